@@ -27,24 +27,24 @@ import click
 import in_checkout  # finds the packages
 
 from modular_kernel.bench.candidates import (
-    BenchOffer,
+    Candidate,
     ComposedLayer,
     DefaultLayer,
-    baseline_offers,
-    pair_offers,
-    peer_offers,
+    baseline_candidates,
+    pairing_candidates,
+    peer_candidates,
 )
-from modular_kernel.bench.interleaved import ROUNDS, Block, Comparison, run_interleaved
-from modular_kernel.bench.sampled_layers import COUNT, SEED, SampledLayer, sample_layers
-from modular_kernel.bench.standings import (
-    document,
+from modular_kernel.bench.interleaved import ROUNDS, CellBlock, Comparison, run_interleaved
+from modular_kernel.bench.leads import (
     layers_table,
-    merged,
-    missing_lines,
-    plot_standings,
+    leads_table,
+    merge_reports,
+    plot_leads,
+    render_markdown,
     replace_section,
-    standings_table,
+    unmeasured_list,
 )
+from modular_kernel.bench.sampled_layers import COUNT, SEED, SampledLayer, sample_layers
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.measure.cases import LayerCase, operand_types
 from modular_kernel.measure.prepared_weights import prepared_specs_of
@@ -106,7 +106,7 @@ def selected_layers(text, seed, *, tiny):
         raise click.BadParameter(f"got {text!r}, need {need}") from None
 
 
-def our_offers(quant, cells, machine, *, compose_seconds, prepare):
+def our_candidates(quant, cells, machine, *, compose_seconds, prepare):
     """Return FusedMoE, the composed layer, and every part that can run such a layer.
 
     prepare: prepare the weights of parts that support it, and leave out those parts without it.
@@ -114,9 +114,15 @@ def our_offers(quant, cells, machine, *, compose_seconds, prepare):
     problems = [
         replace(cell.problem, quant=quant, graph=machine.device == "cuda") for cell in cells
     ]
-    pairs = pair_offers(PF, None, problems, machine, prepared=prepare)
-    prepared_names = {offer.name.removesuffix(" prepared") for offer in pairs if offer.prepared}
-    pairs = [offer for offer in pairs if offer.prepared or offer.name not in prepared_names]
+    pairs = pairing_candidates(PF, None, problems, machine, prepared=prepare)
+    prepared_names = {
+        candidate.name.removesuffix(" prepared") for candidate in pairs if candidate.prepared
+    }
+    pairs = [
+        candidate
+        for candidate in pairs
+        if candidate.prepared or candidate.name not in prepared_names
+    ]
     default = "TritonExperts" if machine.device == "cuda" else "TorchExperts"
     prepared = prepare and bool(prepared_specs_of(default, problems[0]))
     tokens = tuple(dict.fromkeys(cell.problem.tokens for cell in cells))
@@ -124,10 +130,8 @@ def our_offers(quant, cells, machine, *, compose_seconds, prepare):
         ComposedLayer, quant, machine, tokens, compose_seconds, prepared=prepare
     )
     return [
-        BenchOffer(
-            DefaultLayer.name, quant, OURS, partial(DefaultLayer, quant, prepared), prepared
-        ),
-        BenchOffer(ComposedLayer.name, quant, OURS, make_composed, prepare),
+        Candidate(DefaultLayer.name, quant, OURS, partial(DefaultLayer, quant, prepared), prepared),
+        Candidate(ComposedLayer.name, quant, OURS, make_composed, prepare),
         *pairs,
     ]
 
@@ -139,10 +143,10 @@ def peers_of(quant, cell, wanted):
     """
     kind = operand_types(cell.problem, QuantScheme.parse(quant))
     return [
-        offer
-        for offer in [*baseline_offers(), *peer_offers(PEERS)]
-        if operand_types(cell.problem, QuantScheme.parse(offer.quant)) == kind
-        and (not wanted or any(offer.name.startswith(name) for name in wanted))
+        candidate
+        for candidate in [*baseline_candidates(), *peer_candidates(PEERS)]
+        if operands(cell.problem, QuantScheme.parse(candidate.quant)) == kind
+        and (not wanted or any(candidate.name.startswith(name) for name in wanted))
     ]
 
 
@@ -176,11 +180,11 @@ def blocks_of(  # noqa: PLR0913  options of the command line
             LayerCase(layer.name, layer.problem(count), kind) for count in tokens for kind in kinds
         )
         for quant in schemes:
-            offers = our_offers(
+            candidates = our_candidates(
                 quant, cells, machine, compose_seconds=compose_seconds, prepare=prepare
             )
-            offers += peers_of(quant, cells[0], peers)
-            blocks.append(Block(cells, tuple(offers)))
+            candidates += peers_of(quant, cells[0], peers)
+            blocks.append(CellBlock(cells, tuple(candidates)))
     return blocks
 
 
@@ -209,18 +213,18 @@ def compile_first(blocks, workers, seconds):
 
 def render(report, out):
     """Write bench.md and bench.svg to the folder `out`, and print the tables."""
-    (out / "bench.md").write_text(document(report), encoding="utf-8")
+    (out / "bench.md").write_text(render_markdown(report), encoding="utf-8")
     if find_spec("matplotlib") is None:
         click.echo("no plot: matplotlib is not installed", err=True)
-    elif any(row.is_timed for row in report.rows):
-        plot_standings(report, out / "bench.svg")
-    lines = [*standings_table(report), "", *layers_table(report), "", *missing_lines(report)]
+    elif any(row.timed for row in report.rows):
+        plot_leads(report, out / "bench.svg")
+    lines = [*leads_table(report), "", *layers_table(report), "", *unmeasured_list(report)]
     click.echo("\n".join(lines))
 
 
 def update_readme(report):
     """Replace the section of the README between its markers with a sentence, a table and a plot."""
-    plot_standings(report, in_checkout.ROOT / README_PLOT)
+    plot_leads(report, in_checkout.ROOT / README_PLOT)
     text = README.read_text(encoding="utf-8")
     env = report.environment
     shapes = len(dict.fromkeys(row.shape for row in report.rows))
@@ -231,12 +235,12 @@ def update_readme(report):
         f"{str(env.get('date'))[:10]}. *Lead* is the time of the best public layer over ours:",
         "here, unlike in the other tables, more than 1 is faster.",
         "",
-        *standings_table(report),
+        *leads_table(report),
         "",
         f"![Lead over the best public layer by number of tokens]({README_PLOT})",
         "",
     ]
-    text = replace_section(text, "bench", lines, where="README.md")
+    text = replace_section(text, "bench", lines, filename="README.md")
     README.write_text(text, encoding="utf-8")
 
 
@@ -350,15 +354,15 @@ def list_blocks(blocks, missing):
         cell = block.cells[0]
         size = cell.problem.experts * cell.problem.hidden * cell.problem.intermediate
         click.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cells)} cells")
-        for offer in block.offers:
-            library = f", products of {offer.library}" if offer.library else ""
-            click.echo(f"  {offer.name} {offer.quant} ({offer.origin}{library})")
+        for candidate in block.candidates:
+            library = f", products of {candidate.library}" if candidate.library else ""
+            click.echo(f"  {candidate.name} {candidate.quant} ({candidate.origin}{library})")
     for name in missing:
         click.echo(f"not installed: {name}")
 
 
 def load_reports(paths):
-    return merged([Report.from_json(path.read_text(encoding="utf-8")) for path in paths])
+    return merge_reports([Report.from_json(path.read_text(encoding="utf-8")) for path in paths])
 
 
 if __name__ == "__main__":

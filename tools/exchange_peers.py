@@ -38,30 +38,30 @@ class TransportPeer(Transport):
     few_tokens_only = quantizes = False
     world_sizes = None
 
-    def refusal(self, cell):
-        if cell.quant not in ("none", "fp8_w8a8_block") or cell.hidden % BLOCK:
+    def refusal(self, case):
+        if case.quant not in ("none", "fp8_w8a8_block") or case.hidden % BLOCK:
             return f"bfloat16, or float8 in blocks of {BLOCK} columns, only"
-        if self.quantizes and cell.quant == "none":
+        if self.quantizes and case.quant == "none":
             return "bfloat16 rows are not quantized"
-        if cell.experts % cell.world_size:
+        if case.experts % case.world_size:
             return "equally many experts on each rank only"
-        if self.world_sizes and cell.world_size not in self.world_sizes:
+        if self.world_sizes and case.world_size not in self.world_sizes:
             return f"{self.world_sizes} ranks only"
-        if self.few_tokens_only and cell.capacity > MAX_FEW_TOKENS:
+        if self.few_tokens_only and case.capacity > MAX_FEW_TOKENS:
             return f"at most {MAX_FEW_TOKENS} tokens"
         return ""
 
-    def open(self, cell, context):
-        self.cell, self.context = cell, context
-        self.fp8 = cell.quant != "none"
-        self.local = cell.experts // cell.world_size
+    def open(self, case, context):
+        self.case, self.context = case, context
+        self.fp8 = case.quant != "none"
+        self.local = case.experts // case.world_size
         self.setup()
 
     def setup(self):
         """Create buffers and handles of the library."""
 
     def load(self, inputs):
-        self.cell = inputs.cell  # cases of one batch share the state of `open`
+        self.case = inputs.case  # cases of one batch share the state of `open`
         self.x, self.tokens = inputs.x_TH, len(inputs.x_TH)
         self.rows = quantize_fp8_blocks(self.x) if self.fp8 else self.x
         if self.quantizes:
@@ -72,7 +72,7 @@ class TransportPeer(Transport):
     def rows_to_send(self):
         """Return the rows to pass to the library, quantizing them if `quantizes`."""
         if self.quantizes:
-            quantize_rows(self.x, self.cell.scheme, out=self.quantized_rows)
+            quantize_rows(self.x, self.case.scheme, out=self.quantized_rows)
             return self.quantized_rows.q_RK, self.quantized_rows.scale
         return self.rows
 
@@ -106,9 +106,9 @@ class Nccl(TransportPeer):
 
     def load(self, inputs):
         super().load(inputs)
-        cell, rank, device = self.cell, self.context.rank, self.context.device
-        tokens_WW = [[self._tokens(s, d) for d in range(cell.world_size)] for s in
-                     range(cell.world_size)]  # fmt: skip
+        case, rank, device = self.case, self.context.rank, self.context.device
+        tokens_WW = [[self._tokens(s, d) for d in range(case.world_size)] for s in
+                     range(case.world_size)]  # fmt: skip
         self.send_counts = [len(tokens) for tokens in tokens_WW[rank]]
         self.receive_counts = [len(tokens[rank]) for tokens in tokens_WW]
         self.token_N = torch.cat(tokens_WW[rank]).to(device)
@@ -117,15 +117,15 @@ class Nccl(TransportPeer):
         shape = sum(self.receive_counts), row_bytes.shape[1]
         self.received = torch.empty(shape, dtype=torch.uint8, device=device)
         self.y = torch.empty(
-            sum(self.receive_counts), cell.hidden, dtype=torch.bfloat16, device=device
+            sum(self.receive_counts), case.hidden, dtype=torch.bfloat16, device=device
         )
         self.returned = torch.empty(
-            len(self.token_N), cell.hidden, dtype=self.y.dtype, device=device
+            len(self.token_N), case.hidden, dtype=self.y.dtype, device=device
         )
 
     def _tokens(self, source, target):
         """Return the tokens that rank `source` sends to rank `target`, in the order of the rows."""
-        ids = self.cell.routing(source).topk_ids_TK.long()
+        ids = self.case.routing(source).topk_ids_TK.long()
         to_target = ids // self.local == target
         if not self.per_pair:
             return to_target.any(1).nonzero().flatten()
@@ -145,7 +145,7 @@ class Nccl(TransportPeer):
         )
 
     def identity(self):
-        hidden = self.cell.hidden
+        hidden = self.case.hidden
         if not self.fp8:
             self.y.copy_(self.received.view(torch.bfloat16))
             return
@@ -196,15 +196,15 @@ class DeepEPV1(DeepEP):
 
     world_sizes = (2, 4, 8)
 
-    def refusal(self, cell):
+    def refusal(self, case):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V2"
-        if self.local_of(cell) > BLOCK:  # the number of threads of its counting kernel
+        if self.local_of(case) > BLOCK:  # the number of threads of its counting kernel
             return f"at most {BLOCK} experts per rank"
-        return super().refusal(cell)
+        return super().refusal(case)
 
-    def local_of(self, cell):
-        return cell.experts // cell.world_size
+    def local_of(self, case):
+        return case.experts // case.world_size
 
 
 class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
@@ -216,14 +216,14 @@ class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
         Buffer.set_num_sms(self.sms)
-        world, nbytes = self.cell.world_size, 2 * self.cell.hidden
+        world, nbytes = self.case.world_size, 2 * self.case.hidden
         configs = Buffer.get_dispatch_config(world), Buffer.get_combine_config(world)
         buffer_bytes = max(config.get_nvl_buffer_size_hint(nbytes, world) for config in configs)
         buffer_bytes = -(-buffer_bytes // BLOCK) * BLOCK
         self.buffer = Buffer(self.context.group, buffer_bytes, 0, explicitly_destroy=True)
 
     def dispatch(self):
-        layout = self.buffer.get_dispatch_layout(self.ids, self.cell.experts)
+        layout = self.buffer.get_dispatch_layout(self.ids, self.case.experts)
         per_rank, _, per_expert, in_rank, _ = layout
         self.received = self.buffer.dispatch(
             self.rows_to_send(),
@@ -232,7 +232,7 @@ class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
             num_tokens_per_expert=per_expert,
             topk_idx=self.ids,
             topk_weights=self.weights,
-            num_worst_tokens=self.cell.world_size * self.cell.capacity,
+            num_worst_tokens=self.case.world_size * self.case.capacity,
         )
 
     def combine(self):
@@ -246,13 +246,13 @@ class DeepEPLowLatency(DeepEPV1):
     """
 
     name = "DeepEP V1 low latency"
-    capturable = alone = few_tokens_only = True
+    capturable = needs_fresh_ranks = few_tokens_only = True
 
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
-        cell = self.cell
-        self.max_tokens = -(-cell.capacity // 4) * 4
-        sizes = self.max_tokens, cell.hidden, cell.world_size, cell.experts
+        case = self.case
+        self.max_tokens = -(-case.capacity // 4) * 4
+        sizes = self.max_tokens, case.hidden, case.world_size, case.experts
         nbytes = Buffer.get_low_latency_rdma_size_hint(*sizes)
         self.buffer = Buffer(
             self.context.group,
@@ -265,7 +265,7 @@ class DeepEPLowLatency(DeepEPV1):
 
     def dispatch(self):
         self.received = self.buffer.low_latency_dispatch(
-            self.x, self.ids, self.max_tokens, self.cell.experts, use_fp8=self.fp8
+            self.x, self.ids, self.max_tokens, self.case.experts, use_fp8=self.fp8
         )
 
     def identity(self):
@@ -282,19 +282,19 @@ class DeepEPV2(DeepEPPerRank):
 
     name = "DeepEP V2"
 
-    def refusal(self, cell):
+    def refusal(self, case):
         if not hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V1"
-        return super().refusal(cell)
+        return super().refusal(case)
 
     def setup(self):
-        deep_ep, cell = import_module("deep_ep"), self.cell
+        deep_ep, case = import_module("deep_ep"), self.case
         self.ids_dtype = deep_ep.topk_idx_t
         self.buffer = deep_ep.ElasticBuffer(
             self.context.group,
-            num_max_tokens_per_rank=cell.capacity,
-            hidden=cell.hidden,
-            num_topk=cell.top_k,
+            num_max_tokens_per_rank=case.capacity,
+            hidden=case.hidden,
+            num_topk=case.top_k,
             use_fp8_dispatch=self.fp8,
             explicitly_destroy=True,
         )
@@ -308,8 +308,8 @@ class DeepEPV2(DeepEPPerRank):
             self.rows_to_send(),
             topk_idx=self.ids,
             topk_weights=self.weights,
-            num_experts=self.cell.experts,
-            num_max_tokens_per_rank=self.cell.capacity,
+            num_experts=self.case.experts,
+            num_max_tokens_per_rank=self.case.capacity,
             num_sms=self.sms,
             do_cpu_sync=False,
         )
@@ -322,32 +322,32 @@ class Pplx(TransportPeer):
     """pplx-kernels within a host: a row per token and expert, weights applied in combine."""
 
     name = "pplx-kernels"
-    capturable = alone = few_tokens_only = True
+    capturable = needs_fresh_ranks = few_tokens_only = True
     note = "rows quantized before the dispatch"
 
     def setup(self):
-        cell, context = self.cell, self.context
+        case, context = self.case, self.context
         # The library exchanges handles on the CPU.
         backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
-        self.group = dist.new_group(list(range(cell.world_size)), backend=backend)
+        self.group = dist.new_group(list(range(case.world_size)), backend=backend)
         # Scales are transferred in units of 16 bytes, so their columns are padded.
-        self.columns = -(-(cell.hidden // BLOCK) // 4) * 4 if self.fp8 else 0
+        self.columns = -(-(case.hidden // BLOCK) // 4) * 4 if self.fp8 else 0
         self.all2all = import_module("pplx_kernels.all_to_all").AllToAll.intranode(
-            max_num_tokens=cell.capacity,
-            num_experts=cell.experts,
-            experts_per_token=cell.top_k,
+            max_num_tokens=case.capacity,
+            num_experts=case.experts,
+            experts_per_token=case.top_k,
             rank=context.rank,
-            world_size=cell.world_size,
+            world_size=case.world_size,
             dp_size=1,
-            hidden_dim=cell.hidden,
-            hidden_dim_bytes=cell.hidden * (1 if self.fp8 else 2),
+            hidden_dim=case.hidden,
+            hidden_dim_bytes=case.hidden * (1 if self.fp8 else 2),
             hidden_dim_scale_bytes=4 * self.columns,
             group_name=self.group.group_name,
         )
-        rows = self.local, cell.capacity * cell.world_size
+        rows = self.local, case.capacity * case.world_size
         dtype = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
         self.counts = torch.empty(self.local, dtype=torch.int32, device=context.device)
-        self.received_rows = torch.empty(*rows, cell.hidden, dtype=dtype, device=context.device)
+        self.received_rows = torch.empty(*rows, case.hidden, dtype=dtype, device=context.device)
         self.scale = None
         if self.fp8:
             self.scale = torch.empty(

@@ -14,17 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from modular_kernel.perf_model import error_tables, questions
+from modular_kernel.perf_model import error_tables, selection_table
 
 # Recipes of models with a measured layer.
 RECIPES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
 # A page below docs/, the name of a table in it, and a function that returns the table.
 TABLES: tuple[tuple[str, str, Callable[[], str]], ...] = (
-    ("sizing.md", "errors", error_tables.markdown),
-    ("sizing.md", "records", questions.records_markdown),
-    ("recipes/selection.md", "selection", questions.selection_markdown),
+    ("sizing.md", "errors", error_tables.error_tables_markdown),
+    ("sizing.md", "records", selection_table.records_markdown),
+    ("recipes/selection.md", "selection", selection_table.selection_markdown),
     *(
-        (f"recipes/{model}.md", "times", partial(questions.layer_times_markdown, model))
+        (f"recipes/{model}.md", "times", partial(selection_table.layer_times_markdown, model))
         for model in RECIPES
     ),
 )

@@ -1,6 +1,8 @@
-"""Layers that can be benchmarked: our pairings, torch._grouped_mm, and layers of the user.
+"""The layers that `mk bench` and `make bench` compare, behind one interface, `Layer`.
 
-A file given with `--peer` defines `layers()`, which returns a list of new `Layer` objects:
+There are our pairings, `FusedMoE`, the layer that `mk.compose` builds, torch._grouped_mm, and
+peers (layers of other libraries). A file given with `--peer` defines `layers()`, which returns a
+list of new `Layer` objects:
 
     import torch
     from modular_kernel.bench.candidates import Layer
@@ -8,7 +10,7 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
     class Mine(Layer):
         name, quant = "mine", "none"  # quant: the name of a scheme
 
-        def refusal(self, problem):  # reason why it cannot run a problem; None if it can
+        def refusal(self, problem):  # the reason why it cannot run this problem, or None
             return None if problem.act.kind == "silu" else "silu only"
 
         def setup(self, problem, weights):  # untimed, once for each shape
@@ -24,22 +26,23 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
         return [Mine()]
 
 `call` runs a whole layer: index computation, quantization of x, both GEMMs, activation, and
-weighted sum. It should be capturable in a CUDA graph, so without synchronization or data-dependent
-shapes. The weights passed to `setup` are unquantized; `setup` quantizes them if `quant` says so.
-`layers()` is called once for each shape and set of weights, and its objects must not share state.
+weighted sum. It should be capturable in a CUDA graph: no synchronization and no data-dependent
+shapes. The weights passed to `setup` are unquantized, and `setup` quantizes them to the scheme
+`quant`. `layers()` is called once for each shape and set of weights, and its objects must not share
+state.
 """
 
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from modular_kernel.bench.peer_files import load_file
+from modular_kernel.bench.peer_files import load_peer_file
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.errors import IncompatibleError
@@ -54,16 +57,16 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
-_GROUPED_MM_BYTES = 16  # required alignment of operand rows
+_GROUPED_MM_ALIGNMENT = 16  # bytes, of each operand's rows
 
 
 class Layer(ABC):
-    """Base class of benchmarked layers, which map x and routing to y.
+    """Base class of benchmarked layers, which compute y from x and its routing.
 
-    name: name in the tables. quant: name of the quantization scheme. graph: whether to try to
-    capture calls in a CUDA graph. interpreted: whether the layer runs in Triton's interpreter, so
-    that its time is meaningless. tuned: whether `setup` or `tune` times launches, so that nothing
-    else may run at the same time.
+    name: the layer's name in tables. quant: name of its quantization scheme. graph: whether to
+    capture calls in a CUDA graph, if possible. interpreted: whether the layer runs in Triton's
+    interpreter, so that its time is meaningless. tuned: whether `setup` or `tune` times kernels.
+    Other work on the GPU would disturb these timings.
     """
 
     name: str
@@ -76,32 +79,31 @@ class Layer(ABC):
         """Return the reason why the layer cannot run this problem; None if it can."""
         return None
 
-    def kept_bytes(self, problem: Problem) -> int:
-        """Return the bytes that `setup` keeps per set of weights, in addition to the weights."""
+    def setup_bytes(self, problem: Problem) -> int:
+        """Return the bytes that `setup` allocates for each set of weights, without the weights."""
         return 0
 
     @abstractmethod
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
-        """Set up the layer for these weights; untimed. problem.tokens is the maximum per call."""
+        """Set up the layer for these weights. Not timed. problem.tokens is the maximum per call."""
 
     def tune(self, problem: Problem) -> None:  # noqa: B027  most layers have nothing to tune
-        """Prepare for calls with problem.tokens tokens; untimed, before the first of them."""
+        """Tune the layer for problem.tokens tokens, before the first call with them. Not timed."""
 
     def note(self, problem: Problem) -> str:
-        """Return the note in the row of this layer for calls of problem.tokens tokens."""
+        """Return the text of the `note` column for calls with problem.tokens tokens."""
         return ""
 
     @abstractmethod
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Run the layer and return y, (T, H) in the dtype of x; this is timed."""
+        """Run the layer and return y, (T, H) in the dtype of x. Timed."""
 
 
 @dataclass(frozen=True)
-class BenchOffer:
-    """A factory of benchmarked layers.
+class Candidate:
+    """A layer to compare. It is created with `make` once for each shape and set of weights.
 
-    quant, origin, library: see measure.records.Row. prepared: whether the layers' `setup` prepares
-    the weights.
+    For quant, origin, prepared and library, see measure.records.Row.
     """
 
     name: str
@@ -112,10 +114,10 @@ class BenchOffer:
     library: str = ""
 
 
-class PairLayer(Layer):
-    """One of our pairings, with a plan for the number of tokens of the last call.
+class PairingLayer(Layer):
+    """One of our pairings, run through a `Plan` (preallocated buffers for one number of tokens).
 
-    prepared: whether to prepare the weights once, in `setup`.
+    prepared: whether to prepare the weights (change their layout for the kernels) in `setup`.
     """
 
     def __init__(
@@ -126,28 +128,28 @@ class PairLayer(Layer):
         machine: Machine,
         prepared: bool = False,
     ) -> None:
-        self.pair, self.prepared = (prepare_finalize, experts), prepared
+        self.pairing, self.prepared = (prepare_finalize, experts), prepared
         self.name, self.quant, self.machine = f"{prepare_finalize}+{experts}", quant, machine
         self.interpreted = machine.interpreter and needs_triton(prepare_finalize, experts)
         self._uses_torch_references = machine.interpreter and not self.interpreted
 
     def refusal(self, problem: Problem) -> str | None:
         quantized_problem = replace(problem, quant=self.quant)
-        verdict = check(*self.pair, quantized_problem, self.machine)
-        if verdict.ok and self.prepared and not self.kept_bytes(problem):
-            return f"{self.pair[1]} does not prepare such weights"
+        verdict = check(*self.pairing, quantized_problem, self.machine)
+        if verdict.ok and self.prepared and not self.setup_bytes(problem):
+            return f"{self.pairing[1]} does not prepare weights of this problem"
         return "; ".join(map(str, verdict.rejections)) or None
 
-    def kept_bytes(self, problem: Problem) -> int:
+    def setup_bytes(self, problem: Problem) -> int:
         quantized_problem = replace(problem, quant=self.quant)
-        return prepared_tensor_bytes(self.pair[1], quantized_problem) if self.prepared else 0
+        return declared_bytes(self.pairing[1], quantized_problem) if self.prepared else 0
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)
-        self.graph = check(*self.pair, replace(self.problem, graph=True), self.machine).ok
+        self.graph = check(*self.pairing, replace(self.problem, graph=True), self.machine).ok
         self.weights = quantize(weights, self.problem)
         if self.prepared:
-            kernel = make_kernel(*self.pair, self.problem, machine=self.machine)
+            kernel = make_kernel(*self.pairing, self.problem, machine=self.machine)
             with prefer_torch_reference(enabled=self._uses_torch_references):
                 self.weights = kernel.prepare_weights(self.weights)
         self._plan: Plan | None = None
@@ -165,9 +167,9 @@ class PairLayer(Layer):
         return plan(x_TH, self.weights, routing)
 
     def _make_plan(self, tokens: int) -> Plan:
-        self._plan = None  # frees its buffers before others are allocated
+        self._plan = None  # free the buffers of the old plan before allocating new ones
         problem = self.problem.with_tokens(tokens)
-        kernel = make_kernel(*self.pair, problem, machine=self.machine, auto_prepare=False)
+        kernel = make_kernel(*self.pairing, problem, machine=self.machine, auto_prepare=False)
         self._plan = kernel.plan()
         return self._plan
 
@@ -175,7 +177,7 @@ class PairLayer(Layer):
 class DefaultLayer(Layer):
     """FusedMoE with default arguments.
 
-    prepared: whether to prepare the weights once, in `setup`.
+    prepared: see PairingLayer.
     """
 
     name = "FusedMoE"
@@ -192,7 +194,7 @@ class DefaultLayer(Layer):
             top_k=problem.top_k,
             quant_config=None if self.quant == "none" else self.quant,
             params_dtype=problem.dtype,
-            device="meta",  # the parameters are replaced
+            device="meta",  # set_weights replaces the parameters
         )
         self.layer.set_weights(quantize(weights, problem))
         if self.prepared:
@@ -204,10 +206,9 @@ class DefaultLayer(Layer):
 
 
 class ComposedLayer(Layer):
-    """The layer that `compose` builds for the token counts `tokens`.
+    """The layer that `compose` builds, which selects a pairing for each of the numbers of `tokens`.
 
-    budget: seconds that `compose` may take for its timings. prepared: whether to prepare the
-    weights once, in `setup`.
+    budget: seconds that `compose` may take to time pairings. prepared: see PairingLayer.
     """
 
     name, tuned = "compose", True
@@ -232,7 +233,7 @@ class ComposedLayer(Layer):
         self.kernel, self.plan = kernel, kernel.plan()
 
     def note(self, problem: Problem) -> str:
-        """Name the pairing that was selected for this number of tokens."""
+        """Return the name of the pairing that was selected for this number of tokens."""
         return self.kernel.kernel(problem.tokens).pairing
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -242,12 +243,14 @@ class ComposedLayer(Layer):
 class TorchGroupedMm(Layer):
     """A plain SwiGLU layer in bfloat16 built on torch._grouped_mm.
 
-    Steps: sort, gather, GEMM, SiLU and multiply, GEMM, scatter, weighted sum.
+    Steps: sort the P = T * K (token, expert) pairs by expert, gather rows of x, first GEMM with N =
+    2I columns (gate and up), SiLU and multiply, second GEMM, scatter, weighted sum.
     """
 
     name = "torch_grouped_mm"
 
     def refusal(self, problem: Problem) -> str | None:
+        # Options that this layer supports are set to their defaults. Any other option is refused.
         simplified = replace(
             problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
             deterministic=False, ids_dtype=None,
@@ -257,10 +260,10 @@ class TorchGroupedMm(Layer):
         if problem.dtype is not torch.bfloat16:
             return "bfloat16 only"
         rows = [n * problem.dtype.itemsize for n in (problem.hidden, problem.intermediate)]
-        if any(row % _GROUPED_MM_BYTES for row in rows):
-            return f"rows of {_GROUPED_MM_BYTES} bytes only"
+        if any(row % _GROUPED_MM_ALIGNMENT for row in rows):
+            return f"rows of multiples of {_GROUPED_MM_ALIGNMENT} bytes only"
         if not hasattr(torch, "_grouped_mm"):
-            return "this torch has no _grouped_mm"
+            return f"torch {torch.__version__} has no _grouped_mm"
         return None
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
@@ -285,35 +288,27 @@ class TorchGroupedMm(Layer):
         return torch.bmm(weights_T1K, y_TKH).squeeze(1)
 
 
-def pair_offers(
+def pairing_candidates(
     prepare_finalize: str | None,
     experts: str | None,
     problems: Sequence[Problem],
     machine: Machine,
     *,
     prepared: bool = False,
-) -> list[BenchOffer]:
-    """Return offers of our pairings.
+) -> list[Candidate]:
+    """Return a candidate for each pairing and scheme that is valid for any of the problems.
 
-    An offer is named after its experts part if no other pairing uses that part.
+    A candidate has the name of its experts part if no other pairing uses that part.
 
-    prepare_finalize, experts: names of parts; None stands for all parts. problems: a pairing is
-    offered for the scheme of each of them that it is valid for. prepared: whether to add, after
-    each pairing whose experts part prepares weights, a second offer with prepared weights. Raises
-    IncompatibleError with every reason if both names are given and the pairing is valid for no
-    problem.
+    prepare_finalize, experts: names of parts; None stands for all parts. prepared: whether to add a
+    second candidate, with prepared weights, after each one whose experts part prepares weights.
+    Raises IncompatibleError with every reason if both names are given and the pairing is valid for
+    no problem.
     """
-    catalog = load_catalog()
-    pfs = catalog.names("prepare_finalize")
-    if prepare_finalize is not None:
-        pfs = (catalog.prepare_finalize(prepare_finalize).__name__,)
-    all_experts = catalog.names("experts")
-    if experts is not None:
-        all_experts = (catalog.experts(experts).__name__,)
-    valid: list[tuple[str, str, str]] = []
-    preparing: set[tuple[str, str]] = set()
+    valid: list[tuple[str, str, str]] = []  # (prepare_finalize, experts, quant)
+    preparable: set[tuple[str, str]] = set()  # (experts, quant)
     refused: list[Verdict] = []
-    for pf, ex in itertools.product(pfs, all_experts):
+    for pf, ex in _named_pairings(prepare_finalize, experts):
         for problem in problems:
             verdict = check(pf, ex, problem, machine)
             if not verdict.ok:
@@ -321,60 +316,75 @@ def pair_offers(
                 continue
             if (pf, ex, problem.quant) not in valid:
                 valid.append((pf, ex, problem.quant))
-            if prepared and (ex, problem.quant) not in preparing and prepared_specs_of(ex, problem):
-                preparing.add((ex, problem.quant))
+            if (
+                prepared
+                and (ex, problem.quant) not in preparable
+                and prepared_specs_of(ex, problem)
+            ):
+                preparable.add((ex, problem.quant))
     if prepare_finalize is not None and experts is not None and not valid and refused:
         raise IncompatibleError(refused[0].pairing, refused[0].rejections)
     pairings_by_experts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in valid})
-    return [
-        BenchOffer(
-            with_prepared(name) if with_weights else name,
-            quant,
-            OURS,
-            partial(PairLayer, pf, ex, quant, machine, with_weights),
-            with_weights,
-            library_of(ex),
-        )
-        for pf, ex, quant in valid
-        for name in [ex if pairings_by_experts[ex] == 1 else f"{pf}+{ex}"]
-        for with_weights in ([False, True] if (ex, quant) in preparing else [False])
-    ]
+    candidates = []
+    for pf, ex, quant in valid:
+        name = ex if pairings_by_experts[ex] == 1 else f"{pf}+{ex}"
+        library = gemm_library(ex)
+        make = partial(PairingLayer, pf, ex, quant, machine)
+        candidates.append(Candidate(name, quant, OURS, make, library=library))
+        if (ex, quant) in preparable:
+            make = partial(make, prepared=True)
+            candidates.append(Candidate(prepared_name(name), quant, OURS, make, True, library))
+    return candidates
 
 
-# Parts whose GEMMs are torch's. Those that run other libraries declare a provider.
+def _named_pairings(prepare_finalize: str | None, experts: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the names of both parts of each pairing. None stands for all parts."""
+    catalog = load_catalog()
+    pfs, all_experts = catalog.names("prepare_finalize"), catalog.names("experts")
+    if prepare_finalize is not None:
+        pfs = (catalog.prepare_finalize(prepare_finalize).__name__,)
+    if experts is not None:
+        all_experts = (catalog.experts(experts).__name__,)
+    yield from itertools.product(pfs, all_experts)
+
+
+# Parts whose GEMMs are torch's. A part that runs another library declares it in its requirements.
 _TORCH_GEMM_PARTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
 
 
-def library_of(experts: str) -> str:
+def gemm_library(experts: str) -> str:
     """Return the library whose GEMMs an experts part runs; "" for this project's kernels."""
     if experts in _TORCH_GEMM_PARTS:
         return "torch"
     return ", ".join(probe.name for probe in load_catalog().experts(experts).requires.providers)
 
 
-def with_prepared(name: str) -> str:
-    """Return the name of a pairing's offer with prepared weights."""
+def prepared_name(name: str) -> str:
+    """Return the name of the candidate with prepared weights that belongs to candidate `name`."""
     return f"{name} prepared"
 
 
-def baseline_offers() -> list[BenchOffer]:
-    """Return the built-in baselines."""
-    return [BenchOffer(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
+def baseline_candidates() -> list[Candidate]:
+    """Return the baseline, torch._grouped_mm."""
+    return [Candidate(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
 
 
-def peer_offers(path: Path) -> list[BenchOffer]:
-    """Load the layers that a --peer file defines.
+def peer_candidates(path: Path) -> list[Candidate]:
+    """Load a --peer file; return a candidate for each of its layers.
 
     Raises ConfigurationError or BrokenPartError, with the name of the file, if that fails.
     """
-    layers, loaded = load_file(path, "layers", Layer)
+    make_layers, layers = load_peer_file(path, "layers", Layer)
     return [
-        BenchOffer(
-            layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, layers, index)
+        Candidate(
+            layer.name,
+            str(QuantScheme.parse(layer.quant)),
+            PEER,
+            partial(_make_nth_layer, make_layers, index),
         )
-        for index, layer in enumerate(loaded)
+        for index, layer in enumerate(layers)
     ]
 
 
-def _nth(layers: Callable[[], list[Layer]], index: int) -> Layer:
-    return layers()[index]
+def _make_nth_layer(make_layers: Callable[[], list[Layer]], index: int) -> Layer:
+    return make_layers()[index]

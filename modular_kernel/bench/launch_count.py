@@ -1,7 +1,7 @@
-"""Number of kernels, copies and fills that a call launches on a GPU, from torch's profiler.
+"""Number of kernels, copies and fills that a call launches on a GPU, counted by torch's profiler.
 
-The profiler stays loaded once it has run and slows down later launches, so launches must be counted
-after all timing.
+Once the profiler has run, it stays loaded and slows down later launches. Count launches after all
+timing.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, schedule
 
 from modular_kernel.measure.timing import Call
 
-_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def count_launches(call: Call, device: torch.device) -> int | None:
@@ -26,7 +26,7 @@ def count_launches(call: Call, device: torch.device) -> int | None:
         path = Path(folder) / "trace.json"
         with torch.profiler.profile(
             activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
-            # The profiler initializes itself in the first step, which is not recorded.
+            # The profiler initializes itself in the first step, so record only the second.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,
@@ -36,9 +36,9 @@ def count_launches(call: Call, device: torch.device) -> int | None:
                 torch.cuda.synchronize()
                 profiler.step()
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return device_work(events) or None
+    return count_device_events(events) or None
 
 
-def device_work(events: Iterable[Mapping[str, Any]]) -> int:
-    """Count the events of a Chrome trace that are device work (kernels, copies, fills)."""
-    return sum(event.get("cat") in _DEVICE_WORK for event in events)
+def count_device_events(events: Iterable[Mapping[str, Any]]) -> int:
+    """Count the kernels, copies and fills on the device in the events of a Chrome trace."""
+    return sum(event.get("cat") in _DEVICE_CATEGORIES for event in events)

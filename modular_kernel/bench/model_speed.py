@@ -1,9 +1,9 @@
-"""Tokens per second of a whole model: prefill, and decoding with a static cache.
+"""`mk bench --hf`: tokens per second of a transformers model, in prefill and in decoding.
 
-Before an implementation of the experts is timed, it runs the model's first experts module on inputs
-that were recorded with the implementation "eager". The recorded inputs include the routing, so that
-rounding cannot change it. If the result exceeds the error bound, the implementation is WRONG and is
-not timed.
+transformers can compute the experts of a model with several implementations: its own ("eager",
+"grouped_mm") and ours. Before an implementation is timed, it runs the model's first experts module
+on inputs that were recorded with "eager". The recorded inputs include the routing, so that rounding
+cannot change it. If the error exceeds its bound, the implementation is WRONG and is not timed.
 """
 
 import math
@@ -21,12 +21,12 @@ from modular_kernel.measure.timing import make_clock
 
 OK, WRONG, FAILED = "ok", "WRONG", "failed"
 EAGER = "eager"
-_WARM, _TIMED = 1, 5  # untimed and timed runs
+_WARMUP_RUNS, _TIMED_RUNS = 1, 5
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` sequences with a prefill of `prompt` tokens and `new` decoded tokens each."""
+    """`batch` sequences, each with a prompt of `prompt` tokens and `new` decoded tokens."""
 
     batch: int
     prompt: int
@@ -35,10 +35,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Implementation:
-    """An experts implementation registered with transformers.
+    """An experts implementation that is registered with transformers.
 
-    registered: its name there. torch_references: whether operations run as their torch references
-    instead of Triton kernels.
+    name: name in the table. registered: name in transformers. torch_references: whether operations
+    run as their torch references instead of Triton kernels.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class SpeedRow:
+class ModelSpeed:
     """Result of one implementation, named `experts`.
 
     prefill, decode: median tokens per second of the whole batch; None if not timed. error: relative
-    error of the first experts module against "eager". bound: maximum error that is allowed. note:
-    reason of a failure.
+    error of the first experts module, compared with "eager". bound: maximum error that is allowed.
+    note: reason of a failure.
     """
 
     experts: str
@@ -74,12 +74,16 @@ class _RecordedCall:
 
     @property
     def bound(self) -> float:
-        """Error bound: four roundings in the result's dtype, and sqrt(depth) of float32 sums."""
-        depth = max(max(p.shape[-2:]) for p in self.module.parameters() if p.dim() > 2)
+        """Error bound: four roundings in the result's dtype, plus the rounding of float32 sums.
+
+        The latter grows with the square root of the number of terms of the longest dot product.
+        """
+        terms = max(max(p.shape[-2:]) for p in self.module.parameters() if p.dim() > 2)
         rounding = torch.finfo(self.result.dtype).eps
-        return 4 * rounding + torch.finfo(torch.float32).eps * math.sqrt(depth)
+        return 4 * rounding + torch.finfo(torch.float32).eps * math.sqrt(terms)
 
     def error(self) -> float:
+        """Run the module on the recorded inputs; return the relative error of its result."""
         result = self.module(*self.arguments).double()
         exact = self.result.double()
         return float((result - exact).norm() / exact.norm())
@@ -87,13 +91,13 @@ class _RecordedCall:
 
 def measure(
     model: Any, workload: Workload, implementations: Sequence[Implementation]
-) -> list[SpeedRow]:
-    """Time a transformers model with each implementation; return their rows in the same order.
+) -> list[ModelSpeed]:
+    """Time a transformers model with each implementation; return a row for each, in this order.
 
-    Afterwards, the model's implementation is "eager". If an implementation raises, the exception is
-    the note of its row.
+    Afterwards, the model's implementation is "eager". If an implementation raises, its row has the
+    exception in its note.
     """
-    ids = _prompt(model, workload)
+    ids = _draw_prompt(model, workload)
     rows = []
     with torch.inference_mode():
         recorded = _record_call(model, ids)
@@ -102,16 +106,16 @@ def measure(
                 rows.append(_measure_implementation(model, ids, workload, recorded, implementation))
             except IncompatibleError as refusal:
                 rows.append(
-                    SpeedRow(implementation.name, FAILED, note=" ".join(str(refusal).split()))
+                    ModelSpeed(implementation.name, FAILED, note=" ".join(str(refusal).split()))
                 )
             except Exception as error:  # noqa: BLE001 (model code can raise anything)
                 text = " ".join(f"{type(error).__name__}: {error}".split())
-                rows.append(SpeedRow(implementation.name, FAILED, note=text[:300]))
+                rows.append(ModelSpeed(implementation.name, FAILED, note=text[:300]))
         model.set_experts_implementation(EAGER)
     return rows
 
 
-def _prompt(model: Any, workload: Workload) -> torch.Tensor:
+def _draw_prompt(model: Any, workload: Workload) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     shape = (workload.batch, workload.prompt)
     ids = torch.randint(model.config.vocab_size, shape, generator=generator)
@@ -124,12 +128,12 @@ def _record_call(model: Any, ids: torch.Tensor) -> _RecordedCall:
     module = next(submodule for submodule in model.modules() if is_dispatched(submodule))
     calls: list[_RecordedCall] = []
 
-    def keep(_: object, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+    def record(_: object, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
         copies = tuple(argument.clone() for argument in arguments)
         calls.append(_RecordedCall(module, copies, result.clone()))
 
     model.set_experts_implementation(EAGER)
-    handle = module.register_forward_hook(keep)
+    handle = module.register_forward_hook(record)
     try:
         model(input_ids=ids, use_cache=False)
     finally:
@@ -143,22 +147,23 @@ def _measure_implementation(
     workload: Workload,
     recorded: _RecordedCall,
     implementation: Implementation,
-) -> SpeedRow:
+) -> ModelSpeed:
     model.set_experts_implementation(implementation.registered)
     with ExitStack() as stack:
         stack.enter_context(prefer_torch_reference(enabled=implementation.torch_references))
         error, bound = recorded.error(), recorded.bound
-        row = SpeedRow(implementation.name, OK, error=error, bound=bound)
+        row = ModelSpeed(implementation.name, OK, error=error, bound=bound)
         if not error <= bound:
             return replace(row, status=WRONG, note=f"error {error:.1e}, bound {bound:.1e}")
         prefills, decodes = zip(
-            *(_time_once(model, ids, workload) for _ in range(_WARM + _TIMED)), strict=True
+            *(_time_once(model, ids, workload) for _ in range(_WARMUP_RUNS + _TIMED_RUNS)),
+            strict=True,
         )
     tokens = workload.batch * workload.prompt, workload.batch * workload.new
     return replace(
         row,
-        prefill=tokens[0] / median(prefills[_WARM:]),
-        decode=tokens[1] / median(decodes[_WARM:]),
+        prefill=tokens[0] / median(prefills[_WARMUP_RUNS:]),
+        decode=tokens[1] / median(decodes[_WARMUP_RUNS:]),
     )
 
 

@@ -1,4 +1,6 @@
-"""Benchmark of the parallel LoRA branch, `run_moe_lora`, staged and fused.
+"""Benchmark of the LoRA branch of an MoE layer, `run_moe_lora`, with its staged and fused kernels.
+
+The branch computes the adapters' part of the output beside the experts.
 
 python -m modular_kernel.bench.moe_lora     # prints a line per configuration and strategy
 """
@@ -15,8 +17,8 @@ from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora, should_u
 
 
 @dataclass(frozen=True)
-class BranchConfig:
-    """Sizes of a LoRA branch in which every token uses one adapter of rank `rank`."""
+class LoRABranchSizes:
+    """Sizes of a LoRA branch with one adapter of rank `rank`, which every token uses."""
 
     tokens: int
     hidden: int
@@ -27,73 +29,80 @@ class BranchConfig:
 
 
 # DeepSeek-V2-Lite (H = 2048) and DeepSeek-V3 (H = 7168).
-CONFIGS = (BranchConfig(256, 2048, 1408, 8, 64, 6), BranchConfig(256, 7168, 2048, 8, 256, 8))
+BRANCH_SIZES = (
+    LoRABranchSizes(256, 2048, 1408, 8, 64, 6),
+    LoRABranchSizes(256, 7168, 2048, 8, 256, 8),
+)
 _CALLS = 2  # timed calls, each on its own inputs
 
 
 @dataclass(frozen=True)
-class BranchTime:
-    """Microseconds of one call. auto: whether `auto` selects this strategy. mode: `Timing.mode`."""
+class LoRABranchTime:
+    """Time of one call in microseconds.
 
-    config: BranchConfig
+    is_auto: whether the strategy "auto" selects this one. mode: see measure.timing.Timing.
+    """
+
+    sizes: LoRABranchSizes
     strategy: str
-    auto: bool
+    is_auto: bool
     us: float
     mode: str
 
     def __str__(self) -> str:
-        rate = self.config.tokens / self.us * 1e6
-        auto = ", auto" if self.auto else ""
+        rate = self.sizes.tokens / self.us * 1e6
+        auto = ", auto" if self.is_auto else ""
         details = f"{self.strategy}{auto}, {self.mode}"
-        return f"{self.config} ({details}): {self.us:.1f} us, {rate:.0f} tokens/s"
+        return f"{self.sizes} ({details}): {self.us:.1f} us, {rate:.0f} tokens/s"
 
 
 def benchmark_moe_lora(
     device: torch.device,
-    configs: tuple[BranchConfig, ...] = CONFIGS,
+    branch_sizes: tuple[LoRABranchSizes, ...] = BRANCH_SIZES,
     *,
     dtype: torch.dtype = torch.bfloat16,
     target_ms: float = 20.0,
-) -> Iterator[BranchTime]:
+) -> Iterator[LoRABranchTime]:
     """Time `run_moe_lora` alone, staged and fused; on a GPU as replays of a CUDA graph.
 
-    target_ms: milliseconds on the device for each configuration and strategy.
+    target_ms: milliseconds of device time for each configuration and strategy.
     """
-    for config in configs:
-        inputs = [_inputs(config, device, dtype, seed) for seed in range(_CALLS)]
-        shapes = (config.tokens, config.hidden), (config.tokens, config.top_k)
-        fused = should_use_fused_kernel(*shapes, config.rank)
+    for sizes in branch_sizes:
+        inputs = [_inputs(sizes, device, dtype, seed) for seed in range(_CALLS)]
+        shapes = (sizes.tokens, sizes.hidden), (sizes.tokens, sizes.top_k)
+        fused = should_use_fused_kernel(*shapes, sizes.rank)
         for strategy in ("staged", "fused"):
             calls = [partial(run_moe_lora, *args, strategy=strategy) for args in inputs]  # type: ignore[arg-type]
             timing = time_calls(calls, device, target_ms=target_ms)
-            auto = fused == (strategy == "fused")
-            yield BranchTime(config, strategy, auto, timing.us, timing.mode)
+            is_auto = fused == (strategy == "fused")
+            yield LoRABranchTime(sizes, strategy, is_auto, timing.us, timing.mode)
 
 
 def _inputs(
-    config: BranchConfig, device: torch.device, dtype: torch.dtype, seed: int
+    sizes: LoRABranchSizes, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[object, ...]:
     """Return random positional arguments for `run_moe_lora`."""
-    c, generator = config, torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        drawn = torch.randn(shape, device=device, generator=generator)
-        scaled: torch.Tensor = drawn * shape[-1] ** -0.5
+        values = torch.randn(shape, device=device, generator=generator)
+        scaled: torch.Tensor = values * shape[-1] ** -0.5
         return scaled.to(dtype)
 
-    scores_TE = torch.rand(c.tokens, c.experts, device=device, generator=generator)
-    weights_TK, ids_TK = scores_TE.topk(c.top_k)
-    slots_T = torch.zeros(c.tokens, dtype=torch.int32, device=device)
-    ranks = torch.full((1,), c.rank, dtype=torch.int32, device=device)
+    tokens, e, h, i, r = sizes.tokens, sizes.experts, sizes.hidden, sizes.intermediate, sizes.rank
+    scores_TE = torch.rand(tokens, e, device=device, generator=generator)
+    weights_TK, ids_TK = scores_TE.topk(sizes.top_k)
+    slots_T = torch.zeros(tokens, dtype=torch.int32, device=device)
+    ranks = torch.full((1,), r, dtype=torch.int32, device=device)
     info = MoELoRABatchInfo(slots_T, ranks, torch.ones(1, device=device))
-    e, r, i, h = c.experts, c.rank, c.intermediate, c.hidden
-    buffers = normal(1, e, r, h), normal(1, e, 2 * i, r), normal(1, e, r, i), normal(1, e, h, r)
-    output = torch.zeros(c.tokens, h, dtype=dtype, device=device)
-    return normal(c.tokens, h), ids_TK, weights_TK, info, *buffers, output
+    # A and B of w1 (gate and up), then A and B of w2.
+    matrices = normal(1, e, r, h), normal(1, e, 2 * i, r), normal(1, e, r, i), normal(1, e, h, r)
+    output = torch.zeros(tokens, h, dtype=dtype, device=device)
+    return normal(tokens, h), ids_TK, weights_TK, info, *matrices, output
 
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        sys.exit("no GPU: times on a CPU are not meaningful for these kernels")
+        sys.exit("no GPU: on a CPU the times of these kernels are not meaningful")
     for row in benchmark_moe_lora(torch.device("cuda")):
         sys.stdout.write(f"{row}\n")

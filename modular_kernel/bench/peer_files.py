@@ -1,4 +1,8 @@
-"""Loading of --peer files: Python files with a function that returns a list of new objects."""
+"""Loading of --peer files.
+
+A --peer file is a Python file that defines `layers()` for `mk bench` (bench.candidates), or
+`transports()` for `mk exchange` (bench.all2all.cases).
+"""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,11 +12,13 @@ from typing import Any
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 
 
-def load_file(path: Path, name: str, item_type: type) -> tuple[Callable[[], list[Any]], list[Any]]:
-    """Import a file; return its function `name`, and the list that one call of it returns.
+def load_peer_file(
+    path: Path, name: str, item_type: type
+) -> tuple[Callable[[], list[Any]], list[Any]]:
+    """Import a file and call its function `name`; return the function and the result.
 
-    Raises BrokenPartError if the import or the call fails, and ConfigurationError if there is no
-    such file or the result is not a list of `item_type`. Both name the file.
+    Raises BrokenPartError if the import or the call fails, and ConfigurationError if the file does
+    not exist or the result is not a list of `item_type`. Both messages name the file.
     """
     option = f"--peer {path}"
     spec = importlib.util.spec_from_file_location(f"mk_peer_{path.stem}", path)
@@ -21,12 +27,12 @@ def load_file(path: Path, name: str, item_type: type) -> tuple[Callable[[], list
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        make: Callable[[], list[Any]] = getattr(module, name)
-        objects: object = make()
+        function: Callable[[], list[Any]] = getattr(module, name)
+        objects: object = function()
     # The user's file can raise anything; report it with the name of the file.
     except (Exception, SystemExit) as error:
         raise BrokenPartError(option, got=repr(error), need=f"a file with {name}()") from error
     if not isinstance(objects, list) or not all(isinstance(item, item_type) for item in objects):
         need = f"a list of {item_type.__module__}.{item_type.__qualname__}"
         raise ConfigurationError(f"{option}: {name}()", got=repr(objects), need=need)
-    return make, objects
+    return function, objects

@@ -1,10 +1,10 @@
-"""Plots of time over tokens, with one panel per shape, routing and operand type."""
+"""The plot of `mk bench --plot`: time over tokens, with a panel per shape, routing and operands."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.bench.tables import label
+from modular_kernel.bench.tables import layer_label
 from modular_kernel.measure.records import OURS, Report, Row
 
 _PANEL_INCHES = (5.0, 3.8)
@@ -37,14 +37,14 @@ def plot(report: Report, path: Path) -> None:
 def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
     """Draw the roofline and a line per layer.
 
-    colors: by layer, shared by all panels; new layers are added.
+    colors: color of each layer, the same in all panels. This function adds those of new layers.
     """
     floors = {row.tokens: row.floor_us for row in rows}
     tokens = sorted(floors)
     axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")
-    for name in dict.fromkeys(label(row) for row in rows):
+    for name in dict.fromkeys(layer_label(row) for row in rows):
         points = sorted(
-            (r for r in rows if label(r) == name and r.is_timed), key=lambda r: r.tokens
+            (r for r in rows if layer_label(r) == name and r.timed), key=lambda r: r.tokens
         )
         if not points:
             continue

@@ -1,6 +1,7 @@
-"""A whole transformers model with random weights, built from a config; nothing is downloaded.
+"""A transformers model with random weights, for `mk bench --hf`. Nothing is downloaded.
 
-transformers is an optional dependency, so it is imported only inside functions.
+The model is built from a config.json, or from the default config of its type with the sizes of a
+model in `mk models`. transformers is an optional dependency, so it is imported inside functions.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from modular_kernel.select.budget import format_gigabytes, free_bytes
 from modular_kernel.spec.problem import parse_dtype
 
 _QUANTIZED = ("quantization_config", "compression_config")
-# Entries of a config that refer to quantized weights or custom code, or do not affect the model.
+# Entries that refer to quantized weights or custom code, or do not affect the model.
 _IGNORED_ENTRIES = (
     *_QUANTIZED,
     "auto_map",
@@ -33,8 +34,8 @@ _MAX_FREE_FRACTION = 0.9
 class RandomModel:
     """A model in eval mode.
 
-    model_type: as in its config. layers: number of layers of the model, and of its config.
-    parameters, bytes: number and size of the parameters. notes: differences from the config.
+    model_type: the entry of its config. layers: number of layers of the model, and of its config.
+    parameters, bytes: number and bytes of the parameters. notes: differences from the config.
     """
 
     model: Any
@@ -45,7 +46,7 @@ class RandomModel:
     notes: tuple[str, ...]
 
 
-def transformers() -> Any:
+def import_transformers() -> Any:
     """Import transformers; raise ConfigurationError if it is missing or too old."""
     try:
         import_module("modular_kernel.integrations.transformers")
@@ -55,19 +56,18 @@ def transformers() -> Any:
         raise ConfigurationError("--hf", got=str(error)[:200], need=need) from None
 
 
-def random_model(
+def build_random_model(
     source: str, device: torch.device, *, dtype: str | None = None, layers: int | None = None
 ) -> RandomModel:
-    """Build the model of a config.json, of its folder, or of a name of `mk models`.
+    """Build a model without running custom code that its config refers to.
 
-    Custom code that the config refers to is never run.
-
-    dtype: of the weights; None uses that of the config, or bfloat16 if it has none. layers: number
-    of layers to build, from the first; None builds all. Raises ConfigurationError if transformers
+    source: path of a config.json or of its folder, or a name in `mk models`. dtype: dtype of the
+    weights; None uses that of the config, or bfloat16 if it has none. layers: number of layers to
+    build, starting with the first; None builds all. Raises ConfigurationError if transformers
     is missing, the file is invalid, transformers cannot build the model type, the model has no
     experts, or the weights do not fit into the free memory of the device.
     """
-    library = transformers()
+    library = import_transformers()
     values, notes = _config_values(library, source)
     config_layers = values.get("num_hidden_layers")
     if type(config_layers) is not int or config_layers < 1:
@@ -77,21 +77,21 @@ def random_model(
     if layers is not None:
         if not 1 <= layers <= config_layers:
             raise ConfigurationError("--layers", got=layers, need=f"from 1 to {config_layers}")
-        values = _with_layers(values, config_layers, layers)
+        values = _keep_first_layers(values, config_layers, layers)
         notes.append(f"{layers} of {config_layers} layers")
     for name in _QUANTIZED:
         if values.get(name) is not None:
             notes.append(f"{name} is ignored: weights are random and not quantized")
     config_dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
     weights_dtype = parse_dtype(dtype or config_dtype)
-    config = _config(library, source, values)
-    meta_model = _build(library, source, config, weights_dtype, torch.device("meta"))
+    config = _make_config(library, source, values)
+    meta_model = _build_model(library, source, config, weights_dtype, torch.device("meta"))
     if not any(map(_is_dispatched, meta_model.modules())):
-        need = "a model whose experts transformers dispatches"
+        need = "a model whose experts implementation can be selected"
         if layers is not None:
-            need += ", or more --layers: the first ones may be dense"
+            need += ", or more --layers, because the first ones may be dense"
         raise ConfigurationError(
-            source, got=f"no such experts in {type(meta_model).__name__}", need=need
+            source, got=f"no selectable experts in {type(meta_model).__name__}", need=need
         )
     size = sum(p.nbytes for p in meta_model.parameters())
     free = free_bytes(device)
@@ -104,7 +104,7 @@ def random_model(
         )
     torch.manual_seed(0)
     return RandomModel(
-        model=_build(library, source, config, weights_dtype, device).eval(),
+        model=_build_model(library, source, config, weights_dtype, device).eval(),
         model_type=values["model_type"],
         layers=(layers or config_layers, config_layers),
         parameters=sum(p.numel() for p in meta_model.parameters()),
@@ -120,16 +120,16 @@ def _is_dispatched(module: torch.nn.Module) -> bool:
 
 
 def _config_values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of the config that `source` refers to, and notes on missing ones."""
+    """Return the entries of the config of `source`, and notes on entries that are defaults."""
     if is_file(source):
         _, values_of_file = config_of_file(source)
-        _class_of(library, source, values_of_file["model_type"])
+        _config_class(library, source, values_of_file["model_type"])
         return values_of_file, []
     published = model_named(source)
     if published is None or not published.model_type:
         got = repr(source[:200]) if published is None else f"the layer of {published.source} alone"
         raise ConfigurationError("--hf", got=got, need="the path of its config.json")
-    default = _class_of(library, source, published.model_type)()
+    default = _config_class(library, source, published.model_type)()
     values = default.to_dict()
     family = FAMILIES[published.model_type]
     keys = (family.experts, family.top_k, family.hidden, family.intermediate)
@@ -142,8 +142,8 @@ def _config_values(library: Any, source: str) -> tuple[dict[str, Any], list[str]
     return {**values, **sizes_by_key, "model_type": published.model_type}, [note]
 
 
-def _class_of(library: Any, source: str, model_type: str) -> Any:
-    """Return the configuration class of a model type.
+def _config_class(library: Any, source: str, model_type: str) -> Any:
+    """Return transformers' configuration class of a model type.
 
     Raises ConfigurationError if transformers has no causal LM of this type.
     """
@@ -157,8 +157,8 @@ def _class_of(library: Any, source: str, model_type: str) -> Any:
     return config_class
 
 
-def _with_layers(values: Mapping[str, Any], all_layers: int, layers: int) -> dict[str, Any]:
-    """Keep the first `layers` layers, truncating lists with an entry per layer."""
+def _keep_first_layers(values: Mapping[str, Any], all_layers: int, layers: int) -> dict[str, Any]:
+    """Reduce a config to its first `layers` layers. Lists with an entry per layer are truncated."""
 
     def truncate(value: Any) -> Any:
         return value[:layers] if isinstance(value, list) and len(value) == all_layers else value
@@ -169,16 +169,16 @@ def _with_layers(values: Mapping[str, Any], all_layers: int, layers: int) -> dic
     }
 
 
-def _config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
+def _make_config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
     entries = {name: value for name, value in values.items() if name not in _IGNORED_ENTRIES}
     try:
-        return _class_of(library, source, values["model_type"]).from_dict(entries)
+        return _config_class(library, source, values["model_type"]).from_dict(entries)
     except Exception as error:  # whatever its validation raises
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigurationError(source, got=got, need="a config that its class takes") from error
 
 
-def _build(
+def _build_model(
     library: Any, source: str, config: Any, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
     try:

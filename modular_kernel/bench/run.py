@@ -1,4 +1,9 @@
-"""A benchmark run: hardware peaks, then every layer in every cell, verified before it is timed."""
+"""The benchmark run of `mk bench`.
+
+It measures the hardware's peak rates, then every layer in every cell. A cell is a layer's shape, a
+number of tokens and a routing. The output of a layer is compared with a float64 reference before
+the layer is timed. Layers are timed one after the other; `bench.interleaved` alternates them.
+"""
 
 import gc
 import itertools
@@ -11,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from modular_kernel.bench.candidates import BenchOffer, Layer
+from modular_kernel.bench.candidates import Candidate, Layer
 from modular_kernel.bench.launch_count import count_launches
 from modular_kernel.measure import records as status
 from modular_kernel.measure.adapter_roofline import adapter_bytes
@@ -56,17 +61,17 @@ ReportCallback = Callable[[Report], object]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """A benchmark job, with one row for each cell and each offer of a layer.
+    """What to measure: the record gets one row for each cell and candidate.
 
     graph: whether to time replays of CUDA graphs rather than eager calls. target_ms: milliseconds
-    on the device to time each row. bandwidth: bytes per second for the roofline; None measures it.
-    deadline: seconds after the start at which the run ends, even within a row. started: value of
-    time.monotonic() at the start; None uses the call of `run`. command: the command line, for the
-    record.
+    of device time for which each row is timed. bandwidth: bytes per second for the roofline; None
+    measures it. deadline: seconds after `started` at which the run ends, even within a row; None
+    for no limit. started: a value of time.monotonic(); None means the call of `run`. command: the
+    command line, for the record.
     """
 
     cells: tuple[LayerCase, ...]
-    offers: tuple[BenchOffer, ...]
+    candidates: tuple[Candidate, ...]
     machine: Machine
     graph: bool = True
     target_ms: float = 20.0
@@ -83,18 +88,21 @@ def run(
 ) -> Report:
     """Run the job and return its report.
 
-    on_report: called with the report so far after every row. on_row: called with a description of
-    each row before it is measured.
+    on_report: called after every row with the report of the rows so far. on_row: called with a
+    description of each row before it is measured.
     """
     with torch.no_grad():
-        return _Run(job, on_report, on_row).report()
+        return _Run(job, on_report, on_row).run()
 
 
 @dataclass
 class WeightSets:
     """The sets of weights of one shape, created on first use.
 
-    cells: all cells of the shape. sets: those created so far, by index.
+    Consecutive calls use different sets, so that a call does not find its weights in the L2 cache
+    (measure.timing.Rotation).
+
+    cells: all cells of the shape. sets: the sets created so far, by index.
     """
 
     cells: tuple[LayerCase, ...]
@@ -112,18 +120,18 @@ class WeightSets:
 
 
 class SetupError(RuntimeError):
-    """The setup of a layer failed."""
+    """Raised for a layer whose setup failed earlier."""
 
 
 @dataclass
-class LayerSets:
-    """The layers of one offer for one shape: one layer per set of weights, set up lazily.
+class LayerInstances:
+    """The layers of one candidate for one shape: one per set of weights, set up on first use.
 
-    ready: layers that are set up. failure: message of a failed setup. It is not the exception,
+    ready: layers that are set up. failure: message of a failed setup. The exception is not kept,
     because its traceback would keep tensors alive.
     """
 
-    offer: BenchOffer
+    candidate: Candidate
     weight_sets: WeightSets
     ready: list[Layer] = field(default_factory=list)
     failure: str = ""
@@ -131,19 +139,22 @@ class LayerSets:
     @cached_property
     def first(self) -> Layer:
         """The layer for the first set of weights; `layer(0)` sets it up."""
-        return self.offer.make()
+        return self.candidate.make()
 
     def layer(self, index: int) -> Layer:
-        """Return the layer for a set of weights; raise SetupError if an earlier setup failed."""
+        """Return the layer for the set of weights `index`.
+
+        Raises the exception of a failed setup, and SetupError in later calls.
+        """
         while len(self.ready) <= index:
             if self.failure:
                 raise SetupError(self.failure)
             try:
-                layer = self.offer.make() if self.ready else self.first
+                layer = self.candidate.make() if self.ready else self.first
                 problem = self.weight_sets.cells[0].problem.with_tokens(self.weight_sets.max_tokens)
                 layer.setup(problem, self.weight_sets.weights(len(self.ready)))
             except Exception as error:
-                self.failure = f"setup: {short_error(error)}"
+                self.failure = f"setup: {format_error(error)}"
                 raise
             self.ready.append(layer)
         return self.ready[index]
@@ -156,11 +167,11 @@ class LayerSets:
 
 @dataclass(frozen=True)
 class _RowCalls:
-    """The calls of one row, with their inputs bound.
+    """The calls to time for one row, as functions without arguments.
 
-    layer: that of the first call. schedule: rotation over inputs and sets of weights. loads: load
-    of each input's routing. checks: calls to verify, with their expected outputs; the last one is
-    the last of `calls`.
+    layer: the layer of the first call. schedule: rotation over inputs and sets of weights. loads:
+    the expert load of each input. checks: calls to verify, with their expected outputs. The last
+    of them is also the last of `calls`.
     """
 
     calls: tuple[Call, ...]
@@ -171,7 +182,7 @@ class _RowCalls:
 
 
 class _Run:
-    """One run of a job. stopped: why it ended early, or ""."""
+    """One run of a job. stopped: the reason why it ended early, or ""."""
 
     def __init__(
         self, job: BenchJob, on_report: ReportCallback, on_row: Callable[[str], object]
@@ -179,7 +190,7 @@ class _Run:
         self.job, self.on_report, self.on_row = job, on_report, on_row
         self.started = time.monotonic() if job.started is None else job.started
         self.device = torch.device(job.machine.device)
-        schemes = [QuantScheme.parse(offer.quant) for offer in job.offers]
+        schemes = [QuantScheme.parse(candidate.quant) for candidate in job.candidates]
         types = [
             compute_type(cell.problem, scheme)
             for cell in job.cells
@@ -192,41 +203,41 @@ class _Run:
         self.expected: dict[tuple[LayerCase, int, int, str], ExpectedOutput] = {}
         self.stopped = ""
 
-    def report(self) -> Report:
-        for cell, layer_sets in self._cells_by_offer():
+    def run(self) -> Report:
+        for cell, instances in self._cells_with_instances():
             self.on_row(
-                f"{layer_sets.offer.name}, {cell.shape}, "
+                f"{instances.candidate.name}, {cell.shape}, "
                 f"{format_count(cell.problem.tokens, 'token')}"
             )
-            self.rows.append(self._measure_row(cell, layer_sets))
-            self._report_progress()
+            self.rows.append(self._measure_row(cell, instances))
+            self._report()
         if self.device.type == "cuda" and not self.stopped:
             self._count_launches()
-        return self._report_progress()
+        return self._report()
 
-    def _report_progress(self) -> Report:
+    def _report(self) -> Report:
         peaks = asdict(self.peaks)
         report = Report(self.environment, peaks, add_peer_ratios(self.rows), self.stopped)
         self.on_report(report)
         return report
 
-    def _cells_by_offer(self) -> Iterator[tuple[LayerCase, LayerSets]]:
-        """Yield every cell with every offer.
+    def _cells_with_instances(self) -> Iterator[tuple[LayerCase, LayerInstances]]:
+        """Yield every cell with the layers of every candidate.
 
-        At any time only the weights of one shape and the layers of one offer are in memory.
+        At any time only the weights of one shape and the layers of one candidate are in memory.
         """
         key = lambda cell: (cell.shape, str(cell.problem.with_tokens(1)))  # noqa: E731
         for _, cells in itertools.groupby(self.job.cells, key):
             weight_sets = WeightSets(tuple(cells), self.device)
-            for offer in self.job.offers:
-                layer_sets = LayerSets(offer, weight_sets)
+            for candidate in self.job.candidates:
+                instances = LayerInstances(candidate, weight_sets)
                 for cell in weight_sets.cells:
-                    yield cell, layer_sets
-                    self._free()
-                layer_sets.free()
+                    yield cell, instances
+                    self._free_memory()
+                instances.free()
             weight_sets.sets.clear()
 
-    def _free(self) -> None:
+    def _free_memory(self) -> None:
         if not self.stopped and not self._is_past_deadline:
             free_memory(self.device)
 
@@ -237,96 +248,88 @@ class _Run:
 
     @property
     def _seconds_left(self) -> float | None:
-        """Seconds to the deadline; None without one."""
+        """Seconds until the deadline; None if there is no deadline."""
         limit = self.job.deadline
         return None if limit is None else limit - (time.monotonic() - self.started)
 
-    def _measure_row(self, cell: LayerCase, layer_sets: LayerSets) -> Row:
-        row = blank_row(cell, layer_sets.offer)
+    def _measure_row(self, cell: LayerCase, instances: LayerInstances) -> Row:
+        row = empty_row(cell, instances.candidate)
         if self.stopped or self._is_past_deadline:
             return replace(row, note=self.stopped or "after the deadline")
         try:
             with time_limit(self._seconds_left):
-                reason = layer_sets.first.refusal(cell.problem)
+                reason = instances.first.refusal(cell.problem)
                 if reason is not None:
                     return replace(row, status=status.REFUSED, note=reason)
-                return self._check_and_time(row, cell, layer_sets)
+                return self._check_and_time(row, cell, instances)
         except TimeLimitReached:
             return replace(row, note="stopped at the deadline")
         # A layer can raise anything. Report it in the row and continue with the other rows.
         except Exception as error:  # noqa: BLE001
-            if not device_works(self.device):
-                self.stopped = f"{layer_sets.offer.name} broke the CUDA context"
-            return replace(row, status=status.FAILED, note=short_error(error))
+            if not is_device_usable(self.device):
+                self.stopped = f"{instances.candidate.name} broke the CUDA context"
+            return replace(row, status=status.FAILED, note=format_error(error))
 
-    def _make_calls(self, cell: LayerCase, layer_sets: LayerSets) -> _RowCalls:
-        scheme, expert_map = (
-            QuantScheme.parse(layer_sets.offer.quant),
-            layer_sets.weight_sets.weights(0).expert_map,
-        )
+    def _make_calls(self, cell: LayerCase, instances: LayerInstances) -> _RowCalls:
+        scheme = QuantScheme.parse(instances.candidate.quant)
+        expert_map = instances.weight_sets.weights(0).expert_map
 
-        def make(index: int) -> tuple[Input, Load]:
+        def draw_input(index: int) -> tuple[Input, Load]:
             item = make_input(cell, self.device, index)
             return item, count_load(item.routing, cell.problem, expert_map)
 
-        first, load = make(0)
-        schedule = self._choose_rotation(
-            cell, compute_work(cell.problem, scheme, [load]), layer_sets
-        )
-        inputs, loads = zip((first, load), *map(make, range(1, schedule.calls)), strict=True)
-        layers = [layer_sets.layer(index) for index in range(schedule.weight_sets)]
+        first, load = draw_input(0)
+        schedule = self._choose_rotation(cell, work_of(cell.problem, scheme, [load]), instances)
+        inputs, loads = zip((first, load), *map(draw_input, range(1, schedule.calls)), strict=True)
+        layers = [instances.layer(index) for index in range(schedule.sets)]
         calls = tuple(
-            partial(layers[i % schedule.weight_sets].call, item.x_TH, item.routing)
-            for i, item in enumerate(inputs)
+            partial(layers[index % schedule.sets].call, item.x_TH, item.routing)
+            for index, item in enumerate(inputs)
         )
-        # Compute the reference results before any call, because a layer may overwrite x.
+        # Compute the expected outputs before any call, because a layer may overwrite x.
         checks = []
-        for index in inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem)):
-            item = inputs[index] if index < schedule.calls else make(index)[0]
-            call = (
-                calls[index]
-                if index < schedule.calls
-                else partial(layers[0].call, item.x_TH, item.routing)
-            )
-            weight_set = index % schedule.weight_sets if index < schedule.calls else 0
-            checks.append((call, self._expected(cell, layer_sets, item, (index, weight_set))))
+        for index in inputs_to_verify(schedule.calls, inputs_to_check(cell.problem)):
+            if index < schedule.calls:
+                item, call, weight_set = inputs[index], calls[index], index % schedule.sets
+            else:  # an untimed input
+                item, weight_set = draw_input(index)[0], 0
+                call = partial(layers[0].call, item.x_TH, item.routing)
+            checks.append((call, self._expected(cell, instances, item, (index, weight_set))))
         return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
 
-    def _choose_rotation(self, cell: LayerCase, work: Work, layer_sets: LayerSets) -> Rotation:
+    def _choose_rotation(self, cell: LayerCase, work: Work, instances: LayerInstances) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
-        scheme = QuantScheme.parse(layer_sets.offer.quant)
+        scheme = QuantScheme.parse(instances.candidate.quant)
         set_bytes = cell.problem.e * expert_bytes(cell.problem, scheme)
-        set_bytes += layer_sets.first.kept_bytes(cell.problem)
+        set_bytes += instances.first.setup_bytes(cell.problem)
         if (spec := cell.problem.adapters) is not None:
             set_bytes += spec.adapters * adapter_bytes(cell.problem)
         l2 = l2_bytes(self.device)
         return choose_rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
 
     def _expected(
-        self, cell: LayerCase, layer_sets: LayerSets, inputs: Input, indices: tuple[int, int]
+        self, cell: LayerCase, instances: LayerInstances, inputs: Input, indices: tuple[int, int]
     ) -> ExpectedOutput:
-        """Return the expected output, cached.
+        """Return the expected output. It is cached, because candidates share inputs and weights.
 
-        indices: that of the input, and that of the set of weights.
+        indices: index of the input, and index of the set of weights.
         """
-        key = (cell, *indices, layer_sets.offer.quant)
+        key = (cell, *indices, instances.candidate.quant)
         if key not in self.expected:
-            scheme = QuantScheme.parse(layer_sets.offer.quant)
-            self.expected[key] = compute_expected_output(
-                cell, inputs, layer_sets.weight_sets.weights(indices[1]), scheme
+            scheme = QuantScheme.parse(instances.candidate.quant)
+            self.expected[key] = expected_output(
+                cell, inputs, instances.weight_sets.weights(indices[1]), scheme
             )
         return self.expected[key]
 
-    def _check_and_time(self, row: Row, cell: LayerCase, layer_sets: LayerSets) -> Row:
-        """Verify the layer's outputs and, if they are correct, time it; return the complete row."""
-        scheme, row_calls = (
-            QuantScheme.parse(layer_sets.offer.quant),
-            self._make_calls(cell, layer_sets),
-        )
-        work = compute_work(cell.problem, scheme, row_calls.loads)
-        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
+    def _check_and_time(self, row: Row, cell: LayerCase, instances: LayerInstances) -> Row:
+        """Verify the layer's outputs, time it if they are correct, and return the row."""
+        scheme = QuantScheme.parse(instances.candidate.quant)
+        row_calls = self._make_calls(cell, instances)
+        work = work_of(cell.problem, scheme, row_calls.loads)
+        floor = roofline_of(work, cell.problem, scheme, self.peaks)
         checked = check_calls(row_calls.checks, cell.problem)
         result = checked.result
         row = replace(
@@ -374,7 +377,7 @@ class _Run:
         )
 
     def _eager_time(self, row_calls: _RowCalls, timing: Timing) -> float | None:
-        """Time the same calls eagerly, in microseconds per call; None on a CPU."""
+        """Return the microseconds of an eager call; None on a CPU."""
         if self.device.type != "cuda":
             return None
         if timing.mode.startswith("eager"):
@@ -388,21 +391,21 @@ class _Run:
 
         This runs after all timing, because the profiler slows down later launches.
         """
-        for index, (cell, layer_sets) in enumerate(self._cells_by_offer()):
+        for index, (cell, instances) in enumerate(self._cells_with_instances()):
             row = self.rows[index]
             if not row.is_timed or self._is_past_deadline:
                 continue
             try:
                 with time_limit(self._seconds_left):
                     inputs = make_input(cell, self.device, 0)
-                    call = partial(layer_sets.layer(0).call, inputs.x_TH, inputs.routing)
+                    call = partial(instances.layer(0).call, inputs.x_TH, inputs.routing)
                     call()
                     count = count_launches(call, self.device)
             except TimeLimitReached:
                 return
-            # Keep the times if counting fails.
+            # The row keeps its times if the profiler fails.
             except Exception as error:  # noqa: BLE001
-                self.rows[index] = replace(row, note=f"launches: {short_error(error)}")
+                self.rows[index] = replace(row, note=f"launches: {format_error(error)}")
                 continue
             self.rows[index] = replace(row, launches=count)
 
@@ -414,10 +417,10 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def device_works(device: torch.device) -> bool:
-    """Return whether the CUDA context still works.
+def is_device_usable(device: torch.device) -> bool:
+    """Return whether kernels can still run.
 
-    After an illegal memory access every later CUDA call of the process fails.
+    After an illegal memory access, every later CUDA call of the process fails.
     """
     try:
         torch.ones(1, device=device).sum().item()
@@ -426,10 +429,11 @@ def device_works(device: torch.device) -> bool:
     return True
 
 
-def short_error(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return the type and message of an exception, shortened for a row's note.
 
-    If it has no message, like most assertions, the line that raised it takes its place.
+    An exception without a message, such as that of most assertions, is described by the line of
+    code that raised it.
     """
     message = str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -440,19 +444,19 @@ def short_error(error: Exception) -> str:
 
 
 def inputs_to_verify(calls: int, minimum: int) -> list[int]:
-    """Return the indices of the inputs to verify.
+    """Return the indices of the inputs to verify, at least `minimum` of them.
 
-    These are the first input, then as many untimed ones as are needed for `minimum` in total, and
-    at the end the last timed one.
+    They are the first and the last input of the timed calls, 0 and calls - 1. If more are needed,
+    additional inputs from index `calls` on are inserted before the last one.
 
-    calls: number of timed calls, which have the inputs from 0 to calls - 1.
+    calls: number of timed calls.
     """
     untimed = range(calls, calls + max(minimum - min(calls, 2), 0))
     return [*dict.fromkeys([0, *untimed, calls - 1])] if calls > 1 else [*untimed, 0]
 
 
-def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
-    """Return a row that describes the cell and the offer, without results."""
+def empty_row(cell: LayerCase, candidate: Candidate) -> Row:
+    """Return the row of a cell and a candidate, without results."""
     problem = cell.problem
     return Row(
         shape=cell.shape,
@@ -464,10 +468,10 @@ def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
         dtype=dtype_name(problem.dtype),
         problem=str(problem),
         routing=str(cell.routing),
-        layer=offer.name,
-        origin=offer.origin,
-        quant=offer.quant,
-        prepared=offer.prepared,
-        library=offer.library,
-        operands=operand_types(problem, QuantScheme.parse(offer.quant)),
+        layer=candidate.name,
+        origin=candidate.origin,
+        quant=candidate.quant,
+        prepared=candidate.prepared,
+        library=candidate.library,
+        operands=operands(problem, QuantScheme.parse(candidate.quant)),
     )

@@ -1,4 +1,4 @@
-"""Layers with random sizes, so that a comparison includes layers that nobody tuned for."""
+"""Layers with random sizes, for `make bench`. No library was tuned for them."""
 
 import random
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _TOP_K = (2, 4, 6, 8)
 _STEP = 256  # H and I are multiples of 256, which all block and group sizes divide
 _HIDDEN = (1024, 8192)
 _INTERMEDIATE = (512, 4096)
-# Ranges of E * H * I. One layer is large, one is small, and the others may have any size between.
+# Ranges of E * H * I. One layer is large, one is small, and the others are anywhere in _ANY.
 _LARGE = (1.0e9, 1.5e9)
 _SMALL = (1.0e8, 3.0e8)
 _ANY = (_SMALL[0], _LARGE[1])
@@ -41,7 +41,7 @@ class SampledLayer:
         return self.experts * self.hidden * self.intermediate
 
     def problem(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
-        """Return the unquantized SwiGLU layer with these sizes."""
+        """Return the problem of an unquantized SwiGLU layer with these sizes."""
         return Problem(
             tokens=tokens,
             hidden=self.hidden,

@@ -1,4 +1,4 @@
-"""Tables of a benchmark report: text cells for a terminal, and a Markdown document."""
+"""Tables of the records of `mk bench`, for a terminal and in Markdown."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,11 +11,11 @@ _COLUMNS = (
     "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
 # Columns that are dropped on a narrow terminal, the last one first.
-OPTIONAL = (
+OPTIONAL_COLUMNS = (
     "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
     "mode", "eager us", "allocs",
 )  # fmt: skip
-METHOD = """\
+METHOD_NOTES = """\
 - A layer is timed from x, top-k ids and weights to y. This includes index computation, quantization
   of x, both GEMMs, activation and weighted sum, and excludes the router and its top-k. Times are
   microseconds.
@@ -29,53 +29,54 @@ METHOD = """\
   no time. The last output of the timed replays is compared, too.\
 """
 
-PREPARED = "prepared: kernel.prepare_weights was called once before timing"
+PREPARED_NOTE = "prepared: kernel.prepare_weights was called once before timing"
 
 
-def label(row: Row) -> str:
-    """Return the column heading of a layer: its name, and its scheme if quantized."""
+def layer_label(row: Row) -> str:
+    """Return the name of the row's layer, with its scheme if quantized."""
     return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
 
 
-def text_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and cells of the table for a terminal.
+def terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the column names and the cells of a table for a terminal.
 
-    Rows that are compared with each other are adjacent. Empty columns are left out.
+    Rows of one cell are adjacent. Columns without any value are left out.
     """
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
-    cells = [_cells(row) for row in sorted(rows, key=lambda row: groups.index(row.group))]
+    cells = [_format_cells(row) for row in sorted(rows, key=lambda row: groups.index(row.group))]
     nonempty = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
     return [_COLUMNS[i] for i in nonempty], [[line[i] for i in nonempty] for line in cells]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _format_cells(row: Row) -> tuple[str, ...]:
     return (
-        row.shape, str(row.tokens), row.routing, label(row), time_or_status(row),
-        _number(row.floor_us, 1), _number(row.over_floor, 2), _number(row.over_best_peer, 2),
+        row.shape, str(row.tokens), row.routing, layer_label(row), time_or_status(row),
+        _format_number(row.floor_us, 1), _format_number(row.over_floor, 2),
+        _format_number(row.over_best_peer, 2),
         "" if row.error is None else f"{row.error:.1e}",
-        _number(row.eager_us, 1), "" if row.launches is None else str(row.launches),
-        _number(row.host_us, 1), _number(row.allocations, 1), row.mode, row.note,
+        _format_number(row.eager_us, 1), "" if row.launches is None else str(row.launches),
+        _format_number(row.host_us, 1), _format_number(row.allocations, 1), row.mode, row.note,
     )  # fmt: skip
 
 
 def time_or_status(row: Row) -> str:
     """Format the time in microseconds, or the status of an untimed row (WRONG in capitals)."""
-    if row.is_timed:
-        return _number(row.us, 1)
+    if row.timed:
+        return _format_number(row.us, 1)
     return row.status.upper() if row.status == status.WRONG else row.status
 
 
-def one_line(row: Row) -> str:
+def format_row(row: Row) -> str:
     """Format a row as a log line."""
-    head = f"{row.shape} T={row.tokens} {row.routing} {label(row)}:"
-    if not row.is_timed:
+    head = f"{row.shape} T={row.tokens} {row.routing} {layer_label(row)}:"
+    if not row.timed:
         return f"{head} {time_or_status(row)}, {row.note}"
     ratio = "" if row.over_floor is None else f" {row.over_floor:.2f} x the floor,"
     return f"{head} {row.us:.1f} us,{ratio} {row.mode}"
 
 
-def _number(value: float | None, digits: int) -> str:
+def _format_number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -85,16 +86,16 @@ def markdown(report: Report) -> str:
     Wrong and failed rows are listed at the end.
     """
     lines = [f"# Layers on {report.environment.get('device')}", "", *_describe_run(report), ""]
-    lines += METHOD.splitlines()
-    lines += [f"- {PREPARED}."] if any(row.prepared for row in report.rows) else []
+    lines += METHOD_NOTES.splitlines()
+    lines += [f"- {PREPARED_NOTE}."] if any(row.prepared for row in report.rows) else []
     kinds = dict.fromkeys((row.operands, row.routing) for row in report.rows)
     for operands, routing in kinds:
         rows = [row for row in report.rows if (row.operands, row.routing) == (operands, routing)]
-        lines += ["", f"## {operands}, {routing} routing", "", *_table(rows)]
+        lines += ["", f"## {operands}, {routing} routing", "", *_markdown_table(rows)]
     failures = [row for row in report.rows if row.status in (status.WRONG, status.FAILED)]
     if failures or report.stopped:
         lines += ["", "## Not timed", ""]
-        lines += [f"- {one_line(row)}" for row in failures]
+        lines += [f"- {format_row(row)}" for row in failures]
         lines += [f"- the run ended early: {report.stopped}"] if report.stopped else []
     return "\n".join(lines) + "\n"
 
@@ -102,7 +103,7 @@ def markdown(report: Report) -> str:
 def _describe_run(report: Report) -> list[str]:
     env, peaks = report.environment, report.peaks
     rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks["flops"].items())
-    rates_of_memory = f"copy {peaks['copy'] / 1e12:.4g}, read {peaks['read'] / 1e12:.4g}"
+    memory_rates = f"copy {peaks['copy'] / 1e12:.4g}, read {peaks['read'] / 1e12:.4g}"
     versions = ", ".join(
         f"{name} {env[name]}" for name in ("torch", "triton", "cuda", "driver") if env.get(name)
     )
@@ -110,30 +111,34 @@ def _describe_run(report: Report) -> list[str]:
         f"- {env['date']}, modular-kernel {env['version']}, {versions}: `{env['command']}`",
         "- floor = max(flops / peak, bytes / bandwidth). Peaks, from the fastest square GEMMs of",
         f"  this run, in TFLOP/s: {rates}. Bandwidth in TB/s: {peaks['bandwidth'] / 1e12:.4g},",
-        f"  {peaks['source']} ({rates_of_memory}). Bytes are those of x, y, and the weights of",
+        f"  {peaks['source']} ({memory_rates}). Bytes are those of x, y, and the weights of",
         "  experts with a token, each counted once.",
     ]
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _markdown_table(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a Markdown table with a row per cell and a column per layer."""
-    names = list(dict.fromkeys(label(row) for row in rows if row.status != status.REFUSED))
+    names = list(dict.fromkeys(layer_label(row) for row in rows if row.status != status.REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
-    lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
+    lines = [_markdown_row(head), _markdown_row(["---", *["---:"] * (len(head) - 1)])]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        cells = {label(row): time_or_status(row) for row in members if row.status != status.REFUSED}
-        # Within a group the floors differ only by the bytes of a scheme's scales.
+        cells = {
+            layer_label(row): time_or_status(row) for row in members if row.status != status.REFUSED
+        }
+        # The floors of a group's rows differ only in the bytes of scales.
         floors = [row.floor_us for row in members if row.floor_us]
         floor = min(floors, default=None)
         ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
         times = [cells.get(name, "") for name in names]
         tail = [_ratio(ours, floor), _ratio(ours, peer)]
-        lines.append(_line([group[0], str(group[1]), _number(floor, 1), *times, *tail]))
+        lines.append(
+            _markdown_row([group[0], str(group[1]), _format_number(floor, 1), *times, *tail])
+        )
     return lines
 
 
-def _line(cells: Iterable[str]) -> str:
+def _markdown_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -142,23 +147,27 @@ def _ratio(ours: float | None, other: float | None) -> str:
 
 
 def ratios(report: Report) -> list[tuple[str, str]]:
-    """Return (ratio, label): means of our best time over the floor, and over the best peer."""
+    """Return pairs such as ("0.91 x", "the floor, bfloat16").
+
+    A ratio is the geometric mean over cells of our best time, divided by the roofline ("the floor")
+    or by the best peer's time.
+    """
     return [
-        (f"{_mean(values):.2f} x", f"{target}, {operands}")
+        (f"{_geometric_mean(values):.2f} x", f"{target}, {operands}")
         for operands, comparisons in _compare_by_operands(report)
         for target, values in comparisons.items()
     ]
 
 
 def summary(report: Report) -> list[str]:
-    """Compare our best layer with the floor and the best peer, in a line per operand type.
+    """Return a line per operand type with the ratios of `ratios` and their ranges.
 
-    If any row is prepared, the first line explains what that means.
+    If any row has prepared weights, the first line explains the term.
     """
-    lines = [PREPARED] if any(row.prepared for row in report.rows) else []
+    lines = [PREPARED_NOTE] if any(row.prepared for row in report.rows) else []
     for operands, comparisons in _compare_by_operands(report):
         parts = [
-            f"{_mean(values):.2f} x {target} in geometric mean over "
+            f"{_geometric_mean(values):.2f} x {target} in geometric mean over "
             f"{format_count(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
             for target, values in comparisons.items()
@@ -168,10 +177,7 @@ def summary(report: Report) -> list[str]:
 
 
 def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each operand type with the ratios of our best time to the floor and to the best peer.
-
-    The ratios are lists with one entry per cell.
-    """
+    """Yield each operand type with the ratios of our best time to each comparison, one per cell."""
     for operands in dict.fromkeys(row.operands for row in report.rows):
         rows = [row for row in report.rows if row.operands == operands]
         over_floor, over_peer = list[float](), list[float]()
@@ -188,7 +194,7 @@ def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[f
             yield operands, {target: values for target, values in comparisons.items() if values}
 
 
-def _mean(values: Sequence[float]) -> float:
+def _geometric_mean(values: Sequence[float]) -> float:
     product = 1.0
     for value in values:
         product *= value ** (1 / len(values))

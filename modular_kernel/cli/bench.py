@@ -41,7 +41,7 @@ from modular_kernel.models.config_file import is_file
 from modular_kernel.utils import json_files
 
 if TYPE_CHECKING:
-    from modular_kernel.bench.candidates import BenchOffer
+    from modular_kernel.bench.candidates import Candidate
     from modular_kernel.measure.cases import LayerCase
     from modular_kernel.measure.records import Report
     from modular_kernel.spec.problem import Machine, Problem
@@ -185,15 +185,15 @@ def bench(
     from modular_kernel.measure.records import FAILED, WRONG
 
     machine, cases = this_machine(), tuple(benchmark_cases.cases())
-    offers = _offers(benchmark_cases, cases, machine, pf_type, experts_type)
-    if not offers:
+    candidates = _candidates(benchmark_cases, cases, machine, pf_type, experts_type)
+    if not candidates:
         output.line(
             "nothing to measure: no pair is valid on this machine, and no other layer was given"
         )
         raise Exit(1)
     job = BenchJob(
         cells=cases,
-        offers=tuple(offers),
+        candidates=tuple(candidates),
         machine=machine,
         graph=not method.eager,
         target_ms=method.ms,
@@ -271,16 +271,20 @@ class _BenchmarkCases:
                     yield LayerCase(shape, problem.with_tokens(tokens), kind)
 
 
-def _offers(
+def _candidates(
     benchmark_cases: _BenchmarkCases,
     cases: "tuple[LayerCase, ...]",
     machine: "Machine",
     pf_type: str | None,
     experts_type: str | None,
-) -> "list[BenchOffer]":
+) -> "list[Candidate]":
     """Return our pairs, plus the baseline and the --peer layers with the same operand types."""
-    from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
-    from modular_kernel.measure.cases import operand_types
+    from modular_kernel.bench.candidates import (
+        baseline_candidates,
+        pairing_candidates,
+        peer_candidates,
+    )
+    from modular_kernel.measure.cases import operands
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
@@ -297,37 +301,44 @@ def _offers(
         for quant in quants
         for case in cases
     ]
-    other_layers = baseline_offers()
+    other_layers = baseline_candidates()
     for path in benchmark_cases.method.peer:
-        other_layers += peer_offers(path)
+        other_layers += peer_candidates(path)
 
     def operands_of(quant: str) -> str:
         return operand_types(cases[0].problem, QuantScheme.parse(quant))
 
     our_operands = {operands_of(quant) for quant in quants}
-    for offer in other_layers:
-        if offer.origin == PEER and operands_of(offer.quant) not in our_operands:
-            need = f"--quant {offer.quant} or a scheme with the same operands"
-            output.note(f"skipped {offer.name}: no --quant scheme has its operands, need {need}")
-    pairs = pair_offers(
+    for candidate in other_layers:
+        if candidate.origin == PEER and operands_of(candidate.quant) not in our_operands:
+            need = f"--quant {candidate.quant} or a scheme with the same operands"
+            output.note(
+                f"skipped {candidate.name}: no --quant scheme has its operands, need {need}"
+            )
+    pairs = pairing_candidates(
         pf_type, experts_type, problems, machine, prepared=benchmark_cases.method.prepared
     )
     if benchmark_cases.method.prepared:
         _note_unprepared(pairs, quants)
-    return pairs + [offer for offer in other_layers if operands_of(offer.quant) in our_operands]
+    return pairs + [
+        candidate for candidate in other_layers if operands_of(candidate.quant) in our_operands
+    ]
 
 
-def _note_unprepared(pairs: "list[BenchOffer]", quants: list[str]) -> None:
+def _note_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
     """Note the pairs without a prepared row; raise ConfigurationError if no pair has one."""
-    from modular_kernel.bench.candidates import with_prepared
+    from modular_kernel.bench.candidates import prepared_name
 
-    prepared_names = {(offer.name, offer.quant) for offer in pairs if offer.prepared}
+    prepared_names = {
+        (candidate.name, candidate.quant) for candidate in pairs if candidate.prepared
+    }
     if not prepared_names:
         raise not_prepared_error(", ".join(quants), "any pair here")
     without = [
-        f"{offer.name} {offer.quant}"
-        for offer in pairs
-        if not offer.prepared and (with_prepared(offer.name), offer.quant) not in prepared_names
+        f"{candidate.name} {candidate.quant}"
+        for candidate in pairs
+        if not candidate.prepared
+        and (prepared_name(candidate.name), candidate.quant) not in prepared_names
     ]
     if without:
         output.note(f"not timed with prepared weights: {', '.join(without)}")
@@ -351,11 +362,11 @@ def _row_reporter(files: BenchFiles) -> Any:
     printed = 0
 
     def report_new_rows(report: "Report") -> None:
-        from modular_kernel.bench.tables import one_line
+        from modular_kernel.bench.tables import format_row
 
         nonlocal printed
         for row in report.rows[printed:]:
-            output.note(one_line(row))
+            output.note(format_row(row))
         printed = len(report.rows)
         files.save(report)
 
@@ -380,10 +391,10 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.bench import tables
     from modular_kernel.measure.records import INTERPRETER
 
-    columns, cells = tables.text_table(report.rows)
+    columns, cells = tables.terminal_table(report.rows)
     routings = {row.routing for row in report.rows}  # more than one: the column must be shown
     required = {"routing"} if len(routings) > 1 else set[str]()
-    output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in required])
+    output.table(columns, cells, optional=[c for c in tables.OPTIONAL_COLUMNS if c not in required])
     output.note_interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)
     for text in tables.summary(report):
         output.line(text)

@@ -17,7 +17,7 @@ from modular_kernel.models.config_file import is_file
 from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
-    from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload
+    from modular_kernel.bench.model_speed import Implementation, ModelSpeed, Workload
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _IMPLEMENTATION = "mk bench"  # the name under which ours is registered with transformers
@@ -88,14 +88,14 @@ def bench_model(
     import torch
 
     from modular_kernel.bench.model_speed import OK, measure
-    from modular_kernel.bench.random_model import random_model, transformers
-    from modular_kernel.measure.environment import collect_environment
+    from modular_kernel.bench.random_model import build_random_model, import_transformers
+    from modular_kernel.measure.environment import environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    transformers().logging.set_verbosity_error()
+    import_transformers().logging.set_verbosity_error()
     pair = pf_type or _NO_EP, experts_type or _DEFAULT_EXPERTS[device.type]
     implementations = _implementations(device.type, *pair)
-    built = random_model(model_options.hf, device, dtype=dtype, layers=model_options.layers)
+    built = build_random_model(model_options.hf, device, dtype=dtype, layers=model_options.layers)
     rows = measure(built.model, workload, implementations)
     record = {
         "model": model_options.hf,
@@ -129,7 +129,7 @@ def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Impl
     return [*others, Implementation("ours", name, use_torch)]
 
 
-def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[SpeedRow]") -> None:
+def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[ModelSpeed]") -> None:
     dtype = str(record["dtype"]).removeprefix("torch.")
     size = f"{record['parameters'] / 1e6:,.1f} M parameters in {dtype}, random weights"
     output.line(f"{record['model']}: {record['model_type']}, {size}")

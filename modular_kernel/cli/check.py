@@ -61,12 +61,12 @@ def check(
     _warn_of_sizes(problems[0][1])
     machine = machine_options.select(cluster, arch, device)
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.perf_model.verdicts import judge_fitting
+    from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 
     catalog = load_catalog()
     single = pf_type is not None and experts_type is not None
     judged = [
-        (layers, problem, judge_fitting(catalog, pf_type, experts_type, problem, machine))
+        (layers, problem, judge_pairs_with_memory(catalog, pf_type, experts_type, problem, machine))
         for layers, problem in problems
     ]
     records = [

@@ -24,7 +24,7 @@ from modular_kernel.utils.package_probes import version_of
 if TYPE_CHECKING:
     from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
     from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow
-    from modular_kernel.bench.all2all.run import ExchangeOffer
+    from modular_kernel.bench.all2all.run import TransportJob
     from modular_kernel.spec.problem import Machine
 
 _GPU_LINK_GBS = 393
@@ -221,7 +221,7 @@ def _measure(
     first = pool_of(world_size, method.backend)
     unused_pools = [first]  # `run` starts with this one
 
-    def new_pool() -> Any:
+    def make_pool() -> Any:
         if unused_pools:
             return unused_pools.pop()
         if read_launcher() is not None:  # the ranks of a launcher cannot be restarted
@@ -234,17 +234,17 @@ def _measure(
             _fill_defaults(sizes, machine.device),
             _fill_defaults(method, machine.device),
         )
-        offers = tuple(_offers(tuple(_cases(sizes)), method, machine))
-        if not offers:
+        jobs = tuple(_jobs(tuple(_cases(sizes)), method, machine))
+        if not jobs:
             raise ConfigurationError(
                 "--only", got=repr(method.only), need="part of the name of a transport"
             )
-        event_gap_us = first.run(run.event_gap, timeout=120)[0]
+        event_gap_us = first.run(run.measure_event_gap_on_rank, timeout=120)[0]
         report = ExchangeReport(_environment(sizes, method, machine, event_gap_us))
         assert method.replays is not None and method.rounds is not None  # noqa: PT018
         repeats = Repeats(method.replays, method.rounds)
         for rows in run.run(
-            offers, new_pool, link=link, repeats=repeats, deadline_s=method.deadline
+            jobs, make_pool, link=link, repeats=repeats, deadline_s=method.deadline
         ):
             _note_outcomes(rows)
             report = replace(report, rows=(*report.rows, *rows))
@@ -261,7 +261,7 @@ def _environment(
 ) -> dict[str, Any]:
     """Return the environment and the method of the measurement, for the record.
 
-    event_gap_us: see bench.all2all.timing.event_gap_us.
+    event_gap_us: see bench.all2all.timing.measure_event_gap.
     """
     import torch
 
@@ -291,12 +291,12 @@ def _cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
             yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
 
 
-def _offers(
+def _jobs(
     cases: "tuple[ExchangeCase, ...]", method: ExchangeOptions, machine: "Machine"
-) -> "Iterator[ExchangeOffer]":
+) -> "Iterator[TransportJob]":
+    from modular_kernel.bench.all2all.cases import load_transports
     from modular_kernel.bench.all2all.parts import PartTransport
-    from modular_kernel.bench.all2all.peers import load_peers
-    from modular_kernel.bench.all2all.run import ExchangeOffer
+    from modular_kernel.bench.all2all.run import TransportJob
     from modular_kernel.catalog import load_catalog
     from modular_kernel.measure.records import OURS
 
@@ -306,11 +306,15 @@ def _offers(
     ]
     for name in filter(method.selects, names):
         transport = PartTransport(name, machine)
-        yield ExchangeOffer(name, OURS, transport.cases_of(cases), machine, transport.alone)
+        yield TransportJob(
+            name, OURS, transport.with_capacities(cases), machine, transport.needs_fresh_ranks
+        )
     for path in method.peer:
-        for peer in load_peers(path):
+        for peer in load_transports(path):
             if method.selects(peer.name):
-                yield ExchangeOffer(peer.name, peer.origin, cases, machine, peer.alone, path)
+                yield TransportJob(
+                    peer.name, peer.origin, cases, machine, peer.needs_fresh_ranks, path
+                )
 
 
 def _supports_several_ranks(catalog: Any, name: str) -> bool:
@@ -322,19 +326,19 @@ def _join(paths: Sequence[Path]) -> "ExchangeReport":
     from modular_kernel.bench.all2all.records import ExchangeReport
 
     reports = [load_record("--load", path, ExchangeReport.from_json) for path in paths]
-    return reports[0].with_rows_of(reports[1:])
+    return reports[0].with_rows_from(reports[1:])
 
 
 def _note_outcomes(rows: "Sequence[ExchangeRow]") -> None:
     """Print how many cases of one transport succeeded, and those that failed, on stderr."""
-    from modular_kernel.bench.all2all.records import one_line
+    from modular_kernel.bench.all2all.records import format_row
 
     name, statuses = rows[0].transport, [row.status for row in rows]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
     output.note(f"{name}: {'refused' if {*statuses} == {'refused'} else counts}")
     for row in rows:
         if row.status in ("wrong", "failed"):
-            output.note(one_line(row))
+            output.note(format_row(row))
 
 
 def _show_and_save(report: "ExchangeReport", files: ExchangeFiles) -> None:
@@ -352,13 +356,13 @@ def _print_text(report: "ExchangeReport") -> None:
 
     env = report.environment
     hide_roofline = env.get("device") == "cpu" and env.get("link_gbs") == _GPU_LINK_GBS
-    for title, columns, cells in records.tables(report.rows):
+    for title, columns, cells in records.detail_tables(report.rows):
         shown = [
             i for i, name in enumerate(columns) if not (hide_roofline and name in ("floor", "GB/s"))
         ]
         rows = [[row[i] for i in shown] for row in cells]
         columns = tuple(columns[i] for i in shown)
-        output.table(columns, rows, title=title, optional=records.OPTIONAL)
+        output.table(columns, rows, title=title, optional=records.OPTIONAL_COLUMNS)
     output.note_interpreted(row.transport for row in report.rows if row.mode == INTERPRETER)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():

@@ -25,7 +25,7 @@ from modular_kernel.cli.plan_output import compared_row, print_cases, print_comp
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.perf_model.estimate import SizeResult
+    from modular_kernel.perf_model.estimate import PairingEstimates
     from modular_kernel.perf_model.hardware import Cluster
     from modular_kernel.perf_model.recommend import Recommendation
     from modular_kernel.spec.problem import Machine, Problem
@@ -86,13 +86,13 @@ class WorkloadOptions:
 
     def change(self, cluster: "Cluster") -> "Cluster":
         """Return the machine with its values replaced by those of the options that are set."""
-        from modular_kernel.perf_model.hardware import peaks
+        from modular_kernel.perf_model.hardware import peak_rates
 
         gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
         if self.bandwidth is not None:
             gpu = replace(gpu, bandwidth=self.bandwidth * _TERA)
         if self.peak is not None:
-            rates = peaks(self.peak, 2 * self.peak, fp8="float8_e4m3fn" in gpu.flops)
+            rates = peak_rates(self.peak, 2 * self.peak, fp8="float8_e4m3fn" in gpu.flops)
             gpu = replace(gpu, flops=rates)
         if self.link is not None:
             inside = replace(inside, bandwidth=self.link * _GIGA)
@@ -129,7 +129,7 @@ class Case:
     machine: "Machine"
     phase: str
     problem: "Problem"
-    result: "SizeResult"
+    result: "PairingEstimates"
     recommendation: "Recommendation | None"
     layers: tuple[int, ...] | None = None
 
@@ -220,14 +220,14 @@ def _cases(
     machine_options: MachineOptions,
     workload: WorkloadOptions,
 ) -> list[Case]:
-    from modular_kernel.perf_model.estimate import complete_machines, size
+    from modular_kernel.perf_model.estimate import estimate_pairings, machines_with_all_packages
     from modular_kernel.perf_model.load import Groups
     from modular_kernel.perf_model.recommend import recommend
 
     machine = machine_options.select(cluster)
     problem = on_cluster(options, cluster).problem()
     estimate = partial(
-        size,
+        estimate_pairings,
         cluster=cluster,
         routing=workload.routing,
         groups=Groups(workload.groups, workload.topk_groups),
@@ -238,9 +238,11 @@ def _cases(
     for phase, tokens in workload.phases(options):
         phase_problem = problem.with_tokens(tokens)
         result = estimate(phase_problem, machine=machine)
-        complete = [estimate(phase_problem, machine=other) for other in complete_machines(cluster)]
-        size_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
-        recommended = recommend(phase, result, size_at, complete)
+        with_all_packages = [
+            estimate(phase_problem, machine=other) for other in machines_with_all_packages(cluster)
+        ]
+        estimate_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
+        recommended = recommend(phase, result, estimate_at, with_all_packages)
         cases.append(Case(name, cluster, machine, phase, phase_problem, result, recommended))
     return cases
 
@@ -256,11 +258,16 @@ def _check_prepared(cases: list[Case]) -> None:
 
 
 def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
-    from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
+    from modular_kernel.perf_model.compare import (
+        MAX_ACCURATE_ERROR,
+        compare,
+        read_measurements,
+        summarize,
+    )
 
-    results = compare([cell for path in paths for cell in cells_of(path)])
+    results = compare([cell for path in paths for cell in read_measurements(path)])
     rows: list[dict[str, Any]] = [compared_row(result) for result in results]
-    record = {"within": WITHIN, "cells": rows, "summaries": summaries(results)}
-    output.print_result(record, as_json, lambda: print_compared(rows, summaries(results)))
+    record = {"within": MAX_ACCURATE_ERROR, "cells": rows, "summaries": summarize(results)}
+    output.print_result(record, as_json, lambda: print_compared(rows, summarize(results)))
     if not results or any(result.is_mispredicted for result in results):
         raise Exit(1)

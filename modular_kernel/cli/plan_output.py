@@ -8,7 +8,7 @@ from modular_kernel.text import format_count, format_layers
 
 if TYPE_CHECKING:
     from modular_kernel.cli.plan import Case
-    from modular_kernel.perf_model.compare import Compared, Summary
+    from modular_kernel.perf_model.compare import Comparison, Summary
     from modular_kernel.perf_model.estimate import Estimate
     from modular_kernel.perf_model.hardware import Link
     from modular_kernel.perf_model.recommend import Recommendation
@@ -100,7 +100,7 @@ def _recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
         "memory_bytes": recommendation.best.memory.total,
         "runner_up": None if runner_up is None else runner_up.pairing,
         "runner_up_us": None if runner_up is None else runner_up.seconds * 1e6,
-        "close": recommendation.close,
+        "close": recommendation.is_close,
         "would_change": recommendation.changes,
     }
 
@@ -148,7 +148,7 @@ def _print_recommendation(case: "Case") -> None:
     if recommendation.runner_up is not None:
         other = recommendation.runner_up
         ratio = other.seconds / best.seconds
-        close = ", within the error of the estimates: time both" if recommendation.close else ""
+        close = ", within the error of the estimates: time both" if recommendation.is_close else ""
         output.line(f"  runner-up: {other.pairing}, {ratio:.2f} x the time{close}")
     for text in recommendation.changes:
         output.line(f"  would change it: {text}")
@@ -252,31 +252,31 @@ def _prepared_lines(estimates: "Sequence[Estimate]") -> list[str]:
     return ["times are those of calls without prepared weights, whose memory is counted"]
 
 
-def compared_row(result: "Compared") -> dict[str, Any]:
+def compared_row(result: "Comparison") -> dict[str, Any]:
     """Return the JSON row of one compared time."""
     return {
-        "cell": result.cell.label,
-        "ranks": result.cell.problem.parallel.world_size,
-        "quant": result.cell.problem.quant,
-        "tokens": result.cell.problem.tokens,
-        "measured_us": result.cell.us,
+        "cell": result.measured.label,
+        "ranks": result.measured.problem.parallel.world_size,
+        "quant": result.measured.problem.quant,
+        "tokens": result.measured.problem.tokens,
+        "measured_us": result.measured.us,
         "predicted_us": round(result.predicted_us, 2),
         "error": round(result.error, 4),
-        "fitted": result.cell.fitted,
-        "eager": result.cell.eager,
+        "fitted": result.measured.fitted,
+        "eager": result.measured.eager,
     }
 
 
 def print_compared(rows: Sequence[dict[str, Any]], summaries: "Iterable[Summary]") -> None:
     """Print the compared times and their summaries."""
-    from modular_kernel.perf_model.compare import WITHIN
+    from modular_kernel.perf_model.compare import MAX_ACCURATE_ERROR
 
     columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
     output.table(columns, [_error_cells(row) for row in rows])
     for summary in summaries:
         output.line(
-            f"{summary.quantity}: {summary.accurate} of {summary.count} within {WITHIN:.0%}, "
-            f"mean {summary.mean:.1%}, worst {summary.worst:.1%}"
+            f"{summary.quantity}: {summary.accurate} of {summary.count} within "
+            f"{MAX_ACCURATE_ERROR:.0%}, mean {summary.mean:.1%}, worst {summary.worst:.1%}"
         )
 
 

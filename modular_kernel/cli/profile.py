@@ -92,7 +92,7 @@ def profile(
     experts_type = experts_type or default_experts()
     from modular_kernel.measure.routing_patterns import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
-    from modular_kernel.profiling.report import as_record
+    from modular_kernel.profiling.report import to_record
 
     pairs = ((pf_type, experts_type), *([against] if against else []))
     if len(set(pairs)) < len(pairs):
@@ -119,7 +119,7 @@ def profile(
         with output.activity_notes(lambda: "profiling"):
             recorded = _record_ranks(job, host)
         result = _build_profile(job, recorded, files, host)
-        record = as_record(result) | host.record | {"report": str(files.report("html"))}
+        record = to_record(result) | host.record | {"report": str(files.report("html"))}
     if output.is_reporting_rank():
         files.write(result, record)
     output.print_result(record, as_json, lambda: _show(result, files))
@@ -189,10 +189,10 @@ class _Files:
 
     def write(self, result: "Profile", record: dict[str, Any]) -> None:
         """Write the report as JSON and as HTML."""
-        from modular_kernel.profiling.html import page
+        from modular_kernel.profiling.html import render_page
 
         text = json.dumps(output.to_json_types(record), indent=1)
-        for kind, content in (("json", text), ("html", page(result))):
+        for kind, content in (("json", text), ("html", render_page(result))):
             path = self.report(kind)
             output.write_file(path, content)
 
@@ -211,7 +211,7 @@ def _build_profile(
 ) -> "Profile":
     """Read the traces back, merge those of several ranks, and return the resulting profile."""
     from modular_kernel.profiling.chrome import merge_traces, read_trace
-    from modular_kernel.profiling.report import profile_of
+    from modular_kernel.profiling.report import make_profile
 
     def traces_of(rank: int) -> list[dict[str, Any]]:
         return [read_trace(pair.trace) for pair in records[rank].pairs]
@@ -227,14 +227,14 @@ def _build_profile(
                 continue
             output.write_file(path, json.dumps(merge_traces(traces[index], names)))
             merged_paths[index] = path
-    return profile_of(job, records, traces, merged_paths)
+    return make_profile(job, records, traces, merged_paths)
 
 
 def _show(result: "Profile", files: _Files) -> None:
     """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
-    for name, text in summary.description(result):
+    for name, text in summary.describe_profile(result):
         output.line(f"{name + ':':15} {text}")
     for line in result.missing:
         output.line(f"caveat: {line}")
@@ -243,15 +243,22 @@ def _show(result: "Profile", files: _Files) -> None:
         for rank in pair.ranks:
             title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
             output.table(
-                summary.COLUMNS, summary.cells(rank), title=title, optional=summary.OPTIONAL
+                summary.STAGE_COLUMNS,
+                summary.stage_cells(rank),
+                title=title,
+                optional=summary.OPTIONAL_COLUMNS,
             )
-        for line in summary.sentences(pair):
+        for line in summary.describe_slowest_rank(pair):
             output.line(line)
     if len(result.pairs) > 1:
-        output.line("\nA is the first pairing, B the second. " + summary.difference(result))
-        output.table(summary.COMPARED, summary.comparison_rows(result))
+        output.line(
+            "\nA is the first pairing, B the second. " + summary.describe_difference(result)
+        )
+        output.table(summary.COMPARISON_COLUMNS, summary.comparison_rows(result))
     output.line()
     for pair in result.pairs:
-        for path in [rank.trace for rank in pair.ranks] + ([pair.merged] if pair.merged else []):
+        for path in [rank.trace for rank in pair.ranks] + (
+            [pair.merged_trace] if pair.merged_trace else []
+        ):
             output.line(f"trace (open it at https://ui.perfetto.dev): {path}")
     output.line(f"report: {files.report('html')} (and .json)")

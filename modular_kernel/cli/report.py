@@ -80,9 +80,9 @@ def _print_matrix(catalog: "Catalog", json_path: str) -> None:
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:
-    from modular_kernel.report.generated_docs import stale
+    from modular_kernel.report.generated_docs import find_stale_files
 
-    stale_files = stale(catalog, docs)
+    stale_files = find_stale_files(catalog, docs)
     for file in stale_files:
         output.line(f"{docs / file.path}: {file.fault}")
     if stale_files:
@@ -94,11 +94,11 @@ def _check(catalog: "Catalog", docs: Path) -> None:
 
 
 def _write(catalog: "Catalog", docs: Path) -> None:
-    from modular_kernel.report.generated_docs import write
+    from modular_kernel.report.generated_docs import update_files
 
     check_path("--docs", docs, FileUse.WRITE_FOLDER)
     with output.writing(docs / "support-matrix.md"):
-        updated = write(catalog, docs)
+        updated = update_files(catalog, docs)
     for file in updated:
         output.line(f"updated, it was {file.fault}: {docs / file.path}")
     if not updated:
@@ -106,8 +106,8 @@ def _write(catalog: "Catalog", docs: Path) -> None:
 
 
 def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
-    from modular_kernel.report.generated_docs import html_page
+    from modular_kernel.report.generated_docs import render_html_page
 
     check_path("--html", path, FileUse.WRITE)
-    output.write_file(path, html_page(catalog, docs))
+    output.write_file(path, render_html_page(catalog, docs))
     output.line(f"written: {path}")

@@ -1,8 +1,8 @@
 """Estimates of the time and memory of a layer over several ranks, for each valid pairing.
 
-All estimates of one call of `size` are for the same work: problem.tokens distinct tokens per rank.
-If a pairing has replicated input, that is, every rank passes the same tokens, each rank has the
-tokens of all ranks.
+All estimates of one call of `estimate_pairings` are for the same work: problem.tokens distinct
+tokens per rank. In a pairing with replicated input, where every rank passes the same tokens, each
+rank has the tokens of all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -14,21 +14,21 @@ from modular_kernel.perf_model.exchange_time import (
     TRAFFIC,
     ExchangeTime,
     Traffic,
-    caveat,
-    effective,
     exchange_time,
+    find_caveat,
     network_rows,
+    select_traffic,
 )
-from modular_kernel.perf_model.experts_records import ARCH, Factor, factor
-from modular_kernel.perf_model.experts_time import PART, ExpertsTime, experts_time
+from modular_kernel.perf_model.experts_records import ARCH, Factor, find_factor
+from modular_kernel.perf_model.experts_time import MODELED_PART, ExpertsTime, experts_time
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
-from modular_kernel.perf_model.machines import BASE_PACKAGES, OF_DEEP_EP_1
-from modular_kernel.perf_model.memory import Memory, memory_of, prepared_bytes
-from modular_kernel.perf_model.verdicts import judge_fitting
+from modular_kernel.perf_model.machines import BASE_PACKAGES, DEEP_EP_1_PACKAGE
+from modular_kernel.perf_model.memory import Memory, estimate_memory, prepared_bytes
+from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 
-_MODEL_ALONE = Factor(1.0, "no recorded time in such a scheme, so the model is not corrected")
+_NO_CORRECTION = Factor(1.0, "no recorded time in such a scheme, so the model is not corrected")
 _GIGA = 1e9
 
 
@@ -38,9 +38,9 @@ class Estimate:
 
     experts_part: name of the experts part. problem: the problem of one rank. world_tokens: number
     of distinct tokens of all ranks. experts: modeled time of the experts, corrected by `factor`.
-    source: where the parameters of the exchange model come from. network_rows: rows per token that
-    a dispatch sends to other hosts. caveat: a limit of the exchange that the estimate ignores, or
-    "".
+    source: description of where the parameters of the exchange model come from. network_rows: rows
+    per token that a dispatch sends to other hosts. caveat: a limit of the exchange that the
+    estimate ignores, or "".
     """
 
     prepare_finalize: str
@@ -71,13 +71,13 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class SizeResult:
-    """Result of `size`.
+class PairingEstimates:
+    """Result of `estimate_pairings`, which has every pairing in one of four fields.
 
-    estimates: the fastest first. too_large: (pairing, reason) of those that exceed the machine's
-    memory. unestimated: (pairing, reason) of valid ones without a model or record. refused:
-    verdicts of all others. prepares: names of the experts parts that would use prepared weights;
-    empty unless `size` was called with `prepared`.
+    estimates: estimates, the fastest first. too_large: (pairing, reason) for pairings that exceed
+    the machine's memory. unestimated: (pairing, reason) for valid pairings without a model or a
+    record. refused: verdicts on all other pairings. prepares: names of the experts parts that
+    would use prepared weights, if these are counted.
     """
 
     problem: Problem
@@ -89,10 +89,12 @@ class SizeResult:
     prepares: frozenset[str] = frozenset()
 
 
-def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
+def distribute_over_ranks(
+    problem: Problem, world_size: int, per_host: int | None = None
+) -> Problem:
     """Return the problem with its experts distributed in blocks over `world_size` ranks.
 
-    per_host: ranks per host; ignored if all ranks fit on one host, or if the last host would not be
+    per_host: ranks per host. It is ignored if all ranks are on one host, or if the last host is not
     full.
     """
     full_hosts = per_host is not None and world_size > per_host and world_size % per_host == 0
@@ -101,16 +103,17 @@ def over_ranks(problem: Problem, world_size: int, per_host: int | None = None) -
     )
 
 
-def complete_machines(cluster: Cluster) -> tuple[Machine, ...]:
+def machines_with_all_packages(cluster: Cluster) -> tuple[Machine, ...]:
     """Return two Machines with the cluster's GPU and every optional package.
 
-    The first has deep_ep 1 and the second deep_ep 2, which share a module name.
+    The first has deep_ep 1 and the second deep_ep 2. Both have the same module name, so one machine
+    cannot have both.
     """
     packages = collect_packages(load_catalog()) | BASE_PACKAGES
-    return cluster.machine(packages), cluster.machine(packages - {OF_DEEP_EP_1})
+    return cluster.machine(packages), cluster.machine(packages - {DEEP_EP_1_PACKAGE})
 
 
-def size(
+def estimate_pairings(
     problem: Problem,
     cluster: Cluster,
     machine: Machine | None = None,
@@ -119,21 +122,22 @@ def size(
     groups: Groups = ONE_GROUP,
     prepared: bool = False,
     layers: int = 1,
-) -> SizeResult:
+) -> PairingEstimates:
     """Estimate every valid pairing for problem.tokens tokens on each of its ranks.
 
-    machine: the one that pairings are judged for; None uses the first of `complete_machines`.
+    machine: machine that pairings are judged for; None uses the first of
+    `machines_with_all_packages`.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse. groups: expert
-    groups of group-limited routing. prepared: whether to count the bytes of prepared weights; times
-    do not depend on it (see `experts_time`). layers: number of layers whose weights must fit in
+    groups of group-limited routing. prepared: whether to count the bytes of prepared weights. Times
+    do not depend on it, see `experts_time`. layers: number of layers whose weights must fit in
     memory together.
     """
-    machine = complete_machines(cluster)[0] if machine is None else machine
-    request = SizeRequest(
+    machine = machines_with_all_packages(cluster)[0] if machine is None else machine
+    request = EstimateRequest(
         problem, cluster, machine, RoutingKind.parse(routing), groups, prepared, layers
     )
     estimates, too_large, unestimated, refused = list[Estimate](), [], [], []
-    verdicts = judge_fitting(load_catalog(), None, None, problem, machine)
+    verdicts = judge_pairs_with_memory(load_catalog(), None, None, problem, machine)
     for verdict in verdicts:
         if not verdict.ok and {r.rule for r in verdict.rejections} != {"memory"}:
             refused.append(verdict)
@@ -145,7 +149,7 @@ def size(
             estimates.append(request.estimate(verdict.prepare_finalize, verdict.experts))
     estimates.sort(key=lambda estimate: estimate.seconds)
     valid = {verdict.experts for verdict in verdicts if verdict.ok}
-    return SizeResult(
+    return PairingEstimates(
         problem,
         machine,
         tuple(estimates),
@@ -157,14 +161,14 @@ def size(
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
-    """Return a part's exchange model: its `traffic` attribute, else its entry in TRAFFIC."""
+    """Return a part's exchange model, from its attribute `traffic` or else from TRAFFIC."""
     declared = getattr(load_catalog().prepare_finalize(prepare_finalize), "traffic", None)
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
 
 @dataclass(frozen=True)
-class SizeRequest:
-    """The arguments that all estimates of one `size` call share."""
+class EstimateRequest:
+    """The arguments of `estimate_pairings`, which all of its estimates share."""
 
     problem: Problem
     cluster: Cluster
@@ -175,18 +179,18 @@ class SizeRequest:
     layers: int = 1
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.problem.parallel.world_size
 
     def problem_of(self, prepare_finalize: str) -> Problem:
-        """Return the problem of one rank; replicated input has the tokens of all ranks."""
+        """Return the problem of one rank. With replicated input, it has the tokens of all ranks."""
         part = load_catalog().prepare_finalize(prepare_finalize)
         if not part.requires.replicated_input:
             return self.problem
-        return self.problem.with_tokens(self.problem.tokens * self.world)
+        return self.problem.with_tokens(self.problem.tokens * self.world_size)
 
     def reason_too_large(self, verdict: Verdict) -> str:
-        """Return why a pairing does not fit in memory, or ""."""
+        """Return the reason why a pairing does not fit in memory, or ""."""
         if not verdict.ok:
             return str(verdict.rejections[0])
         memory, limit = self.memory(verdict.prepare_finalize, verdict.experts), self.machine.memory
@@ -196,24 +200,24 @@ class SizeRequest:
         return f"{memory}{layers}, of {limit / _GIGA:.1f} GB"
 
     def reason_without_estimate(self, verdict: Verdict) -> str:
-        """Return why a valid pairing has no estimate, or ""."""
+        """Return the reason why a valid pairing has no estimate, or ""."""
         problem = self.problem_of(verdict.prepare_finalize)
         if problem is not self.problem:
             catalog = load_catalog()
             pair = verdict.prepare_finalize, verdict.experts
-            (replicated,) = judge_fitting(catalog, *pair, problem, self.machine)
+            (replicated,) = judge_pairs_with_memory(catalog, *pair, problem, self.machine)
             if not replicated.ok:
                 return f"with the tokens of all ranks on each: {replicated.rejections[0]}"
-        if self.world > 1 and traffic_of(verdict.prepare_finalize) is None:
+        if self.world_size > 1 and traffic_of(verdict.prepare_finalize) is None:
             return f"no measured exchange of {verdict.prepare_finalize}"
         if self._factor(verdict.experts) is None:
             arch = self.machine.arch
-            where = "" if arch in (None, ARCH) else f" on sm_{arch[0]}{arch[1]}"
-            return f"no recorded time of {verdict.experts} with {self.problem.scheme.name}{where}"
+            suffix = "" if arch in (None, ARCH) else f" on sm_{arch[0]}{arch[1]}"
+            return f"no recorded time of {verdict.experts} with {self.problem.scheme.name}{suffix}"
         return ""
 
     def memory(self, prepare_finalize: str, experts: str) -> Memory:
-        return memory_of(
+        return estimate_memory(
             prepare_finalize,
             experts,
             self.problem_of(prepare_finalize),
@@ -223,17 +227,19 @@ class SizeRequest:
         )
 
     def _factor(self, experts: str) -> Factor | None:
-        """Return the measured over the modeled time of an experts part; None without a record.
+        """Return the correction of an experts part's modeled time; None without a record.
 
-        The records are of one GPU architecture. On others they are used only for parts without a
-        vendor library, which run the same kernels there.
+        The records are from one GPU architecture. For other architectures, they are used only for
+        parts without a vendor library, because these run the same kernels.
         """
         packages = load_catalog().experts(experts).requires.packages
         if self.machine.arch != ARCH and not BASE_PACKAGES.issuperset(packages):
             return None
         problem = self.problem
-        rows = problem.tokens * self.world * problem.top_k / problem.experts
-        return factor(experts, problem, rows) or (_MODEL_ALONE if experts == PART else None)
+        rows = problem.tokens * self.world_size * problem.top_k / problem.experts
+        return find_factor(experts, problem, rows) or (
+            _NO_CORRECTION if experts == MODELED_PART else None
+        )
 
     def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
         """Estimate a pairing for which `reason_without_estimate` returns ""."""
@@ -244,7 +250,7 @@ class SizeRequest:
         load = rank_load(
             experts=problem.experts,
             top_k=problem.top_k,
-            world_size=self.world,
+            world_size=self.world_size,
             tokens=self.problem.tokens,
             kind=self.kind,
             per_host=cluster.per_host,
@@ -255,12 +261,12 @@ class SizeRequest:
             prepare_finalize,
             experts,
             problem,
-            self.problem.tokens * self.world,
+            self.problem.tokens * self.world_size,
             exchange_time(problem, traffic, load, cluster),
-            replace(times, seconds=part_factor.corrected(times.seconds)),
+            replace(times, seconds=part_factor.correct(times.seconds)),
             part_factor,
             self.memory(prepare_finalize, experts),
-            effective(traffic, self.world, cluster).source,
+            select_traffic(traffic, self.world_size, cluster).source,
             network_rows(problem, traffic, load, cluster),
-            caveat(prepare_finalize, problem),
+            find_caveat(prepare_finalize, problem),
         )

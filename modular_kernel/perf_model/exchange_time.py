@@ -2,20 +2,22 @@
 
     t = start + latency + max over links of  bytes / (bandwidth * reached)
 
-start, reached: fitted for each part (DirectionModel). latency: that of the slowest link (Link).
-bytes: of the busier of sender and receiver on a link. Links inside and between hosts transfer
-concurrently. Traffic.rows says how often the row of a token is sent:
+start, reached: fitted for each part (DirectionModel). latency: maximum latency of the links (Link).
+bytes: maximum over ranks of the bytes that a rank sends or receives over a link. Links inside and
+between hosts transfer concurrently. Traffic.rows selects how often the row of a token is sent, for
+T tokens per rank and W ranks:
 
     "rank"   once to each other rank that has one of its experts:  T * sum of p_rank(r) rows
     "pair"   once for each of its K experts on another rank:       T * K * (W - 1) / W rows
-    "host"   once to each other host that has one of its experts:  T * sum of p_host(h) rows; and
-             from there to the ranks, with as many rows inside a host as "rank" has in total
+    "host"   once to each other host that has one of its experts:  T * sum of p_host(h) rows; then
+             inside the host to the ranks, with as many rows as "rank" has in total
     "all"    to every other rank:                                  T * (W - 1) rows
-    "sum"    no dispatch: all ranks pass the same T tokens, those of the whole world, synchronize,
-             and all-reduce (T, H) float32, which transfers 2 * (W - 1) / W times its size
+    "sum"    never, because all ranks pass the same T tokens. They synchronize, and all-reduce
+             (T, H) float32, which transfers 2 * (W - 1) / W times its size
 
 p_rank(r), p_host(h): probability that a token has an expert on rank r, or on host h (see
-`perf_model.load`). With a skewed routing, the rank with the highest probability is the busiest.
+`perf_model.load`). With a skewed routing, the rank with the highest probability determines the
+time.
 """
 
 from dataclasses import dataclass
@@ -28,16 +30,16 @@ from modular_kernel.spec.quantization import QuantScheme
 
 _SCALE_BYTES = 4
 _FLOAT32_BYTES = 4
-KINDS = ("rank", "pair", "all", "sum", "host")
-_CHUNK_TOKENS = 1024  # minimum tokens per piece of a part that overlaps its hops
+ROW_KINDS = ("rank", "pair", "all", "sum", "host")
+_TOKENS_PER_PIECE = 1024  # of a part that overlaps its two hops, see Traffic.max_pieces
 
 
 @dataclass(frozen=True)
 class DirectionModel:
     """Parameters of a dispatch or a combine.
 
-    start: seconds before the first byte is sent. reached: fraction of the bandwidth of a link
-    inside a host that is reached.
+    start: seconds before the first byte is sent. reached: fraction of the bandwidth that is reached
+    on a link inside a host.
     """
 
     start: float
@@ -50,14 +52,15 @@ class Traffic:
 
     A part of another package can define a class attribute `traffic` of this type.
 
-    rows: see the module's docstring. source: where the parameters come from, to print. quantized:
-        whether activations are dispatched as the scheme quantizes them.
-    quantize_seconds: added to a dispatch that quantizes.
-    between: fraction of the network's bandwidth that is reached.
-    max_pieces: for "host", the maximum number of pieces in which the two hops overlap; None if they
-        overlap row by row.
-    own_rows: for "rank", whether rows for a rank's own experts take as long as those for others.
-    one_host: the model if all ranks are on one host; None if it is the same.
+    rows: how often a row is sent, see the module's docstring.
+    source: description of where the parameters come from.
+    quantized: whether activations are dispatched as the scheme quantizes them.
+    quantize_seconds: time that quantization adds to a dispatch.
+    between: fraction of the bandwidth that is reached on the network between hosts.
+    max_pieces: for "host", the maximum number of pieces into which tokens are divided, so that the
+        two hops of different pieces overlap; None if they overlap row by row.
+    own_rows: for "rank", whether rows for a rank's own experts take as long as rows for others.
+    one_host: the model if all ranks are on one host; None for no difference.
     """
 
     rows: str
@@ -72,8 +75,8 @@ class Traffic:
     one_host: "Traffic | None" = None
 
     def __post_init__(self) -> None:
-        if self.rows not in KINDS:
-            need = f"one of {', '.join(KINDS)}"
+        if self.rows not in ROW_KINDS:
+            need = f"one of {', '.join(ROW_KINDS)}"
             raise ConfigurationError("rows of a traffic", got=repr(self.rows), need=need)
 
 
@@ -84,13 +87,15 @@ DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX = (
     "DeepEPV2PrepareAndFinalize",
     "PplxPrepareAndFinalize",
 )
-_NOTHING = Traffic("rank", DirectionModel(0, 1), DirectionModel(0, 1), "nothing travels")
+_NO_TRAFFIC = Traffic(
+    "rank", DirectionModel(0, 1), DirectionModel(0, 1), "no exchange between ranks"
+)
 
-# By the name of a PrepareAndFinalize. `perf_model.compare` reads the measurements of the fits. A
-# part without an entry, and without a `traffic` of its own, has no estimate.
+# Exchange models by the name of a PrepareAndFinalize. `perf_model.compare` reads the times that
+# they were fitted to. A part without an entry and without an attribute `traffic` has no estimate.
 TRAFFIC = {
-    "MoEPrepareAndFinalizeNoEP": _NOTHING,
-    "BatchedPrepareAndFinalize": _NOTHING,
+    "MoEPrepareAndFinalizeNoEP": _NO_TRAFFIC,
+    "BatchedPrepareAndFinalize": _NO_TRAFFIC,
     "SymmMemPrepareAndFinalize": Traffic(
         "rank",
         DirectionModel(4.9e-6, 0.92),
@@ -105,7 +110,7 @@ TRAFFIC = {
         _NCCL,
         quantize_seconds=700e-6,
     ),
-    # The outer hop starts like TorchAll2All, the inner one has the bandwidth of SymmMem.
+    # The start is that of TorchAll2All (between hosts), the bandwidth that of SymmMem (inside).
     "HostThenRankPrepareAndFinalize": Traffic(
         "host",
         DirectionModel(1205e-6, 0.92),
@@ -163,19 +168,19 @@ TRAFFIC = {
         "fitted at 1 and 128 tokens on four GPUs",
     ),
 }
-_FEW_TOKENS = 256
+_MAX_DEEPEP_TOKENS = 256  # tokens per rank for which DeepEP's low-latency mode is made
 
 
-def caveat(prepare_finalize: str, problem: Problem) -> str:
-    """Return the limit of a part that the problem exceeds and the model ignores, or ""."""
-    if prepare_finalize != DEEPEP or problem.tokens <= _FEW_TOKENS:
+def find_caveat(prepare_finalize: str, problem: Problem) -> str:
+    """Return the limit of the part that the problem exceeds but the model ignores, or ""."""
+    if prepare_finalize != DEEPEP or problem.tokens <= _MAX_DEEPEP_TOKENS:
         return ""
-    return f"made for at most {_FEW_TOKENS} tokens on each rank"
+    return f"made for at most {_MAX_DEEPEP_TOKENS} tokens on each rank"
 
 
 @dataclass(frozen=True)
 class ExchangeTime:
-    """Seconds of a dispatch and a combine, and the bytes that a rank sends or receives in each."""
+    """Seconds of a dispatch and a combine, and the bytes of the busiest rank in each."""
 
     dispatch: float
     combine: float
@@ -184,10 +189,7 @@ class ExchangeTime:
 
 
 def row_bytes(problem: Problem, traffic: Traffic) -> float:
-    """Return the bytes of one dispatched row.
-
-    Activations and their scales are counted; ids and weights are not.
-    """
+    """Return the bytes of one dispatched row and its scales, without ids and router weights."""
     scheme: QuantScheme = problem.scheme
     if not traffic.quantized or not scheme.dispatched_quantized:
         return problem.hidden * problem.dtype.itemsize
@@ -198,30 +200,35 @@ def row_bytes(problem: Problem, traffic: Traffic) -> float:
 def exchange_time(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
-    """Return the times for problem.tokens tokens on each of problem.parallel.world_size ranks."""
-    world = problem.parallel.world_size
-    if world == 1:
+    """Return the times of an exchange of problem.tokens tokens on each rank."""
+    world_size = problem.parallel.world_size
+    if world_size == 1:
         return ExchangeTime(0.0, 0.0, 0.0, 0.0)
-    traffic = effective(traffic, world, cluster)
-    combine_row = problem.hidden * problem.dtype.itemsize
+    traffic = select_traffic(traffic, world_size, cluster)
+    combine_row_bytes = problem.hidden * problem.dtype.itemsize
     if traffic.rows == "sum":
-        reduced_bytes = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32_BYTES
-        combine = _all_reduce_seconds(reduced_bytes, traffic, cluster, world)
+        reduced_bytes = (
+            2 * (world_size - 1) / world_size * problem.tokens * problem.hidden * _FLOAT32_BYTES
+        )
+        combine = _all_reduce_seconds(reduced_bytes, traffic, cluster, world_size)
         return ExchangeTime(traffic.dispatch.start, combine, 0.0, reduced_bytes)
-    if traffic.rows == "host" and world > cluster.per_host:
+    if traffic.rows == "host" and world_size > cluster.per_host:
         return _two_hop_time(problem, traffic, load, cluster)
-    rows = _rows(problem, traffic, load)
-    dispatch_row = row_bytes(problem, traffic)
-    quantize_seconds = traffic.quantize_seconds if dispatch_row != combine_row else 0.0
+    rows = _rows_of_busiest_rank(problem, traffic, load)
+    dispatch_row_bytes = row_bytes(problem, traffic)
+    quantize_seconds = traffic.quantize_seconds if dispatch_row_bytes != combine_row_bytes else 0.0
     dispatch = (
-        _seconds(rows * dispatch_row, traffic.dispatch, traffic, cluster, world) + quantize_seconds
+        _one_hop_seconds(rows * dispatch_row_bytes, traffic.dispatch, traffic, cluster, world_size)
+        + quantize_seconds
     )
-    combine = _seconds(rows * combine_row, traffic.combine, traffic, cluster, world)
-    return ExchangeTime(dispatch, combine, rows * dispatch_row, rows * combine_row)
+    combine = _one_hop_seconds(
+        rows * combine_row_bytes, traffic.combine, traffic, cluster, world_size
+    )
+    return ExchangeTime(dispatch, combine, rows * dispatch_row_bytes, rows * combine_row_bytes)
 
 
-def effective(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
-    """Return `traffic.one_host` if there is one and all ranks are on one host, else `traffic`."""
+def select_traffic(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
+    """Return `traffic.one_host` if it exists and all ranks are on one host, otherwise `traffic`."""
     one_host = world_size <= cluster.per_host
     return traffic.one_host if one_host and traffic.one_host is not None else traffic
 
@@ -229,37 +236,38 @@ def effective(traffic: Traffic, world_size: int, cluster: Cluster) -> Traffic:
 def _two_hop_time(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
-    """Return the times of an exchange in two hops: once to each host, and on to its ranks.
+    """Return the times of an exchange in two hops: to each host, and from there to its ranks.
 
-    The two hops overlap, except for the first of `max_pieces` pieces.
+    The longer hop overlaps with the shorter one, except for one of `max_pieces` pieces.
     """
-    world, host_ranks = problem.parallel.world_size, cluster.per_host
-    outside = problem.tokens * (-(-world // host_ranks) - 1) * load.p_host
-    inside = (
+    world_size, host_ranks = problem.parallel.world_size, cluster.per_host
+    rows_between = problem.tokens * (-(-world_size // host_ranks) - 1) * load.p_host
+    rows_inside = (
         problem.tokens
-        * world
+        * world_size
         * max(load.p_rank, load.p_fullest_rank)
         * (host_ranks - 1)
         / host_ranks
     )
-    combine_row, dispatch_row = problem.hidden * problem.dtype.itemsize, row_bytes(problem, traffic)
+    combine_row_bytes = problem.hidden * problem.dtype.itemsize
+    dispatch_row_bytes = row_bytes(problem, traffic)
     max_pieces = traffic.max_pieces and min(
-        traffic.max_pieces, host_ranks, -(-problem.tokens // _CHUNK_TOKENS)
+        traffic.max_pieces, host_ranks, -(-problem.tokens // _TOKENS_PER_PIECE)
     )
 
     def seconds(bytes_per_row: float, direction: DirectionModel) -> float:
-        network = outside * bytes_per_row / (cluster.between.bandwidth * traffic.between)
-        links = inside * bytes_per_row / (cluster.inside.bandwidth * direction.reached)
-        hops = max(network, links) + (min(network, links) / max_pieces if max_pieces else 0.0)
+        between = rows_between * bytes_per_row / (cluster.between.bandwidth * traffic.between)
+        inside = rows_inside * bytes_per_row / (cluster.inside.bandwidth * direction.reached)
+        hops = max(between, inside) + (min(between, inside) / max_pieces if max_pieces else 0.0)
         return direction.start + _max_latency(cluster.inside, cluster.between) + hops
 
-    quantize_seconds = traffic.quantize_seconds if dispatch_row != combine_row else 0.0
-    dispatch = seconds(dispatch_row, traffic.dispatch) + quantize_seconds
+    quantize_seconds = traffic.quantize_seconds if dispatch_row_bytes != combine_row_bytes else 0.0
+    dispatch = seconds(dispatch_row_bytes, traffic.dispatch) + quantize_seconds
     return ExchangeTime(
         dispatch,
-        seconds(combine_row, traffic.combine),
-        outside * dispatch_row,
-        outside * combine_row,
+        seconds(combine_row_bytes, traffic.combine),
+        rows_between * dispatch_row_bytes,
+        rows_between * combine_row_bytes,
     )
 
 
@@ -267,43 +275,60 @@ def network_rows(
     problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> float:
     """Return the expected number of rows per token that leave the host in a dispatch."""
-    near, far = cluster.peers(problem.parallel.world_size)
-    traffic = effective(traffic, problem.parallel.world_size, cluster)
-    if not far or traffic.rows == "sum":
+    host_peers, network_peers = cluster.peers(problem.parallel.world_size)
+    traffic = select_traffic(traffic, problem.parallel.world_size, cluster)
+    if not network_peers or traffic.rows == "sum":
         return 0.0
     if traffic.rows == "host":
         return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.p_host
-    return _rows(problem, traffic, load) / problem.tokens * far / (near + far)
+    return (
+        _rows_of_busiest_rank(problem, traffic, load)
+        / problem.tokens
+        * network_peers
+        / (host_peers + network_peers)
+    )
 
 
-def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
-    """Return the rows that the busiest rank sends or receives."""
-    tokens, world = problem.tokens, problem.parallel.world_size
+def _rows_of_busiest_rank(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
+    """Return the number of rows that the busiest rank sends or receives."""
+    tokens, world_size = problem.tokens, problem.parallel.world_size
     if traffic.rows == "all":
-        return float(tokens * (world - 1))
+        return float(tokens * (world_size - 1))
     if traffic.rows == "pair":
-        return max(tokens * problem.top_k, load.pairs) * (world - 1) / world
-    receivers = world if traffic.own_rows else world - 1
+        return max(tokens * problem.top_k, load.pairs) * (world_size - 1) / world_size
+    receivers = world_size if traffic.own_rows else world_size - 1
     return tokens * receivers * max(load.p_rank, load.p_fullest_rank)
 
 
-def _seconds(
-    nbytes: float, direction: DirectionModel, traffic: Traffic, cluster: Cluster, world: int
+def _one_hop_seconds(
+    nbytes: float, direction: DirectionModel, traffic: Traffic, cluster: Cluster, world_size: int
 ) -> float:
-    """Return the time of an exchange that sends equally many rows to all other ranks."""
-    near, far = cluster.peers(world)
-    inside = nbytes * near / (near + far) / (cluster.inside.bandwidth * direction.reached)
-    if not far:
+    """Return the seconds of an exchange of `nbytes`, divided equally among all other ranks."""
+    host_peers, network_peers = cluster.peers(world_size)
+    inside = (
+        nbytes
+        * host_peers
+        / (host_peers + network_peers)
+        / (cluster.inside.bandwidth * direction.reached)
+    )
+    if not network_peers:
         return direction.start + cluster.inside.latency + inside
-    outside = nbytes * far / (near + far) / (cluster.between.bandwidth * traffic.between)
-    return direction.start + _max_latency(cluster.inside, cluster.between) + max(inside, outside)
+    between = (
+        nbytes
+        * network_peers
+        / (host_peers + network_peers)
+        / (cluster.between.bandwidth * traffic.between)
+    )
+    return direction.start + _max_latency(cluster.inside, cluster.between) + max(inside, between)
 
 
-def _all_reduce_seconds(nbytes: float, traffic: Traffic, cluster: Cluster, world: int) -> float:
-    """Return the time of an all-reduce, limited by the slowest link."""
-    _, far = cluster.peers(world)
-    link = cluster.between if far else cluster.inside
-    reached = traffic.between if far else traffic.combine.reached
+def _all_reduce_seconds(
+    nbytes: float, traffic: Traffic, cluster: Cluster, world_size: int
+) -> float:
+    """Return the seconds of an all-reduce, which the slowest link limits."""
+    _, network_peers = cluster.peers(world_size)
+    link = cluster.between if network_peers else cluster.inside
+    reached = traffic.between if network_peers else traffic.combine.reached
     return traffic.combine.start + link.latency + nbytes / (link.bandwidth * reached)
 
 

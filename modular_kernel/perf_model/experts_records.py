@@ -1,15 +1,15 @@
-"""Measured times of experts parts on one GPU, as factors that correct the model's time.
+"""Corrections of the model's time for each experts part, from times measured on one GPU.
 
 The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the times of
-whole layers with every experts part, including those over vendor libraries. A part takes
+whole layers with every experts part, including those over vendor libraries. The time of a part is
 
     t = start + factor * m
 
-where m is the time that `experts_time` predicts for TritonExperts. `start` is the smallest t - m of
-the part's layers of one token in the same scheme, or 0: the time of launches beyond those of
-TritonExperts, which small layers and large ones have alike. The factor comes from the recorded
-layers of the same scheme with the nearest H * I. It is interpolated between the nearest numbers of
-rows per expert, on log2 axes, and not extrapolated.
+where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of launches
+in addition to those of TritonExperts, which does not depend on the size of the layer. It is the
+smallest t - m of the part's layers of one token in the same scheme, or 0 if that is negative. The
+factor comes from the recorded layers of the same scheme with the nearest H * I. It is interpolated
+between the nearest numbers of rows per expert, on log2 axes, and not extrapolated.
 
 Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
 same GPU.
@@ -31,13 +31,13 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import scheme_named
 from modular_kernel.utils import json_files
 
-ARCH = (9, 0)  # of the GPU in the records
+ARCH = (9, 0)  # compute capability of the GPU in the records
 _FILES = ("h200-choice", "h200-choice-vendors", "h200-choice-schemes")  # oldest first
 _FOLDER = Path(__file__).parents[1] / "select" / "data"
 _SHAPES_FILE = Path(__file__).with_name("data") / "h200-layers.json"
 _MAX_BYTES = 1 << 24
-_MAX_START = 0.9  # of the shortest time of a part
-_ITEMSIZE = 2  # bytes of the dtype of every recorded layer, bfloat16
+_MAX_START_FRACTION = 0.9  # maximum `start`, as a fraction of the shortest time of a part
+_ITEMSIZE = 2  # bytes; every recorded layer is in bfloat16
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class RecordedLayer:
 
     @property
     def problem(self) -> Problem:
-        return _prediction(self.shape, self.quant, self.tokens)[0]
+        return _predict(self.shape, self.quant, self.tokens)[0]
 
     @property
     def predicted_us(self) -> float:
         """The model's time for TritonExperts, in microseconds."""
-        return _prediction(self.shape, self.quant, self.tokens)[1]
+        return _predict(self.shape, self.quant, self.tokens)[1]
 
     @property
     def rows(self) -> float:
@@ -74,91 +74,88 @@ class RecordedLayer:
 
     @property
     def size(self) -> float:
-        """log2(H * I), by which layers are compared."""
+        """log2(H * I). Recorded layers with the nearest size determine the factor."""
         return math.log2(self.problem.hidden * self.problem.intermediate)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Correction of the model's time: `start`, in seconds, plus `value` times the model's.
+    """Correction of the model's time: start + value * seconds.
 
-    source: the records that both come from.
+    start: in seconds. source: description of the records that `start` and `value` come from.
     """
 
     value: float
     source: str
     start: float = 0.0
 
-    def corrected(self, seconds: float) -> float:
-        """Return the time of the part, given that of the model."""
+    def correct(self, seconds: float) -> float:
+        """Return the part's time for the time that the model predicts. Both are in seconds."""
         return self.start + self.value * seconds
 
 
-def factor(
+def find_factor(
     experts: str, problem: Problem, rows: float, *, without_shape: str = ""
 ) -> Factor | None:
-    """Return the factor of an experts part; None if no record has its time in such a scheme.
+    """Return the factor of an experts part; None if no record has it with equal operand types.
 
     rows: mean number of rows per expert. without_shape: name of a shape whose records are ignored,
-    so that they can be compared with the result.
+    so that its times can be compared with the result.
     """
     if problem.dtype.itemsize != _ITEMSIZE:
         return None
-    cells = [c for c in recorded_layers() if c.experts == experts and c.shape != without_shape]
+    layers = [r for r in recorded_layers() if r.experts == experts and r.shape != without_shape]
     scheme = problem.scheme.name
-    same = [cell for cell in cells if cell.scheme == scheme]
-    similar = same or [cell for cell in cells if _operands(cell.scheme) == _operands(scheme)]
+    same = [layer for layer in layers if layer.scheme == scheme]
+    similar = same or [r for r in layers if _operand_types(r.scheme) == _operand_types(scheme)]
     if not similar:
         return None
     size = math.log2(problem.hidden * problem.intermediate)
-    nearest_size = min((cell.size for cell in similar), key=lambda s: abs(s - size))
-    nearest = [cell for cell in similar if cell.size == nearest_size]
-    schemes = ", ".join(sorted({cell.scheme for cell in nearest}))
-    shapes = ", ".join(sorted({cell.shape for cell in nearest}))
+    nearest_size = min((layer.size for layer in similar), key=lambda s: abs(s - size))
+    nearest = [layer for layer in similar if layer.size == nearest_size]
+    schemes = ", ".join(sorted({layer.scheme for layer in nearest}))
+    shapes = ", ".join(sorted({layer.shape for layer in nearest}))
     start_us = _start_us(similar)
     value = _interpolate(nearest, start_us, math.log2(max(rows, 1e-9)))
     return Factor(value, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
 
 
-def _start_us(cells: Sequence[RecordedLayer]) -> float:
-    """Return the smallest time beyond the model's of the layers of one token; 0 if there is none.
-
-    It is less than each cell's time, so that factors are positive.
-    """
-    excess = [cell.us - cell.predicted_us for cell in cells if cell.tokens == 1]
-    shortest = min(cell.us for cell in cells)
-    return min(max(min(excess, default=0.0), 0.0), _MAX_START * shortest)
+def _start_us(layers: Sequence[RecordedLayer]) -> float:
+    """Return `start` in microseconds, less than every recorded time, so that factors are > 0."""
+    excess = [layer.us - layer.predicted_us for layer in layers if layer.tokens == 1]
+    shortest = min(layer.us for layer in layers)
+    return min(max(min(excess, default=0.0), 0.0), _MAX_START_FRACTION * shortest)
 
 
-def _interpolate(cells: Sequence[RecordedLayer], start_us: float, rows: float) -> float:
-    """Return the factor at 2 ** `rows` rows per expert, by linear interpolation of logarithms.
+def _interpolate(layers: Sequence[RecordedLayer], start_us: float, log2_rows: float) -> float:
+    """Return the factor at 2 ** log2_rows rows per expert, by linear interpolation of logarithms.
 
-    Of cells with equal numbers of rows, the geometric mean is used.
+    Layers with equal numbers of rows are represented by the geometric mean of their factors.
     """
     logs: dict[float, list[float]] = {}
-    for cell in cells:
-        value = (cell.us - start_us) / cell.predicted_us
-        logs.setdefault(math.log2(cell.rows), []).append(math.log(value))
-    points = sorted((row, fmean(values)) for row, values in logs.items())
-    below = max((point for point in points if point[0] <= rows), default=points[0])
-    above = min((point for point in points if point[0] >= rows), default=points[-1])
+    for layer in layers:
+        value = (layer.us - start_us) / layer.predicted_us
+        logs.setdefault(math.log2(layer.rows), []).append(math.log(value))
+    points = sorted((x, fmean(values)) for x, values in logs.items())
+    below = max((point for point in points if point[0] <= log2_rows), default=points[0])
+    above = min((point for point in points if point[0] >= log2_rows), default=points[-1])
     if below[0] >= above[0]:
-        return math.exp(below[1] if rows >= below[0] else above[1])
-    share = (rows - below[0]) / (above[0] - below[0])
-    return math.exp(below[1] + share * (above[1] - below[1]))
+        return math.exp(below[1] if log2_rows >= below[0] else above[1])
+    fraction = (log2_rows - below[0]) / (above[0] - below[0])
+    return math.exp(below[1] + fraction * (above[1] - below[1]))
 
 
-def _operands(scheme: str) -> tuple[str, str]:
+def _operand_types(scheme: str) -> tuple[str, str]:
     info = scheme_named(scheme)
     return info.weight, info.activation
 
 
 @cache
 def recorded_layers() -> tuple[RecordedLayer, ...]:
-    """Return the measured layers of every part. A newer record replaces an older one."""
+    """Return the measured layers of every part. A newer time of a layer replaces an older one."""
     times: dict[tuple[str, str, int, str], float] = {}
     for name in _FILES:
-        times |= dict(_times(_parse(_FOLDER / f"{name}.json")))
+        times |= dict(_read_times(_parse(_FOLDER / f"{name}.json")))
     return tuple(
         RecordedLayer(shape, quant, tokens, pairing.split(" x ")[1], us)
         for (shape, quant, tokens, pairing), us in times.items()
@@ -169,7 +166,7 @@ def _parse(path: Path) -> Any:
     return json_files.parse(json_files.read_file(path, _MAX_BYTES))
 
 
-def _times(record: Any) -> Iterator[tuple[tuple[str, str, int, str], float]]:
+def _read_times(record: Any) -> Iterator[tuple[tuple[str, str, int, str], float]]:
     for cell in record["cells"]:
         for pairing, us, *_ in cell["outcomes"]:
             if us:
@@ -177,14 +174,14 @@ def _times(record: Any) -> Iterator[tuple[tuple[str, str, int, str], float]]:
 
 
 @cache
-def _shapes() -> Any:
+def _read_shapes() -> Any:
     return _parse(_SHAPES_FILE)["shapes"]
 
 
 @cache
-def _prediction(shape_name: str, quant: str, tokens: int) -> tuple[Problem, float]:
+def _predict(shape_name: str, quant: str, tokens: int) -> tuple[Problem, float]:
     """Return the problem of a recorded layer, and the model's time in microseconds."""
-    shape = _shapes()[shape_name]
+    shape = _read_shapes()[shape_name]
     problem = Problem(tokens, shape["H"], shape["I"], shape["E"], shape["k"], quant=quant)
     load = rank_load(
         experts=problem.experts,

@@ -2,21 +2,23 @@
 
     t = a + ((m / em) ** p + (c / ec) ** p) ** (1 / p),  p = 2.5
 
-    m   bytes / bandwidth: the weights of the experts with a row, once; the activations between
-        the GEMMs and the output rows of the experts, each written and read; x and y
-    c   2 * rows * elements / peak: rows are the pairs and, for each expert with a row, half a
-        tile of padding; elements are those of one expert's w1 and w2; a tile has the mean number
-        of rows per expert, rounded up to a power of two from 16 to 128
+    m   memory time, bytes / bandwidth. The bytes are those of the weights of experts with a pair,
+        of x and y, and twice (write and read) those of the activations between the GEMMs and of
+        the experts' output rows
+    c   compute time, 2 * rows * elements / peak. The rows are the (token, expert) pairs and half a
+        tile of padding for each expert with a pair. The elements are those of one expert's w1 and
+        w2. A tile has the mean number of pairs per expert, rounded up to a power of two from 16 to
+        128
     a   time of launches and of their first bytes, independent of the work
-    em, ec   fractions of the bandwidth and of the peak that are reached
+    em, ec   efficiency: fractions of the bandwidth and of the peak that are reached
 
-Launches that unpack or reorder 4-bit weights in each call are not included, so prepared weights do
+Kernels that unpack or reorder 4-bit weights in each call are not included, so prepared weights do
 not change the time.
 
-The formula with p = 1 is a sum (no overlap of memory and compute), and with p = infinity a maximum
-(full overlap). p is the one of 2, 2.5 and 3 with the best fit over all formats. a, em and ec were
-fitted to 12 cells of each format (FITTED shapes, 1 to 16384 tokens, one H200, planned kernels in
-CUDA graphs; data/h200-layers.json).
+With p = 1, the formula is a sum (memory and compute do not overlap). With p = infinity, it is a
+maximum (full overlap). Of 2, 2.5 and 3, the selected p has the best fit over all formats. a, em and
+ec were fitted to 12 cells of each format (FITTED_SHAPES, 1 to 16384 tokens, one H200, planned calls
+in CUDA graphs; data/h200-layers.json).
 """
 
 import math
@@ -29,14 +31,14 @@ from modular_kernel.perf_model.load import EstimatedLoad
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-FITTED = ("dsv3_ep8", "qwen3_30b")  # names of the shapes that the parameters were fitted to
+FITTED_SHAPES = ("dsv3_ep8", "qwen3_30b")  # shapes whose times the parameters were fitted to
 _OVERLAP_EXPONENT = 2.5  # p in the formula above
 _MIN_TILE, _MAX_TILE = 16, 128
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fitted parameters. start: a, in seconds. memory: em. compute: ec."""
+    """Fitted parameters of the formula. start: a, in seconds. memory: em. compute: ec."""
 
     start: float
     memory: float
@@ -44,20 +46,20 @@ class Efficiency:
 
 
 # Parameters of TritonExperts by scheme. Other schemes use the entry with similar operands.
-MEASURED = {
+EFFICIENCIES = {
     "none": Efficiency(4.0e-6, 0.91, 0.82),
     "fp8_w8a8_channel": Efficiency(10.0e-6, 0.84, 0.73),
     "fp8_w8a8_block": Efficiency(7.5e-6, 0.82, 0.61),
 }
-PART = "TritonExperts"  # the part that the model describes
+MODELED_PART = "TritonExperts"  # the part that the model describes
 
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """Predicted seconds.
+    """Predicted time in seconds.
 
-    seconds: in total. memory, compute: if only the memory, or only the arithmetic, took time.
-    source: where the parameters come from, to print.
+    seconds: total time. memory, compute: m / em and c / ec of the formula. source: description of
+    where the parameters come from.
     """
 
     seconds: float
@@ -70,18 +72,18 @@ class ExpertsTime:
         return "compute" if self.compute > self.memory else "memory"
 
 
-def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
+def find_efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
     """Return the parameters for a scheme, and a description of where they come from."""
-    if scheme.name in MEASURED:
-        return MEASURED[scheme.name], f"measured, of scheme {scheme.name}"
+    if scheme.name in EFFICIENCIES:
+        return EFFICIENCIES[scheme.name], f"measured, of scheme {scheme.name}"
     nearest = "fp8_w8a8_channel" if scheme.activation != "none" else "none"
-    return MEASURED[nearest], f"not measured, as of scheme {nearest}"
+    return EFFICIENCIES[nearest], f"not measured, as of scheme {nearest}"
 
 
 def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime:
-    """Return the time of the rank with this load. problem.tokens is that of one rank."""
+    """Return the time of the experts of the rank with this load. problem.tokens is per rank."""
     scheme = problem.scheme
-    parameters, source = efficiency(scheme)
+    parameters, source = find_efficiency(scheme)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden
     pairs_per_expert = load.pairs / max(load.touched, 1e-9)
     power = math.ceil(math.log2(max(pairs_per_expert, 1.0)))
@@ -90,13 +92,13 @@ def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime
     rate = gpu.flops.get(compute_type(problem, scheme)) or min(gpu.flops.values())
     flops = 2 * rows * elements + total_adapter_work(problem, rows, load.touched).flops
     compute = flops / rate / parameters.compute
-    memory = _bytes(problem, load) / gpu.bandwidth / parameters.memory
+    memory = _memory_bytes(problem, load) / gpu.bandwidth / parameters.memory
     p = _OVERLAP_EXPONENT
     seconds = parameters.start + (memory**p + compute**p) ** (1 / p)
     return ExpertsTime(seconds, memory, compute, source)
 
 
-def _bytes(problem: Problem, load: EstimatedLoad) -> float:
+def _memory_bytes(problem: Problem, load: EstimatedLoad) -> float:
     """Return the bytes read from and written to the GPU's memory."""
     size, scheme = problem.dtype.itemsize, problem.scheme
     activation_bytes = size if scheme.activation == "none" else 1

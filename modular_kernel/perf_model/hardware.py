@@ -1,10 +1,9 @@
-"""Hardware parameters of the performance model: one GPU, and the links between GPUs.
+"""Hardware parameters of the performance model: GPUs, and the links between them.
 
 The H200 and its link inside a host were measured (data/h200-layers.json, data/h200-exchange.json).
-For other GPUs, bandwidth and memory are those of the data sheet. Their peaks and links are assumed
-to reach the same fraction of the data sheet's as those of an H200. The network between hosts is
-assumed to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables
-imply.
+For other GPUs, memory size and bandwidth are those of the data sheet. Peaks and links are assumed
+to reach the same fraction of their data sheet as on the H200. The network between hosts is assumed
+to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables imply.
 """
 
 from dataclasses import dataclass, field
@@ -13,14 +12,14 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine
 
 _GIGA, _TERA = 1e9, 1e12
-# Measured on an H200 over its data sheet: TFLOP/s in bfloat16, and GB/s per direction of NVLink.
-_PEAK_SHARE, _LINK_SHARE = 791.6 / 989.5, 393 / 450
+# Measured on an H200, divided by its data sheet: TFLOP/s in bfloat16, GB/s per NVLink direction.
+_PEAK_FRACTION, _LINK_FRACTION = 791.6 / 989.5, 393 / 450
 
 
-def peaks(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
-    """Return flops per second by operand type, see measure.roofline.compute_type.
+def peak_rates(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
+    """Return the peak flops per second of each operand type (measure.roofline.operand_type).
 
-    sixteen_bit, eight_bit: rates in TFLOP/s. fp8: whether tensor cores support float8_e4m3fn.
+    sixteen_bit, eight_bit: peaks in TFLOP/s. fp8: whether tensor cores support float8_e4m3fn.
     """
     rates = {"bfloat16": sixteen_bit, "float16": sixteen_bit, "int8": eight_bit}
     if fp8:
@@ -37,13 +36,13 @@ def _check_positive(name: str, value: float) -> None:
 class Gpu:
     """One GPU.
 
-    flops: per second, by operand type (see `peaks`). bandwidth: bytes per second of its memory.
-    memory: bytes. arch: compute capability. measured: whether the peaks were measured, rather than
-    derived from a data sheet.
+    flops: peak flops per second of each operand type (see `peak_rates`). bandwidth: bytes per
+    second of its memory. memory: bytes of its memory. arch: compute capability. measured: whether
+    the peaks were measured, rather than derived from a data sheet.
     """
 
     name: str = "NVIDIA H200"
-    flops: dict[str, float] = field(default_factory=lambda: peaks(791.6, 1485.9))
+    flops: dict[str, float] = field(default_factory=lambda: peak_rates(791.6, 1485.9))
     bandwidth: float = 4.8 * _TERA
     memory: float = 141 * _GIGA
     arch: tuple[int, int] = (9, 0)
@@ -77,9 +76,9 @@ class Link:
 class Cluster:
     """Hosts with `per_host` GPUs each.
 
-    inside: a GPU's link to the others of its host. between: a GPU's share of the network between
-    hosts. hosts: number of hosts. packages: those listed in the file that describes the cluster;
-    None if there is no list.
+    inside: link of a GPU to other GPUs of its host. between: a GPU's share of the network between
+    hosts. hosts: number of hosts. packages: packages that the machine's JSON file lists; None
+    without a list.
     """
 
     gpu: Gpu = field(default_factory=Gpu)
@@ -106,7 +105,7 @@ class Cluster:
         return host_ranks - 1, world_size - host_ranks
 
     def machine(self, packages: frozenset[str]) -> Machine:
-        """Return a Machine with one of the GPUs and these packages, for compatibility rules."""
+        """Return one GPU of the cluster and these packages as a Machine for compatibility rules."""
         gpu = self.gpu
         return Machine("cuda", gpu.arch, packages, name=gpu.name, memory=int(gpu.memory))
 
@@ -114,27 +113,27 @@ class Cluster:
 def _from_data_sheet(
     name: str, arch: tuple[int, int], rates: dict[str, float], bandwidth: float, memory: float
 ) -> Gpu:
-    """Return a GPU by its data sheet.
+    """Return a GPU with the values of its data sheet.
 
-    rates: flops per second, by operand type. bandwidth: TB/s. memory: GB.
+    rates: peak flops per second of each operand type. bandwidth: TB/s. memory: GB.
     """
-    flops = {operand: rate * _PEAK_SHARE for operand, rate in rates.items()}
+    flops = {operand: rate * _PEAK_FRACTION for operand, rate in rates.items()}
     return Gpu(name, flops, bandwidth * _TERA, memory * _GIGA, arch, measured=False)
 
 
-# By the name in `--machine`: the GPU, and its link inside a host. Rates are those of dense GEMMs.
+# GPU and link inside a host, by the name in `--machine`. Rates are those of dense GEMMs.
 NAMED_GPUS: dict[str, tuple[Gpu, Link]] = {
     "a100": (
-        _from_data_sheet("NVIDIA A100", (8, 0), peaks(312, 624, fp8=False), 2.039, 80),
-        Link(300 * _GIGA * _LINK_SHARE),
+        _from_data_sheet("NVIDIA A100", (8, 0), peak_rates(312, 624, fp8=False), 2.039, 80),
+        Link(300 * _GIGA * _LINK_FRACTION),
     ),
     "h100": (
-        _from_data_sheet("NVIDIA H100", (9, 0), peaks(989.5, 1979), 3.35, 80),
-        Link(450 * _GIGA * _LINK_SHARE),
+        _from_data_sheet("NVIDIA H100", (9, 0), peak_rates(989.5, 1979), 3.35, 80),
+        Link(450 * _GIGA * _LINK_FRACTION),
     ),
     "h200": (Gpu(), Link(393 * _GIGA)),
     "b200": (
-        _from_data_sheet("NVIDIA B200", (10, 0), peaks(2250, 4500), 8.0, 180),
-        Link(900 * _GIGA * _LINK_SHARE),
+        _from_data_sheet("NVIDIA B200", (10, 0), peak_rates(2250, 4500), 8.0, 180),
+        Link(900 * _GIGA * _LINK_FRACTION),
     ),
 }

@@ -1,19 +1,18 @@
 """Expected load of the busiest rank under a routing pattern (`measure.routing_patterns`).
 
-There are W ranks with e = E / W experts each, and T tokens per rank; other letters are as in
-modular_kernel.tensors. pi_i is the probability that expert i is among the K of a token, so that all
-pi_i sum to K:
+There are W ranks with e = E / W experts each, and T tokens per rank. pi_i is the probability that
+expert i is among the K experts of a token. The sum of all pi_i is K:
 
 uniform   pi_i = K / E
 zipfA     K draws without replacement with odds 1 / r ** A, where the most popular expert has r = 1;
           approximated by pi_i = 1 - exp(-lambda / r ** A), with lambda such that they sum to K
-hotN      pi_i = 1 for min(N, K) experts; the others share the rest of K equally
+hotN      pi_i = 1 for min(N, K) experts; the other pi_i are equal
 
-Expectations are computed in closed form, except over the placement of popular experts on ranks,
+Expectations are computed in closed form, except for the placement of popular experts on ranks,
 which is sampled.
 
-Group-limited routing is supported for uniform only: M of G equal blocks of experts are drawn, and
-then K experts of those.
+Group-limited routing draws M of G equal groups of experts, and then K experts in these groups. It
+is supported for uniform routing only.
 """
 
 import math
@@ -32,12 +31,12 @@ _BISECTION_STEPS = 100
 
 @dataclass(frozen=True)
 class EstimatedLoad:
-    """Expected load of the rank with the most pairs.
+    """Expected load of the rank with the most (token, expert) pairs, the "fullest" rank.
 
-    pairs: number of its (token, expert) pairs. touched: number of its experts with a pair. tokens:
-    number of tokens of all ranks with an expert on it. p_fullest_rank: probability that a token has
-    an expert on it. p_rank: the same probability for any rank, averaged over ranks. p_host:
-    probability that a token has an expert on a given host, averaged over hosts.
+    pairs: number of its pairs. touched: number of its experts with a pair. tokens: number of tokens
+    of all ranks with an expert on it. p_rank: probability that a token has an expert on a given
+    rank, averaged over ranks. p_fullest_rank: the same probability for the fullest rank. p_host:
+    the same probability for a given host, averaged over hosts.
     """
 
     pairs: float
@@ -50,13 +49,13 @@ class EstimatedLoad:
 
 @dataclass(frozen=True)
 class Groups:
-    """Group-limited routing: a token's experts are in `kept` of `count` equal groups."""
+    """Group-limited routing: all experts of a token are in `kept` of `count` equal groups."""
 
     count: int = 1
     kept: int = 1
 
     def check(self, experts: int, top_k: int) -> None:
-        """Raise ConfigurationError if the experts cannot be divided into such groups."""
+        """Raise ConfigurationError if the experts cannot be divided into these groups."""
         divides = 1 <= self.kept <= self.count and experts % self.count == 0
         if not divides or experts // self.count * self.kept < top_k:
             got = f"{self.kept} of {self.count} groups"
@@ -135,18 +134,16 @@ def _uniform_load(
 ) -> EstimatedLoad:
     """Return the load if all experts are equally likely.
 
-    The number of a token's pairs on a rank is hypergeometric. The fullest of W ranks has Phi^-1((W
-    - 3/8) / (W + 1/4)) standard deviations more pairs than the mean (Blom's approximation of the
-    maximum of W normal values).
+    The number of a token's pairs on a rank has a hypergeometric distribution. The fullest of W
+    ranks has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more pairs than the mean (Blom's
+    approximation of the expected maximum of W normal values).
     """
     experts, all_tokens = len(probabilities), tokens * world_size
     local_experts = experts / world_size
-    share = local_experts / experts
-    variance = top_k * share * (1 - share) * (experts - top_k) / max(experts - 1, 1)
-    excess = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25)) * math.sqrt(
-        all_tokens * variance
-    )
-    pairs = all_tokens * top_k * share + excess
+    fraction = local_experts / experts
+    variance = top_k * fraction * (1 - fraction) * (experts - top_k) / max(experts - 1, 1)
+    deviations = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
+    pairs = all_tokens * top_k * fraction + deviations * math.sqrt(all_tokens * variance)
     touched = local_experts * (1 - (1 - top_k / experts) ** all_tokens)
     p_rank = 1 - _miss_probability_in_groups(experts, top_k, local_experts, groups)
     p_host = 1 - _miss_probability_in_groups(experts, top_k, experts / hosts, groups)
@@ -156,25 +153,20 @@ def _uniform_load(
 def _miss_probability_in_groups(
     experts: int, top_k: int, block_size: float, groups: Groups
 ) -> float:
-    """Return the probability that none of a token's experts is in a block of adjacent ones.
+    """Return the probability that none of a token's experts is in a block of adjacent experts.
 
-    This is an expectation over the number of kept groups among those that overlap the block.
+    It is the sum over the number of kept groups that overlap the block.
     """
     size, kept = experts / groups.count, groups.kept
     local_groups = max(1, round(block_size / size))  # groups that overlap the block
     combinations = math.comb(groups.count, kept)
     probability = 0.0
-    for kept_local in range(
-        max(0, kept - (groups.count - local_groups)), min(local_groups, kept) + 1
-    ):
-        ways = math.comb(local_groups, kept_local) * math.comb(
-            groups.count - local_groups, kept - kept_local
-        )
-        probability += (
-            ways
-            / combinations
-            * _miss_probability(round(kept * size), top_k, block_size * kept_local / local_groups)
-        )
+    other_groups = groups.count - local_groups
+    for kept_local in range(max(0, kept - other_groups), min(local_groups, kept) + 1):
+        ways = math.comb(local_groups, kept_local) * math.comb(other_groups, kept - kept_local)
+        kept_block = block_size * kept_local / local_groups
+        miss = _miss_probability(round(kept * size), top_k, kept_block)
+        probability += ways / combinations * miss
     return probability
 
 
@@ -193,16 +185,16 @@ def _log_choose(n: float, k: float) -> float:
 def _skewed_load(
     probabilities: tuple[float, ...], world_size: int, tokens: int, hosts: int
 ) -> EstimatedLoad:
-    """Return the load of experts with unequal probabilities: the mean over random placements."""
+    """Return the load of experts with unequal probabilities, averaged over random placements."""
     generator, all_tokens = random.Random(0), tokens * world_size
     loads: list[EstimatedLoad] = []
     for _ in range(_RANDOM_PLACEMENTS if world_size > 1 else 1):
         order = list(probabilities)
         generator.shuffle(order)
-        ranks = _split(order, world_size)
+        ranks = _split_evenly(order, world_size)
         fullest_rank = max(ranks, key=sum)
         p_ranks = [_hit_probability(block) for block in ranks]
-        p_hosts = [_hit_probability(block) for block in _split(order, hosts)]
+        p_hosts = [_hit_probability(block) for block in _split_evenly(order, hosts)]
         p_fullest_rank = _hit_probability(fullest_rank)
         pairs, touched = all_tokens * sum(fullest_rank), _expected_touched(fullest_rank, all_tokens)
         loads.append(
@@ -219,7 +211,7 @@ def _skewed_load(
     return EstimatedLoad(*(fmean(getattr(load, name) for load in loads) for name in names))
 
 
-def _split(probabilities: list[float], parts: int) -> list[list[float]]:
+def _split_evenly(probabilities: list[float], parts: int) -> list[list[float]]:
     """Split into contiguous blocks whose sizes differ by at most one."""
     ends = [len(probabilities) * index // parts for index in range(parts + 1)]
     return [probabilities[start:stop] for start, stop in pairwise(ends)]

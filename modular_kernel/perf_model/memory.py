@@ -1,18 +1,18 @@
 """Memory of one rank for one layer: weights, prepared weights, workspace and exchange buffers.
 
 Workspaces are computed from the sizes of the layer, without creating a part, for the largest
-dispatch that may arrive:
+dispatch that a rank may receive. h is a row of activations between the GEMMs. The workspace has
 
-    standard   for each pair: h, its quantized copy, and the row that w2 outputs; for each token the
-               sum of its rows. Parts over a library sort the rows first. They need, for each pair,
-               max(x + w1's output, w2's output) + h, since w2's output may overwrite the other two
-    batched    for each of the C rows of e experts: h, its quantized copy, and w2's output; with a
-               library w1's output, too
+    standard format   for each (token, expert) pair: h, its quantized copy, and a row of w2's
+                      output; for each token: the sum of its rows. Parts that call a library sort
+                      the rows first. They need max(x + w1's output, w2's output) + h for each pair,
+                      because w2's output may overwrite the other two
+    batched format    for each of the C rows of e experts: h, its quantized copy, and a row of w2's
+                      output; with a library, also w1's output
 
-Exchange buffers are computed from the sizes that the parts allocate. Of the libraries' own buffers,
-those of DeepEP's low-latency mode and of pplx-kernels are exact; the others are estimated from the
-depth of their queues for each peer. The memory of the caching allocator, CUDA graphs and NCCL is
-not counted.
+Exchange buffers are computed from the sizes that the parts allocate. The buffers of libraries are
+exact for DeepEP's low-latency mode and pplx-kernels, and estimated from the depth of their queues
+for others. The memory of the caching allocator, CUDA graphs and NCCL is not included.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,20 +27,22 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape, DispatchShape
 
 _GIGA = 1e9
-_MIN_PRINTED = 0.05 * _GIGA  # fewer bytes would be printed as 0.0 GB
-_OWN_PACKAGES = frozenset({"triton", "ml_dtypes"})
+_MIN_PRINTED_BYTES = 0.05 * _GIGA  # fewer bytes would be printed as 0.0 GB
+_BASE_PACKAGES = frozenset({"triton", "ml_dtypes"})
 _FLOAT32_BYTES, _SCALE_BYTES = 4, 4
-_ID_BYTES = 8  # of each pair: an int32 id and a float32 weight
+_ID_BYTES = 8  # per pair: an int32 id and a float32 weight
 _MIN_ROWS_TO_UNPACK = 16  # with more rows per expert, parts may unpack quantized weights first
 _CALLS_IN_FLIGHT = 2  # calls of SymmMem and HostThenRank that may be between prepare and finalize
-_CHANNELS, _CHANNEL_ROWS = 10, 256  # of DeepEP's high-throughput mode, for each peer
-_DEEPEP_TOKEN_MULTIPLE = 128  # DeepEP's buffers are made for a multiple of this many tokens
+# DeepEP: channels per peer and rows per channel of its high-throughput mode, and the number of
+# tokens that buffers are allocated for a multiple of.
+_CHANNELS, _CHANNEL_ROWS = 10, 256
+_DEEPEP_TOKEN_MULTIPLE = 128
 _RANKS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. prepared: of prepared weights, which are kept in addition to `weights`."""
+    """Bytes of one rank. prepared: prepared weights, which are in addition to `weights`."""
 
     weights: float
     prepared: int
@@ -58,11 +60,13 @@ class Memory:
             "workspace": self.workspace,
             "exchange buffers": self.exchange,
         }
-        texts = [f"{n / _GIGA:.1f} of {name}" for name, n in parts.items() if n > _MIN_PRINTED]
+        texts = [
+            f"{n / _GIGA:.1f} of {name}" for name, n in parts.items() if n > _MIN_PRINTED_BYTES
+        ]
         return f"{self.total / _GIGA:.1f} GB ({', '.join(texts)})"
 
 
-def memory_of(
+def estimate_memory(
     prepare_finalize: str,
     experts: str,
     problem: Problem,
@@ -73,39 +77,39 @@ def memory_of(
 ) -> Memory:
     """Return the memory of the rank problem.parallel.rank for one pairing.
 
-    problem.tokens is the maximum number of tokens that a rank passes. prepared: whether to count
-    prepared weights. layers: number of layers whose weights the rank holds; they share workspace
-    and exchange buffers.
+    problem.tokens is the maximum number of tokens of a rank. prepared: whether to include prepared
+    weights. layers: number of layers whose weights the rank has. They share the workspace and the
+    exchange buffers.
     """
     slots = 0 if problem.adapters is None else problem.adapters.adapters
     weights = problem.e * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem)
     return Memory(
         layers * weights,
         layers * prepared_bytes(experts, problem, machine) if prepared else 0,
-        workspace_of(experts, problem, _largest_dispatch(prepare_finalize, problem)),
+        estimate_workspace(experts, problem, _largest_dispatch(prepare_finalize, problem)),
         exchange_bytes(prepare_finalize, problem),
     )
 
 
 def prepared_bytes(experts: str, problem: Problem, machine: Machine) -> int:
-    """Return the bytes of prepared weights of one layer; 0 for a part over a library."""
+    """Return the bytes of prepared weights of one layer; 0 for a part that calls a library."""
     packages = load_catalog().experts(experts).requires.packages
-    if not _OWN_PACKAGES.issuperset(packages):
+    if not _BASE_PACKAGES.issuperset(packages):
         return 0
     return prepared_tensor_bytes(experts, problem, machine)
 
 
-def with_memory(verdict: Verdict) -> Verdict:
-    """Add a rejection by rule "memory" to the verdict of a valid pairing that does not fit.
+def check_memory(verdict: Verdict) -> Verdict:
+    """Return the verdict, with a rejection by rule "memory" if a valid pairing does not fit.
 
-    The weights of one layer, workspace and exchange buffers are counted. The verdict is returned
-    unchanged if the machine's memory is unknown, or the pairing is rejected already.
+    The weights of one layer, workspace and exchange buffers are included. The verdict is unchanged
+    if the machine's memory is unknown.
     """
     limit = verdict.machine.memory
     if not verdict.ok or limit is None:
         return verdict
     names = verdict.prepare_finalize, verdict.experts
-    memory = memory_of(*names, verdict.problem, verdict.machine)
+    memory = estimate_memory(*names, verdict.problem, verdict.machine)
     if memory.total <= limit:
         return verdict
     rejection = Rejection(
@@ -129,27 +133,27 @@ def _largest_dispatch(prepare_finalize: str, problem: Problem) -> DispatchShape:
 
 
 def _received_rows(problem: Problem) -> int:
-    """Return the maximum number of rows that a rank may receive, one for each token."""
+    """Return the maximum number of rows that a rank may receive, one per token."""
     rows = problem.parallel.world_size * problem.tokens
     return rows if problem.max_received is None else min(rows, problem.max_received)
 
 
 def _buffer_tokens(prepare_finalize: str, problem: Problem) -> int:
-    """Return the number of tokens of one rank for which a part makes its buffers."""
+    """Return the number of tokens per rank for which a part allocates its buffers."""
     if not prepare_finalize.startswith("DeepEP"):
         return problem.tokens
     return max(1, -(-problem.tokens // _DEEPEP_TOKEN_MULTIPLE)) * _DEEPEP_TOKEN_MULTIPLE
 
 
-def workspace_of(experts: str, problem: Problem, shape: DispatchShape) -> int:
+def estimate_workspace(experts: str, problem: Problem, shape: DispatchShape) -> int:
     """Return the bytes of the workspace and output of an experts part for one dispatch."""
     packages = load_catalog().experts(experts).requires.packages
-    if _OWN_PACKAGES.issuperset(packages):
-        return _own_workspace(problem, shape)
+    if _BASE_PACKAGES.issuperset(packages):
+        return _kernels_workspace(problem, shape)
     return _library_workspace(problem, shape)
 
 
-def _own_workspace(problem: Problem, shape: DispatchShape) -> int:
+def _kernels_workspace(problem: Problem, shape: DispatchShape) -> int:
     """Return the workspace of a part that runs this project's kernels."""
     size, scheme = problem.dtype.itemsize, problem.scheme
     hidden_row = problem.hidden * size
@@ -158,29 +162,29 @@ def _own_workspace(problem: Problem, shape: DispatchShape) -> int:
         return shape.experts * shape.capacity * (h_row + hidden_row)
     rows = shape.tokens * (shape.top_k * (hidden_row + h_row) + hidden_row)
     has_many_rows = shape.tokens * shape.top_k > _MIN_ROWS_TO_UNPACK * problem.e
-    # Parts may then unpack weight-only quantized weights before the GEMMs.
+    # With many rows, parts may unpack weight-only quantized weights before the GEMMs.
     if has_many_rows and scheme.quantized and not scheme.quantizes_activations:
         rows += problem.e * (problem.w1_rows + problem.intermediate) * problem.hidden
     return rows
 
 
 def _library_workspace(problem: Problem, shape: DispatchShape) -> int:
-    """Return the workspace of a part over a vendor library."""
+    """Return the workspace of a part that calls a vendor library."""
     size = problem.dtype.itemsize
     hidden_row, h_row = problem.hidden * size, problem.intermediate * _activation_bytes(problem)
     if isinstance(shape, BatchedShape):
         rows = shape.experts * shape.capacity
         return rows * (problem.w1_rows * size + h_row + hidden_row)
     x_row = problem.hidden * _activation_bytes(problem)
-    pair = max(x_row + problem.w1_rows * size, hidden_row) + h_row
-    return shape.tokens * (shape.top_k * pair + hidden_row)
+    pair_bytes = max(x_row + problem.w1_rows * size, hidden_row) + h_row
+    return shape.tokens * (shape.top_k * pair_bytes + hidden_row)
 
 
 def _activation_bytes(problem: Problem) -> int:
     return 1 if problem.scheme.quantizes_activations else problem.dtype.itemsize
 
 
-def dispatched_row(problem: Problem) -> int:
+def dispatched_row_bytes(problem: Problem) -> int:
     """Return the bytes of a dispatched row with its scales."""
     scheme = problem.scheme
     if not scheme.dispatched_quantized:
@@ -190,7 +194,7 @@ def dispatched_row(problem: Problem) -> int:
 
 
 def exchange_bytes(prepare_finalize: str, problem: Problem) -> int:
-    """Return the bytes of a PrepareAndFinalize's buffers on one rank; 0 if the part is unknown."""
+    """Return the bytes of a PrepareAndFinalize's buffers on one rank; 0 for unknown parts."""
     buffers = _BUFFERS.get(prepare_finalize)
     return 0 if buffers is None else buffers(problem)
 
@@ -200,13 +204,13 @@ def _unquantized_row_bytes(problem: Problem) -> int:
 
 
 def _quantized_input_bytes(problem: Problem) -> int:
-    return problem.tokens * dispatched_row(problem) * problem.scheme.dispatched_quantized
+    return problem.tokens * dispatched_row_bytes(problem) * problem.scheme.dispatched_quantized
 
 
 def _batched_rows_bytes(problem: Problem) -> int:
-    """Return the bytes of C rows for each expert of this rank."""
+    """Return the bytes of C = W * T rows for each expert of this rank."""
     rows = problem.parallel.world_size * problem.tokens
-    return problem.e * rows * dispatched_row(problem)
+    return problem.e * rows * dispatched_row_bytes(problem)
 
 
 def _replicated_bytes(problem: Problem) -> int:
@@ -215,7 +219,7 @@ def _replicated_bytes(problem: Problem) -> int:
 
 def _received_bytes(problem: Problem) -> int:
     """Return the bytes of the received rows, packed and unpacked, and of the float32 sums."""
-    row = dispatched_row(problem) + problem.top_k * _ID_BYTES
+    row = dispatched_row_bytes(problem) + problem.top_k * _ID_BYTES
     sums = problem.tokens * problem.hidden * _FLOAT32_BYTES
     return _received_rows(problem) * (2 * row + _unquantized_row_bytes(problem)) + sums
 
@@ -223,24 +227,26 @@ def _received_bytes(problem: Problem) -> int:
 def _all_to_all_bytes(problem: Problem) -> int:
     sent = problem.tokens * min(problem.top_k, problem.parallel.world_size)
     return _received_bytes(problem) + sent * (
-        dispatched_row(problem) + _unquantized_row_bytes(problem)
+        dispatched_row_bytes(problem) + _unquantized_row_bytes(problem)
     )
 
 
 def _all_gather_bytes(problem: Problem) -> int:
-    return _received_bytes(problem) + problem.tokens * dispatched_row(problem)
+    return _received_bytes(problem) + problem.tokens * dispatched_row_bytes(problem)
 
 
 def _symm_mem_bytes(problem: Problem) -> int:
-    row = dispatched_row(problem) + problem.top_k * _ID_BYTES + _unquantized_row_bytes(problem)
+    row = (
+        dispatched_row_bytes(problem) + problem.top_k * _ID_BYTES + _unquantized_row_bytes(problem)
+    )
     return _CALLS_IN_FLIGHT * problem.parallel.world_size * problem.tokens * row
 
 
 def _deepep_ll_bytes(problem: Problem) -> int:
-    """Return the bytes of the two send and receive buffers, and of the received rows."""
+    """Return the bytes of two pairs of send and receive buffers, and of the received rows."""
     tokens = _buffer_tokens("DeepEPLLPrepareAndFinalize", problem)
     rows = problem.experts * tokens
-    return rows * (4 * (_unquantized_row_bytes(problem) + 16) + dispatched_row(problem))
+    return rows * (4 * (_unquantized_row_bytes(problem) + 16) + dispatched_row_bytes(problem))
 
 
 def _deepep_ht_bytes(problem: Problem) -> int:
@@ -253,19 +259,21 @@ def _deepep_ht_bytes(problem: Problem) -> int:
         * (peers + 2 * hosts * (hosts > 1))
         * _unquantized_row_bytes(problem)
     )
-    rows = _received_rows(problem) * (dispatched_row(problem) + _unquantized_row_bytes(problem))
+    rows = _received_rows(problem) * (
+        dispatched_row_bytes(problem) + _unquantized_row_bytes(problem)
+    )
     return rings + rows
 
 
 def _deepep_v2_bytes(problem: Problem) -> int:
     """Return the bytes of the library's buffers to send and receive dispatched rows and sums."""
     rows = problem.parallel.world_size * _buffer_tokens("DeepEPV2PrepareAndFinalize", problem)
-    return rows * 2 * (dispatched_row(problem) + _unquantized_row_bytes(problem))
+    return rows * 2 * (dispatched_row_bytes(problem) + _unquantized_row_bytes(problem))
 
 
 def _pplx_bytes(problem: Problem) -> int:
     """Return the bytes of the library's buffers, with float32 rows, and of the batched rows."""
-    row = max(dispatched_row(problem), _FLOAT32_BYTES * problem.hidden)
+    row = max(dispatched_row_bytes(problem), _FLOAT32_BYTES * problem.hidden)
     rows = problem.tokens * problem.e * problem.parallel.world_size
     return rows * row + _batched_rows_bytes(problem)
 

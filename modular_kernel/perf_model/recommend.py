@@ -1,30 +1,29 @@
-"""The recommended pairing for a phase, the runner-up, and what would change the recommendation."""
+"""The recommended pairing for a phase (prefill or decode), and changes that would affect it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from modular_kernel.catalog import Catalog, load_catalog
-from modular_kernel.perf_model.estimate import Estimate, SizeResult
-from modular_kernel.perf_model.machines import BASE_PACKAGES, OF_DEEP_EP_1
+from modular_kernel.perf_model.estimate import Estimate, PairingEstimates
+from modular_kernel.perf_model.machines import BASE_PACKAGES, DEEP_EP_1_PACKAGE
 
 DECODE, PREFILL = "decode", "prefill"
-PHASE_TOKENS = {DECODE: 128, PREFILL: 4096}  # per rank, unless the user gives others
-MAX_DECODE_TOKENS = 256  # per rank; calls with more tokens are a prefill
-TIE = 1.03  # times up to this multiple of the fastest count as equal
-TYPICAL_ERROR = 1.15  # ratio by which an estimate may be wrong, see docs/sizing.md
-# The number of tokens is doubled and halved this often in search of another recommendation.
-_OCTAVES = 4
+PHASE_TOKENS = {DECODE: 128, PREFILL: 4096}  # default number of tokens per rank
+MAX_DECODE_TOKENS = 256  # tokens per rank; a call with more is a prefill
+TIE_RATIO = 1.03  # times up to this multiple of the shortest count as equal
+TYPICAL_ERROR_RATIO = 1.15  # factor by which an estimate may be wrong, see docs/sizing.md
+_MAX_DOUBLINGS = 4  # of the number of tokens, in the search for another recommendation
 _MAX_TOKENS = 1 << 17
 
-SizeAt = Callable[[int], SizeResult]
+EstimateAt = Callable[[int], PairingEstimates]
 
 
 @dataclass(frozen=True)
 class Recommendation:
     """The recommended pairing.
 
-    runner_up: the fastest other estimate. changes: descriptions of what would change the
-    recommendation.
+    runner_up: the fastest other estimate. changes: descriptions of changes with which another
+    pairing would be recommended.
     """
 
     phase: str
@@ -33,27 +32,29 @@ class Recommendation:
     changes: tuple[str, ...]
 
     @property
-    def close(self) -> bool:
-        """Whether the runner-up is within the error of estimates, so that only a timing decides."""
+    def is_close(self) -> bool:
+        """Whether the runner-up is at most TYPICAL_ERROR_RATIO times as slow as the best."""
         runner_up = self.runner_up
-        return runner_up is not None and runner_up.seconds <= TYPICAL_ERROR * self.best.seconds
+        return (
+            runner_up is not None and runner_up.seconds <= TYPICAL_ERROR_RATIO * self.best.seconds
+        )
 
 
 def phase_of(tokens: int) -> str:
-    """Return the phase whose calls have this many tokens on each rank."""
+    """Return the phase of calls with this number of tokens per rank."""
     return DECODE if tokens <= MAX_DECODE_TOKENS else PREFILL
 
 
-def best_of(result: SizeResult) -> Estimate | None:
+def select_best(result: PairingEstimates) -> Estimate | None:
     """Return the recommended estimate; None if there is no estimate.
 
-    Of the estimates within TIE of the fastest, it is the one with the fewest optional packages, and
-    of those the first in the order of the catalog, which also determines the default pairing.
+    Of the estimates that are at most TIE_RATIO times as slow as the fastest, it has the fewest
+    optional packages. Of several, it is the first one in the catalog, like the default pairing.
     """
     if not result.estimates:
         return None
     catalog, fastest = load_catalog(), result.estimates[0].seconds
-    tied = [estimate for estimate in result.estimates if estimate.seconds <= TIE * fastest]
+    tied = [estimate for estimate in result.estimates if estimate.seconds <= TIE_RATIO * fastest]
     experts, exchanges = catalog.names("experts"), catalog.names("prepare_finalize")
     return min(
         tied,
@@ -66,59 +67,68 @@ def best_of(result: SizeResult) -> Estimate | None:
 
 
 def recommend(
-    phase: str, result: SizeResult, size_at: SizeAt, complete: Sequence[SizeResult]
+    phase: str,
+    result: PairingEstimates,
+    estimate_at: EstimateAt,
+    with_all_packages: Sequence[PairingEstimates],
 ) -> Recommendation | None:
     """Return the recommendation for the estimates of `result`; None if there are none.
 
-    size_at: estimates the same layer with another number of tokens per rank. complete: estimates of
-    the same work on machines with every package, see `complete_machines`.
+    estimate_at: estimates the same layer with another number of tokens per rank.
+    with_all_packages: estimates of the same work on `machines_with_all_packages`.
     """
-    best = best_of(result)
+    best = select_best(result)
     if best is None:
         return None
     others = [estimate for estimate in result.estimates if estimate is not best]
     runner_up = others[0] if others else None
-    changes = _by_packages(best, result, complete) + _by_tokens(best, result, size_at)
+    changes = _changes_by_packages(best, result, with_all_packages) + _changes_by_tokens(
+        best, result, estimate_at
+    )
     return Recommendation(phase, best, runner_up, tuple(changes))
 
 
-def _by_packages(best: Estimate, result: SizeResult, complete: Sequence[SizeResult]) -> list[str]:
-    """Describe the fastest pairing that only needs more packages, if it is faster than `best`."""
-    choices = [(best_of(other), other.machine) for other in complete]
-    faster = [(e, m) for e, m in choices if e is not None and e.seconds * TIE < best.seconds]
+def _changes_by_packages(
+    best: Estimate, result: PairingEstimates, with_all_packages: Sequence[PairingEstimates]
+) -> list[str]:
+    """Describe the fastest pairing with more packages, if it is faster than `best`."""
+    choices = [(select_best(other), other.machine) for other in with_all_packages]
+    faster = [(e, m) for e, m in choices if e is not None and e.seconds * TIE_RATIO < best.seconds]
     if not faster:
         return []
     choice, machine = min(faster, key=lambda pair: pair[0].seconds)
     missing = _packages_of(load_catalog(), choice) - result.machine.packages
-    if OF_DEEP_EP_1 in result.machine.packages - machine.packages:
-        missing |= {"deep_ep"}  # the machine has the other generation
-    generation = 1 if OF_DEEP_EP_1 in machine.packages else 2
-    names = sorted(missing - {OF_DEEP_EP_1})
-    needed = ", ".join(f"{n} {generation}" if n == "deep_ep" else n for n in names)
+    if DEEP_EP_1_PACKAGE in result.machine.packages - machine.packages:
+        missing |= {"deep_ep"}  # the machine has the other version
+    version = 1 if DEEP_EP_1_PACKAGE in machine.packages else 2
+    names = sorted(missing - {DEEP_EP_1_PACKAGE})
+    needed = ", ".join(f"{n} {version}" if n == "deep_ep" else n for n in names)
     ratio = choice.seconds / best.seconds
     return [f"with {needed}: {choice.pairing}, {ratio:.2f} x the time"]
 
 
-def _by_tokens(best: Estimate, result: SizeResult, size_at: SizeAt) -> list[str]:
-    """Describe the nearest larger and smaller number of tokens with another recommendation."""
+def _changes_by_tokens(
+    best: Estimate, result: PairingEstimates, estimate_at: EstimateAt
+) -> list[str]:
+    """Describe the nearest larger and smaller numbers of tokens with another recommendation."""
     tokens, changes = result.problem.tokens, []
     for direction in (1, -1):
-        for octave in range(1, _OCTAVES + 1):
-            count = tokens << octave if direction > 0 else tokens >> octave
+        for doublings in range(1, _MAX_DOUBLINGS + 1):
+            count = tokens << doublings if direction > 0 else tokens >> doublings
             if not 1 <= count <= _MAX_TOKENS:
                 break
-            other = size_at(count)
-            choice = best_of(other)
+            other = estimate_at(count)
+            choice = select_best(other)
             if choice is None or choice.pairing == best.pairing:
                 continue
             same = next((e for e in other.estimates if e.pairing == best.pairing), None)
-            if same is not None and choice.seconds * TIE >= same.seconds:
+            if same is not None and choice.seconds * TIE_RATIO >= same.seconds:
                 continue
-            word = "from" if direction > 0 else "down to"
-            gain = ", because the pair above is refused or does not fit there"
+            preposition = "from" if direction > 0 else "down to"
+            reason = "because the pair above is refused or does not fit there"
             if same is not None:
-                gain = f", {choice.seconds / same.seconds:.2f} x the time"
-            changes.append(f"{word} {count} tokens on each rank: {choice.pairing}{gain}")
+                reason = f"{choice.seconds / same.seconds:.2f} x the time"
+            changes.append(f"{preposition} {count} tokens on each rank: {choice.pairing}, {reason}")
             break
     return changes
 

@@ -1,4 +1,4 @@
-"""Verdicts of pairings for all ranks of a problem, which also consider the machine's memory."""
+"""Verdicts of pairings for all ranks of a problem, without and with the memory of the machine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from modular_kernel.catalog import Catalog
 from modular_kernel.compatibility.rules import judge
 from modular_kernel.compatibility.support import Verdict
-from modular_kernel.perf_model.memory import with_memory
+from modular_kernel.perf_model.memory import check_memory
 from modular_kernel.spec.problem import Machine, Problem
 
 
@@ -19,7 +19,7 @@ def judge_pairs(
 ) -> list[Verdict]:
     """Judge every pairing of these parts, for all ranks of the problem.
 
-    The result has the verdict for the first rank that is refused, or for rank 0 if none is.
+    A pairing has the verdict of the first rank that refuses it, or that of rank 0 if none does.
 
     pf_type, experts_type: names of parts; None stands for all parts of the catalog.
     """
@@ -36,23 +36,22 @@ def judge_pairs(
     return results
 
 
-def judge_fitting(
+def judge_pairs_with_memory(
     catalog: Catalog,
     pf_type: str | None,
     experts_type: str | None,
     problem: Problem,
     machine: Machine,
 ) -> list[Verdict]:
-    """Judge as `judge_pairs` does, and refuse pairings that exceed the machine's memory."""
+    """Judge like `judge_pairs`, and also refuse pairings that exceed the machine's memory."""
     verdicts = judge_pairs(catalog, pf_type, experts_type, problem, machine)
-    return [with_memory(verdict) for verdict in verdicts]
+    return [check_memory(verdict) for verdict in verdicts]
 
 
 def _rank_problems(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem of each rank whose verdict may differ.
+    """Yield the problem of each rank, without ranks that have the same verdict as an earlier one.
 
-    With a linear placement, rules give the same result for all ranks with equally many experts, so
-    only one of them is yielded.
+    With a linear placement, the verdict depends only on the rank's number of experts.
     """
     slots, is_linear = problem.placement.slots, problem.placement.is_linear
     counts = set[int]()

@@ -1,1 +1,6 @@
-"""`mk profile`: traces of a call, and stage times compared with their roofline."""
+"""`mk profile`: traces of a call, and stage times compared with their roofline.
+
+`inputs` draws the arguments. `record` times and traces calls on each rank. `chrome` reads and
+merges the traces, and `events` computes stage times from them. `report` adds rooflines. `summary`,
+`timeline` and `html` present the result. Stages are defined in `modular_kernel.replay.stages`.
+"""

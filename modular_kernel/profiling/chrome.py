@@ -1,9 +1,9 @@
-"""Chrome traces, the JSON format of Perfetto: reading, validation, and merging over ranks.
+"""Reading, validation and merging of Chrome traces, the JSON format that torch's profiler writes.
 
-Time stamps in torch's traces are microseconds after `baseTimeNanoseconds` on the host's wall clock;
-CUPTI converts GPU time stamps to it. Ranks of one machine share this clock, so shifting their
-traces to a common base aligns them. As a check of the alignment, every rank ends a range when it
-leaves a common barrier, and `barrier_spread_us` compares the end times.
+Time stamps are microseconds after the trace's `baseTimeNanoseconds` on the host's wall clock. CUPTI
+converts GPU time stamps to this clock. Ranks of one machine share it, so shifting their traces to a
+common base aligns them. To check the alignment, every rank marks common barriers as ranges, and
+`barrier_spread_us` compares when they end.
 """
 
 import json
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.profiling.events import Event, ends_of
+from modular_kernel.profiling.events import Event, find_range_ends
 
 BARRIER = "mk::barrier"
-_PHASES = frozenset("XBEiIMsftCbneNODPvRcS(),a")  # valid values of "ph" in the format
+# Valid values of "ph", the type of an event, such as X (complete event) and M (metadata).
+_PHASES = frozenset("XBEiIMsftCbneNODPvRcS(),a")
 _FLOW_PHASES = ("s", "t", "f")
 Trace = dict[str, Any]
 
@@ -26,7 +27,7 @@ def read_trace(path: Path) -> Trace:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigurationError(f"trace {path.name}", got=str(error), need="JSON") from error
-    violations = format_violations(trace)
+    violations = find_violations(trace)
     if violations:
         need = "events in the Chrome trace format"
         raise ConfigurationError(f"trace {path.name}", got="; ".join(violations[:3]), need=need)
@@ -34,19 +35,19 @@ def read_trace(path: Path) -> Trace:
     return valid_trace
 
 
-def format_violations(trace: object) -> list[str]:
-    """List the violations of the trace format in a parsed trace; [] if it is valid."""
+def find_violations(trace: object) -> list[str]:
+    """Return descriptions of the violations of the format in a parsed trace; [] if it is valid."""
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list of traceEvents"]
     violations = []
     for number, event in enumerate(trace["traceEvents"]):
-        violation = _event_violation(event)
+        violation = _find_event_violation(event)
         if violation:
             violations.append(f"event {number}: {violation}")
     return violations
 
 
-def _event_violation(event: object) -> str:
+def _find_event_violation(event: object) -> str:
     if not isinstance(event, dict) or event.get("ph") not in _PHASES:
         return "no object with a phase"
     phase = event["ph"]
@@ -70,21 +71,24 @@ def _is_number(value: object) -> bool:
 
 
 def merge_traces(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
-    """Merge the traces of all ranks on one clock, with a process per rank named by `names`.
+    """Merge the traces of all ranks, with a common time base.
 
-    The processes that torch's profiler shows for a rank (the host and each GPU) become threads.
+    A rank becomes one process of the merged trace. Its own processes (the host and each GPU) become
+    threads.
+
+    names: name of each rank's process.
     """
-    bases = [_base(trace) for trace in traces]
+    bases_ns = [_base_ns(trace) for trace in traces]
     events: list[Event] = []
-    for rank, (trace, base, name) in enumerate(zip(traces, bases, names, strict=True)):
-        events += _shift_events(trace["traceEvents"], rank, name, (base - min(bases)) / 1e3)
-    return {"displayTimeUnit": "ns", "baseTimeNanoseconds": min(bases), "traceEvents": events}
+    for rank, (trace, base_ns, name) in enumerate(zip(traces, bases_ns, names, strict=True)):
+        events += _shift_events(trace["traceEvents"], rank, name, (base_ns - min(bases_ns)) / 1e3)
+    return {"displayTimeUnit": "ns", "baseTimeNanoseconds": min(bases_ns), "traceEvents": events}
 
 
 def _shift_events(events: Sequence[Event], rank: int, name: str, offset_us: float) -> list[Event]:
     threads: dict[tuple[str, str], int] = {}
     titles: dict[int, str] = {}
-    labels = _labels(events)
+    labels = _find_labels(events)
     shifted = []
     for event in events:
         if event["ph"] == "M":
@@ -94,19 +98,22 @@ def _shift_events(events: Sequence[Event], rank: int, name: str, offset_us: floa
         title = labels.get(key, f"thread {key[1]}")
         titles[thread] = f"{labels.get((key[0], ''), key[0])}: {title}"
         copy = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + offset_us}
-        if "id" in event:  # flow ids must be unique over the ranks
+        if "id" in event:  # flow ids must be unique in the merged trace
             copy["id"] = f"{rank}-{event['id']}"
         shifted.append(copy)
     return [
-        _metadata("process_name", rank, 0, name=name),
-        _metadata("process_sort_index", rank, 0, sort_index=rank),
-        *(_metadata("thread_name", rank, index, name=title) for index, title in titles.items()),
-        *(_metadata("thread_sort_index", rank, index, sort_index=index) for index in titles),
+        _metadata_event("process_name", rank, 0, name=name),
+        _metadata_event("process_sort_index", rank, 0, sort_index=rank),
+        *(
+            _metadata_event("thread_name", rank, index, name=title)
+            for index, title in titles.items()
+        ),
+        *(_metadata_event("thread_sort_index", rank, index, sort_index=index) for index in titles),
         *shifted,
     ]
 
 
-def _labels(events: Sequence[Event]) -> dict[tuple[str, str], str]:
+def _find_labels(events: Sequence[Event]) -> dict[tuple[str, str], str]:
     """Return the names of threads by (process, thread), and of processes by (process, "")."""
     labels = {}
     for event in events:
@@ -120,20 +127,23 @@ def _labels(events: Sequence[Event]) -> dict[tuple[str, str], str]:
     return labels
 
 
-def _metadata(kind: str, process: int, thread: int, **arguments: object) -> Event:
+def _metadata_event(kind: str, process: int, thread: int, **arguments: object) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "ts": 0, "args": arguments}
 
 
 def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
-    """Return the microseconds between the first and the last rank to leave a barrier.
+    """Return the microseconds between the first and the last rank's end of a barrier.
 
     The result is the minimum over all barriers that every rank marked. It includes differences
     between the ranks' clocks. It is None for a single rank, or if no barrier was marked.
     """
-    first = min(_base(trace) for trace in traces)
-    # Subtract the bases as integers: around 1e18 ns a float has no microsecond precision.
+    first_base_ns = min(_base_ns(trace) for trace in traces)
+    # Subtract bases as integers. They are around 1e18 ns, where the spacing of floats is 128 ns.
     barrier_ends_by_rank = [
-        [(_base(trace) - first) / 1e3 + end for end in ends_of(trace["traceEvents"], BARRIER)]
+        [
+            (_base_ns(trace) - first_base_ns) / 1e3 + end
+            for end in find_range_ends(trace["traceEvents"], BARRIER)
+        ]
         for trace in traces
     ]
     if len(traces) < 2:
@@ -142,5 +152,5 @@ def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
     return min(spreads, default=None)
 
 
-def _base(trace: Trace) -> int:
+def _base_ns(trace: Trace) -> int:
     return int(trace.get("baseTimeNanoseconds", 0))

@@ -1,10 +1,10 @@
 """Stage times of calls, computed from the events of a Chrome trace.
 
-The host marks a call, its scopes (such as `mk::experts`) and the stages in them as named ranges,
-see `modular_kernel.replay.stages`. Device work (kernels, copies and fills) is attributed to the
-innermost range that contains its launch, no matter when it runs. Kernels may overlap on the device,
-because one can start before its predecessor ends. Overlapping time counts once, for the kernel that
-started first, so that stage times add up to the busy time of the device.
+The host marks a call, its scopes (such as `mk::experts`) and the stages in them as named ranges
+(`modular_kernel.replay.stages`). Device work (kernels, copies and fills) belongs to the innermost
+range that contains its launch, no matter when it runs. A kernel can start before its predecessor
+ends. Overlapping time counts only for the kernel that started first, so that stage times add up to
+the busy time of the device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,18 +18,18 @@ Event = dict[str, Any]
 
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-_MIN_SHARE = 0.01  # minimum fraction of a call's time for a scope without stages to become a stage
+_MIN_SCOPE_FRACTION = 0.01  # minimum fraction of a call's time, see `_name_default_stages`
 UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Time that one call spends in all ranges of one name, without the ranges nested in them.
+    """Time of one call in all ranges of one name, without the ranges nested in them.
 
-    stage: name of the ranges, which is that of a stage or of a scope. entered: number of these
-    ranges. host_us: microseconds on the host. device_us: microseconds of the device work launched
-    in the ranges. launches: number of kernels, copies and fills. device_us and launches are None if
-    no GPU was traced.
+    stage: name of the ranges, that is, of a stage or a scope. entered: number of the ranges.
+    host_us: microseconds on the host. device_us: microseconds of the device work launched in the
+    ranges. launches: number of kernels, copies and fills. device_us and launches are None if no GPU
+    was traced.
     """
 
     stage: str
@@ -40,12 +40,12 @@ class StageTime:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage, not the time that a scope spends outside of its stages."""
+        """Whether this is a stage, and not the time of a scope outside of its stages."""
         return self.stage not in (*stages.SCOPES, UNATTRIBUTED)
 
     @property
     def us(self) -> float:
-        """Device time if a GPU was traced, else host time."""
+        """Device time if a GPU was traced, otherwise host time."""
         return self.host_us if self.device_us is None else self.device_us
 
 
@@ -53,7 +53,7 @@ class StageTime:
 class Span:
     """An interval in microseconds of the trace's clock.
 
-    stage: name of the stage or scope it belongs to. name: that of the range or of the kernel.
+    stage: name of its stage or scope. name: name of the range or of the kernel.
     """
 
     stage: str
@@ -67,8 +67,8 @@ class CallTimes:
     """Times of one call.
 
     times: one entry per stage and scope. span_us: microseconds from the start of the first device
-    work to the end of the last; on a CPU the duration of the call. host_us: host time until the
-    call returned. ranges, work: intervals of its host ranges and of its device work.
+    work to the end of the last; on a CPU, the duration of the call. host_us: host time until the
+    call returns. ranges, work: intervals of the host ranges and of the device work.
     """
 
     times: tuple[StageTime, ...]
@@ -104,7 +104,7 @@ class _Range:
     """A named range of a host thread.
 
     thread: process id and thread id. start, end: microseconds. self_us: duration without nested
-    ranges. call: the range of the call that contains this one, if any.
+    ranges. call: the range `stages.CALL` that contains this one, or None.
     """
 
     name: str
@@ -119,21 +119,21 @@ class _Range:
 class _Work:
     """A kernel, copy or fill on the device.
 
-    start, end: microseconds. self_us: duration without the overlap with earlier work. launched_in:
-    the innermost range around its launch; None if the launch is not in the trace.
+    start, end: microseconds. self_us: duration without the overlap with earlier work.
+    launch_range: the innermost range around its launch; None if the launch is not in the trace.
     """
 
     name: str
     start: float
     end: float
     self_us: float
-    launched_in: _Range | None
+    launch_range: _Range | None
 
 
-def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
-    """Return the times of each range named `stages.CALL` in a trace, in order."""
-    ranges = _ranges(events)
-    work = _work(events, ranges) if on_gpu else []
+def find_calls(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
+    """Return the times of all calls in a trace, in order of their start."""
+    ranges = _find_ranges(events)
+    work = _find_work(events, ranges) if on_gpu else []
     calls = [range_ for range_ in ranges if range_.name == stages.CALL]
     return [_call_times(call, ranges, work, on_gpu=on_gpu) for call in calls]
 
@@ -141,8 +141,8 @@ def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
 def median_call(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
-    The stage times of one call add up to its total, which medians over calls would not. Raises
-    ConfigurationError if there is no call.
+    Medians of each stage over calls would not add up to a total. Raises ConfigurationError if there
+    is no call.
     """
     if not calls:
         need = f"a range {stages.CALL} around each call"
@@ -150,7 +150,7 @@ def median_call(calls: Sequence[CallTimes]) -> CallTimes:
     return sorted(calls, key=lambda call: call.span_us)[(len(calls) - 1) // 2]
 
 
-def ends_of(events: Iterable[Event], name: str) -> list[float]:
+def find_range_ends(events: Iterable[Event], name: str) -> list[float]:
     """Return the sorted end times, in microseconds, of the ranges called `name`."""
     return sorted(e["ts"] + e["dur"] for e in events if _is_range(e) and e["name"] == name)
 
@@ -159,8 +159,8 @@ def _is_range(event: Event) -> bool:
     return event.get("ph") == "X" and event.get("cat") == "user_annotation"
 
 
-def _ranges(events: Iterable[Event]) -> list[_Range]:
-    """Return all ranges of this package sorted by start, each with the call it is part of."""
+def _find_ranges(events: Iterable[Event]) -> list[_Range]:
+    """Return all ranges of this package, sorted by start."""
     ranges = [
         _Range(e["name"], (e["pid"], e["tid"]), e["ts"], e["ts"] + e["dur"], e["dur"])
         for e in events
@@ -173,15 +173,16 @@ def _ranges(events: Iterable[Event]) -> list[_Range]:
         enclosing = [outer for outer in open_ranges if outer.thread == range_.thread]
         if enclosing:
             enclosing[-1].self_us -= range_.end - range_.start
-        range_.call = (
-            range_ if range_.name == stages.CALL else enclosing[-1].call if enclosing else None
-        )
+        if range_.name == stages.CALL:
+            range_.call = range_
+        elif enclosing:
+            range_.call = enclosing[-1].call
         open_ranges.append(range_)
     return ranges
 
 
-def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
-    """Return the device work of calls, and that whose launch is not in the trace, by start time."""
+def _find_work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
+    """Return the device work, sorted by start, without work that was launched outside of calls."""
     launches: dict[Any, tuple[float, tuple[Any, Any]]] = {}
     device_events = []
     for event in events:
@@ -194,19 +195,22 @@ def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
     for event in sorted(device_events, key=lambda e: e["ts"]):
         start, end = event["ts"], event["ts"] + event["dur"]
         launch = launches.get(event.get("args", {}).get("correlation"))
-        launched_in = None if launch is None else _innermost(ranges, *launch)
+        launch_range = None if launch is None else _find_innermost_range(ranges, *launch)
         self_us = max(0.0, end - max(start, busy_until))
-        # Keep work without a launch in the trace, but drop work launched outside of calls.
-        if launch is None or (launched_in is not None and launched_in.call is not None):
-            work.append(_Work(event["name"], start, end, self_us, launched_in))
+        # Work whose launch is not in the trace may belong to a call.
+        if launch is None or (launch_range is not None and launch_range.call is not None):
+            work.append(_Work(event["name"], start, end, self_us, launch_range))
         busy_until = max(busy_until, end)
     return work
 
 
-def _innermost(ranges: Sequence[_Range], ts: float, thread: tuple[Any, Any]) -> _Range | None:
-    """Return the innermost range that is open at `ts` on `thread`.
+def _find_innermost_range(
+    ranges: Sequence[_Range], ts: float, thread: tuple[Any, Any]
+) -> _Range | None:
+    """Return the innermost range that is open at time stamp `ts` on `thread`.
 
-    If there is none, return the innermost open range of another thread that is part of a call.
+    If there is none, return the innermost open range of another thread that is part of a call, or
+    None.
     """
     open_ranges = [range_ for range_ in ranges if range_.start <= ts <= range_.end]
     same_thread = [range_ for range_ in open_ranges if range_.thread == thread]
@@ -218,11 +222,11 @@ def _call_times(
     call: _Range, ranges: Sequence[_Range], work: Sequence[_Work], *, on_gpu: bool
 ) -> CallTimes:
     call_ranges = [range_ for range_ in ranges if range_.call is call]
-    call_work = [w for w in work if w.launched_in is not None and w.launched_in.call is call]
+    call_work = [w for w in work if w.launch_range is not None and w.launch_range.call is call]
     _name_default_stages(call, call_ranges, call_work, on_gpu=on_gpu)
     start = min((w.start for w in call_work), default=call.start)
     end = max((w.end for w in call_work), default=call.end if not on_gpu else start)
-    unattributed = [w for w in work if w.launched_in is None and start <= w.start <= end]
+    unattributed = [w for w in work if w.launch_range is None and start <= w.start <= end]
     names = list(dict.fromkeys(range_.name for range_ in call_ranges))
     times = [_stage_time(name, call_ranges, call_work, on_gpu=on_gpu) for name in names]
     if unattributed:
@@ -240,18 +244,18 @@ def _call_times(
 def _name_default_stages(
     call: _Range, call_ranges: Sequence[_Range], call_work: Sequence[_Work], *, on_gpu: bool
 ) -> None:
-    """Rename each scope to its default stage if the part marked no stage in it.
+    """Rename each scope to its default stage if it has work and no stage.
 
-    A scope without work keeps its name. On a GPU, a scope has work if it launches any; on a CPU, if
-    it takes more than _MIN_SHARE of the call, since less may be the overhead of the ranges.
+    On a GPU, a scope has work if it launches any. On a CPU, a scope has work if it takes at least
+    _MIN_SCOPE_FRACTION of the call; less may be the overhead of the ranges themselves.
     """
     for scope, default_stage in stages.DEFAULT_STAGES.items():
         scopes = [range_ for range_ in call_ranges if range_.name == scope]
         if on_gpu:
-            has_work = any(w.launched_in in scopes for w in call_work)
+            has_work = any(w.launch_range in scopes for w in call_work)
         else:
             self_us = sum(range_.self_us for range_ in scopes)
-            has_work = self_us >= _MIN_SHARE * (call.end - call.start)
+            has_work = self_us >= _MIN_SCOPE_FRACTION * (call.end - call.start)
         if has_work and not any(_contains_stage(outer, call_ranges) for outer in scopes):
             for range_ in scopes:
                 range_.name = default_stage
@@ -267,7 +271,7 @@ def _contains_stage(outer: _Range, call_ranges: Sequence[_Range]) -> bool:
 
 
 def _stage_of(work: _Work) -> str:
-    return UNATTRIBUTED if work.launched_in is None else work.launched_in.name
+    return UNATTRIBUTED if work.launch_range is None else work.launch_range.name
 
 
 def _stage_time(

@@ -1,4 +1,7 @@
-"""Inputs of a profiled call on each rank, and the rows and pairs that the rank has to process."""
+"""Inputs of a profiled call on each rank, and the load that their routing puts on the rank.
+
+The load is the number of rows and of (token, expert) pairs that the rank receives and processes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +21,9 @@ _SEED = 11
 
 @dataclass(frozen=True)
 class ProfileInputs:
-    """Arguments of a call on one rank, and the load that their routing puts on the rank.
+    """Arguments of a call on one rank, and the load of the rank.
 
-    An inplace problem overwrites x_TH.
+    A call overwrites x_TH if the problem is inplace.
     """
 
     x_TH: torch.Tensor
@@ -32,7 +35,7 @@ class ProfileInputs:
 def make_inputs(
     problem: Problem, device: torch.device, kind: RoutingKind, *, replicated: bool
 ) -> ProfileInputs:
-    """Draw the inputs of one rank, the same in every run.
+    """Draw the inputs of one rank, with fixed seeds.
 
     x is standard normal, and weights are normal with a standard deviation of 1 / sqrt(fan-in).
 
@@ -41,9 +44,11 @@ def make_inputs(
     """
     if problem.tokens < 1:
         raise ConfigurationError("tokens to profile", got=problem.tokens, need=">= 1")
-    rank, world = problem.parallel.rank, problem.parallel.world_size
-    # Drawn on the CPU, so that every rank can reproduce the routing of all ranks.
-    routings = [_routing(problem, kind, 0 if replicated else source) for source in range(world)]
+    rank, world_size = problem.parallel.rank, problem.parallel.world_size
+    # Draw on the CPU, so that every rank can reproduce the routing of all ranks.
+    routings = [
+        _draw_routing(problem, kind, 0 if replicated else source) for source in range(world_size)
+    ]
     unquantized = make_weights(replace(problem, quant="none"), device, rank)
     generator = torch.Generator(device).manual_seed(_SEED + (0 if replicated else rank))
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
@@ -52,15 +57,15 @@ def make_inputs(
         routings[rank].topk_ids_TK.to(device),
         assign_adapter_slots(problem, device),
     )
-    if world > 1:
+    if world_size > 1:
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
         load = _single_rank_load(routings[rank], problem, unquantized.expert_map)
     return ProfileInputs(x_TH.to(problem.dtype), quantize(unquantized, problem), routing, load)
 
 
-def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
-    return draw_routing(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
+def _draw_routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
+    return draw(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
 
 
 def _single_rank_load(
@@ -74,10 +79,10 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     """Return the load of the rank `problem.parallel.rank`.
 
     A row is sent once to each other rank that has one of its experts. If an expert has several
-    copies, the copy is selected as in the all-to-all part.
+    copies, `pairs_to_slots` selects one, as in the all-to-all part.
 
     routings: the routing of each rank, on the CPU. replicated: whether all ranks pass the same
-    tokens. Then no rows are dispatched, but the sums of the other ranks are received.
+    tokens. In this case no rows are dispatched, but each rank receives the sums of the others.
     """
     rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()
@@ -98,8 +103,8 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
         if source != rank:
             received += received_rows
         elif not replicated:
-            others = (r for r in range(len(routings)) if r != rank)
-            sent = sum(int((rank_TK == other).any(1).sum()) for other in others)
+            other_ranks = (r for r in range(len(routings)) if r != rank)
+            sent = sum(int((rank_TK == other).any(1).sum()) for other in other_ranks)
     if replicated:
         received = problem.tokens  # at least one row of sums per token
     return RankLoad(len(routings[rank].topk_ids_TK), rows, pairs, len(touched), sent, received)

@@ -1,14 +1,11 @@
-"""Recording of a profile on one rank, which times planned calls and traces eager ones.
+"""Measurements of `mk profile` on one rank: timed planned calls, and traced eager calls.
 
-Two measurements are made separately:
-
-- The end-to-end time is that of a planned call. On a GPU this is the replay of a CUDA graph, if the
-  pairing can be captured. It is timed with events before a profiler is loaded, because a loaded
-  profiler slows down launches.
-- The stage times are those of eager calls of the same plan under torch's profiler. Under a
-profiler,
-  a plan runs the host code of the parts instead of replaying launches. The calls are queued while
-  the GPU sleeps, so that the GPU never waits for the host.
+- End-to-end times are those of planned calls. On a GPU, a planned call is a replay of a CUDA graph,
+  if the pairing can be captured. It is timed with events before torch's profiler is loaded, because
+  a loaded profiler slows down launches.
+- Stage times come from traces of eager calls of the same plan. Under a profiler, a plan runs the
+  host code of the parts, which marks the stages, instead of replaying launches. The host queues the
+  calls while the GPU sleeps, so that the GPU never waits for the host.
 
 An idle GPU boosts its clocks for a short time. Before calls of either kind, the graph, if there is
 one, is therefore replayed until the clocks have settled. The L2 cache is overwritten before each
@@ -65,25 +62,24 @@ from modular_kernel.spec.problem import Machine, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.text import pluralize
 
-_CYCLES_PER_S = 2.0e9  # upper bound of GPU clocks
-_HOST_MARGIN = 3.0  # host time of a profiled eager call over that of an unprofiled one, at most
-_MIN_PAUSE_S, _MAX_PAUSE_S = 5e-3, 0.5
+_CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
+_MAX_PROFILER_SLOWDOWN = 3.0  # host time of a call under the profiler, relative to one without it
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 5e-3, 0.5
 # On an H200 clocks settle within 65 ms. More replays would only enlarge the trace.
-_WARMUP_S, _MAX_WARMUP_REPLAYS = 0.1, 100
-_WARM_CALLS = 3
-# Barriers to mark; the one that ranks leave most simultaneously bounds the clock differences.
-_BARRIERS = 5
+_WARMUP_SECONDS, _MAX_WARMUP_REPLAYS = 0.1, 100
+_UNTIMED_CALLS = 3
+_BARRIERS = 5  # see chrome.barrier_spread_us
 _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed, because all ranks must make equally many calls
 _PROFILER_PREFIX = b"USDT:"  # prefix of lines that kineto prints on stderr, since torch 2.13
 
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """A profiling job.
+    """What to profile.
 
     pairs: names of the PrepareAndFinalize and the experts part of one or two pairings. calls:
-    number of calls to trace. traces: path prefix of the traces of each pairing. command: the
-    command line, for the record. prepared: whether to use prepared weights where a pairing supports
+    number of calls to trace. traces: beginning of the path of each pairing's traces. command: the
+    command line, for the record. prepared: whether to use prepared weights in pairings that support
     them.
     """
 
@@ -101,9 +97,9 @@ class ProfileJob:
 class EndToEndTime:
     """End-to-end time of planned calls.
 
-    us: median microseconds of a call. samples_us: all samples. mode: "graph" or "eager" on a GPU,
-    else "cpu" or "interpreter". host_us: host time of a call outside a graph. allocations: device
-    memory allocations in it. Both are None on a CPU.
+    us: median microseconds of a call. samples_us: microseconds of all calls. mode: "graph" or
+    "eager" on a GPU, otherwise "cpu" or "interpreter". host_us: host time of a call outside a
+    graph. allocations: number of its device memory allocations. Both are None on a CPU.
     """
 
     us: float
@@ -114,7 +110,7 @@ class EndToEndTime:
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the samples over their median."""
+        """Interquartile range of the samples, divided by their median."""
         quarters = quantiles(self.samples_us, n=4)
         return (quarters[2] - quarters[0]) / self.us if self.us else 0.0
 
@@ -123,8 +119,8 @@ class EndToEndTime:
 class Memory:
     """Memory use in bytes.
 
-    workspace: buffers of the plan, without the output. peak: maximum of torch's allocator above the
-    inputs, including buffers; None on a CPU. prepared: prepared weights, which count as inputs.
+    workspace: buffers of the plan, without the output. peak: peak of torch's allocator, including
+    buffers and without inputs; None on a CPU. prepared: prepared weights, which count as inputs.
     """
 
     workspace: int
@@ -146,8 +142,9 @@ class PairRecord:
 class RankRecord:
     """All measurements of one rank.
 
-    link: bytes per second to the next rank's GPU, if known. difference: RMS of the difference of
-    the two pairings' outputs, relative to the RMS of the first output.
+    link: bytes per second to the next rank's GPU, if measured. difference: root mean square of the
+    difference of both pairings' outputs, relative to that of the first output; None for a single
+    pairing.
     """
 
     rank: int
@@ -160,9 +157,9 @@ class RankRecord:
 
 
 def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> RankRecord:
-    """Run a job on one rank. Collective over `group`, which is None for a single rank."""
+    """Run a job on one rank. All ranks of `group` call this; it is None for a single rank."""
     problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
-    device = _device(job.machine)
+    device = _select_device(job.machine)
     catalog = load_catalog()
     replicated = any(catalog.prepare_finalize(pf).requires.replicated_input for pf, _ in job.pairs)
     with torch.no_grad():
@@ -170,18 +167,17 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
         types = dict.fromkeys((compute_type(problem, problem.scheme), dtype_name(problem.dtype)))
         peaks = measure_peaks(device, types)
         inputs = make_inputs(problem, device, job.routing, replicated=replicated)
-        link = _link(device, rank, world_size)
-        bench = _Bench(job, problem, device, group, inputs)
-        records, outputs = bench.run()
-    difference = _difference(outputs) if len(outputs) > 1 else None
-    env = collect_environment(device, job.command)
+        link = _measure_link(device, rank, world_size)
+        records, outputs = _JobRun(job, problem, device, group, inputs).run()
+    difference = _relative_difference(outputs) if len(outputs) > 1 else None
+    env = environment(device, job.command)
     return RankRecord(rank, env, peaks, link, inputs.load, records, difference)
 
 
 def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
-    """Raise CapacityError on every rank unless the weights of all ranks fit their memory."""
+    """Raise CapacityError on every rank unless the weights of every rank fit into its memory."""
     ranks = SingleProcess() if group is None else GroupRanks(group)
-    # Quantized weights are made from unquantized ones.
+    # Weights are quantized from unquantized ones, so both are in memory.
     unquantized = weight_bytes(replace(problem, quant="none"))
     need = unquantized + weight_bytes(problem) * problem.scheme.quantized
     sharing = count_ranks_sharing_memory(ranks, device)
@@ -196,19 +192,19 @@ def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
         )
 
 
-def _device(machine: Machine) -> torch.device:
+def _select_device(machine: Machine) -> torch.device:
     if machine.device != "cuda":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _link(device: torch.device, rank: int, world_size: int) -> float | None:
+def _measure_link(device: torch.device, rank: int, world_size: int) -> float | None:
     if device.type != "cuda" or world_size < 2:
         return None
     return measure_link_bandwidth(device, torch.device("cuda", (rank + 1) % world_size))
 
 
-def _difference(outputs: Sequence[torch.Tensor]) -> float:
+def _relative_difference(outputs: Sequence[torch.Tensor]) -> float:
     first, second = (output.double() for output in outputs)
     norm = float(first.square().mean().sqrt())
     return float((second - first).square().mean().sqrt()) / norm if norm else math.nan
@@ -218,20 +214,23 @@ def _difference(outputs: Sequence[torch.Tensor]) -> float:
 class _WarmUp:
     """A graph to replay until the GPU's clocks have settled.
 
-    run: replays the graph; None if there is none. replay_s: seconds per replay.
+    replay: replays the graph; None if there is none. replay_seconds: seconds per replay.
     """
 
-    run: Callable[[], torch.Tensor] | None = None
-    replay_s: float = 0.0
+    replay: Callable[[], torch.Tensor] | None = None
+    replay_seconds: float = 0.0
 
+    @property
     def replays(self) -> int:
-        if self.run is None:
+        """Number of replays."""
+        if self.replay is None:
             return 0
-        return min(math.ceil(_WARMUP_S / max(self.replay_s, 1e-9)), _MAX_WARMUP_REPLAYS)
+        count = math.ceil(_WARMUP_SECONDS / max(self.replay_seconds, 1e-9))
+        return min(count, _MAX_WARMUP_REPLAYS)
 
 
-class _Bench:
-    """Measurement of the pairings of a job on one rank."""
+class _JobRun:
+    """Run of a job on one rank."""
 
     def __init__(
         self,
@@ -243,12 +242,12 @@ class _Bench:
     ) -> None:
         self.job, self.problem, self.device, self.group = job, problem, device, group
         self.inputs = inputs
-        # An inplace layer overwrites x, which the next pairing needs unchanged.
+        # A call of an inplace problem overwrites x, which the next pairing needs unchanged.
         self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
-        self.flush_l2: L2Flush = make_l2_flush(device)
-        self.clock = make_clock(device)
-        self.weights: dict[str, ExpertWeights] = {}  # prepared weights by pairing
+        self.flush_l2: L2Flush = l2_flusher(device)
+        self.clock = clock_of(device)
+        self.prepared_weights: dict[str, ExpertWeights] = {}  # by pairing
 
     def run(self) -> tuple[tuple[PairRecord, ...], list[torch.Tensor]]:
         """Record each pairing; return the records and the outputs."""
@@ -275,23 +274,23 @@ class _Bench:
             return plan(inputs.x_TH, weights, inputs.routing)
 
     def _weights_of(self, kernel: FusedMoEModularKernel) -> ExpertWeights:
-        return self.weights.get(kernel.pairing, self.inputs.weights)
+        return self.prepared_weights.get(kernel.pairing, self.inputs.weights)
 
     def _prepare_weights(self, kernel: FusedMoEModularKernel) -> int:
-        """Prepare the weights of a pairing if the job asks for it; return their bytes."""
+        """Prepare the weights of a pairing if the job says so; return their bytes."""
         if not self.job.prepared:
             return 0
         with self._torch_references(kernel):
-            self.weights[kernel.pairing] = kernel.prepare_weights(self.inputs.weights)
+            self.prepared_weights[kernel.pairing] = kernel.prepare_weights(self.inputs.weights)
         return sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
 
     def _torch_references(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
-        """Return a context that runs operations as torch references if no part needs Triton."""
+        """Return a context in which operations run as torch references if no part needs Triton."""
         parts = type(kernel.prepare_finalize), type(kernel.experts)
         return prefer_torch_reference(enabled=not needs_triton(*parts))
 
     def _make_plan(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
-        """Create and warm up a plan; return it with its memory use and its first output."""
+        """Create a plan and make its first calls; return it, its memory use, and its output."""
         allocated_before = self._allocated_bytes(reset=True)
         kernel = make_kernel(
             *(pf, experts, self.problem),
@@ -304,7 +303,7 @@ class _Bench:
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
         with self._torch_references(kernel):
             output = plan(x_TH, self._weights_of(kernel), inputs.routing).clone()
-        for _ in range(_WARM_CALLS if self.on_gpu else 0):
+        for _ in range(_UNTIMED_CALLS if self.on_gpu else 0):
             self._call(plan)
         self.clock.wait()
         kernel.prepare_finalize.check()
@@ -324,9 +323,9 @@ class _Bench:
     def _time_end_to_end(
         self, calls: Sequence[Callable[[], torch.Tensor]]
     ) -> tuple[list[EndToEndTime], list[_WarmUp]]:
-        """Time the planned calls; those of two pairings in the order A, B, B, A.
+        """Time the planned calls, those of two pairings in the order A, B, B, A.
 
-        Returns the end-to-end time of each call, and the replays that warm up the GPU before it.
+        Returns the end-to-end time and the warm-up of each pairing.
         """
         runs, modes, warm_ups = [], [], []
         for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
@@ -339,8 +338,8 @@ class _Bench:
         samples: list[list[float]] = [[] for _ in runs]
         for index in order:
             samples[index] += self._sample_us(runs[index], replays, warm_ups[index])
-        # After all graph replays, and before a profiler is loaded.
-        host_times = [measure_host_cost(call, self.device) for call in calls]
+        # Measure host times after all replays, but before a profiler is loaded.
+        host_times = [host_cost(call, self.device) for call in calls]
         totals = [
             EndToEndTime(
                 median(microseconds),
@@ -356,10 +355,9 @@ class _Bench:
     def _capture(
         self, pf: str, experts: str, call: Callable[[], torch.Tensor]
     ) -> tuple[Callable[[], torch.Tensor], str]:
-        """Capture a call in a CUDA graph.
+        """Return the replay of a captured call and "graph".
 
-        Returns the replay and "graph"; or, if not every rank can capture it, the call itself and
-        its mode.
+        If a rank cannot capture the call, return the call itself and its mode on every rank.
         """
         if not self.on_gpu:
             interpreted = self.job.machine.interpreter and needs_triton(pf, experts)
@@ -377,13 +375,13 @@ class _Bench:
     def _sample_us(
         self, run: Callable[[], torch.Tensor], replays: int, warm_up: _WarmUp
     ) -> list[float]:
-        """Return the microseconds of `replays` calls, after the warm-up and one uncounted call."""
+        """Return the microseconds of `replays` calls, after the warm-up and one untimed call."""
         self._barrier()
-        calls = repeat(run, warm_up.replays() + replays + 1)
-        return [ms * 1e3 for ms in time_runs_ms(calls, self.clock, self.flush_l2)[-replays:]]
+        calls = repeat(run, warm_up.replays + replays + 1)
+        return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.flush_l2)[-replays:]]
 
     def _call_seconds(self, run: Callable[[], torch.Tensor]) -> float:
-        """Return the seconds of one call on the slowest rank, the same value on all ranks."""
+        """Return the seconds of one call on the slowest rank."""
         self._barrier()
         start = self.clock.mark()
         run()
@@ -394,9 +392,9 @@ class _Bench:
     def _trace(self, plan: Plan, warm_up: _WarmUp, path: Path) -> None:
         """Write a Chrome trace of eager calls.
 
-        All calls run twice: first without being recorded, while the profiler initializes.
+        All calls run twice. The profiler initializes during the first run, which is not recorded.
         """
-        call, pause_s = partial(self._call, plan), self._pause_seconds(plan)
+        call, sleep_seconds = partial(self._call, plan), self._sleep_seconds(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
         profile = torch.profiler.profile(
             activities=activities,
@@ -406,16 +404,18 @@ class _Bench:
         )
         with suppress_profiler_lines(), profile as profiler:
             for _ in range(2):
-                self._queue(call, warm_up, pause_s)
+                self._run_calls(call, warm_up, sleep_seconds)
                 profiler.step()
 
-    def _queue(self, call: Callable[[], torch.Tensor], warm_up: _WarmUp, pause_s: float) -> None:
+    def _run_calls(
+        self, call: Callable[[], torch.Tensor], warm_up: _WarmUp, sleep_seconds: float
+    ) -> None:
         """Queue the calls to trace while the GPU is busy, and wait for them to finish."""
         for _ in range(_BARRIERS):
             with record_function(BARRIER):
                 self._barrier()
         if self.on_gpu:
-            self._occupy(warm_up, pause_s)
+            self._queue_warm_up(warm_up, sleep_seconds)
         for _ in range(self.job.calls):
             if self.flush_l2 is not None:
                 self.flush_l2()
@@ -423,31 +423,29 @@ class _Bench:
                 call()
         self.clock.wait()
 
-    def _occupy(self, warm_up: _WarmUp, pause_s: float) -> None:
-        """Queue a sleep of the GPU of `pause_s` seconds, and the warm-up after it.
-
-        The sleep gives the host the time to queue all calls.
-        """
-        torch.cuda._sleep(int(pause_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
-        for _ in range(warm_up.replays()):
+    def _queue_warm_up(self, warm_up: _WarmUp, sleep_seconds: float) -> None:
+        """Queue a sleep of the GPU, during which the host can queue all calls, and the warm-up."""
+        torch.cuda._sleep(int(sleep_seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+        for _ in range(warm_up.replays):
             if self.flush_l2 is not None:
                 self.flush_l2()
-            assert warm_up.run is not None
-            warm_up.run()
+            assert warm_up.replay is not None
+            warm_up.replay()
 
-    def _pause_seconds(self, plan: Plan) -> float:
+    def _sleep_seconds(self, plan: Plan) -> float:
         """Return the seconds that the host needs to queue all calls under the profiler."""
         if not self.on_gpu:
             return 0.0
         inputs, seconds = self.inputs, 0.0
-        for _ in range(2):  # of the kernel, because a plan would replay its launches
+        # Call the kernel, because the plan would replay its launches. The second call counts.
+        for _ in range(2):
             self._barrier()
             start = time.perf_counter()
             kernel = _kernel_of(plan)
             kernel(inputs.x_TH, self._weights_of(kernel), inputs.routing)
             seconds = time.perf_counter() - start
-        needed = _HOST_MARGIN * self._max_over_ranks(seconds) * self.job.calls
-        return min(max(needed, _MIN_PAUSE_S), _MAX_PAUSE_S)
+        needed = _MAX_PROFILER_SLOWDOWN * self._max_over_ranks(seconds) * self.job.calls
+        return min(max(needed, _MIN_SLEEP_SECONDS), _MAX_SLEEP_SECONDS)
 
     def _max_over_ranks(self, value: float) -> float:
         """Return the maximum of `value` over all ranks."""
@@ -466,7 +464,7 @@ class _Bench:
 
 
 def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
-    """Return the kernel that created the plan; unlike the plan, it does not replay launches."""
+    """Return the kernel that created the plan. Unlike the plan, it does not replay launches."""
     assert isinstance(plan.kernel, FusedMoEModularKernel)
     return plan.kernel
 
@@ -475,8 +473,8 @@ def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
 def suppress_profiler_lines() -> Iterator[None]:
     """Drop the lines that torch's profiler prints on stderr inside the context.
 
-    The lines come from C++, so file descriptor 2 is redirected rather than `sys.stderr`. All other
-    output is buffered, and written at the end of the context.
+    C++ code prints them, so file descriptor 2 is redirected rather than `sys.stderr`. All other
+    output on stderr is buffered and written at the end of the context.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as buffered:

@@ -1,4 +1,4 @@
-"""Data of a profile: end-to-end times, and the stages of every rank with their rooflines."""
+"""The result of `mk profile`: end-to-end times, and the stages of every rank with rooflines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,18 +18,17 @@ from modular_kernel.measure.stage_roofline import (
 )
 from modular_kernel.process_status import ProcessState, get_all_states
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
-from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, calls_of, median_call
+from modular_kernel.profiling.events import UNATTRIBUTED, CallTimes, find_calls, median_call
 from modular_kernel.profiling.record import EndToEndTime, Memory, PairRecord, ProfileJob, RankRecord
 from modular_kernel.spec.problem import Machine, Problem
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage of one call on one rank. See StageTime for the fields that both have.
+    """One stage of one call on one rank, with the fields of StageTime.
 
-    is_stage: False for the time that a scope spends outside of its stages. us: device time in
-    microseconds, or host time if no GPU was traced. work: flops and bytes of the stage. floor: its
-    roofline. work and floor are None if the roofline model does not cover the stage.
+    work: flops and bytes of the stage. floor: its roofline. Both are None if there is no roofline
+    model of the stage.
     """
 
     stage: str
@@ -43,15 +42,15 @@ class StageRow:
     floor: Roofline | None
 
     @property
-    def percent(self) -> float | None:
-        """Roofline time over actual time, in percent; 100 is optimal."""
+    def percent_of_floor(self) -> float | None:
+        """Roofline divided by the measured time, in percent; 100 is optimal."""
         if self.floor is None or not self.us:
             return None
         return 100 * self.floor.us / self.us
 
     @property
-    def lost_us(self) -> float | None:
-        """Microseconds above the roofline time; None without a roofline."""
+    def gap_us(self) -> float | None:
+        """Microseconds above the roofline; None without a roofline."""
         return None if self.floor is None else self.us - self.floor.us
 
 
@@ -85,12 +84,12 @@ class RankProfile:
 
     @property
     def sum_to_span(self) -> float:
-        """Sum of the stage times over the span of the traced call's device work."""
+        """Sum of the stage times divided by the span of the traced call."""
         return _ratio(self.sum_us, self.call.span_us)
 
     @property
     def sum_to_total(self) -> float:
-        """Sum of the stage times over the end-to-end time of a planned call."""
+        """Sum of the stage times divided by the end-to-end time of a planned call."""
         return _ratio(self.sum_us, self.total.us)
 
     @property
@@ -99,29 +98,29 @@ class RankProfile:
         return self.total.mode != INTERPRETER
 
     @property
-    def furthest(self) -> StageRow | None:
+    def largest_gap_row(self) -> StageRow | None:
         """The stage with the most time above its roofline; None if kernels were interpreted."""
-        rows = [row for row in self.rows if row.lost_us is not None and self.is_timed]
-        return max(rows, key=lambda row: row.lost_us or 0.0, default=None)
+        rows = [row for row in self.rows if row.gap_us is not None and self.is_timed]
+        return max(rows, key=lambda row: row.gap_us or 0.0, default=None)
 
     @property
-    def min_percent(self) -> StageRow | None:
+    def lowest_percent_row(self) -> StageRow | None:
         """The stage with the lowest percentage of roofline; None if kernels were interpreted."""
-        rows = [row for row in self.rows if row.percent is not None and self.is_timed]
-        return min(rows, key=lambda row: row.percent or 0.0, default=None)
+        rows = [row for row in self.rows if row.percent_of_floor is not None and self.is_timed]
+        return min(rows, key=lambda row: row.percent_of_floor or 0.0, default=None)
 
 
 @dataclass(frozen=True)
 class PairProfile:
     """Profile of one pairing on all ranks.
 
-    merged: trace file of all ranks, None for one rank. barrier_spread_us: see
+    merged_trace: trace file of all ranks; None for a single rank. barrier_spread_us: see
     `modular_kernel.profiling.chrome`.
     """
 
     pairing: str
     ranks: tuple[RankProfile, ...]
-    merged: Path | None
+    merged_trace: Path | None
     barrier_spread_us: float | None
 
     @property
@@ -134,9 +133,9 @@ class PairProfile:
 class Profile:
     """The result of `mk profile`.
 
-    link: bytes per second between two GPUs, if measured. difference: as in RankRecord, the maximum
-    over ranks. missing: notes on what could not be measured, and why. states: process-wide settings
-    that affect what runs.
+    link: bytes per second between two GPUs, if measured. difference: maximum over ranks of
+    `RankRecord.difference`. missing: sentences about values that could not be measured. states:
+    process-wide settings that affect which kernels run.
     """
 
     problem: Problem
@@ -151,15 +150,16 @@ class Profile:
     states: tuple[ProcessState, ...] = ()
 
 
-def profile_of(
+def make_profile(
     job: ProfileJob,
     records: Sequence[RankRecord],
     traces: Sequence[Sequence[Trace]],
-    merged: Sequence[Path | None],
+    merged_traces: Sequence[Path | None],
 ) -> Profile:
     """Build the profile from the records of all ranks.
 
-    traces: parsed traces by pairing and rank. merged: path of the merged trace of each pairing.
+    traces: parsed traces, indexed by pairing and rank. merged_traces: path of the merged trace of
+    each pairing, or None.
     """
     problem, machine = job.problem, job.machine
     pairs = tuple(
@@ -169,12 +169,13 @@ def profile_of(
                 _rank_profile(record, record.pairs[index], trace, problem, machine)
                 for record, trace in zip(records, rank_traces, strict=True)
             ),
-            merged[index],
+            merged_traces[index],
             barrier_spread_us(rank_traces),
         )
         for index, rank_traces in enumerate(traces)
     )
-    first, differences = records[0], [r.difference for r in records if r.difference is not None]
+    first = records[0]
+    differences = [r.difference for r in records if r.difference is not None]
     return Profile(
         problem,
         machine,
@@ -184,7 +185,7 @@ def profile_of(
         first.link,
         pairs,
         max(differences, default=None),
-        tuple(_missing(pairs, machine, first.link)),
+        tuple(_describe_missing(pairs, machine, first.link)),
         get_all_states(),
     )
 
@@ -192,7 +193,7 @@ def profile_of(
 def _rank_profile(
     record: RankRecord, recorded: PairRecord, trace: Trace, problem: Problem, machine: Machine
 ) -> RankProfile:
-    calls = calls_of(trace["traceEvents"], on_gpu=machine.device == "cuda")
+    calls = find_calls(trace["traceEvents"], on_gpu=machine.device == "cuda")
     call = median_call(calls)
     names = [time.stage for time in call.times if time.is_stage]
     works = compute_stage_works(names, problem, problem.scheme, record.load)
@@ -203,7 +204,7 @@ def _rank_profile(
     return RankProfile(
         rank=record.rank,
         trace=recorded.trace,
-        rows=_rows(call, works, floors),
+        rows=_stage_rows(call, works, floors),
         call=call,
         calls=len(calls),
         total=recorded.total,
@@ -213,7 +214,7 @@ def _rank_profile(
     )
 
 
-def _rows(
+def _stage_rows(
     call: CallTimes, works: Mapping[str, StageWork], floors: Mapping[str, Roofline]
 ) -> tuple[StageRow, ...]:
     return tuple(
@@ -233,17 +234,19 @@ def _rows(
 
 
 def _layer_floor(record: RankRecord, problem: Problem) -> Roofline:
-    """Return the layer's roofline on one rank.
+    """Return the roofline of the layer on one rank.
 
-    It counts the flops of both GEMMs, and the bytes of the routed experts' weights, x and y once.
+    It has the flops of both GEMMs, and the bytes of x, y and the weights of experts with a token.
     """
     load = Load(record.load.pairs, record.load.touched, 0.0)
     work = compute_work(problem, problem.scheme, [load])
     return compute_roofline(work, problem, problem.scheme, record.peaks)
 
 
-def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None) -> list[str]:
-    """Return notes on measurements that are missing from the profile."""
+def _describe_missing(
+    pairs: Sequence[PairProfile], machine: Machine, link: float | None
+) -> list[str]:
+    """Return sentences about values that could not be measured."""
     notes = []
     if machine.device != "cuda":
         notes.append(
@@ -263,11 +266,13 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
         notes.append(
             "A pairing cannot be captured in a CUDA graph: its end-to-end time is of eager calls."
         )
-    lost_us = sum(row.us for rank in ranks for row in rank.rows if row.stage == UNATTRIBUTED)
-    if lost_us:
+    unattributed_us = sum(
+        row.us for rank in ranks for row in rank.rows if row.stage == UNATTRIBUTED
+    )
+    if unattributed_us:
         notes.append(
-            f"{lost_us:.1f} us of device work has no launch in the traces, so it belongs to no "
-            "stage."
+            f"{unattributed_us:.1f} us of device work has no launch in the traces, so it belongs "
+            "to no stage."
         )
     unknown = {
         row.stage for rank in ranks for row in rank.rows if row.is_stage and row.floor is None
@@ -277,7 +282,7 @@ def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None)
     return notes
 
 
-def as_record(profile: Profile) -> dict[str, Any]:
+def to_record(profile: Profile) -> dict[str, Any]:
     """Return the JSON record of a profile.
 
     The stages of the first pairing on rank 0 are repeated at the top level, because most profiles
@@ -304,7 +309,7 @@ def as_record(profile: Profile) -> dict[str, Any]:
 def _pair_record(pair: PairProfile) -> dict[str, Any]:
     return {
         "pairing": pair.pairing,
-        "merged_trace": None if pair.merged is None else str(pair.merged),
+        "merged_trace": None if pair.merged_trace is None else str(pair.merged_trace),
         "barrier_spread_us": pair.barrier_spread_us,
         "slowest_rank": pair.slowest.rank,
         "ranks": [_rank_record(rank) for rank in pair.ranks],
@@ -312,11 +317,11 @@ def _pair_record(pair: PairProfile) -> dict[str, Any]:
 
 
 def _rank_record(rank: RankProfile) -> dict[str, Any]:
-    furthest, lowest = rank.furthest, rank.min_percent
+    largest_gap_row, lowest = rank.largest_gap_row, rank.lowest_percent_row
     return {
         "rank": rank.rank,
         "trace": str(rank.trace),
-        "stages": [vars(row) | {"percent_of_floor": row.percent} for row in rank.rows],
+        "stages": [vars(row) | {"percent_of_floor": row.percent_of_floor} for row in rank.rows],
         "sum_of_stages_us": rank.sum_us,
         "coverage": rank.coverage,
         "call": {"span_us": rank.call.span_us, "host_us": rank.call.host_us},
@@ -325,7 +330,7 @@ def _rank_record(rank: RankProfile) -> dict[str, Any]:
         "total": vars(rank.total) | {"spread": rank.total.spread},
         "sum_to_span": rank.sum_to_span,
         "sum_to_total": rank.sum_to_total,
-        "furthest_from_floor": None if furthest is None else furthest.stage,
+        "furthest_from_floor": None if largest_gap_row is None else largest_gap_row.stage,
         "least_percent_of_floor": None if lowest is None else lowest.stage,
         "layer_floor": rank.floor,
         "load": rank.load,

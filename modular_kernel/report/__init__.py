@@ -1,5 +1,6 @@
 """`mk report`: the support matrix and benchmark results as HTML and Markdown pages.
 
-`pages.document` defines the document model, which `markdown` and `pages.html` render. A document
-depends only on the parts and the records, so it has the same bytes on every machine.
+The modules of this package build documents, which are sequences of the blocks in `pages.document`.
+`markdown` and `pages.html` render them. A document depends only on the parts and the records, so
+its text is identical on every machine.
 """

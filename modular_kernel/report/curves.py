@@ -1,33 +1,41 @@
 """SVG figures of benchmark records, with the same panels as `mk bench --plot`.
 
-If every row has a roofline (floor), the figures show times as multiples of it. On an axis that
-covers decades of microseconds, a difference of 10 % would be invisible.
+If every row has a roofline ("floor"), the figures show times as multiples of it, because on an axis
+of microseconds that covers decades a difference of 10 % would be invisible.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modular_kernel.bench.tables import label
+from modular_kernel.bench.tables import layer_label
 from modular_kernel.measure.records import OURS, Report, Row
 from modular_kernel.report.pages.document import Figure
-from modular_kernel.report.pages.plots import COLORS, XMLNS, Scale, line, svg, text, with_tooltip
+from modular_kernel.report.pages.plots import (
+    COLORS,
+    XMLNS,
+    Scale,
+    svg_element,
+    svg_line,
+    svg_shape_with_tooltip,
+    svg_text,
+)
 from modular_kernel.text import format_count
 
 _MAX_COLUMNS = 3
 # In pixels.
 _WIDTH, _HEIGHT = 380, 300  # size of a panel
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # margins of a panel, for its labels
-_LEGEND_HEIGHT = 20  # of one line
+_LEGEND_HEIGHT = 20  # height of a line of the legend
 _FLOOR = "floor"
 
 
 @dataclass(frozen=True)
 class _Point:
-    """A point of a curve. height: the plotted value, which is time / floor or microseconds."""
+    """A point of a curve. y: the plotted value, which is time / floor or microseconds."""
 
     tokens: int
-    height: float
+    y: float
     us: float
 
 
@@ -35,7 +43,8 @@ class _Point:
 class _Curve:
     """A curve of a panel.
 
-    points: sorted by tokens. stroke: SVG attributes of the line. color: of the dots; "" for none.
+    points: sorted by tokens. stroke: SVG attributes of the line. color: color of the dots; "" for
+    no dots.
     """
 
     name: str
@@ -51,25 +60,30 @@ class _Panel:
     unit: str
 
 
-def figure(name: str, report: Report) -> Figure | None:
+def draw_figure(name: str, report: Report) -> Figure | None:
     """Draw a panel per shape, routing and operand type, with a color per layer.
 
     Returns None if the report has no timed row.
     """
-    panels = _panels(report)
+    panels = _make_panels(report)
     curves = {curve.name: curve for panel in panels for curve in panel.curves}
     if not set(curves) - {_FLOOR}:
         return None
     columns = min(_MAX_COLUMNS, len(panels))
-    legend = _legend(list(curves.values()), columns)
+    legend = _draw_legend(list(curves.values()), columns)
     top = math.ceil(len(curves) / columns) * _LEGEND_HEIGHT + 8
     panel_svgs = [
-        svg(_legend(list(curves.values()), 1), _WIDTH, len(curves) * _LEGEND_HEIGHT + 8, "legend"),
-        *(svg(_panel_shapes(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
+        svg_element(
+            _draw_legend(list(curves.values()), 1),
+            _WIDTH,
+            len(curves) * _LEGEND_HEIGHT + 8,
+            "legend",
+        ),
+        *(svg_element(_draw_panel(panel), _WIDTH, _HEIGHT, panel.title) for panel in panels),
     ]
     placed_panels = [
-        svg(
-            _panel_shapes(panel),
+        svg_element(
+            _draw_panel(panel),
             _WIDTH,
             _HEIGHT,
             panel.title,
@@ -78,91 +92,94 @@ def figure(name: str, report: Report) -> Figure | None:
         for index, panel in enumerate(panels)
     ]
     height = math.ceil(len(panels) / columns) * _HEIGHT + top
-    svg_text = svg([*legend, *placed_panels], columns * _WIDTH, height, name, XMLNS) + "\n"
+    svg_text = svg_element([*legend, *placed_panels], columns * _WIDTH, height, name, XMLNS) + "\n"
     caption = f"{name}: solid: ours; dotted: others; dashed: roofline."
     return Figure(name, svg_text, caption, panel_svgs)
 
 
-def _panels(report: Report) -> list[_Panel]:
+def _make_panels(report: Report) -> list[_Panel]:
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in report.rows:
         if row.is_comparable:
             groups.setdefault((row.shape, row.operands, row.routing), []).append(row)
-    names = list(dict.fromkeys(label(row) for rows in groups.values() for row in rows))
+    names = list(dict.fromkeys(layer_label(row) for rows in groups.values() for row in rows))
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    return [_panel(", ".join(name), rows, colors) for name, rows in groups.items()]
+    return [_make_panel(", ".join(name), rows, colors) for name, rows in groups.items()]
 
 
-def _panel(title: str, rows: Sequence[Row], colors: dict[str, str]) -> _Panel:
-    over_floor = all(row.floor_us for row in rows)
+def _make_panel(title: str, rows: Sequence[Row], colors: dict[str, str]) -> _Panel:
+    relative_to_floor = all(row.floor_us for row in rows)
     curves = []
-    if over_floor:
+    if relative_to_floor:
         floors = sorted({(row.tokens, row.floor_us or 0.0) for row in rows})
         stroke = 'class="line" stroke-dasharray="6 4"'
         curves.append(_Curve(_FLOOR, [_Point(t, 1.0, us) for t, us in floors], stroke, ""))
-    for name in dict.fromkeys(label(row) for row in rows):
-        layer_rows = sorted((r for r in rows if label(r) == name), key=lambda r: r.tokens)
+    for name in dict.fromkeys(layer_label(row) for row in rows):
+        layer_rows = sorted((r for r in rows if layer_label(r) == name), key=lambda r: r.tokens)
         dotted = "" if layer_rows[0].origin == OURS else ' stroke-dasharray="2 3"'
         stroke = f'stroke="{colors[name]}"{dotted}'
-        points = [_point(row, over_floor) for row in layer_rows]
+        points = [_make_point(row, relative_to_floor) for row in layer_rows]
         curves.append(_Curve(name, points, stroke, colors[name]))
-    return _Panel(title, curves, "time / floor" if over_floor else "microseconds")
+    return _Panel(title, curves, "time / floor" if relative_to_floor else "microseconds")
 
 
-def _point(row: Row, over_floor: bool) -> _Point:
-    us = row.us or 0.0  # a competing row always has a time
-    return _Point(row.tokens, us / (row.floor_us or us) if over_floor else us, us)
+def _make_point(row: Row, relative_to_floor: bool) -> _Point:
+    us = row.us or 0.0  # `competes` implies that there is a time
+    return _Point(row.tokens, us / (row.floor_us or us) if relative_to_floor else us, us)
 
 
-def _legend(curves: Sequence[_Curve], columns: int) -> list[str]:
+def _draw_legend(curves: Sequence[_Curve], columns: int) -> list[str]:
     shapes = []
     for index, curve in enumerate(curves):
         x, y = index % columns * _WIDTH + 10, index // columns * _LEGEND_HEIGHT + 15
-        shapes.append(line(x, y - 4, x + 26, y - 4, f' stroke-width="2" {curve.stroke}'))
-        shapes.append(text(x + 32, y, curve.name))
+        shapes.append(svg_line(x, y - 4, x + 26, y - 4, f' stroke-width="2" {curve.stroke}'))
+        shapes.append(svg_text(x + 32, y, curve.name))
     return shapes
 
 
-def _panel_shapes(panel: _Panel) -> list[str]:
+def _draw_panel(panel: _Panel) -> list[str]:
     points = [point for curve in panel.curves for point in curve.points]
-    x = Scale.over((point.tokens for point in points), _LEFT, _WIDTH - _RIGHT)
-    heights = [point.height for point in points]
-    y = Scale.over((min(heights) * 0.95, max(heights) * 1.05), _HEIGHT - _BOTTOM, _TOP)
-    shapes = [*_axis_labels(panel), *_grid(x, y, sorted({point.tokens for point in points}))]
-    return shapes + [shape for curve in panel.curves for shape in _curve(curve, x, y)]
+    x = Scale.from_values((point.tokens for point in points), _LEFT, _WIDTH - _RIGHT)
+    values = [point.y for point in points]
+    y = Scale.from_values((min(values) * 0.95, max(values) * 1.05), _HEIGHT - _BOTTOM, _TOP)
+    shapes = [
+        *_draw_axis_labels(panel),
+        *_draw_grid(x, y, sorted({point.tokens for point in points})),
+    ]
+    return shapes + [shape for curve in panel.curves for shape in _draw_curve(curve, x, y)]
 
 
-def _axis_labels(panel: _Panel) -> list[str]:
+def _draw_axis_labels(panel: _Panel) -> list[str]:
     center_x, center_y = (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT / 2
     middle = ' text-anchor="middle"'
     return [
-        text(center_x, 16, panel.title, f'{middle} font-weight="bold"'),
-        text(center_x, _HEIGHT - 6, "tokens", middle),
-        text(12, center_y, panel.unit, f'{middle} transform="rotate(-90 12 {center_y:.1f})"'),
+        svg_text(center_x, 16, panel.title, f'{middle} font-weight="bold"'),
+        svg_text(center_x, _HEIGHT - 6, "tokens", middle),
+        svg_text(12, center_y, panel.unit, f'{middle} transform="rotate(-90 12 {center_y:.1f})"'),
     ]
 
 
-def _grid(x: Scale, y: Scale, tokens: Sequence[int]) -> list[str]:
+def _draw_grid(x: Scale, y: Scale, tokens: Sequence[int]) -> list[str]:
     shapes, bottom = [], _HEIGHT - _BOTTOM
     for number in tokens:
-        at = x.at(number)
-        shapes.append(line(at, _TOP, at, bottom))
-        shapes.append(text(at, bottom + 14, str(number), ' text-anchor="middle"'))
-    for height in y.ticks():
-        at = y.at(height)
-        shapes.append(line(_LEFT, at, _WIDTH - _RIGHT, at))
-        shapes.append(text(_LEFT - 5, at + 4, f"{height:g}", ' text-anchor="end"'))
+        left = x.position(number)
+        shapes.append(svg_line(left, _TOP, left, bottom))
+        shapes.append(svg_text(left, bottom + 14, str(number), ' text-anchor="middle"'))
+    for value in y.ticks():
+        top = y.position(value)
+        shapes.append(svg_line(_LEFT, top, _WIDTH - _RIGHT, top))
+        shapes.append(svg_text(_LEFT - 5, top + 4, f"{value:g}", ' text-anchor="end"'))
     return shapes
 
 
-def _curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
-    positions = [(x.at(point.tokens), y.at(point.height)) for point in curve.points]
+def _draw_curve(curve: _Curve, x: Scale, y: Scale) -> list[str]:
+    positions = [(x.position(point.tokens), y.position(point.y)) for point in curve.points]
     path = " ".join(f"{left:.1f},{top:.1f}" for left, top in positions)
     polyline = f'<polyline points="{path}" fill="none" stroke-width="1.5" {curve.stroke}/>'
     if not curve.color:
         return [polyline]
     dots = [
-        with_tooltip(
+        svg_shape_with_tooltip(
             "circle",
             f'cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{curve.color}"',
             f"{curve.name}, {format_count(point.tokens, 'token')}: {point.us:.1f} us",

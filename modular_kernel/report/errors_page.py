@@ -1,4 +1,4 @@
-"""The page of errors, generated from the docstrings of the classes in `modular_kernel.errors`."""
+"""The page of errors (docs/errors.md), from the docstrings in `modular_kernel.errors`."""
 
 import inspect
 from types import ModuleType

@@ -1,4 +1,8 @@
-"""Compatibility of every pair for every scheme and world size on a described machine."""
+"""Compatibility of every pair of parts, for every scheme and number of ranks.
+
+The verdicts hold for one layer and one machine. The machine is described rather than detected, so
+that the result is the same everywhere.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,18 +15,19 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
-_DISTRIBUTION = "modular-kernel "  # prefix of the origin of built-in parts
+_BUILT_IN_ORIGIN = "modular-kernel "  # beginning of the origin of built-in parts
 WORLD_SIZES = (1, 2, 4)
-# A layer of Qwen3-30B: all quantization groups divide the sizes, and ranks divide the experts.
+# A layer of Qwen3-30B. Its sizes are multiples of all quantization groups, and its number of
+# experts is a multiple of the number of ranks.
 PROBLEM = Problem(tokens=128, hidden=2048, intermediate=768, experts=128, top_k=8)
 MACHINE = Machine("cuda", (9, 0), name="described")
 
 
 @dataclass(frozen=True)
-class JudgedPair:
+class PairVerdict:
     """The verdict on a pair with one scheme and world size.
 
-    rejections: those of all ranks, without duplicates.
+    rejections: the rejections of all ranks, without duplicates.
     """
 
     prepare_finalize: str
@@ -52,10 +57,10 @@ class Matrix:
     catalog: Catalog
     problem: Problem
     machine: Machine
-    cells: tuple[JudgedPair, ...]
+    cells: tuple[PairVerdict, ...]
 
     @cached_property
-    def by_key(self) -> dict[tuple[str, str, str, int], JudgedPair]:
+    def by_key(self) -> dict[tuple[str, str, str, int], PairVerdict]:
         """Cells by (prepare_finalize, experts, quant, world_size)."""
         return {(*cell.pair, cell.quant, cell.world_size): cell for cell in self.cells}
 
@@ -74,7 +79,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class RefusalReason:
-    """A rejection that applies to every combination of these pairs, schemes and world sizes."""
+    """A rejection of every combination of these pairs, schemes and world sizes."""
 
     rejection: Rejection
     pairs: tuple[tuple[str, str], ...]
@@ -82,9 +87,9 @@ class RefusalReason:
     world_sizes: tuple[int, ...]
 
 
-def built_in(catalog: Catalog) -> Catalog:
-    """Return a catalog of the built-in parts only, so that plugins do not change the docs."""
-    return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_DISTRIBUTION)))
+def built_in_catalog(catalog: Catalog) -> Catalog:
+    """Return a catalog with the built-in parts only, so that plugins do not change the docs."""
+    return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_BUILT_IN_ORIGIN)))
 
 
 def with_required_packages(
@@ -92,7 +97,7 @@ def with_required_packages(
 ) -> Machine:
     """Return the machine with exactly the packages that these parts require.
 
-    It does not have the packages of all parts, because some of those exclude each other.
+    A machine with the packages of all parts is not possible, because some exclude each other.
     """
     packages = frozenset(package for part in parts for package in part.requires.packages)
     return replace(machine, packages=packages)
@@ -107,16 +112,16 @@ def judge_all(
 ) -> Matrix:
     """Judge every pair for every scheme and world size.
 
-    machine: its packages are replaced by those that the two parts of a pair require.
+    machine: For each pair, its packages are replaced by those that the two parts require.
     """
     problems = {
-        (size, quant): _ranks(problem, quant, size)
+        (size, quant): _problem_of_each_rank(problem, quant, size)
         for size in world_sizes
         for quant in QUANT_SCHEMES
     }
     cells = [
-        JudgedPair(
-            pf, ex, quant, size, _rejections(catalog, (pf, ex), machine, problems[size, quant])
+        PairVerdict(
+            pf, ex, quant, size, _find_rejections(catalog, pf, ex, machine, problems[size, quant])
         )
         for size in world_sizes
         for pf in catalog.names("prepare_finalize")
@@ -126,26 +131,26 @@ def judge_all(
     return Matrix(catalog, problem, machine, tuple(cells))
 
 
-def _ranks(problem: Problem, quant: str, world_size: int) -> list[Problem]:
-    """Return the problem of each rank."""
+def _problem_of_each_rank(problem: Problem, quant: str, world_size: int) -> list[Problem]:
     ranks = [Parallel(world_size, "linear", rank) for rank in range(world_size)]
     return [replace(problem, quant=quant, parallel=parallel) for parallel in ranks]
 
 
-def _rejections(
-    catalog: Catalog, pair: tuple[str, str], machine: Machine, problems: Iterable[Problem]
+def _find_rejections(
+    catalog: Catalog, pf_name: str, experts_name: str, machine: Machine, problems: Iterable[Problem]
 ) -> tuple[Rejection, ...]:
-    pf, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
-    with_packages = with_required_packages(machine, pf, experts)
-    by_rank = [judge(pf, experts, problem, with_packages).rejections for problem in problems]
-    return tuple(dict.fromkeys(rejection for of_rank in by_rank for rejection in of_rank))
+    """Return the rejections of all problems, one per rank, without duplicates."""
+    pf, experts = catalog.prepare_finalize(pf_name), catalog.experts(experts_name)
+    machine = with_required_packages(machine, pf, experts)
+    verdicts = [judge(pf, experts, problem, machine) for problem in problems]
+    return tuple(dict.fromkeys(r for verdict in verdicts for r in verdict.rejections))
 
 
-def reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
+def refusal_reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
     """Return every rejection with the cells that it applies to, in order of first occurrence.
 
-    A rejection whose cells are not all combinations of some pairs, world sizes and schemes has
-    several entries.
+    An entry applies to all combinations of its pairs, world sizes and schemes. A rejection whose
+    cells do not have this form has several entries.
     """
     cells_by_rejection: dict[Rejection, dict[tuple[tuple[str, str], int], list[str]]] = {}
     for cell in matrix.cells:
@@ -155,17 +160,17 @@ def reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
     return tuple(
         RefusalReason(rejection, pairs, quants, sizes)
         for rejection, cells_of_rejection in cells_by_rejection.items()
-        for pairs, sizes, quants in _products(cells_of_rejection)
+        for pairs, sizes, quants in _group_into_products(cells_of_rejection)
     )
 
 
 CellProduct = tuple[tuple[tuple[str, str], ...], tuple[int, ...], tuple[str, ...]]
 
 
-def _products(
+def _group_into_products(
     cells_of_rejection: dict[tuple[tuple[str, str], int], list[str]],
 ) -> list[CellProduct]:
-    """Group cells into products of pairs, world sizes and schemes.
+    """Group cells into Cartesian products of pairs, world sizes and schemes.
 
     cells_of_rejection: the schemes of each pair and world size.
     """

@@ -1,4 +1,4 @@
-"""Markdown rendering of documents, for generated files in the repository."""
+"""Rendering of documents as Markdown, for the generated files under docs/."""
 
 from functools import cache
 from textwrap import fill
@@ -7,11 +7,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from modular_kernel.report.pages.document import Document, Table
 
-_WIDTH = 100  # of a line, in characters
+_LINE_WIDTH = 100
 
 
-def markdown(document: Document, *, figures: str) -> str:
-    """Render a document as the text of a Markdown file.
+def render_markdown(document: Document, *, figures: str) -> str:
+    """Return the text of a Markdown file.
 
     figures: folder of the SVG figures, relative to the file.
     """
@@ -43,10 +43,10 @@ def _alignments(table: Table) -> list[str]:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    """Wrap text between words only, because words may be names or paths."""
+    """Wrap text between words only, because parts of names and paths must not be separated."""
     return fill(
         text,
-        _WIDTH,
+        _LINE_WIDTH,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,

@@ -1,4 +1,8 @@
-"""The document of the support matrix (docs/support-matrix.md)."""
+"""The support matrix as a document (docs/support-matrix.md) and as a picture of an HTML page.
+
+A row of the matrix is a PrepareAndFinalize part, a column an experts part. A cell tells whether the
+pair is valid for a quantization scheme and a number of ranks, or which rules reject it.
+"""
 
 from collections.abc import Iterable
 
@@ -12,15 +16,29 @@ from modular_kernel.compatibility.support import (
     format_sorted,
 )
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
-from modular_kernel.report.judge_all import Matrix, RefusalReason, reasons, with_required_packages
-from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.report.judge_all import (
+    Matrix,
+    PairVerdict,
+    RefusalReason,
+    refusal_reasons,
+    with_required_packages,
+)
+from modular_kernel.report.pages.document import (
+    Block,
+    BulletList,
+    Document,
+    Heading,
+    MatrixPicture,
+    Table,
+    Text,
+)
 from modular_kernel.spec.problem import Machine, dtype_name
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.text import format_count
 
-YES = "yes"
-# Fields of Requirements that declare an optional capability.
-_OPTIONS = (
+_YES = "yes"
+# Fields of Requirements that declare optional capabilities.
+_OPTIONAL_CAPABILITIES = (
     "bias", "interleaved", "up_first", "expert_map", "localizes_ids", "weight_on_input",
     "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic",
     "batch_invariant", "asynchronous", "lora",
@@ -28,16 +46,16 @@ _OPTIONS = (
 
 
 def matrix_document(matrix: Matrix) -> Document:
-    """Build the document: parts, machines, pairs by world size, and all reasons of refusals."""
+    """Build the document: parts, machines, pairs by number of ranks, and reasons of refusals."""
     return (
         *_introduction(matrix),
         Heading(2, "Parts"),
-        *_parts(matrix),
+        *_parts_section(matrix),
         Heading(2, "Machines"),
-        *_machines(matrix),
-        *(block for sizes in _group_world_sizes(matrix) for block in _pairs(matrix, sizes)),
+        *_machines_section(matrix),
+        *(block for sizes in _group_world_sizes(matrix) for block in _pairs_section(matrix, sizes)),
         Heading(2, "Reasons"),
-        *_reasons(matrix),
+        *_reasons_section(matrix),
     )
 
 
@@ -63,7 +81,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
             "by `mk check`. `yes` means that no rule rejects the pair. `tests/must_run.txt` in the "
             "source tree lists the pairs that the test suite verifies, and on which machines."
         ),
-        Items([machine_text, layer_text, other]),
+        BulletList([machine_text, layer_text, other]),
     )
 
 
@@ -77,14 +95,14 @@ def _paired_parts(matrix: Matrix) -> list[Part]:
     return [p for kind in ("prepare_finalize", "experts") for p in parts if p.kind == kind]
 
 
-def _parts(matrix: Matrix) -> tuple[Block, ...]:
+def _parts_section(matrix: Matrix) -> tuple[Block, ...]:
     rows = [
         (
             f"`{p.name}`",
             r.activation_format.value,
-            _required_text(r),
-            _accepted_text(r),
-            _supported_text(r),
+            _format_required(r),
+            _format_accepted(r),
+            _format_supported(r),
         )
         for p in _paired_parts(matrix)
         for r in [_requirements_of(p)]
@@ -96,7 +114,7 @@ def _parts(matrix: Matrix) -> tuple[Block, ...]:
     )
 
 
-def _required_text(requires: Requirements) -> str:
+def _format_required(requires: Requirements) -> str:
     texts = [" or ".join(sorted(requires.devices))]
     if requires.min_arch is not None:
         texts.append("compute capability {}.{} or more".format(*requires.min_arch))
@@ -105,11 +123,11 @@ def _required_text(requires: Requirements) -> str:
     texts += requires.packages
     sizes = getattr(requires, "world_sizes", None)
     if sizes is not None:
-        texts.append(_ranks_text(*sizes))
+        texts.append(_format_rank_range(*sizes))
     return ", ".join(texts)
 
 
-def _ranks_text(low: int, high: int | None) -> str:
+def _format_rank_range(low: int, high: int | None) -> str:
     if high is None:
         return f"{low} ranks or more"
     if low == high:
@@ -117,36 +135,36 @@ def _ranks_text(low: int, high: int | None) -> str:
     return f"{low} to {high} ranks"
 
 
-def _accepted_text(requires: Requirements) -> str:
+def _format_accepted(requires: Requirements) -> str:
     texts = []
     if requires.dtypes != ALL_DTYPES:
         texts.append(format_sorted(requires.dtypes))
     for name, prefix in (("schemes", ""), ("dispatch_schemes", "quantizes ")):
         if hasattr(requires, name):
-            texts.append(f"{prefix}{_schemes(getattr(requires, name))}")
+            texts.append(f"{prefix}{_format_schemes(getattr(requires, name))}")
     activations = getattr(requires, "activations", ALL_ACTIVATIONS)
     if activations != ALL_ACTIVATIONS:
         texts.append(f"activations {format_sorted(activations)}")
-    hidden: frozenset[str] = getattr(requires, "nan_clamping_activations", frozenset())
-    if hidden:
-        texts.append(f"may hide a NaN in weights with {format_sorted(hidden)}")
+    clamping: frozenset[str] = getattr(requires, "nan_clamping_activations", frozenset())
+    if clamping:
+        texts.append(f"may hide a NaN in weights with {format_sorted(clamping)}")
     return "; ".join(texts)
 
 
-def _schemes(names: frozenset[str]) -> str:
+def _format_schemes(names: frozenset[str]) -> str:
     if names == ACTIVATION_SCHEMES:
         return "every w8a8 scheme"
-    others = frozenset(QUANT_SCHEMES) - names
-    if len(others) < len(names):
-        return f"all schemes but {format_sorted(others)}" if others else "all schemes"
+    missing = frozenset(QUANT_SCHEMES) - names
+    if len(missing) < len(names):
+        return f"all schemes but {format_sorted(missing)}" if missing else "all schemes"
     return format_sorted(names) or "nothing"
 
 
-def _supported_text(requires: Requirements) -> str:
-    return ", ".join(name for name in _OPTIONS if getattr(requires, name, False))
+def _format_supported(requires: Requirements) -> str:
+    return ", ".join(name for name in _OPTIONAL_CAPABILITIES if getattr(requires, name, False))
 
 
-def _machines(matrix: Matrix) -> tuple[Block, ...]:
+def _machines_section(matrix: Matrix) -> tuple[Block, ...]:
     """Build the table of parts that can run on four kinds of machines."""
     machines = {
         "compute capability 8.0": Machine("cuda", (8, 0)),
@@ -155,14 +173,14 @@ def _machines(matrix: Matrix) -> tuple[Block, ...]:
         "CPU alone": Machine("cpu"),
     }
     rows = [
-        (f"`{p.name}`", *(_availability(p, machine) for machine in machines.values()))
+        (f"`{p.name}`", *(_format_availability(p, machine) for machine in machines.values()))
         for p in _paired_parts(matrix)
     ]
     text = "Whether a part can run on a machine with the packages that it requires."
     return (Text(text), Table(("part", *machines), rows))
 
 
-def _availability(part: Part, machine: Machine) -> str:
+def _format_availability(part: Part, machine: Machine) -> str:
     with_packages = with_required_packages(machine, part.cls)
     return _format_rules(
         r.rule for r in judge_part(part.name, _requirements_of(part), with_packages)
@@ -171,11 +189,11 @@ def _availability(part: Part, machine: Machine) -> str:
 
 def _format_rules(rules: Iterable[str]) -> str:
     text = ", ".join(dict.fromkeys(rules))
-    return f"no: {text}" if text else YES
+    return f"no: {text}" if text else _YES
 
 
 def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
-    """Group the world sizes for which every pair violates the same rules."""
+    """Group the world sizes on which every pair violates the same rules."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for size in matrix.world_sizes:
         cells = [cell for cell in matrix.cells if cell.world_size == size]
@@ -183,18 +201,25 @@ def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
     return list(map(tuple, groups.values()))
 
 
-def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Build the section on these world sizes, which have equal verdicts.
+def _pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
+    """Build the section of these world sizes, which have equal verdicts.
 
-    A first table has the number of schemes that each pair supports, a second one the schemes.
+    The first table has the number of schemes that each pair supports, the second one the schemes.
     """
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
     experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
-    counts = [(f"`{pf}`", *(_count(matrix, (pf, ex), size) for ex in experts)) for pf in pfs]
-    supported = [pair for pair in matrix.pairs if _valid(matrix, pair, size)]
+    counts = [
+        (f"`{pf}`", *(_format_count_or_rules(matrix, (pf, ex), size) for ex in experts))
+        for pf in pfs
+    ]
+    supported = [pair for pair in matrix.pairs if _count_valid(matrix, pair, size)]
     verdicts = [
-        (f"`{pair[0]}`", f"`{pair[1]}`", *(_verdict(matrix, pair, q, size) for q in matrix.quants))
+        (
+            f"`{pair[0]}`",
+            f"`{pair[1]}`",
+            *(_format_verdict(matrix, pair, q, size) for q in matrix.quants),
+        )
         for pair in supported
     ]
     columns = ("PrepareAndFinalize", "experts", *(f"`{quant}`" for quant in matrix.quants))
@@ -215,29 +240,30 @@ def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
     )
 
 
-def _valid(matrix: Matrix, pair: tuple[str, str], size: int) -> int:
+def _count_valid(matrix: Matrix, pair: tuple[str, str], size: int) -> int:
+    """Return the number of schemes that a pair supports."""
     return sum(matrix.by_key[*pair, quant, size].ok for quant in matrix.quants)
 
 
-def _count(matrix: Matrix, pair: tuple[str, str], size: int) -> str:
-    valid = _valid(matrix, pair, size)
-    if valid:
-        return f"{YES}: {valid}"
+def _format_count_or_rules(matrix: Matrix, pair: tuple[str, str], size: int) -> str:
+    count = _count_valid(matrix, pair, size)
+    if count:
+        return f"{_YES}: {count}"
     violated = [matrix.by_key[*pair, quant, size].rules for quant in matrix.quants]
     common = [rule for rule in violated[0] if all(rule in other for other in violated)]
     return f"no: {', '.join(common or ['differs by scheme'])}"
 
 
-def _verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> str:
+def _format_verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> str:
     return _format_rules(matrix.by_key[*pair, quant, size].rules)
 
 
-def _reasons(matrix: Matrix) -> tuple[Block, ...]:
-    """Build the table of rejections, with one row for those that differ only in their parties."""
+def _reasons_section(matrix: Matrix) -> tuple[Block, ...]:
+    """Build the table of rejections. Those that differ only in their parties share a row."""
     parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for reason in reasons(matrix):
+    for reason in refusal_reasons(matrix):
         r = reason.rejection
-        key = (f"`{r.rule}`", r.got, r.need, r.hint, _scope_of(matrix, reason))
+        key = (f"`{r.rule}`", r.got, r.need, r.hint, _format_scope(matrix, reason))
         parties.setdefault(key, []).append(r.parties)
     rows = [
         (rule, _format_parties(matrix, parts), *rest) for (rule, *rest), parts in parties.items()
@@ -257,8 +283,8 @@ def _format_parties(matrix: Matrix, parties_of_rejections: list[tuple[str, ...]]
     return ", ".join(" / ".join(parties) for parties in parties_of_rejections)
 
 
-def _scope_of(matrix: Matrix, reason: RefusalReason) -> str:
-    """Describe the cells that a reason applies to; "" if it applies to all cells of its parties."""
+def _format_scope(matrix: Matrix, reason: RefusalReason) -> str:
+    """Describe the cells that a reason applies to; return "" for all cells of its parties."""
     parts = {name for pair in matrix.pairs for name in pair}
     part_names = parts & set(reason.rejection.parties)
     texts = []
@@ -278,3 +304,36 @@ def _format_ranks(sizes: tuple[int, ...]) -> str:
 def _format_list(numbers: Iterable[int]) -> str:
     *others, last = map(str, numbers)
     return f"{', '.join(others)} and {last}" if others else last
+
+
+def matrix_picture(matrix: Matrix) -> MatrixPicture:
+    """Build the picture of a matrix. A reason that several cells share is stored only once."""
+    reasons: dict[str, int] = {}
+    refusals: dict[tuple[int, ...], int] = {(): 0}
+    cells: dict[str, list[int]] = {}
+    for size in matrix.world_sizes:
+        for quant in matrix.quants:
+            cells[f"{quant} {size}"] = [
+                refusals.setdefault(
+                    _reason_indices(matrix.by_key[*pair, quant, size], reasons), len(refusals)
+                )
+                for pair in matrix.pairs
+            ]
+    return MatrixPicture(
+        rows=tuple(dict.fromkeys(pf for pf, _ in matrix.pairs)),
+        columns=tuple(dict.fromkeys(experts for _, experts in matrix.pairs)),
+        schemes=matrix.quants,
+        world_sizes=matrix.world_sizes,
+        reasons=tuple(reasons),
+        refusals=tuple(refusals),
+        cells={key: tuple(indices) for key, indices in cells.items()},
+    )
+
+
+def _reason_indices(cell: PairVerdict, reasons: dict[str, int]) -> tuple[int, ...]:
+    """Return the index of each of the cell's reasons, after adding new reasons to `reasons`."""
+    texts = []
+    for r in cell.rejections:
+        hint = f" ({r.hint})" if r.hint else ""
+        texts.append(f"{r.rule}: {' / '.join(r.parties)}: got {r.got}, need {r.need}{hint}")
+    return tuple(reasons.setdefault(text, len(reasons)) for text in dict.fromkeys(texts))

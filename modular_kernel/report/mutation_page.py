@@ -1,4 +1,9 @@
-"""The page of mutation scores (docs/mutation-scores.md), from records of `mk test --mutate`."""
+"""The page of mutation scores (docs/mutation-scores.md), from records of `mk test --mutate`.
+
+A mutant is a copy of the source with one small defect. The score of a part is the fraction of its
+mutants that the cases of `mk test` detect ("kill"). A fresh sample is a random selection of mutants
+with another seed, which is tested before any case is added because of it.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.pages.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.report.pages.document import Block, BulletList, Document, Heading, Table, Text
 from modular_kernel.text import format_count
 
 Record = dict[str, Any]
@@ -65,7 +70,7 @@ def read_scores(folder: Path) -> tuple[Record, ...]:
 
     Raises ConfigurationError for a file that is not a mutation score.
     """
-    return tuple(_read(path) for path in sorted(folder.glob("*.json")))
+    return tuple(_read_score(path) for path in sorted(folder.glob("*.json")))
 
 
 def mutation_document(
@@ -73,22 +78,22 @@ def mutation_document(
     defects: Path,
     notes: Path,
     parts: Sequence[str] = (),
-    first: tuple[Record, ...] = (),
-    after: tuple[Record, ...] = (),
+    first_scores: tuple[Record, ...] = (),
+    studied_scores: tuple[Record, ...] = (),
 ) -> Document:
     """Build the document: tables of scores, method, surviving mutants, and handwritten defects.
 
     scores: records of `mk test --mutate PART --save`. defects: output file of
     tools/source_defects.py. notes: JSON file with a note for each id of a surviving mutant, and
     with notes on the measurements under "scores", "fresh" and "defects". Both files are optional.
-    parts: names of all parts; those without a score are listed. first: records of the first run of
-    fresh samples, that is, with other seeds, before any case was written because of them. after:
-    records of the same samples after such cases were written.
+    parts: names of all parts; those without a score are listed. first_scores: records of the first
+    run of fresh samples. studied_scores: records of the same samples, after cases were added
+    because of their survivors.
 
-    Raises ConfigurationError if a part in `first` has no score, or one with the same seed, and if
-    the records in `after` are not those of the samples in `first`.
+    Raises ConfigurationError if a part in `first_scores` has no score, or one with the same seed,
+    and if the records in `studied_scores` have other samples than `first_scores`.
     """
-    _check_samples(scores, first, after)
+    _check_samples(scores, first_scores, studied_scores)
     note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
         Heading(1, "Mutation scores"),
@@ -98,35 +103,35 @@ def mutation_document(
             "tests are not used, except for the scopes of `tools/mutation_scopes.json`."
         ),
         Heading(2, "Results"),
-        Table(_COLUMNS, [_row(score) for score in scores], numeric=_NUMERIC),
+        Table(_COLUMNS, [_score_row(score) for score in scores], numeric=_NUMERIC),
         Text(
             "executed: mutants in lines that a case executes on a CPU. sampled: those of them "
             "that were tested. score: killed / (killed + survived)."
         ),
-        *_missing(scores, parts),
+        *_parts_without_score(scores, parts),
         *_note(note_texts, "scores"),
-        *_fresh_samples(scores, first, after, note_texts),
+        *_fresh_samples(scores, first_scores, studied_scores, note_texts),
         Heading(2, "Method"),
-        Items(_METHOD),
+        BulletList(_METHOD),
         *_survivors(scores, note_texts),
         *_handwritten_defects(defects, note_texts),
     )
 
 
 def _check_samples(
-    scores: tuple[Record, ...], first: tuple[Record, ...], after: tuple[Record, ...]
+    scores: tuple[Record, ...], first_scores: tuple[Record, ...], studied_scores: tuple[Record, ...]
 ) -> None:
     """Raise ConfigurationError for inconsistent records, see `mutation_document`."""
     seeds = {score["part"]: score["seed"] for score in scores}
-    for record in first:
+    for record in first_scores:
         part, seed = record["part"], record["seed"]
         if part not in seeds:
             raise ConfigurationError(f"first score of {part}", got="no score", need="a score too")
         if seed == seeds[part]:
             need = "another seed than the score's, for a sample that no case was written for"
             raise ConfigurationError(f"first score of {part}: seed", got=seed, need=need)
-    first_samples = {record["part"]: _sample_of(record) for record in first}
-    for record in after:
+    first_samples = {record["part"]: _sample_of(record) for record in first_scores}
+    for record in studied_scores:
         if first_samples.get(record["part"]) != _sample_of(record):
             need = "the seed and the mutants of a first score of the part"
             raise ConfigurationError(
@@ -135,24 +140,24 @@ def _check_samples(
 
 
 def _sample_of(record: Record) -> tuple[str, frozenset[str]]:
-    """Return the seed and the identities of the mutants of a record."""
-    others = (item["id"] for name in ("equivalent", "survivors") for item in record[name])
-    return record["seed"], frozenset((*record["died"], *others))
+    """Return the seed and the ids of the mutants of a record."""
+    not_killed = (item["id"] for name in ("equivalent", "survivors") for item in record[name])
+    return record["seed"], frozenset((*record["died"], *not_killed))
 
 
 def _fresh_samples(
     scores: tuple[Record, ...],
-    first: tuple[Record, ...],
-    after: tuple[Record, ...],
+    first_scores: tuple[Record, ...],
+    studied_scores: tuple[Record, ...],
     note_texts: dict[str, str],
 ) -> tuple[Block, ...]:
     """Build the section of fresh samples: first scores, scores after study, and exclusions."""
-    if not first:
+    if not first_scores:
         return ()
-    after_by_part = {record["part"]: record for record in after}
-    rows = [_fresh_row(record, after_by_part.get(record["part"])) for record in first]
-    rows.append(_fresh_totals(first, after_by_part))
-    killed, total = _fresh_counts(first)
+    studied_by_part = {record["part"]: record for record in studied_scores}
+    rows = [_fresh_row(record, studied_by_part.get(record["part"])) for record in first_scores]
+    rows.append(_fresh_totals(first_scores, studied_by_part))
+    killed, total = _fresh_counts(first_scores)
     return (
         Heading(2, "Fresh samples"),
         Text(
@@ -164,62 +169,66 @@ def _fresh_samples(
         ),
         Text(
             "**First scores of "
-            f"{format_count(len(first), 'part')}: {killed} of {total} mutants killed, "
-            f"{_percentage(killed, total)}**, of "
-            f"{sum(record['put_in'] for record in first)} sampled."
+            f"{format_count(len(first_scores), 'part')}: {killed} of {total} mutants killed, "
+            f"{_format_percentage(killed, total)}**, of "
+            f"{sum(record['put_in'] for record in first_scores)} sampled."
         ),
         Table(_FRESH_COLUMNS, rows, numeric=frozenset(_FRESH_COLUMNS[1:]), totals=1),
-        *_not_drawn(scores, first),
+        *_parts_without_fresh_sample(scores, first_scores),
         *_note(note_texts, "fresh"),
-        *_first_survivors(first, after_by_part, note_texts),
-        *_exclusions(first),
+        *_first_survivors(first_scores, studied_by_part, note_texts),
+        *_exclusions(first_scores),
     )
 
 
-def _fresh_row(record: Record, after: Record | None) -> tuple[str, ...]:
-    """Return the row of a part. `after` is None if its sample was not tested again."""
+def _fresh_row(record: Record, studied: Record | None) -> tuple[str, ...]:
+    """Return the row of a part. studied: None if its sample was not tested again."""
     counts = (record["put_in"], len(record["equivalent"]), record["killed"])
-    shares = (_share(record), "", "")
-    if after is not None:
-        shares = (_share(record), str(after["killed"]), _share(after))
-    return (f"`{record['part']}`", *map(str, counts), *shares)
+    fresh_scores = (_format_score(record), "", "")
+    if studied is not None:
+        fresh_scores = (_format_score(record), str(studied["killed"]), _format_score(studied))
+    return (f"`{record['part']}`", *map(str, counts), *fresh_scores)
 
 
-def _fresh_totals(first: tuple[Record, ...], after_by_part: dict[str, Record]) -> tuple[str, ...]:
-    """Return the row of sums. Samples that were not tested again count with their first result."""
-    latest = tuple(after_by_part.get(record["part"], record) for record in first)
+def _fresh_totals(
+    first_scores: tuple[Record, ...], studied_by_part: dict[str, Record]
+) -> tuple[str, ...]:
+    """Return the row of sums. A sample that was not tested again counts with its first score."""
+    latest = tuple(studied_by_part.get(record["part"], record) for record in first_scores)
     sums = (
-        sum(record["put_in"] for record in first),
-        sum(len(record["equivalent"]) for record in first),
-        sum(record["killed"] for record in first),
+        sum(record["put_in"] for record in first_scores),
+        sum(len(record["equivalent"]) for record in first_scores),
+        sum(record["killed"] for record in first_scores),
     )
-    shares = (_percentage(*_fresh_counts(first)), "", "")
-    if after_by_part:
+    fresh_scores = (_format_percentage(*_fresh_counts(first_scores)), "", "")
+    if studied_by_part:
         killed, total = _fresh_counts(latest)
-        shares = (shares[0], str(killed), _percentage(killed, total))
-    return ("all", *map(str, sums), *shares)
+        fresh_scores = (fresh_scores[0], str(killed), _format_percentage(killed, total))
+    return ("all", *map(str, sums), *fresh_scores)
 
 
 def _fresh_counts(records: Iterable[Record]) -> tuple[int, int]:
-    """Return the number of killed mutants, and of sampled ones that are not proven equivalent."""
+    """Return the number of killed mutants, and of sampled mutants that are not equivalent."""
     records = tuple(records)
     equivalent = sum(len(record["equivalent"]) for record in records)
     killed = sum(record["killed"] for record in records)
     return killed, sum(record["put_in"] for record in records) - equivalent
 
 
-def _share(record: Record) -> str:
-    return _percentage(*_fresh_counts((record,)))
+def _format_score(record: Record) -> str:
+    return _format_percentage(*_fresh_counts((record,)))
 
 
-def _percentage(killed: int, total: int) -> str:
+def _format_percentage(killed: int, total: int) -> str:
     return f"{killed / total:.1%}" if total else "no mutants"
 
 
-def _not_drawn(scores: tuple[Record, ...], first: tuple[Record, ...]) -> tuple[Block, ...]:
+def _parts_without_fresh_sample(
+    scores: tuple[Record, ...], first_scores: tuple[Record, ...]
+) -> tuple[Block, ...]:
     """List the parts and scopes with a score but without a fresh sample."""
-    drawn = {record["part"] for record in first}
-    names = [f"`{score['part']}`" for score in scores if score["part"] not in drawn]
+    with_fresh_sample = {record["part"] for record in first_scores}
+    names = [f"`{score['part']}`" for score in scores if score["part"] not in with_fresh_sample]
     if not names:
         return ()
     text = f"**No fresh sample yet for {len(names)} of {len(scores)} scores:** {', '.join(names)}."
@@ -227,26 +236,26 @@ def _not_drawn(scores: tuple[Record, ...], first: tuple[Record, ...]) -> tuple[B
 
 
 def _first_survivors(
-    first: tuple[Record, ...], after_by_part: dict[str, Record], note_texts: dict[str, str]
+    first_scores: tuple[Record, ...], studied_by_part: dict[str, Record], note_texts: dict[str, str]
 ) -> tuple[Block, ...]:
-    """Build the table of mutants that survived a first run and are not proven equivalent."""
+    """Build the table of mutants that survived the first run of a fresh sample."""
     rows = []
-    for item, parts in _by_mutant(first, "survivors"):
-        ident = item["id"]
-        again = [after_by_part[part] for part in parts if part in after_by_part]
+    for item, parts in _by_mutant(first_scores, "survivors"):
+        mutant_id = item["id"]
+        again = [studied_by_part[part] for part in parts if part in studied_by_part]
         if len(again) < len(parts):
             outcome = "not tested again"
         else:
-            is_killed = all(ident in record["died"] for record in again)
+            is_killed = all(mutant_id in record["died"] for record in again)
             outcome = "killed" if is_killed else "survives"
         rows.append(
             (
-                f"`{ident}`",
+                f"`{mutant_id}`",
                 f"`{item['place']}`",
                 item["operator"],
-                _parts_text(parts),
+                _format_parts(parts),
                 outcome,
-                note_texts.get(ident, "Not reviewed yet."),
+                note_texts.get(mutant_id, "Not reviewed yet."),
             )
         )
     if not rows:
@@ -255,18 +264,18 @@ def _first_survivors(
     return (Heading(3, "Survivors of first runs"), Table(columns, rows))
 
 
-def _exclusions(first: tuple[Record, ...]) -> tuple[Block, ...]:
-    """Build the table of equivalent mutants that the first scores do not count."""
+def _exclusions(first_scores: tuple[Record, ...]) -> tuple[Block, ...]:
+    """Build the table of equivalent mutants, which the first scores exclude."""
     rows = [
         (
             f"`{item['id']}`",
             f"`{item['place']}`",
             item["operator"],
-            _parts_text(parts),
+            _format_parts(parts),
             f"{item['forms']} forms" if item["proof"] == "code" else f"{item['problems']} problems",
             item["reason"],
         )
-        for item, parts in _by_mutant(first, "equivalent")
+        for item, parts in _by_mutant(first_scores, "equivalent")
     ]
     if not rows:
         return ()
@@ -281,7 +290,10 @@ def _exclusions(first: tuple[Record, ...]) -> tuple[Block, ...]:
 
 
 def _by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, list[str]]]:
-    """Return the mutants in a list of the records, by place, each with its parts."""
+    """Return the distinct mutants of all records, sorted by place, each with its parts.
+
+    name: key of a record's list of mutants, "survivors" or "equivalent".
+    """
     mutants: dict[str, Record] = {}
     parts: dict[str, list[str]] = {}
     for record in records:
@@ -292,7 +304,7 @@ def _by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, lis
     return [(item, parts[item["id"]]) for item in by_place]
 
 
-def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
+def _parts_without_score(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
     """List the parts without a score."""
     measured = {score["part"] for score in scores}
     names = [f"`{name}`" for name in parts if name not in measured]
@@ -306,13 +318,13 @@ def _note(note_texts: dict[str, str], key: str) -> tuple[Block, ...]:
 
 
 def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[Block, ...]:
-    """Build the table of surviving mutants, each with the parts that it survives in."""
+    """Build the table of surviving mutants, each with the parts whose cases it survives."""
     rows = [
         (
             f"`{item['id']}`",
             f"`{item['place']}`",
             item["operator"],
-            _parts_text(parts),
+            _format_parts(parts),
             note_texts.get(item["id"], "Not reviewed yet."),
         )
         for item, parts in _by_mutant(scores, "survivors")
@@ -330,7 +342,7 @@ def _survivors(scores: tuple[Record, ...], note_texts: dict[str, str]) -> tuple[
     )
 
 
-def _parts_text(parts: Sequence[str]) -> str:
+def _format_parts(parts: Sequence[str]) -> str:
     return f"`{parts[0]}`" if len(parts) == 1 else f"{len(parts)} parts, such as `{parts[0]}`"
 
 
@@ -365,12 +377,12 @@ def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block,
         *_note(note_texts, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
         *_killed_by_tests([record["tests"] for record in defects.values() if "tests" in record]),
-        *((Text("Not killed:"), Items(not_killed)) if not_killed else ()),
+        *((Text("Not killed:"), BulletList(not_killed)) if not_killed else ()),
     )
 
 
 def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
-    """State how many of the defects that survive the cases the tests of operations kill."""
+    """State how many defects the tests of operations kill, of those that the cases do not."""
     if not outcomes:
         return ()
     killed = sum(outcome.startswith("killed") for outcome in outcomes)
@@ -378,15 +390,15 @@ def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
     return (Text(f"{subject}, the tests of operations (`tests/ops/test_ops_*.py`) kill {killed}."),)
 
 
-def _read(path: Path) -> Record:
+def _read_score(path: Path) -> Record:
     score = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(score, dict) or score.get("part") != path.stem or "survivors" not in score:
-        need = f"what `mk test --mutate {path.stem} --save` writes"
-        raise ConfigurationError(str(path), got="another form", need=need)
+        need = f"a record of `mk test --mutate {path.stem} --save`"
+        raise ConfigurationError(str(path), got="another format", need=need)
     return score
 
 
-def _row(score: Record) -> tuple[str, ...]:
+def _score_row(score: Record) -> tuple[str, ...]:
     counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
     others = len(score["equivalent"]), len(score["survivors"])
     share = f"{score['score']:.1%}" if score["put_in"] else "no mutants"

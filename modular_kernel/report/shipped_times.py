@@ -1,4 +1,7 @@
-"""The times of layers that ship with the package, as a benchmark report to plot."""
+"""The record of layer times that ships with the package, as a benchmark report.
+
+`mk report` plots it if there are no other records, as in an installed wheel.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +12,12 @@ from modular_kernel.utils import json_files
 
 _FILE = Path(__file__).parents[1] / "perf_model" / "data" / "h200-layers.json"
 _MAX_BYTES = 1 << 24
-NAME = _FILE.stem
+RECORD_NAME = _FILE.stem
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the record. name: in plots. origin: see measure.records.Row."""
+    """A layer of the record. name: its name in plots. origin: see measure.records.Row."""
 
     name: str
     quant: str
@@ -34,9 +37,9 @@ _LAYERS = {
 
 
 def shipped_report() -> Report:
-    """Return the times of layers on one H200, which were measured in one run."""
+    """Return the times of layers on one H200, all measured in one run."""
     record = json_files.parse(json_files.read_file(_FILE, _MAX_BYTES))
-    rows = [_row(row, record["shapes"][row["shape"]]) for row in record["rows"]]
+    rows = [_make_row(row, record["shapes"][row["shape"]]) for row in record["rows"]]
     device = record["device"]
     environment = {
         "device": device["name"],
@@ -47,7 +50,7 @@ def shipped_report() -> Report:
     return Report(environment, record["peaks"], tuple(rows))
 
 
-def _row(row: Any, shape: Any) -> Row:
+def _make_row(row: Any, shape: Any) -> Row:
     layer = _LAYERS[row["peer"]]
     return Row(
         shape=row["shape"],

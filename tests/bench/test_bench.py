@@ -17,7 +17,12 @@ import torch
 
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench import tables as table
-from modular_kernel.bench.candidates import BenchOffer, Layer, baseline_offers, pair_offers
+from modular_kernel.bench.candidates import (
+    Candidate,
+    Layer,
+    baseline_candidates,
+    pairing_candidates,
+)
 from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -53,12 +58,14 @@ class Reference(Layer):
         return out if changed is None else changed
 
 
-def offer(layer: Layer, origin: str = "peer") -> BenchOffer:
-    return BenchOffer(layer.name, layer.quant, origin, lambda: layer)
+def candidate(layer: Layer, origin: str = "peer") -> Candidate:
+    return Candidate(layer.name, layer.quant, origin, lambda: layer)
 
 
-def measured(*offers: BenchOffer, cells: tuple[LayerCase, ...] = (CELL,), **options: Any) -> Report:
-    return run(BenchJob(cells, offers, CPU, target_ms=0.01, **options))
+def measured(
+    *candidates: Candidate, cells: tuple[LayerCase, ...] = (CELL,), **options: Any
+) -> Report:
+    return run(BenchJob(cells, candidates, CPU, target_ms=0.01, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +81,8 @@ def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_correct_layers_are_timed_and_compared() -> None:
-    (ours,) = pair_offers(*PAIR, [SMALL], CPU)
-    report = measured(ours, *baseline_offers(), offer(Reference()))
+    (ours,) = pairing_candidates(*PAIR, [SMALL], CPU)
+    report = measured(ours, *baseline_candidates(), candidate(Reference()))
     mine, baseline, peer = report.rows
     assert [row.layer for row in report.rows] == ["TorchExperts", "torch_grouped_mm", "peer"]
     assert [row.origin for row in report.rows] == ["ours", "baseline", "peer"]
@@ -119,14 +126,14 @@ def test_a_wrong_layer_is_reported_and_not_timed(
     )
     wrong = Reference("wrong", DEFECTS[defect])
     good = Reference("good")
-    first, second = measured(offer(wrong), offer(good)).rows
+    first, second = measured(candidate(wrong), candidate(good)).rows
     assert (first.status, second.status) == ("wrong", "ok")
     assert (first.us, first.over_floor, first.over_best_peer) == (None, None, None)
     assert first.note
     assert len(timed) == 1
     assert wrong.calls <= 3
     assert second.over_best_peer == 1.0
-    assert "WRONG" in table.one_line(first)
+    assert "WRONG" in table.format_row(first)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 12])
@@ -135,7 +142,7 @@ def test_small_layer_is_checked_over_several_calls(tokens: int) -> None:
     small = replace(CELL, problem=SMALL.with_tokens(tokens))
     for kind in ("uniform", "hot1"):
         rows = measured(
-            *baseline_offers(), cells=(replace(small, routing=RoutingKind.parse(kind)),)
+            *baseline_candidates(), cells=(replace(small, routing=RoutingKind.parse(kind)),)
         )
         (row,) = rows.rows
         assert (row.status, row.note) == ("ok", "")
@@ -143,14 +150,14 @@ def test_small_layer_is_checked_over_several_calls(tokens: int) -> None:
         assert row.error_bound is not None
         assert row.error < 0.8 * row.error_bound, "not close, whatever is drawn"
     slightly = Reference("slightly", lambda out, _x: out * 1.01)
-    (row,) = measured(offer(slightly), cells=(small,)).rows
+    (row,) = measured(candidate(slightly), cells=(small,)).rows
     assert row.status == "wrong"
 
 
 def test_a_layer_that_goes_wrong_while_timed_loses_its_time() -> None:
     tired = Reference("tired")
     tired.defect = lambda out, _x: out * (1.5 if tired.calls > 6 else 1.0)
-    (row,) = measured(offer(tired)).rows
+    (row,) = measured(candidate(tired)).rows
     assert (row.status, row.us) == ("wrong", None)
     assert "after cpu calls" in row.note
 
@@ -167,7 +174,7 @@ class _Stale(Reference):
 
 
 def test_unwritten_output_is_detected() -> None:
-    (row,) = measured(offer(_Stale("stale"))).rows
+    (row,) = measured(candidate(_Stale("stale"))).rows
     assert (row.status, row.us) == ("wrong", None)
     assert "not finite" in row.note
 
@@ -185,7 +192,7 @@ class _Refusing(Reference):
 def test_failed_and_refused_layers_have_rows() -> None:
     cells = (CELL, replace(CELL, problem=SMALL.with_tokens(3)))
     layers = (_Broken("broken"), _Refusing("odd"), Reference("good"))
-    rows = measured(*map(offer, layers), cells=cells).rows
+    rows = measured(*map(candidate, layers), cells=cells).rows
     assert [row.status for row in rows] == ["failed", "failed", "refused", "ok", "ok", "ok"]
     assert "no such engine" in rows[0].note
     assert "no such engine" in rows[1].note
@@ -196,7 +203,7 @@ def test_no_row_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> No
     now = [0.0]
     monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
     slow = Reference("slow", lambda _out, _x: now.__setitem__(0, now[0] + 100.0))
-    rows = measured(offer(slow), offer(Reference("late")), deadline=50.0).rows
+    rows = measured(candidate(slow), candidate(Reference("late")), deadline=50.0).rows
     assert [row.status for row in rows] == ["ok", "skipped"]
     assert rows[1].note == "after the deadline"
 
@@ -217,7 +224,7 @@ def test_a_row_that_takes_long_is_stopped_at_the_deadline() -> None:
 
     start = time.perf_counter()
     layers = Reference("slow", endless), Reference("late")
-    rows = measured(*map(offer, layers), deadline=0.5).rows
+    rows = measured(*map(candidate, layers), deadline=0.5).rows
     assert time.perf_counter() - start < 10
     assert [(row.status, row.note) for row in rows] == [
         ("skipped", "stopped at the deadline"),
@@ -252,7 +259,7 @@ def test_time_limit_restores_the_outer_timer() -> None:
 def test_interpreted_rows_do_not_compete() -> None:
     slow, fast = Reference("interpreted"), Reference("fast")
     slow.interpreted = True
-    first, second = measured(offer(slow, "ours"), offer(fast)).rows
+    first, second = measured(candidate(slow, "ours"), candidate(fast)).rows
     assert (first.mode, first.status) == ("interpreter", "ok")
     assert (first.over_floor, first.over_best_peer) == (None, None)
     assert min_time_us([first, second], ours=True) is None
@@ -261,7 +268,9 @@ def test_interpreted_rows_do_not_compete() -> None:
 
 def test_a_report_grows_row_by_row() -> None:
     seen: list[int] = []
-    job = BenchJob((CELL,), (offer(Reference("a")), offer(Reference("b"))), CPU, target_ms=0.01)
+    job = BenchJob(
+        (CELL,), (candidate(Reference("a")), candidate(Reference("b"))), CPU, target_ms=0.01
+    )
     report = run(job, lambda so_far: seen.append(len(so_far.rows)))
     assert seen == [1, 2, 2]
     assert len(report.rows) == 2
@@ -286,8 +295,8 @@ def test_weights_of_a_shape_are_shared_and_then_freed(
     monkeypatch.setattr(run_module, "make_weights", make)
     other = LayerCase("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
     cells = (CELL, replace(CELL, routing=RoutingKind("zipf", 1.2)), other)
-    offers = [BenchOffer(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
-    rows = run(BenchJob(cells, tuple(offers), CPU, target_ms=0.01), count).rows
+    candidates = [Candidate(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
+    rows = run(BenchJob(cells, tuple(candidates), CPU, target_ms=0.01), count).rows
     assert [(row.shape, row.routing) for row in rows] == [
         *[("small", "uniform"), ("small", "zipf1.2")] * 2,
         *[("wide", "hot1")] * 2,
@@ -299,22 +308,22 @@ def test_weights_of_a_shape_are_shared_and_then_freed(
 
 
 def test_offers_are_the_valid_pairs() -> None:
-    names = [made.name for made in pair_offers(None, None, [SMALL], CPU)]
+    names = [made.name for made in pairing_candidates(None, None, [SMALL], CPU)]
     assert "TorchExperts" in names
     assert "NaiveBatchedExperts" in names
     both = [replace(SMALL, quant=quant) for quant in ("none", "fp8_w8a8_channel")]
-    found = pair_offers(*PAIR, both, CPU)
+    found = pairing_candidates(*PAIR, both, CPU)
     assert [(made.name, made.quant) for made in found][:1] == [("TorchExperts", "none")]
     with pytest.raises(IncompatibleError) as refused:
-        pair_offers("BatchedPrepareAndFinalize", "TorchExperts", [SMALL], CPU)
+        pairing_candidates("BatchedPrepareAndFinalize", "TorchExperts", [SMALL], CPU)
     assert len(refused.value.rejections) > 1
-    assert pair_offers("BatchedPrepareAndFinalize", None, [SMALL], CPU)
+    assert pairing_candidates("BatchedPrepareAndFinalize", None, [SMALL], CPU)
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "int4_w4a16_group:group=16"])
 def test_quantized_pair_competes_with_equal_operands(quant: str) -> None:
-    offers = pair_offers(*PAIR, [replace(SMALL, quant=quant)], CPU)
-    row, plain = measured(*offers, *baseline_offers()).rows
+    candidates = pairing_candidates(*PAIR, [replace(SMALL, quant=quant)], CPU)
+    row, plain = measured(*candidates, *baseline_candidates()).rows
     assert (row.status, row.quant, row.over_best_peer) == (
         "ok",
         str(QuantScheme.parse(quant)),
@@ -374,7 +383,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
     report.write(path)
     assert Report.from_json(path.read_text(encoding="utf-8")) == report
     assert list(tmp_path.iterdir()) == [path]
-    real = measured(offer(Reference()), offer(Reference("nan", lambda out, _x: out / 0)))
+    real = measured(candidate(Reference()), candidate(Reference("nan", lambda out, _x: out / 0)))
     assert Report.from_json(real.to_json()) == real
     assert json.loads(real.to_json())["rows"][1]["error"] is None
     assert {f.name for f in fields(Row)} == set(json.loads(real.to_json())["rows"][0])
@@ -408,8 +417,8 @@ def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None
 def test_text_table_and_summary() -> None:
     ours = row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16)
     peers = row("p", 20.0), row("p", 20.0, tokens=16), row("bad", None)
-    rows = add_peer_ratios([*ours, *peers])
-    columns, cells = table.text_table(rows)
+    rows = with_best_peer([*ours, *peers])
+    columns, cells = table.terminal_table(rows)
     assert columns == ["shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer"]
     assert [line[1] for line in cells] == ["12", "12", "12", "16", "16"]
     assert ["small", "12", "uniform", "A", "30.0", "10.0", "3.00", "1.50"] in cells

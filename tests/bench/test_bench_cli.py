@@ -8,7 +8,7 @@ from run_mk import Mk, runs_mk
 from test_bench import PEAKS, WHERE, _small_peaks, row  # noqa: F401  the fixture: before each test here
 
 from modular_kernel.bench import run as run_module
-from modular_kernel.bench.candidates import peer_offers
+from modular_kernel.bench.candidates import peer_candidates
 from modular_kernel.bench.run import BenchJob
 from modular_kernel.cli import bench as verb
 from modular_kernel.errors import BrokenPartError, ConfigurationError
@@ -43,7 +43,7 @@ def peer_file(folder: Path, *, factor: float = 1.0, quant: str = "none") -> Path
 
 
 def test_a_peer_file_makes_new_objects_each_time(tmp_path: Path) -> None:
-    (made,) = peer_offers(peer_file(tmp_path))
+    (made,) = peer_candidates(peer_file(tmp_path))
     assert (made.name, made.quant, made.origin) == ("mine", "none", "peer")
     assert made.make() is not made.make()
 
@@ -62,9 +62,9 @@ def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path:
     path = tmp_path / "wrong.py"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(error, match=r"wrong\.py"):
-        peer_offers(path)
+        peer_candidates(path)
     with pytest.raises(ConfigurationError, match="absent"):
-        peer_offers(tmp_path / "absent.py")
+        peer_candidates(tmp_path / "absent.py")
 
 
 mk = runs_mk("bench", "--ms", "0.01")
@@ -237,12 +237,12 @@ def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_schemes_with_options_are_distinguished(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "int4_w4a16_group:group=16,zero_points=true,none,fp8_w8a8_block:block=32x32"
     job = jobs_of(monkeypatch, mk, *TINY, "--quant", text, "--eager", "--deadline", "9")
-    quants = {made.quant for made in job.offers}
+    quants = {made.quant for made in job.candidates}
     assert "int4_w4a16_group:group=16,zero_points=true" in quants
     assert "none" in quants
     assert "fp8_w8a8_block:block=32x32" in quants
     assert (job.graph, job.deadline, job.target_ms) == (False, 9.0, 0.01)
-    only = jobs_of(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").offers
+    only = jobs_of(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").candidates
     assert [made.name for made in only] == ["TorchExperts"]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from modular_kernel.bench.candidates import TorchGroupedMm
-from modular_kernel.bench.launch_count import count_launches, device_work
+from modular_kernel.bench.launch_count import count_device_events, count_launches
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure import timing as method
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantize
@@ -228,7 +228,7 @@ def test_host_cost_counts_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launches_are_counted_from_device_events() -> None:
     kinds = ("kernel", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "gpu_user_annotation")
-    assert device_work([*({"cat": kind} for kind in kinds), {"ph": "M"}]) == 4
+    assert count_device_events([*({"cat": kind} for kind in kinds), {"ph": "M"}]) == 4
 
 
 # ------------------------------------------------------------------------------------- the check

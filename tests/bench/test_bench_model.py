@@ -31,7 +31,7 @@ def config_file(folder: Path, name: str, **changes: object) -> Path:
 
 @pytest.fixture(autouse=True)
 def _once(monkeypatch) -> None:
-    monkeypatch.setattr(model_speed, "_TIMED", 1)
+    monkeypatch.setattr(model_speed, "_TIMED_RUNS", 1)
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
@@ -60,14 +60,14 @@ def test_model_of_a_folder_is_timed(name, tmp_path, monkeypatch, capsys) -> None
 
 def test_fewer_layers_are_noted_and_names_are_accepted(monkeypatch) -> None:
     monkeypatch.setattr(random_model, "free_bytes", lambda _: None)
-    built = random_model._build
+    built = random_model._build_model
 
     def small(library, source, config, dtype, device):
         """Build only on the meta device."""
         return built(library, source, config, dtype, torch.device("meta"))
 
-    monkeypatch.setattr(random_model, "_build", small)
-    made = random_model.random_model("qwen3-235b", DEVICE, layers=2)
+    monkeypatch.setattr(random_model, "_build_model", small)
+    made = random_model.build_random_model("qwen3-235b", DEVICE, layers=2)
     config = made.model.config
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
     assert sizes == (128, 8, 1536)
@@ -75,25 +75,25 @@ def test_fewer_layers_are_noted_and_names_are_accepted(monkeypatch) -> None:
     assert any("2 of" in note for note in made.notes)
     assert any("defaults of Qwen3MoeConfig" in note for note in made.notes)
     assert made.bytes == 2 * made.parameters
-    mixtral = random_model.random_model("mixtral-8x7b", DEVICE).model.config
+    mixtral = random_model.build_random_model("mixtral-8x7b", DEVICE).model.config
     assert (mixtral.num_local_experts, mixtral.intermediate_size) == (8, 14336)
 
 
 def test_lists_with_an_entry_per_layer_are_truncated(tmp_path) -> None:
     config_file(tmp_path, "gpt_oss")
-    made = random_model.random_model(str(tmp_path), DEVICE, layers=1)
+    made = random_model.build_random_model(str(tmp_path), DEVICE, layers=1)
     assert len(made.model.config.layer_types) == 1
     assert made.layers == (1, 2)
 
 
 def refused(source: object, match: str, **options: object) -> None:
     with pytest.raises(ConfigurationError, match=match):
-        random_model.random_model(str(source), DEVICE, **options)
+        random_model.build_random_model(str(source), DEVICE, **options)
 
 
 def test_models_without_experts_are_refused(tmp_path, monkeypatch) -> None:
     path = config_file(tmp_path, "deepseek_v3")
-    refused(path, "no such experts in DeepseekV3ForCausalLM.*more --layers", layers=1)
+    refused(path, "no selectable experts in DeepseekV3ForCausalLM.*more --layers", layers=1)
     refused(path, "--layers: got 3, need from 1 to 2", layers=3)
     refused(path, "--layers: got 0", layers=0)
     config_file(tmp_path, "mixtral", model_type="llama")

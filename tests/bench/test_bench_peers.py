@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from modular_kernel.bench.candidates import peer_offers
+from modular_kernel.bench.candidates import peer_candidates
 from modular_kernel.measure.cases import make_weights
 from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import Problem
@@ -112,7 +112,7 @@ def test_vllm_experts_accept_the_maximum_tokens(
 
 
 def test_file_is_a_valid_peer_file() -> None:
-    names = {offer.name for offer in peer_offers(FILE)}
+    names = {candidate.name for candidate in peer_candidates(FILE)}
     vllm = {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "vllm_marlin", "vllm_marlin_mxfp4"}
     assert names <= vllm | {"triton_kernels", "flashinfer"}
 

@@ -15,12 +15,12 @@ from modular_kernel.bench.all2all.cases import (
     RankContext,
     TransportLink,
     dequantize,
-    distance,
+    load_transports,
+    max_row_error,
 )
 from modular_kernel.bench.all2all.parts import PartTransport
-from modular_kernel.bench.all2all.peers import load_peers
-from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow, markdown, row_of
-from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
+from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow, make_row, markdown
+from modular_kernel.bench.all2all.run import Repeats, TransportJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main, output
 from modular_kernel.errors import BrokenPartError, ConfigurationError
@@ -105,16 +105,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRo
     """Run every peer of the file over one pool, and the correct one again at the end."""
     path = tmp_path_factory.mktemp("peers") / "peers.py"
     path.write_text(PEERS, encoding="utf-8")
-    names = [peer.name for peer in load_peers(path)]
+    names = [peer.name for peer in load_transports(path)]
     cells = tuple(
         ExchangeCase(2, tokens, 8, hidden=128, experts=8, top_k=2) for tokens in (2, 5, 8)
     )
     cells += (ExchangeCase(2, 1, 4, hidden=128, experts=8, top_k=2),)  # other buffers
-    offers = [
-        ExchangeOffer(name, "peer", cells, Machine(), path=path, seconds=1.5)
+    jobs = [
+        TransportJob(name, "peer", cells, Machine(), path=path, seconds=1.5)
         for name in [*names, "whole"]
     ]
-    found = run(offers, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
+    found = run(jobs, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
     *first, again = found
     return {**dict(zip(names, first, strict=True)), "again": again}
 
@@ -164,8 +164,8 @@ def test_nothing_starts_after_the_deadline() -> None:
 
         return Idle()
 
-    offer = ExchangeOffer("x", "peer", (CELL,), Machine())
-    ((row,),) = run([offer], no_pool, link=TransportLink(), repeats=REPEATS, deadline_s=-1)
+    job = TransportJob("x", "peer", (CELL,), Machine())
+    ((row,),) = run([job], no_pool, link=TransportLink(), repeats=REPEATS, deadline_s=-1)
     assert (row.status, row.note) == ("skipped", "the deadline had passed")
 
 
@@ -192,9 +192,9 @@ def test_earliest_reason_is_reported(first: int) -> None:
         {"status": "failed", "note": note, "error": None, "at": 8.0 if rank == first else 8.5}
         for rank, note in enumerate(notes)
     ]
-    assert row_of("x", "peer", CELL, told, TransportLink()).note == "ValueError: broken here"
+    assert make_row("x", "peer", CELL, told, TransportLink()).note == "ValueError: broken here"
     late = {"status": "failed", "note": "died: exit code 7", "error": None}
-    assert row_of("x", "peer", CELL, [*told, late], TransportLink()).note == "died: exit code 7"
+    assert make_row("x", "peer", CELL, [*told, late], TransportLink()).note == "died: exit code 7"
 
 
 def test_bytes_and_floors_by_hand() -> None:
@@ -204,7 +204,7 @@ def test_bytes_and_floors_by_hand() -> None:
     assert TransportLink(393e9, 6e-6).floor_us(58_000_000) == pytest.approx(147.6 + 6, abs=0.1)
     same = {"status": "ok", "note": "", "error": 0.0, "mode": "graph", "spread": 0.1}
     told = [{**same, "dispatch_us": us, "combine_us": 2.0, "pair_us": 12.0} for us in (10.0, 20.0)]
-    row = row_of("x", "peer", CELL, told, TransportLink())
+    row = make_row("x", "peer", CELL, told, TransportLink())
     assert (row.dispatch_us, row.combine_us) == (20.0, 2.0)
     assert row.dispatch_gbs == pytest.approx(CELL.remote_rows[0] * 256 / 20e-6 / 1e9)
 
@@ -213,9 +213,9 @@ def test_distance_is_the_error_of_the_worst_row() -> None:
     x = torch.randn(4, 64).bfloat16()
     out = x.clone()
     out[2] = 0
-    assert distance(out, x) == 1.0
+    assert max_row_error(out, x) == 1.0
     out[2] = float("nan")
-    assert distance(out, x) == distance(x[:2], x) == float("inf")
+    assert max_row_error(out, x) == max_row_error(x[:2], x) == float("inf")
 
 
 def test_dequantize_with_scales_of_groups_rows_and_tensors() -> None:
@@ -234,7 +234,7 @@ def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path:
     path = tmp_path / "broken.py"
     path.write_text(text)
     with pytest.raises(error, match=r"broken\.py"):
-        load_peers(path)
+        load_transports(path)
 
 
 def mk(*words: str) -> int:
@@ -314,13 +314,13 @@ def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
     transport = PartTransport(name, this_machine())
     assert transport.refusal(cell) == ""
     transport.open(cell, HERE)
-    given = ExchangeInputs.of(cell, 0, HERE.device)
+    given = ExchangeInputs.from_case(cell, 0, HERE.device)
     transport.load(given)
     transport.dispatch()
     transport.identity()
-    assert distance(transport.combine(), given.x_TH) <= cell.bound
+    assert max_row_error(transport.combine(), given.x_TH) <= cell.bound
     transport._output[..., 5] *= 2  # of every row
-    assert distance(transport.combine(), given.x_TH) > BF16_BOUND
+    assert max_row_error(transport.combine(), given.x_TH) > BF16_BOUND
     transport.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
 from modular_kernel.bench.all2all.records import ExchangeRow
-from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
+from modular_kernel.bench.all2all.run import Repeats, TransportJob, run
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.ranks.pool import RankPool
 
@@ -37,7 +37,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
     """Return the rows by (folder of the library, transport)."""
     found = {}
     folder = tmp_path_factory.mktemp("peers")
-    offers = []
+    jobs = []
     for library, names in (
         (
             "v1",
@@ -59,17 +59,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
         folders = [str(STAND_INS / library), str(STAND_INS)]
         peers = str(ROOT / "tools" / "exchange_peers.py")
         path.write_text(FILE.format(folders=folders, peers=peers), encoding="utf-8")
-        offers += [
-            (library, ExchangeOffer(name, "peer", CELLS, Machine(), path=path)) for name in names
+        jobs += [
+            (library, TransportJob(name, "peer", CELLS, Machine(), path=path)) for name in names
         ]
     told = run(
-        [offer for _, offer in offers],
+        [job for _, job in jobs],
         lambda: RankPool(2),
         link=TransportLink(),
         repeats=Repeats(1, 1),
     )
-    for (library, offer), found_rows in zip(offers, told, strict=True):
-        found[library, offer.name] = found_rows
+    for (library, job), found_rows in zip(jobs, told, strict=True):
+        found[library, job.name] = found_rows
     return found
 
 

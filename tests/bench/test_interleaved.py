@@ -1,4 +1,4 @@
-"""`make bench`: sampled layers, interleaved timing, standings, and the command."""
+"""`make bench`: sampled layers, interleaved timing, leads, and the command."""
 
 import importlib.util
 import json
@@ -13,32 +13,32 @@ import torch
 from click.testing import CliRunner
 
 from modular_kernel.bench.candidates import (
-    BenchOffer,
+    Candidate,
     ComposedLayer,
     DefaultLayer,
     Layer,
-    PairLayer,
-    library_of,
+    PairingLayer,
+    gemm_library,
 )
-from modular_kernel.bench.interleaved import Block, Comparison, run_interleaved
-from modular_kernel.bench.run import short_error
-from modular_kernel.bench.sampled_layers import SampledLayer, sample_layers
-from modular_kernel.bench.standings import (
+from modular_kernel.bench.interleaved import CellBlock, Comparison, run_interleaved
+from modular_kernel.bench.leads import (
     COMPOSED,
     DEFAULT,
-    LIBRARY,
-    OWN,
-    cells_of,
-    column_of,
-    document,
+    OTHER_LIBRARY,
+    OWN_KERNELS,
+    collect_cells,
+    column_name,
     layers_table,
-    merged,
-    missing_lines,
-    plot_standings,
+    leads_table,
+    merge_reports,
+    plot_leads,
+    render_markdown,
     replace_section,
-    standings,
-    standings_table,
+    summarize_leads,
+    unmeasured_list,
 )
+from modular_kernel.bench.run import format_error
+from modular_kernel.bench.sampled_layers import SampledLayer, sample_layers
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.cases import LayerCase
@@ -105,8 +105,8 @@ class Scaled(Layer):
         return (y_TH * self.factor).to(x_TH.dtype)
 
 
-def offer(name: str, origin: str = PEER, **options: Any) -> BenchOffer:
-    return BenchOffer(name, "none", origin, partial(Scaled, name, **options))
+def candidate(name: str, origin: str = PEER, **options: Any) -> Candidate:
+    return Candidate(name, "none", origin, partial(Scaled, name, **options))
 
 
 def cells(*tokens: int) -> tuple[LayerCase, ...]:
@@ -114,14 +114,14 @@ def cells(*tokens: int) -> tuple[LayerCase, ...]:
     return tuple(LayerCase(LAYER.name, LAYER.problem(count), kind) for count in tokens)
 
 
-def compared(*offers: BenchOffer, tokens: tuple[int, ...] = (8,), **options: Any) -> Report:
-    blocks = (Block(cells(*tokens), offers),)
+def compared(*candidates: Candidate, tokens: tuple[int, ...] = (8,), **options: Any) -> Report:
+    blocks = (CellBlock(cells(*tokens), candidates),)
     return run_interleaved(Comparison(blocks, this_machine(device="cpu"), **options))
 
 
 def test_every_layer_has_a_row_with_its_outcome() -> None:
-    offers = [offer("right"), offer("wrong", factor=1.5), offer("broken")]
-    report = compared(*offers, tokens=(8, 3), rounds=3)
+    candidates = [candidate("right"), candidate("wrong", factor=1.5), candidate("broken")]
+    report = compared(*candidates, tokens=(8, 3), rounds=3)
     outcomes = {(row.layer, row.tokens): row.status for row in report.rows}
     assert outcomes == {
         ("right", 8): "ok",
@@ -145,7 +145,7 @@ def test_every_layer_has_a_row_with_its_outcome() -> None:
 
 def test_layers_are_timed_interleaved() -> None:
     log: list[str] = []
-    compared(offer("a", log=log), offer("b", log=log), rounds=20)
+    compared(candidate("a", log=log), candidate("b", log=log), rounds=20)
     rounds = [log[i : i + 2] for i in range(len(log) - 4 - 40, len(log) - 4, 2)]
     assert all(sorted(pair) == ["a", "b"] for pair in rounds)
     assert len({tuple(pair) for pair in rounds}) == 2  # both orders occur
@@ -153,19 +153,19 @@ def test_layers_are_timed_interleaved() -> None:
 
 def test_a_layer_is_tuned_for_the_tokens_of_each_cell() -> None:
     log: list[str] = []
-    compared(offer("a", log=log), tokens=(8, 4), rounds=1)
+    compared(candidate("a", log=log), tokens=(8, 4), rounds=1)
     assert [line for line in log if line.startswith("tune")] == ["tune 8", "tune 4"]
 
 
 def test_cells_not_started_in_time_are_listed() -> None:
-    report = compared(offer("a"), seconds=0.0)
+    report = compared(candidate("a"), seconds=0.0)
     assert [row.status for row in report.rows] == ["skipped"]
-    assert any("time had ended" in line for line in missing_lines(report))
+    assert any("the time limit had passed" in line for line in unmeasured_list(report))
 
 
 def test_report_is_passed_on_after_every_cell() -> None:
     kept: list[int] = []
-    blocks = (Block(cells(8, 4), (offer("a"),)),)
+    blocks = (CellBlock(cells(8, 4), (candidate("a"),)),)
     run_interleaved(
         Comparison(blocks, this_machine(device="cpu"), rounds=1),
         on_report=lambda report: kept.append(len(report.rows)),
@@ -175,7 +175,7 @@ def test_report_is_passed_on_after_every_cell() -> None:
 
 def test_compiling_calls_each_layer_once_and_times_nothing() -> None:
     log: list[str] = []
-    report = compared(offer("a", log=log), tokens=(8, 4), compile_only=True)
+    report = compared(candidate("a", log=log), tokens=(8, 4), compile_only=True)
     assert log == ["a", "a"]
     assert report.rows == ()
 
@@ -185,14 +185,14 @@ def test_our_layers_pass_the_check(quant: str) -> None:
     machine = this_machine(device="cpu")
     layer = SampledLayer(4, 2, 128, 128)
     cell = LayerCase(layer.name, layer.problem(8), RoutingKind("uniform"))
-    offers = (
-        BenchOffer("FusedMoE", quant, OURS, partial(DefaultLayer, quant)),
-        BenchOffer("compose", quant, OURS, partial(ComposedLayer, quant, machine, (8,), 0.0)),
-        BenchOffer(
-            "TorchExperts", quant, OURS, partial(PairLayer, PF, "TorchExperts", quant, machine)
+    candidates = (
+        Candidate("FusedMoE", quant, OURS, partial(DefaultLayer, quant)),
+        Candidate("compose", quant, OURS, partial(ComposedLayer, quant, machine, (8,), 0.0)),
+        Candidate(
+            "TorchExperts", quant, OURS, partial(PairingLayer, PF, "TorchExperts", quant, machine)
         ),
     )
-    block = Block((cell,), offers)
+    block = CellBlock((cell,), candidates)
     report = run_interleaved(Comparison((block,), machine, rounds=1))
     assert [row.status for row in report.rows] == ["ok"] * 3
     assert PF in report.rows[1].note
@@ -211,7 +211,7 @@ def test_our_layers_pass_the_check(quant: str) -> None:
     ],
 )
 def test_parts_name_the_library_whose_products_they_run(experts: str, library: str) -> None:
-    assert library_of(experts) == library
+    assert gemm_library(experts) == library
 
 
 BLANK = Row(
@@ -256,37 +256,37 @@ def report_of(*rows: Row, **options: Any) -> Report:
 
 
 def test_a_library_inside_our_part_is_not_counted_as_our_kernel() -> None:
-    assert [column_of(row) for row in ROWS[:7]] == [
+    assert [column_name(row) for row in ROWS[:7]] == [
         DEFAULT,
         COMPOSED,
-        OWN,
-        OWN,
-        LIBRARY,
+        OWN_KERNELS,
+        OWN_KERNELS,
+        OTHER_LIBRARY,
         None,
         None,
     ]
-    one, sixteen = cells_of(ROWS)
-    assert one.ours == {DEFAULT: 10.0, COMPOSED: 8.0, OWN: 11.0, LIBRARY: 5.0}
+    one, sixteen = collect_cells(ROWS)
+    assert one.ours == {DEFAULT: 10.0, COMPOSED: 8.0, OWN_KERNELS: 11.0, OTHER_LIBRARY: 5.0}
     assert (one.peer, one.peer_name) == (9.0, "vllm_triton")
     assert sixteen.ours == {DEFAULT: 10.0}
 
 
 def test_standings_are_geometric_means_with_the_worst_cell() -> None:
-    by_column = {standing.column: standing for standing in standings(cells_of(ROWS))}
+    by_column = {standing.column: standing for standing in summarize_leads(collect_cells(ROWS))}
     default = by_column[DEFAULT]
     assert default.cells == 2
     assert default.mean == pytest.approx((0.9 * 4.0) ** 0.5)
     assert default.behind == 1
     assert default.worst.tokens == 1
-    assert default.least == pytest.approx(0.9)
+    assert default.min_lead == pytest.approx(0.9)
     assert by_column[COMPOSED].behind == 0
 
 
 def test_a_cell_within_the_margin_is_not_behind() -> None:
     rows = [timed("FusedMoE", 100.9), timed("vllm_triton", 100.0, PEER)]
-    assert [standing.behind for standing in standings(cells_of(rows))] == [0]
+    assert [standing.behind for standing in summarize_leads(collect_cells(rows))] == [0]
     rows[0] = timed("FusedMoE", 101.1)
-    assert [standing.behind for standing in standings(cells_of(rows))] == [1]
+    assert [standing.behind for standing in summarize_leads(collect_cells(rows))] == [1]
 
 
 def test_tables_name_each_layer_and_what_is_missing() -> None:
@@ -295,10 +295,10 @@ def test_tables_name_each_layer_and_what_is_missing() -> None:
     lines = layers_table(report)
     assert "| bf16 | DeepGemmExperts `none` | ours, GEMMs of deep_gemm | 1 | 0.56 |  |" in lines
     assert "| bf16 | flashinfer `none` | peer | 0 |  | 1 |" in lines
-    assert "- not installed: vllm_marlin (needs vllm)" in missing_lines(report)
-    assert "- bf16, flashinfer: failed in 1 cells: no module" in missing_lines(report)
-    text = document(report)
-    for line in [*standings_table(report), *lines]:
+    assert "- not installed: vllm_marlin (needs vllm)" in unmeasured_list(report)
+    assert "- bf16, flashinfer: failed in 1 cells: no module" in unmeasured_list(report)
+    text = render_markdown(report)
+    for line in [*leads_table(report), *lines]:
         assert line in text
 
 
@@ -308,7 +308,7 @@ def test_records_survive_a_file_and_are_merged(tmp_path: Path) -> None:
     report.write(path)
     loaded = Report.from_json(path.read_text(encoding="utf-8"))
     assert loaded == report
-    both = merged([loaded, report_of(ROWS[2], missing=("a", "b"), stopped="x")])
+    both = merge_reports([loaded, report_of(ROWS[2], missing=("a", "b"), stopped="x")])
     assert both.rows == ROWS[:3]
     assert both.missing == ("a", "b")
     assert both.stopped == "x"
@@ -322,10 +322,10 @@ def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
         report_of(timed("FusedMoE", 5.0), timed("vllm_triton", 9.0, PEER), stopped="broke"),
         report_of(failed, stopped="broke"),
     ]
-    both = merged(reports)
+    both = merge_reports(reports)
     assert [(row.layer, row.us) for row in both.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
     assert both.stopped == "broke"
-    (standing,) = standings(cells_of(both.rows))
+    (standing,) = summarize_leads(collect_cells(both.rows))
     assert standing.cells == 1
     assert standing.mean == pytest.approx(8.0 / 5.0)
 
@@ -333,29 +333,29 @@ def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
 def test_an_error_without_a_message_names_its_place() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError  # as an assertion of a library
-    note = short_error(caught.value)
+    note = format_error(caught.value)
     assert "raise AssertionError" in note
     assert "test_interleaved.py" in note
-    assert short_error(ValueError("x")) == "ValueError: x"
+    assert format_error(ValueError("x")) == "ValueError: x"
 
 
 def test_the_plot_is_written(tmp_path: Path) -> None:
     path = tmp_path / "bench.svg"
-    plot_standings(report_of(*ROWS), path)
+    plot_leads(report_of(*ROWS), path)
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
 def test_a_section_is_replaced_between_its_markers() -> None:
     text = "a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n"
-    got = replace_section(text, "bench", ["new"], where="README.md")
+    got = replace_section(text, "bench", ["new"], filename="README.md")
     assert got == "a\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nb\n"
     with pytest.raises(ValueError, match=r"README\.md: got no section"):
-        replace_section("a", "bench", [], where="README.md")
+        replace_section("a", "bench", [], filename="README.md")
 
 
 def test_the_readme_has_the_section() -> None:
     text = (TOOLS.parent / "README.md").read_text(encoding="utf-8")
-    assert "new" in replace_section(text, "bench", ["new"], where="README.md")
+    assert "new" in replace_section(text, "bench", ["new"], filename="README.md")
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def test_a_dry_run_lists_layers_offers_and_what_is_not_installed(tool: ModuleTyp
     assert "FusedMoE fp8_w8a8_block (ours)" in result.output
     missing = [line for line in result.output.splitlines() if line.startswith("not installed")]
     listed = [line for line in result.output.splitlines() if "vllm_deepgemm" in line]
-    assert listed  # as an offer, or as missing
+    assert listed  # as an candidate, or as missing
     if importlib.util.find_spec("vllm") is None:
         assert "not installed: vllm_deepgemm fp8_w8a8_block (needs vllm)" in missing
 

@@ -15,7 +15,7 @@ from test_bench import _small_peaks  # noqa: F401  the fixture: before each test
 from experts.triton.contiguous import TritonExperts
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench import tables
-from modular_kernel.bench.candidates import pair_offers
+from modular_kernel.bench.candidates import pairing_candidates
 from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
@@ -46,14 +46,14 @@ def interpreted() -> Machine:
 
 
 def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: list[int]) -> None:
-    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
-    assert [(o.name, o.prepared) for o in offers] == [
+    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
+    assert [(o.name, o.prepared) for o in candidates] == [
         ("TritonExperts", False),
         ("TritonExperts prepared", True),
     ]
     before: list[int] = []
     report = run(
-        BenchJob((CELL,), tuple(offers), machine, target_ms=0.01),
+        BenchJob((CELL,), tuple(candidates), machine, target_ms=0.01),
         lambda found: before.append(len(launched)),
     )
     assert before[0] == 0 < before[1]
@@ -64,13 +64,13 @@ def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: li
     assert prepared.group == plain.group
     assert (plain.prepared, prepared.prepared) == (False, True)
     assert prepared.floor_us == plain.floor_us
-    assert tables.label(prepared) == "TritonExperts prepared mxfp4_w4a16"
-    assert "TritonExperts prepared mxfp4_w4a16:" in tables.one_line(prepared)
+    assert tables.layer_label(prepared) == "TritonExperts prepared mxfp4_w4a16"
+    assert "TritonExperts prepared mxfp4_w4a16:" in tables.format_row(prepared)
     assert Report.from_json(report.to_json()) == report
     for text in ("\n".join(tables.summary(report)), tables.markdown(report)):
-        assert tables.PREPARED in text
-    assert tables.PREPARED not in tables.summary(only_plain)
-    assert tables.PREPARED not in tables.markdown(only_plain)
+        assert tables.PREPARED_NOTE in text
+    assert tables.PREPARED_NOTE not in tables.summary(only_plain)
+    assert tables.PREPARED_NOTE not in tables.markdown(only_plain)
 
 
 def test_wrongly_prepared_weights_are_wrong(
@@ -81,17 +81,17 @@ def test_wrongly_prepared_weights_are_wrong(
             tensor.zero_()
 
     monkeypatch.setattr(TritonExperts, "prepare", zeros)
-    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
-    (row,) = run(BenchJob((CELL,), tuple(offers[1:]), machine, target_ms=0.01)).rows
+    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
+    (row,) = run(BenchJob((CELL,), tuple(candidates[1:]), machine, target_ms=0.01)).rows
     assert (row.status, row.us) == ("wrong", None)
 
 
 def test_layer_without_prepared_weights_is_refused(machine: Machine) -> None:
     cells = (replace(CELL, problem=replace(CELL.problem, dtype=torch.float16)),)
-    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
-    (refused,) = run(BenchJob(cells, tuple(offers[1:]), machine, target_ms=0.01)).rows
+    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
+    (refused,) = run(BenchJob(cells, tuple(candidates[1:]), machine, target_ms=0.01)).rows
     assert (refused.status, refused.prepared, refused.us) == ("refused", True, None)
-    assert refused.note == "TritonExperts does not prepare such weights"
+    assert refused.note == "TritonExperts does not prepare weights of this problem"
 
 
 def test_weight_sets_count_prepared_bytes(
@@ -104,9 +104,9 @@ def test_weight_sets_count_prepared_bytes(
         sizes.append(weight_bytes)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(run_module, "choose_rotation", rotation)
-    offers = pair_offers(*PAIR, [LAYER], machine, prepared=True)
-    run(BenchJob((CELL,), tuple(offers), machine, target_ms=0.01))
+    monkeypatch.setattr(run_module, "rotation", rotation)
+    candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
+    run(BenchJob((CELL,), tuple(candidates), machine, target_ms=0.01))
     plain, prepared = sizes
     assert prepared - plain == prepared_tensor_bytes(PAIR[1], LAYER) > 0
 
@@ -130,7 +130,7 @@ def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
     done = mk(*WORDS, "--quant", "mxfp4_w4a16,none", "--json", str(path))
     assert done.code == 0, done.err
     assert "TritonExperts prepared mxfp4_w4a16" in done.out
-    assert tables.PREPARED in done.out
+    assert tables.PREPARED_NOTE in done.out
     assert "not timed with prepared weights: TritonExperts none" in done.err
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert {(row["layer"], row["prepared"], row["quant"]) for row in rows} == {

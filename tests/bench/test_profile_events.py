@@ -14,7 +14,7 @@ from modular_kernel.profiling.events import (
     UNATTRIBUTED,
     CallTimes,
     StageTime,
-    calls_of,
+    find_calls,
     median_call,
 )
 from modular_kernel.profiling.record import suppress_profiler_lines
@@ -22,7 +22,7 @@ from modular_kernel.replay import stages
 
 
 def only(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:
-    (call,) = calls_of(events, on_gpu=on_gpu)
+    (call,) = find_calls(events, on_gpu=on_gpu)
     return call
 
 
@@ -80,11 +80,11 @@ def test_median_call_of_several() -> None:
         start = number * 1000
         events += [ranged(stages.CALL, start, start + 100), ranged(stages.GEMM1, start, start + 9)]
         events += [launch(start + 1, number), ran("k", start + 5, dur, number)]
-    calls = calls_of(events, on_gpu=True)
+    calls = find_calls(events, on_gpu=True)
     assert [call.span_us for call in calls] == [50, 10, 30]
     assert median_call(calls).span_us == 30
     with pytest.raises(ConfigurationError, match="no call"):
-        median_call(calls_of([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
+        median_call(find_calls([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
 
 
 def test_a_part_without_stages_has_default_ones() -> None:
@@ -136,7 +136,7 @@ FAULTY = {
 
 @pytest.mark.parametrize("trace", FAULTY.values(), ids=FAULTY)
 def test_invalid_chrome_traces_are_refused(trace: object, tmp_path: Path) -> None:
-    assert len(chrome.format_violations(trace)) == 1
+    assert len(chrome.find_violations(trace)) == 1
     path = tmp_path / "x.json"
     path.write_text(json.dumps(trace))
     with pytest.raises(ConfigurationError, match=r"trace x\.json"):
@@ -156,7 +156,7 @@ def test_ranks_become_processes_on_one_clock() -> None:
         {"baseTimeNanoseconds": base + rank * 3_000, "traceEvents": one_call()} for rank in (0, 1)
     ]
     merged = chrome.merge_traces(traces, ["rank 0: a", "rank 1: b"])
-    assert chrome.format_violations(merged) == []
+    assert chrome.find_violations(merged) == []
     events = merged["traceEvents"]
     assert merged["baseTimeNanoseconds"] == base
     assert {event["pid"] for event in events} == {0, 1}

@@ -16,7 +16,7 @@ from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.profiling import html, summary
 from modular_kernel.profiling.chrome import Trace
 from modular_kernel.profiling.record import EndToEndTime, Memory, PairRecord, ProfileJob, RankRecord
-from modular_kernel.profiling.report import Profile, as_record, profile_of
+from modular_kernel.profiling.report import Profile, make_profile, to_record
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Machine, Problem
 
@@ -53,7 +53,7 @@ def profiled(
     job = ProfileJob((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
     whole = trace or {"traceEvents": one_call()}
     merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
-    return profile_of(job, records, [[whole] * ranks for _ in pairs], merged)
+    return make_profile(job, records, [[whole] * ranks for _ in pairs], merged)
 
 
 def test_stage_and_its_floor() -> None:
@@ -64,7 +64,7 @@ def test_stage_and_its_floor() -> None:
     assert gemm2.floor is not None
     # 2304 bytes of h, 3 experts of 4096 bytes, 1152 bytes of rows, at 1 byte a microsecond.
     assert (gemm2.work.bytes, gemm2.floor.us) == (15744, pytest.approx(15744))
-    assert gemm2.percent == pytest.approx(100 * 15744 / 400)
+    assert gemm2.percent_of_floor == pytest.approx(100 * 15744 / 400)
     assert rows[stages.EXPERTS].floor is None
 
 
@@ -77,22 +77,22 @@ def test_furthest_stage_loses_the_most_time() -> None:
         for row, us in zip(rank.rows, (0, 0, 0.1, 0, 1000.0, 390.0), strict=True)
     )
     rank = replace(rank, rows=rows)
-    assert rank.furthest is not None
-    assert rank.furthest.stage == stages.GATHER_GEMM1
-    assert rank.min_percent is not None
-    assert rank.min_percent.stage == stages.SORT
-    text = "\n".join(summary.sentences(replace(fast.pairs[0], ranks=(rank,))))
+    assert rank.largest_gap_row is not None
+    assert rank.largest_gap_row.stage == stages.GATHER_GEMM1
+    assert rank.lowest_percent_row is not None
+    assert rank.lowest_percent_row.stage == stages.SORT
+    text = "\n".join(summary.describe_slowest_rank(replace(fast.pairs[0], ranks=(rank,))))
     assert "Largest gap to the roofline: permute+gemm1_activation, 1100 us against 1000" in text
     assert "Lowest percentage of roofline: sort, 2 %" in text
 
 
 def test_interpreted_times_have_no_percentage() -> None:
     pair = profiled("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
-    at = summary.COLUMNS.index("% of floor")
-    assert {row[at] for row in summary.cells(pair.slowest)} > {summary.ABSENT}
+    at = summary.STAGE_COLUMNS.index("% of floor")
+    assert {row[at] for row in summary.stage_cells(pair.slowest)} > {summary.ABSENT}
     rank = replace(pair.slowest, total=replace(pair.slowest.total, mode=INTERPRETER))
-    assert {row[at] for row in summary.cells(rank)} == {summary.ABSENT}
-    text = "\n".join(summary.sentences(replace(pair, ranks=(rank,))))
+    assert {row[at] for row in summary.stage_cells(rank)} == {summary.ABSENT}
+    text = "\n".join(summary.describe_slowest_rank(replace(pair, ranks=(rank,))))
     assert "not a meaningful time" in text
     assert "floor" not in text
 
@@ -102,7 +102,7 @@ def test_summary_has_planned_and_eager_calls() -> None:
     (rank,) = profile.pairs[0].ranks
     assert rank.sum_to_span == pytest.approx(1505 / 1550)
     assert rank.sum_to_total == pytest.approx(1505 / 1500)
-    text = "\n".join(summary.sentences(profile.pairs[0]))
+    text = "\n".join(summary.describe_slowest_rank(profile.pairs[0]))
     assert "1500 us, a planned call in a CUDA graph" in text
     assert "Stages: 1505 us of device time in 5 launches" in text
     assert "peak 3 MiB" in text
@@ -112,7 +112,7 @@ def test_summary_has_planned_and_eager_calls() -> None:
 def test_slowest_rank_is_shown() -> None:
     profile = profiled("A x B", ranks=2)
     assert profile.pairs[0].slowest.rank == 1
-    assert "rank 1, the slowest of 2" in summary.sentences(profile.pairs[0])[0]
+    assert "rank 1, the slowest of 2" in summary.describe_slowest_rank(profile.pairs[0])[0]
     assert any("The link between ranks was not measured" in line for line in profile.missing)
 
 
@@ -128,7 +128,7 @@ def test_missing_measurements_are_noted() -> None:
 
 
 def test_record_has_all_measurements() -> None:
-    record = to_json_types(as_record(profiled("A x B", "C x D", ranks=2)))
+    record = to_json_types(to_record(profiled("A x B", "C x D", ranks=2)))
     assert isinstance(record, dict)
     (rank, _) = record["pairs"][1]["ranks"]
     assert rank["coverage"] == pytest.approx(1505 / 1535)
@@ -163,7 +163,7 @@ class _Checked(HTMLParser):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
     later = [event | {"ts": event.get("ts", 0) + 1e9} for event in one_call()]
-    page = html.page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
+    page = html.render_page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
     checked = _Checked()
     checked.feed(page)
     checked.close()

@@ -11,7 +11,7 @@ from run_mk import run_mk
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import profile
-from modular_kernel.profiling.chrome import format_violations
+from modular_kernel.profiling.chrome import find_violations
 from modular_kernel.replay import stages
 from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 
@@ -30,7 +30,7 @@ def run(capsys: Capsys, *words: str) -> tuple[int, str]:
 def stage_events(path: Path) -> dict[str, dict[str, Any]]:
     """Return the names of the host ranges in a Chrome trace."""
     trace = json.loads(path.read_text(encoding="utf-8"))
-    assert format_violations(trace) == []
+    assert find_violations(trace) == []
     return {
         event["name"]: event
         for event in trace["traceEvents"]

@@ -11,7 +11,7 @@ from run_mk import run_mk
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main, verify
-from modular_kernel.profiling.chrome import format_violations
+from modular_kernel.profiling.chrome import find_violations
 from modular_kernel.replay import stages
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
@@ -188,7 +188,7 @@ def test_a_trace_of_each_rank_and_one_of_all(capsys: Capture, tmp_path: Path) ->
     traces = [Path(trace) for trace in record["traces"]]
     assert [re.search(r"rank\d", trace.name)[0] for trace in traces] == ["rank0", "rank1"]  # type: ignore[index]
     merged = json.loads(Path(record["merged_trace"]).read_text())
-    assert format_violations(merged) == []
+    assert find_violations(merged) == []
     whole = [json.loads(trace.read_text())["traceEvents"] for trace in traces]
     spans = [sum(event["ph"] == "X" for event in events) for events in whole]
     by_rank = Counter(event["pid"] for event in merged["traceEvents"] if event["ph"] == "X")

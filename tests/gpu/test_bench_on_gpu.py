@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.bench.candidates import BenchOffer, Layer, baseline_offers, pair_offers
+from modular_kernel.bench.candidates import (
+    Candidate,
+    Layer,
+    baseline_candidates,
+    pairing_candidates,
+)
 from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.measure.cases import LayerCase
@@ -21,11 +26,11 @@ CELL = LayerCase("small", PROBLEM, RoutingKind("uniform"))
 
 def test_pairs_and_baseline_are_replayed() -> None:
     machine = this_machine()
-    pairs = pair_offers(None, None, [replace(PROBLEM, graph=True)], machine)
+    pairs = pairing_candidates(None, None, [replace(PROBLEM, graph=True)], machine)
     assert {"TritonExperts", "BatchedTritonExperts"} <= {pair.name for pair in pairs}
     parts = map(load_catalog().experts, load_catalog().names("experts"))
     allocating = [part.__name__ for part in parts if part.requires.library_allocates]
-    report = run(BenchJob((CELL,), (*pairs, *baseline_offers()), machine, target_ms=5.0))
+    report = run(BenchJob((CELL,), (*pairs, *baseline_candidates()), machine, target_ms=5.0))
     for row in report.rows:
         assert row.status == "ok", row.note
         assert row.mode in ("graph", "graph+flush")
@@ -57,8 +62,8 @@ class _Looping(Layer):
 
 
 def test_what_cannot_be_captured_is_timed_eagerly() -> None:
-    offers = (BenchOffer("looping", "none", "peer", _Looping), *baseline_offers())
-    looping, after = run(BenchJob((CELL,), offers, this_machine(), target_ms=1.0)).rows
+    candidates = (Candidate("looping", "none", "peer", _Looping), *baseline_candidates())
+    looping, after = run(BenchJob((CELL,), candidates, this_machine(), target_ms=1.0)).rows
     assert (looping.status, looping.note) == ("ok", "not captured")
     assert looping.mode.startswith("eager")
     assert looping.eager_us == looping.us

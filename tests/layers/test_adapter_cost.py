@@ -10,7 +10,7 @@ import torch
 from run_mk import run_mk
 
 from modular_kernel import Problem
-from modular_kernel.bench.moe_lora import CONFIGS, BranchConfig, benchmark_moe_lora
+from modular_kernel.bench.moe_lora import BRANCH_SIZES, LoRABranchSizes, benchmark_moe_lora
 from modular_kernel.measure.adapter_roofline import (
     NO_WORK,
     AdapterWork,
@@ -21,8 +21,8 @@ from modular_kernel.measure.cases import LayerCase, make_input, make_weights
 from modular_kernel.measure.check import compute_expected_output
 from modular_kernel.measure.roofline import compute_work
 from modular_kernel.measure.routing_patterns import Load, RoutingKind
-from modular_kernel.measure.stage_roofline import RankLoad, StageWork, compute_stage_works
-from modular_kernel.perf_model.estimate import over_ranks, size
+from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_works
+from modular_kernel.perf_model.estimate import distribute_over_ranks, estimate_pairings
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.replay import stages
 from modular_kernel.spec.quantization import QuantScheme
@@ -102,15 +102,15 @@ def test_stages_by_hand() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_plan_counts_their_bytes_and_time(world: int) -> None:
     def estimate(problem: Problem) -> tuple[float, float]:
-        estimates = size(over_ranks(problem, world), Cluster()).estimates
+        estimates = estimate_pairings(distribute_over_ranks(problem, world), Cluster()).estimates
         found = next(each for each in estimates if each.experts_part == "TritonExperts")
         return found.memory.weights, found.experts.seconds
 
     plain = replace(PLAIN, hidden=1024, intermediate=512, tokens=64)
     adapted = replace(plain, lora="adapters=3,rank=16")
     (base, quick), (whole, slow) = estimate(plain), estimate(adapted)
-    assert whole - base == 3 * adapter_bytes(over_ranks(adapted, world))
-    assert adapter_bytes(over_ranks(adapted, world)) * world == adapter_bytes(adapted)
+    assert whole - base == 3 * adapter_bytes(distribute_over_ranks(adapted, world))
+    assert adapter_bytes(distribute_over_ranks(adapted, world)) * world == adapter_bytes(adapted)
     assert slow > quick
 
 
@@ -134,18 +134,18 @@ def test_inputs_and_expected_output_of_a_benchmark_have_adapters() -> None:
 
 def test_the_branch_is_timed_in_its_two_configurations() -> None:
     """Those of the specification, which have the H of DeepSeek-V3; here the sizes are small."""
-    assert [(c.tokens, c.hidden, c.rank, c.experts, c.top_k) for c in CONFIGS] == [
+    assert [(c.tokens, c.hidden, c.rank, c.experts, c.top_k) for c in BRANCH_SIZES] == [
         (256, 2048, 8, 64, 6), (256, 7168, 8, 256, 8),
     ]  # fmt: skip
-    small = (BranchConfig(3, 32, 16, 4, 4, 2), BranchConfig(2, 48, 16, 8, 5, 1))
+    small = (LoRABranchSizes(3, 32, 16, 4, 4, 2), LoRABranchSizes(2, 48, 16, 8, 5, 1))
     rows = list(benchmark_moe_lora(CPU, small, dtype=torch.float32, target_ms=1.0))
-    assert [(row.config, row.strategy) for row in rows] == [
-        (config, strategy) for config in small for strategy in ("staged", "fused")
+    assert [(row.sizes, row.strategy) for row in rows] == [
+        (sizes, strategy) for sizes in small for strategy in ("staged", "fused")
     ]
-    assert [row.auto for row in rows] == [False, True] * 2
+    assert [row.is_auto for row in rows] == [False, True] * 2
     for row in rows:  # the row itself, not all of them
-        assert str(row).startswith(f"{row.config} ({row.strategy}")
-        assert f"{row.config.tokens / row.us * 1e6:.0f} tokens/s" in str(row)
+        assert str(row).startswith(f"{row.sizes} ({row.strategy}")
+        assert f"{row.sizes.tokens / row.us * 1e6:.0f} tokens/s" in str(row)
 
 
 SIZES = ("--hidden", "64", "--intermediate", "96", "--experts", "4", "--top-k", "2",

@@ -79,7 +79,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> RankContext:
 
 
 def slow(**fields: object) -> tuple[Slow, ExchangeInputs]:
-    given = ExchangeInputs.of(
+    given = ExchangeInputs.from_case(
         ExchangeCase(1, 3, 3, hidden=64, experts=2, top_k=1), 0, torch.device("cpu")
     )
     transport = Slow()
@@ -119,6 +119,6 @@ def test_no_rank_replays_if_one_cannot_capture(on_a_gpu: RankContext) -> None:
 def test_first_replay_is_not_counted(on_a_gpu: RankContext) -> None:
     waits = iter([0.02, 0.001, 0.002, 0.0025, 0.001, 0.002])
     runs = [lambda: takes(next(waits))] * 2
-    first, second = exchange_time._time_queued(runs, on_a_gpu, 2)
+    first, second = exchange_time._time_replays(runs, on_a_gpu, 2)
     assert first == pytest.approx([2000, 1000])
     assert second == pytest.approx([2500, 2000])

@@ -11,9 +11,13 @@ from run_mk import Mk, runs_mk
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.perf_model import recommend
-from modular_kernel.perf_model.estimate import complete_machines, over_ranks, size
+from modular_kernel.perf_model.estimate import (
+    distribute_over_ranks,
+    estimate_pairings,
+    machines_with_all_packages,
+)
 from modular_kernel.perf_model.hardware import Cluster
-from modular_kernel.perf_model.recommend import PHASE_TOKENS, best_of, phase_of
+from modular_kernel.perf_model.recommend import PHASE_TOKENS, phase_of, select_best
 from modular_kernel.spec.problem import Problem
 
 mk = runs_mk()
@@ -61,8 +65,8 @@ def test_plan_has_exactly_the_pairs_that_check_accepts(
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_all_rows_are_for_the_same_work(tokens: int) -> None:
     """Each of 8 ranks has its own tokens; replicated input has 8 times as many on each."""
-    problem = over_ranks(DEEPSEEK.with_tokens(tokens), 8)
-    found = size(problem, Cluster()).estimates
+    problem = distribute_over_ranks(DEEPSEEK.with_tokens(tokens), 8)
+    found = estimate_pairings(problem, Cluster()).estimates
     assert {estimate.world_tokens for estimate in found} == {8 * tokens}
     by_kind = {e.prepare_finalize: e.problem.tokens for e in found}
     assert by_kind.pop("ReplicatedEPPrepareAndFinalize") == 8 * tokens
@@ -83,7 +87,7 @@ def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
 ) -> None:
     part = load_catalog().prepare_finalize("ReplicatedEPPrepareAndFinalize")
     monkeypatch.setattr(part, "requires", replace(part.requires, max_tokens=1000))
-    found = size(over_ranks(DEEPSEEK, 8), Cluster())
+    found = estimate_pairings(distribute_over_ranks(DEEPSEEK, 8), Cluster())
     pair = f"{part.__name__} x TritonExperts"
     assert pair not in {estimate.pairing for estimate in found.estimates}
     reason = dict(found.unestimated)[pair]
@@ -92,7 +96,10 @@ def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
 
 
 def test_pairs_over_libraries_have_estimates_from_records() -> None:
-    found = {e.pairing: e for e in size(over_ranks(DEEPSEEK, 8), Cluster()).estimates}
+    found = {
+        e.pairing: e
+        for e in estimate_pairings(distribute_over_ranks(DEEPSEEK, 8), Cluster()).estimates
+    }
     for pair in ("DeepEPLLPrepareAndFinalize x BatchedDeepGemmExperts",
                  "SymmMemPrepareAndFinalize x DeepGemmExperts",
                  "SymmMemPrepareAndFinalize x CutlassExpertsFP8"):  # fmt: skip
@@ -171,7 +178,7 @@ def test_phases_follow_tokens(mk: Mk, words: tuple[str, ...], phases: list[str])
 
 
 def test_ties_prefer_fewer_packages() -> None:
-    result = size(over_ranks(DEEPSEEK, 8), Cluster())
+    result = estimate_pairings(distribute_over_ranks(DEEPSEEK, 8), Cluster())
     by_name = {estimate.pairing: estimate for estimate in result.estimates}
     ours = by_name["SymmMemPrepareAndFinalize x TritonExperts"]
     vendor = by_name["SymmMemPrepareAndFinalize x CutlassExpertsFP8"]
@@ -188,26 +195,28 @@ def test_ties_prefer_fewer_packages() -> None:
             for estimate, time in pairs
         ]
         estimates.sort(key=lambda estimate: estimate.seconds)
-        best = best_of(replace(result, estimates=tuple(estimates)))
+        best = select_best(replace(result, estimates=tuple(estimates)))
         assert best is not None
         return best.experts_part
 
     assert taken(1.0, 1.01, 1.02) == "TritonExperts"
     assert taken(1.0, 1.01, 1.04) == "GroupedGemmExperts"
     assert taken(1.0, 1.04, 1.04) == "CutlassExpertsFP8"
-    assert best_of(replace(result, estimates=())) is None
+    assert select_best(replace(result, estimates=())) is None
 
 
 def test_other_generation_of_deep_ep_is_named() -> None:
     cluster = replace(Cluster(), hosts=2)
-    problem = over_ranks(DEEPSEEK.with_tokens(64), 16, 8)
-    first, second = complete_machines(cluster)
-    results = [size(problem, cluster, machine) for machine in (first, second)]
-    slow = size(problem, cluster, cluster.machine(frozenset({"triton", "ml_dtypes"})))
-    texts = [recommend._by_packages(best_of(one), one, results) for one in (slow, *results)]  # type: ignore[arg-type]
+    problem = distribute_over_ranks(DEEPSEEK.with_tokens(64), 16, 8)
+    first, second = machines_with_all_packages(cluster)
+    results = [estimate_pairings(problem, cluster, machine) for machine in (first, second)]
+    slow = estimate_pairings(problem, cluster, cluster.machine(frozenset({"triton", "ml_dtypes"})))
+    texts = [
+        recommend._changes_by_packages(select_best(one), one, results) for one in (slow, *results)
+    ]  # type: ignore[arg-type]
     assert len(texts[0]) == 1
     assert re.match(r"with deep_ep [12](, \w+)*: DeepEP", texts[0][0])
-    best = min((best_of(one) for one in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
+    best = min((select_best(one) for one in results), key=lambda e: e.seconds)  # type: ignore[union-attr]
     assert best.pairing in texts[0][0]  # type: ignore[union-attr]
     assert sorted(map(len, texts[1:])) in ([0, 0], [0, 1])
 

@@ -7,10 +7,10 @@ import pytest
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.memory import (
+    check_memory,
+    estimate_memory,
+    estimate_workspace,
     exchange_bytes,
-    memory_of,
-    with_memory,
-    workspace_of,
 )
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape
@@ -73,20 +73,22 @@ def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: in
         declared = part(problem).workspace_shapes(shape)
     nbytes = workspace_bytes({**declared.buffers(), "output": declared.output})
     unpacked = 32 * 3 * 7168 * 2048 if quant == "mxfp4_w4a16" else 0
-    assert nbytes * 0.99 <= workspace_of(name, problem, shape) <= 2.1 * nbytes + unpacked
+    assert nbytes * 0.99 <= estimate_workspace(name, problem, shape) <= 2.1 * nbytes + unpacked
 
 
 def test_weights_are_those_of_the_rank_and_layers_share_the_rest() -> None:
-    one = memory_of(NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER)
+    one = estimate_memory(NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER)
     assert one.weights == 256 * 3 * 7168 * 2048 * 2
-    eight = memory_of("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER, layers=58)
+    eight = estimate_memory(
+        "SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER, layers=58
+    )
     assert eight.weights == 58 * one.weights / 8
-    once = memory_of("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER)
+    once = estimate_memory("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER)
     assert (eight.workspace, eight.exchange) == (once.workspace, once.exchange)
     assert once.workspace > one.workspace, "tokens of 8 ranks may arrive"
     bounded = replace(DEEPSEEK, max_received=8192)
     part = "TorchAll2AllPrepareAndFinalize"
-    few, many = (memory_of(part, "TritonExperts", p, HOPPER) for p in (bounded, DEEPSEEK))
+    few, many = (estimate_memory(part, "TritonExperts", p, HOPPER) for p in (bounded, DEEPSEEK))
     assert few.workspace < many.workspace / 3
     assert few.exchange < many.exchange
     assert str(few).startswith(f"{few.total / 1e9:.1f} GB (")
@@ -94,17 +96,17 @@ def test_weights_are_those_of_the_rank_and_layers_share_the_rest() -> None:
 
 def test_pair_that_exceeds_known_memory_is_refused() -> None:
     problem, pair = replace(DEEPSEEK, parallel=Parallel()), (NO_EP, "TritonExperts")
-    total = int(memory_of(*pair, problem, HOPPER).total)
+    total = int(estimate_memory(*pair, problem, HOPPER).total)
 
     def verdict(memory: int | None) -> list[str]:
         judged = check(*pair, problem, replace(HOPPER, memory=memory))
         assert judged.ok, "buffers are no rule of make_kernel"
-        return [f"{r.rule}: {r.got}, {r.need}" for r in with_memory(judged).rejections]
+        return [f"{r.rule}: {r.got}, {r.need}" for r in check_memory(judged).rejections]
 
     assert verdict(None) == verdict(total + 1) == []
     (reason,) = verdict(total - 1)
     assert reason.startswith(f"memory: {total / 1e9:.1f} GB (22.5 of weights, ")
     assert reason.endswith(f"<= {total / 1e9:.1f} GB of NVIDIA H200 sm_90")
     refused = check("BatchedPrepareAndFinalize", "TritonExperts", problem, HOPPER)
-    assert with_memory(refused) is refused
-    assert with_memory(check(NO_EP, "TorchExperts", problem, Machine("cpu"))).ok
+    assert check_memory(refused) is refused
+    assert check_memory(check(NO_EP, "TorchExperts", problem, Machine("cpu"))).ok

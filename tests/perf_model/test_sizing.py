@@ -13,10 +13,23 @@ from run_mk import Ended, run_mk
 
 from modular_kernel import perf_model
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
-from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
-from modular_kernel.perf_model.error_tables import experts_errors, markdown, model_errors
-from modular_kernel.perf_model.estimate import complete_machines, over_ranks, size
+from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.perf_model.compare import (
+    MAX_ACCURATE_ERROR,
+    compare,
+    read_measurements,
+    summarize,
+)
+from modular_kernel.perf_model.error_tables import (
+    error_tables_markdown,
+    experts_errors,
+    model_errors,
+)
+from modular_kernel.perf_model.estimate import (
+    distribute_over_ranks,
+    estimate_pairings,
+    machines_with_all_packages,
+)
 from modular_kernel.perf_model.exchange_time import (
     DEEPEP,
     DEEPEP_2,
@@ -37,18 +50,21 @@ from modular_kernel.perf_model.load import (
     inclusion_probabilities,
     rank_load,
 )
-from modular_kernel.perf_model.recommend import TYPICAL_ERROR
+from modular_kernel.perf_model.recommend import TYPICAL_ERROR_RATIO
 from modular_kernel.spec.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(perf_model.__file__).with_name("data")
-LAYERS, EXCHANGES = DATA / "h200-layers.json", DATA / "h200-exchange.json"
-LIBRARIES, PUBLISHED = DATA / "h200-exchange-libraries.json", DATA / "published-exchange.json"
+LAYERS, EXCHANGE_SCHEMA = DATA / "h200-layers.json", DATA / "h200-exchange.json"
+LIBRARIES, PUBLISHED_SCHEMA = (
+    DATA / "h200-exchange-libraries.json",
+    DATA / "published-exchange.json",
+)
 DEEPSEEK = Problem(128, 7168, 2048, 256, 8)
-KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
+ROW_KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROW_KINDS)
 def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     experts, top_k = 32, 4
     parsed = RoutingKind.parse(kind)
@@ -82,7 +98,10 @@ def test_uniform_loads_match_counted_ones(world: int, tokens: int) -> None:
 
 
 @given(
-    st.sampled_from(KINDS), st.sampled_from([1, 2, 4, 16]), st.integers(1, 500), st.integers(1, 8)
+    st.sampled_from(ROW_KINDS),
+    st.sampled_from([1, 2, 4, 16]),
+    st.integers(1, 500),
+    st.integers(1, 8),
 )
 @settings(deadline=None, max_examples=40)
 def test_loads_stay_within_what_is_possible(kind: str, world: int, tokens: int, top_k: int) -> None:
@@ -109,24 +128,24 @@ def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
         "all", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
     )
     cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
-    problem = replace(over_ranks(DEEPSEEK, 2), tokens=1000, hidden=1000)
+    problem = replace(distribute_over_ranks(DEEPSEEK, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=2, tokens=1000, kind=RoutingKind("uniform"))
     two = exchange_time(problem, part, load, cluster)
     # 1000 rows of 2000 bytes to one other rank of the host.
     assert two.dispatch == pytest.approx(10e-6 + 1e-6 + 2e6 / (100e9 * 0.5))
     assert two.combine == pytest.approx(20e-6 + 1e-6 + 2e6 / (100e9 * 0.25))
-    four = exchange_time(over_ranks(problem, 4), part, load, cluster)
+    four = exchange_time(distribute_over_ranks(problem, 4), part, load, cluster)
     # One other rank in the host, two elsewhere, at a tenth of the bandwidth.
     assert four.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
     wide = replace(cluster, between=Link(1e15, 5e-6))
-    inside = exchange_time(over_ranks(problem, 4), part, load, wide)
+    inside = exchange_time(distribute_over_ranks(problem, 4), part, load, wide)
     assert inside.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
-    assert exchange_time(over_ranks(problem, 1), part, load, cluster).dispatch == 0
+    assert exchange_time(distribute_over_ranks(problem, 1), part, load, cluster).dispatch == 0
 
 
 def test_two_hop_exchange_by_hand() -> None:
     """Two hosts of two ranks; a rank needs half of the tokens, and a host three quarters."""
-    problem = over_ranks(Problem(1000, 500, 64, 8, 2), 4)
+    problem = distribute_over_ranks(Problem(1000, 500, 64, 8, 2), 4)
     load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
     cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
     part = Traffic(
@@ -171,26 +190,30 @@ def test_experts_time_is_at_least_the_roofline() -> None:
 
 
 def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
-    paths = LAYERS, EXCHANGES, LIBRARIES, PUBLISHED
-    found = compare([cell for path in paths for cell in cells_of(path)])
-    worlds = {one.cell.problem.parallel.world_size for one in found if not one.cell.fitted}
+    paths = LAYERS, EXCHANGE_SCHEMA, LIBRARIES, PUBLISHED_SCHEMA
+    found = compare([cell for path in paths for cell in read_measurements(path)])
+    worlds = {one.measured.problem.parallel.world_size for one in found if not one.measured.fitted}
     assert {1, 2, 4, 32, 64, 128} <= worlds
-    predicted = [one for one in found if not (one.cell.fitted or one.cell.eager)]
+    predicted = [one for one in found if not (one.measured.fitted or one.measured.eager)]
     assert len(predicted) >= 90
-    assert [(one.cell.label, one.error) for one in predicted if not one.is_accurate] == []
-    by_what = {summary.quantity: summary for summary in summaries(found)}
+    assert [(one.measured.label, one.error) for one in predicted if not one.is_accurate] == []
+    by_what = {summary.quantity: summary for summary in summarize(found)}
     assert by_what["  1 GPU, predicted"].count == 54
     assert by_what["  1 GPU, predicted"].mean < 0.1
     counts = by_what["  2 GPUs, predicted"].count, by_what["  4 GPUs, predicted"].count
     assert counts == (16 + 38, 16 + 28)
-    eager = [one for one in found if one.cell.eager]
+    eager = [one for one in found if one.measured.eager]
     assert sum(one.is_accurate for one in eager) >= 0.75 * len(eager)
 
 
 @pytest.mark.parametrize("world", [2, 8, 16, 64])
 def test_estimates_are_of_valid_pairs(world: int) -> None:
-    problem = over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host)
-    first, second = (size(problem, Cluster(), m) for m in complete_machines(Cluster()))
+    problem = distribute_over_ranks(
+        replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host
+    )
+    first, second = (
+        estimate_pairings(problem, Cluster(), m) for m in machines_with_all_packages(Cluster())
+    )
     names = {estimate.prepare_finalize for estimate in first.estimates}
     assert ("SymmMemPrepareAndFinalize" in names) is (world <= 8)
     assert names >= {"TorchAll2AllPrepareAndFinalize", DEEPEP, DEEPEP_HT}
@@ -204,7 +227,10 @@ def test_estimates_are_of_valid_pairs(world: int) -> None:
 
 
 def test_rows_per_rank_are_fewer_than_per_expert() -> None:
-    found = {e.prepare_finalize: e for e in size(over_ranks(DEEPSEEK, 4), Cluster()).estimates}
+    found = {
+        e.prepare_finalize: e
+        for e in estimate_pairings(distribute_over_ranks(DEEPSEEK, 4), Cluster()).estimates
+    }
     once = found["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
     # 4096 tokens would be 11,096 remote rows; so many of 128 are 346.75.
     assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
@@ -226,7 +252,7 @@ def test_rows_per_rank_are_fewer_than_per_expert() -> None:
     ],
 )
 def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host: float) -> None:
-    cluster, problem = Cluster(), over_ranks(DEEPSEEK, world, 8)
+    cluster, problem = Cluster(), distribute_over_ranks(DEEPSEEK, world, 8)
     load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
                      kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
     found = [
@@ -258,7 +284,7 @@ def test_rows_of_the_second_hop() -> None:
         "host", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
     )
     cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
-    problem = replace(over_ranks(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
+    problem = replace(distribute_over_ranks(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
                      kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
     # To the other host, and 4 ranks' rows of which half are for the neighbor.
@@ -268,20 +294,20 @@ def test_rows_of_the_second_hop() -> None:
     assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
     serial = exchange_time(problem, replace(part, max_pieces=1), load, cluster)
     assert serial.dispatch == pytest.approx(15e-6 + network + inside)
-    one = replace(over_ranks(problem, 2))
+    one = replace(distribute_over_ranks(problem, 2))
     assert network_rows(one, part, load, cluster) == 0
 
 
 def test_caveat_of_a_library() -> None:
-    problem = over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
+    problem = distribute_over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
 
     def told(tokens: int) -> str:
-        found = size(problem.with_tokens(tokens), Cluster()).estimates
+        found = estimate_pairings(problem.with_tokens(tokens), Cluster()).estimates
         return next(e.caveat for e in found if e.prepare_finalize == DEEPEP)
 
     assert told(256) == ""
     assert told(512) == "made for at most 256 tokens on each rank"
-    refused = size(over_ranks(problem, 24, 8), Cluster()).refused
+    refused = estimate_pairings(distribute_over_ranks(problem, 24, 8), Cluster()).refused
     verdict = next(v for v in refused if v.pairing == f"{DEEPEP_HT} x TritonExperts")
     assert any(r.rule == "world_size" and r.got == "24" for r in verdict.rejections)
 
@@ -308,14 +334,14 @@ def test_files_in_other_formats_are_refused(tmp_path: Path, content: str) -> Non
     path = tmp_path / "rows.json"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match="measured rows"):
-        cells_of(path)
+        read_measurements(path)
     with pytest.raises(ConfigurationError, match="measured rows"):
-        cells_of(tmp_path / "none.json")
+        read_measurements(tmp_path / "none.json")
 
 
 def test_invalid_world_sizes_are_refused() -> None:
     with pytest.raises(ConfigurationError):
-        over_ranks(DEEPSEEK, 257)  # a rank would hold no expert
+        distribute_over_ranks(DEEPSEEK, 257)  # a rank would hold no expert
     with pytest.raises(ConfigurationError, match="link bandwidth"):
         Link(0)
     with pytest.raises(ConfigurationError, match="link latency"):
@@ -329,10 +355,12 @@ def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
 
 
 def test_the_verb_prints_its_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = ended(capsys, "--compare", str(LAYERS), "--compare", str(EXCHANGES), "--json")
+    code, out, _ = ended(
+        capsys, "--compare", str(LAYERS), "--compare", str(EXCHANGE_SCHEMA), "--json"
+    )
     assert code == 0
     assert len(json.loads(out)["cells"]) == 90 + 112
-    rows = json.loads(PUBLISHED.read_text())
+    rows = json.loads(PUBLISHED_SCHEMA.read_text())
     rows["rows"] = [rows["rows"][2] | {"us": 50.0}]
     (tmp_path / "off.json").write_text(json.dumps(rows))
     code, out, _ = ended(capsys, "--compare", str(tmp_path / "off.json"))
@@ -375,8 +403,8 @@ def test_an_option_that_a_comparison_would_ignore_is_refused(
 
 def test_the_page_has_the_errors_of_the_records() -> None:
     page = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
-    assert f"<!-- errors:begin -->\n\n{markdown()}\n\n<!-- errors:end -->" in page
+    assert f"<!-- errors:begin -->\n\n{error_tables_markdown()}\n\n<!-- errors:end -->" in page
     typical = {row.part: row.mean for row in experts_errors()}["TritonExperts"]
-    assert typical == pytest.approx(TYPICAL_ERROR - 1, abs=0.01)
+    assert typical == pytest.approx(TYPICAL_ERROR_RATIO - 1, abs=0.01)
     exchanges = [row for row in model_errors() if row.kind == "predicted"]
-    assert max(row.worst for row in exchanges) <= WITHIN
+    assert max(row.worst for row in exchanges) <= MAX_ACCURATE_ERROR

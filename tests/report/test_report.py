@@ -16,24 +16,23 @@ from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
 from modular_kernel.compatibility.support import Rejection
-from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, add_peer_ratios
-from modular_kernel.report.curves import figure
+from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, with_best_peer
+from modular_kernel.report.benchmarks import read_records
+from modular_kernel.report.curves import draw_figure
 from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.generated_docs import generate, html_page, stale
+from modular_kernel.report.generated_docs import find_stale_files, render_files, render_html_page
 from modular_kernel.report.judge_all import (
     PROBLEM,
     Matrix,
-    built_in,
+    built_in_catalog,
     judge_all,
-    reasons,
+    refusal_reasons,
 )
-from modular_kernel.report.markdown import markdown
-from modular_kernel.report.matrix import matrix_document
-from modular_kernel.report.matrix_picture import matrix_picture
-from modular_kernel.report.pages.document import Heading, Items, MatrixPicture, Table, Text
-from modular_kernel.report.pages.html import page
-from modular_kernel.report.records import read_records
-from modular_kernel.report.shipped_times import NAME, shipped_report
+from modular_kernel.report.markdown import render_markdown
+from modular_kernel.report.matrix import matrix_document, matrix_picture
+from modular_kernel.report.pages.document import BulletList, Heading, MatrixPicture, Table, Text
+from modular_kernel.report.pages.html import render_html
+from modular_kernel.report.shipped_times import RECORD_NAME, shipped_report
 from modular_kernel.spec.problem import Machine, Parallel
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
@@ -50,7 +49,7 @@ def mk(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def matrix() -> Matrix:
-    return judge_all(built_in(load_catalog()))
+    return judge_all(built_in_catalog(load_catalog()))
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def docs(tmp_path: Path) -> Path:
 
 
 def test_generated_docs_are_current() -> None:
-    assert stale(load_catalog(), DOCS) == [], "run `mk report --write`"
+    assert find_stale_files(load_catalog(), DOCS) == [], "run `mk report --write`"
 
 
 def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> None:
@@ -90,7 +89,7 @@ def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> 
 
 def test_a_new_record_makes_the_docs_stale(docs: Path) -> None:
     _record().write(docs / "benchmarks/new.json")
-    found = {str(one.path): one.fault for one in stale(load_catalog(), docs)}
+    found = {str(one.path): one.fault for one in find_stale_files(load_catalog(), docs)}
     assert found == {"benchmark-results.md": "changed", "plots/new.svg": "missing"}
 
 
@@ -120,15 +119,15 @@ def test_documents_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(machine, "find_importable", refuse)
     monkeypatch.setattr(machine, "current_machine", refuse)
     monkeypatch.setattr(catalogs, "current_machine", refuse)
-    assert generate(catalog, DOCS)
+    assert render_files(catalog, DOCS)
 
 
 def test_other_packages_parts_are_on_the_page_and_not_in_the_docs() -> None:
     theirs = type("SomebodysExperts", (TorchExperts,), {})
     ours = load_catalog()
     both = Catalog((*ours.parts, Part("SomebodysExperts", "experts", theirs, "other (o:PARTS)")))
-    assert generate(both, DOCS) == generate(ours, DOCS)
-    assert "SomebodysExperts" in html_page(both, DOCS)
+    assert render_files(both, DOCS) == render_files(ours, DOCS)
+    assert "SomebodysExperts" in render_html_page(both, DOCS)
 
 
 def test_page_is_reproducible(mk: Run, tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_cells_equal_the_verdicts_of_check(matrix: Matrix) -> None:
 def test_reasons_cover_the_rejections_of_all_cells(matrix: Matrix) -> None:
     told = {
         (*pair, quant, size, reason.rejection)
-        for reason in reasons(matrix)
+        for reason in refusal_reasons(matrix)
         for pair in reason.pairs
         for quant in reason.quants
         for size in reason.world_sizes
@@ -231,7 +230,7 @@ def test_unknown_formats_are_listed_and_broken_files_refused(docs: Path) -> None
     (docs / "benchmarks/other.json").write_text('{"rows": [{"ms": 1}]}')
     (record,) = (r for r in read_records(docs / "benchmarks") if r.name == "other")
     assert record.report is None
-    assert "- `other.json`" in generate(load_catalog(), docs)[Path("benchmark-results.md")]
+    assert "- `other.json`" in render_files(load_catalog(), docs)[Path("benchmark-results.md")]
     (docs / "benchmarks/other.json").write_text("{")
     with pytest.raises(errors.ConfigurationError, match=r"other\.json"):
         read_records(docs / "benchmarks")
@@ -255,7 +254,7 @@ def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
     report.write(tmp_path / "new.json")
     (record,) = read_records(tmp_path)
     assert record.report == report
-    found = figure("new", report)
+    found = draw_figure("new", report)
     assert found is not None
     assert len(found.panels) == 2  # the legend and one cell
     svg = ET.fromstring(found.svg)
@@ -270,13 +269,13 @@ def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
 def test_a_record_with_many_panels_is_summarized_and_not_drawn(docs: Path) -> None:
     rows = [replace(row, shape=f"s{n}") for n in range(30) for row in _record().rows]
     replace(_record(), rows=tuple(rows)).write(docs / "benchmarks/many.json")
-    texts = generate(load_catalog(), docs)
+    texts = render_files(load_catalog(), docs)
     assert Path("plots/many.svg") not in texts
     assert "## many" in texts[Path("benchmark-results.md")]
 
 
 def test_a_report_without_times_has_no_drawing() -> None:
-    assert figure("none", Report({}, {}, ())) is None
+    assert draw_figure("none", Report({}, {}, ())) is None
 
 
 # ------------------------------------------------------------------------------------- the forms
@@ -317,7 +316,7 @@ def test_page_is_well_formed_and_self_contained(docs: Path) -> None:
     for record in (docs / "benchmarks").glob("*.json"):
         record.unlink()
     _record().write(docs / "benchmarks/new.json")
-    text = html_page(load_catalog(), docs)
+    text = render_html_page(load_catalog(), docs)
     read = _Page()
     read.feed(text)
     assert read.open == []
@@ -326,7 +325,7 @@ def test_page_is_well_formed_and_self_contained(docs: Path) -> None:
     assert "@import" not in text
     assert "url(" not in text
     drawn = [r for r in read_records(docs / "benchmarks") if r.report]
-    figures = [f for r in drawn if r.report and (f := figure(r.name, r.report))]
+    figures = [f for r in drawn if r.report and (f := draw_figure(r.name, r.report))]
     assert len(figures) == 1, "drawn at the top and in its section, after the matrix"
     assert read.count["svg"] == 1 + 2 * len(figures[0].panels)
     for part in load_catalog().parts:
@@ -337,16 +336,16 @@ def test_page_is_well_formed_and_self_contained(docs: Path) -> None:
 
 
 def test_a_page_without_records(tmp_path: Path) -> None:
-    text = html_page(load_catalog(), tmp_path)
+    text = render_html_page(load_catalog(), tmp_path)
     assert text.index('id="support-matrix"') < text.index("No records were found.")
     assert "TorchExperts" in text
-    panels = figure(NAME, shipped_report())
+    panels = draw_figure(RECORD_NAME, shipped_report())
     assert panels is not None
     assert text.count("<svg") == 1 + len(panels.panels)
 
 
 def test_the_page_opens_with_the_picture_and_the_plot(tmp_path: Path) -> None:
-    text = html_page(load_catalog(), tmp_path)
+    text = render_html_page(load_catalog(), tmp_path)
     places = [
         text.index(mark)
         for mark in ('class="matrix"', "NVIDIA H200, 2026-11-20", "<nav>", "<table>")
@@ -380,13 +379,13 @@ class _Squares(HTMLParser):
 
 def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     shown = _Squares()
-    shown.feed(page("picture", [matrix_picture(matrix)]))
+    shown.feed(render_html("picture", [matrix_picture(matrix)]))
     data = json.loads(shown.data)
     for size in matrix.world_sizes:
         for quant in matrix.quants:
             refusals = data["cells"][f"{quant} {size}"]
             for pair, refusal in zip(matrix.pairs, refusals, strict=True):
-                texts = [data["texts"][index] for index in data["refusals"][refusal]]
+                texts = [data["reasons"][index] for index in data["refusals"][refusal]]
                 cell = matrix.by_key[*pair, quant, size]
                 assert len(texts) == len(set(cell.rejections))
                 for text, rejection in zip(texts, dict.fromkeys(cell.rejections), strict=True):
@@ -403,9 +402,9 @@ def test_picture_texts_cannot_end_the_script() -> None:
     text = "<b>&</script>"
     block = MatrixPicture(["p"], ["e"], ["none"], [1], [text], [(), (0,)], {"none 1": [1]})
     shown = _Squares()
-    html = page("picture", [block])
+    html = render_html("picture", [block])
     shown.feed(html)
-    assert json.loads(shown.data)["texts"] == [text]
+    assert json.loads(shown.data)["reasons"] == [text]
     assert text not in html
     assert shown.titles["p x e"] == f"p x e\n{text}"
 
@@ -423,10 +422,10 @@ def test_markdown_escapes_and_wraps() -> None:
     document = (
         Heading(2, "Head"),
         Text("word " * 40),
-        Items(["x" * 30 + " " + "y" * 90]),
+        BulletList(["x" * 30 + " " + "y" * 90]),
         Table(("a", "n"), [("p|q", "1")], frozenset({"n"})),
     )
-    lines = markdown(document, figures="plots").splitlines()
+    lines = render_markdown(document, figures="plots").splitlines()
     assert "## Head" in lines
     assert max(map(len, lines)) <= 100
     assert lines[-6:-4] == ["- " + "x" * 30, "  " + "y" * 90]
@@ -442,7 +441,7 @@ def _errors() -> Iterator[str]:
 def test_every_error_is_documented() -> None:
     heads = [block.text for block in errors_document() if isinstance(block, Heading)]
     assert heads == ["Errors", *(f"`{name}`" for name in _errors())]
-    text = markdown(errors_document(), figures="")
+    text = render_markdown(errors_document(), figures="")
     assert all(" ".join((getattr(errors, n).__doc__ or "").split())[:40] in text for n in _errors())
 
 

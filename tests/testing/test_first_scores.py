@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.markdown import markdown
+from modular_kernel.report.markdown import render_markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 
 NOTHING = Path("nothing")
@@ -47,7 +47,7 @@ def page(
     after: tuple[dict[str, Any], ...] = (),
     notes: Path = NOTHING,
 ) -> str:
-    return markdown(mutation_document(STUDIED, NOTHING, notes, (), first, after), figures="")
+    return render_markdown(mutation_document(STUDIED, NOTHING, notes, (), first, after), figures="")
 
 
 def rows_of(text: str, start: str) -> list[list[str]]:

@@ -14,7 +14,7 @@ from third_party import install, tutorial_parts
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.cli.mutate import require_no_gpu
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.markdown import markdown
+from modular_kernel.report.markdown import render_markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, default_seed, mutants_of
@@ -122,7 +122,7 @@ def test_the_page_shows_every_survivor_and_refuses_an_invalid_file(tmp_path: Pat
                 assert survivor["place"] in row
                 assert not row.endswith("| Not reviewed yet. |")
     (tmp_path / "Other.json").write_text('{"part": "Another"}', encoding="utf-8")
-    with pytest.raises(ConfigurationError, match="another form"):
+    with pytest.raises(ConfigurationError, match="another format"):
         read_scores(tmp_path)
 
 
@@ -257,11 +257,13 @@ def test_an_unknown_mutant_is_refused_before_any_case_runs(bits: tuple[str, ...]
 def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
     score = json.loads((ROOT / "docs/mutation/TorchExperts.json").read_text(encoding="utf-8"))
     nothing = tmp_path / "absent.json"
-    page = markdown(
+    page = render_markdown(
         mutation_document((score,), nothing, nothing, ("KeepTopK", "TorchExperts")), figures=""
     )
     assert "**No score yet, 1 of 2 parts:** `KeepTopK`." in page.replace("\n", " ")
-    page = markdown(mutation_document((score,), nothing, nothing, ("TorchExperts",)), figures="")
+    page = render_markdown(
+        mutation_document((score,), nothing, nothing, ("TorchExperts",)), figures=""
+    )
     assert "No score yet" not in page
 
 

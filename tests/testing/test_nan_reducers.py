@@ -79,7 +79,7 @@ REDUCERS = {
 }
 
 
-def row_of(expert_rows: ExpertRows, t: int, k: int) -> torch.Tensor:
+def make_row(expert_rows: ExpertRows, t: int, k: int) -> torch.Tensor:
     """Return a view of the row of a pair."""
     if expert_rows.row_of_pair_TK is None:
         return expert_rows.rows[t, k]
@@ -90,7 +90,7 @@ def exact(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> torch.Tenso
     """Return the output in float64 from the local pairs only."""
     out = torch.zeros(T, K, H, dtype=torch.float64)
     for t, k in LOCAL.nonzero().tolist():
-        value = row_of(expert_rows, t, k).cpu().double()
+        value = make_row(expert_rows, t, k).cpu().double()
         if weighted:
             weight = (
                 1.0
@@ -129,7 +129,7 @@ def test_unread_rows_and_weights_do_not_reach_the_output(name: str, weighted: bo
 @pytest.mark.parametrize("name", REDUCERS)
 def test_a_row_reaches_its_token_in_its_columns(name: str, weighted: bool) -> None:
     def set_nan(expert_rows: ExpertRows) -> None:
-        row_of(expert_rows, 1, 2)[H // 3] = torch.nan
+        make_row(expert_rows, 1, 2)[H // 3] = torch.nan
 
     is_nan = check(name, weighted, set_nan)
     assert is_nan[1].any()

@@ -1,18 +1,21 @@
-"""Cases, transports and the roofline of the dispatch and combine benchmark.
+"""The cases of `mk exchange`, and `Transport`, the interface of what it measures.
 
-A Transport dispatches and combines tokens on one rank, with one of our PrepareAndFinalize parts or
-with a library alone. Between dispatch and combine the experts are the identity, and the router
-weights of a token sum to 1, so the result must equal x. Every rank can draw the inputs of all
-others from their seeds, so they need not be exchanged.
+`mk exchange` measures dispatch (send each token to the ranks of its experts) and combine (return
+the experts' outputs and sum them). A Transport runs both on one rank, with one of our
+PrepareAndFinalize parts or with a library. Between them the experts are the identity, and the
+router weights of a token sum to 1, so the result must equal x. Every rank can draw the inputs of
+all ranks from their seeds.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
+from modular_kernel.bench.peer_files import load_peer_file
 from modular_kernel.measure.records import PEER
 from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.spec.placement import pairs_to_slots
@@ -20,20 +23,19 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 
-# Relative error of a row: one rounding of each rank's sum, and one of the total.
+# Bounds on the relative error of a row. Each rank's sum and the total are rounded to bfloat16.
 BF16_BOUND = 2.0**-7
-FP8_BOUND = 2.0**-4 + BF16_BOUND  # plus half an ulp of float8_e4m3fn in every value
-_INTERMEDIATE = 256  # arbitrary, because the experts are not computed
+FP8_BOUND = 2.0**-4 + BF16_BOUND  # in addition, each value is rounded to float8_e4m3fn
+_INTERMEDIATE = 256  # any valid size, because the experts are not computed
 
 
 @dataclass(frozen=True)
 class ExchangeCase:
-    """A case of the exchange benchmark.
+    """Sizes and formats of one dispatch and combine.
 
     tokens: number of tokens of each rank. capacity: maximum tokens per call, for which buffers are
-    allocated.
-    quant: format of dispatched rows, "none" (bfloat16) or a scheme such as fp8_w8a8_block; combined
-    rows are always bfloat16.
+    allocated. quant: format of dispatched rows, "none" (bfloat16) or a scheme such as
+    fp8_w8a8_block. Combined rows are always bfloat16.
     """
 
     world_size: int
@@ -63,12 +65,12 @@ class ExchangeCase:
 
     @property
     def bound(self) -> float:
-        """Maximum relative error of a row of the result that is allowed."""
+        """Maximum relative error that a row of the result may have."""
         return FP8_BOUND if self.scheme.quantizes_activations else BF16_BOUND
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a dispatched row, including its scales."""
+        """Bytes of a dispatched row: H bfloat16 values, or H bytes and float32 scales."""
         scheme = self.scheme
         if not scheme.quantizes_activations:
             return 2 * self.hidden
@@ -76,9 +78,9 @@ class ExchangeCase:
         return self.hidden + 4 * -(-self.hidden // group)
 
     def routing(self, rank: int) -> Routing:
-        """Draw a rank's routing on the CPU; the weights of a token sum to 1.
+        """Draw a rank's routing. The weights of a token sum to 1.
 
-        The result is bitwise identical on every machine.
+        It is drawn on the CPU, so that it is bitwise identical on every machine.
         """
         generator = torch.Generator().manual_seed(1_000 * self.tokens + rank)
         return draw_routing(
@@ -93,7 +95,7 @@ class ExchangeCase:
 
     @cached_property
     def rows_WW(self) -> tuple[tuple[int, ...], ...]:
-        """Number of tokens of rank s with an expert on rank d, at [s][d]."""
+        """rows_WW[s][d]: number of tokens of source rank s with an expert on rank d."""
         tables = self.problem(0).placement.tables()
         rows = []
         for rank in range(self.world_size):
@@ -104,7 +106,10 @@ class ExchangeCase:
 
     @property
     def remote_rows(self) -> tuple[int, int]:
-        """Number of rows that the busiest rank receives from others, in dispatch and in combine."""
+        """Number of rows that the busiest rank receives from others, in dispatch and in combine.
+
+        In combine, a rank returns the rows that it received, so the counts are transposed.
+        """
         ranks = range(self.world_size)
         sent = [sum(self.rows_WW[r]) - self.rows_WW[r][r] for r in ranks]
         received = [sum(rows[r] for rows in self.rows_WW) - self.rows_WW[r][r] for r in ranks]
@@ -113,7 +118,7 @@ class ExchangeCase:
 
 @dataclass(frozen=True)
 class TransportLink:
-    """The link model of the roofline: bytes per second into one GPU, and latency in seconds."""
+    """Model of the link into one GPU, for rooflines: bytes per second, and latency in seconds."""
 
     bytes_per_s: float = 393e9
     latency_s: float = 6e-6
@@ -124,7 +129,7 @@ class TransportLink:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a transport runs."""
+    """The rank that a transport runs on. group: process group of all ranks."""
 
     rank: int
     world_size: int
@@ -139,44 +144,44 @@ class ExchangeInputs:
     x_TH: (T, H) bfloat16. routing: contiguous ids (T, K) int32 and weights (T, K) float32.
     """
 
-    cell: ExchangeCase
+    case: ExchangeCase
     x_TH: torch.Tensor
     routing: Routing
 
     @classmethod
-    def of(cls, cell: ExchangeCase, rank: int, device: torch.device) -> "ExchangeInputs":
-        drawn = cell.routing(rank)
-        routing = Routing(drawn.topk_weights_TK.to(device), drawn.topk_ids_TK.to(device))
-        return cls(cell, cell.x_TH(rank, device), routing)
+    def from_case(cls, case: ExchangeCase, rank: int, device: torch.device) -> "ExchangeInputs":
+        on_cpu = case.routing(rank)
+        routing = Routing(on_cpu.topk_weights_TK.to(device), on_cpu.topk_ids_TK.to(device))
+        return cls(case, case.x_TH(rank, device), routing)
 
 
 class Transport(ABC):
     """Base class of implementations of dispatch and combine on one rank.
 
     name: name in the tables. origin: see measure.records.Row. capturable: whether dispatch and
-    combine can be captured in CUDA graphs. alone: whether the processes must end after this
-    transport, for example because another one uses the same library. replicated: whether every rank
-    passes the tokens of rank 0. interpreted: whether it runs in Triton's interpreter, so that its
-    time is meaningless. note: text for the table. arrived: result of the last dispatch, which
-    `identity` and `combine` read.
+    combine can be captured in CUDA graphs. needs_fresh_ranks: whether the processes of the ranks
+    must be replaced after this transport, for example because another one uses the same library.
+    replicated: whether every rank passes the tokens of rank 0. interpreted: whether it runs in
+    Triton's interpreter, so that its time is meaningless. note: text for the table. arrived: result
+    of the last dispatch, which `identity` and `combine` read.
     """
 
     name: ClassVar[str]
     origin: ClassVar[str] = PEER
     capturable: bool = False
-    alone: bool = False
+    needs_fresh_ranks: bool = False
     replicated: bool = False
     interpreted: bool = False
     note: str = ""
     arrived: Any = None
 
-    def refusal(self, cell: ExchangeCase) -> str:
-        """Return the reason why this case cannot run, or "". Called before `open`."""
+    def refusal(self, case: ExchangeCase) -> str:
+        """Return the reason why the transport cannot run this case, or "". Called before `open`."""
         return ""
 
     @abstractmethod
-    def open(self, cell: ExchangeCase, context: RankContext) -> None:
-        """Allocate all buffers for calls of up to cell.capacity tokens. Collective."""
+    def open(self, case: ExchangeCase, context: RankContext) -> None:
+        """Allocate all buffers for calls of up to case.capacity tokens. All ranks call this."""
 
     @abstractmethod
     def load(self, inputs: ExchangeInputs) -> None:
@@ -188,27 +193,43 @@ class Transport(ABC):
 
     @abstractmethod
     def identity(self) -> None:
-        """Write the output of identity experts, which is the input of `combine`."""
+        """Copy the dispatched rows into the input of `combine`, as experts that return x do."""
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
         """Return the weighted sums of this rank's tokens: (T, H) bfloat16, see `expected`."""
 
     def expected(self, inputs: ExchangeInputs) -> torch.Tensor:
-        """Return the correct result of `combine`: x, unless the caller of the transport sums."""
+        """Return the correct result of `combine`.
+
+        It is x, except for a transport whose caller has to do the weighted sum.
+        """
         return inputs.x_TH
 
     def settle(self) -> None:  # noqa: B027  most transports raise errors immediately
-        """Raise asynchronous errors of earlier calls."""
+        """Raise the asynchronous errors of earlier calls."""
 
     def close(self) -> None:  # noqa: B027  most transports hold no resources
-        """Release all resources. May be called after a failure, and before `open`."""
+        """Release all resources. It can be called after a failure, and without `open`."""
 
 
-def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
-    """Return the maximum over rows of the relative error of `out` against x.
+def load_transports(path: Path) -> list[Transport]:
+    """Import a --peer file and return the result of its function `transports()`.
 
-    It is infinite if a value is not finite or the shapes differ.
+    The file is imported in the main process and on every rank. It should therefore import libraries
+    only in `Transport.open`.
+
+    Raises BrokenPartError or ConfigurationError, with the name of the file, if that fails.
+    """
+    transports: list[Transport]
+    _, transports = load_peer_file(path, "transports", Transport)
+    return transports
+
+
+def max_row_error(out: torch.Tensor, x_TH: torch.Tensor) -> float:
+    """Return the maximum over rows of the relative error of `out`, compared with x.
+
+    It is infinite if the shapes differ or a value is not finite.
     """
     if out.shape != x_TH.shape or not bool(out.isfinite().all()):
         return float("inf")
@@ -221,8 +242,8 @@ def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
 def dequantize(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
     """Multiply rows (..., H) by their scales; return bfloat16.
 
-    scale: None; (1,) float32; or (..., G) float32 with one scale for each `group` values of a row,
-    where G = 1 means one scale per row.
+    scale: None for unquantized rows; (1,) float32, one scale for all rows; (..., 1) float32, one
+    scale per row; or (..., ceil(H / group)) float32, one scale for every `group` values of a row.
     """
     if scale is None:
         return rows.bfloat16()

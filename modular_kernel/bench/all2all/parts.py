@@ -30,77 +30,78 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
-# Maximum tokens per call: batched buffers reserve a row for each token and expert.
+# Maximum tokens per call in the batched format, whose buffers have a row for each token and expert.
 _MAX_BATCHED_TOKENS = 512
-# The reduction that the experts leave to finalize, in order of preference. The less of it, the more
-# of finalize's time is the exchange.
+# Reductions (weighted sums over K) that experts leave to `finalize`, in order of preference. The
+# less `finalize` reduces, the more of its time is the exchange.
 _PREFERRED_REDUCTIONS = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
 
 class PartTransport(Transport):
     """A PrepareAndFinalize part with identity experts.
 
-    The experts do as much of the reduction as the part supports, to minimize the work in finalize.
-    Parts that are capturable on request only (`graph_on_request`) are measured with
-    Problem(graph=True) on a GPU.
+    The identity experts do as much of the reduction as the part supports, so that `finalize` has
+    little other work than the exchange. A part that needs Problem(graph=True) to be capturable
+    (`requires.graph_on_request`) gets it on a GPU.
 
-    A case is refused if no experts part is compatible; the refusal has the reasons of the pairing
+    A case is refused if no experts part is compatible. The refusal has the reasons of the pairing
     with the fewest.
 
-    name: of the part. machine: the one that compatibility is judged for.
+    name: name of the part. machine: machine for which compatibility is checked.
     """
 
     origin = OURS
 
     def __init__(self, name: str, machine: Machine) -> None:
-        self.cls = load_catalog().prepare_finalize(name)
+        self._part_class = load_catalog().prepare_finalize(name)
         self.machine = machine
         self.name = name  # type: ignore[misc]  # this class has one instance per part
-        requires = self.cls.requires
+        requires = self._part_class.requires
         self.capturable = requires.graph_capturable
-        self._on_request = requires.graph_on_request and machine.device == "cuda"
-        self.alone = bool(requires.packages)
+        self._graph_on_request = requires.graph_on_request and machine.device == "cuda"
+        self.needs_fresh_ranks = bool(requires.packages)
         self.replicated = requires.replicated_input
         self.interpreted = machine.interpreter and requires.triton
         notes = (
             "all ranks pass the same tokens" * self.replicated,
-            "blocks of a fixed size" * self._on_request,
+            "blocks of a fixed size" * self._graph_on_request,
         )
         self.note = "; ".join(filter(None, notes))
         self._part: PrepareAndFinalize | None = None
-        self._reduction, self._topk_reduce = _find_reducer(self.cls)
+        self._reduction, self._topk_reduce = _find_reducer(self._part_class)
 
-    def cases_of(self, cases: Iterable[ExchangeCase]) -> tuple[ExchangeCase, ...]:
+    def with_capacities(self, cases: Iterable[ExchangeCase]) -> tuple[ExchangeCase, ...]:
         """Return the cases with the capacities that this part needs.
 
-        Blocks of a fixed size are as large as the capacity, so it is the number of tokens.
+        A part that is captured on request always exchanges blocks of `capacity` rows. To measure
+        the exchange of `tokens` rows, the capacity must be the number of tokens.
         """
-        if not self._on_request:
+        if not self._graph_on_request:
             return tuple(cases)
         return tuple(replace(case, capacity=case.tokens) for case in cases)
 
-    def refusal(self, cell: ExchangeCase) -> str:
-        batched = self.cls.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
-        if batched and cell.capacity > _MAX_BATCHED_TOKENS:
-            return f"capacity {cell.capacity}: {_MAX_BATCHED_TOKENS} at most in the batched format"
+    def refusal(self, case: ExchangeCase) -> str:
+        batched = self._part_class.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
+        if batched and case.capacity > _MAX_BATCHED_TOKENS:
+            return f"capacity {case.capacity}: {_MAX_BATCHED_TOKENS} at most in the batched format"
         reasons: list[list[str]] = []
         for experts in load_catalog().names("experts"):
-            verdict = check(self.cls, experts, cell.problem(0), self.machine)
+            verdict = check(self._part_class, experts, case.problem(0), self.machine)
             if verdict.ok:
                 return ""
             reasons.append([str(rejection) for rejection in verdict.rejections])
         reasons.sort(key=len)
         return "; ".join(reasons[0]) if reasons else "no experts part"
 
-    def open(self, cell: ExchangeCase, context: RankContext) -> None:
-        problem = cell.problem(context.rank, graph=self._on_request)
-        self._part = part = self.cls(problem, context.group)
+    def open(self, case: ExchangeCase, context: RankContext) -> None:
+        problem = case.problem(context.rank, graph=self._graph_on_request)
+        self._part = part = self._part_class(problem, context.group)
         device = context.device
         self._part_has_output = part.keeps_expert_output and self._reduction is Reduce.NOOP
         output = {}
         if not self._part_has_output:
-            output[EXPERT_OUTPUT] = self._output_spec(part.dispatch_shape(cell.capacity))
-        self._workspace = Workspace({**part.workspace_shapes(cell.capacity), **output}, device)
+            output[EXPERT_OUTPUT] = self._output_spec(part.dispatch_shape(case.capacity))
+        self._workspace = Workspace({**part.workspace_shapes(case.capacity), **output}, device)
         self._invalid = torch.zeros(1, dtype=torch.int32, device=device)
         empty = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
         self._weights = ExpertWeights(empty, empty)
@@ -114,7 +115,7 @@ class PartTransport(Transport):
         self._call = CallState(self._workspace, self._invalid, pairing=f"{self.name} x identity")
 
     def _output_spec(self, shape: DispatchShape) -> BufferSpec:
-        """Return the spec of the output of `identity` with the maximum number of rows."""
+        """Return the buffer for the output of `identity`, with the maximum number of rows."""
         assert self._part is not None
         hidden, dtype = self._part.problem.hidden, self._part.problem.dtype
         if isinstance(shape, BatchedShape):
@@ -130,12 +131,12 @@ class PartTransport(Transport):
 
     def identity(self) -> None:
         tokens: Dispatched = self.arrived[0]
-        group = self._inputs.cell.scheme.group[-1] if self._inputs.cell.scheme.group else 1
+        group = self._inputs.case.scheme.group[-1] if self._inputs.case.scheme.group else 1
         if isinstance(tokens, BatchedTokens):
             rows = dequantize(tokens.x_eCH, tokens.scale, group)
         else:
             rows = _identity_output(tokens, group, self._reduction)
-        # The address must not change, because a captured combine reads from it.
+        # The buffer must keep its address, because a captured combine reads from it.
         if self._part_has_output:
             assert self._part is not None
             self._output = self._part.expert_output(self.arrived[1])
@@ -167,7 +168,7 @@ class PartTransport(Transport):
 
 
 def _find_reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
-    """Return the reduction that the experts leave to this part, and the part that does it."""
+    """Return the reduction that the experts leave to `cls`, and the topk_reduce part for it."""
     supported = (reduce for reduce in _PREFERRED_REDUCTIONS if reduce in cls.requires.reduces)
     reduction = next(supported, Reduce.DELEGATE)
     reducers: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
@@ -178,26 +179,26 @@ def _find_reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndR
     raise ConfigurationError("topk_reduce", got="no such part", need=need)
 
 
-def _identity_output(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tensor:
-    """Return the identity experts' output in the standard format.
+def _identity_output(tokens: ContiguousTokens, group: int, reduction: Reduce) -> torch.Tensor:
+    """Return the identity experts' output for R contiguous rows of x.
 
-    kind: the reduction left to finalize. For NOOP, the output is (R, H), the weighted sums over
-    this rank's pairs; else it is (R, K, H), unweighted rows with zeros for the pairs of other
-    ranks. group: values per scale.
+    group: values per scale. reduction: the reduction that is left to `finalize`. For NOOP, the
+    output is (R, H), the weighted sums over this rank's pairs. Otherwise, it is (R, K, H),
+    unweighted rows with zeros for the pairs of other ranks.
     """
-    local_RK = _local_ids(tokens.routing)
+    local_RK = _local_pairs(tokens.routing)
     any_local_R1 = local_RK.any(1, keepdim=True)
-    # Rows without a pair on this rank are undefined.
+    # The part may leave rows without a pair on this rank undefined.
     x_RH = torch.where(any_local_R1, dequantize(tokens.x_TH, tokens.scale, group), 0)
-    if kind is not Reduce.NOOP:
+    if reduction is not Reduce.NOOP:
         return torch.where(local_RK[..., None], x_RH[:, None], 0).contiguous()
     weights_RK = tokens.routing.topk_weights_TK
     assert weights_RK is not None, "a part that supports NOOP passes router weights to the experts"
-    share_R1 = torch.where(local_RK, weights_RK, 0).sum(1, keepdim=True)
-    return (x_RH.float() * share_R1).to(x_RH.dtype)
+    local_weight_R1 = torch.where(local_RK, weights_RK, 0).sum(1, keepdim=True)
+    return (x_RH.float() * local_weight_R1).to(x_RH.dtype)
 
 
-def _local_ids(routing: DispatchedRouting) -> torch.Tensor:
+def _local_pairs(routing: DispatchedRouting) -> torch.Tensor:
     """Return a (R, K) bool mask of the pairs whose expert is on this rank."""
     ids_RK = routing.topk_ids_TK
     valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)

@@ -1,4 +1,7 @@
-"""The record of `mk exchange`, with one row per transport and case, and its tables."""
+"""The record of `mk exchange`, with one row per transport and case, and its tables.
+
+The terms (dispatch, combine, transport, case) are those of bench.all2all.cases.
+"""
 
 import json
 import math
@@ -12,19 +15,19 @@ from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-exchange/1"
-_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # ascending; a row has its ranks' worst status
+_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # ascending; a row has the worst one of its ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRow:
     """Result of one transport in one case. It has times only if the status is ok.
 
-    *_us: median time in microseconds, the maximum over ranks. pair_us: of a dispatch followed by a
-        combine.
-    *_rows: number of rows that the busiest rank receives from other ranks.
-    *_bytes: bytes of those rows. *_gbs: *_bytes divided by the time, in GB/s.
+    *_us: median time in microseconds, the maximum over ranks. pair_us is the time of a dispatch
+        followed by a combine.
+    *_rows, *_bytes: rows that the busiest rank receives from other ranks, and their bytes.
+    *_gbs: *_bytes divided by the time, in GB/s.
     *_floor_us: roofline, see `TransportLink`.
-    error: maximum relative error of a row, see `cases.distance`.
+    error: maximum relative error of a row, see `cases.max_row_error`.
 
     For origin, status and note, see measure.records.Row. The other fields are as in `ExchangeCase`
     and `ExchangeTimes`.
@@ -56,28 +59,23 @@ class ExchangeRow:
     dispatch_floor_us: float | None = None
     combine_floor_us: float | None = None
 
-    @property
-    def cell(self) -> tuple[int, str, int]:
-        """Key of the rows that are compared with each other."""
-        return self.world_size, self.quant, self.tokens
 
-
-def row_of(
+def make_row(
     transport: str,
     origin: str,
-    cell: ExchangeCase,
+    case: ExchangeCase,
     reports: Sequence[dict[str, Any]],
     link: TransportLink,
 ) -> ExchangeRow:
     """Combine the reports of all ranks on one case into a row.
 
-    If several ranks have an equally informative note, the row has the earliest.
+    Its note is the most informative one (see `_note_priority`), and the earliest of several.
 
-    reports: for each rank a dict with `status`, `note`, `error`, the times, and `at`, when it was
-    made by a clock that all ranks share.
+    reports: a dict for each rank with `status`, `note`, `error`, the times, and `at`, the time of
+    the report by a clock that all ranks share.
     """
-    received, sent = cell.remote_rows
-    dispatch_bytes, combine_bytes = received * cell.row_bytes, sent * 2 * cell.hidden
+    received, sent = case.remote_rows
+    dispatch_bytes, combine_bytes = received * case.row_bytes, sent * 2 * case.hidden
     worst = max(reports, key=lambda report: _SEVERITY.index(report["status"]))
     with_notes = [r for r in reports if r["status"] == worst["status"] and r["note"]]
     with_notes.sort(key=lambda report: (_note_priority(report["note"]), report.get("at", math.inf)))
@@ -89,7 +87,7 @@ def row_of(
         times["dispatch_gbs"] = dispatch_bytes / times["dispatch_us"] / 1e3
         times["combine_gbs"] = combine_bytes / times["combine_us"] / 1e3
         times["mode"] = reports[0]["mode"]
-    sizes = {f.name: getattr(cell, f.name) for f in fields(cell)}
+    sizes = {f.name: getattr(case, f.name) for f in fields(case)}
     return ExchangeRow(
         transport=transport,
         origin=origin,
@@ -108,7 +106,7 @@ def row_of(
 
 
 def _note_priority(note: str) -> int:
-    """Return the sort key of a note: 0 for a rank that died, 1 for an error, 2 for a timeout."""
+    """Return the sort key of a note: 0 for a rank that died, 1 for an error, 2 for a hang."""
     if "died: " in note:
         return 0
     return 2 if note.startswith(("no answer", "another rank")) else 1
@@ -127,7 +125,7 @@ class ExchangeReport:
 
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
-        """Parse the output of `to_json`; raise ConfigurationError for other records."""
+        """Parse the output of `to_json`; raise ConfigurationError for anything else."""
         record = json_files.parse_record(text, SCHEMA, "record of exchanges")
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
@@ -135,7 +133,7 @@ class ExchangeReport:
         """Write the file atomically, so that an interrupted run leaves a complete file."""
         json_files.write(path, self.to_json() + "\n")
 
-    def with_rows_of(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
+    def with_rows_from(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
         """Return a report with this report's environment and the rows of all reports."""
         rows = [*self.rows, *(row for other in others for row in other.rows)]
         return ExchangeReport(self.environment, tuple(rows))
@@ -154,25 +152,26 @@ _COLUMNS = (
     "T", "transport", "dispatch", "floor", "GB/s", "combine", "floor", "GB/s",
     "pair", "mode", "error", "note",
 )  # fmt: skip
-# Columns that are dropped on a narrow terminal, the last one first. The two columns of one name are
-# dropped together.
-OPTIONAL = ("mode", "GB/s", "floor", "error", "note")
+# Columns that are dropped on a narrow terminal, the last one first. Both columns of a name, such as
+# floor, are dropped together.
+OPTIONAL_COLUMNS = ("mode", "GB/s", "floor", "error", "note")
 
 
-def cells_of(row: ExchangeRow) -> list[str]:
-    """Format a row as cells in the order of the columns."""
+def format_cells(row: ExchangeRow) -> list[str]:
+    """Format a row as cells in the order of _COLUMNS."""
     status_text = row.status.upper() if row.status in (WRONG, FAILED) else row.status
-    first = _number(row.dispatch_us) if row.status == OK else status_text
+    time_or_status = _format_number(row.dispatch_us) if row.status == OK else status_text
     return [
         str(row.tokens), row.transport,
-        first, _number(row.dispatch_floor_us), _number(row.dispatch_gbs, 0),
-        _number(row.combine_us), _number(row.combine_floor_us), _number(row.combine_gbs, 0),
-        _number(row.pair_us), row.mode, "" if row.error is None else f"{row.error:.1e}",
+        time_or_status, _format_number(row.dispatch_floor_us), _format_number(row.dispatch_gbs, 0),
+        _format_number(row.combine_us), _format_number(row.combine_floor_us),
+        _format_number(row.combine_gbs, 0),
+        _format_number(row.pair_us), row.mode, "" if row.error is None else f"{row.error:.1e}",
         row.note[:160],
     ]  # fmt: skip
 
 
-def one_line(row: ExchangeRow) -> str:
+def format_row(row: ExchangeRow) -> str:
     """Format a row as a log line with units."""
     head = f"{row.transport} T={row.tokens} {row.quant}:"
     if row.status != OK:
@@ -182,24 +181,26 @@ def one_line(row: ExchangeRow) -> str:
     return f"{head} {text}, {row.mode}"
 
 
-def tables(rows: Iterable[ExchangeRow]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
-    """Yield the title, columns and cells of a table for each format of dispatched rows.
+def detail_tables(
+    rows: Iterable[ExchangeRow],
+) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Yield the title, column names and cells of a table for each format of dispatched rows.
 
     Rows of the same case are adjacent, the fastest first. Refused rows are left out.
     """
     shown = [row for row in rows if row.status != REFUSED]
     shown.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
     for quant in dict.fromkeys(row.quant for row in shown):
-        cells = [cells_of(row) for row in shown if row.quant == quant]
-        yield f"{_name(quant)}, times in us", _COLUMNS, cells
+        cells = [format_cells(row) for row in shown if row.quant == quant]
+        yield f"{_format_name(quant)}, times in us", _COLUMNS, cells
 
 
-def _name(quant: str) -> str:
+def _format_name(quant: str) -> str:
     return "bfloat16" if quant == "none" else quant
 
 
-def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield the title, columns and cells of a short table for each format of dispatched rows.
+def summary_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield the title, column names and cells of a short table for each format of dispatched rows.
 
     A table has a row per transport and a column per number of tokens. A cell has the microseconds
     of dispatch, combine, and both. The last row has the floors.
@@ -211,17 +212,17 @@ def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], 
         for row in shown:
             cells.setdefault(row.transport, {})[row.tokens] = _short_cell(row)
             floors = row.dispatch_floor_us, row.combine_floor_us
-            cells["floor"][row.tokens] = " / ".join(map(_number, floors))
+            cells["floor"][row.tokens] = " / ".join(map(_format_number, floors))
         cells["floor"] = cells.pop("floor")  # move it to the end
         lines = [[name, *(us.get(size, "") for size in sizes)] for name, us in cells.items()]
-        title = f"{_name(quant)}: dispatch / combine / pair, us"
+        title = f"{_format_name(quant)}: dispatch / combine / pair, us"
         yield title, ["", *(f"T={size}" for size in sizes)], lines
 
 
 def _short_cell(row: ExchangeRow) -> str:
     if row.status != OK:
         return row.status.upper() if row.status in (WRONG, FAILED) else row.status
-    return " / ".join(map(_number, (row.dispatch_us, row.combine_us, row.pair_us)))
+    return " / ".join(map(_format_number, (row.dispatch_us, row.combine_us, row.pair_us)))
 
 
 def markdown(report: ExchangeReport) -> str:
@@ -240,12 +241,12 @@ def markdown(report: ExchangeReport) -> str:
     if env.get("event_gap_us") is not None:
         gap = env["event_gap_us"]
         lines.append(f"- a graph of one trivial kernel between two events takes {gap:.1f} us here")
-    for title, head, cells in short_tables(report.rows):
-        lines += ["", f"## {title}", "", _line(head), _line(["---"] * len(head))]
-        lines += map(_line, cells)
-    for title, names, cells in tables(report.rows):
-        lines += ["", f"## {title}", "", _line(names), _line(["---"] * len(names))]
-        lines += map(_line, cells)
+    for title, head, cells in summary_tables(report.rows):
+        lines += ["", f"## {title}", "", _markdown_row(head), _markdown_row(["---"] * len(head))]
+        lines += map(_markdown_row, cells)
+    for title, names, cells in detail_tables(report.rows):
+        lines += ["", f"## {title}", "", _markdown_row(names), _markdown_row(["---"] * len(names))]
+        lines += map(_markdown_row, cells)
     refused = {row.transport: row.note for row in report.rows if row.status == REFUSED}
     if refused:
         lines += ["", "## Refused", ""]
@@ -253,9 +254,9 @@ def markdown(report: ExchangeReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Sequence[str]) -> str:
+def _markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def _number(value: float | None, digits: int = 1) -> str:
+def _format_number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"

@@ -1,8 +1,9 @@
-"""Benchmark of transports over ranks.
+"""The benchmark run of `mk exchange`: dispatch and combine of several transports over ranks.
 
-Each transport is verified before it is timed, and a failure of one does not stop the others. Every
-rank writes the result of each case to its own file at once, so that no result is lost if a rank
-crashes or hangs later.
+The main process sends the transports one by one to a pool of ranks and reads the results. Each
+transport is verified before it is timed, and a failure of one does not stop the others. A rank
+writes the result of each case to its own file at once, so that it is not lost if a rank crashes or
+hangs later.
 """
 
 import json
@@ -26,20 +27,20 @@ from modular_kernel.bench.all2all.cases import (
     RankContext,
     Transport,
     TransportLink,
-    distance,
+    load_transports,
+    max_row_error,
 )
 from modular_kernel.bench.all2all.parts import PartTransport
-from modular_kernel.bench.all2all.peers import load_peers
-from modular_kernel.bench.all2all.records import ExchangeRow, row_of
-from modular_kernel.bench.all2all.timing import Repeats, event_gap_us, time_transport
+from modular_kernel.bench.all2all.records import ExchangeRow, make_row
+from modular_kernel.bench.all2all.timing import Repeats, measure_event_gap, time_transport
 from modular_kernel.errors import ModularKernelError
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
-_START_S = 60.0  # seconds to start processes and communicators, in addition to the ranks' limits
-_NO_ANSWER = "no answer"
-_EXIT_STATUS = 3  # exit status of a rank that its RunWatch terminated
+_START_SECONDS = 60.0  # to start processes and communicators, in addition to the ranks' limits
+_HANG_NOTE = "no answer"  # beginning of the note of a rank that hung
+_HANG_EXIT_STATUS = 3  # exit status of a rank that its HangWatchdog terminated
 
 
 class RankRunner(Protocol):
@@ -55,123 +56,123 @@ class RankRunner(Protocol):
 
 
 @dataclass(frozen=True)
-class ExchangeOffer:
-    """A transport to measure, which each rank creates with `make`.
+class TransportJob:
+    """A transport to measure, which each rank creates with `make`, and the cases to run.
 
-    cells: the cases to run. alone: see Transport. path: the --peer file that defines the transport;
-    None for one of our parts. seconds: time limit for a case, including `open`; a rank that exceeds
-    it terminates its process.
+    needs_fresh_ranks: see Transport. path: the --peer file that defines the transport; None for one
+    of our parts. seconds: time limit for a case, including `open`. A rank that exceeds it
+    terminates its process.
     """
 
     name: str
     origin: str
-    cells: tuple[ExchangeCase, ...]
+    cases: tuple[ExchangeCase, ...]
     machine: Machine
-    alone: bool = False
+    needs_fresh_ranks: bool = False
     path: Path | None = None
     seconds: float = 60.0  # some libraries compile in the first call
 
     def make(self) -> Transport:
         if self.path is None:
             return PartTransport(self.name, self.machine)
-        return next(peer for peer in load_peers(self.path) if peer.name == self.name)
+        return next(peer for peer in load_transports(self.path) if peer.name == self.name)
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """A task that is sent to the ranks. folder: each rank writes {rank}.jsonl there."""
+    """The argument of `measure_on_rank`. folder: folder in which each rank writes {rank}.jsonl."""
 
-    offer: ExchangeOffer
+    job: TransportJob
     repeats: Repeats
     folder: str
 
 
 def run(
-    offers: Iterable[ExchangeOffer],
-    new_pool: Callable[[], RankRunner],
+    jobs: Iterable[TransportJob],
+    make_pool: Callable[[], RankRunner],
     *,
     link: TransportLink,
     repeats: Repeats,
     deadline_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
-    """Measure all offers; yield the rows of each.
+    """Measure the transport of each job; yield its rows.
 
-    new_pool: starts the ranks; called at the start, and after each offer that has to run alone.
-    link: the model for the floors. deadline_s: seconds after which no offer is started; the others
-    are skipped.
+    make_pool: starts the ranks. It is called at the start, and after each job that needs fresh
+    ranks. link: model of the link, for rooflines. deadline_s: seconds after which no job is
+    started; the rows of the remaining ones are skipped.
     """
-    started, pool = time.monotonic(), new_pool()
+    started, pool = time.monotonic(), make_pool()
     try:
-        for offer in offers:
+        for job in jobs:
             if deadline_s is not None and time.monotonic() - started > deadline_s:
                 skips = [_skip_report("the deadline had passed")]
-                yield tuple(
-                    row_of(offer.name, offer.origin, cell, skips, link) for cell in offer.cells
-                )
+                yield tuple(make_row(job.name, job.origin, case, skips, link) for case in job.cases)
                 continue
-            yield tuple(_run_batches(offer, pool, link, repeats))
-            if offer.alone:
+            yield tuple(_run_batches(job, pool, link, repeats))
+            if job.needs_fresh_ranks:
                 pool.close()
-                pool = new_pool()
+                pool = make_pool()
     finally:
         pool.close()
 
 
 def _run_batches(
-    offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
+    job: TransportJob, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> Iterator[ExchangeRow]:
-    """Measure the cases of an offer in batches, and yield their rows.
+    """Measure the cases of a job in batches, and yield their rows.
 
-    Cases of one format and capacity form a batch. They share the buffers of one `open`, and a
-    failed case fails those after it. If the first case of a batch hangs, the other batches are
-    skipped, because each would hang until its timeout.
+    A batch has the cases of one format and capacity. They share the buffers of one `open`, so those
+    after a failed one are skipped. If the first case of a batch hangs, the other batches are
+    skipped, because each of them would also hang until its time limit.
     """
     has_hung = False
-    for _, cells in groupby(offer.cells, key=lambda cell: (cell.quant, cell.capacity)):
-        batch = replace(offer, cells=tuple(cells))
+    for _, cases in groupby(job.cases, key=lambda case: (case.quant, case.capacity)):
+        batch = replace(job, cases=tuple(cases))
         if has_hung:
             skips = [_skip_report("after a hang")]
-            yield from (row_of(offer.name, offer.origin, cell, skips, link) for cell in batch.cells)
+            yield from (make_row(job.name, job.origin, case, skips, link) for case in batch.cases)
             continue
         rows = _run_batch(batch, pool, link, repeats)
-        has_hung = rows[0].status == FAILED and rows[0].note.startswith(_NO_ANSWER)
+        has_hung = rows[0].status == FAILED and rows[0].note.startswith(_HANG_NOTE)
         yield from rows
 
 
 def _run_batch(
-    offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
+    job: TransportJob, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> tuple[ExchangeRow, ...]:
-    """Measure the cases of an offer, all of one format and capacity, on all ranks."""
+    """Measure the cases of a job, all of one format and capacity, on all ranks."""
     failure = ""
     with tempfile.TemporaryDirectory(prefix="mk-exchange-") as folder:
-        seconds = _START_S + 2 * len(offer.cells) + offer.seconds
+        seconds = _START_SECONDS + 2 * len(job.cases) + job.seconds
         try:
-            pool.run(measure, RankTask(offer, repeats, folder), timeout=seconds)
+            pool.run(measure_on_rank, RankTask(job, repeats, folder), timeout=seconds)
         except ModularKernelError as error:
-            failure = _error_line(error)
-        reports = pool.collect(lambda rank: _read(Path(folder, f"{rank}.jsonl")))
-    rows, intact = [], True
-    for index, cell in enumerate(offer.cells):
-        cell_reports = [by_cell[index] for by_cell in reports if index in by_cell]
-        if len(cell_reports) < pool.world_size:  # the first incomplete case caused the failure
+            failure = _select_error_line(error)
+        reports = pool.collect(lambda rank: _read_reports(Path(folder, f"{rank}.jsonl")))
+    rows, none_failed = [], True
+    for index, case in enumerate(job.cases):
+        case_reports = [by_case[index] for by_case in reports if index in by_case]
+        # A rank crashed or hung in the first case without a report of every rank. This case has
+        # failed, and later ones are skipped.
+        if len(case_reports) < pool.world_size:
             reason = {"note": failure or "a rank reported nothing", "error": None}
-            cell_reports = (
-                cell_reports if intact and cell_reports else [{"status": SKIPPED, **reason}]
+            case_reports = (
+                case_reports if none_failed and case_reports else [{"status": SKIPPED, **reason}]
             )
-            cell_reports += [{"status": FAILED, **reason}] if intact else []
-        intact = intact and all(report["status"] != FAILED for report in cell_reports)
-        rows.append(row_of(offer.name, offer.origin, cell, cell_reports, link))
+            case_reports += [{"status": FAILED, **reason}] if none_failed else []
+        none_failed = none_failed and all(report["status"] != FAILED for report in case_reports)
+        rows.append(make_row(job.name, job.origin, case, case_reports, link))
     return tuple(rows)
 
 
-def _error_line(error: ModularKernelError) -> str:
+def _select_error_line(error: ModularKernelError) -> str:
     """Return the line of the error's message that names a dead rank, or else its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     dead = [line for line in lines if "died: " in line]
     return (dead or lines[-1:] or [type(error).__name__])[0][:300]
 
 
-def _read(path: Path) -> dict[int, dict[str, Any]]:
+def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
     """Read a rank's file and return its first report on each case."""
     reports: dict[int, dict[str, Any]] = {}
     if not path.exists():
@@ -181,46 +182,48 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
             report = json.loads(line)
         except json.JSONDecodeError:  # the writer was killed in this line
             break
-        reports.setdefault(report["cell"], report)
+        reports.setdefault(report["case"], report)
     return reports
 
 
-# --------------------------------------------------------------------------------- on the ranks
+# The functions below run on the ranks.
 
 
-def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
-    """Measure a batch on this rank, and write each result to the rank's file at once."""
-    cuda = task.offer.machine.device == "cuda"
+def measure_on_rank(rank: int, world_size: int, group: Any, task: RankTask) -> None:
+    """Measure a batch on this rank, and write each result to this rank's file at once."""
+    cuda = task.job.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     context = RankContext(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
         writer = ResultWriter(file)
-        with RunWatch(task.offer.seconds, writer) as watch:
-            for report in _measure_batch(task, task.offer.cells, context, writer):
+        with HangWatchdog(task.job.seconds, writer) as watchdog:
+            for report in _measure_batch(task, task.job.cases, context, writer):
                 writer.write(report)
-                writer.cell += 1
-                watch.progress()
+                writer.case_index += 1
+                watchdog.restart()
 
 
 class ResultWriter:
-    """Writer of a rank's result file. cell: index of the current case.
+    """Writer of a rank's result file. case_index: index of the current case.
 
-    Only the first report on a case counts. A rank that fails writes its report before it
-    communicates with the other ranks, because they may be blocked in another collective.
+    The main process reads only the first report on a case. A rank that fails writes its report
+    before it communicates with the other ranks, because they may be blocked in another collective.
     """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self.cell = 0
+        self.case_index = 0
 
     def write(self, result: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"cell": self.cell, "at": time.monotonic(), **result}) + "\n")
+        self._file.write(
+            json.dumps({"case": self.case_index, "at": time.monotonic(), **result}) + "\n"
+        )
         self._file.flush()
 
     def report_failure(self, note: str, error: float | None = None) -> dict[str, Any]:
-        """Return the report of a failed case.
+        """Return the report of a failed case; write it if this rank failed.
 
-        note: the reason, or "" if another rank failed. With a reason, the report is also written.
+        note: the reason, or "" if another rank failed.
         """
         report = {"status": FAILED, "note": note or "another rank failed", "error": error}
         if note:
@@ -228,7 +231,7 @@ class ResultWriter:
         return report
 
 
-class RunWatch:
+class HangWatchdog:
     """Context manager that terminates this process after `seconds` without progress.
 
     A rank that hangs inside a library cannot be interrupted in any other way.
@@ -239,121 +242,125 @@ class RunWatch:
         self._deadline = time.monotonic() + seconds
         self._done = threading.Event()
 
-    def __enter__(self) -> "RunWatch":
+    def __enter__(self) -> "HangWatchdog":
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
 
-    def progress(self) -> None:
+    def restart(self) -> None:
+        """Report progress, which restarts the time limit."""
         self._deadline = time.monotonic() + self._seconds
 
     def _watch(self) -> None:
         while not self._done.wait(0.1):
             if time.monotonic() > self._deadline:
-                self._writer.report_failure(f"{_NO_ANSWER} within {self._seconds:g} s")
-                os._exit(_EXIT_STATUS)
+                self._writer.report_failure(f"{_HANG_NOTE} within {self._seconds:g} s")
+                os._exit(_HANG_EXIT_STATUS)
 
 
-def event_gap(rank: int, world_size: int, group: Any) -> float | None:
-    """Return `event_gap_us` of this rank's device."""
+def measure_event_gap_on_rank(rank: int, world_size: int, group: Any) -> float | None:
+    """Return the result of `measure_event_gap` for this rank's device."""
     cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
-    return event_gap_us(torch.device("cuda" if cuda else "cpu"))
+    return measure_event_gap(torch.device("cuda" if cuda else "cpu"))
 
 
 def _measure_batch(
-    task: RankTask, cells: Sequence[ExchangeCase], context: RankContext, writer: ResultWriter
+    task: RankTask, cases: Sequence[ExchangeCase], context: RankContext, writer: ResultWriter
 ) -> Iterator[dict[str, Any]]:
     """Measure the cases on this rank, and yield a report on each."""
     transport, reason, report = None, "", _skip_report("after a failure")
     try:
-        transport = task.offer.make()
-        reason = transport.refusal(cells[0])
+        transport = task.job.make()
+        reason = transport.refusal(cases[0])
         if reason:
             report = {"status": REFUSED, "note": reason, "error": None}
         else:
             with prefer_torch_reference(enabled=not transport.interpreted):
-                transport.open(cells[0], context)
-    # A peer can raise anything, and the other transports must still be measured.
+                transport.open(cases[0], context)
+    # A peer can raise anything. The other transports must still be measured.
     except Exception as error:  # noqa: BLE001
-        reason = _short_error(error)
+        reason = _format_error(error)
         writer.report_failure(reason)
-    if not _all_ranks(context, not reason) or transport is None:
+    if not _is_true_on_all_ranks(context, not reason) or transport is None:
         if report["status"] == SKIPPED:
             yield writer.report_failure("")
-            cells = cells[1:]
-        yield from (report for _ in cells)
+            cases = cases[1:]
+        yield from (report for _ in cases)
         _close(transport)
         return
-    broken = ""
-    for cell in cells:
+    skip_reason = ""
+    for case in cases:
         with prefer_torch_reference(enabled=not transport.interpreted):
             report = (
-                _skip_report(broken)
-                if broken
-                else _measure_cell(transport, cell, context, task, writer)
+                _skip_report(skip_reason)
+                if skip_reason
+                else _measure_case(transport, case, context, task, writer)
             )
         if report["status"] == FAILED:
-            broken = "after a failure"
+            skip_reason = "after a failure"
         yield report
     _close(transport)
 
 
-def _measure_cell(
+def _measure_case(
     transport: Transport,
-    cell: ExchangeCase,
+    case: ExchangeCase,
     context: RankContext,
     task: RankTask,
     writer: ResultWriter,
 ) -> dict[str, Any]:
     """Verify the transport in one case, time it, and return the report.
 
-    After each step, ranks exchange whether it succeeded, so that none waits for a failed rank.
+    After each step, the ranks agree whether it succeeded on all of them, so that none waits in a
+    collective for a failed rank.
     """
     note, error, times = "", float("inf"), None
-    inputs = ExchangeInputs.of(cell, 0 if transport.replicated else context.rank, context.device)
+    inputs = ExchangeInputs.from_case(
+        case, 0 if transport.replicated else context.rank, context.device
+    )
     try:
         transport.load(inputs)
         error = max(_run_and_check(transport, inputs) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
-        note = _short_error(failure)
+        note = _format_error(failure)
         writer.report_failure(note)
-    if not _all_ranks(context, not note):
+    if not _is_true_on_all_ranks(context, not note):
         return writer.report_failure("")
-    if not _all_ranks(context, error <= cell.bound):
-        reason = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
-        status = WRONG if error > cell.bound else SKIPPED
+    if not _is_true_on_all_ranks(context, error <= case.bound):
+        reason = f"a row is {error:.1e} away from x, more than {case.bound:.1e}"
+        status = WRONG if error > case.bound else SKIPPED
         return {"status": status, "note": reason if status == WRONG else "", "error": error}
     try:
         times = time_transport(
-            transport, inputs, context, task.repeats, partial(_all_ranks, context)
+            transport, inputs, context, task.repeats, partial(_is_true_on_all_ranks, context)
         )
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
-        note = _short_error(failure)
+        note = _format_error(failure)
         writer.report_failure(note, error)
-    if not _all_ranks(context, not note):
+    if not _is_true_on_all_ranks(context, not note):
         return writer.report_failure("", error)
     assert times is not None
     error = max(error, times.error)
-    if error > cell.bound:
+    if error > case.bound:
         return {"status": WRONG, "note": f"a replay is {error:.1e} away from x", "error": error}
     return {"status": OK, "note": transport.note, **asdict(replace(times, error=error))}
 
 
 def _run_and_check(transport: Transport, inputs: ExchangeInputs) -> float:
-    """Run a dispatch and a combine; return the error of the result."""
+    """Run a dispatch and a combine; return the maximum relative error of a row."""
     transport.dispatch()
     transport.identity()
     out = transport.combine()
     transport.settle()
-    error = distance(out, transport.expected(inputs))
-    out.fill_(float("nan"))  # so that values which the next call does not write are detected
+    error = max_row_error(out, transport.expected(inputs))
+    out.fill_(float("nan"))  # the next result has NaN where `combine` does not write
     return error
 
 
-def _all_ranks(context: RankContext, ok: bool) -> bool:
+def _is_true_on_all_ranks(context: RankContext, ok: bool) -> bool:
     """Return whether `ok` is true on all ranks."""
     all_ok = torch.tensor([float(ok)], device=context.device)
     dist.all_reduce(all_ok, op=dist.ReduceOp.MIN, group=context.group)
@@ -364,7 +371,7 @@ def _close(transport: Transport | None) -> None:
     try:
         if transport is not None:
             transport.close()
-    except Exception:  # noqa: BLE001, S110  its rows are already reported
+    except Exception:  # noqa: BLE001, S110  its results are already written
         pass
 
 
@@ -372,6 +379,6 @@ def _skip_report(reason: str) -> dict[str, Any]:
     return {"status": SKIPPED, "note": reason, "error": None}
 
 
-def _short_error(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:300]

@@ -1,10 +1,10 @@
-"""Timing of dispatch and combine on one rank.
+"""Timing of dispatch and combine on one rank, for `mk exchange`.
 
-If both can be captured, each is a CUDA graph. The two graphs are replayed alternately with an event
-in between, after a spinning kernel that gives the host time to queue them. The time of a pair (a
-dispatch and a combine) is measured with one graph of four pairs, in order to exclude the time of
-graph launches. Otherwise eager calls are timed, with a barrier before each, and times include host
-time. Inputs are in the L2 cache, as after the previous layer of a model.
+If both can be captured, each becomes a CUDA graph. The two graphs are replayed alternately, with an
+event after each. A spinning kernel runs first, so that the host can queue all replays. The time of
+a pair (a dispatch and a combine) is measured with one graph of four pairs, so that it does not
+include the time between graphs. If they cannot be captured, eager calls are timed after a barrier,
+and times include host time. Inputs are in the L2 cache, as after the previous layer of a model.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.all2all.cases import ExchangeInputs, RankContext, Transport, distance
+from modular_kernel.bench.all2all.cases import ExchangeInputs, RankContext, Transport, max_row_error
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture_graphs, make_clock
 
@@ -37,10 +37,10 @@ class Repeats:
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Microseconds of one call on one rank.
+    """Times of one call on one rank, in microseconds.
 
-    spread: (max - min) / median of the pair times over the rounds. mode: "graph", "eager", "cpu" or
-    "interpreter". error: relative error after a graph replay, 0 without graphs.
+    spread: (max - min) / median of the pair times of the rounds. mode: "graph", "eager", "cpu" or
+    "interpreter". error: maximum relative error of a row after a replay; 0 without graphs.
     """
 
     dispatch_us: float
@@ -56,18 +56,18 @@ def time_transport(
     inputs: ExchangeInputs,
     context: RankContext,
     repeats: Repeats,
-    all_true: Callable[[bool], bool],
+    all_ranks: Callable[[bool], bool],
 ) -> ExchangeTimes:
-    """Time a verified transport. Collective.
+    """Time a verified transport. All ranks call this together.
 
     Graphs are used only if all ranks can capture them.
 
-    all_true: returns whether its argument is true on all ranks.
+    all_ranks: a collective that returns whether its argument is true on all ranks.
     """
     graphs = None
     if context.device.type == "cuda" and transport.capturable:
         graphs = _capture(transport, inputs)
-        if not all_true(graphs is not None):
+        if not all_ranks(graphs is not None):
             graphs = None
     if graphs is None:
         return _time_eager(transport, context, repeats)
@@ -77,7 +77,10 @@ def time_transport(
 
 @dataclass(frozen=True)
 class _Graphs:
-    """Replays of the captured graphs. arrived: the result in the memory of the dispatch graph."""
+    """Functions that replay the captured graphs.
+
+    arrived: `Transport.arrived` after the capture of dispatch, in the memory of that graph.
+    """
 
     dispatch: Call
     combine: Call
@@ -100,13 +103,13 @@ def _capture(transport: Transport, inputs: ExchangeInputs) -> _Graphs | None:
 
 
 def _replay_error(transport: Transport, inputs: ExchangeInputs, graphs: _Graphs) -> float:
-    """Return the relative error after a replay of dispatch, the identity, and combine."""
+    """Return the maximum error of a row after a replay of dispatch, the identity, and combine."""
     transport.arrived = graphs.arrived
     graphs.dispatch()
     transport.identity()
     out = graphs.combine()
     torch.cuda.synchronize()
-    return distance(out, transport.expected(inputs))
+    return max_row_error(out, transport.expected(inputs))
 
 
 def _time_graphs(
@@ -114,18 +117,18 @@ def _time_graphs(
 ) -> ExchangeTimes:
     single_times, pairs = [], []
     for _ in range(repeats.rounds):
-        parts = _time_queued([graphs.dispatch, graphs.combine], context, repeats.replays)
+        parts = _time_replays([graphs.dispatch, graphs.combine], context, repeats.replays)
         single_times.append([median(times) for times in parts])
-        pairs.append(median(_time_queued([graphs.pairs], context, repeats.replays)[0]) / _PAIRS)
+        pairs.append(median(_time_replays([graphs.pairs], context, repeats.replays)[0]) / _PAIRS)
     dispatch, combine = (median(times) for times in zip(*single_times, strict=True))
     spread = (max(pairs) - min(pairs)) / median(pairs)
     return ExchangeTimes(dispatch, combine, median(pairs), spread, "graph", error)
 
 
-def _time_queued(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
+def _time_replays(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
     """Return, for each graph, the microseconds of its replays.
 
-    The first replay is not counted, because it includes waiting for other ranks.
+    The first replay is left out, because it includes waiting for other ranks.
     """
     clock = make_clock(context.device)
     dist.barrier(context.group)
@@ -158,14 +161,14 @@ def _time_eager(transport: Transport, context: RankContext, repeats: Repeats) ->
             times.append([clock.ms(a, b) * 1e3 for a, b in marks])
         rounds.append([median(column) for column in zip(*times, strict=True)])
     dispatch, combine, pair = (median(column) for column in zip(*rounds, strict=True))
-    pairs = [figures[2] for figures in rounds]
+    pairs = [times[2] for times in rounds]
     mode = "eager" if context.device.type == "cuda" else "cpu"
     mode = INTERPRETER if transport.interpreted else mode
     return ExchangeTimes(dispatch, combine, pair, (max(pairs) - min(pairs)) / pair, mode)
 
 
-def event_gap_us(device: torch.device) -> float | None:
-    """Return the microseconds that two events measure around a graph with one trivial kernel.
+def measure_event_gap(device: torch.device) -> float | None:
+    """Return the microseconds between two events around a graph with one trivial kernel.
 
     The times of dispatch and combine include about this much overhead. Returns None on a CPU, or if
     the capture fails.

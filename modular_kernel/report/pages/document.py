@@ -23,7 +23,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Items:
+class BulletList:
     """A bulleted list."""
 
     texts: Sequence[str]
@@ -44,7 +44,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """A code block. The test suite runs it, unless its first line gives a reason not to."""
+    """A code block. Tests run it unless its first line is a comment "not run: REASON"."""
 
     language: str
     text: str
@@ -54,8 +54,8 @@ class Code:
 class Figure:
     """An SVG figure.
 
-    name: file name without suffix, in Markdown. caption: description. panels: the figure as
-    separate panels, which an HTML page arranges according to its width.
+    name: file name without suffix. svg: the whole figure, for Markdown. panels: the same figure as
+    separate SVGs, which an HTML page arranges according to its width.
     """
 
     name: str
@@ -66,23 +66,20 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Highlights at the top of a page.
-
-    values: (value, description) pairs.
-    """
+    """Key figures at the top of a page, as (value, description) pairs."""
 
     values: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A definition list. pairs: (name, text)."""
+class DefinitionList:
+    """A definition list, as (name, text) pairs."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Note:
+class WarningBox:
     """A warning box."""
 
     title: str
@@ -91,7 +88,11 @@ class Note:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar with a value in any unit, a text at its end, and an optional mark such as a floor."""
+    """A bar of a chart.
+
+    value: length, in the unit of the chart. text: text at the end of the bar. mark: value of a mark
+    on the bar, such as a roofline.
+    """
 
     name: str
     value: float
@@ -101,7 +102,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarChart:
     """A bar chart with a common scale, logarithmic if the values span decades."""
 
     caption: str
@@ -110,38 +111,47 @@ class Bars:
 
 @dataclass(frozen=True)
 class MatrixPicture:
-    """A picture with a square for each pair of a row and a column.
+    """The support matrix as a picture, with a square for each pair of a row and a column.
 
-    The reader selects the scheme and the number of ranks.
+    The user selects the scheme and the number of ranks.
 
-    texts: distinct reasons of refusals. refusals: distinct refusals, each as indices of its texts;
-    the first is empty and stands for valid pairs. cells: by "SCHEME RANKS", the index of the
-    refusal of each pair, row by row.
+    reasons: distinct reasons of refusals. refusals: distinct sets of reasons, as indices into
+    `reasons`. The first set is empty and belongs to valid pairs. cells: for each "SCHEME RANKS",
+    the index into `refusals` of each pair, row by row.
     """
 
     rows: Sequence[str]
     columns: Sequence[str]
     schemes: Sequence[str]
     world_sizes: Sequence[int]
-    texts: Sequence[str]
+    reasons: Sequence[str]
     refusals: Sequence[Sequence[int]]
     cells: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The position of the table of contents."""
+class TableOfContents:
+    """The place of the table of contents."""
 
 
 @dataclass(frozen=True)
 class Collapsible:
-    """Collapsible blocks."""
+    """Blocks under a title that the user can expand."""
 
     title: str
     blocks: Sequence["PageBlock"]
 
 
-Block = Heading | Text | Items | Table | Code | Figure
+Block = Heading | Text | BulletList | Table | Code | Figure
 Document = tuple[Block, ...]
-# Blocks of HTML pages; some are not supported in Markdown.
-PageBlock = Block | Tiles | Facts | Note | Bars | MatrixPicture | Contents | Collapsible
+# Blocks of HTML pages. Markdown documents have only those of `Block`.
+PageBlock = (
+    Block
+    | Tiles
+    | DefinitionList
+    | WarningBox
+    | BarChart
+    | MatrixPicture
+    | TableOfContents
+    | Collapsible
+)

@@ -1,7 +1,7 @@
-"""HTML rendering of documents as one self-contained file, without external resources.
+"""Rendering of documents as one self-contained HTML file, without external resources.
 
-The only script filters a `MatrixPicture`. Where scripts are disabled, the picture shows the first
-scheme and number of ranks.
+The only script (matrix_filter.js) shows a `MatrixPicture` for the selected scheme and number of
+ranks. If scripts are disabled, the picture shows the first of them.
 """
 
 import json
@@ -12,24 +12,20 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from modular_kernel.report.pages.document import Bars, Heading, MatrixPicture, PageBlock
-from modular_kernel.report.pages.plots import Scale, line, text
+from modular_kernel.report.pages.document import BarChart, Heading, MatrixPicture, PageBlock
+from modular_kernel.report.pages.plots import Scale, svg_line, svg_text
 
-_MAX_LISTED_LEVEL = 2  # of the headings in the table of contents
+_MAX_LISTED_LEVEL = 2  # maximum level of headings in the table of contents
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(`[^`]+`)")
 
 
-def page(title: str, document: Sequence[PageBlock]) -> str:
-    """Render an HTML file. `Contents` in the document becomes the table of contents."""
+def render_html(title: str, document: Sequence[PageBlock]) -> str:
+    """Return the text of an HTML file."""
     listed = [b for b in document if isinstance(b, Heading) and 1 < b.level <= _MAX_LISTED_LEVEL]
-    return (
-        _templates()
-        .get_template("page.html")
-        .render(
-            title=title, document=document, contents=[(block, _anchor(block)) for block in listed]
-        )
-    )
+    contents = [(heading, _anchor(heading)) for heading in listed]
+    template = _templates().get_template("page.html")
+    return template.render(title=title, document=document, contents=contents)
 
 
 @cache
@@ -48,7 +44,7 @@ def _templates() -> Environment:
         "matrix_svg": _matrix_svg,
         "kind": lambda block: type(block).__name__,
         "logarithmic": lambda block: _scale(block).log,
-        "places": _places,
+        "positions": _positions,
         "verdict": _verdict,
     }
     return environment
@@ -59,13 +55,13 @@ def _anchor(heading: Heading) -> str:
 
 
 def _verdict(text: str) -> str:
-    """Return the CSS class of a table cell: "yes" or "no" if it starts with that, else ""."""
+    """Return the CSS class of a table cell: "yes" or "no" if its text starts so, else ""."""
     first = text.partition(":")[0]
-    return {"yes": "yes", "no": "no"}.get(first, "")
+    return first if first in ("yes", "no") else ""
 
 
 def _inline(text: str) -> Markup:
-    """Render inline markup. Links become plain text, because the page has no other files."""
+    """Render inline markup. Links become plain text, because the page is a single file."""
     parts = []
     for piece in _CODE.split(text):
         if piece.startswith("`") and len(piece) > 2:
@@ -75,27 +71,28 @@ def _inline(text: str) -> Markup:
     return Markup("").join(parts)
 
 
-def _scale(block: Bars) -> Scale:
-    """Return the scale of the bars and marks, in percent of the width."""
+def _scale(block: BarChart) -> Scale:
+    """Return the scale of a bar chart, in percent of its width."""
     values = [v for bar in block.bars for v in (bar.value, bar.mark) if v is not None and v > 0]
-    return Scale.over(values, 0.0, 100.0, zero=True)
+    return Scale.from_values(values, 0.0, 100.0, from_zero=True)
 
 
-def _places(block: Bars) -> list[tuple[float, float | None]]:
+def _positions(block: BarChart) -> list[tuple[float, float | None]]:
     """Return the positions of the end of each bar and of its mark, in percent."""
     scale = _scale(block)
     return [
-        (scale.at(bar.value), None if bar.mark is None else scale.at(bar.mark))
+        (scale.position(bar.value), None if bar.mark is None else scale.position(bar.mark))
         for bar in block.bars
     ]
 
 
-_SQUARE, _LEFT, _TOP = 26, 260, 190  # of the matrix: size of a square, margins for the names
+# Of the picture of a matrix, in pixels: size of a square, and margins for the names.
+_SQUARE, _LEFT, _TOP = 26, 260, 190
 
 
 def _matrix_data(block: MatrixPicture) -> Markup:
-    """Return the JSON that the script reads. "<" is escaped, so that no text ends the element."""
-    data = {"texts": block.texts, "refusals": block.refusals, "cells": block.cells}
+    """Return the JSON that the script reads. "<" is escaped, so that no text closes the element."""
+    data = {"reasons": block.reasons, "refusals": block.refusals, "cells": block.cells}
     return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -107,15 +104,15 @@ def _matrix_svg(block: MatrixPicture) -> Markup:
     shapes = []
     for index, name in enumerate(block.columns):
         x = _LEFT + _SQUARE * (index + 0.65)
-        shapes.append(text(x, _TOP - 8, name, f' transform="rotate(-55 {x:.1f} {_TOP - 8})"'))
+        shapes.append(svg_text(x, _TOP - 8, name, f' transform="rotate(-55 {x:.1f} {_TOP - 8})"'))
     for row, name in enumerate(block.rows):
         y = _TOP + _SQUARE * row
         label = name.removesuffix("PrepareAndFinalize") or name
-        shapes.append(text(_LEFT - 8, y + 17, label, ' text-anchor="end"'))
-        shapes.append(line(0, y, width, y))
+        shapes.append(svg_text(_LEFT - 8, y + 17, label, ' text-anchor="end"'))
+        shapes.append(svg_line(0, y, width, y))
         for column, experts in enumerate(block.columns):
             refusal = block.refusals[refusals[row * len(block.columns) + column]]
-            lines = [block.texts[index] for index in refusal] or ["valid"]
+            lines = [block.reasons[index] for index in refusal] or ["valid"]
             pair = f"{name} x {experts}"
             position = f'x="{_LEFT + _SQUARE * column + 2}" y="{y + 2}"'
             css_class = "refused" if refusal else "valid"

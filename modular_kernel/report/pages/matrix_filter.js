@@ -3,39 +3,39 @@ for (const picture of document.querySelectorAll(".matrix")) {
   const [scheme, ranks] = picture.querySelectorAll("select");
   const count = picture.querySelector("b"), details = picture.querySelector("output");
   const squares = [...picture.querySelectorAll("rect[data-pair]")];
-  let chosen = null;
-  const reasons = (square) => {
+  let selected = null;
+  const reasonsOf = (square) => {
     const refusal = data.cells[`${scheme.value} ${ranks.value}`][squares.indexOf(square)];
-    return data.refusals[refusal].map((index) => data.texts[index]);
+    return data.refusals[refusal].map((index) => data.reasons[index]);
   };
   const describe = () => {
-    if (!chosen) return;
-    const found = reasons(chosen);
-    details.textContent = chosen.dataset.pair + (found.length ? ": refused\n" : ": valid");
-    details.textContent += found.map((text) => "- " + text).join("\n");
+    if (!selected) return;
+    const reasons = reasonsOf(selected);
+    details.textContent = selected.dataset.pair + (reasons.length ? ": refused\n" : ": valid");
+    details.textContent += reasons.map((text) => "- " + text).join("\n");
   };
   const show = () => {
     let valid = 0;
     for (const square of squares) {
-      const found = reasons(square);
-      valid += found.length === 0;
-      square.setAttribute("class", found.length ? "refused" : "valid");
-      const text = found.length ? found.join("\n") : "valid";
+      const reasons = reasonsOf(square);
+      valid += reasons.length === 0;
+      square.setAttribute("class", reasons.length ? "refused" : "valid");
+      const text = reasons.length ? reasons.join("\n") : "valid";
       square.querySelector("title").textContent = square.dataset.pair + "\n" + text;
     }
     count.textContent = `${valid} of ${squares.length} pairs are valid`;
     describe();
   };
-  const choose = (square) => {
-    if (chosen) chosen.removeAttribute("data-chosen");
-    chosen = square;
-    chosen.setAttribute("data-chosen", "");
+  const select = (square) => {
+    if (selected) selected.removeAttribute("data-chosen");
+    selected = square;
+    selected.setAttribute("data-chosen", "");
     describe();
   };
   for (const square of squares) {
-    square.addEventListener("click", () => choose(square));
+    square.addEventListener("click", () => select(square));
     square.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(square); }
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); select(square); }
     });
   }
   scheme.addEventListener("change", show);

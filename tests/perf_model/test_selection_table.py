@@ -9,20 +9,20 @@ import pytest
 from run_mk import Mk, runs_mk
 
 from modular_kernel.models.registry import MODELS
-from modular_kernel.perf_model import questions
+from modular_kernel.perf_model import selection_table
 from modular_kernel.perf_model.machines import parse_machine
-from modular_kernel.perf_model.questions import (
+from modular_kernel.perf_model.recommend import PHASE_TOKENS
+from modular_kernel.perf_model.selection_table import (
     CLUSTERS,
-    LAYERS,
-    LIMIT,
-    Answer,
-    answer,
-    answers,
+    ERROR_LIMIT,
+    MOE_LAYERS,
+    Selection,
     layer_times_markdown,
     record_errors,
     records_markdown,
+    select_all_pairings,
+    select_pairing,
 )
-from modular_kernel.perf_model.recommend import PHASE_TOKENS
 
 mk = runs_mk()
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -34,8 +34,8 @@ WEIGHT_BYTES = {"none": 2.0, "fp8_w8a8_block": 1 + 4 / 128**2, "mxfp4_w4a16": 0.
 
 
 def test_forty_questions_have_an_answer_or_a_reason() -> None:
-    assert len(LAYERS) * len(CLUSTERS) == 40
-    found = answers()
+    assert len(MOE_LAYERS) * len(CLUSTERS) == 40
+    found = select_all_pairings()
     assert len(found) == 40 * len(PHASE_TOKENS)
     assert {(a.model, a.cluster) for a in found if a.best is None} == WITHOUT_ANSWER
     for each in found:
@@ -49,13 +49,13 @@ def test_forty_questions_have_an_answer_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.parametrize("model", MOE_LAYERS)
 def test_a_recommended_pair_is_valid_by_mk_check_and_fits(mk: Mk, model: str, cluster: str) -> None:
-    for each in (a for a in answers() if (a.model, a.cluster) == (model, cluster)):
+    for each in (a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)):
         tokens = str(PHASE_TOKENS[each.phase])
         words = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
         if each.best is None:
-            planned = mk("plan", *words, "--layers", str(LAYERS[model]), "--json")
+            planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json")
             assert planned.code == (2 if "2x8" in cluster else 1)
             continue
         pair = each.best.prepare_finalize, each.best.experts_part
@@ -64,12 +64,12 @@ def test_a_recommended_pair_is_valid_by_mk_check_and_fits(mk: Mk, model: str, cl
         _check_memory(each)
 
 
-def _check_memory(each: Answer) -> None:
+def _check_memory(each: Selection) -> None:
     assert each.best is not None
     model, cluster = MODELS[each.model], parse_machine(each.cluster)
     memory = each.best.memory
     weights = 3 * model.hidden * model.intermediate * WEIGHT_BYTES[model.quant]
-    expected = LAYERS[each.model] * model.experts / cluster.gpus * weights
+    expected = MOE_LAYERS[each.model] * model.experts / cluster.gpus * weights
     assert memory.weights == pytest.approx(expected, rel=0.01)
     assert memory.total <= cluster.gpu.memory
     assert memory.total > memory.weights
@@ -80,14 +80,14 @@ def _check_memory(each: Answer) -> None:
 )
 def test_the_answer_is_that_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:
     words = ("--model", model, "--machine", cluster, "--packages", "all")
-    planned = mk("plan", *words, "--layers", str(LAYERS[model]), "--json").json
+    planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json").json
     taken = {row["phase"]: row["pairing"] for row in planned["recommendations"]}
-    here = [a for a in answers() if (a.model, a.cluster) == (model, cluster)]
+    here = [a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)]
     assert taken == {a.phase: a.best.pairing for a in here if a.best is not None}
 
 
 def test_alternatives_differ_in_one_part() -> None:
-    for each in answers():
+    for each in select_all_pairings():
         best, exchange, experts = each.best, each.other_exchange, each.other_experts
         if best is not None:
             assert exchange is not None
@@ -97,8 +97,8 @@ def test_alternatives_differ_in_one_part() -> None:
 
 
 def test_memory_counts_the_weights_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(questions.LAYERS, "qwen3-30b-a3b", 2000)
-    refused = answer("qwen3-30b-a3b", "4xh200", "decode")
+    monkeypatch.setitem(selection_table.MOE_LAYERS, "qwen3-30b-a3b", 2000)
+    refused = select_pairing("qwen3-30b-a3b", "4xh200", "decode")
     assert refused.best is None
     least = re.fullmatch(r"no pair fits: ([\d.]+) GB or more, of 141.0 GB", refused.reason)
     assert least is not None
@@ -109,7 +109,7 @@ def test_records_are_of_the_recommended_parts() -> None:
     errors = record_errors()
     parts = {
         (a.model, part)
-        for a in answers()
+        for a in select_all_pairings()
         if a.best is not None and "h200" in a.cluster
         for part in (a.best.prepare_finalize, a.best.experts_part)
     }
@@ -124,13 +124,13 @@ def test_records_are_of_the_recommended_parts() -> None:
 def test_estimates_of_recommended_parts_are_near_every_record() -> None:
     errors = record_errors()
     assert len(errors) == 50
-    assert [each for each in errors if abs(each.error) > LIMIT] == []
+    assert [each for each in errors if abs(each.error) > ERROR_LIMIT] == []
 
 
 def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = record_errors()
     worst = max(errors, key=lambda each: abs(each.error))
-    monkeypatch.setattr(questions, "LIMIT", abs(worst.error) - 1e-9)
+    monkeypatch.setattr(selection_table, "ERROR_LIMIT", abs(worst.error) - 1e-9)
     listed = records_markdown().partition(f"1 of {len(errors)} records")[2]
     line = f"| {worst.model} | `{worst.part}` | {worst.ranks} | {worst.quant} | {worst.tokens} |"
     assert line in listed
@@ -138,7 +138,7 @@ def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPat
 
 def test_models_without_a_record_are_named() -> None:
     with_records = {each.model for each in record_errors()}
-    without = set(LAYERS) - with_records
+    without = set(MOE_LAYERS) - with_records
     assert without == {"glm-4.5", "minimax-m2.5", "qwen3-235b-a22b", "qwen3-coder-480b-a35b"}
     page = (DOCS / "sizing.md").read_text(encoding="utf-8")
     text = " ".join(page.split())

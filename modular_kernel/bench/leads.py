@@ -1,8 +1,9 @@
-"""Comparison of our layers with the fastest peer in every cell: ratios, tables and a plot.
+"""Leads over the best peer, for the tables and the plot of `make bench`.
 
-Four columns are compared with the peers: FusedMoE with default arguments, the composed layer, the
-fastest part whose GEMMs are this project's kernels, and the fastest part whose GEMMs are another
-library's.
+A lead is the time of the fastest peer in a cell divided by ours, so it is more than 1 if ours is
+faster. The tables have a column for each of four layers of ours: FusedMoE with default arguments,
+the layer that `mk.compose` builds, the fastest part whose GEMMs are this project's kernels, and the
+fastest part whose GEMMs are another library's.
 """
 
 import math
@@ -16,14 +17,14 @@ from modular_kernel.measure import records as status
 from modular_kernel.measure.records import OURS, Report, Row
 from modular_kernel.text import format_count
 
-DEFAULT, COMPOSED, OWN, LIBRARY = (
+DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY = (
     "FusedMoE, defaults",
     "composed",
     "own kernels alone",
     "parts over other libraries",
 )
-COLUMNS = (DEFAULT, COMPOSED, OWN, LIBRARY)
-MARGIN = 0.01  # a cell is behind if it takes longer than the best peer by more than this fraction
+COLUMNS = (DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY)
+MARGIN = 0.01  # ours counts as behind if its time is longer by more than this fraction
 SCHEME_NAMES = {
     "bfloat16": "bf16",
     "fp8/fp8": "fp8",
@@ -33,23 +34,23 @@ SCHEME_NAMES = {
 _PANEL_INCHES = (3.6, 2.9)
 
 
-def column_of(row: Row) -> str | None:
-    """Return the column of a row of ours; None for baselines and peers."""
+def column_name(row: Row) -> str | None:
+    """Return the column that the row of our layer belongs to; None for baselines and peers."""
     if row.origin != OURS:
         return None
     if row.layer == DefaultLayer.name:
         return DEFAULT
     if row.layer == ComposedLayer.name:
         return COMPOSED
-    return LIBRARY if row.library else OWN
+    return OTHER_LIBRARY if row.library else OWN_KERNELS
 
 
 @dataclass(frozen=True)
 class Cell:
     """The fastest times of one cell in microseconds.
 
-    ours: by column. peer, peer_name: time and layer of the fastest peer or baseline; None and "" if
-    there is none.
+    ours: our times, by column. peer, peer_name: time and name of the fastest peer or baseline; None
+    and "" if there is none.
     """
 
     shape: str
@@ -61,10 +62,7 @@ class Cell:
     peer_name: str = ""
 
     def lead(self, column: str) -> float | None:
-        """Return the best peer's time over ours, which is more than 1 if ours is faster.
-
-        Returns None if either has no time.
-        """
+        """Return the best peer's time divided by ours; None if there is no time of either."""
         ours = self.ours.get(column)
         return self.peer / ours if ours and self.peer else None
 
@@ -72,7 +70,7 @@ class Cell:
         return f"{self.shape}, {format_count(self.tokens, 'token')}, {self.routing}"
 
 
-def cells_of(rows: Iterable[Row]) -> list[Cell]:
+def collect_cells(rows: Iterable[Row]) -> list[Cell]:
     """Return the cells in which any layer was timed, in the order of the rows."""
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
@@ -84,7 +82,7 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
         peers: list[tuple[float, str]] = []
         for row in members:
             assert row.us is not None
-            column = column_of(row)
+            column = column_name(row)
             if column is None:
                 peers.append((row.us, row.layer))
             else:
@@ -95,12 +93,12 @@ def cells_of(rows: Iterable[Row]) -> list[Cell]:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Leads of one column over the best peers, in the cells with one type of operands.
+class LeadSummary:
+    """Leads of one column over all cells with one type of operands.
 
-    cells: number of cells with a time of ours and of a peer. mean: geometric mean of `Cell.lead`.
-    behind: number of cells that are slower than the best peer by more than MARGIN. worst: the cell
-    with the smallest lead.
+    cells: number of cells with a lead. mean: geometric mean of the leads. behind: number of cells
+    in which ours is slower than the best peer by more than MARGIN. worst: the cell with the
+    smallest lead.
     """
 
     operands: str
@@ -111,15 +109,15 @@ class Standing:
     worst: Cell
 
     @property
-    def least(self) -> float:
+    def min_lead(self) -> float:
         """The smallest lead."""
         lead = self.worst.lead(self.column)
         assert lead is not None
         return lead
 
 
-def standings(cells: Sequence[Cell]) -> list[Standing]:
-    """Return a standing for each type of operands and column with any lead."""
+def summarize_leads(cells: Sequence[Cell]) -> list[LeadSummary]:
+    """Summarize the leads of each type of operands and column that has any."""
     results = []
     for operands in dict.fromkeys(cell.operands for cell in cells):
         for column in COLUMNS:
@@ -133,25 +131,26 @@ def standings(cells: Sequence[Cell]) -> list[Standing]:
             mean = math.exp(sum(math.log(lead) for lead, _ in leads) / len(leads))
             behind = sum(1 / lead > 1 + MARGIN for lead, _ in leads)
             worst = min(leads, key=lambda pair: pair[0])[1]
-            results.append(Standing(operands, column, len(leads), mean, behind, worst))
+            results.append(LeadSummary(operands, column, len(leads), mean, behind, worst))
     return results
 
 
 def scheme_name(operands: str) -> str:
+    """Return the short name of a scheme, such as int4 for the operands int4/bfloat16."""
     return SCHEME_NAMES.get(operands, operands)
 
 
-def standings_table(report: Report) -> list[str]:
-    """Return the lines of a Markdown table with a row for each scheme and column."""
+def leads_table(report: Report) -> list[str]:
+    """Return the lines of a Markdown table of leads, with a row for each scheme and column."""
     lines = [
         "| scheme | ours | cells | lead (geometric mean) | least lead | behind by more than 1 % |",
         "|---|---|---:|---:|---|---:|",
     ]
-    for standing in standings(cells_of(report.rows)):
-        worst = f"{standing.least:.2f} ({standing.worst}; {standing.worst.peer_name})"
+    for summary in summarize_leads(collect_cells(report.rows)):
+        worst = f"{summary.min_lead:.2f} ({summary.worst}; {summary.worst.peer_name})"
         lines.append(
-            f"| {scheme_name(standing.operands)} | {standing.column} | {standing.cells} "
-            f"| {standing.mean:.2f} | {worst} | {standing.behind} |"
+            f"| {scheme_name(summary.operands)} | {summary.column} | {summary.cells} "
+            f"| {summary.mean:.2f} | {worst} | {summary.behind} |"
         )
     return lines
 
@@ -159,14 +158,14 @@ def standings_table(report: Report) -> list[str]:
 def layers_table(report: Report) -> list[str]:
     """Return the lines of a Markdown table with a row for each scheme and layer, peers included.
 
-    A layer's time is divided by that of the best peer in the same cell, so a peer that is the
-    fastest everywhere has 1.00.
+    The times of a layer are divided by those of the best peer in the same cells. A peer that is the
+    fastest in every cell has 1.00.
     """
     lines = [
         "| scheme | layer | origin | cells | time / best peer (geometric mean) | wrong or failed |",
         "|---|---|---|---:|---:|---:|",
     ]
-    peers = {(c.shape, c.tokens, c.routing, c.operands): c.peer for c in cells_of(report.rows)}
+    peers = {(c.shape, c.tokens, c.routing, c.operands): c.peer for c in collect_cells(report.rows)}
     names = dict.fromkeys((row.operands, row.layer, row.quant) for row in report.rows)
     for operands, layer, quant in names:
         rows = [
@@ -197,7 +196,7 @@ def cells_table(report: Report) -> list[str]:
         f"| scheme | layer | routing | T | {' | '.join(COLUMNS)} | best peer | |",
         f"|---|---|---|---:|{'---:|' * len(COLUMNS)}---:|---|",
     ]
-    for cell in cells_of(report.rows):
+    for cell in collect_cells(report.rows):
         times = [cell.ours.get(column) for column in COLUMNS] + [cell.peer]
         texts = ["" if us is None else f"{us:.1f}" for us in times]
         lines.append(
@@ -207,8 +206,8 @@ def cells_table(report: Report) -> list[str]:
     return lines
 
 
-def missing_lines(report: Report) -> list[str]:
-    """Return a Markdown list of what was not measured, and why."""
+def unmeasured_list(report: Report) -> list[str]:
+    """Return the lines of a Markdown list of the layers that were not measured, with reasons."""
     lines = [f"- not installed: {name}" for name in report.missing]
     notes: dict[tuple[str, str, str, str], int] = {}
     for row in report.rows:
@@ -222,11 +221,11 @@ def missing_lines(report: Report) -> list[str]:
     return lines
 
 
-def merged(reports: Sequence[Report]) -> Report:
-    """Merge reports. The environment and the peaks are those of the first one.
+def merge_reports(reports: Sequence[Report]) -> Report:
+    """Merge reports into one with the environment and the peaks of the first.
 
-    If reports have the same layer in the same cell, the first timed row is kept, or the first row
-    if none was timed.
+    If several reports have a row of the same layer in the same cell, the first timed row is kept,
+    or the first row if none was timed.
     """
     first, kept = reports[0], dict[tuple[object, ...], Row]()
     for row in (row for report in reports for row in report.rows):
@@ -239,7 +238,7 @@ def merged(reports: Sequence[Report]) -> Report:
     return Report(first.environment, first.peaks, rows, stopped, missing)
 
 
-def document(report: Report) -> str:
+def render_markdown(report: Report) -> str:
     """Render the whole comparison as Markdown."""
     env = report.environment
     versions = [f"{name} {env[name]}" for name in ("torch", "triton", "driver") if env.get(name)]
@@ -248,7 +247,7 @@ def document(report: Report) -> str:
         "",
         f"{str(env.get('date'))[:10]}, {', '.join(versions)}. `{env.get('command')}`",
         "",
-        *standings_table(report),
+        *leads_table(report),
         "",
         "## Layers",
         "",
@@ -256,7 +255,7 @@ def document(report: Report) -> str:
         "",
         "## Not measured",
         "",
-        *(missing_lines(report) or ["- nothing is missing"]),
+        *(unmeasured_list(report) or ["- nothing is missing"]),
         "",
         "## Cells",
         "",
@@ -267,7 +266,7 @@ def document(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot_standings(report: Report, path: Path) -> None:
+def plot_leads(report: Report, path: Path) -> None:
     """Plot the lead over the best peer by tokens, with a panel for each scheme and routing.
 
     Needs matplotlib (extra `bench`). The suffix of `path` determines the file's format.
@@ -275,7 +274,7 @@ def plot_standings(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cells = cells_of(report.rows)
+    cells = collect_cells(report.rows)
     schemes = list(dict.fromkeys(cell.operands for cell in cells)) or [""]
     routings = list(dict.fromkeys(cell.routing for cell in cells)) or [""]
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
@@ -308,7 +307,7 @@ def _draw_leads(axes: Any, cells: Sequence[Cell], shapes: Sequence[str]) -> None
     """Draw two lines per shape: FusedMoE with default arguments, and our own kernels."""
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
     for number, shape in enumerate(shapes):
-        for column, style in ((DEFAULT, "o-"), (OWN, "s:")):
+        for column, style in ((DEFAULT, "o-"), (OWN_KERNELS, "s:")):
             points = sorted(
                 (cell.tokens, lead)
                 for cell in cells
@@ -323,14 +322,15 @@ def _draw_leads(axes: Any, cells: Sequence[Cell], shapes: Sequence[str]) -> None
     axes.grid(visible=True, which="both", alpha=0.25)
 
 
-def replace_section(text: str, name: str, lines: Sequence[str], *, where: str) -> str:
+def replace_section(text: str, name: str, lines: Sequence[str], *, filename: str) -> str:
     """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` by `lines`.
 
-    where: name of the file, for the message. Raises ValueError unless `text` has each marker once.
+    filename: name of the file with this text, for the message. Raises ValueError unless `text` has
+    each marker once.
     """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{where}: got no section between {begin} and {end}, need one")
+        raise ValueError(f"{filename}: got no section between {begin} and {end}, need one")
     before, _, rest = text.partition(begin)
     after = rest.partition(end)[2]
     return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"

@@ -1,0 +1,282 @@
+"""The selection table of the documentation: recommended pairings for ten models on four machines.
+
+For each model, machine and phase (prefill or decode), the table has the pairing that `mk plan
+--packages all` recommends if the weights of all MoE layers of the model are in memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.registry import MODELS
+from modular_kernel.perf_model.compare import Comparison, compare, read_measurements
+from modular_kernel.perf_model.error_tables import DATA_FOLDER, RECORD_FILES
+from modular_kernel.perf_model.estimate import (
+    Estimate,
+    PairingEstimates,
+    distribute_over_ranks,
+    estimate_pairings,
+)
+from modular_kernel.perf_model.experts_records import ARCH, find_factor, recorded_layers
+from modular_kernel.perf_model.experts_time import MODELED_PART
+from modular_kernel.perf_model.hardware import Cluster
+from modular_kernel.perf_model.machines import parse_machine
+from modular_kernel.perf_model.recommend import PHASE_TOKENS, select_best
+from modular_kernel.spec.problem import Problem
+
+# Number of MoE layers of each model, without layers for multi-token prediction.
+MOE_LAYERS = {
+    "deepseek-v3": 58,
+    "kimi-k2": 60,
+    "glm-4.5": 89,
+    "qwen3-coder-480b-a35b": 62,
+    "qwen3-235b-a22b": 94,
+    "minimax-m2.5": 62,
+    "gpt-oss-120b": 36,
+    "mixtral-8x7b": 32,
+    "qwen3-30b-a3b": 48,
+    "gpt-oss-20b": 24,
+}
+CLUSTERS = ("4xh200", "8xh200", "2x8xh200", "8xb200")
+ERROR_LIMIT = 0.35  # larger errors of estimates are listed one by one; a test checks for none
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The recommendation for a model, a machine and a phase.
+
+    best: the recommended pairing, or None. other_exchange, other_experts: the fastest pairing with
+    another PrepareAndFinalize, and with another experts part. reason: the reason why no pairing is
+    recommended, or "".
+    """
+
+    model: str
+    cluster: str
+    phase: str
+    best: Estimate | None = None
+    other_exchange: Estimate | None = None
+    other_experts: Estimate | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RecordError:
+    """The error of the estimate for one recorded time.
+
+    part: a part of a recommended pairing. ranks: number of ranks of an exchange; 1 for a layer on
+    one GPU. quant: the scheme, and for an exchange also the measured quantity. error: predicted /
+    measured - 1.
+    """
+
+    model: str
+    part: str
+    ranks: int
+    tokens: int
+    quant: str
+    error: float
+
+
+@cache
+def select_all_pairings() -> tuple[Selection, ...]:
+    """Select a pairing for each model, machine and phase, in this order."""
+    return tuple(
+        select_pairing(model, cluster, phase)
+        for model in MOE_LAYERS
+        for cluster in CLUSTERS
+        for phase in PHASE_TOKENS
+    )
+
+
+def select_pairing(model: str, cluster_name: str, phase: str) -> Selection:
+    """Select the pairing for one model, machine and phase.
+
+    cluster_name: the machine, in the syntax of `--machine`.
+    """
+    cluster = parse_machine(cluster_name)
+    try:
+        problem = problem_of(model, cluster, PHASE_TOKENS[phase])
+    except ConfigurationError as error:
+        return Selection(model, cluster_name, phase, reason=str(error))
+    result = estimate_pairings(problem, cluster, layers=MOE_LAYERS[model])
+    best = select_best(result)
+    if best is None:
+        return Selection(model, cluster_name, phase, reason=_reason(result))
+    other_exchange = (e for e in result.estimates if e.prepare_finalize != best.prepare_finalize)
+    other_experts = (e for e in result.estimates if e.experts_part != best.experts_part)
+    return Selection(
+        model, cluster_name, phase, best, next(other_exchange, None), next(other_experts, None)
+    )
+
+
+def problem_of(model: str, cluster: Cluster, tokens: int) -> Problem:
+    """Return the problem of the model's layer with `tokens` tokens on each GPU of the machine.
+
+    Raises ConfigurationError if a rank would have no expert.
+    """
+    problem = Problem(tokens=tokens, **MODELS[model].problem_fields())  # type: ignore[arg-type]
+    return distribute_over_ranks(problem, cluster.gpus, cluster.per_host)
+
+
+def _reason(result: PairingEstimates) -> str:
+    """Return the reason why no pairing is recommended."""
+    if not result.too_large:
+        return "no valid pair has an estimate"
+    for_all_layers = [reason for _, reason in result.too_large if not reason.startswith("[")]
+    minimum = min(map(_gigabytes, for_all_layers), default=float("inf"))
+    if minimum == float("inf"):
+        return "no pair fits, even with one layer"
+    return f"no pair fits: {minimum:.1f} GB or more, of {(result.machine.memory or 0) / 1e9:.1f} GB"
+
+
+def _gigabytes(reason: str) -> float:
+    return float(reason.partition(" GB")[0])
+
+
+def record_errors() -> list[RecordError]:
+    """Compare estimates with the recorded times of the parts of recommended pairings, on H200.
+
+    The record of an experts part is the time of a whole layer on one GPU. It is used if it has the
+    model's hidden and intermediate size, top-k and scheme; its experts may be all experts or those
+    of one rank. It is compared with an estimate from the records of other layers. The record of an
+    exchange is used if it has the model's hidden size, experts and top-k, and as many ranks as a
+    machine.
+    """
+    distinct_errors = dict.fromkeys(
+        error
+        for selection in select_all_pairings()
+        if selection.best is not None and _has_records(selection)
+        for error in (
+            *_experts_errors(selection, selection.best),
+            *_exchange_errors(selection, selection.best),
+        )
+    )
+    return list(distinct_errors)
+
+
+def _has_records(selection: Selection) -> bool:
+    return parse_machine(selection.cluster).gpu.arch == ARCH
+
+
+def _experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
+    problem = best.problem
+    for layer in recorded_layers():
+        recorded = layer.problem
+        sizes = recorded.hidden, recorded.intermediate, recorded.top_k
+        if (
+            layer.experts != best.experts_part
+            or layer.quant != problem.quant
+            or sizes != (problem.hidden, problem.intermediate, problem.top_k)
+        ):
+            continue
+        estimated = find_factor(layer.experts, recorded, layer.rows, without_shape=layer.shape)
+        if estimated is not None:
+            error = estimated.correct(layer.predicted_us / 1e6) * 1e6 / layer.us - 1
+            yield RecordError(selection.model, layer.experts, 1, layer.tokens, layer.quant, error)
+
+
+def _exchange_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
+    problem, world = best.problem, best.problem.parallel.world_size
+    for comparison in _exchanges():
+        measured = comparison.measured
+        recorded = measured.problem
+        if (
+            measured.part == best.prepare_finalize
+            and recorded.parallel.world_size == world
+            and (recorded.hidden, recorded.experts, recorded.top_k)
+            == (problem.hidden, problem.experts, problem.top_k)
+        ):
+            quant = f"{recorded.quant}, {measured.quantity}"
+            yield RecordError(
+                selection.model, measured.part, world, recorded.tokens, quant, comparison.error
+            )
+
+
+@cache
+def _exchanges() -> tuple[Comparison, ...]:
+    times = [time for name in RECORD_FILES for time in read_measurements(DATA_FOLDER / name)]
+    return compare([time for time in times if time.problem.parallel.world_size > 1])
+
+
+def selection_markdown() -> str:
+    """Return a Markdown table of recommended pairings for each machine."""
+    return "\n\n".join(_machine_table(cluster) for cluster in CLUSTERS)
+
+
+def _machine_table(cluster: str) -> str:
+    columns = "model | phase | take | us | Mtok/s | GB | other exchange | other experts"
+    lines = [f"## {cluster}", "", f"| {columns} |", "|---|---|---|---:|---:|---:|---|---|"]
+    for selection in select_all_pairings():
+        if selection.cluster == cluster:
+            cells = selection.model, selection.phase, *_format_cells(selection)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _format_cells(selection: Selection) -> tuple[str, ...]:
+    best = selection.best
+    if best is None:
+        return selection.reason, "", "", "", "", ""
+    return (
+        f"`{best.prepare_finalize}` x `{best.experts_part}`",
+        f"{best.seconds * 1e6:.0f}",
+        f"{best.tokens_per_second / 1e6:.2f}",
+        f"{best.memory.total / 1e9:.1f}",
+        _format_ratio(best, selection.other_exchange, "prepare_finalize"),
+        _format_ratio(best, selection.other_experts, "experts_part"),
+    )
+
+
+def _format_ratio(best: Estimate, other: Estimate | None, part: str) -> str:
+    return "" if other is None else f"`{getattr(other, part)}` {other.seconds / best.seconds:.2f} x"
+
+
+def records_markdown() -> str:
+    """Return a Markdown table of errors by model and part, and a list of those > ERROR_LIMIT."""
+    errors = record_errors()
+    groups: dict[tuple[str, str, int], list[float]] = {}
+    for e in errors:
+        groups.setdefault((e.model, e.part, e.ranks), []).append(abs(e.error))
+    limit = f"{ERROR_LIMIT * 100:.0f} %"
+    lines = [f"| model | part | GPUs | records | beyond {limit} | worst |"]
+    lines += ["|---|---|---:|---:|---:|---:|"]
+    for (model, part, ranks), magnitudes in groups.items():
+        beyond = sum(error > ERROR_LIMIT for error in magnitudes)
+        worst = f"{max(magnitudes) * 100:.0f} %"
+        lines.append(f"| {model} | `{part}` | {ranks} | {len(magnitudes)} | {beyond} | {worst} |")
+    large_errors = [e for e in errors if abs(e.error) > ERROR_LIMIT]
+    if not large_errors:
+        return "\n".join([*lines, "", f"None of the {len(errors)} errors is beyond {limit}."])
+    lines += ["", f"Beyond {limit}, {len(large_errors)} of {len(errors)} records:", ""]
+    lines += ["| model | part | GPUs | scheme | tokens | error |", "|---|---|---:|---|---:|---:|"]
+    for e in sorted(large_errors, key=lambda e: (e.model, e.part, e.ranks, e.tokens)):
+        cells = f"{e.model} | `{e.part}` | {e.ranks} | {e.quant} | {e.tokens}"
+        lines.append(f"| {cells} | {e.error * 100:+.0f} % |")
+    return "\n".join(lines)
+
+
+def layer_times_markdown(model: str) -> str:
+    """Return a Markdown table of the recorded times of a model's layer on one H200.
+
+    Each recorded layer with the model's hidden and intermediate size and top-k has a row, in 16
+    bits and in the model's scheme. A row has the times of `TritonExperts` and of the fastest part.
+    """
+    published = MODELS[model]
+    sizes = published.hidden, published.intermediate, published.top_k
+    times: dict[tuple[str, int, int], dict[str, float]] = {}
+    for layer in recorded_layers():
+        problem = layer.problem
+        if sizes == (problem.hidden, problem.intermediate, problem.top_k) and layer.quant in (
+            "none",
+            published.quant,
+        ):
+            key = layer.quant, problem.experts, layer.tokens
+            times.setdefault(key, {})[layer.experts] = layer.us
+    head = "scheme | experts | tokens | `TritonExperts`, us | fastest part | us"
+    lines = [f"| {head} |", "|---|---:|---:|---:|---|---:|"]
+    for (quant, experts, tokens), by_part in sorted(times.items()):
+        fastest = min(by_part, key=by_part.__getitem__)
+        ours = f"{by_part[MODELED_PART]:.0f}" if MODELED_PART in by_part else ""
+        row = quant, str(experts), str(tokens), ours, f"`{fastest}`", f"{by_part[fastest]:.0f}"
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
