@@ -145,7 +145,7 @@ def peers_of(quant, cell, wanted):
     return [
         candidate
         for candidate in [*baseline_candidates(), *peer_candidates(PEERS)]
-        if operands(cell.problem, QuantScheme.parse(candidate.quant)) == kind
+        if operand_types(cell.problem, QuantScheme.parse(candidate.quant)) == kind
         and (not wanted or any(candidate.name.startswith(name) for name in wanted))
     ]
 
@@ -216,7 +216,7 @@ def render(report, out):
     (out / "bench.md").write_text(render_markdown(report), encoding="utf-8")
     if find_spec("matplotlib") is None:
         click.echo("no plot: matplotlib is not installed", err=True)
-    elif any(row.timed for row in report.rows):
+    elif any(row.is_timed for row in report.rows):
         plot_leads(report, out / "bench.svg")
     lines = [*leads_table(report), "", *layers_table(report), "", *unmeasured_list(report)]
     click.echo("\n".join(lines))

@@ -142,7 +142,7 @@ class PairingLayer(Layer):
 
     def setup_bytes(self, problem: Problem) -> int:
         quantized_problem = replace(problem, quant=self.quant)
-        return declared_bytes(self.pairing[1], quantized_problem) if self.prepared else 0
+        return prepared_tensor_bytes(self.pairing[1], quantized_problem) if self.prepared else 0
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         self.problem = replace(problem, quant=self.quant)

@@ -51,6 +51,7 @@ from modular_kernel.measure.routing_patterns import count_load
 from modular_kernel.measure.timing import (
     Call,
     Rotation,
+    call_all,
     capture_graphs,
     choose_rotation,
     l2_bytes,
@@ -70,7 +71,7 @@ CellCallback = Callable[[str], object]
 class CellBlock:
     """The cells of one shape, and the layers to compare in them.
 
-    candidates: layers whose operands have equal types (measure.cases.operands).
+    candidates: layers whose operands have equal types (measure.cases.operand_types).
     """
 
     cells: tuple[LayerCase, ...]
@@ -155,7 +156,7 @@ class _Run:
         self.stopped = ""
         self.block_deadline = math.inf
         types = [
-            operand_type(cell.problem, QuantScheme.parse(candidate.quant))
+            compute_type(cell.problem, QuantScheme.parse(candidate.quant))
             for block in comparison.blocks
             for cell in block.cells[:1]
             for candidate in block.candidates
@@ -280,8 +281,8 @@ class _Run:
         layer's scheme determines the bytes.
         """
         scheme = QuantScheme.parse(all_instances[0].candidate.quant)
-        load = load_of(make_input(cell, self.device, 0).routing, cell.problem)
-        work = work_of(cell.problem, scheme, [load])
+        load = count_load(make_input(cell, self.device, 0).routing, cell.problem)
+        work = compute_work(cell.problem, scheme, [load])
         unquantized = expert_bytes(cell.problem, QuantScheme.parse("none"))
         weight_bytes = cell.problem.e * (
             unquantized + len(all_instances) * expert_bytes(cell.problem, scheme)
@@ -301,9 +302,9 @@ class _Run:
     ) -> Row:
         """Return the row with the work and the roofline of the cell."""
         scheme = QuantScheme.parse(instances.candidate.quant)
-        loads = [load_of(item.routing, cell.problem) for item in inputs]
-        work = work_of(cell.problem, scheme, loads)
-        floor = roofline_of(work, cell.problem, scheme, self.peaks)
+        loads = [count_load(item.routing, cell.problem) for item in inputs]
+        work = compute_work(cell.problem, scheme, loads)
+        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
         return replace(
             row,
             calls=schedule.calls,
@@ -329,10 +330,10 @@ class _Run:
 
         index: index of the layer's row.
         """
-        layers = [instances.layer(number) for number in range(schedule.sets)]
+        layers = [instances.layer(number) for number in range(schedule.weight_sets)]
         for layer in layers:
             layer.tune(cell.problem)
-        numbers = inputs_to_verify(schedule.calls, inputs_to_check(cell.problem))
+        numbers = inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem))
         # If outputs have few values, the check needs more inputs than the timed calls have.
         untimed = [make_input(cell, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
         items = [*inputs, *untimed]
@@ -342,16 +343,16 @@ class _Run:
         ]
         checks = []
         for number in numbers:
-            weights = weight_sets.weights(number % schedule.sets)
+            weights = weight_sets.weights(number % schedule.weight_sets)
             key = number, instances.candidate.quant
             if key not in self.expected:
                 scheme = QuantScheme.parse(instances.candidate.quant)
-                self.expected[key] = expected_output(cell, items[number], weights, scheme)
+                self.expected[key] = compute_expected_output(cell, items[number], weights, scheme)
             checks.append((calls[number], self.expected[key]))
         checked = check_calls(checks, cell.problem)
         timed = calls[: schedule.calls]
         groups: list[list[Call]] = [[call] for call in timed] if schedule.flush else [list(timed)]
-        runs: list[Call] = [partial(_call_all, group) for group in groups]
+        runs: list[Call] = [partial(call_all, group) for group in groups]
         mode = "cpu"
         if self.device.type == "cuda" and not checked.result.failure:
             for call in timed:
@@ -418,13 +419,6 @@ class _Run:
             replays=len(item.times_us),
             over_floor=None if interpreted else us / row.floor_us,
         )
-
-
-def _call_all(calls: Sequence[Call]) -> torch.Tensor:
-    last_output = calls[0]()
-    for call in calls[1:]:
-        last_output = call()
-    return last_output
 
 
 def format_cell(rows: Sequence[Row]) -> str:

@@ -44,7 +44,7 @@ def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
     axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")
     for name in dict.fromkeys(layer_label(row) for row in rows):
         points = sorted(
-            (r for r in rows if layer_label(r) == name and r.timed), key=lambda r: r.tokens
+            (r for r in rows if layer_label(r) == name and r.is_timed), key=lambda r: r.tokens
         )
         if not points:
             continue

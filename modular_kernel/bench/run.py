@@ -279,18 +279,19 @@ class _Run:
             return item, count_load(item.routing, cell.problem, expert_map)
 
         first, load = draw_input(0)
-        schedule = self._choose_rotation(cell, work_of(cell.problem, scheme, [load]), instances)
+        work = compute_work(cell.problem, scheme, [load])
+        schedule = self._choose_rotation(cell, work, instances)
         inputs, loads = zip((first, load), *map(draw_input, range(1, schedule.calls)), strict=True)
-        layers = [instances.layer(index) for index in range(schedule.sets)]
+        layers = [instances.layer(index) for index in range(schedule.weight_sets)]
         calls = tuple(
-            partial(layers[index % schedule.sets].call, item.x_TH, item.routing)
+            partial(layers[index % schedule.weight_sets].call, item.x_TH, item.routing)
             for index, item in enumerate(inputs)
         )
         # Compute the expected outputs before any call, because a layer may overwrite x.
         checks = []
-        for index in inputs_to_verify(schedule.calls, inputs_to_check(cell.problem)):
+        for index in inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem)):
             if index < schedule.calls:
-                item, call, weight_set = inputs[index], calls[index], index % schedule.sets
+                item, call, weight_set = inputs[index], calls[index], index % schedule.weight_sets
             else:  # an untimed input
                 item, weight_set = draw_input(index)[0], 0
                 call = partial(layers[0].call, item.x_TH, item.routing)
@@ -319,7 +320,7 @@ class _Run:
         key = (cell, *indices, instances.candidate.quant)
         if key not in self.expected:
             scheme = QuantScheme.parse(instances.candidate.quant)
-            self.expected[key] = expected_output(
+            self.expected[key] = compute_expected_output(
                 cell, inputs, instances.weight_sets.weights(indices[1]), scheme
             )
         return self.expected[key]
@@ -328,8 +329,8 @@ class _Run:
         """Verify the layer's outputs, time it if they are correct, and return the row."""
         scheme = QuantScheme.parse(instances.candidate.quant)
         row_calls = self._make_calls(cell, instances)
-        work = work_of(cell.problem, scheme, row_calls.loads)
-        floor = roofline_of(work, cell.problem, scheme, self.peaks)
+        work = compute_work(cell.problem, scheme, row_calls.loads)
+        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
         checked = check_calls(row_calls.checks, cell.problem)
         result = checked.result
         row = replace(
@@ -473,5 +474,5 @@ def empty_row(cell: LayerCase, candidate: Candidate) -> Row:
         quant=candidate.quant,
         prepared=candidate.prepared,
         library=candidate.library,
-        operands=operands(problem, QuantScheme.parse(candidate.quant)),
+        operands=operand_types(problem, QuantScheme.parse(candidate.quant)),
     )

@@ -62,7 +62,7 @@ def _format_cells(row: Row) -> tuple[str, ...]:
 
 def time_or_status(row: Row) -> str:
     """Format the time in microseconds, or the status of an untimed row (WRONG in capitals)."""
-    if row.timed:
+    if row.is_timed:
         return _format_number(row.us, 1)
     return row.status.upper() if row.status == status.WRONG else row.status
 
@@ -70,7 +70,7 @@ def time_or_status(row: Row) -> str:
 def format_row(row: Row) -> str:
     """Format a row as a log line."""
     head = f"{row.shape} T={row.tokens} {row.routing} {layer_label(row)}:"
-    if not row.timed:
+    if not row.is_timed:
         return f"{head} {time_or_status(row)}, {row.note}"
     ratio = "" if row.over_floor is None else f" {row.over_floor:.2f} x the floor,"
     return f"{head} {row.us:.1f} us,{ratio} {row.mode}"

@@ -284,7 +284,7 @@ def _candidates(
         pairing_candidates,
         peer_candidates,
     )
-    from modular_kernel.measure.cases import operands
+    from modular_kernel.measure.cases import operand_types
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 

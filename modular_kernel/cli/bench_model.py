@@ -89,7 +89,7 @@ def bench_model(
 
     from modular_kernel.bench.model_speed import OK, measure
     from modular_kernel.bench.random_model import build_random_model, import_transformers
-    from modular_kernel.measure.environment import environment
+    from modular_kernel.measure.environment import collect_environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     import_transformers().logging.set_verbosity_error()

@@ -17,7 +17,7 @@ _PEAK_FRACTION, _LINK_FRACTION = 791.6 / 989.5, 393 / 450
 
 
 def peak_rates(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
-    """Return the peak flops per second of each operand type (measure.roofline.operand_type).
+    """Return the peak flops per second of each operand type (measure.roofline.compute_type).
 
     sixteen_bit, eight_bit: peaks in TFLOP/s. fp8: whether tensor cores support float8_e4m3fn.
     """

@@ -65,7 +65,7 @@ def make_inputs(
 
 
 def _draw_routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
-    return draw(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
+    return draw_routing(problem, kind, torch.Generator().manual_seed(_SEED * 1000 + rank))
 
 
 def _single_rank_load(

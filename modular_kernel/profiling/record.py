@@ -170,7 +170,7 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
         link = _measure_link(device, rank, world_size)
         records, outputs = _JobRun(job, problem, device, group, inputs).run()
     difference = _relative_difference(outputs) if len(outputs) > 1 else None
-    env = environment(device, job.command)
+    env = collect_environment(device, job.command)
     return RankRecord(rank, env, peaks, link, inputs.load, records, difference)
 
 
@@ -245,8 +245,8 @@ class _JobRun:
         # A call of an inplace problem overwrites x, which the next pairing needs unchanged.
         self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
-        self.flush_l2: L2Flush = l2_flusher(device)
-        self.clock = clock_of(device)
+        self.flush_l2: L2Flush = make_l2_flush(device)
+        self.clock = make_clock(device)
         self.prepared_weights: dict[str, ExpertWeights] = {}  # by pairing
 
     def run(self) -> tuple[tuple[PairRecord, ...], list[torch.Tensor]]:
@@ -339,7 +339,7 @@ class _JobRun:
         for index in order:
             samples[index] += self._sample_us(runs[index], replays, warm_ups[index])
         # Measure host times after all replays, but before a profiler is loaded.
-        host_times = [host_cost(call, self.device) for call in calls]
+        host_times = [measure_host_cost(call, self.device) for call in calls]
         totals = [
             EndToEndTime(
                 median(microseconds),
@@ -378,7 +378,7 @@ class _JobRun:
         """Return the microseconds of `replays` calls, after the warm-up and one untimed call."""
         self._barrier()
         calls = repeat(run, warm_up.replays + replays + 1)
-        return [ms * 1e3 for ms in samples_ms(calls, self.clock, self.flush_l2)[-replays:]]
+        return [ms * 1e3 for ms in time_runs_ms(calls, self.clock, self.flush_l2)[-replays:]]
 
     def _call_seconds(self, run: Callable[[], torch.Tensor]) -> float:
         """Return the seconds of one call on the slowest rank."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from modular_kernel.bench.tables import layer_label, summary
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.records import SCHEMA, Report, Row, best
+from modular_kernel.measure.records import SCHEMA, Report, Row, min_time_us
 from modular_kernel.report.curves import draw_figure
 from modular_kernel.report.pages.document import Block, BulletList, Document, Heading, Table, Text
 from modular_kernel.utils import json_files
@@ -120,7 +120,7 @@ def _cells_table(rows: Sequence[Row]) -> Table:
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         times = {
-            layer_label(row): _format_us(row.us) if row.timed else row.status for row in members
+            layer_label(row): _format_us(row.us) if row.is_timed else row.status for row in members
         }
         floor = min((row.floor_us for row in members if row.floor_us), default=None)
         ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)

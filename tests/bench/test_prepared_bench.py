@@ -100,11 +100,11 @@ def test_weight_sets_count_prepared_bytes(
     """Sets of weights rotate as far as memory allows."""
     sizes: list[float] = []
 
-    def rotation(call_bytes: float, weight_bytes: float, *others: Any, **more: Any) -> Any:
+    def choose_rotation(call_bytes: float, weight_bytes: float, *others: Any, **more: Any) -> Any:
         sizes.append(weight_bytes)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(run_module, "rotation", rotation)
+    monkeypatch.setattr(run_module, "choose_rotation", choose_rotation)
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
     run(BenchJob((CELL,), tuple(candidates), machine, target_ms=0.01))
     plain, prepared = sizes

@@ -21,7 +21,7 @@ from modular_kernel.measure.cases import LayerCase, make_input, make_weights
 from modular_kernel.measure.check import compute_expected_output
 from modular_kernel.measure.roofline import compute_work
 from modular_kernel.measure.routing_patterns import Load, RoutingKind
-from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_works
+from modular_kernel.measure.stage_roofline import RankLoad, StageWork, compute_stage_works
 from modular_kernel.perf_model.estimate import distribute_over_ranks, estimate_pairings
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.replay import stages

@@ -13,7 +13,7 @@ from run_mk import Ended, run_mk
 
 from modular_kernel import perf_model
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.routing_patterns import RoutingKind, draw
+from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
 from modular_kernel.perf_model.compare import (
     MAX_ACCURATE_ERROR,
     compare,

@@ -16,7 +16,7 @@ from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
 from modular_kernel.compatibility.support import Rejection
-from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, with_best_peer
+from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, add_peer_ratios
 from modular_kernel.report.benchmarks import read_records
 from modular_kernel.report.curves import draw_figure
 from modular_kernel.report.errors_page import errors_document
