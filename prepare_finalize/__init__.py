@@ -1,8 +1,11 @@
-"""PrepareAndFinalize parts: quantize and dispatch, then combine.
+"""PrepareAndFinalize parts: quantize and dispatch tokens, then combine expert outputs.
 
-There is one package per transport. Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and
-others) hold the communicator of a process group. Create, keep and destroy each of them in one
-place.
+There is one package per transport: `local` (a single rank), `collectives` (torch.distributed),
+`symm_mem` (torch's symmetric memory), `host_then_rank` (both of these), `deepep`, `flashinfer` and
+`pplx`. `common` has what they share, and `rendezvous` connects ranks.
+
+A manager (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) owns the connections and
+buffers of a process group for one transport. The parts of many layers can share it.
 """
 
 from modular_kernel.compatibility.support import PlannedPart

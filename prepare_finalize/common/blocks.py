@@ -123,7 +123,7 @@ class SentRows:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank, the number of ranks, and the number of expert slots of each rank."""
+    """This rank, the number of ranks, and the number of expert slots per rank."""
 
     rank: int
     world_size: int

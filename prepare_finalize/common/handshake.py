@@ -22,6 +22,9 @@ from modular_kernel.spec.problem import Problem
 from prepare_finalize.common.torch_group import TorchGroup
 
 _PROBLEM_FIELDS = ("tokens", "hidden", "experts", "top_k")
+# Values that must be equal on all ranks: fields of the problem, the numbers of the layer, of the
+# call in the layer and of the call in the manager, the digest of earlier exchanges, and a hash of
+# all other properties.
 _FIELDS = (*_PROBLEM_FIELDS, "layer", "call", "step", "order", "others")
 # Errors with which a rank may refuse a call. Their index is sent; 0 stands for any other error.
 _REFUSALS = (
@@ -95,8 +98,11 @@ def exchange_metadata(
     call.peers_notified = True
     local_fields = _fields(layer, step, _hash_other_properties(layer, call))
     padding = [0] * (manager.max_counts - len(rows_W))
+    no_amax, no_refusal = 0, -1
     sent = torch.tensor(
-        [*local_fields, tokens, *rows_W, *padding, 0, -1], dtype=torch.int64, device="cpu"
+        [*local_fields, tokens, *rows_W, *padding, no_amax, no_refusal],
+        dtype=torch.int64,
+        device="cpu",
     ).to(device)
     if amax is not None:
         sent[-2:-1] = amax.view(torch.int32)
@@ -128,7 +134,7 @@ def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     """
     manager = layer.manager
     local_fields = _fields(layer, step, -1 - zlib.crc32(repr(tuple(sizes)).encode()))
-    no_counts = [0] * (2 + manager.max_counts)
+    no_counts = [0] * (2 + manager.max_counts)  # tokens, row counts and amax
     sent = torch.tensor([*local_fields, *no_counts, -1], dtype=torch.int64, device="cpu")
     table = _gather(manager, sent, step)
     fields = [row[: len(local_fields)] for row in table]
@@ -158,7 +164,7 @@ def refuse(layer: Layer, error: Exception) -> None:
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
         local_fields = _fields(layer, step, 0)
-        no_counts = [0] * (2 + manager.max_counts)
+        no_counts = [0] * (2 + manager.max_counts)  # tokens, row counts and amax
         fields = [*local_fields, *no_counts, refusal_index(error)]
         sent = torch.tensor(fields, dtype=torch.int64, device="cpu").to(manager.device)
         manager.send_refusal(sent, step=step, reason=type(error).__name__)

@@ -87,7 +87,7 @@ class DeepEPGroup:
     """
 
     device = "cuda"
-    _num_nvshmem_buffers = 0  # in this process
+    _num_nvshmem_buffers = 0  # of all managers in this process
 
     def __init__(
         self,
@@ -119,8 +119,7 @@ class DeepEPGroup:
         self._store_collectives = StoreCollectives(
             store, self.rank, self.world_size, self.deadline_s
         )
-        # This is the first collective on all ranks, so that different arguments are found before
-        # ranks make different collectives.
+        # Compare num_sms before any other collective, so that all ranks raise in the same one.
         self.check_equal({"num_sms": num_sms})
         self.hosts = find_hosts(self._store_collectives, self.rank)
 

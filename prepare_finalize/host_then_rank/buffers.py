@@ -77,23 +77,23 @@ class HostBufferPool:
         )
         counters = torch.zeros(2, 2, dtype=torch.int32, device=self.heap.deltas_W.device)
         self._counters = {"dispatches": counters[0], "combines": counters[1]}
-        self._free = list(range(_MAX_IN_FLIGHT))
+        self._free_indices = list(range(_MAX_IN_FLIGHT))
 
     def check_free(self) -> None:
         """Raise UnsupportedError if too many calls are in flight."""
-        if not self._free:
+        if not self._free_indices:
             need = f"at most {_MAX_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_MAX_IN_FLIGHT + 1, need=need)
 
     def take(self, rows: int) -> PooledBuffers:
         """Take the buffers of one call with `rows` rows."""
-        index = self._free.pop(0)
+        index = self._free_indices.pop(0)
         views = dict(self._views[index]) | self._flag_views | self._counters
         buffers = CallBuffers(scale_RG=views.pop("scale_RG", None), **views)
         return PooledBuffers(buffers, rows, partial(self._release, index))
 
     def _release(self, index: int) -> None:
-        self._free = sorted((*self._free, index))
+        self._free_indices = sorted((*self._free_indices, index))
 
 
 def _nbytes(layout: dict[str, Section]) -> int:

@@ -1,9 +1,8 @@
 """Collectives over a torch.distributed store, for the time before ranks have a communicator.
 
 The ranks of a group connect through a key-value store (`torch.distributed.Store`). While a manager
-is created, they use it to compare small properties, such as host names and buffer sizes. Ranks that
-disagree must find out before they share the buffers of a library, which would hang or corrupt
-memory.
+is created, they use it to compare small properties, such as host names and buffer sizes. If ranks
+with different properties shared the buffers of a library, it would hang or corrupt memory.
 """
 
 import json

@@ -97,10 +97,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         self._heap = self.manager.allocate_heap(
             _MAX_IN_FLIGHT * nbytes, layer_signature(problem), initialize
         )
-        self.tables(
-            self._heap.deltas_W.device
-        )  # created here, so that a first call can be recorded
-        self._free = list(range(_MAX_IN_FLIGHT))
+        # A call that creates the tables could not be recorded.
+        self.tables(self._heap.deltas_W.device)
+        self._free_indices = list(range(_MAX_IN_FLIGHT))
         self._finalizers: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
 
     @classmethod
@@ -129,7 +128,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return specs
 
     def may_record(self) -> bool:
-        return self._free[:1] == [0]  # the others are used only while a call is in flight
+        return self._free_indices[:1] == [0]  # the others are used only while a call is in flight
 
     def check(self) -> None:
         """Wait for the device. Raise CommunicationError if a call has failed."""
@@ -143,12 +142,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> tuple[Dispatched, Handle]:
-        return self._start(x_TH, routing, weights, call, wait=True)
+        return self._launch_dispatch(x_TH, routing, weights, call, wait=True)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        received, handle = self._start(x_TH, routing, weights, call, wait=False)
+        received, handle = self._launch_dispatch(x_TH, routing, weights, call, wait=False)
 
         def receive() -> tuple[Dispatched, Handle]:
             with stages.stage(stages.DISPATCH):
@@ -157,7 +156,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
         return receive
 
-    def _start(
+    def _launch_dispatch(
         self,
         x_TH: torch.Tensor,
         routing: Routing,
@@ -173,20 +172,20 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         problem, manager = self.problem, self.manager
         manager.check_device(x_TH.device)
         manager.next_step()
-        if not self._free:
+        if not self._free_indices:
             need = f"at most {_MAX_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_MAX_IN_FLIGHT + 1, need=need)
-        index = self._free[0]  # removed below, once there is a handle that releases it
+        index = self._free_indices[0]  # removed below, once there is a handle that releases it
         # Every rank must use the same buffers, the first free ones. A replay always uses those of
         # the recorded call.
-        replay_unless(lambda: index not in self._free[:1])
+        replay_unless(lambda: index not in self._free_indices[:1])
         nbytes = x_TH.nbytes
 
-        def begin_again() -> None:
+        def begin_replay() -> None:
             manager.next_step()
             manager.log_launch("dispatch", nbytes)
 
-        repeat_in_replays(begin_again)
+        repeat_in_replays(begin_replay)
         buffers = self._buffers[index]
         rank_bits_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
@@ -209,11 +208,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         handle = SymmMemHandle(self, call, index, exchange, weights_RK)
         # If a call is never finished, after an error, the finalizer releases its buffers.
         self._finalizers[index] = weakref.finalize(handle, self._release, index)
-        self._free.remove(index)
+        self._free_indices.remove(index)
         return local_tokens, handle
 
     def _release(self, buffer_index: int) -> None:
-        self._free = sorted((*self._free, buffer_index))
+        """Return the buffers of a call to the free ones."""
+        self._free_indices = sorted((*self._free_indices, buffer_index))
 
     def _quantize(
         self, x_TH: torch.Tensor, weights: ExpertWeights, call: CallState
@@ -238,7 +238,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         out: torch.Tensor,
     ) -> None:
         part_handle = self.check_handle(handle, SymmMemHandle)
-        if part_handle.buffer_index in self._free:
+        if part_handle.buffer_index in self._free_indices:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         y_RH, manager = part_handle.exchange.buffers.y_RH, self.manager
         if expert_output is not y_RH:

@@ -109,8 +109,8 @@ def test_outputs_equal_those_of_counted_rows(pool: RankPool, part: str) -> None:
         assert torch.equal(fixed_out, counted_out)
 
 
-def count_agreements(rank: int, world: int, group: object, layer: Layer, by_manager: bool):
-    """Make calls with changing T; return their outputs, and the numbers of host agreements."""
+def count_handshakes(rank: int, world: int, group: object, layer: Layer, by_manager: bool):
+    """Make calls with changing T; return their outputs, and how many handshakes the host made."""
     calls = []
     exchange_metadata = handshake.exchange_metadata
     device_handshake.exchange_metadata = lambda *args, **options: (
@@ -144,7 +144,7 @@ def count_agreements(rank: int, world: int, group: object, layer: Layer, by_mana
 def test_ranks_agree_on_the_host_once(pool: RankPool, part: str, by_manager: bool) -> None:
     layer = layer_of(part, (4,) * pool.world_size)
     exact = layer.exact()
-    for rank, (outputs, rows, calls) in enumerate(pool.run(count_agreements, layer, by_manager)):
+    for rank, (outputs, rows, calls) in enumerate(pool.run(count_handshakes, layer, by_manager)):
         assert calls == ["host"]
         start = layer.rows(rank).start
         for out, tokens in zip(outputs, rows, strict=True):
@@ -167,7 +167,7 @@ def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure
     if rank == 1 and failure == "layer":
         kernel = other
     if rank == 1 and failure == "call":
-        agreement_of(kernel).counter.calls.add_(1)
+        get_handshake(kernel).counter.calls.add_(1)
     if rank == 1 and failure == "rows":
         routing = replace(routing, topk_ids_TK=torch.zeros_like(routing.topk_ids_TK))
     errors: list[str] = []
@@ -184,7 +184,7 @@ def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure
     return bool(first.isfinite().all()), out, errors
 
 
-def agreement_of(kernel) -> device_handshake.DeviceHandshake:
+def get_handshake(kernel) -> device_handshake.DeviceHandshake:
     part = kernel.prepare_finalize
     fixed = getattr(part, "fixed_capacity", None)
     return part._device_handshake if fixed is None else fixed._handshake
