@@ -201,7 +201,7 @@ def without_the_other(rank: int, world: int, group: object) -> ModularKernelErro
     manager = SymmetricGroup(group, deadline_s=3.0)  # both ranks must be in time here
     if rank == 1:
         return None
-    return error_of(lambda: manager.heap(256, "nothing", lambda _heap: None))
+    return error_of(lambda: manager.allocate_heap(256, "nothing", lambda _heap: None))
 
 
 @pytest.mark.parametrize("lonely", [lonely, without_the_other])

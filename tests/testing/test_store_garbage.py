@@ -50,7 +50,7 @@ def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str
         try:
             manager = kind(group, deadline_s=2.0)
             if kind is SymmetricGroup:
-                manager.heap(256, "nothing", lambda heap: None)
+                manager.allocate_heap(256, "nothing", lambda heap: None)
         except CommunicationError as error:
             errors.append(str(error))
     dist.barrier()
