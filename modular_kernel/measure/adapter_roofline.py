@@ -1,19 +1,26 @@
-"""Minimum bytes and flops of the LoRA adapters of a call, for the roofline.
+"""Minimum bytes and flops of the LoRA adapters in a call, for the roofline.
 
-Tokens are assumed to be distributed evenly over the L adapter slots. An expert with n pairs then
-reads the matrices of
+Each token uses one of L adapter slots. An adapter adds B (A x) to each GEMM of an expert:
 
-    L (1 - (1 - 1/L)^n)
+    GEMM 1    w1 x + B13 (A13 x)    A13 (r, H), B13 (N, R)
+    GEMM 2    w2 h + B2 (A2 h)      A2 (R, I),  B2 (H, R)
 
-slots, the expected number of distinct ones. Per slot, the A matrices have r H + R I values and the
-B matrices N R + H R. Each is read once; matrices that all experts share are read once per slot in
-use. The products A x and A h can stay on chip and are not counted. R is the rank; r is 2 R, or R if
-the gate and up projections share one A or if there is no gate. With P pairs, the flops are
+R is the rank of the adapter. r is R if there is no gate or if the gate and up projections share one
+A. Otherwise r is 2 R, and each projection uses its own R values of A13 x. With P routed (token,
+expert) pairs, the flops are
 
     layer       2 P (N H + I H)
     adapters    2 P (r H + N R + R I + H R)
 
 so adapters add a fraction of R (1/H + 1/I), or R (2/(3 I) + 1/H) with a shared A.
+
+Each matrix that is used is read once. Tokens are assumed to be distributed evenly over the slots.
+An expert with n pairs then uses the matrices of
+
+    L (1 - (1 - 1/L)^n)
+
+slots, the expected number of distinct ones. A matrix that all experts share is read once for each
+slot in use. The products A x and A h can stay on chip, so their bytes are not counted.
 """
 
 from dataclasses import dataclass
@@ -24,7 +31,7 @@ from modular_kernel.spec.problem import Problem
 
 @dataclass(frozen=True)
 class AdapterWork:
-    """Work of one adapter matrix in a call: flops, and bytes read."""
+    """Work of adapter matrices in a call: flops, and bytes read."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -39,7 +46,7 @@ MATRICES = ("a13", "b13", "a2", "b2")
 
 
 def adapter_bytes(problem: Problem) -> int:
-    """Return the bytes of one adapter slot for all experts of a rank; 0 without adapters."""
+    """Return the bytes of the matrices of one adapter slot on one rank; 0 without adapters."""
     spec = problem.adapters
     if spec is None:
         return 0
@@ -50,7 +57,8 @@ def adapter_bytes(problem: Problem) -> int:
 def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, AdapterWork]:
     """Return the work of each of MATRICES.
 
-    pairs: number of (token, expert) pairs on this rank. touched: number of experts with a pair.
+    pairs: number of (token, expert) pairs on this rank.
+    touched: number of experts with at least one pair.
     """
     spec = problem.adapters
     if spec is None or not pairs:
@@ -61,17 +69,18 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
     work = {}
     for name in MATRICES:
         values = prod(shapes[f"lora_{name}"][2:])
-        shared = spec.outer_shared and name in ("a13", "b2")
-        bytes_read = values * (slots_in_use if shared else matrices_read) * problem.dtype.itemsize
+        is_shared = spec.outer_shared and name in ("a13", "b2")
+        num_read = slots_in_use if is_shared else matrices_read
+        bytes_read = values * num_read * problem.dtype.itemsize
         work[name] = AdapterWork(2.0 * pairs * values, bytes_read)
     return work
 
 
 def total_adapter_work(problem: Problem, pairs: float, touched: float) -> AdapterWork:
-    """Return the work of all adapter matrices together. For the arguments, see `adapter_work`."""
+    """Return the sum of `adapter_work` over all matrices. For the arguments, see there."""
     return sum(adapter_work(problem, pairs, touched).values(), NO_WORK)
 
 
 def _distinct_slots(slots: int, draws: float) -> float:
-    """Return the expected number of distinct slots in `draws` uniform draws."""
+    """Return the expected number of distinct slots in `draws` draws with replacement."""
     return float(slots * (1.0 - (1.0 - 1.0 / slots) ** draws))

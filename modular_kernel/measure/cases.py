@@ -1,4 +1,8 @@
-"""Benchmark cells (a layer, a number of tokens and a routing), their weights and their inputs."""
+"""The cells of a benchmark, and the weights and inputs with which they are measured.
+
+A cell is a layer together with a number of tokens and a routing. Each cell has a time for every
+implementation that is compared.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -21,15 +25,18 @@ _SHORT_NAMES = {
     "table4": "table4",
     "table8": "table8",
 }
-# Maximum of x and of the activation, for normal x and the weights of `make_weights`.
+# Maxima of the inputs of GEMM 1 and GEMM 2, for normal x and the weights of `make_weights`.
 _INPUT_MAXIMA = (6.5, 24.0)
 
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One benchmark cell: a named shape, its problem, and a routing.
+    """One cell of a benchmark.
 
-    The problem is unquantized, because the layers that are compared quantize it in different ways.
+    shape: name of the layer, such as "mixtral".
+    problem: the layer and the number of tokens, without quantization, because the implementations
+        that are compared may use different schemes.
+    routing: distribution of tokens over experts.
     """
 
     shape: str
@@ -52,7 +59,7 @@ class LayerCase:
 def operand_types(problem: Problem, scheme: QuantScheme) -> str:
     """Return the types of weights and activations: "bfloat16", "fp8/fp8", "int4/bfloat16".
 
-    Layers with equal types are compared with each other, whatever the granularity of their scales.
+    Layers with equal types are compared with each other. The granularity of scales may differ.
     """
     unquantized = dtype_name(problem.dtype)
     if not scheme.quantized:
@@ -69,11 +76,11 @@ class Input:
 
 
 def make_weights(problem: Problem, device: torch.device, index: int = 0) -> ExpertWeights:
-    """Draw normal weights with standard deviation fan_in ** -0.5.
+    """Draw normal weights with standard deviation fan_in ** -0.5, unquantized.
 
     Experts are drawn one by one, because a float32 copy of all of them may not fit into memory.
 
-    index: selects one of several sets of weights, which have different values.
+    index: index of the set of weights. Sets have different values.
     """
     generator = torch.Generator(device).manual_seed(_SEED + index)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
@@ -95,7 +102,7 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
 
 
 def _draw_adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Draw the matrices of every adapter slot, by field of ExpertWeights; {} without adapters."""
+    """Draw the LoRA matrices of all adapter slots, by field of ExpertWeights."""
     spec = problem.adapters
     if spec is None:
         return {}
@@ -118,7 +125,10 @@ def assign_adapter_slots(problem: Problem, device: torch.device) -> torch.Tensor
 
 
 def make_expert_map(problem: Problem, device: torch.device) -> torch.Tensor | None:
-    """Return an expert_map with experts [0, e) on this rank, or None if the problem has none."""
+    """Return an expert_map with experts [0, e) on this rank; None if the problem has none.
+
+    The result is (E,) int32: the local index of each expert, or -1 if it is on another rank.
+    """
     if not problem.expert_map:
         return None
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
@@ -126,9 +136,9 @@ def make_expert_map(problem: Problem, device: torch.device) -> torch.Tensor | No
 
 
 def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
-    """Draw normal x and the cell's routing.
+    """Draw normal x_TH and the routing of a cell.
 
-    index: selects one of several inputs, which have different values.
+    index: index of the input. Inputs have different values.
     """
     problem = cell.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
@@ -146,7 +156,7 @@ def quantize(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
 
 
 def _add_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Add static activation scales for the maxima of a benchmark's inputs."""
+    """Add activation scales for _INPUT_MAXIMA, if the scheme has static activation scales."""
     if not problem.scheme.static:
         return weights
     a1, a2 = (static_scale(problem, maximum, weights.w1.device) for maximum in _INPUT_MAXIMA)

@@ -1,9 +1,9 @@
-"""Correctness check before timing, which compares some rows of an output with the float64 oracle.
+"""Check the outputs of a layer before it is timed: compare some rows with a float64 reference.
 
-The oracle uses unquantized weights, even for quantized layers. A layer's error may be at most twice
-that of a plain torch implementation of the same scheme (`reference.recipe`). Both errors are root
-mean squares over at least 512 values, if necessary from several calls. With only 32 values, the
-error of plain torch itself varies between half and twice its usual value.
+The reference (`reference.oracle`) uses unquantized weights, even for quantized layers. The error of
+a layer may be at most twice that of a plain torch implementation of its quantization scheme
+(`reference.recipe`). Both errors are root mean squares over at least 512 values, if necessary from
+several calls. Over only 32 values, the error of plain torch would vary by a factor of two.
 """
 
 import math
@@ -19,31 +19,34 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
-MAX_ERROR_RATIO = 2.0
-EPS = 1e-6  # for float32 sums in another order
-_MAX_ROWS = 8
-_MIN_VALUES = 512  # with this number, the error of one layer varies by 10 %
+MAX_ERROR_RATIO = 2.0  # to the error of plain torch
+EPS = 1e-6  # allowed in addition, for float32 sums in another order
+_MAX_ROWS = 8  # number of rows of an output that are compared
+_MIN_VALUES = 512  # over so many values, the error of a layer varies by 10 %
 
 
 @dataclass(frozen=True)
 class ExpectedOutput:
-    """Expected output of some rows.
+    """Expected values of some rows of an output.
 
-    rows: indices of the rows. exact: their values in float64. recipe_error: norm of the error of
-    plain torch.
+    rows: (rows,) indices of the rows, int64.
+    exact: (rows, H) their values, computed in float64.
+    torch_error: norm of the error of plain torch on these rows.
     """
 
     rows: torch.Tensor
     exact: torch.Tensor
-    recipe_error: float
+    torch_error: float
 
 
 @dataclass(frozen=True)
 class CheckResult:
     """Result of a check.
 
-    error: relative root mean square; None if the output has the wrong format. bound: the maximum
-    error that is allowed. failure: what is wrong, or "".
+    error: norm of the error divided by the norm of the expected values; None if the output has a
+        wrong shape or dtype, or values that are not finite.
+    bound: maximum allowed error.
+    failure: description of the failure, or "".
     """
 
     error: float | None
@@ -55,7 +58,7 @@ class CheckResult:
 class CheckedCalls:
     """Result of the check of several calls of a layer.
 
-    last_rows: the compared rows of the last call's output, in float64.
+    last_rows: the compared rows of the last output, (rows, H) float64.
     """
 
     result: CheckResult
@@ -63,39 +66,41 @@ class CheckedCalls:
 
 
 def num_inputs_to_check(problem: Problem) -> int:
-    """Return the number of calls whose compared rows have at least _MIN_VALUES values."""
+    """Return how many calls must be checked to compare at least _MIN_VALUES values."""
     return math.ceil(_MIN_VALUES / (min(problem.tokens, _MAX_ROWS) * problem.hidden))
 
 
 def compute_expected_output(
     cell: LayerCase, call_input: Input, weights: ExpertWeights, scheme: QuantScheme
 ) -> ExpectedOutput:
-    """Compute the expected output of a layer with `scheme` on evenly spaced rows.
+    """Compute the expected values of evenly spaced rows of the output of one call.
 
-    weights: unquantized.
+    weights: the unquantized weights.
+    scheme: quantization scheme of the layer, which determines the tolerance.
     """
     tokens, device = cell.problem.tokens, call_input.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _MAX_ROWS), device=device).long()
     x_TH = call_input.x_TH[rows]
     routing = call_input.routing.of(rows)
-    touched_weights, problem = _select_touched(
+    selected_weights, problem = _select_touched_experts(
         weights, routing, cell.problem.with_tokens(len(rows))
     )
-    exact = oracle(x_TH, touched_weights, routing, problem)
+    exact = oracle(x_TH, selected_weights, routing, problem)
     problem = replace(problem, quant=str(scheme))
-    recipe_rows = recipe(x_TH, quantize(touched_weights, problem), routing, problem)
-    return ExpectedOutput(rows, exact, float((recipe_rows - exact).norm()))
+    torch_rows = recipe(x_TH, quantize(selected_weights, problem), routing, problem)
+    return ExpectedOutput(rows, exact, float((torch_rows - exact).norm()))
 
 
 def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) -> CheckedCalls:
-    """Check shape, dtype and finiteness of every output, and the common error of all outputs.
+    """Run the calls, and check the shape, dtype, finiteness and error of their outputs.
 
-    Each output is filled with NaN before the next call, so that unwritten values fail the check.
+    The error is computed over all outputs together. Each output is filled with NaN before the next
+    call, so that unwritten values fail the check.
     """
     outputs = [expected for _, expected in calls]
     norm = math.hypot(*(float(expected.exact.norm()) for expected in outputs)) or 1.0
     bound = (
-        MAX_ERROR_RATIO * math.hypot(*(expected.recipe_error for expected in outputs)) / norm + EPS
+        MAX_ERROR_RATIO * math.hypot(*(expected.torch_error for expected in outputs)) / norm + EPS
     )
     errors, last_rows = [], outputs[-1].exact
     out = calls[0][0]()
@@ -115,7 +120,10 @@ def check_calls(calls: Sequence[tuple[Call, ExpectedOutput]], problem: Problem) 
 def check_unchanged(
     out: torch.Tensor, expected: ExpectedOutput, earlier: CheckedCalls, problem: Problem
 ) -> CheckResult:
-    """Compare the current values of the last call's output with those it had in `earlier`."""
+    """Check that `out`, a later output of the last checked call, equals the earlier one.
+
+    earlier: result of `check_calls`. The difference may be as large as the allowed error.
+    """
     bound = earlier.result.bound
     failure = _find_format_error(out, problem)
     if failure:
@@ -130,23 +138,23 @@ def check_unchanged(
 
 
 def _find_format_error(out: torch.Tensor, problem: Problem) -> str:
-    """Describe a wrong shape or dtype, or values that are not finite; return "" if correct."""
+    """Return a description of a wrong shape, a wrong dtype or values that are not finite, or ""."""
     if tuple(out.shape) != problem.output_shape or out.dtype != problem.dtype:
         got = f"{tuple(out.shape)} {out.dtype}"
         return f"output is {got}, should be {problem.output_shape} {problem.dtype}"
     bad_rows = ~out.isfinite().flatten(1).all(1)
     if bool(bad_rows.any()):
-        return f"{int(bad_rows.sum())} of {len(bad_rows)} rows hold values that are not finite"
+        return f"{int(bad_rows.sum())} of {len(bad_rows)} rows have values that are not finite"
     return ""
 
 
 _ADAPTER_FIELDS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 
 
-def _select_touched(
+def _select_touched_experts(
     weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> tuple[ExpertWeights, Problem]:
-    """Return the weights of the experts that the routing uses, and a problem with only those."""
+    """Return the weights of the experts that the routing uses, and a problem with only these."""
     ids: torch.Tensor = torch.unique(routing.topk_ids_TK.long())
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     local = ids if weights.expert_map is None else weights.expert_map.long()[ids]
@@ -165,7 +173,10 @@ def _select_touched(
 
 
 def _select_experts(matrices: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor | None:
-    """Select experts of an adapter's matrices (L, e or 1, ...); shared ones are unchanged."""
+    """Select experts of LoRA matrices, which are (L, e, ...).
+
+    Matrices (L, 1, ...) that all experts share are returned unchanged.
+    """
     if matrices is None or matrices.shape[1] == 1:
         return matrices
     return matrices[:, local]

@@ -1,4 +1,4 @@
-"""Device and software versions of a benchmark."""
+"""Collect the device and the software versions that a benchmark record contains."""
 
 import platform
 import shutil
@@ -13,9 +13,11 @@ Environment = dict[str, str | int | None]
 
 
 def collect_environment(device: torch.device, command: str) -> Environment:
-    """Return the names and versions of device and software; None for what is not available.
+    """Return the device, the software versions and the command of a measurement.
 
-    command: the command line that made the measurement.
+    A value is None if it is not available.
+
+    command: the command line of the measurement.
     """
     fields: Environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -48,7 +50,7 @@ def driver_version() -> str | None:
 
 
 def run_nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of nvidia-smi; None if it is missing or fails."""
+    """Return the output of nvidia-smi, or None if the program is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -1,4 +1,8 @@
-"""Sizes of the tensors that `kernel.prepare_weights` adds, as declared by the experts."""
+"""Sizes of prepared weights, as declared by the experts part.
+
+Prepared weights are copies of 4-bit weights in a layout for faster kernels, which
+`kernel.prepare_weights` creates.
+"""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -13,12 +17,14 @@ from modular_kernel.workspace import BufferSpec
 def prepared_specs_of(
     experts: str, problem: Problem, machine: Machine | None = None
 ) -> Mapping[str, BufferSpec]:
-    """Return the specs of the prepared tensors of one rank, by field of ExpertWeights.
+    """Return the shapes and dtypes of the prepared tensors of one rank, by field of ExpertWeights.
 
-    The result is {} if the experts part prepares nothing for such weights.
+    The result is {} if the part does not prepare weights of this problem.
 
-    experts: name of the part. machine: where it would run; None uses this machine. Raises
-    ConfigurationError if the part may prepare weights, but its packages are missing.
+    experts: name of the experts part.
+    machine: the machine that it would run on; None uses this machine.
+
+    Raises ConfigurationError if the part may prepare weights, but its packages are not installed.
     """
     part = load_catalog().experts(experts)
     if part.prepared_specs is PermuteExpertsUnpermute.prepared_specs:
@@ -28,9 +34,14 @@ def prepared_specs_of(
             return part(problem).prepared_specs()
         except ImportError as error:
             need = "the packages of this part"
-            raise ConfigurationError(f"what {experts} prepares", got=error, need=need) from error
+            raise ConfigurationError(
+                f"prepared weights of {experts}", got=error, need=need
+            ) from error
 
 
 def prepared_tensor_bytes(experts: str, problem: Problem, machine: Machine | None = None) -> int:
-    """Return the bytes of the prepared tensors. For the arguments, see `prepared_specs_of`."""
+    """Return the bytes of the prepared tensors of one rank.
+
+    For the arguments, see `prepared_specs_of`.
+    """
     return sum(spec.nbytes for spec in prepared_specs_of(experts, problem, machine).values())

@@ -1,4 +1,7 @@
-"""Benchmark records: one row per layer and cell, and the environment of the measurement."""
+"""Benchmark records: a row for each layer and cell, and the environment of the measurement.
+
+A cell is a layer shape, a number of tokens and a routing (`measure.cases.LayerCase`).
+"""
 
 import json
 from collections.abc import Iterable
@@ -17,24 +20,33 @@ OURS, BASELINE, PEER = "ours", "baseline", "peer"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One layer in one cell. Only a row with status ok has a time.
+    """The measurement of one implementation in one cell. Values that were not measured are None.
 
-    status: ok; wrong (error beyond error_bound, not timed); failed (raised an exception); refused
-        (not supported); skipped (after the deadline). note: the reason.
-    origin: ours; peer (a layer of another library); baseline (plain torch).
+    shape, experts, top_k, hidden, intermediate, tokens, dtype, problem, routing: the cell.
+    layer: name of the implementation.
+    origin: "ours", "peer" (a layer of another library) or "baseline" (plain torch).
+    quant: name of the quantization scheme.
+    operands: types of weights and activations (`measure.cases.operand_types`). Rows of a cell with
+        equal types are compared.
     prepared: whether weights were prepared before the calls.
-    library: the library whose GEMMs our part runs; "" for its own kernels.
-    operands: the operands' types; rows of a cell with equal operands are compared.
-    us, us_min, spread: time of one call, see measure.timing.Timing.
-    over_floor, over_best_peer: us divided by the roofline, and by the time of the fastest ok row
-        with these operands that is not ours.
-    touched: mean number of experts with a token. skew: mean ratio of the pairs of the fullest
-        expert to those of the average expert.
+    library: the library whose GEMMs our part runs; "" for our own kernels.
+    status: "ok"; "wrong" (error larger than error_bound, not timed); "failed" (an exception);
+        "refused" (not supported); or "skipped" (after the deadline).
+    note: the reason of a status other than "ok".
+    error, error_bound: see measure.check.CheckResult.
+    us, us_min, spread, mode, replays: time of one call, see measure.timing.Timing.
+    calls, weight_sets: number of calls per replay and of sets of weights, see
+        measure.timing.Rotation.
+    touched: mean number of experts with a token.
+    skew: mean ratio of the pairs of the busiest expert to those of the average expert.
+    flops, bytes: work of one call, see measure.roofline.Work.
     floor_us, floor_bound: the roofline, see measure.roofline.Roofline.
+    over_floor: us divided by floor_us.
+    over_best_peer: us divided by the time of the fastest row that is not ours, in the same cell and
+        with the same operand types.
     eager_us: like us, for eager calls.
-    launches, host_us, allocations: launches, host time and device allocations of one eager call.
-
-    Values that were not measured are None.
+    launches, host_us, allocations: kernel launches, host time in microseconds, and device memory
+        allocations of one eager call.
     """
 
     shape: str
@@ -78,26 +90,28 @@ class Row:
 
     @property
     def is_timed(self) -> bool:
+        """Whether the output is correct and the row has a time."""
         return self.status == OK and self.us is not None
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the row has a time that may be compared, so not one of Triton's interpreter."""
+        """Whether the row has a time, which was not measured in Triton's interpreter."""
         return self.is_timed and self.mode != INTERPRETER
 
     @property
     def group(self) -> tuple[str, int, str, str]:
-        """Key that is equal for the rows that are compared with each other."""
+        """Key of the rows that are compared with each other: the cell and the operand types."""
         return self.shape, self.tokens, self.routing, self.operands
 
 
 @dataclass(frozen=True)
 class Report:
-    """The record of a whole run.
+    """The record of a benchmark run.
 
-    environment, peaks: see measure.environment and measure.roofline.Peaks.
+    environment: see measure.environment.collect_environment.
+    peaks: fields of measure.roofline.Peaks.
     stopped: the reason why the run ended early, or "".
-    missing: layers that were not measured because their packages are not installed.
+    missing: names of layers whose packages are not installed.
     """
 
     environment: dict[str, Any]
@@ -112,7 +126,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """Parse the output of `to_json`; raise ConfigurationError for anything else."""
+        """Parse the output of `to_json`. Raises ConfigurationError if the text is invalid."""
         record = json_files.parse_record(text, SCHEMA, "benchmark record")
         field_names = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in row.items() if k in field_names}) for row in record["rows"]]
@@ -125,21 +139,21 @@ class Report:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file atomically, so that an interrupted run leaves a complete file."""
+        """Write a JSON file atomically, so that an interrupted run leaves a complete file."""
         json_files.write(path, self.to_json() + "\n")
 
 
 def min_time_us(rows: Iterable[Row], *, ours: bool) -> float | None:
-    """Return the minimum time of the competing rows; None if there are none.
+    """Return the minimum time of the comparable rows in microseconds; None if there are none.
 
-    ours: whether to use only our rows, or only those of others.
+    ours: True uses only our rows, False only the others.
     """
     times = [row.us for row in rows if row.is_comparable and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
 
 
 def add_peer_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows with `over_best_peer` set."""
+    """Return copies of the rows in which `over_best_peer` is set."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:

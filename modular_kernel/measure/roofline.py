@@ -1,14 +1,18 @@
-"""Roofline of a layer: max(flops / peak rate, bytes / bandwidth).
+"""The roofline of a layer: the minimum time of a call, max(flops / peak rate, bytes / bandwidth).
 
-flops are those of the routed pairs. bytes are those of x, y, and the weights of touched experts and
-of adapters (`measure.adapter_roofline`), each counted once. The rates are measured in the same run.
-The peak rate is that of the fastest of repeated 8192^3 GEMMs. The bandwidth is the higher one of a
-copy and a read of 2 GiB, unless it is given.
+flops counts the GEMMs of all routed (token, expert) pairs. bytes counts the input, the output, the
+weights of experts with at least one pair (touched experts), and the LoRA adapters
+(`measure.adapter_roofline`), each once.
+
+`measure_peaks` measures the rates on the same machine. The peak rate is that of the fastest of
+repeated GEMMs with M = N = K = 8192. The bandwidth is the higher one of a copy and of a read of
+2 GiB, unless the user specifies it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 
@@ -18,8 +22,8 @@ from modular_kernel.measure.timing import time_calls
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 
-_GPU_SIZE, _CPU_SIZE = 8192, 512
-_GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26
+_GPU_SIZE, _CPU_SIZE = 8192, 512  # M = N = K of the GEMMs
+_GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26  # of the tensor that is copied and read
 _FP8, _INT8 = "float8_e4m3fn", "int8"
 _WEIGHT_BITS = {
     _FP8: 8,
@@ -30,15 +34,20 @@ _WEIGHT_BITS = {
     "table4": 4,
     "table8": 8,
 }
-# Bits of a group's scale: 8 for 16 or 32 float4 values, 16 for a group of integers or of codes.
+# Bits of the scale of one group: 8 for a group of float4 values, 16 for integers and table codes.
 _SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8, "table4": 16, "table8": 16}
-_TARGET_MS = 60.0
+_GEMM_TARGET_MS = 60.0
 _LINK_TARGET_MS = 20.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one call, averaged over inputs. touched: number of experts with a pair."""
+    """The minimum work of one call, averaged over several inputs.
+
+    flops: of the GEMMs.
+    bytes: read from and written to device memory.
+    touched: number of experts with at least one pair.
+    """
 
     flops: float
     bytes: float
@@ -47,11 +56,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Measured rates.
+    """Peak rates of a device.
 
-    flops: per second, by the operands' type, see `compute_type`. copy, read: bytes per second; a
-    copy counts both directions. bandwidth: the one that rooflines use. source: of the bandwidth,
-    "measured" or "given".
+    flops: flops per second, by type of the operands (`compute_type`).
+    copy, read: bytes per second of a copy, which counts reads and writes, and of a read.
+    bandwidth: bytes per second that rooflines use.
+    source: source of `bandwidth`: "measured", or "given" by the user.
     """
 
     flops: dict[str, float]
@@ -63,22 +73,26 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The roofline in microseconds, and what limits it: "compute" or "memory"."""
+    """The minimum time of a call or stage.
+
+    us: microseconds.
+    bound: the limit that determines the time: "compute", "memory" or "link".
+    """
 
     us: float
     bound: str
 
 
 def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
-    """Return the bytes of one expert's matrices, group scales and biases.
+    """Return the bytes of the weights of one expert, including group scales and biases.
 
-    Per-tensor, per-channel and per-block scales are not counted; they are less than 1 %.
+    Per-tensor, per-channel and per-block scales are not counted, because they add less than 1 %.
     """
     return sum(matrix_bytes(problem, scheme))
 
 
 def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
-    """Return the bytes of one expert's w1 and w2, each with its group scales and bias."""
+    """Return the bytes of w1 and of w2 of one expert, each with its group scales and bias."""
     if scheme.quantized:
         bits = float(_WEIGHT_BITS[scheme.weight])
         if scheme.granularity == "group":
@@ -96,25 +110,22 @@ def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
 def compute_work(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
     """Return the work of one call with `problem.tokens` tokens, averaged over `loads`.
 
-    If the problem has adapters, every token is assumed to use one.
+    If the problem has LoRA adapters, every token is assumed to use one.
     """
     touched = sum(load.touched for load in loads) / len(loads)
     pairs = sum(load.pairs for load in loads) / len(loads)
-    elements = (problem.w1_rows + problem.intermediate) * problem.hidden
-    outputs = 1
-    for size in problem.output_shape:
-        outputs *= size
-    values = problem.tokens * problem.hidden + outputs
-    bytes_moved = touched * expert_bytes(problem, scheme) + values * problem.dtype.itemsize
+    expert_values = (problem.w1_rows + problem.intermediate) * problem.hidden
+    io_values = problem.tokens * problem.hidden + prod(problem.output_shape)
+    bytes_moved = touched * expert_bytes(problem, scheme) + io_values * problem.dtype.itemsize
     adapters = total_adapter_work(problem, pairs, touched)
-    return Work(2 * pairs * elements + adapters.flops, bytes_moved + adapters.bytes, touched)
+    return Work(2 * pairs * expert_values + adapters.flops, bytes_moved + adapters.bytes, touched)
 
 
 def compute_type(problem: Problem, scheme: QuantScheme) -> str:
-    """Return the type whose peak rate limits the GEMMs, a key of Peaks.flops.
+    """Return the type in which the GEMMs compute, which is a key of Peaks.flops.
 
-    It is "tf32" for float32 with that precision. Weight-only schemes compute in the problem's
-    dtype. 4-bit activations count at the fp8 rate, the highest one that is measured.
+    Weight-only schemes compute in the problem's dtype. float32 with tf32 precision is "tf32". For
+    4-bit activations the result is fp8, whose rate is the highest that is measured.
     """
     if scheme.activation == "none":
         name = dtype_name(problem.dtype)
@@ -123,17 +134,17 @@ def compute_type(problem: Problem, scheme: QuantScheme) -> str:
 
 
 def compute_roofline(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Roofline:
-    """Return the roofline of one call.
-
-    If the rate of the operands' type could not be measured, that of the problem's dtype is used.
-    """
+    """Return the roofline of one call."""
     compute = work.flops / peak_rate(problem, scheme, peaks) * 1e6
     memory = work.bytes / peaks.bandwidth * 1e6
     return Roofline(max(compute, memory), "compute" if compute > memory else "memory")
 
 
 def peak_rate(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
-    """Return the peak flops per second of a layer's GEMMs."""
+    """Return the peak flops per second of the GEMMs of a layer.
+
+    If the rate of their type could not be measured, that of the problem's dtype is returned.
+    """
     return peaks.flops.get(compute_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
 
 
@@ -145,12 +156,15 @@ def measure_peaks(
     size: int | None = None,
     nbytes: int | None = None,
 ) -> Peaks:
-    """Measure the peaks of this device.
+    """Measure the peak rates of a device.
 
-    types: as returned by `compute_type`; those that the device does not support are omitted.
-    bandwidth: bytes per second for rooflines; None uses the measured one. size: rows and columns of
-    the matrices to multiply. nbytes: of the tensor to copy. By default, both are large enough to
-    reach the peaks of a GPU, and small on a CPU.
+    types: types of GEMMs, see `compute_type`. Types that the device does not support are omitted.
+    bandwidth: bytes per second for rooflines; None uses the measured one.
+    size: number of rows and columns of the matrices to multiply.
+    nbytes: bytes of the tensor to copy.
+
+    The defaults of `size` and `nbytes` are large enough to reach the peaks of a GPU, and small on a
+    CPU.
     """
     on_gpu = device.type == "cuda"
     size = size or (_GPU_SIZE if on_gpu else _CPU_SIZE)
@@ -165,20 +179,23 @@ def measure_peaks(
     return Peaks(rates, copy, read, bandwidth_used, "given" if bandwidth else "measured")
 
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _gemm_rate(name: str, device: torch.device, size: int) -> float | None:
-    """Return the flops per second of the fastest (size, size) product; None if unsupported."""
+    """Return the flops per second of the fastest GEMM; None if the device does not support it.
+
+    name: type of the operands, see `compute_type`.
+    """
     precision = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        product = _make_gemm(name, device)
+        gemm = _make_gemm(name, device)
         calls = [
-            partial(product, _make_operand(name, device, size), _make_operand(name, device, size))
+            partial(gemm, _make_operand(name, device, size), _make_operand(name, device, size))
             for _ in range(2)
         ]
-        timing = time_calls(calls, device, target_ms=_TARGET_MS)
+        timing = time_calls(calls, device, target_ms=_GEMM_TARGET_MS)
     except (RuntimeError, NotImplementedError):
         return None
     finally:
@@ -194,18 +211,18 @@ def _make_operand(name: str, device: torch.device, size: int) -> torch.Tensor:
     return values.to(dtype)
 
 
-def _make_gemm(name: str, device: torch.device) -> Product:
-    """Return a function that computes a (M, K), b (N, K) -> a b^T (M, N)."""
+def _make_gemm(name: str, device: torch.device) -> Gemm:
+    """Return a function that computes a b^T, (M, N), from a, (M, K), and b, (N, K)."""
     if name == _FP8:
         unit_scale = torch.ones((), device=device)
 
-        def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        def fp8_gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = torch._scaled_mm(
                 a, b.t(), unit_scale, unit_scale, out_dtype=torch.bfloat16, use_fast_accum=True
             )
             return product
 
-        return scaled
+        return fp8_gemm
     if name == _INT8:
         return lambda a, b: torch._int_mm(a, b.t())
     return lambda a, b: a @ b.t()
@@ -214,7 +231,7 @@ def _make_gemm(name: str, device: torch.device) -> Product:
 def measure_link_bandwidth(
     device: torch.device, peer: torch.device, nbytes: int = 1 << 28
 ) -> float | None:
-    """Return the bytes per second of a copy between two GPUs; None if that is not possible."""
+    """Return the bytes per second of a copy from one GPU to another; None if it fails."""
     try:
         source = torch.ones(nbytes, dtype=torch.uint8, device=device)
         target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
@@ -230,7 +247,7 @@ def measure_link_bandwidth(
 
 
 def _memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Return the bytes per second of a copy (both directions) and of a read."""
+    """Return the bytes per second of a copy, which counts reads and writes, and of a read."""
     source = torch.rand(nbytes // 4, device=device)
     target = torch.empty_like(source)
     copy = time_calls([lambda: target.copy_(source)], device, graph=False, target_ms=30.0)

@@ -1,12 +1,12 @@
-"""Random routings for benchmarks.
+"""Random routings for benchmarks. A routing assigns K of E experts to each token.
 
 uniform   every set of K experts is equally likely
-zipfA     K draws without replacement, in which the r-th most popular expert has the odds
-          1 / r ** A; zipf means zipf1.2
-hotN      N experts (at most K) are among every token's K, the others are uniform; with hot1, all
-          tokens are routed to one expert
+zipfA     K draws without replacement, in which the probability of the r-th most popular expert is
+          proportional to 1 / r ** A; zipf means zipf1.2
+hotN      N experts, at most K, are used by every token, and the other K - N are uniform; with hot1,
+          one expert gets all tokens
 
-Popular experts are drawn anew for every input.
+Which experts are popular or hot is drawn for every input.
 """
 
 import re
@@ -26,7 +26,8 @@ _ZIPF = 1.2
 class RoutingKind:
     """A distribution of tokens over experts.
 
-    kind: "uniform", "zipf" or "hot". value: the exponent A, or the number N of hot experts.
+    kind: "uniform", "zipf" or "hot".
+    value: the exponent A, or the number N of hot experts.
     """
 
     kind: str
@@ -34,7 +35,10 @@ class RoutingKind:
 
     @classmethod
     def parse(cls, text: str) -> "RoutingKind":
-        """Parse a name as in the module's docstring; raise ConfigurationError if it is invalid."""
+        """Parse a name such as "zipf1.2" (see the docstring of this module).
+
+        Raises ConfigurationError if the name is invalid.
+        """
         match = _KIND.fullmatch(text)
         if match is None:
             need = "uniform, zipf, zipfA (zipf1.2) or hotN (hot1)"
@@ -50,7 +54,7 @@ class RoutingKind:
 
 
 def check_top_k(problem: Problem) -> None:
-    """Raise ConfigurationError if a token cannot have K distinct experts."""
+    """Raise ConfigurationError if top_k exceeds the number of experts."""
     if problem.top_k > problem.experts:
         raise ConfigurationError("top_k", got=problem.top_k, need=f"<= experts = {problem.experts}")
 
@@ -58,7 +62,8 @@ def check_top_k(problem: Problem) -> None:
 def draw_routing(problem: Problem, kind: RoutingKind, generator: torch.Generator) -> Routing:
     """Draw the routing of `problem.tokens` tokens, with K distinct experts each.
 
-    The result is on the generator's device. The weights of a token are positive and sum to 1.
+    The router weights of a token are positive and sum to 1. The tensors are on the device of
+    `generator`.
     """
     check_top_k(problem)
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
@@ -80,10 +85,11 @@ def draw_routing(problem: Problem, kind: RoutingKind, generator: torch.Generator
 
 @dataclass(frozen=True)
 class Load:
-    """The load that a routing puts on this rank's experts.
+    """The work that a routing causes for the experts of this rank.
 
-    pairs: number of (token, expert) pairs. touched: number of experts with at least one pair. skew:
-    pairs of the fullest expert divided by the mean over all experts.
+    pairs: number of (token, expert) pairs.
+    touched: number of experts with at least one pair.
+    skew: number of pairs of the busiest expert, divided by the mean over all experts.
     """
 
     pairs: int
@@ -92,9 +98,10 @@ class Load:
 
 
 def count_load(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
-    """Count the load of a routing. Synchronizes the device.
+    """Count the load of a routing on this rank. Synchronizes the device.
 
-    expert_map: (E,), the local index of each expert, or -1; None if all experts are on this rank.
+    expert_map: (E,) local index of each expert, -1 for experts on other ranks; None if all experts
+        are on this rank.
     """
     ids = routing.topk_ids_TK.flatten().long()
     ids = ids[(ids >= 0) & (ids < problem.experts)]

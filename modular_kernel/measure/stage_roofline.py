@@ -1,34 +1,40 @@
-"""Roofline of each stage: the required flops and bytes, and the resulting minimum time.
+"""The roofline of each stage of a call: its minimum flops and bytes, and the minimum time.
 
-In one call, a rank has T tokens, receives R rows, computes P pairs, and uses the weights of e
-experts. s is the size in bytes of a value in the problem's dtype, a that of a value of x as the
-experts receive it, and b that of a value of h as GEMM 2 receives it. a and b are s or, if the
-tensor is quantized, 1 plus the value's share of a scale.
+The letters in the table are for one rank and one call:
 
-    stage                flops   read       weights        written       over links
-    quantize_input       -       T H s      -              T H a         -
-    dispatch             -       T H a      -              R H a         rows to or from others, H a
-    sort                 -       ids        -              4 P           -
-    permute              -       R H a      -              P H a         -
-    shrink               2 P (r H + R' I)  R H s + P I s  A of both  P (r + R') s
-    gemm1_activation     2 P N H rows H a   e w1           P I s         -
-    quantize             -       P I s      -              P I b         -
-    gemm2                2 P I H P I b      e w2           P H s         -
-    unpermute            -       P H s      -              P H s         -
-    weight_and_reduce    -       P H s      -              R H s         -
-    combine              -       R H s      -              T H s         rows to or from others, H s
+    T, R, P    tokens of this rank; rows that it receives; (token, expert) pairs that it computes
+    e          experts of this rank with at least one pair
+    s          bytes of a value in the problem's dtype
+    a, b       bytes of a value of x and of h, the inputs of GEMM 1 and GEMM 2: s, or for quantized
+               inputs 1 plus the share of a value in the bytes of its scale
+    w1, w2     bytes of the weights of one expert
+    R', r      rank of the LoRA adapters; see `measure.adapter_roofline` for r
 
-    floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
+    stage               flops              read            weights   written        over links
+    quantize_input      -                  T H s           -         T H a          -
+    dispatch            -                  T H a           -         R H a          link rows H a
+    sort                -                  expert ids      -         4 P            -
+    permute             -                  R H a           -         P H a          -
+    shrink              2 P (r H + R' I)   R H s + P I s   A13, A2   P (r + R') s   -
+    gemm1_activation    2 P N H            rows H a        e w1      P I s          -
+    quantize            -                  P I s           -         P I b          -
+    gemm2               2 P I H            P I b           e w2      P H s          -
+    unpermute           -                  P H s           -         P H s          -
+    weight_and_reduce   -                  P H s           -         R H s          -
+    combine             -                  R H s           -         T H s          link rows H s
 
-"rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, else the R received ones.
-With a single rank, R = T. Over links, the busier direction counts. A fused stage reads what its
-first stage reads and writes what its last stage writes, because intermediates can stay on chip.
-Between two stages, rows are counted as written to and read from memory; if the L2 cache holds them,
-a stage can be faster than its roofline.
+    time = max(flops / rate, (read + weights + written) / bandwidth, over links / link bandwidth)
 
-With adapters of rank R', shrink computes u = A x. The GEMMs then include the products B u: 2 P N R'
-flops and P r s bytes in GEMM 1, 2 P H R' flops and P R' s bytes in GEMM 2. For r, and for the bytes
-of the adapters' matrices, see `measure.adapter_roofline`.
+- "rows" of GEMM 1 are the P permuted rows if an earlier stage permutes, else the R received ones.
+- "link rows" are the rows sent to other ranks, or those received from them if these are more.
+- With a single rank, R = T.
+- A fused stage reads what its first stage reads and writes what its last stage writes, because
+  intermediates can stay on chip.
+- Between two stages, rows are counted as written to and read from memory. If the L2 cache holds
+  them, a stage can be faster than its roofline.
+- With LoRA adapters, the stage shrink computes u = A x and u = A h. The GEMMs also compute B u,
+  which adds 2 P N R' flops and P r s bytes to GEMM 1, and 2 P H R' flops and P R' s bytes to
+  GEMM 2.
 """
 
 from collections.abc import Sequence
@@ -48,10 +54,11 @@ _INDEX_BYTES = 4.0
 class RankLoad:
     """The load of one rank in one call.
 
-    tokens: T, the tokens of this rank. rows: R, the tokens of all ranks with an expert on this
-    rank.
-    pairs: P. touched: number of this rank's experts with a pair. out, back: rows sent to and
-    received from other ranks.
+    tokens: T, the number of tokens of this rank.
+    rows: R, the number of tokens of all ranks with an expert on this rank.
+    pairs: P, the number of (token, expert) pairs that this rank computes.
+    touched: number of experts of this rank with at least one pair.
+    out, back: rows sent to other ranks, and rows received from them.
     """
 
     tokens: int
@@ -63,15 +70,17 @@ class RankLoad:
 
     @property
     def link_rows(self) -> int:
-        """Rows in the busier direction."""
+        """The larger one of `out` and `back`."""
         return max(self.out, self.back)
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Minimum work of a stage: a row of the module's table.
+    """The minimum work of a stage, as in the table of this module.
 
-    flops: of GEMMs. read, weights, written, link: bytes.
+    flops: flops of GEMMs.
+    read, weights, written: bytes read from and written to device memory.
+    link: bytes sent to or received from other ranks.
     """
 
     flops: float = 0.0
@@ -89,7 +98,10 @@ class StageWork:
 def compute_stage_works(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
-    """Return the work of the stages that the model covers. names: all stages of the call."""
+    """Return the work of each stage, by name. Stages that are not in the table are omitted.
+
+    names: all stages of the call, including fused ones.
+    """
     table = _table(names, problem, scheme, load)
     in_table = [name for name in names if all(part in table for part in stages.parts(name))]
     return {name: _fuse([table[part] for part in stages.parts(name)]) for name in in_table}
@@ -100,7 +112,7 @@ def compute_stage_roofline(
 ) -> Roofline:
     """Return the minimum time of a stage.
 
-    link: bytes per second to other ranks; None if unknown, to omit the limit of links.
+    link: bytes per second to other ranks. None omits the limit of the links.
     """
     times = {
         "memory": work.bytes / peaks.bandwidth,
@@ -112,7 +124,7 @@ def compute_stage_roofline(
 
 
 def _fuse(works: Sequence[StageWork]) -> StageWork:
-    """Return the work of one kernel that fuses these stages."""
+    """Return the work of one kernel that fuses stages with these works."""
     return StageWork(
         sum(work.flops for work in works),
         works[0].read,
@@ -125,14 +137,15 @@ def _fuse(works: Sequence[StageWork]) -> StageWork:
 def _table(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
+    """Return the table of this module, by name of the unfused stage."""
     hidden, intermediate, value_bytes = problem.hidden, problem.intermediate, problem.dtype.itemsize
     fused_stages = [stages.parts(name) for name in names]
-    # If a GEMM kernel itself quantizes or permutes, its operand is not yet quantized or permuted.
+    # If the kernel of a GEMM also quantizes or permutes, it reads an operand in the original form.
     x_quantized = _is_separate_stage(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
     h_quantized = _is_separate_stage(stages.QUANTIZE, stages.GEMM2, fused_stages)
     x_row = hidden * (_quantized_bytes(scheme, hidden) if x_quantized else value_bytes)
     h_row = intermediate * (_quantized_bytes(scheme, intermediate) if h_quantized else value_bytes)
-    y_row, raw_row = hidden * value_bytes, intermediate * value_bytes
+    y_row, unquantized_h_row = hidden * value_bytes, intermediate * value_bytes
     rows = (
         load.pairs if _is_separate_stage(stages.PERMUTE, stages.GEMM1, fused_stages) else load.rows
     )
@@ -150,7 +163,7 @@ def _table(
         stages.PERMUTE: StageWork(0.0, load.rows * x_row, 0.0, p * x_row),
         stages.SHRINK: StageWork(
             a13.flops + a2.flops,
-            load.rows * y_row + p * raw_row if u2 else 0.0,
+            load.rows * y_row + p * unquantized_h_row if u2 else 0.0,
             a13.bytes + a2.bytes,
             p * (u13 + u2) * value_bytes,
         ),
@@ -158,9 +171,9 @@ def _table(
             2.0 * p * problem.w1_rows * hidden + b13.flops,
             rows * x_row + p * u13 * value_bytes,
             w1 + b13.bytes,
-            p * raw_row,
+            p * unquantized_h_row,
         ),
-        stages.QUANTIZE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
+        stages.QUANTIZE: StageWork(0.0, p * unquantized_h_row, 0.0, p * h_row),
         stages.GEMM2: StageWork(
             2.0 * p * intermediate * hidden + b2.flops,
             p * h_row + p * u2 * value_bytes,
@@ -184,13 +197,13 @@ def _u_values_per_pair(problem: Problem) -> tuple[int, int]:
     return spec.shapes(*sizes)["lora_a13"][2], spec.rank
 
 
-def _is_separate_stage(work: str, product: str, fused_stages: Sequence[Sequence[str]]) -> bool:
-    """Return whether another stage than the one with the GEMM `product` does `work`."""
-    return any(work in names and product not in names for names in fused_stages)
+def _is_separate_stage(stage: str, gemm: str, fused_stages: Sequence[Sequence[str]]) -> bool:
+    """Return whether `stage` runs, and is not fused with the stage `gemm`."""
+    return any(stage in names and gemm not in names for names in fused_stages)
 
 
 def _quantized_bytes(scheme: QuantScheme, depth: int) -> float:
-    """Return the bytes of an 8-bit value, including its share of the scales of its row.
+    """Return the bytes of a quantized value, including its share of the scales of its row.
 
     depth: number of values in the row.
     """

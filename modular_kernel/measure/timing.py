@@ -1,9 +1,12 @@
-"""Timing of calls: with events around CUDA graph replays on a GPU, by the host's clock on a CPU.
+"""Time calls: with events around CUDA graph replays on a GPU, by the host's clock on a CPU.
 
-A graph contains several calls, each with its own input (and its own weights, if those of one call
-are small), so that the data of a call is evicted from the L2 cache before it is read again. If that
-is not enough, the cache is overwritten before every call. The result is the median time of a replay
-divided by its number of calls. The first replays are not timed, see `EventClock`.
+Calls of a real model find a cold L2 cache. A benchmark that repeats one call would find its inputs
+and weights in the cache. A graph therefore contains several calls with different inputs, and with
+different sets of weights if they are small (`Rotation`), so that the data of a call is evicted
+before it is read again. If that is not enough, the cache is overwritten before every call.
+
+The result is the median time of a replay, divided by its number of calls. The first replays are not
+timed, see `EventClock`.
 """
 
 import math
@@ -22,18 +25,19 @@ Call = Callable[[], torch.Tensor]
 _MIN_REPLAYS, _MAX_REPLAYS = 5, 100
 _MIN_REPLAYS_ON_CPU = 3
 _MAX_SETTLING_REPLAYS = 1000  # maximum number of untimed replays
-_HOST_REPEATS = 16  # calls over which the host's cost is measured
+_HOST_REPEATS = 16  # calls over which the cost on the host is averaged
 _MAX_WEIGHT_SETS = 8  # if more sets of weights would be needed, the cache is overwritten instead
-_FLUSH_FACTOR = 2  # bytes to access between two uses of the same data, over the size of the cache
+# To evict data from the L2 cache, this multiple of the size of the cache is accessed.
+_EVICTION_FACTOR = 2
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A schedule of calls that keeps the L2 cache cold.
+    """A schedule of calls in which no call finds its data in the L2 cache.
 
-    calls: number of calls per replay, each with its own input. sets: number of sets of weights,
-    used in rotation. flush: whether to overwrite the cache before each call, and time each call
-    alone.
+    calls: number of calls per replay, each with its own input.
+    weight_sets: number of sets of weights. Call i uses set i % weight_sets.
+    flush: whether to overwrite the cache before each call, and to time each call alone.
     """
 
     calls: int
@@ -44,28 +48,36 @@ class Rotation:
 def choose_rotation(
     call_bytes: float, weight_bytes: float, tokens: int, *, l2: int, memory: int
 ) -> Rotation:
-    """Return the schedule for calls that read and write `call_bytes` each.
+    """Choose the schedule for calls of a layer.
 
-    weight_bytes: of one set of weights. l2: bytes of the L2 cache; 0 for a CPU. memory: bytes of
-    the device, of which sets of weights may take a fifth.
+    call_bytes: bytes that one call reads and writes.
+    weight_bytes: bytes of one set of weights.
+    tokens: number of tokens per call.
+    l2: bytes of the L2 cache; 0 for a CPU, where caches are not considered.
+    memory: bytes of device memory, of which all sets of weights may take a fifth.
     """
     if not l2:
         return Rotation(1)
     calls = 8 if tokens <= 128 else 4 if tokens <= 1024 else 2
-    sets = math.ceil(_FLUSH_FACTOR * l2 / max(call_bytes, 1))
-    if sets <= 1:
+    weight_sets = math.ceil(_EVICTION_FACTOR * l2 / max(call_bytes, 1))
+    if weight_sets <= 1:
         return Rotation(calls)
-    if sets <= _MAX_WEIGHT_SETS and sets * weight_bytes <= memory / 5:
-        return Rotation(max(calls, sets), sets)
+    if weight_sets <= _MAX_WEIGHT_SETS and weight_sets * weight_bytes <= memory / 5:
+        return Rotation(max(calls, weight_sets), weight_sets)
     return Rotation(calls, flush=True)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: median, minimum, and interquartile range over the median.
+    """The time of one call.
 
-    mode: "graph", "eager" or "cpu", with "+flush" if the L2 cache was overwritten. last_output: of
-    the last call; with a graph, of an additional replay into memory filled with NaN.
+    us: median over replays, in microseconds.
+    us_min: minimum over replays, in microseconds.
+    spread: interquartile range divided by the median.
+    mode: "graph", "eager" or "cpu", followed by "+flush" if the L2 cache was overwritten.
+    replays: number of timed replays.
+    last_output: output of the last call. With a graph, it is computed by an additional replay,
+        before which the output was filled with NaN.
     """
 
     us: float
@@ -84,12 +96,14 @@ def time_calls(
     flush: bool = False,
     target_ms: float = 20.0,
 ) -> Timing:
-    """Time rounds of all `calls`, for about `target_ms` milliseconds on the device.
+    """Time replays of `calls`. A replay runs each of them once.
 
     Each call first runs once eagerly. A GPU then runs untimed replays, see `EventClock`.
 
-    graph: whether to replay a CUDA graph of the calls. If the capture fails, and on a CPU, calls
-    are eager; see Timing.mode. flush: whether to overwrite the L2 cache before each call.
+    graph: whether to replay CUDA graphs. On a CPU, and if the capture fails, the calls run eagerly;
+        see Timing.mode.
+    flush: whether to overwrite the L2 cache before each call. Each call then has its own graph.
+    target_ms: milliseconds of device time for all replays.
     """
     for call in calls:
         call()
@@ -104,7 +118,7 @@ def time_calls(
     flush_l2 = make_l2_flush(device) if flush else None
     calls_per_run = len(groups[0])
     _settle(runs, clock, flush_l2)
-    replay_ms = sum(_time_one_replay(runs, clock, flush_l2)) or 1e-3
+    replay_ms = sum(_time_replays(runs, clock, flush_l2, 1)) or 1e-3
     min_replays = _MIN_REPLAYS if device.type == "cuda" else _MIN_REPLAYS_ON_CPU
     replays = int(min(max(target_ms / replay_ms, min_replays), _MAX_REPLAYS))
     times = [ms / calls_per_run * 1e3 for ms in _time_replays(runs, clock, flush_l2, replays)]
@@ -121,6 +135,7 @@ def time_calls(
 
 
 def call_all(calls: Sequence[Call]) -> torch.Tensor:
+    """Run the calls in order, and return the output of the last one."""
     last_output = calls[0]()
     for call in calls[1:]:
         last_output = call()
@@ -130,8 +145,8 @@ def call_all(calls: Sequence[Call]) -> torch.Tensor:
 def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """Capture a CUDA graph for each group of calls; return None if one cannot be captured.
 
-    A returned function replays one graph, and returns the output of its last call. It keeps
-    references to the calls, and so to the buffers that the graph uses.
+    Each returned function replays one graph, and returns the output of its last call. It holds
+    references to the calls, and so keeps the buffers that the graph uses alive.
     """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
@@ -144,8 +159,8 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
                 last_output = call_all(group)
             runs.append(partial(_replay, graph, last_output, group))
     except RuntimeError:
-        # A failed capture can leave its stream current, and the generator in capture mode, in which
-        # it refuses to draw.
+        # A failed capture can leave its stream current, and the random generator in capture mode,
+        # in which drawing raises an error.
         torch.cuda.synchronize()
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(state)
@@ -154,7 +169,7 @@ def capture_graphs(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
 
 
 def _generator() -> torch.Generator:
-    """Return the default generator of the current GPU, whose state a capture changes."""
+    """Return the default random generator of the current GPU, whose state a capture changes."""
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
@@ -167,7 +182,7 @@ def _replay(
 
 def make_l2_flush(device: torch.device) -> Callable[[], object] | None:
     """Return a function that overwrites the L2 cache, or None for a CPU."""
-    size = _FLUSH_FACTOR * l2_bytes(device)
+    size = _EVICTION_FACTOR * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None
 
 
@@ -179,11 +194,12 @@ def l2_bytes(device: torch.device) -> int:
 
 
 class EventClock:
-    """A clock that measures time on the GPU, with events in the current stream.
+    """Measures time on the GPU, with events in the current stream.
 
-    settle_ms: device time of untimed work before timing. At the start of a capture, torch returns
-    cached memory to the driver. After gigabytes had been returned, one-token fp8 layers of Mixtral
-    were 10 % slower for the first 13 ms on an H200, and not afterwards (2026-11-22).
+    settle_ms: milliseconds of untimed replays before timing. They are needed because torch returns
+        cached memory to the driver at the start of a capture. After gigabytes had been returned,
+        one-token fp8 layers of Mixtral were 10 % slower for the first 13 ms on an H200, and not
+        afterwards (2026-11-22).
     """
 
     settle_ms = 25.0
@@ -201,7 +217,7 @@ class EventClock:
 
 
 class WallClock:
-    """A clock that measures time on the host, for synchronous calls."""
+    """Measures time on the host, for calls that return when they are complete."""
 
     settle_ms = 0.0
 
@@ -219,6 +235,7 @@ Clock = EventClock | WallClock
 
 
 def make_clock(device: torch.device) -> Clock:
+    """Return an EventClock for a GPU, and a WallClock for a CPU."""
     return EventClock() if device.type == "cuda" else WallClock()
 
 
@@ -228,9 +245,9 @@ L2Flush = Callable[[], object] | None
 def time_runs_ms(
     runs: Iterable[Callable[[], object]], clock: Clock, flush_l2: L2Flush
 ) -> list[float]:
-    """Return the milliseconds of every run. The host does not synchronize between runs.
+    """Return the milliseconds of each run. The host does not synchronize between runs.
 
-    flush_l2: overwrites the L2 cache before each run; may be None.
+    flush_l2: function that overwrites the L2 cache, called before each run and not timed; or None.
     """
     marks = []
     for run in runs:
@@ -250,33 +267,29 @@ def _time_replays(
 
 
 def _settle(runs: Sequence[Call], clock: Clock, flush_l2: L2Flush) -> None:
-    """Replay for about clock.settle_ms of device time."""
+    """Run untimed replays for about clock.settle_ms of device time."""
     if clock.settle_ms:
-        replay_ms = sum(_time_one_replay(runs, clock, flush_l2)) or 1e-3
-        _time_replays(
-            runs,
-            clock,
-            flush_l2,
-            min(math.ceil(clock.settle_ms / replay_ms), _MAX_SETTLING_REPLAYS),
-        )
-
-
-def _time_one_replay(runs: Sequence[Call], clock: Clock, flush_l2: L2Flush) -> list[float]:
-    return _time_replays(runs, clock, flush_l2, 1)
+        replay_ms = sum(_time_replays(runs, clock, flush_l2, 1)) or 1e-3
+        replays = min(math.ceil(clock.settle_ms / replay_ms), _MAX_SETTLING_REPLAYS)
+        _time_replays(runs, clock, flush_l2, replays)
 
 
 @dataclass(frozen=True)
 class HostCost:
-    """Cost of one eager call: microseconds until it returns, and device memory allocations."""
+    """Cost of one eager call on the host.
+
+    us: microseconds until the call returns.
+    allocations: number of device memory allocations.
+    """
 
     us: float
     allocations: float
 
 
 def measure_host_cost(call: Call, device: torch.device) -> HostCost | None:
-    """Measure the host's cost of an eager call with an idle GPU.
+    """Measure the cost of an eager call on the host, while the GPU is idle.
 
-    Returns None on a CPU, where the call also computes.
+    Returns None for a CPU, on which the host also runs the kernels.
     """
     if device.type != "cuda":
         return None
@@ -293,5 +306,5 @@ def measure_host_cost(call: Call, device: torch.device) -> HostCost | None:
 
 
 def _allocations(device: torch.device) -> int:
-    """Return the number of blocks that torch's allocator has allocated so far."""
+    """Return the number of allocations by torch's caching allocator so far."""
     return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))
