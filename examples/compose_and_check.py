@@ -1,4 +1,4 @@
-"""Compose a layer from two parts, call it, and compare the result with that of another pair.
+"""Compose a layer from two parts, call it, and compare the result with that of another pairing.
 
     python examples/compose_and_check.py
 
@@ -13,11 +13,11 @@ TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 64, 96, 8, 2
 
 
 def main() -> None:
-    """Run one layer with two pairs of parts and check that the results agree."""
+    """Run one layer with two pairings and check that the results agree."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     problem = mk.Problem(
-        tokens=TOKENS,  # maximum per call
+        tokens=TOKENS,  # maximum number of tokens per call
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
         experts=EXPERTS,
@@ -25,12 +25,13 @@ def main() -> None:
         dtype=torch.float32,
     )
     weights = mk.ExpertWeights(
-        w1=torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5,  # gate rows, then up rows
+        # (E, 2I, H): the rows of the gate projection, then those of the up projection
+        w1=torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5,
         w2=torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5,
     )
     x_TH = torch.randn(TOKENS, HIDDEN)
-    values, ids = torch.randn(TOKENS, EXPERTS).topk(TOP_K)
-    routing = mk.Routing(values.softmax(-1), ids)
+    topk_logits_TK, topk_ids_TK = torch.randn(TOKENS, EXPERTS).topk(TOP_K)
+    routing = mk.Routing(topk_logits_TK.softmax(-1), topk_ids_TK)
 
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
     y_TH = kernel(x_TH, weights, routing)
@@ -42,7 +43,7 @@ def main() -> None:
 
     plan = kernel.plan()  # allocates all buffers once
     assert torch.equal(plan(x_TH, weights, routing), y_TH)
-    print(f"planned: the same bits, {plan.nbytes} bytes of buffers")
+    print(f"plan: the same bits, {plan.nbytes} bytes of buffers")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Run a small transformers Mixtral with our experts, and compare with transformers' own experts.
+"""Run a small Mixtral of transformers with our experts, and compare it with the eager experts.
 
     python examples/in_a_transformers_model.py
 
-Needs the extra `transformers`. The weights are random; for a checkpoint use
+Requires the extra `transformers`. The weights are random; for a checkpoint, use
 `AutoModelForCausalLM.from_pretrained(name, experts_implementation="modular_kernel")`.
 """
 
@@ -29,14 +29,14 @@ def main() -> None:
     model = MixtralForCausalLM(config).eval().to(device)
     ids = torch.randint(0, 64, (1, 12), device=device)
 
-    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # without names: the default
+    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # register() selects default parts
     with torch.inference_mode():
         model.set_experts_implementation("eager")
-        theirs = model(ids).logits
+        eager_logits = model(ids).logits
         model.set_experts_implementation("modular_kernel")
-        ours = model(ids).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    print(f"logits {tuple(ours.shape)}: as with transformers' own experts")
+        logits = model(ids).logits
+    torch.testing.assert_close(logits, eager_logits, rtol=1e-4, atol=1e-4)
+    print(f"logits {tuple(logits.shape)}: as with transformers' own experts")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Run a layer with a router on two ranks with half of the experts each, and balance the load.
+"""Run a layer with a router on two expert-parallel ranks, and balance the load of the ranks.
 
     python examples/layer_over_ranks.py
 
-Both ranks are simulated in this process. Each returns a partial output, and their sum is the output
-of the layer.
+Both ranks are simulated in this process. Each has half of the experts and returns a partial output.
+The sum of the partial outputs is the output of the layer.
 """
 
 import torch
@@ -20,7 +20,7 @@ ROUTER = RouterSpec(2, "sigmoid", renormalize=True)
 
 
 def main() -> None:
-    """Compare one rank with two, before and after experts are rebalanced."""
+    """Compare two ranks with one, before and after the experts are rebalanced."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     w1 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
@@ -28,8 +28,8 @@ def main() -> None:
     x_TH = torch.randn(TOKENS, HIDDEN)
     logits = torch.randn(TOKENS, EXPERTS) - 2 * torch.arange(EXPERTS)  # favors the first experts
 
-    def layer(rank: int, ranks: int, placement: Placement) -> FusedMoE:
-        moe = FusedMoE(
+    def make_layer(rank: int, ranks: int, placement: Placement) -> FusedMoE:
+        layer = FusedMoE(
             EXPERTS,
             HIDDEN,
             INTERMEDIATE,
@@ -39,16 +39,17 @@ def main() -> None:
             placement=placement,
         )
         local_experts = list(placement.slots[rank])
-        moe.set_weights(mk.ExpertWeights(w1[local_experts], w2[local_experts]))
-        return moe
+        layer.set_weights(mk.ExpertWeights(w1[local_experts], w2[local_experts]))
+        return layer
 
-    whole_TH = layer(0, 1, Placement.linear(EXPERTS, 1))(x_TH, logits)
-    blocks = Placement.linear(EXPERTS, RANKS)
+    expected_TH = make_layer(0, 1, Placement.linear(EXPERTS, 1))(x_TH, logits)
+    linear = Placement.linear(EXPERTS, RANKS)
+    # Number of (token, expert) pairs of each expert.
     load = count(select_experts(logits, ROUTER).topk_ids, EXPERTS).tolist()
-    for name, placement in (("blocks", blocks), ("balanced", rebalance(load, [4, 4], blocks))):
-        parts = [layer(rank, RANKS, placement)(x_TH, logits) for rank in range(RANKS)]
-        torch.testing.assert_close(sum(parts), whole_TH, rtol=1e-4, atol=1e-4)
-        print(f"{name}: {placement.slots}, pairs of ranks {rank_loads(load, placement)}")
+    for name, placement in (("linear", linear), ("balanced", rebalance(load, [4, 4], linear))):
+        outputs = [make_layer(rank, RANKS, placement)(x_TH, logits) for rank in range(RANKS)]
+        torch.testing.assert_close(sum(outputs), expected_TH, rtol=1e-4, atol=1e-4)
+        print(f"{name}: experts {placement.slots}, load of ranks {rank_loads(load, placement)}")
     print("the same within 1e-4")
 
 

@@ -1,4 +1,4 @@
-"""Write a trace of one call, with a range per stage, for https://ui.perfetto.dev.
+"""Write a trace of one call, with a range for each stage, for https://ui.perfetto.dev.
 
     python examples/profile_to_a_trace.py [FILE.json]
 
@@ -17,7 +17,7 @@ from modular_kernel.profiling.record import suppress_profiler_lines
 
 
 def main(path: str = "layer.trace.json") -> None:
-    """Profile a planned call and print the time of each stage."""
+    """Profile a call of a plan, write the trace to `path`, and print the time of each stage."""
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
     torch.set_default_device("cuda" if on_gpu else "cpu")
@@ -26,13 +26,17 @@ def main(path: str = "layer.trace.json") -> None:
     )
     plan = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem).plan()
     weights = mk.ExpertWeights(w1=torch.randn(8, 256, 128) / 11, w2=torch.randn(8, 128, 128) / 11)
-    values, ids = torch.randn(32, 8).topk(2)
-    call = (torch.randn(32, 128), weights, mk.Routing(values.softmax(-1), ids))
-    plan(*call)  # warm up, so that the profile does not include compilation
+    topk_logits_TK, topk_ids_TK = torch.randn(32, 8).topk(2)
+    arguments = (
+        torch.randn(32, 128),
+        weights,
+        mk.Routing(topk_logits_TK.softmax(-1), topk_ids_TK),
+    )
+    plan(*arguments)  # warm up, so that the profile does not include compilation
 
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with suppress_profiler_lines(), profile(activities=kinds) as profiler:
-        plan(*call)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with suppress_profiler_lines(), profile(activities=activities) as profiler:
+        plan(*arguments)
     Path(path).parent.mkdir(parents=True, exist_ok=True)  # torch does not create the folder
     profiler.export_chrome_trace(path)
 

@@ -1,4 +1,4 @@
-"""Run one layer on two ranks, and compare the result with that of one rank.
+"""Run one layer on two expert-parallel ranks, and compare the result with that of one rank.
 
     python examples/two_ranks.py
 
@@ -18,16 +18,19 @@ from modular_kernel.catalog import this_machine
 RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 6, 32, 48, 8, 2
 
 
-def make_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
-    """Return random weights of all experts and tokens of both ranks, equal on all ranks."""
-    random = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
-    w1 = draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5  # gate rows first, then up rows
-    w2 = draw(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
-    x_TH = draw(RANKS * TOKENS, HIDDEN)
-    values, ids = draw(RANKS * TOKENS, EXPERTS).topk(TOP_K)
-    weights = mk.ExpertWeights(w1=w1.to(device), w2=w2.to(device))
-    return weights, x_TH.to(device), mk.Routing(values.softmax(-1).to(device), ids.to(device))
+def make_inputs(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
+    """Return random weights of all experts, and the tokens and routing of both ranks.
+
+    They are equal on both ranks.
+    """
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+    # (E, 2I, H): the rows of the gate projection, then those of the up projection
+    w1 = randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
+    w2 = randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+    x_TH = randn(RANKS * TOKENS, HIDDEN)
+    topk_logits_TK, topk_ids_TK = randn(RANKS * TOKENS, EXPERTS).topk(TOP_K)
+    return mk.ExpertWeights(w1, w2), x_TH, mk.Routing(topk_logits_TK.softmax(-1), topk_ids_TK)
 
 
 def run(rank: int, store: str) -> None:
@@ -38,10 +41,11 @@ def run(rank: int, store: str) -> None:
     if use_gpus:
         torch.cuda.set_device(device)
     backend = "nccl" if use_gpus else "gloo"
-    machine = this_machine(device="cuda" if use_gpus else "cpu")  # "cpu" even with a single GPU
+    # By default, this_machine describes a GPU if there is one, also if there is only one.
+    machine = this_machine(device="cuda" if use_gpus else "cpu")
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
 
-    weights, x_TH, routing = make_layer(device)
+    weights, x_TH, routing = make_inputs(device)
     whole_problem = mk.Problem(
         tokens=RANKS * TOKENS,
         hidden=HIDDEN,
@@ -56,10 +60,10 @@ def run(rank: int, store: str) -> None:
     expected_TH = reference(x_TH, weights, routing)
 
     problem = mk.Problem(
-        tokens=TOKENS,  # maximum per rank and call
+        tokens=TOKENS,  # maximum number of tokens per rank and call
         hidden=HIDDEN,
         intermediate=INTERMEDIATE,
-        experts=EXPERTS,  # of the whole model
+        experts=EXPERTS,  # number of experts on all ranks
         top_k=TOP_K,
         dtype=torch.float32,
         parallel=mk.Parallel(world_size=RANKS, placement="linear", rank=rank),
@@ -83,7 +87,7 @@ def run(rank: int, store: str) -> None:
     torch.testing.assert_close(y_TH, expected_TH[local_tokens], rtol=1e-4, atol=1e-4)
     print(f"rank {rank} of {RANKS} over {backend}: {tuple(y_TH.shape)} as on one rank", flush=True)
 
-    kernel.prepare_finalize.destroy()  # collective, like its construction
+    kernel.prepare_finalize.destroy()  # a collective operation: all ranks must call it
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""List the pairs that are valid for a layer on another machine, and why a pair is refused.
+"""List the pairings that are valid for a layer on another machine, and why one is refused.
 
 python examples/why_not.py
 """
@@ -7,7 +7,7 @@ import modular_kernel as mk
 
 
 def main() -> None:
-    """Check every pair for a quantized layer on an H200."""
+    """Check every pairing for a quantized layer on an H200."""
     problem = mk.Problem(
         tokens=256,
         hidden=2048,
@@ -21,7 +21,7 @@ def main() -> None:
     verdicts = mk.check_all(problem, h200)
 
     valid = [verdict.pairing for verdict in verdicts if verdict.ok]
-    print(f"{len(valid)} of {len(verdicts)} pairs are valid:")
+    print(f"{len(valid)} of {len(verdicts)} pairings are valid:")
     for pairing in valid:
         print(f"  {pairing}")
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     try:
         mk.make_kernel("BatchedPrepareAndFinalize", "TritonExperts", problem)
-    except mk.IncompatibleError as error:  # the same reasons, before any constructor runs
+    except mk.IncompatibleError as error:  # it has the same reasons; no part is constructed
         print(f"\nmake_kernel raises {type(error).__name__}")
 
 

@@ -1,4 +1,8 @@
-"""`mk bench`: time our pairings and other layers, and compare them with the roofline."""
+"""`mk bench`: times our pairings and other layers, and compares them with the roofline.
+
+The measurement is in `modular_kernel.bench`. This module turns the options into benchmark cases
+(shapes x routings x numbers of tokens) and candidates, and outputs the report.
+"""
 
 import shlex
 import sys
@@ -22,17 +26,17 @@ from modular_kernel.cli.options import (
     PfType,
     Prepared,
     ProblemOptions,
-    not_prepared_error,
+    make_not_prepared_error,
     parse_schemes,
     refuse_combination,
 )
 from modular_kernel.cli.presets import (
     BASELINE_SHAPES,
     SHAPES,
-    display_name,
-    is_known,
-    problem_fields,
-    unknown_model_error,
+    format_model_name,
+    is_known_model,
+    load_problem_fields,
+    make_unknown_model_error,
 )
 from modular_kernel.cli.ranks import resolve_world_size
 from modular_kernel.cli.report_files import ReportFiles, load_record
@@ -47,14 +51,14 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine, Problem
 
 BASELINE = "baseline"  # --model baseline: all of BASELINE_SHAPES
-_TOKENS = (1, 16, 128)
+_DEFAULT_TOKENS = (1, 16, 128)
 _SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
-    """Options of the measurement, and the layers to compare with."""
+class BenchMethod:
+    """Options of the measurement, and of the layers to compare with."""
 
     tokens_list: Annotated[
         tuple[int, ...] | None,
@@ -80,11 +84,11 @@ class Method:
         option("Memory bandwidth of the roofline, in TB/s.  [default: measured]", type=POSITIVE),
     ] = None
     ms: Annotated[
-        float, option("Device time to measure per row, in milliseconds.", type=POSITIVE)
+        float, option("Device time to measure for each row, in milliseconds.", type=POSITIVE)
     ] = 20
     deadline: Annotated[
         float | None,
-        option("End the run after this many seconds, even within a row.", type=POSITIVE),
+        option("End the run after this many seconds, even during a row.", type=POSITIVE),
     ] = None
 
 
@@ -109,7 +113,7 @@ class BenchFiles(ReportFiles):
 
 @dataclass(frozen=True)
 class _PairOptions:
-    """The names of a pair, as an option group for `refuse_combination`."""
+    """The names of a pairing, as an option group for `refuse_combination`."""
 
     pf_type: str | None = None
     experts_type: str | None = None
@@ -118,33 +122,33 @@ class _PairOptions:
 def bench(
     *,
     options: ProblemOptions,
-    method: Method,
+    method: BenchMethod,
     files: BenchFiles,
     model_options: ModelOptions,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
-    """Time our pairs, torch._grouped_mm and your own layers, and compare them with the roofline.
+    """Time our pairings, torch._grouped_mm and your own layers, and compare them with the roofline.
 
     --model takes names from `mk models`, separated by commas; `baseline` stands for mixtral,
     dsv3_ep8, qwen3_30b, gptoss and dsv3_256. --quant takes several schemes.
 
-    Method: a layer is timed from x, top-k ids and top-k weights to y. A CUDA graph captures several
-    calls, each with its own input and, where weights would stay in the L2 cache, its own copy of
-    them. The reported time is the median time of a replay divided by the number of calls, after
-    25 ms of warm-up replays. The roofline ("floor") is max(flops / peak, bytes / bandwidth), with
-    peaks measured in the same run; bytes are the weights of the routed experts, x and y, each
-    counted once. The output of a layer is first compared with a float64 reference; a layer that is
-    WRONG is not timed. Without a GPU, wall-clock time is reported.
+    Method: a call takes x, top-k ids and top-k weights, and returns y. A CUDA graph captures
+    several calls. Each has its own input, and its own copy of the weights if they would otherwise
+    stay in the L2 cache. The reported time is the median time of a replay divided by the number of
+    calls, after 25 ms of warm-up replays. The roofline ("floor") is max(flops / peak, bytes /
+    bandwidth), with peaks measured in the same run; bytes are those of the weights of the routed
+    experts, x and y. The output of a layer is first compared with a float64 reference; a layer that
+    is WRONG is not timed. Without a GPU, wall-clock time is reported.
 
     A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects.
     Each has name, quant, setup(problem, weights) and call(x, routing); see that module and
     "Benchmarks" in the documentation.
 
-    With --prepared, each of our pairs that can prepare weights is also timed with prepared weights.
+    With --prepared, our pairings that can prepare weights are also timed with prepared weights.
 
-    --load FILE.json shows and plots an existing record instead of measuring; it cannot be combined
-    with options that define a measurement.
+    --load FILE.json shows and plots an existing record instead of measuring. It cannot be combined
+    with options of the measurement.
 
     --hf CONFIG builds a whole transformers model with random weights instead and times it with
     eager experts, grouped_mm experts and ours, in tokens per second of prefill and of decoding with
@@ -152,8 +156,7 @@ def bench(
     from that of the eager one for the same routing. --hf can be combined with --dtype, --pf-type,
     --experts-type and --json.
 
-    Exits with 1 if a row is wrong or failed, or if the named pair is refused, and with 2 on bad
-    usage.
+    Exits with 1 if a row is wrong or failed, or if the pairing is refused, and with 2 on bad usage.
     """
     started = time.monotonic()
     if resolve_world_size(None) > 1:
@@ -161,7 +164,7 @@ def bench(
         raise ConfigurationError(
             "mk bench", got=got, need=f"{need}; to measure over ranks, use mk exchange"
         )
-    model_options.check_alone()
+    model_options.check_requires_hf()
     if model_options.hf is not None:
         refuse_combination("--hf", (options, method, files), ("dtype", "as_json"))
         bench_model(
@@ -177,18 +180,18 @@ def bench(
     benchmark_cases = _BenchmarkCases(options, method)
     _check_plot(files)
     if files.load is not None:
-        _finish(_load(files.load), files)
+        _output_report(_load_report(files.load), files)
         return
     prepare_host()
     from modular_kernel.bench.run import BenchJob, run
     from modular_kernel.catalog import this_machine
     from modular_kernel.measure.records import FAILED, WRONG
 
-    machine, cases = this_machine(), tuple(benchmark_cases.cases())
-    candidates = _candidates(benchmark_cases, cases, machine, pf_type, experts_type)
+    machine, cases = this_machine(), tuple(benchmark_cases.make_cases())
+    candidates = _make_candidates(benchmark_cases, cases, machine, pf_type, experts_type)
     if not candidates:
-        output.line(
-            "nothing to measure: no pair is valid on this machine, and no other layer was given"
+        output.print_line(
+            "nothing to measure: no pairing is valid on this machine, and no other layer was given"
         )
         raise Exit(1)
     job = BenchJob(
@@ -203,82 +206,88 @@ def bench(
         command=shlex.join(["mk", *sys.argv[1:]]),
     )
     activity = ["measuring hardware peaks"]
-    with output.activity_notes(lambda: activity[0]):
-        report = run(job, _row_reporter(files), lambda row: activity.__setitem__(0, row))
-    _finish(report, files)
+    with output.show_activity(lambda: activity[0]):
+        report = run(job, _make_row_reporter(files), lambda row: activity.__setitem__(0, row))
+    _output_report(report, files)
     if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
         raise Exit(1)
 
 
 class _BenchmarkCases:
-    """The benchmark cases that the options describe: shapes x routings x token counts."""
+    """The benchmark cases that the options describe: shapes x routings x numbers of tokens."""
 
-    def __init__(self, options: ProblemOptions, method: Method) -> None:
+    def __init__(self, options: ProblemOptions, method: BenchMethod) -> None:
         self.options, self.method = options, method
         if self.method.eager and self.options.graph:
             raise ConfigurationError("--graph", got="--eager too", need="only one of them")
-        self.names()
-        self.tokens("")
+        self.parse_models()
+        self.token_counts("")
 
-    def names(self) -> list[str]:
+    def parse_models(self) -> list[str]:
         """Return the names in --model; [""] for a layer given by its sizes."""
         if self.options.model is None:
             return [""]
         names: list[str] = []
         for name in self.options.model.split(","):
-            if name != BASELINE and not is_known(name) and not is_file(name):
-                raise unknown_model_error(name, BASELINE)
+            if name != BASELINE and not is_known_model(name) and not is_file(name):
+                raise make_unknown_model_error(name, BASELINE)
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
 
-    def tokens(self, name: str) -> tuple[int, ...]:
+    def token_counts(self, name: str) -> tuple[int, ...]:
         tokens_list = self.method.tokens_list
         if tokens_list is None:
             if self.options.tokens is not None:
                 return (self.options.tokens,)
-            return _LARGE_SHAPE_TOKENS.get(name, _SHAPE_TOKENS if name in SHAPES else _TOKENS)
+            return _LARGE_SHAPE_TOKENS.get(
+                name, _SHAPE_TOKENS if name in SHAPES else _DEFAULT_TOKENS
+            )
         if self.options.tokens is not None:
             raise ConfigurationError("--tokens", got="--tokens-list too", need="only one of them")
         return tokens_list
 
-    def quants(self) -> list[str]:
-        """Return the schemes in --quant, else those of the models' config files, else "none"."""
+    def parse_schemes(self) -> list[str]:
+        """Return the schemes in --quant, else those of the models, else "none"."""
         if self.options.quant is not None:
             return parse_schemes(self.options.quant)
         names = [
-            problem_fields(name).get("quant", "none") if name else "none" for name in self.names()
+            load_problem_fields(name).get("quant", "none") if name else "none"
+            for name in self.parse_models()
         ]
         return list(dict.fromkeys(str(quant) for quant in names))
 
-    def problem(self, name: str) -> "Problem":
-        """Return the unquantized problem of a model, or of the given sizes for an empty name."""
+    def make_problem(self, name: str) -> "Problem":
+        """Return the unquantized problem of a model; "" stands for the sizes in the options."""
         return replace(self.options, quant="none", model=name or None).problem()
 
-    def cases(self) -> "Iterator[LayerCase]":
+    def make_cases(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
         from modular_kernel.measure.routing_patterns import RoutingKind, check_top_k
 
         kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
-        for name in self.names():
-            problem = self.problem(name)
+        for name in self.parse_models():
+            problem = self.make_problem(name)
             check_top_k(problem)
             sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
-            shape = display_name(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
+            shape = format_model_name(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             if problem.adapters is not None:
                 shape += f" lora:{problem.lora}"
             for kind in dict.fromkeys(kinds):
-                for tokens in self.tokens(name):
+                for tokens in self.token_counts(name):
                     yield LayerCase(shape, problem.with_tokens(tokens), kind)
 
 
-def _candidates(
+def _make_candidates(
     benchmark_cases: _BenchmarkCases,
     cases: "tuple[LayerCase, ...]",
     machine: "Machine",
     pf_type: str | None,
     experts_type: str | None,
 ) -> "list[Candidate]":
-    """Return our pairs, plus the baseline and the --peer layers with the same operand types."""
+    """Return the layers to time: our pairings, and baseline and --peer layers of the same operands.
+
+    The operands of a layer are the dtypes of its weights and activations.
+    """
     from modular_kernel.bench.candidates import (
         baseline_candidates,
         pairing_candidates,
@@ -288,8 +297,8 @@ def _candidates(
     from modular_kernel.measure.records import PEER
     from modular_kernel.spec.quantization import QuantScheme
 
-    quants = benchmark_cases.quants()
-    # Require graph capture unless a part is named: this excludes torch loops over experts.
+    quants = benchmark_cases.parse_schemes()
+    # Without a named part, require graph capture, which excludes parts with a loop over experts.
     graph = (
         machine.device == "cuda"
         and not benchmark_cases.method.eager
@@ -305,35 +314,38 @@ def _candidates(
     for path in benchmark_cases.method.peer:
         other_layers += peer_candidates(path)
 
-    def operands_of(quant: str) -> str:
+    def format_operands(quant: str) -> str:
         return operand_types(cases[0].problem, QuantScheme.parse(quant))
 
-    our_operands = {operands_of(quant) for quant in quants}
+    our_operands = {format_operands(quant) for quant in quants}
     for candidate in other_layers:
-        if candidate.origin == PEER and operands_of(candidate.quant) not in our_operands:
+        if candidate.origin == PEER and format_operands(candidate.quant) not in our_operands:
             need = f"--quant {candidate.quant} or a scheme with the same operands"
-            output.note(
+            output.print_note(
                 f"skipped {candidate.name}: no --quant scheme has its operands, need {need}"
             )
     pairs = pairing_candidates(
         pf_type, experts_type, problems, machine, prepared=benchmark_cases.method.prepared
     )
     if benchmark_cases.method.prepared:
-        _note_unprepared(pairs, quants)
+        _print_unprepared(pairs, quants)
     return pairs + [
-        candidate for candidate in other_layers if operands_of(candidate.quant) in our_operands
+        candidate for candidate in other_layers if format_operands(candidate.quant) in our_operands
     ]
 
 
-def _note_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
-    """Note the pairs without a prepared row; raise ConfigurationError if no pair has one."""
+def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
+    """Print the pairings that are not timed with prepared weights.
+
+    Raises ConfigurationError if no pairing is.
+    """
     from modular_kernel.bench.candidates import prepared_name
 
     prepared_names = {
         (candidate.name, candidate.quant) for candidate in pairs if candidate.prepared
     }
     if not prepared_names:
-        raise not_prepared_error(", ".join(quants), "any pair here")
+        raise make_not_prepared_error(", ".join(quants), "any pairing here")
     without = [
         f"{candidate.name} {candidate.quant}"
         for candidate in pairs
@@ -341,7 +353,7 @@ def _note_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
         and (prepared_name(candidate.name), candidate.quant) not in prepared_names
     ]
     if without:
-        output.note(f"not timed with prepared weights: {', '.join(without)}")
+        output.print_note(f"not timed with prepared weights: {', '.join(without)}")
 
 
 def _check_plot(files: BenchFiles) -> None:
@@ -351,14 +363,14 @@ def _check_plot(files: BenchFiles) -> None:
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
 
 
-def _load(path: Path) -> "Report":
+def _load_report(path: Path) -> "Report":
     from modular_kernel.measure.records import Report
 
     return load_record("--load", path, Report.from_json)
 
 
-def _row_reporter(files: BenchFiles) -> Any:
-    """Make a callback that prints each new row on stderr and updates the JSON file."""
+def _make_row_reporter(files: BenchFiles) -> Any:
+    """Return a callback that prints each new row on stderr and updates the JSON file."""
     printed = 0
 
     def report_new_rows(report: "Report") -> None:
@@ -366,25 +378,28 @@ def _row_reporter(files: BenchFiles) -> Any:
 
         nonlocal printed
         for row in report.rows[printed:]:
-            output.note(format_row(row))
+            output.print_note(format_row(row))
         printed = len(report.rows)
         files.save(report)
 
     return report_new_rows
 
 
-def _finish(report: "Report", files: BenchFiles) -> None:
+def _output_report(report: "Report", files: BenchFiles) -> None:
     from modular_kernel.bench import tables
 
     files.show(report, lambda: _print_text(report), lambda: tables.markdown(report))
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
-        with output.writing(files.plot), json_files.atomic_write(files.plot) as unfinished:
+        with (
+            output.report_write_errors(files.plot),
+            json_files.atomic_write(files.plot) as unfinished,
+        ):
             plot(report, unfinished)
     for path in (files.record, files.markdown, files.plot):
         if path is not None:
-            output.note(f"written: {path}")
+            output.print_note(f"written: {path}")
 
 
 def _print_text(report: "Report") -> None:
@@ -394,9 +409,11 @@ def _print_text(report: "Report") -> None:
     columns, cells = tables.terminal_table(report.rows)
     routings = {row.routing for row in report.rows}  # more than one: the column must be shown
     required = {"routing"} if len(routings) > 1 else set[str]()
-    output.table(columns, cells, optional=[c for c in tables.OPTIONAL_COLUMNS if c not in required])
-    output.note_interpreted(row.layer for row in report.rows if row.mode == INTERPRETER)
+    output.print_table(
+        columns, cells, optional=[c for c in tables.OPTIONAL_COLUMNS if c not in required]
+    )
+    output.print_interpreted_layers(row.layer for row in report.rows if row.mode == INTERPRETER)
     for text in tables.summary(report):
-        output.line(text)
+        output.print_line(text)
     if report.stopped:
-        output.line(f"the run ended early: {report.stopped}")
+        output.print_line(f"the run ended early: {report.stopped}")

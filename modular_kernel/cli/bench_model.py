@@ -1,4 +1,8 @@
-"""`mk bench --hf CONFIG`: a whole transformers model with random weights, in tokens per second."""
+"""`mk bench --hf CONFIG`: times a whole transformers model with random weights.
+
+The rates, in tokens per second of prefill and of decoding, are compared between the experts
+implementations of transformers and ours.
+"""
 
 import shlex
 import sys
@@ -11,7 +15,7 @@ from click.exceptions import Exit
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.presets import is_known, unknown_model_error
+from modular_kernel.cli.presets import is_known_model, make_unknown_model_error
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 from modular_kernel.text import format_count
@@ -20,15 +24,15 @@ if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, ModelSpeed, Workload
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_IMPLEMENTATION = "mk bench"  # the name under which ours is registered with transformers
+_IMPLEMENTATION_NAME = "mk bench"  # of our experts implementation in transformers
 _DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
-_ON_CPU = "no GPU: Triton kernels run in the interpreter, so times are meaningless"
+_CPU_NOTE = "no GPU: Triton kernels run in the interpreter, so times are meaningless"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of the model to build, and of its workload."""
+    """Options of the model and of its workload."""
 
     hf: Annotated[
         str | None,
@@ -55,13 +59,13 @@ class ModelOptions:
     ] = None
 
     def workload(self) -> "Workload":
-        """Return the workload; options that are None have their defaults."""
+        """Return the workload, with defaults in place of None."""
         from modular_kernel.bench.model_speed import Workload
 
         return Workload(self.batch or 1, self.prompt or 128, self.new_tokens or 16)
 
-    def check_alone(self) -> None:
-        """Raise ConfigurationError if --hf is missing and an option that requires it is set."""
+    def check_requires_hf(self) -> None:
+        """Raise ConfigurationError if an option that requires --hf is set without it."""
         for field in fields(self):
             if self.hf is None and getattr(self, field.name) is not None:
                 name = f"--{field.name.replace('_', '-')}"
@@ -81,8 +85,8 @@ def bench_model(
     Raises Exit(1) if a row is wrong or failed.
     """
     assert model_options.hf is not None
-    if not is_file(model_options.hf) and not is_known(model_options.hf):
-        raise unknown_model_error(model_options.hf)
+    if not is_file(model_options.hf) and not is_known_model(model_options.hf):
+        raise make_unknown_model_error(model_options.hf)
     workload = model_options.workload()
     prepare_host()
     import torch
@@ -94,7 +98,7 @@ def bench_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     import_transformers().logging.set_verbosity_error()
     pair = pf_type or _NO_EP, experts_type or _DEFAULT_EXPERTS[device.type]
-    implementations = _implementations(device.type, *pair)
+    implementations = _make_implementations(device.type, *pair)
     built = build_random_model(model_options.hf, device, dtype=dtype, layers=model_options.layers)
     rows = measure(built.model, workload, implementations)
     record = {
@@ -111,17 +115,17 @@ def bench_model(
         "rows": rows,
         "environment": collect_environment(device, shlex.join(["mk", *sys.argv[1:]])),
     }
-    notes = [*built.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
-    output.print_result(record, as_json, lambda: _print(record, notes, rows))
+    notes = [*built.notes, f"ours: {record['pairing']}", *([_CPU_NOTE] * (device.type == "cpu"))]
+    output.print_result(record, as_json, lambda: _print_text(record, notes, rows))
     if any(row.status != OK for row in rows):
         raise Exit(1)
 
 
-def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Implementation]":
+def _make_implementations(device: str, pf_type: str, experts_type: str) -> "list[Implementation]":
     from modular_kernel.bench.model_speed import EAGER, Implementation
     from modular_kernel.integrations.transformers import register
 
-    name = register(pf_type, experts_type, name=_IMPLEMENTATION)
+    name = register(pf_type, experts_type, name=_IMPLEMENTATION_NAME)
     use_torch = device == "cpu" and experts_type in _TORCH_PARTS
     others = [
         Implementation(implementation, implementation) for implementation in (EAGER, "grouped_mm")
@@ -129,23 +133,27 @@ def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Impl
     return [*others, Implementation("ours", name, use_torch)]
 
 
-def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[ModelSpeed]") -> None:
+def _print_text(
+    record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[ModelSpeed]"
+) -> None:
     dtype = str(record["dtype"]).removeprefix("torch.")
     size = f"{record['parameters'] / 1e6:,.1f} M parameters in {dtype}, random weights"
-    output.line(f"{record['model']}: {record['model_type']}, {size}")
+    output.print_line(f"{record['model']}: {record['model_type']}, {size}")
     for note in notes:
-        output.line(f"  {note}")
+        output.print_line(f"  {note}")
     work = record["workload"]
     prompt = format_count(work.prompt, "token")
-    output.line(f"workload: prefill of {work.batch} x {prompt}, then {work.new} decoding steps")
+    output.print_line(
+        f"workload: prefill of {work.batch} x {prompt}, then {work.new} decoding steps"
+    )
     eager = rows[0]
     cells = [
         (
             row.experts,
-            _speed(row.prefill, row.status),
-            _ratio(row.prefill, eager.prefill),
-            _speed(row.decode, row.status),
-            _ratio(row.decode, eager.decode),
+            _format_rate(row.prefill, row.status),
+            _format_ratio(row.prefill, eager.prefill),
+            _format_rate(row.decode, row.status),
+            _format_ratio(row.decode, eager.decode),
             "" if row.error is None or row.bound is None else f"{row.error / row.bound:.2f}",
         )
         for row in rows
@@ -158,15 +166,15 @@ def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[Mode
         "x eager",
         "error / bound",
     )
-    output.table(columns, cells)
+    output.print_table(columns, cells)
     for row in rows:
         if row.note:
-            output.line(f"{row.experts} {row.status}: {row.note}")
+            output.print_line(f"{row.experts} {row.status}: {row.note}")
 
 
-def _speed(rate: float | None, status: str) -> str:
+def _format_rate(rate: float | None, status: str) -> str:
     return status if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
-def _ratio(rate: float | None, eager: float | None) -> str:
+def _format_ratio(rate: float | None, eager: float | None) -> str:
     return "" if rate is None or eager is None else f"{rate / eager:.2f} x"

@@ -1,4 +1,8 @@
-"""`mk check`: whether a pair is valid for a problem and a machine, with every reason if not."""
+"""`mk check`: checks whether pairings are valid for a problem and a machine, and lists the reasons.
+
+The verdicts come from the rules in `modular_kernel.compatibility`. This module turns the options
+into problems and a machine, and prints the verdicts: in full for one pairing, else as a matrix.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +14,15 @@ from click.exceptions import Exit
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
 from modular_kernel.cli.file_options import is_directory
-from modular_kernel.cli.machine_options import MachineOptions, on_cluster
+from modular_kernel.cli.machine_options import MachineOptions, apply_cluster
 from modular_kernel.cli.options import (
     AsJson,
     ExpertsType,
     PfType,
     ProblemOptions,
-    options_by_scheme,
+    split_by_scheme,
 )
-from modular_kernel.cli.ranks import with_launcher
+from modular_kernel.cli.ranks import apply_launcher
 from modular_kernel.cli.tables import fit_table
 from modular_kernel.text import format_count, format_layers
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
     from modular_kernel.spec.problem import Machine, Problem
 
-_SUFFIX = "PrepareAndFinalize"  # common to most names; the matrix shows it only in its header
+_SUFFIX = "PrepareAndFinalize"  # of most part names; the matrix shows it only in its header
 
 
 def check(
@@ -45,76 +49,82 @@ def check(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Check one pair, or every pair, for a problem on this machine or on a described one.
+    """Check pairings of parts for a problem, on this machine or on a described one.
 
-    For a checkpoint folder (--model FOLDER) the headers of its tensor files are checked too. If the
-    layers of a model are quantized differently, there is a verdict for each scheme. A pair whose
-    weights and buffers for one layer exceed the memory of the machine's GPU is refused.
+    With --pf-type and --experts-type, checks one pairing and lists every reason of a refusal. With
+    one of them or neither, checks every pairing with that part, or all, and prints a matrix. A
+    pairing is also refused if its weights and buffers for one layer exceed the memory of the GPU.
 
-    Exits with 0 if the pair is valid (without a pair: if any pair is), with 1 if it is refused,
-    listing every reason, and with 2 on bad usage. With several schemes, all must be valid.
+    --model FOLDER also checks the headers of the tensor files in the folder of a checkpoint. If the
+    layers of a model are quantized differently, there is a verdict for each scheme.
+
+    Exits with 0 if the pairing is valid, or if any pairing in the matrix is; with several schemes,
+    this must hold for each. Exits with 1 otherwise, and with 2 on bad usage.
     """
     cluster = machine_options.cluster()
-    options = on_cluster(with_launcher(options), cluster)
-    checkpoint = _checkpoint(options)
-    problems = _problems_by_layers(options, checkpoint)
-    _warn_of_sizes(problems[0][1])
+    options = apply_cluster(apply_launcher(options), cluster)
+    checkpoint = _inspect_checkpoint(options)
+    problems = _make_problems(options, checkpoint)
+    _warn_about_sizes(problems[0][1])
     machine = machine_options.select(cluster, arch, device)
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 
     catalog = load_catalog()
-    single = pf_type is not None and experts_type is not None
-    judged = [
+    is_single = pf_type is not None and experts_type is not None
+    verdicts_by_layers = [
         (layers, problem, judge_pairs_with_memory(catalog, pf_type, experts_type, problem, machine))
         for layers, problem in problems
     ]
     records = [
-        _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
-        for _, problem, verdicts in judged
+        _make_pairing_record(verdicts[0])
+        if is_single
+        else make_matrix_record(verdicts, problem, machine)
+        for _, problem, verdicts in verdicts_by_layers
     ]
     record = records[0]
-    if len(judged) > 1:
-        groups = zip(judged, records, strict=True)
+    if len(verdicts_by_layers) > 1:
+        groups = zip(verdicts_by_layers, records, strict=True)
         record = {"groups": [{"layers": layers, **record} for (layers, *_), record in groups]}
     if checkpoint is not None:
-        record |= {"checkpoint": _checkpoint_record(checkpoint)}
+        record |= {"checkpoint": _make_checkpoint_record(checkpoint)}
 
-    def show() -> None:
+    def print_text() -> None:
         if checkpoint is not None:
             source = f"according to its config.json{_describe_source(checkpoint)}"
-            output.line(f"{options.model}: {checkpoint}, {source}")
-        for layers, problem, verdicts in judged:
+            output.print_line(f"{options.model}: {checkpoint}, {source}")
+        for layers, problem, verdicts in verdicts_by_layers:
             if layers is not None:
-                output.line(f"{format_layers(layers)}: {problem.quant}")
-            if single:
+                output.print_line(f"{format_layers(layers)}: {problem.quant}")
+            if is_single:
                 _print_verdict(verdicts[0])
             else:
                 print_matrix(verdicts, problem, machine)
-        if not single:
-            _note_unchecked(catalog)
+        if not is_single:
+            _note_broken_parts(catalog)
 
-    output.print_result(record, as_json, show)
-    if not all(any(verdict.ok for verdict in verdicts) for _, _, verdicts in judged):
+    output.print_result(record, as_json, print_text)
+    if not all(any(verdict.ok for verdict in verdicts) for _, _, verdicts in verdicts_by_layers):
         raise Exit(1)
 
 
-def _note_unchecked(catalog: "Catalog") -> None:
+def _note_broken_parts(catalog: "Catalog") -> None:
+    """Print the parts that could not be loaded, so that the matrix does not contain them."""
     for broken in catalog.broken:
-        output.note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
+        output.print_note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
     for name, origins in catalog.duplicates().items():
-        output.note(f"not checked: {name} is registered by {' and '.join(origins)}")
+        output.print_note(f"not checked: {name} is registered by {' and '.join(origins)}")
 
 
-def _problems_by_layers(
+def _make_problems(
     options: ProblemOptions, checkpoint: "InspectionReport | None"
 ) -> "list[tuple[tuple[int, ...] | None, Problem]]":
-    """Return the problem of each quantization scheme of the model, with the layers that have it.
+    """Return (layers, problem) for each quantization scheme of the model.
 
     The layers are None if all layers have the same scheme.
     """
     if checkpoint is None:
-        problems = options_by_scheme(options)
+        problems = split_by_scheme(options)
         first = problems[0][1].problem()
         return [
             (layers, first if layers is None else replace(first, quant=str(scheme_options.quant)))
@@ -134,10 +144,10 @@ def _problems_by_layers(
     ]
 
 
-def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
-    """Inspect the headers of the safetensors files in the --model folder.
+def _inspect_checkpoint(options: ProblemOptions) -> "InspectionReport | None":
+    """Read the headers of the tensor files of --model.
 
-    Returns None if --model is not a folder with a config.json and tensors.
+    Returns None if --model is not a GGUF file, or a folder with a config.json and tensor files.
     """
     from modular_kernel.models.config_file import is_file
 
@@ -153,7 +163,7 @@ def _checkpoint(options: ProblemOptions) -> "InspectionReport | None":
 
 
 def _describe_source(checkpoint: "InspectionReport") -> str:
-    """Describe what the tensor files add to config.json: converted dtypes, or a missing dtype."""
+    """Describe the dtype of the tensor files, if it is not that of config.json."""
     dtypes = (group.problem_fields.get("dtype") for group in checkpoint.groups)
     dtype = next(filter(None, dtypes), None)  # quantized layers have none
     if checkpoint.converted:
@@ -167,13 +177,13 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
 def _with_checkpoint_fields(
     problem: "Problem", options: ProblemOptions, from_files: "dict[str, Any]"
 ) -> "Problem":
-    """Return the problem with the checkpoint's quant and activation, unless options set them."""
+    """Return the problem with the quant and activation of the files, unless options set them."""
     fields = {name: from_files[name] for name in ("quant", "activation")}
     set_by_user = {name for name in fields if getattr(options, name) is not None}
     return replace(problem, **{n: value for n, value in fields.items() if n not in set_by_user})
 
 
-def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
+def _make_checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
     groups = [
         {
             "layers": group.layers,
@@ -196,48 +206,53 @@ def _checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]:
     }
 
 
-def _warn_of_sizes(problem: "Problem") -> None:
-    """Warn of sizes that are valid, but probably a mistake."""
+def _warn_about_sizes(problem: "Problem") -> None:
+    """Print a warning about sizes that are valid, but probably a mistake."""
     if problem.top_k > problem.experts:
-        output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
+        output.print_note(
+            f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat"
+        )
     if problem.tokens == 0:
-        output.note("warning: tokens=0: every call is empty")
+        output.print_note("warning: tokens=0: every call is empty")
 
 
-def explain_pair(verdict: "Verdict") -> tuple[str, ...]:
-    """Return notes on a valid pair: the path that its calls take, and NaN that it may hide."""
+def explain_pairing(verdict: "Verdict") -> tuple[str, ...]:
+    """Return notes on a valid pairing: the code path of its calls, and if it may hide a NaN."""
     from modular_kernel.catalog import load_catalog
 
     experts = load_catalog().experts(verdict.experts)
-    return (*experts.explained(verdict.problem), *_hidden_nan(experts.requires, verdict.problem))
+    return (
+        *experts.explained(verdict.problem),
+        *_explain_nan_clamping(experts.requires, verdict.problem),
+    )
 
 
-def _hidden_nan(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
-    """Return a note if a NaN in the weights may become a finite value, as the experts declare."""
+def _explain_nan_clamping(requires: "ExpertsRequirements", problem: "Problem") -> tuple[str, ...]:
+    """Return a note if the experts declare that an activation turns NaN into a finite value."""
     kind = problem.act.kind
     if kind not in requires.nan_clamping_activations:
         return ()
     return (f"a NaN in weights, scales or biases is clamped to the limit of {kind}",)
 
 
-def _record(verdict: "Verdict") -> dict[str, object]:
+def _make_pairing_record(verdict: "Verdict") -> dict[str, object]:
     return {
         "prepare_finalize": verdict.prepare_finalize,
         "experts": verdict.experts,
         "ok": verdict.ok,
         "rejections": verdict.rejections,
-        "explained": explain_pair(verdict) if verdict.ok else (),
+        "explained": explain_pairing(verdict) if verdict.ok else (),
         "problem": verdict.problem,
         "machine": verdict.machine,
     }
 
 
-def matrix_record(
+def make_matrix_record(
     verdicts: "list[Verdict]", problem: "Problem", machine: "Machine"
 ) -> dict[str, object]:
     pairs = []
     for verdict in verdicts:
-        record = _record(verdict)
+        record = _make_pairing_record(verdict)
         pairs.append({key: record[key] for key in record if key not in ("problem", "machine")})
     return {"problem": problem, "machine": machine, "pairs": pairs}
 
@@ -245,24 +260,28 @@ def matrix_record(
 def _print_verdict(verdict: "Verdict") -> None:
     subject = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
-        output.line(f"{verdict.pairing}: valid for {subject}")
-        for line in explain_pair(verdict):
-            output.line(f"  {line}")
+        output.print_line(f"{verdict.pairing}: valid for {subject}")
+        for line in explain_pairing(verdict):
+            output.print_line(f"  {line}")
         return
     count = format_count(len(verdict.rejections), "reason")
-    output.line(f"{verdict.pairing}: refused for {subject}, {count}")
+    output.print_line(f"{verdict.pairing}: refused for {subject}, {count}")
     output.print_rejections(verdict.rejections)
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print the matrix of pairs, and the first rejection by each rule."""
+    """Print the matrix of pairings, and a rejection by each violated rule.
+
+    In the matrix, each violated rule is a letter.
+    """
     valid = sum(verdict.ok for verdict in verdicts)
-    output.line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairs are valid")
-    by_rule: dict[str, list[Rejection]] = {}
+    output.print_line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairings are valid")
+    rejections_by_rule: dict[str, list[Rejection]] = {}
     for verdict in verdicts:
-        for rule, first in {r.rule: r for r in reversed(verdict.rejections)}.items():
-            by_rule.setdefault(rule, []).append(first)
-    letters = dict(zip(by_rule, letters_for(len(by_rule)), strict=True))
+        # Reversed, so that the dict has the first rejection by each rule.
+        for rule, rejection in {r.rule: r for r in reversed(verdict.rejections)}.items():
+            rejections_by_rule.setdefault(rule, []).append(rejection)
+    letters = dict(zip(rejections_by_rule, make_rule_letters(len(rejections_by_rule)), strict=True))
     names = dict.fromkeys(verdict.experts for verdict in verdicts)
     cells = {(v.prepare_finalize, v.experts): _format_cell(v, letters) for v in verdicts}
     rows = [
@@ -273,33 +292,36 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
     if valid == len(verdicts):
         return
     reasons = [
-        (letters[rule], rule, len(refusals), f"got {refusals[0].got}, need {refusals[0].need}")
-        for rule, refusals in by_rule.items()
+        (letters[rule], rule, len(group), f"got {group[0].got}, need {group[0].need}")
+        for rule, group in rejections_by_rule.items()
     ]
-    output.table(("", "rule", "pairs", "first rejection"), reasons)
-    output.line("For all reasons of one pair: mk check --pf-type X --experts-type Y")
+    output.print_table(("", "rule", "pairings", "first rejection"), reasons)
+    output.print_line("For all reasons of one pairing: mk check --pf-type X --experts-type Y")
 
 
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     """Print the matrix with a column per experts part.
 
-    If the names of the columns do not fit the terminal, the columns are numbered. If the numbered
-    columns do not fit either, the matrix is split into several tables.
+    names: the experts parts. If they are too wide for the terminal, columns are numbered instead.
+    If numbered columns are too wide, too, the matrix is split into several tables.
     """
-    head = f"..{_SUFFIX}"
-    if fit_table((head, *names), rows, output.width()) is not None:
-        output.table((head, *names), rows)
+    first_column = f"..{_SUFFIX}"
+    if fit_table((first_column, *names), rows, output.get_line_width()) is not None:
+        output.print_table((first_column, *names), rows)
         return
     numbers, start = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
     while start < len(names):
         for end in range(len(names), start, -1):
-            part = [(row[0], *row[1 + start : 1 + end]) for row in rows]
-            columns = (head, *numbers[start:end])
-            if end == start + 1 or fit_table(columns, part, output.width()) is not None:
-                output.table(columns, part)
+            slice_of_rows = [(row[0], *row[1 + start : 1 + end]) for row in rows]
+            columns = (first_column, *numbers[start:end])
+            fits = fit_table(columns, slice_of_rows, output.get_line_width()) is not None
+            if end == start + 1 or fits:
+                output.print_table(columns, slice_of_rows)
                 break
         start = end
-    output.line(", ".join(f"{short}={name}" for short, name in zip(numbers, names, strict=True)))
+    output.print_line(
+        ", ".join(f"{number}={name}" for number, name in zip(numbers, names, strict=True))
+    )
 
 
 def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:
@@ -307,7 +329,7 @@ def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:
     return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
 
 
-def letters_for(number: int) -> list[str]:
+def make_rule_letters(number: int) -> list[str]:
     """Return labels for `number` rules: a to z, then A to Z, then numbers in parentheses."""
     letters = [*ascii_lowercase, *ascii_uppercase]
     return letters[:number] + [f"({index})" for index in range(len(letters), number)]

@@ -1,11 +1,12 @@
 """Creation of click commands from annotated functions, and the types of their options.
 
-A parameter of a verb becomes an option through its annotation:
+A verb is a function, and an annotation makes its parameter an option:
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.")] = None
 
-A parameter with `argument("...")` in place of `option` becomes a positional argument. A parameter
-annotated with a dataclass becomes one option for each field of that dataclass.
+With `argument("...")` instead of `option(...)`, the parameter becomes a positional argument. If the
+annotation is a dataclass (an option group, which several verbs can share), each field of the
+dataclass becomes an option.
 """
 
 import inspect
@@ -19,15 +20,15 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_typ
 
 import click
 
-from modular_kernel.cli.output import STDOUT, json_on_stdout, report_error
+from modular_kernel.cli.output import STDOUT, report_error, reserve_stdout_for_json
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 
-_MAX_QUOTED = 100  # characters of an invalid value that a message quotes
+_MAX_QUOTED_CHARS = 100  # characters of an invalid value that a message quotes
 JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb has
 
 
-class _TypedErrors(click.ParamType[Any]):
-    """Mixin for click's types that raises ConfigurationError instead of click.BadParameter.
+class _ConfigurationErrors(click.ParamType[Any]):
+    """Mixin of option types that makes click raise ConfigurationError instead of BadParameter.
 
     need: description of valid values.
     """
@@ -42,13 +43,13 @@ class _TypedErrors(click.ParamType[Any]):
             raise error from None
 
 
-class Integer(_TypedErrors, click.types.IntParamType):
+class Integer(_ConfigurationErrors, click.types.IntParamType):
     """An integer."""
 
     need = "an integer"
 
 
-class IntegerRange(_TypedErrors, click.IntRange):
+class IntegerRange(_ConfigurationErrors, click.IntRange):
     """An integer from `min` to `max`. max: None means no upper bound."""
 
     def __init__(self, min: int, max: int | None = None) -> None:
@@ -56,13 +57,13 @@ class IntegerRange(_TypedErrors, click.IntRange):
         self.need = f"an integer >= {min}" if max is None else f"an integer from {min} to {max}"
 
 
-class Number(_TypedErrors, click.types.FloatParamType):
+class Number(_ConfigurationErrors, click.types.FloatParamType):
     """A number."""
 
     need = "a number"
 
 
-class NumberRange(_TypedErrors, click.FloatRange):
+class NumberRange(_ConfigurationErrors, click.FloatRange):
     """A number that is at least `min`, or greater than `min` with `min_open`."""
 
     def __init__(self, min: float, *, min_open: bool = False) -> None:
@@ -71,7 +72,7 @@ class NumberRange(_TypedErrors, click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if math.isnan(number):  # compares as if it were in every range
+        if math.isnan(number):  # click compares it as if it were in every range
             raise ConfigurationError(option_name(param), got=_quote(value), need=self.need)
         return number
 
@@ -79,7 +80,7 @@ class NumberRange(_TypedErrors, click.FloatRange):
 POSITIVE = NumberRange(0, min_open=True)
 
 
-class Choice(_TypedErrors, click.Choice[str]):
+class Choice(_ConfigurationErrors, click.Choice[str]):
     """One of several words."""
 
     def __init__(self, *choices: str) -> None:
@@ -89,7 +90,7 @@ class Choice(_TypedErrors, click.Choice[str]):
 
 
 class IntegerList(click.ParamType[Any]):
-    """Integers from 1 to `max`, separated by commas; the value is a tuple without duplicates."""
+    """Integers from 1 to `max`, separated by commas, as a tuple without duplicates."""
 
     name = "integers"
 
@@ -110,7 +111,7 @@ class IntegerList(click.ParamType[Any]):
 
 def _quote(value: object) -> str:
     text = str(value)
-    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
+    return repr(text if len(text) <= _MAX_QUOTED_CHARS else f"{text[:_MAX_QUOTED_CHARS]}...")
 
 
 def option_name(parameter: click.Parameter | None) -> str:
@@ -121,11 +122,12 @@ def option_name(parameter: click.Parameter | None) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """Metadata of an annotation that makes a parameter an option.
+    """Annotation metadata that makes a parameter an option.
 
-    names: names on the command line; () derives one from the parameter's name. metavar: name of the
-    value in the help. type: None derives it from the annotation. flag_value: the value if the
-    option is given without one.
+    names: names on the command line; () derives one from the parameter's name.
+    metavar: name of the value in the help.
+    type: click type of the value; None derives it from the annotation.
+    flag_value: the value if the option is given without one.
     """
 
     help: str
@@ -148,7 +150,7 @@ def option(
 
 @dataclass(frozen=True)
 class Argument:
-    """Metadata of an annotation that makes a parameter a positional argument, which is required."""
+    """Annotation metadata that makes a parameter a required positional argument."""
 
     help: str
 
@@ -156,15 +158,16 @@ class Argument:
 def argument(help: str) -> Any:
     """Return an `Argument` with this description.
 
-    click does not show it, so the docstring of the verb has to describe the argument, too.
+    click does not show it in the help, so the docstring of the verb must describe the argument too.
     """
     return Argument(help)
 
 
 class Verb(click.Command):
-    """A command that reports errors of the toolkit as messages and exit statuses.
+    """A click command that turns a ModularKernelError into a message and an exit status.
 
-    With `--json` on stdout, nothing else is printed there, and an InputError is printed as JSON.
+    If `--json` prints on stdout, nothing else is printed there, and an InputError is printed as
+    JSON.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -173,13 +176,13 @@ class Verb(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         to_stdout = ctx.params.get(JSON_PARAMETER) == STDOUT
-        with json_on_stdout() if to_stdout else nullcontext(), _report_errors(ctx):
+        with reserve_stdout_for_json() if to_stdout else nullcontext(), _report_errors(ctx):
             return super().invoke(ctx)
 
 
 @contextmanager
 def _report_errors(ctx: click.Context) -> Iterator[None]:
-    """Report an error of the toolkit inside the context, and exit with its status."""
+    """Print a ModularKernelError that the context raises, and exit with its status."""
     try:
         yield
     except ModularKernelError as error:
@@ -189,18 +192,19 @@ def _report_errors(ctx: click.Context) -> Iterator[None]:
 def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb:
     """Return the command that calls `function` with the values of its options.
 
-    The help lists the function's own options first, and then those of its dataclasses.
+    The help lists the options of the function first, and then those of its option groups.
 
-    short_help: the line in the list of verbs.
+    short_help: description in the list of verbs.
     """
-    groups: dict[str, type] = {}
+    groups: dict[str, type] = {}  # parameter name -> dataclass
     parameters: list[click.Parameter] = []
     hints = get_type_hints(function, include_extras=True)
     for parameter in sorted(
-        inspect.signature(function).parameters.values(), key=lambda p: is_group(hints[p.name])
+        inspect.signature(function).parameters.values(),
+        key=lambda p: is_option_group(hints[p.name]),
     ):
         annotation = hints[parameter.name]
-        if is_group(annotation):
+        if is_option_group(annotation):
             groups[parameter.name] = annotation
             group_hints = get_type_hints(annotation, include_extras=True)
             parameters += [
@@ -223,37 +227,37 @@ def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb
     )
 
 
-def is_group(annotation: object) -> TypeGuard[type]:
-    """Return whether the annotation is a dataclass, whose fields are options."""
+def is_option_group(annotation: object) -> TypeGuard[type]:
+    """Return whether the annotation is a dataclass."""
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
 def _make_parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
-    """Return the click option or argument that the annotation of a parameter or field describes."""
-    value_type, (declared, *_) = get_args(annotation)[0], annotation.__metadata__
-    if isinstance(declared, Argument):
+    """Return the click option or argument for a parameter of a verb, or a field of a group."""
+    value_type, (metadata, *_) = get_args(annotation)[0], annotation.__metadata__
+    if isinstance(metadata, Argument):
         return click.Argument([name], type=_TYPES.get(value_type))
-    assert isinstance(declared, Option), f"{name} has no option()"
+    assert isinstance(metadata, Option), f"{name} has no option()"
     if get_origin(value_type) in (Union, UnionType):
         (value_type,) = (arg for arg in get_args(value_type) if arg is not NoneType)
-    attributes: dict[str, Any] = {"type": declared.type or _TYPES.get(value_type)}
+    attributes: dict[str, Any] = {"type": metadata.type or _TYPES.get(value_type)}
     if value_type is bool:
         attributes = {"is_flag": True}
     elif get_origin(value_type) is Literal:
         attributes = {"type": Choice(*get_args(value_type))}
     elif value_type == tuple[Path, ...]:
-        attributes = {"type": declared.type or _TYPES[Path], "multiple": True}
-    elif get_origin(value_type) is tuple and declared.type is None:
+        attributes = {"type": metadata.type or _TYPES[Path], "multiple": True}
+    elif get_origin(value_type) is tuple and metadata.type is None:
         attributes = {"nargs": len(get_args(value_type))}
-    if declared.flag_value is not None:
-        attributes |= {"is_flag": False, "flag_value": declared.flag_value}
+    if metadata.flag_value is not None:
+        attributes |= {"is_flag": False, "flag_value": metadata.flag_value}
     return click.Option(
-        [name, *(declared.names or [f"--{name.replace('_', '-')}"])],
+        [name, *(metadata.names or [f"--{name.replace('_', '-')}"])],
         default=default,
-        help=declared.help,
-        metavar=declared.metavar,
+        help=metadata.help,
+        metavar=metadata.metavar,
         show_default=default not in (None, "", ()),
-        # Parsed first, so that an error in another option is printed as JSON, too.
+        # Parse --json first, so that an error in another option is printed as JSON, too.
         is_eager=name == JSON_PARAMETER,
         **attributes,
     )

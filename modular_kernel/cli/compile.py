@@ -1,4 +1,4 @@
-"""`mk compile`: ahead-of-time compilation of every kernel for a GPU, and checks of the result.
+"""`mk compile`: compiles every Triton kernel ahead of time for a GPU, and checks the results.
 
 The GPU does not need to be present.
 """
@@ -24,46 +24,52 @@ def compile_kernels(
     *,
     check: Annotated[
         bool,
-        option("Exit with 1 if a kernel exceeds a limit or is not compiled, or if none is."),
+        option("Exit with 1 if a kernel exceeds a limit, or if one or all are not compiled."),
     ] = False,
     arch: Annotated[
         str, option("Compile for a GPU of this compute capability, such as 9.0 or sm_90.")
     ] = "9.0",
-    only: Annotated[str, option("Only kernels and cases whose names contain this text.")] = "",
+    only: Annotated[
+        str, option("Compile only kernels and cases whose names contain this text.")
+    ] = "",
     workers: Annotated[int, option("Number of worker processes.", type=IntegerRange(1))] = 1,
     as_json: AsJson = None,
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
 
     Compiles every kernel that the parts would launch on that GPU, and lists the kernels that were
-    left out. With --check, instructions are counted only in kernels that must use a certain
-    instruction. Compiling everything, or all kernels of a part, takes minutes in one process;
-    --only KERNEL takes seconds, and --workers N compiles in parallel.
+    left out. A case is a call of a part, which may launch several kernels. With --check,
+    instructions are counted only in kernels that must use a certain instruction.
+
+    Compiling all kernels, or those of a part, takes minutes in one process. --only KERNEL takes
+    seconds, and --workers N compiles in parallel.
     """
     target = "sm_{}{}".format(*parse_arch(arch))
     workers = limit_workers(workers)
     # The first import after installation is slow.
-    with output.activity_notes(lambda: "loading torch, triton and the parts"):
-        kernels = _kernels()
+    with output.show_activity(lambda: "loading torch, triton and the parts"):
+        kernels = _list_kernels()
         from modular_kernel.testing.compile.cases import compile_all
 
-    output.note(_describe_job(kernels, target, only))
-    progress = partial(output.progress, steady=True)  # one kernel may take many seconds
+    output.print_note(_describe_job(kernels, target, only))
+    progress = partial(output.show_progress, from_thread=True)  # one kernel may take many seconds
     compiled = compile_all(target, progress, workers=workers, name_filter=only)
     if not compiled.rows and not compiled.left_out:
         need = "part of the name of a kernel or a case, such as route_kernel or TritonExperts"
         raise ConfigurationError("--only", got=repr(only[:80]), need=need)
-    rows = [_record(row) for row in compiled.rows]
+    rows = [_make_record(row) for row in compiled.rows]
     record = {"kernels": rows, "left_out": compiled.left_out, "only": only}
     output.print_result(record, as_json, lambda: _print_text(compiled, check=check, only=only))
     missing = any(not kernel.reason for kernel in compiled.left_out)
     if check and not compiled.rows:
-        output.note(f"nothing was checked: no case compiles a kernel named {only!r} for {target}")
+        output.print_note(
+            f"nothing was checked: no case compiles a kernel named {only!r} for {target}"
+        )
     if check and (missing or not compiled.rows or any(row.violations for row in compiled.rows)):
         raise Exit(1)
 
 
-def _kernels() -> list[str]:
+def _list_kernels() -> list[str]:
     """Return the names of all kernels; raise ConfigurationError if triton is not installed."""
     from modular_kernel.machine import find_importable
 
@@ -91,21 +97,23 @@ def _describe_job(kernels: list[str], target: str, only: str) -> str:
     return f"kernels of cases named {only!r} for {target}: may take minutes"
 
 
-def _record(row: "CompiledRow") -> dict[str, object]:
+def _make_record(row: "CompiledRow") -> dict[str, object]:
     return {"case": row.case, "record": row.record, "violations": row.violations}
 
 
 def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
     rows = result.rows
-    counts = [_instructions(row, check=check) for row in rows]
+    counts = [_format_instructions(row, check=check) for row in rows]
     columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")
-    cells = [_cells(*row) for row in zip(rows, counts, strict=True)]
-    output.table(columns, cells, optional=("kernel", "spills", "shared", "config", "instructions"))
+    cells = [_format_cells(*row) for row in zip(rows, counts, strict=True)]
+    output.print_table(
+        columns, cells, optional=("kernel", "spills", "shared", "config", "instructions")
+    )
     broken = [row for row in rows if row.violations]
     for row in broken:
-        output.line("\n".join(row.violations))
+        output.print_line("\n".join(row.violations))
     left_out = [(k.kernel, k.module, k.reason or "no case launches it") for k in result.left_out]
-    output.table(("left out", "module", "reason"), left_out)
+    output.print_table(("left out", "module", "reason"), left_out)
     kernels = len({row.record.kernel for row in rows})
     compiled_forms = (
         f"{format_count(kernels, 'kernel')} compiled in {format_count(len(rows), 'form')}"
@@ -115,12 +123,12 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
         if only
         else f"{len(left_out)} left out"
     )
-    output.line(
+    output.print_line(
         f"triton {version('triton')}: {compiled_forms}, {len(broken)} exceed a limit; {omitted}"
     )
 
 
-def _instructions(row: "CompiledRow", *, check: bool) -> str:
+def _format_instructions(row: "CompiledRow", *, check: bool) -> str:
     """Format a kernel's instruction counts.
 
     With --check, kernels whose instructions were not counted show "not counted".
@@ -133,7 +141,7 @@ def _instructions(row: "CompiledRow", *, check: bool) -> str:
     return ", ".join(f"{name} x{count}" for name, count in counts.items() if count) or "-"
 
 
-def _cells(row: "CompiledRow", instructions: str) -> tuple[object, ...]:
+def _format_cells(row: "CompiledRow", instructions: str) -> tuple[object, ...]:
     record = row.record
     config = ", ".join(f"{name}={value}" for name, value in record.config.items())
     launch = f"warps={record.num_warps}, stages={record.num_stages}"

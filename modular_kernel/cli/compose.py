@@ -1,13 +1,22 @@
-"""`mk compose`: time the valid pairings of a problem and record the fastest per token count."""
+"""`mk compose`: times the valid pairings of a problem and chooses one for each number of tokens.
+
+The choice is that of `mk.compose`. This module turns the options into a problem and the terms of
+the measurement, and runs it in this process or on a pool of ranks.
+"""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from modular_kernel.cli import output
 from modular_kernel.cli.command import option
-from modular_kernel.cli.compose_output import print_explanation, print_text, progress_notes, record
+from modular_kernel.cli.compose_output import (
+    make_progress_callback,
+    make_record,
+    print_explanation,
+    print_text,
+)
 from modular_kernel.cli.options import TOKENS_LIST, AsJson, ProblemOptions
-from modular_kernel.cli.ranks import Backend, host_of, with_launcher
+from modular_kernel.cli.ranks import Backend, apply_launcher, open_executor
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -18,7 +27,8 @@ if TYPE_CHECKING:
 _MAX_TOKENS_ON_GPU = 8192
 # Must match modular_kernel.select.autotune.BUDGET_S, whose import would load torch.
 _BUDGET_S = 20.0
-_AFTER_BUDGET_S = 300  # seconds for ranks to start, create weights and finish their last timing
+# Added to the budget as timeout of the ranks, which start, create weights and finish a last timing.
+_TIMEOUT_MARGIN_S = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +42,19 @@ class ComposeOptions:
             type=TOKENS_LIST,
         ),
     ] = None
-    budget: Annotated[float, option("Total seconds, including compilation; 0 times nothing.")] = (
-        _BUDGET_S
-    )
+    budget: Annotated[
+        float, option("Total seconds, including compilation. With 0, nothing is timed.")
+    ] = _BUDGET_S
     routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
         "uniform"
     )
-    replicated: Annotated[bool, option("Every rank passes the same tokens.")] = False
+    replicated: Annotated[bool, option("All ranks have the same tokens.")] = False
     fresh: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
-        """Return the maximum number of tokens per call; None means the default of a problem.
+        """Return the maximum number of tokens per call; None stands for the default of a problem.
 
-        It is --tokens, else the maximum of --tokens-list, else 8192 on a GPU.
+        Returns --tokens, else the maximum of --tokens-list, else 8192 on a GPU.
         """
         if options.tokens is not None:
             return options.tokens
@@ -52,7 +62,7 @@ class ComposeOptions:
             return max(self.tokens_list)
         return _MAX_TOKENS_ON_GPU if gpu else None
 
-    def terms(self) -> "Terms":
+    def to_terms(self) -> "Terms":
         from modular_kernel.select.autotune import Terms
 
         return Terms(
@@ -67,7 +77,7 @@ class ComposeOptions:
 def compose(
     *,
     options: ProblemOptions,
-    search: ComposeOptions,
+    measurement: ComposeOptions,
     explain: Annotated[
         bool, option("Show the times of every pairing, or why it was not timed.")
     ] = False,
@@ -76,54 +86,57 @@ def compose(
 ) -> None:
     """Choose a pairing for each token count: the default pairing, or a faster one.
 
-    Valid pairings are compared with a float64 reference and timed interleaved with the default
-    pairing. Pairings that are slower than the default according to the record of times shipped with
-    this package are not timed. Another pairing replaces the default if it is faster by more than
-    the measurement noise, or if nothing was timed and the record is unambiguous.
+    The result of each valid pairing is compared with a float64 reference. Then the pairing is
+    timed, in turns with the default pairing. Pairings are not timed if they are slower than the
+    default according to the record of times shipped with this package. Another pairing replaces
+    the default if it is faster by more than the measurement noise, or if nothing was timed and it
+    is clearly faster in the record.
 
-    Times are cached in MK_CACHE_DIR by device, package versions and problem. The next run of the
-    same command, or mk.compose() in code, reads them from there; if the budget did not suffice, it
-    continues where the last run stopped. --tokens is the maximum number of tokens per call
+    Times are cached in MK_CACHE_DIR by device, package versions and problem. Later runs of the same
+    command, and mk.compose() in code, read them from there. If the budget did not suffice, the next
+    run continues where the last one stopped. --tokens is the maximum number of tokens per call
     (default: 8192 on a GPU, else 16).
 
-    --model takes a name or the path of a Hugging Face config.json. With --world-size N all ranks
-    measure together, the slowest rank determines the time, and all ranks choose the same pairing.
+    With --world-size N all ranks measure together. The time of the slowest rank counts, and all
+    ranks choose the same pairing.
 
-    Without a GPU only parts in plain torch are timed. Triton's interpreter stays off, because its
-    timings are meaningless.
+    Without a GPU only parts in plain torch are timed, because times in Triton's interpreter are
+    meaningless.
 
     Exits with 1 if every pairing is refused, and with 2 on bad usage.
     """
-    options = with_launcher(options)
-    if search.replicated and (options.world_size or 1) == 1:
+    options = apply_launcher(options)
+    if measurement.replicated and (options.world_size or 1) == 1:
         raise ConfigurationError(
             "--replicated", got="a single rank", need="--world-size N in addition"
         )
-    terms = search.terms()
-    with host_of(options.world_size, backend) as host:
-        gpu = host.machine.device == "cuda"
-        options = replace(options, tokens=search.max_tokens(options, gpu=gpu))
+    terms = measurement.to_terms()
+    with open_executor(options.world_size, backend) as executor:
+        gpu = executor.machine.device == "cuda"
+        options = replace(options, tokens=measurement.max_tokens(options, gpu=gpu))
         problem = options.problem()
-        if host.pool is None:
+        if executor.pool is None:
             if as_json != output.STDOUT:
-                terms = replace(terms, on_bucket=progress_notes(problem))
+                terms = replace(terms, on_bucket=make_progress_callback(problem))
             from modular_kernel.select.autotune import choose
 
-            choice = choose(problem, host.machine, terms=terms)
+            choice = choose(problem, executor.machine, terms=terms)
         else:
-            limit = terms.budget + _AFTER_BUDGET_S
-            choices = host.pool.run(_choose_on_rank, problem, host.machine, terms, timeout=limit)
+            limit = terms.budget + _TIMEOUT_MARGIN_S
+            choices = executor.pool.run(
+                _choose_on_rank, problem, executor.machine, terms, timeout=limit
+            )
             choice = choices[0]
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
         raise IncompatibleError(f"every pairing for {problem}", reasons)
 
-    def show() -> None:
+    def print_all() -> None:
         print_text(choice)
         if explain:
             print_explanation(choice)
 
-    output.print_result(record(choice), as_json, show)
+    output.print_result(make_record(choice), as_json, print_all)
 
 
 def _choose_on_rank(

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from modular_kernel.select.selection import Bucket, Segment, TimedOutcome
     from modular_kernel.spec.problem import Machine, Problem
 
-_MACHINE_RULES = {"device", "arch", "package"}  # rules that depend on the machine alone
+_MACHINE_RULES = {"device", "arch", "package"}  # rules that depend only on the machine
 
 
-def progress_notes(problem: "Problem") -> "Callable[[Bucket], None]":
-    """Return a callback that prints the fastest times of each measured token count on stderr."""
+def make_progress_callback(problem: "Problem") -> "Callable[[Bucket], None]":
+    """Return a callback that prints the three fastest times of a measured token count on stderr."""
 
-    def note_times(bucket: "Bucket") -> None:
+    def print_times(bucket: "Bucket") -> None:
         times = sorted(bucket.us_by_pair.items(), key=lambda item: item[1])
         texts = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
-        output.note(
+        output.print_note(
             f"{format_count(bucket.tokens, 'token')}: {texts or 'no pairing could be timed'}"
         )
 
-    return note_times
+    return print_times
 
 
 def print_text(choice: "Choice") -> None:
@@ -36,28 +36,30 @@ def print_text(choice: "Choice") -> None:
     valid = len(candidates.order)
     count = valid + len(candidates.refused)
     text = f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid"
-    output.line(f"{text}{_interpreter_note(choice)}")
-    output.table(
+    output.print_line(f"{text}{_describe_interpreter(choice)}")
+    output.print_table(
         ("tokens", "pairing", "us (first .. last)", "x default", "source"),
-        [_segment_row(choice, segment) for segment in choice.segments],
+        [_format_segment(choice, segment) for segment in choice.segments],
     )
-    output.line(choice.summary)
+    output.print_line(choice.summary)
     for reason in dict.fromkeys(candidates.untimeable.values()):
-        output.line(f"{format_count(len(candidates.untimeable), 'pairing')} not measured: {reason}")
-    other_machine: dict[str, list[str]] = {}
+        output.print_line(
+            f"{format_count(len(candidates.untimeable), 'pairing')} not measured: {reason}"
+        )
+    pairings_by_requirement: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _MACHINE_RULES:
-            other_machine.setdefault(_missing_requirement(verdict, choice.machine), []).append(
-                verdict.pairing
-            )
-    for need, pairings in other_machine.items():
-        output.line(f"not measured because they need {need}: {', '.join(pairings)}")
+            pairings_by_requirement.setdefault(
+                _describe_missing_requirement(verdict, choice.machine), []
+            ).append(verdict.pairing)
+    for need, pairings in pairings_by_requirement.items():
+        output.print_line(f"not measured because they need {need}: {', '.join(pairings)}")
     for note in choice.notes:
-        output.note(f"note: {note}")
+        output.print_note(f"note: {note}")
 
 
-def _interpreter_note(choice: "Choice") -> str:
-    """Return a note on the number of pairings that would be valid with Triton's interpreter.
+def _describe_interpreter(choice: "Choice") -> str:
+    """Describe how many pairings would be valid with Triton's interpreter, which is not used here.
 
     Returns "" if the interpreter is on or cannot be used.
     """
@@ -76,32 +78,32 @@ def _interpreter_note(choice: "Choice") -> str:
     return f" without Triton's interpreter ({len(more.order)} with it, untimed)"
 
 
-def _missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
-    """Return what a machine needs for the pairing; "a GPU" if this one is a CPU."""
+def _describe_missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
+    """Return the requirement that the machine does not meet; "a GPU" for one without a GPU."""
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 
 
-def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
+def _format_segment(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
     buckets = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
     timed = [
         o for b in buckets if (o := b.find_outcome(segment.pair)) is not None and o.us is not None
     ]
-    times = _first_to_last([f"{o.us:.1f}" for o in timed])
-    ratios = _first_to_last([f"{o.ratio:.2f}" for o in timed])
+    times = _format_range([f"{o.us:.1f}" for o in timed])
+    ratios = _format_range([f"{o.ratio:.2f}" for o in timed])
     picks = [p for t, p in choice.pick_by_tokens.items() if segment.first <= t <= segment.last]
     source = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
 
-def _first_to_last(texts: Sequence[str]) -> str:
-    """Format as "first .. last", or as one text if the first equals the last."""
+def _format_range(texts: Sequence[str]) -> str:
+    """Return "first .. last", or one text if the first equals the last."""
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
 def print_explanation(choice: "Choice") -> None:
-    """Print the times of every pairing or why it has none, and the first reason of each refusal."""
+    """Print the times of every pairing, or the reason why it was not timed or was refused."""
     picks = choice.pair_by_tokens
     rows = []
     for bucket in choice.buckets:
@@ -112,14 +114,14 @@ def print_explanation(choice: "Choice") -> None:
             times = _format_time(outcome), ratio, noise, outcome.mode
             rows.append((bucket.tokens, *outcome.pair, *times, mark))
     columns = ("tokens", "prepare_finalize", "experts", "us", "x default", "noise", "timed as", "")
-    output.table(columns, rows, optional=("timed as", "noise"))
+    output.print_table(columns, rows, optional=("timed as", "noise"))
     if rows:
-        output.line(
-            "~ timed only twice because it is far slower than the default; others were timed "
-            "interleaved with it"
+        output.print_line(
+            "~ timed only twice, because it is far slower than the default; the others were timed "
+            "in turns with the default"
         )
     _print_untimed(choice)
-    output.table(
+    output.print_table(
         ("refused", "first reason", "others"),
         [
             (verdict.pairing, verdict.rejections[0], len(verdict.rejections) - 1)
@@ -127,11 +129,11 @@ def print_explanation(choice: "Choice") -> None:
         ],
     )
     key = ", ".join(f"{name} {value}" for name, value in choice.key_fields.items())
-    output.line(f"cached for: {key}")
+    output.print_line(f"cached for: {key}")
 
 
 def _print_untimed(choice: "Choice") -> None:
-    """Print each pairing that was not timed at every token count, with the first reason."""
+    """Print the first reason of each pairing that was not timed at some token count."""
     reasons: dict[Pair, list[str]] = {}
     for tokens in choice.pick_by_tokens:
         for outcome in choice.outcomes(tokens):
@@ -140,7 +142,7 @@ def _print_untimed(choice: "Choice") -> None:
     for pair, texts in reasons.items():
         others = len(set(texts)) - 1
         more = f" (at {format_count(others, 'other token count')} otherwise)" if others else ""
-        output.line(f"{pairing_name(pair)}: {texts[0]}{more}")
+        output.print_line(f"{pairing_name(pair)}: {texts[0]}{more}")
 
 
 def _format_time(outcome: "TimedOutcome") -> str:
@@ -149,8 +151,8 @@ def _format_time(outcome: "TimedOutcome") -> str:
     return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"
 
 
-def record(choice: "Choice") -> dict[str, object]:
-    """Return the record for --json."""
+def make_record(choice: "Choice") -> dict[str, object]:
+    """Return the JSON record of a choice."""
     return {
         "problem": choice.problem,
         "machine": choice.machine,

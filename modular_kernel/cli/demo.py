@@ -1,10 +1,10 @@
-"""`mk demo`: four small models with transformers' experts and with ours.
+"""`mk demo`: runs four small models with the experts of transformers and with ours.
 
 After the models, quantized checkpoints of the same families run; see `demo_checkpoints`.
 
 Accuracy criterion: logits are compared with those of a float64 copy of the model with the same
-weights and the same routing. The error of our experts may be at most twice that of transformers'
-experts in the same dtype, plus one rounding of the largest logit.
+weights and the same routing. The error with our experts may be at most twice the error with the
+experts of transformers in the same dtype, plus one rounding of the largest logit.
 """
 
 import copy
@@ -20,10 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from click.exceptions import Exit
 
 from modular_kernel.cli import output
-from modular_kernel.cli.check import matrix_record
+from modular_kernel.cli.check import make_matrix_record
 from modular_kernel.cli.command import option
-from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, checkpoint_rows
-from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
+from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, run_checkpoints
+from modular_kernel.cli.demo_models import (
+    EAGER,
+    SMALL_MODELS,
+    Model,
+    build_small_model,
+    import_transformers,
+)
 from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 Pair = tuple[str, str]
 
-# A torch and a Triton pairing for each activation format.
+# For each activation format (standard, then batched), a pairing in torch and one with Triton.
 PAIRINGS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
@@ -48,50 +54,54 @@ PAIRINGS = (
 PROMPT_TOKENS = 17
 NEW_TOKENS = 32
 _LOGIT_TOKENS = 24
-# Bound on our logit error over that of transformers' eager experts. The maximum of many rounding
-# errors varies: in 576 correct runs the ratio was at most 1.77, and between transformers' own
-# implementations at most 1.43 (H200, 24 seeds, 2026-11).
-_FACTOR = 2
+# Bound on our logit error divided by that of transformers' eager experts. The maximum of many
+# rounding errors varies: in 576 correct runs the ratio was at most 1.77, and between
+# implementations of transformers at most 1.43 (H200, 24 seeds, 2026-11).
+_MAX_ERROR_RATIO = 2
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model, and the results of transformers' experts.
+    """A model, and its results with the experts of transformers.
 
-    ids: (2, tokens) token ids on the model's device. exact: logits in float64. baseline_error:
-    maximum absolute error of the logits in the model's dtype. routing: the routing of each experts
-    module in the float64 run.
+    ids: (2, tokens) token ids on the device of the model.
+    exact: logits in float64.
+    baseline_error: maximum absolute error of the logits in the dtype of the model.
+    routing: routing of each experts module in the float64 run.
     """
 
     model: Model
     ids: "torch.Tensor"
     exact: "torch.Tensor"
     baseline_error: float
-    routing: "RecordedRouting"
+    routing: "RoutingRecorder"
 
 
 @dataclass
-class RecordedRouting:
-    """Top-k ids and weights that were passed to each experts module, by its name, in one run."""
+class RoutingRecorder:
+    """Records the routing in one run of a model, and replays it in other runs.
 
-    of_module: "dict[str, tuple[torch.Tensor, torch.Tensor]]" = field(default_factory=dict)
+    by_module: (top-k ids, top-k weights) by the name of the experts module.
+    """
 
-    def recorded(self, model: Model) -> AbstractContextManager[None]:
-        """Return a context that records the routing of the model's calls."""
+    by_module: "dict[str, tuple[torch.Tensor, torch.Tensor]]" = field(default_factory=dict)
+
+    def record(self, model: Model) -> AbstractContextManager[None]:
+        """Return a context that records the routing of the calls of a model."""
 
         def record_call(name: str, module: object, args: tuple[Any, ...]) -> None:
-            self.of_module[name] = args[1], args[2]
+            self.by_module[name] = args[1], args[2]
 
         return _hook_experts(model, record_call)
 
-    def replayed(self, model: Model) -> AbstractContextManager[None]:
-        """Return a context that replaces the model's routing by the recorded one.
+    def replay(self, model: Model) -> AbstractContextManager[None]:
+        """Return a context that replaces the routing of a model by the recorded one.
 
         Without it, rounding would change the routing of tokens whose scores nearly tie.
         """
 
         def replace_routing(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            ids, weights = self.of_module[name]
+            ids, weights = self.by_module[name]
             return args[0], ids, weights.to(args[2].dtype)
 
         return _hook_experts(model, replace_routing)
@@ -108,48 +118,48 @@ def demo(
     """Run four small models with transformers' experts and with ours, and compare the results.
 
     The models are Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss with random weights; nothing is
-    downloaded. Logits are compared in each dtype. Greedily decoded tokens are compared in float32
-    only, where rounding does not change the chosen token. Then tiny quantized checkpoints of the
-    same families are written to a temporary folder, loaded without dequantization, and compared
-    with a float64 reference.
+    downloaded. Logits are compared in each dtype. Greedily decoded tokens are compared in float32,
+    where rounding does not change the chosen token. Then tiny quantized checkpoints of the same
+    families are written to a temporary folder, and loaded without dequantization. Their layers are
+    compared with a float64 reference.
 
-    Exits with 1 if any row fails.
+    Exits with 1 if any comparison fails.
     """
-    machine = _machine(device)
+    machine = _select_machine(device)
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs
     from modular_kernel.spec.problem import dtype_name, parse_dtype
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     start = time.perf_counter()
-    pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
+    pairings = [pair for pair in PAIRINGS if _is_available(*pair, machine)]
     runs = len(pairings) * len(SMALL_MODELS) * len(dtypes) + len(
-        _standard_format_pairs(pairings)
+        _select_standard_format(pairings)
     ) * len(CHECKPOINTS)
     rows, checkpoints = list[DemoRow](), list[CheckpointRow]()
-    status = output.activity_notes(lambda: f"run {len(rows) + len(checkpoints) + 1} of {runs}")
+    status = output.show_activity(lambda: f"run {len(rows) + len(checkpoints) + 1} of {runs}")
     with (
         nullcontext() if sys.stderr.isatty() else status,
-        nullcontext(_ignore_message)
+        nullcontext(_ignore_step)
         if as_json == output.STDOUT
-        else output.step_lines(runs, "runs") as report,
+        else output.show_steps(runs, "runs") as report,
     ):
-        for row in _model_results(machine, pairings, dtypes, report):
+        for row in _run_models(machine, pairings, dtypes, report):
             rows.append(row)
-        for checkpoint in _checkpoint_results(machine, pairings, report):
+        for checkpoint in _run_checkpoints(machine, pairings, report):
             checkpoints.append(checkpoint)
     seconds = time.perf_counter() - start
-    rates = _rates(dtypes[-1], machine) if rows else {}
+    rates = _measure_rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
     verdicts = judge_pairs(load_catalog(), None, None, problem, machine)
     record = {
         "machine": machine,
-        "rows": [_record(row) for row in rows],
-        "checkpoints": [_record(row) for row in checkpoints],
+        "rows": [_make_record(row) for row in rows],
+        "checkpoints": [_make_record(row) for row in checkpoints],
         "tokens_per_second": rates,
-        "matrix": matrix_record(verdicts, problem, machine),
+        "matrix": make_matrix_record(verdicts, problem, machine),
     }
-    slow = _interpreted_parts(pairings, machine)
+    slow = _list_interpreted_parts(pairings, machine)
     output.print_result(
         record, as_json, lambda: print_demo(rows, checkpoints, seconds, rates, verdicts, slow)
     )
@@ -158,11 +168,11 @@ def demo(
         raise Exit(1)
 
 
-def _record(row: DemoRow | CheckpointRow) -> dict[str, object]:
+def _make_record(row: DemoRow | CheckpointRow) -> dict[str, object]:
     return {**output.to_json_types(row), "ok": row.ok}  # type: ignore[dict-item]
 
 
-def _machine(device: Literal["cuda", "cpu"] | None) -> "Machine":
+def _select_machine(device: Literal["cuda", "cpu"] | None) -> "Machine":
     if device == "cpu":
         enable_interpreter()
     prepare_host(quiet=device == "cpu")
@@ -174,11 +184,11 @@ def _machine(device: Literal["cuda", "cpu"] | None) -> "Machine":
     return machine
 
 
-def _ignore_message(_: str) -> None:
-    """Ignore a progress message."""
+def _ignore_step(_: str) -> None:
+    """Ignore the description of a completed step."""
 
 
-def _model_results(
+def _run_models(
     machine: "Machine",
     pairings: Sequence[Pair],
     dtypes: list[str],
@@ -187,45 +197,45 @@ def _model_results(
     try:
         from modular_kernel.integrations.transformers import register
     except ImportError as error:
-        output.note(f"error: {error}")
+        output.print_note(f"error: {error}")
         raise Exit(2) from None
-    transformers().logging.set_verbosity_error()
+    import_transformers().logging.set_verbosity_error()
     for pair in pairings:
         register(*pair, name=" x ".join(pair))
     for dtype in dtypes:
         for name in SMALL_MODELS:
-            base = baseline(small_model(name, dtype, machine.device))
-            baseline_tokens = greedy_tokens(base) if dtype == "float32" else None
+            base = run_baseline(build_small_model(name, dtype, machine.device))
+            baseline_tokens = decode_greedily(base) if dtype == "float32" else None
             for pair in pairings:
-                row = compare(base, " x ".join(pair), name, baseline_tokens)
+                row = compare_with_baseline(base, " x ".join(pair), name, baseline_tokens)
                 report_step(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
 
 
-def _standard_format_pairs(pairings: Sequence[Pair]) -> list[Pair]:
-    """Return the pairings in the standard format, which together support every scheme."""
+def _select_standard_format(pairings: Sequence[Pair]) -> list[Pair]:
+    """Return the pairings in the standard activation format."""
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
 
-def _checkpoint_results(
+def _run_checkpoints(
     machine: "Machine", pairings: Sequence[Pair], report_step: Callable[[str], None]
 ) -> Iterator[CheckpointRow]:
-    """Run the quantized checkpoints on the pairings in the standard format."""
-    for row in checkpoint_rows(_standard_format_pairs(pairings), machine.device):
+    """Run the quantized checkpoints on pairings that together support all of their schemes."""
+    for row in run_checkpoints(_select_standard_format(pairings), machine.device):
         report_step(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
         yield row
 
 
-def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
-    """Measure the tokens per second of forward passes over 512 tokens, interleaved.
+def _measure_rates(dtype: str, machine: "Machine") -> dict[str, float]:
+    """Measure the tokens per second of forward passes over 512 tokens.
 
-    Returns the rates of transformers' fastest experts implementation, and of ours.
+    The implementations take turns. Returns the rate of the fastest one of transformers, and ours.
     """
     import torch
 
     from modular_kernel.integrations.transformers import register
 
-    model = small_model("mixtral", dtype, machine.device)
+    model = build_small_model("mixtral", dtype, machine.device)
     ids = torch.randint(model.config.vocab_size, (8, 64), device=model.device)
     ours = register()
     theirs = {name: f"transformers' {name}" for name in (EAGER, "grouped_mm", "batched_mm")}
@@ -252,10 +262,10 @@ def _time_forward(model: Model, ids: "torch.Tensor") -> float:
     return clock.ms(start, end) / 1e3
 
 
-def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
+def _is_available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     """Return whether both parts can run on this machine; print the reasons if not.
 
-    Other reasons for a refusal are not expected, and make the demo fail.
+    A refusal for another reason is not expected here, and makes the demo fail later.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.compatibility.rules import judge_part
@@ -264,42 +274,45 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     reasons = [r for part in parts for r in judge_part(part.__name__, part.requires, machine)]
     if reasons:
-        output.note(f"not run: {prepare_finalize} x {experts}: {'; '.join(map(str, reasons))}")
+        output.print_note(
+            f"not run: {prepare_finalize} x {experts}: {'; '.join(map(str, reasons))}"
+        )
     return not reasons
 
 
-def _interpreted_parts(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
-    """Return the experts whose pairings ran in Triton's interpreter."""
+def _list_interpreted_parts(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
+    """Return the names of the experts whose pairings ran in Triton's interpreter."""
     from modular_kernel.catalog import needs_triton
 
     return [pair[1] for pair in pairings if machine.interpreter and needs_triton(*pair)]
 
 
-def baseline(model: Model) -> Baseline:
-    """Run a model with transformers' experts, in float64 and in the model's dtype."""
+def run_baseline(model: Model) -> Baseline:
+    """Run a model with the experts of transformers, in float64 and in the dtype of the model."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (2, _LOGIT_TOKENS), generator=generator).to(model.device)
-    routing = RecordedRouting()
+    routing = RoutingRecorder()
     exact_model = copy.deepcopy(model).double()
-    with routing.recorded(exact_model), _float64():
-        exact = logits(exact_model, ids)
-    with routing.replayed(model):
-        baseline_error = (logits(model, ids) - exact).abs().max().item()
+    with routing.record(exact_model), _compute_in_float64():
+        exact = compute_logits(exact_model, ids)
+    with routing.replay(model):
+        baseline_error = (compute_logits(model, ids) - exact).abs().max().item()
     return Baseline(model, ids, exact, baseline_error, routing)
 
 
-def compare(
+def compare_with_baseline(
     base: Baseline, implementation: str, name: str, baseline_tokens: Tokens | None
 ) -> DemoRow:
     """Run the model of `base` with another experts implementation, and compare the results.
 
-    The model has transformers' eager experts again afterwards.
+    Afterwards, the model has the eager experts of transformers again.
 
-    implementation: name under which it is registered with transformers. name: of the model.
-    baseline_tokens: tokens decoded with transformers' experts; None skips decoding.
+    implementation: name under which the implementation is registered with transformers.
+    name: name of the model.
+    baseline_tokens: tokens decoded with the experts of transformers; None skips decoding.
     """
     import torch
 
@@ -309,11 +322,11 @@ def compare(
     kernels = registration(implementation).kernels
     kernels.clear()
     base.model.set_experts_implementation(implementation)
-    with base.routing.replayed(base.model):
-        difference = (logits(base.model, base.ids) - base.exact).abs().max().item()
+    with base.routing.replay(base.model):
+        difference = (compute_logits(base.model, base.ids) - base.exact).abs().max().item()
     equal = None
     if baseline_tokens is not None:
-        tokens = greedy_tokens(base, len(baseline_tokens))
+        tokens = decode_greedily(base, len(baseline_tokens))
         equal = sum(
             token == expected for token, expected in zip(tokens, baseline_tokens, strict=True)
         )
@@ -325,15 +338,15 @@ def compare(
         dtype=str(dtype).removeprefix("torch."),
         pairing=" and ".join(sorted({kernel.pairing for kernel in kernels.values()})),
         difference=difference,
-        bound=_FACTOR * base.baseline_error + rounding,
+        bound=_MAX_ERROR_RATIO * base.baseline_error + rounding,
         equal_tokens=equal,
         decoded_tokens=len(baseline_tokens or ()),
         seconds=time.perf_counter() - start,
     )
 
 
-def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
-    """Return the logits (2, tokens, vocabulary) of ids (2, tokens), converted to float64."""
+def compute_logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
+    """Return the logits (B, tokens, vocabulary) of ids (B, tokens), converted to float64."""
     import torch
 
     with torch.inference_mode():
@@ -341,8 +354,8 @@ def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
     return result
 
 
-def greedy_tokens(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
-    """Decode `count` tokens greedily after a fixed prompt."""
+def decode_greedily(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
+    """Return `count` greedily decoded tokens after a fixed prompt."""
     prompt = base.ids[:1, :PROMPT_TOKENS]
     output_ids = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
     return tuple(output_ids[0, PROMPT_TOKENS:].tolist())
@@ -363,10 +376,10 @@ def _hook_experts(model: Model, hook: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _float64() -> AbstractContextManager[object]:
+def _compute_in_float64() -> AbstractContextManager[object]:
     """Return a context that replaces float32 by float64 in torch calls.
 
-    Norms of transformers convert to float32 explicitly, whatever the model's dtype.
+    It is needed because the norms of transformers convert to float32, whatever the model's dtype.
     """
     import torch
     from torch.overrides import TorchFunctionMode

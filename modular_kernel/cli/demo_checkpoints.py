@@ -1,8 +1,9 @@
-"""The quantized part of `mk demo`, which writes tiny checkpoints and loads them without unpacking.
+"""Tiny quantized checkpoints of `mk demo`, which are written and then loaded without unpacking.
 
-Accuracy criterion: the quantized codes and scales are random, so a checkpoint defines its weights
-exactly. The relative error of a layer, compared with float64 and these weights, may be at most 1e-2
-if only weights are quantized, and 8e-2 if activations are also rounded to 8 bits.
+The quantized codes and scales are random, so they define the weights exactly.
+
+Accuracy criterion: the relative error of a layer, compared with float64 and these weights, may be
+at most 1e-2 if only weights are quantized, and 8e-2 if activations are also rounded to 8 bits.
 """
 
 import tempfile
@@ -16,8 +17,8 @@ from modular_kernel.cli.demo_output import CheckpointRow
 if TYPE_CHECKING:
     from modular_kernel.testing.checkpoints.samples import Sample
 
-# Model families, each with one of the formats in which it is published (a name in
-# modular_kernel.testing.checkpoints.published_formats).
+# (model family, name in modular_kernel.testing.checkpoints.published_formats of a format in which
+# checkpoints of the family are published).
 CHECKPOINTS = (
     ("mixtral", "awq"),
     ("qwen3_moe", "qwen3 fp8"),
@@ -27,7 +28,7 @@ CHECKPOINTS = (
 _TOKENS = 13
 
 
-def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterator[CheckpointRow]:
+def run_checkpoints(pairings: Sequence[tuple[str, str]], device: str) -> Iterator[CheckpointRow]:
     """Write each checkpoint to a temporary folder and yield a row for each pairing."""
     from modular_kernel.testing.checkpoints.samples import write
 
@@ -41,9 +42,10 @@ def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterato
 def check_layer(
     sample: "Sample", family: str, kind: str, pair: tuple[str, str], device: str
 ) -> CheckpointRow:
-    """Load and run the experts of layer 0 of a checkpoint, and compare with its float64 result.
+    """Load and run the experts of layer 0 of a checkpoint, and compare them with float64.
 
-    kind: name of the checkpoint's format. Raises the errors of `load_experts` and `make_kernel`.
+    kind: name of the format of the checkpoint. Raises the errors of `load_experts` and
+    `make_kernel`.
     """
     import torch
 

@@ -2,10 +2,7 @@
 
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 Model = Any  # a transformers model; transformers is an optional dependency
 EAGER = "eager"
@@ -51,24 +48,26 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def transformers() -> Any:
+def import_transformers() -> Any:
     """Import transformers, an optional dependency."""
     return import_module("transformers")
 
 
-def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes: object) -> Model:
+def build_small_model(
+    name: str, dtype: str, device: str, *, seed: int = 0, **changes: object
+) -> Model:
     """Build a model of SMALL_MODELS with random weights that are the same on every machine.
 
     Weights are scaled so that every layer affects the result: hidden states, the outputs of the
     experts, and logits have a standard deviation of about 1.
 
-    changes: values of fields of the configuration.
+    changes: fields of the configuration, and their values.
     """
     import torch
 
     from modular_kernel.spec.problem import parse_dtype
 
-    library = transformers()
+    library = import_transformers()
     config_class, overrides = SMALL_MODELS[name]
     config = getattr(library, config_class)(**(_SHARED | overrides | changes))
     model = library.AutoModelForCausalLM.from_config(
@@ -82,7 +81,10 @@ def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes:
 
 
 def _initialize(module: Any, normal: Any) -> None:
-    """Initialize a module's own parameters, and biases that are buffers, in place."""
+    """Initialize the direct parameters of a module, and biases that are buffers, in place.
+
+    normal: returns standard normal values of a shape.
+    """
     biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
     for name, tensor in (*module.named_parameters(recurse=False), *biases):
         if tensor.dim() == 1 and name == "weight":  # the weight of a norm
@@ -93,6 +95,6 @@ def _initialize(module: Any, normal: Any) -> None:
             fan_in = tensor.shape[-2 if getattr(module, "is_transposed", False) else -1]
             if type(module).__name__ == "Embedding":
                 fan_in = 1
-            # Gain 2: the activation roughly halves its input, and a router should not have ties.
+            # The activation roughly halves its input, and the scores of a router should not tie.
             gain = 2.0 if name == "down_proj" or "Router" in type(module).__name__ else 1.0
             tensor.copy_(gain * fan_in**-0.5 * normal(tensor.shape))

@@ -1,4 +1,4 @@
-"""Text output of `mk demo`: tables of models and pairings, a summary, speeds, and next steps."""
+"""Text output of `mk demo`: tables of models and pairings, a summary, speeds, and next commands."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
 
 _NEXT_COMMANDS = (
-    ("mk check --model mixtral-8x7b", "which pairs serve a model, and why not"),
-    ("mk test --experts-type TorchExperts", "verify pairs with a float64 oracle"),
-    ("mk compose", "time the valid pairs, choose the fastest"),
+    ("mk check --model mixtral-8x7b", "which pairings serve a model, and why not"),
+    ("mk test --experts-type TorchExperts", "verify pairings against float64"),
+    ("mk compose", "choose the fastest pairings"),
 )
 
 
@@ -24,9 +24,12 @@ _NEXT_COMMANDS = (
 class DemoRow:
     """Result of one model with one pairing.
 
-    pairing: the pairing of the kernels that ran; "" if none did. difference: maximum absolute error
-    of a logit. bound: the maximum that is allowed. decoded_tokens: number of tokens decoded.
-    equal_tokens: those equal to the tokens of transformers' experts; None if none were decoded.
+    pairing: the pairing of the kernels that ran; "" if none did.
+    difference: maximum absolute error of a logit.
+    bound: maximum difference that is allowed.
+    equal_tokens: number of decoded tokens that are equal to those with the experts of transformers;
+    None if no tokens were decoded.
+    decoded_tokens: number of decoded tokens.
     """
 
     model: str
@@ -49,9 +52,12 @@ class DemoRow:
 class CheckpointRow:
     """Result of one quantized checkpoint with one pairing.
 
-    model: model family. stored: format on disk. quant: scheme after loading. error: relative error
-    of the layer compared with float64. bound: the maximum that is allowed. bytes_read: bytes of
-    tensors read from disk.
+    model: model family.
+    stored: format on disk.
+    quant: scheme after loading.
+    error: relative error of the layer compared with float64.
+    bound: maximum error that is allowed.
+    bytes_read: bytes of tensors read from disk.
     """
 
     model: str
@@ -78,55 +84,59 @@ def print_demo(
 ) -> None:
     """Print the results of the demo.
 
-    checkpoints: rows of the quantized checkpoints. seconds: total time of all rows. rates: tokens
-    per second of one model, by experts implementation. interpreted_parts: experts parts that ran in
-    Triton's interpreter.
+    rows: results of the models.
+    checkpoints: results of the quantized checkpoints.
+    seconds: total time of all runs.
+    rates: tokens per second of one model, by experts implementation.
+    interpreted_parts: experts parts that ran in Triton's interpreter.
     """
     models = tuple(dict.fromkeys(row.model for row in rows))
     pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
     cells = [
-        (pairing, *(_cell([r for r in rows if (r.pairing or "no kernel ran", r.model) == at])
+        (pairing, *(_format_cell([r for r in rows if (r.pairing or "no kernel ran", r.model) == at])
                     for at in ((pairing, model) for model in models)))
         for pairing in pairings
     ]  # fmt: skip
-    output.table(("logit error / bound", *models), cells)
+    output.print_table(("logit error / bound", *models), cells)
     for row in rows:
         if not row.ok:
             tokens = f"{row.equal_tokens} of {row.decoded_tokens} tokens equal"
             error = f"logit error {row.difference:.2e}, bound {row.bound:.2e}"
-            output.line(f"FAILED: {row.model} {row.dtype} on {row.pairing}: {error}; {tokens}")
+            output.print_line(
+                f"FAILED: {row.model} {row.dtype} on {row.pairing}: {error}; {tokens}"
+            )
     _print_checkpoints(checkpoints)
     passed = sum(row.ok for row in rows)
     equal = sum(row.equal_tokens or 0 for row in rows)
     decoded = sum(row.decoded_tokens for row in rows)
     text = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
-    output.line(
+    output.print_line(
         f"{passed} of {len(rows)} runs agree with transformers' own experts, "
         f"in {seconds:.0f} s{text}"
     )
     exact = sum(row.ok for row in checkpoints)
-    output.line(f"{exact} of {len(checkpoints)} quantized layers agree with float64")
+    output.print_line(f"{exact} of {len(checkpoints)} quantized layers agree with float64")
     if rates:
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-        output.line(f"tokens per second of a small mixtral: {speeds}")
-    output.note_interpreted(interpreted_parts)
+        output.print_line(f"tokens per second of a small mixtral: {speeds}")
+    output.print_interpreted_layers(interpreted_parts)
     valid = sum(verdict.ok for verdict in verdicts)
-    output.line(
-        f"{valid} of {format_count(len(verdicts), 'pair')} are valid here for a small layer"
+    output.print_line(
+        f"{valid} of {format_count(len(verdicts), 'pairing')} are valid here for a small layer"
     )
-    output.line(f"\nnext{_script_note()}:")
+    output.print_line(f"\nnext{_describe_script()}:")
     for command, description in _NEXT_COMMANDS:
-        output.line(f"  {command:37} {description}")
+        output.print_line(f"  {command:37} {description}")
 
 
-def _script_note() -> str:
-    """Return a note with the path of `mk` if it is not on PATH, as in `make demo`."""
+def _describe_script() -> str:
+    """Describe the path of `mk` if it is not on PATH, as in `make demo`; else return ""."""
     script = Path(sys.executable).with_name("mk")
     return f" (mk is {script})" if which("mk") is None and script.exists() else ""
 
 
 def _print_checkpoints(rows: Sequence[CheckpointRow]) -> None:
-    """Print the table of checkpoints, with a column per experts part to fit narrow terminals."""
+    """Print the table of checkpoints, with a column per experts part."""
     by_key = {(row.model, row.stored, row.pairing): row for row in rows}
     pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
@@ -137,18 +147,18 @@ def _print_checkpoints(rows: Sequence[CheckpointRow]) -> None:
         ]
         cells.append((f"{model} {stored.removeprefix(f'{model[:5]} ')}", *shown))
     experts = (pairing.rpartition(" x ")[2] for pairing in pairings)
-    output.table(("quantized checkpoint", *experts), cells)
+    output.print_table(("quantized checkpoint", *experts), cells)
     for row in rows:
         if not row.ok:
             error = f"relative error {row.error:.2e}, bound {row.bound:.2e}"
-            output.line(f"FAILED: {row.model} {row.stored} on {row.pairing}: {error}")
+            output.print_line(f"FAILED: {row.model} {row.stored} on {row.pairing}: {error}")
 
 
 def _format_ratio(ok: bool, error: float, bound: float) -> str:
     return f"ok {error / bound if bound else 0.0:.2f}" if ok else "FAILED"
 
 
-def _cell(rows: Sequence[DemoRow]) -> str:
+def _format_cell(rows: Sequence[DemoRow]) -> str:
     """Format rows as "ok" with the maximum ratio of error to bound, or as "FAILED"."""
     if not rows:
         return "-"

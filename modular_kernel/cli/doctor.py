@@ -1,4 +1,7 @@
-"""`mk doctor`: versions, devices, process settings and optional packages of this machine."""
+"""`mk doctor`: shows versions, devices, process settings and optional packages of this machine.
+
+The report is a DoctorReport. Its fields, and those of its parts, are the keys of the JSON record.
+"""
 
 import platform
 from collections.abc import Callable
@@ -17,13 +20,13 @@ if TYPE_CHECKING:
     from modular_kernel.process_status import ProcessState
 
 # Import name -> what the package enables, for optional packages that no part requires.
-_EXTRAS = {
+_EXTRA_PACKAGES = {
     "ml_dtypes": "bfloat16 and fp8 in Triton's CPU interpreter",
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
-# (name, value) of a process setting -> explanation of the value, if it is a normal one. Other
-# values come with a reason.
+# (name, value) of a process setting -> explanation of a normal value. For other values, the
+# ProcessState has a reason.
 _EXPLANATIONS = {
     ("replay", "on"): "plans replay their launches without running host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
@@ -47,11 +50,13 @@ class DeviceReport:
 
 
 @dataclass(frozen=True)
-class Package:
+class PackageReport:
     """An optional package.
 
-    enables: the parts or features that need it. version: "" if unknown. why: reason why an
-    installed package cannot be used, or "". get: how to install it.
+    enables: the parts or features that need it.
+    version: "" if unknown.
+    why: the reason why an installed package cannot be used, or "".
+    get: how to install it.
     """
 
     name: str
@@ -67,16 +72,18 @@ class DoctorReport:
     """The report of `mk doctor`.
 
     peer_access: [i][j] is whether device i can access the memory of device j; empty with fewer than
-    two devices. topology: the output of `nvidia-smi topo -m`. interpreter: whether Triton kernels
-    run in the CPU interpreter. broken: entry points that failed to load. states: process-wide
-    settings that affect what runs.
+    two devices.
+    topology: output of `nvidia-smi topo -m`.
+    interpreter: whether Triton kernels run in the CPU interpreter.
+    broken: entry points that failed to load.
+    states: process-wide settings, such as launch replay.
     """
 
     versions: dict[str, str | None]
     devices: list[DeviceReport]
     peer_access: list[list[bool]]
     topology: str | None
-    packages: list[Package]
+    packages: list[PackageReport]
     interpreter: bool
     broken: "tuple[BrokenEntry, ...]"
     states: "tuple[ProcessState, ...]"
@@ -93,11 +100,11 @@ def doctor(as_json: AsJson = None) -> None:
     from modular_kernel.process_status import get_all_states
 
     report = DoctorReport(
-        versions=_versions(),
-        devices=_devices(),
-        peer_access=_peer_access(),
+        versions=_collect_versions(),
+        devices=_collect_devices(),
+        peer_access=_collect_peer_access(),
         topology=run_nvidia_smi("topo", "-m"),
-        packages=_packages(),
+        packages=_collect_packages(),
         interpreter=this_machine().interpreter,
         broken=load_catalog().broken,
         states=get_all_states(),
@@ -106,10 +113,10 @@ def doctor(as_json: AsJson = None) -> None:
     try:
         load_catalog().require_parts()
     except ConfigurationError as error:
-        output.note(str(error))
+        output.print_note(str(error))
 
 
-def _versions() -> dict[str, str | None]:
+def _collect_versions() -> dict[str, str | None]:
     import torch
 
     from modular_kernel.measure.environment import driver_version
@@ -123,11 +130,11 @@ def _versions() -> dict[str, str | None]:
         "numpy": version_of("numpy"),
         "cuda": torch.version.cuda,
         "driver": driver_version(),
-        "nccl": _nccl(),
+        "nccl": _get_nccl_version(),
     }
 
 
-def _nccl() -> str | None:
+def _get_nccl_version() -> str | None:
     import torch
 
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
@@ -136,7 +143,7 @@ def _nccl() -> str | None:
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
-def _devices() -> list[DeviceReport]:
+def _collect_devices() -> list[DeviceReport]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -151,7 +158,7 @@ def _devices() -> list[DeviceReport]:
     return devices
 
 
-def _peer_access() -> list[list[bool]]:
+def _collect_peer_access() -> list[list[bool]]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -161,34 +168,36 @@ def _peer_access() -> list[list[bool]]:
     return [[i == j or can_access(i, j) for j in range(count)] for i in range(count)]
 
 
-def _packages() -> list[Package]:
+def _collect_packages() -> list[PackageReport]:
     from modular_kernel.catalog import collect_packages, collect_probes, load_catalog
     from modular_kernel.machine import find_importable
     from modular_kernel.utils.package_probes import find
 
     catalog = load_catalog()
-    names = sorted({*_EXTRAS, *collect_packages(catalog)})
+    names = sorted({*_EXTRA_PACKAGES, *collect_packages(catalog)})
     present = find_importable(names)
     probed = {provider.name: find(provider) for provider in collect_probes(catalog)}
     packages = []
     for name in names:
-        dependents = [p for p in catalog.parts if name in _required_packages(p.cls)]
-        enables = ", ".join(p.name for p in dependents) or _EXTRAS[name]
-        get = (
-            _requirements_of(dependents[0].cls).install_hint(name)
+        dependents = [p for p in catalog.parts if name in _list_required_packages(p.cls)]
+        enables = ", ".join(p.name for p in dependents) or _EXTRA_PACKAGES[name]
+        install = (
+            _get_requirements(dependents[0].cls).install_hint(name)
             if dependents
             else f"pip install {name}"
         )
         if name in probed:
             probe = probed[name]
-            is_present, version, why = probe.folder is not None, probe.version, probe.reason
+            is_present, version, reason = probe.folder is not None, probe.version, probe.reason
         else:
-            is_present, version, why = name in present, version_of(name) or "", ""
-        packages.append(Package(name, is_present, enables, version if is_present else "", why, get))
+            is_present, version, reason = name in present, version_of(name) or "", ""
+        packages.append(
+            PackageReport(name, is_present, enables, version if is_present else "", reason, install)
+        )
     return packages
 
 
-def _requirements_of(cls: type) -> "Requirements":
+def _get_requirements(cls: type) -> "Requirements":
     from modular_kernel.compatibility.support import Requirements
 
     requires = getattr(cls, "requires", None)
@@ -196,35 +205,37 @@ def _requirements_of(cls: type) -> "Requirements":
     return requires
 
 
-def _required_packages(cls: type) -> tuple[str, ...]:
-    return _requirements_of(cls).packages if hasattr(cls, "requires") else ()
+def _list_required_packages(cls: type) -> tuple[str, ...]:
+    return _get_requirements(cls).packages if hasattr(cls, "requires") else ()
 
 
 def _print_text(report: DoctorReport) -> None:
-    output.table(("component", "version"), [(k, v or "absent") for k, v in report.versions.items()])
+    output.print_table(
+        ("component", "version"), [(k, v or "absent") for k, v in report.versions.items()]
+    )
     gpus = [(d.index, d.name, d.arch, d.memory_gib, d.sms) for d in report.devices]
-    output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
+    output.print_table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
     if not gpus:
-        output.line("No CUDA device.")
+        output.print_line("No CUDA device.")
     states = [
         (s.name, s.word, s.why or _EXPLANATIONS.get((s.name, s.word), "")) for s in report.states
     ]
-    output.table(("setting", "value", "meaning or reason"), states)
+    output.print_table(("setting", "value", "meaning or reason"), states)
     links = report.peer_access
     rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]
-    output.table(("peer access", *(f"gpu {i}" for i in range(len(links)))), rows)
+    output.print_table(("peer access", *(f"gpu {i}" for i in range(len(links)))), rows)
     if report.topology:
-        output.line(f"{report.topology}\n")
-    packages = [(p.name, _presence(p), p.enables) for p in report.packages]
-    output.table(("optional package", "present", "enables"), packages)
+        output.print_line(f"{report.topology}\n")
+    packages = [(p.name, _format_presence(p), p.enables) for p in report.packages]
+    output.print_table(("optional package", "present", "enables"), packages)
     # A separate table, because part names and an installation command do not fit 80 columns.
     absent = [(p.name, p.get) for p in report.packages if not p.present]
-    output.table(("absent package", "how to install it"), absent)
+    output.print_table(("absent package", "how to install it"), absent)
     broken = [(b.name, b.origin, b.error) for b in report.broken]
-    output.table(("broken entry point", "from", "error"), broken)
+    output.print_table(("broken entry point", "from", "error"), broken)
 
 
-def _presence(package: Package) -> str:
+def _format_presence(package: PackageReport) -> str:
     if package.present:
         return package.version or "yes"
     return f"no: {package.why}" if package.why else "no"

@@ -1,4 +1,10 @@
-"""`mk exchange`: benchmark dispatch and combine of parts, and of libraries called directly."""
+"""`mk exchange`: times dispatch and combine of parts, and of libraries that are called directly.
+
+The exchange of a layer is the communication between ranks: dispatch sends tokens to the ranks of
+their experts, and combine returns the results. A transport is what is timed: a part, or a peer,
+which is a library that is called without a part. The measurement is in
+`modular_kernel.bench.all2all`.
+"""
 
 import shlex
 import sys
@@ -15,7 +21,7 @@ from modular_kernel.cli.command import POSITIVE, IntegerRange, NumberRange, opti
 from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import TOKENS_LIST, parse_schemes
-from modular_kernel.cli.ranks import Backend, pool_of, resolve_world_size
+from modular_kernel.cli.ranks import Backend, make_pool, resolve_world_size
 from modular_kernel.cli.report_files import ReportFiles, load_record
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
@@ -27,22 +33,22 @@ if TYPE_CHECKING:
     from modular_kernel.bench.all2all.run import TransportJob
     from modular_kernel.spec.problem import Machine
 
-_GPU_LINK_GBS = 393
-# Token counts up to this one share a set of buffers, and larger ones share another.
+_DEFAULT_LINK_GBS = 393
+# Cases share buffers: one set for numbers of tokens up to this one, and another for larger ones.
 _SMALL_BATCH = 128
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
-_METHOD = (
-    "times are in microseconds, those of the slowest rank; each rank's time is the median of "
+_METHOD_TEXT = (
+    "times are in microseconds, those of the slowest rank; the time of a rank is the median of "
     "{rounds} rounds of {replays} calls; dispatch includes receiving and quantization, except for "
     "libraries that are called directly and take quantized rows; graph: CUDA graphs of dispatch "
-    "and of combine are replayed alternately, and the time of a pair is a quarter of that of a "
-    "graph of four pairs; eager: calls without a graph; every case was verified before it was "
-    "timed: with identity experts the output equals x"
+    "and of combine are replayed alternately, and the time of both together is a quarter of that "
+    "of a graph of four of both; eager: calls without a graph; every case was verified before it "
+    "was timed: with identity experts the output equals x"
 )
 
 
-# A layer of DeepSeek-V3 on GPUs; on a CPU a small layer, with which all parts take less than a
-# minute.
+# On GPUs, a layer of DeepSeek-V3; on a CPU, a small layer, which takes less than a minute for all
+# parts.
 _GPU_DEFAULTS: dict[str, Any] = {
     "tokens_list": (1, 8, 32, 128, 1024, 4096),
     "hidden": 7168,
@@ -62,7 +68,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 
 def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
-    """Return an option whose help has the defaults of the parameter `name` on a GPU and a CPU."""
+    """Return an option whose help ends with the defaults of `name` on a GPU and on a CPU."""
     on_gpu, on_cpu = (
         _format_default(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS)
     )
@@ -78,7 +84,7 @@ OptionsT = TypeVar("OptionsT", "ExchangeSizes", "ExchangeOptions")
 
 
 def _fill_defaults(options: OptionsT, device: str) -> OptionsT:
-    """Replace options that are None by the defaults of the device."""
+    """Return the options with the defaults of the device in place of None."""
     defaults = _GPU_DEFAULTS if device == "cuda" else _CPU_DEFAULTS
     names = {f.name for f in fields(options)} & defaults.keys()
     return replace(options, **{n: defaults[n] for n in names if getattr(options, n) is None})
@@ -94,7 +100,7 @@ class ExchangeSizes:
     tokens_list: Annotated[
         tuple[int, ...] | None,
         _device_option(
-            "Numbers of tokens of each rank, separated by commas.", "tokens_list", type=TOKENS_LIST
+            "Numbers of tokens per rank, separated by commas.", "tokens_list", type=TOKENS_LIST
         ),
     ] = None
     hidden: Annotated[int | None, _device_option("Hidden size.", "hidden")] = None
@@ -111,8 +117,8 @@ class ExchangeSizes:
     @property
     def ranks(self) -> int:
         """Number of ranks: --world-size, else that of the launcher, else 2."""
-        explicit = self.world_size is not None or read_launcher() is not None
-        return resolve_world_size(self.world_size) if explicit else 2
+        is_set = self.world_size is not None or read_launcher() is not None
+        return resolve_world_size(self.world_size) if is_set else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +128,9 @@ class ExchangeOptions:
     backend: Backend = None
     only: Annotated[
         str | None,
-        option("Only parts and peers whose names contain one of these words, separated by commas."),
+        option(
+            "Time only parts and peers whose names contain one of these words, separated by commas."
+        ),
     ] = None
     peer: Annotated[
         tuple[Path, ...],
@@ -145,11 +153,11 @@ class ExchangeOptions:
     link: Annotated[
         float,
         option(
-            "Link bandwidth into one GPU in GB/s, for the roofline. On a CPU there is no "
-            "roofline without it.",
+            "Bandwidth of the link into one GPU in GB/s, for the roofline. On a CPU, the roofline "
+            "is shown only if this option is set.",
             type=POSITIVE,
         ),
-    ] = _GPU_LINK_GBS
+    ] = _DEFAULT_LINK_GBS
     link_latency: Annotated[
         float, option("Latency of the roofline in microseconds.", type=NumberRange(0))
     ] = 6
@@ -157,7 +165,7 @@ class ExchangeOptions:
         None
     )
 
-    def selects(self, name: str) -> bool:
+    def is_selected(self, name: str) -> bool:
         """Return whether --only selects the transport with this name."""
         words = (self.only or "").lower().split(",")
         return any(word in name.lower() for word in words)
@@ -179,29 +187,31 @@ class ExchangeFiles(ReportFiles):
 def exchange(*, sizes: ExchangeSizes, method: ExchangeOptions, files: ExchangeFiles) -> None:
     """Time only dispatch and combine, of every part that supports N ranks and of every peer.
 
-    The experts are the identity and router weights sum to 1, so the result is verified by comparing
-    it with the input. A --peer file defines transports(), which returns a list of
-    modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree defines
-    those of NCCL and of other libraries. Libraries that cannot be installed together are measured
-    in separate runs, whose records --load joins.
+    The experts are the identity and router weights sum to 1, so the output must equal the input.
+    This is verified before a case is timed.
+
+    A peer is a library that is called directly. A --peer file defines transports(), which returns a
+    list of modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py of the source tree
+    defines those of NCCL and of other libraries. Libraries that cannot be installed together are
+    measured in separate runs, whose records --load joins.
 
     Exits with 1 if a row is wrong or failed, and with 2 on bad usage.
     """
     if files.load:
-        _show_and_save(_join(files.load), files)
+        _show_and_save(_join_records(files.load), files)
         return
-    _check(sizes, method)
+    _check_options(sizes, method)
     prepare_host()
     from modular_kernel.bench.all2all.cases import TransportLink
 
     link = TransportLink(method.link * 1e9, method.link_latency * 1e-6)
-    report = _measure(sizes, method, link, files)
+    report = _measure_report(sizes, method, link, files)
     _show_and_save(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
         raise Exit(1)
 
 
-def _check(sizes: ExchangeSizes, method: ExchangeOptions) -> None:
+def _check_options(sizes: ExchangeSizes, method: ExchangeOptions) -> None:
     if sizes.ranks < 2:
         raise ConfigurationError("--world-size", got=sizes.ranks, need=">= 2")
     if method.deadline is not None and read_launcher() is not None:
@@ -209,7 +219,7 @@ def _check(sizes: ExchangeSizes, method: ExchangeOptions) -> None:
         raise ConfigurationError("--deadline", got=method.deadline, need=need)
 
 
-def _measure(
+def _measure_report(
     sizes: ExchangeSizes, method: ExchangeOptions, link: "TransportLink", files: ExchangeFiles
 ) -> "ExchangeReport":
     from modular_kernel.bench.all2all import run
@@ -218,45 +228,43 @@ def _measure(
     from modular_kernel.testing.verify.over_ranks import machine_of
 
     world_size = sizes.ranks
-    first = pool_of(world_size, method.backend)
-    unused_pools = [first]  # `run` starts with this one
+    first_pool = make_pool(world_size, method.backend)
+    unused_pools = [first_pool]  # `run` starts with this one
 
-    def make_pool() -> Any:
+    def get_pool() -> Any:
         if unused_pools:
             return unused_pools.pop()
         if read_launcher() is not None:  # the ranks of a launcher cannot be restarted
-            return first
-        return pool_of(world_size, "nccl" if machine.device == "cuda" else "gloo")
+            return first_pool
+        return make_pool(world_size, "nccl" if machine.device == "cuda" else "gloo")
 
     try:
-        machine = machine_of(first)
+        machine = machine_of(first_pool)
         sizes, method = (
             _fill_defaults(sizes, machine.device),
             _fill_defaults(method, machine.device),
         )
-        jobs = tuple(_jobs(tuple(_cases(sizes)), method, machine))
+        jobs = tuple(_make_jobs(tuple(_make_cases(sizes)), method, machine))
         if not jobs:
             raise ConfigurationError(
                 "--only", got=repr(method.only), need="part of the name of a transport"
             )
-        event_gap_us = first.run(run.measure_event_gap_on_rank, timeout=120)[0]
-        report = ExchangeReport(_environment(sizes, method, machine, event_gap_us))
+        event_gap_us = first_pool.run(run.measure_event_gap_on_rank, timeout=120)[0]
+        report = ExchangeReport(_describe_environment(sizes, method, machine, event_gap_us))
         assert method.replays is not None and method.rounds is not None  # noqa: PT018
         repeats = Repeats(method.replays, method.rounds)
-        for rows in run.run(
-            jobs, make_pool, link=link, repeats=repeats, deadline_s=method.deadline
-        ):
-            _note_outcomes(rows)
+        for rows in run.run(jobs, get_pool, link=link, repeats=repeats, deadline_s=method.deadline):
+            _print_outcomes(rows)
             report = replace(report, rows=(*report.rows, *rows))
             if files.record is not None and output.is_reporting_rank():
-                with output.writing(files.record):
+                with output.report_write_errors(files.record):
                     report.write(files.record)
         return report
     finally:
-        first.close()
+        first_pool.close()
 
 
-def _environment(
+def _describe_environment(
     sizes: ExchangeSizes, method: ExchangeOptions, machine: "Machine", event_gap_us: float | None
 ) -> dict[str, Any]:
     """Return the environment and the method of the measurement, for the record.
@@ -274,12 +282,12 @@ def _environment(
         "link_gbs": method.link,
         "latency_us": method.link_latency,
         "event_gap_us": event_gap_us,
-        "method": _METHOD.format(rounds=method.rounds, replays=method.replays),
+        "method": _METHOD_TEXT.format(rounds=method.rounds, replays=method.replays),
     }
 
 
-def _cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
-    """Yield the cases, with those that share buffers (equal quant and capacity) adjacent."""
+def _make_cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
+    """Yield the cases. Those that share buffers (equal quant and capacity) are adjacent."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(sizes.tokens_list or ())
@@ -291,7 +299,7 @@ def _cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
             yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
 
 
-def _jobs(
+def _make_jobs(
     cases: "tuple[ExchangeCase, ...]", method: ExchangeOptions, machine: "Machine"
 ) -> "Iterator[TransportJob]":
     from modular_kernel.bench.all2all.cases import load_transports
@@ -301,44 +309,42 @@ def _jobs(
     from modular_kernel.measure.records import OURS
 
     catalog = load_catalog()
-    names = [
-        name for name in catalog.names("prepare_finalize") if _supports_several_ranks(catalog, name)
-    ]
-    for name in filter(method.selects, names):
+    names = [name for name in catalog.names("prepare_finalize") if _supports_ranks(catalog, name)]
+    for name in filter(method.is_selected, names):
         transport = PartTransport(name, machine)
         yield TransportJob(
             name, OURS, transport.with_capacities(cases), machine, transport.needs_fresh_ranks
         )
     for path in method.peer:
         for peer in load_transports(path):
-            if method.selects(peer.name):
+            if method.is_selected(peer.name):
                 yield TransportJob(
                     peer.name, peer.origin, cases, machine, peer.needs_fresh_ranks, path
                 )
 
 
-def _supports_several_ranks(catalog: Any, name: str) -> bool:
+def _supports_ranks(catalog: Any, name: str) -> bool:
     max_ranks: int | None = catalog.prepare_finalize(name).requires.world_sizes[1]
     return max_ranks is None or max_ranks > 1
 
 
-def _join(paths: Sequence[Path]) -> "ExchangeReport":
+def _join_records(paths: Sequence[Path]) -> "ExchangeReport":
     from modular_kernel.bench.all2all.records import ExchangeReport
 
     reports = [load_record("--load", path, ExchangeReport.from_json) for path in paths]
     return reports[0].with_rows_from(reports[1:])
 
 
-def _note_outcomes(rows: "Sequence[ExchangeRow]") -> None:
-    """Print how many cases of one transport succeeded, and those that failed, on stderr."""
+def _print_outcomes(rows: "Sequence[ExchangeRow]") -> None:
+    """Print the number of cases of a transport by status, and the failed cases, on stderr."""
     from modular_kernel.bench.all2all.records import format_row
 
     name, statuses = rows[0].transport, [row.status for row in rows]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-    output.note(f"{name}: {'refused' if {*statuses} == {'refused'} else counts}")
+    output.print_note(f"{name}: {'refused' if {*statuses} == {'refused'} else counts}")
     for row in rows:
         if row.status in ("wrong", "failed"):
-            output.note(format_row(row))
+            output.print_note(format_row(row))
 
 
 def _show_and_save(report: "ExchangeReport", files: ExchangeFiles) -> None:
@@ -355,15 +361,15 @@ def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     env = report.environment
-    hide_roofline = env.get("device") == "cpu" and env.get("link_gbs") == _GPU_LINK_GBS
+    hide_roofline = env.get("device") == "cpu" and env.get("link_gbs") == _DEFAULT_LINK_GBS
     for title, columns, cells in records.detail_tables(report.rows):
-        shown = [
+        indices = [
             i for i, name in enumerate(columns) if not (hide_roofline and name in ("floor", "GB/s"))
         ]
-        rows = [[row[i] for i in shown] for row in cells]
-        columns = tuple(columns[i] for i in shown)
-        output.table(columns, rows, title=title, optional=records.OPTIONAL_COLUMNS)
-    output.note_interpreted(row.transport for row in report.rows if row.mode == INTERPRETER)
+        rows = [[row[i] for i in indices] for row in cells]
+        columns = tuple(columns[i] for i in indices)
+        output.print_table(columns, rows, title=title, optional=records.OPTIONAL_COLUMNS)
+    output.print_interpreted_layers(row.transport for row in report.rows if row.mode == INTERPRETER)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
-        output.line(f"refused: {name}: {note}")
+        output.print_line(f"refused: {name}: {note}")

@@ -1,7 +1,8 @@
-"""Options that name files and folders, which are checked before a verb starts.
+"""Option types for files and folders, which are checked before a verb starts.
 
-`click.Path` checks only paths that exist. `FilePath` also rejects names that the file system does
-not accept, and outputs that cannot be created.
+A measurement may take hours, so a verb must not find out at its end that the output file cannot be
+written. `click.Path` checks only paths that exist. `FilePath` also rejects names that the file
+system does not accept, and outputs that cannot be created.
 """
 
 import os
@@ -19,7 +20,7 @@ _DEFAULT_MAX_NAME_BYTES = 255  # of a path component, if the file system does no
 
 
 class FileUse(Enum):
-    """What a verb does with the path of an option. The value describes a valid path in messages."""
+    """How a verb uses the path of an option. The value describes a valid path in messages."""
 
     READ = "a file that can be read"
     WRITE = "a file that can be written"
@@ -48,7 +49,7 @@ class FilePath(click.Path):
 
 
 def check_path(option: str, path: Path, use: FileUse) -> None:
-    """Raise ConfigurationError if `path` cannot be used as `use` says. Leaves no file behind.
+    """Raise ConfigurationError if `path` is not valid for `use`. Leaves no file behind.
 
     option: name of the option in the message, such as "--json".
     """
@@ -60,7 +61,7 @@ def check_path(option: str, path: Path, use: FileUse) -> None:
             _check_readable(path)
         elif use is not FileUse.READ_FOLDER:
             _check_writable(path, folder=use is FileUse.WRITE_FOLDER)
-    except _Unusable as error:
+    except _UnusablePathError as error:
         raise ConfigurationError(option, got=error.got, need=error.need or use.value) from None
     except OSError as error:
         got = f"{_shorten(path)}: {error.strerror or error}"
@@ -68,7 +69,7 @@ def check_path(option: str, path: Path, use: FileUse) -> None:
 
 
 def exists(path: str | Path) -> bool:
-    """Return whether the path exists; False for an invalid path."""
+    """Return whether the path exists. Unlike `Path.exists`, returns False for an invalid path."""
     try:
         Path(path).stat()
     except (OSError, ValueError):
@@ -77,14 +78,15 @@ def exists(path: str | Path) -> bool:
 
 
 def is_directory(path: str | Path) -> bool:
-    """Return whether the path is a folder; False for invalid paths."""
+    """Return whether the path is a folder; False for an invalid path."""
     return exists(path) and Path(path).is_dir()
 
 
-class _Unusable(Exception):
+class _UnusablePathError(Exception):
     """Raised for a path that cannot be used.
 
-    got: description of the path. need: what is needed instead; "" stands for the value of the use.
+    got: description of the path.
+    need: what is needed instead; "" stands for the value of the FileUse.
     """
 
     def __init__(self, got: str, need: str = "") -> None:
@@ -93,22 +95,24 @@ class _Unusable(Exception):
 
 
 def _check_name(path: Path) -> None:
-    """Raise _Unusable for an invalid file name, a dangling link, or a name that is not UTF-8."""
+    """Raise _UnusablePathError for an invalid name, one that is not UTF-8, or a broken link."""
     text = str(path)
     if "\0" in text:
-        raise _Unusable(_shorten(path), "a path without NUL bytes")
+        raise _UnusablePathError(_shorten(path), "a path without NUL bytes")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _Unusable(_shorten(path), "a path in UTF-8") from None
-    limit = _max_name_bytes(path)
+        raise _UnusablePathError(_shorten(path), "a path in UTF-8") from None
+    limit = _get_max_name_bytes(path)
     if any(len(os.fsencode(part)) > limit for part in path.parts):
-        raise _Unusable(f"{_shorten(path)}: a name is too long", f"names of at most {limit} bytes")
+        raise _UnusablePathError(
+            f"{_shorten(path)}: a name is too long", f"names of at most {limit} bytes"
+        )
     if path.is_symlink() and not exists(path):
-        raise _Unusable(f"{_shorten(path)}: a broken symbolic link")
+        raise _UnusablePathError(f"{_shorten(path)}: a broken symbolic link")
 
 
-def _max_name_bytes(path: Path) -> int:
+def _get_max_name_bytes(path: Path) -> int:
     parent = next((folder for folder in path.absolute().parents if exists(folder)), None)
     if parent is None or not hasattr(os, "pathconf"):
         return _DEFAULT_MAX_NAME_BYTES
@@ -120,46 +124,46 @@ def _max_name_bytes(path: Path) -> int:
 
 def _check_readable(path: Path) -> None:
     if is_directory(path):
-        raise _Unusable(f"the folder {_shorten(path)}")
+        raise _UnusablePathError(f"the folder {_shorten(path)}")
     path.stat()
     if not os.access(path, os.R_OK):
-        raise _Unusable(f"{_shorten(path)}: no permission to read it")
+        raise _UnusablePathError(f"{_shorten(path)}: no permission to read it")
 
 
 def _check_writable(path: Path, *, folder: bool) -> None:
     if folder:
-        _check_new_file_in(path)
+        _check_can_create_file(path)
     elif is_directory(path):
-        raise _Unusable(f"the folder {_shorten(path)}")
+        raise _UnusablePathError(f"the folder {_shorten(path)}")
     elif not exists(path):
-        _check_new_file_in(path.parent, path)
+        _check_can_create_file(path.parent, path)
     elif not os.access(path, os.W_OK):
-        raise _Unusable(f"{_shorten(path)}, which is read-only")
+        raise _UnusablePathError(f"{_shorten(path)}, which is read-only")
 
 
-def _check_new_file_in(folder: Path, path: Path | None = None) -> None:
-    """Raise _Unusable if no file can be created in a folder, which may not exist yet.
+def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
+    """Raise _UnusablePathError if no file can be created in a folder, which may not exist yet.
 
     path: the file, for the message; None stands for the folder.
     """
     for ancestor in (folder, *folder.parents):
         if exists(ancestor) and not ancestor.is_dir():
-            raise _Unusable(f"{_shorten(folder)}: {ancestor} is a file", "a folder")
+            raise _UnusablePathError(f"{_shorten(folder)}: {ancestor} is a file", "a folder")
         if ancestor.is_symlink() and not exists(ancestor):
-            raise _Unusable(f"{_shorten(ancestor)}: a broken symbolic link")
+            raise _UnusablePathError(f"{_shorten(ancestor)}: a broken symbolic link")
     existing = next(
         ancestor for ancestor in (folder.absolute(), *folder.absolute().parents) if exists(ancestor)
     )
-    shown = _shorten(path or folder)
+    subject = _shorten(path or folder)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise _Unusable(f"{shown}: {existing} is read-only")
-    # Permissions are not sufficient: /proc, for example, accepts no files.
+        raise _UnusablePathError(f"{subject}: {existing} is read-only")
+    # Permissions do not suffice: /proc, for example, has write permission and accepts no files.
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise _Unusable(
-            f"{shown}: cannot create a file in {existing}: {error.strerror or error}"
+        raise _UnusablePathError(
+            f"{subject}: cannot create a file in {existing}: {error.strerror or error}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Options that describe a machine, shared by several subcommands of `mk`."""
+"""Options that describe a machine to check or estimate pairings for, shared by several verbs."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options of the machine to judge pairings for: this one, or one that --machine describes."""
+    """Options of the machine: this one, or one that --machine describes."""
 
     machine: Annotated[
         str | None,
         option(
-            "Describe a machine instead of this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or "
-            "2x8xb200 (a100, h100, h200, b200), or a JSON file.",
+            "Another machine than this one: [HOSTSx][GPUSx]GPU, such as 8xh200 or 2x8xb200, "
+            "where GPU is a100, h100, h200 or b200; or a JSON file.",
             metavar="NAME",
         ),
     ] = None
     packages: Annotated[
         str | None,
         option(
-            "Packages of the machine: all, or a list such as deep_ep,triton.  [default: those "
-            "installed; of a described GPU machine: triton,ml_dtypes]"
+            "Python packages of the machine: all, or a list such as deep_ep,triton.  [default: "
+            "those installed here; with --machine or --arch: triton,ml_dtypes]"
         ),
     ] = None
 
     def cluster(self) -> "Cluster | None":
-        """Return the machine that --machine describes; None without --machine."""
+        """Return the GPUs and links that --machine describes; None without --machine."""
         if self.machine is None:
             return None
         from modular_kernel.perf_model.machines import parse_machine
@@ -49,8 +49,8 @@ class MachineOptions:
     ) -> "Machine":
         """Return the machine of `cluster`, else that of --arch and --device, else this machine.
 
-        arch, device: values of these options. Raises ConfigurationError if --machine is combined
-        with --arch or --device.
+        arch, device: values of these options. Raises ConfigurationError if they are combined with
+        --machine.
         """
         if cluster is not None:
             for name, value in (("--arch", arch), ("--device", device)):
@@ -59,19 +59,19 @@ class MachineOptions:
                     raise ConfigurationError(name, got=got, need="only one of them")
         prepare_host(quiet=any(value is not None for value in (cluster, arch, device)))
         described = cluster is not None or arch is not None
-        packages = self.package_set(cluster, described=described)
+        packages = self.resolve_packages(cluster, described=described)
         if cluster is not None:
             assert packages is not None
             return cluster.machine(packages)
         return select_machine(arch, device, packages)
 
-    def package_set(
+    def resolve_packages(
         self, cluster: "Cluster | None" = None, *, described: bool = True
     ) -> frozenset[str] | None:
         """Return the packages of the machine; None means those installed on this machine.
 
-        described: whether options describe the machine, so that --packages has another default.
-        Raises ConfigurationError for an unknown package.
+        described: whether --machine or --arch describes the machine. The default of --packages is
+        then BASE_PACKAGES. Raises ConfigurationError for an unknown package.
         """
         from modular_kernel.catalog import collect_packages, load_catalog
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages
@@ -85,11 +85,12 @@ class MachineOptions:
         return BASE_PACKAGES if described else None
 
 
-def on_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:
-    """Return the options with world_size and ranks_per_host taken from a described machine.
+def apply_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:
+    """Return the options with world_size and ranks_per_host of a described machine.
 
-    Without --world-size, there is one rank per GPU. Raises ConfigurationError if --world-size or
-    --ranks-per-host contradicts the machine.
+    Without --world-size, there is one rank per GPU. Without a described machine, the options are
+    returned unchanged. Raises ConfigurationError if --world-size or --ranks-per-host contradicts
+    the machine.
     """
     if cluster is None:
         return options

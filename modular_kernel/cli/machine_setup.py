@@ -1,6 +1,7 @@
-"""Setup of the process for the machine that a verb runs on, and description of other machines.
+"""Setup of the process for this machine, and description of other machines.
 
-`prepare_host` must be called before triton is imported.
+Without a GPU, Triton kernels run in Triton's CPU interpreter, which must be enabled before triton
+is imported. Verbs therefore call `prepare_host` before they import parts.
 """
 
 import ctypes
@@ -8,7 +9,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Literal
 
-from modular_kernel.cli.output import note
+from modular_kernel.cli.output import print_note
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import enable_interpreter
 
@@ -21,7 +22,7 @@ _ARCH = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d)|(\d))a?")
 def prepare_host(*, quiet: bool = False) -> None:
     """Enable Triton's interpreter if there is no CUDA device; print a note unless `quiet`."""
     if not _has_cuda_driver():
-        # Before torch is imported, because torch imports numpy, which starts its threads.
+        # This must precede the import of torch, because torch imports numpy, which starts threads.
         enable_interpreter()
     import torch
 
@@ -29,10 +30,10 @@ def prepare_host(*, quiet: bool = False) -> None:
         return
     enable_interpreter()
     if not quiet:
-        note(_triton_status())
+        print_note(_describe_triton())
 
 
-def _triton_status() -> str:
+def _describe_triton() -> str:
     """Describe how Triton kernels run on a machine without a GPU."""
     from modular_kernel.machine import find_importable
 
@@ -48,7 +49,7 @@ def _triton_status() -> str:
 
 
 def prepare_torch_only() -> None:
-    """Leave Triton's interpreter off, so that only parts in plain torch run, and print a note.
+    """Print a note that only parts in plain torch run, because the interpreter is not enabled.
 
     Raises ConfigurationError if Triton kernels would run anyway: with a CUDA device, or with
     TRITON_INTERPRET=1.
@@ -62,7 +63,7 @@ def prepare_torch_only() -> None:
         raise ConfigurationError("--torch-only", got="a CUDA device", need=need)
     if read_settings().triton_interpret:
         raise ConfigurationError("--torch-only", got="TRITON_INTERPRET=1", need=need)
-    note("plain torch only: parts with Triton kernels are unavailable")
+    print_note("plain torch only: parts with Triton kernels are unavailable")
 
 
 def limit_workers(workers: int) -> int:
@@ -70,7 +71,7 @@ def limit_workers(workers: int) -> int:
     cpus = len(os.sched_getaffinity(0))
     if workers <= cpus:
         return workers
-    note(f"--workers {workers}: using {cpus}, one per CPU")
+    print_note(f"--workers {workers}: using {cpus}, one per CPU")
     return cpus
 
 
@@ -89,9 +90,10 @@ def select_machine(
 
     `prepare_host` must have been called.
 
-    arch: compute capability; None uses that of this machine's GPU. device: None uses cuda if `arch`
-    is given, else the device of this machine. packages: None uses those of this machine. Raises
-    ConfigurationError if the arguments contradict each other, or describe a GPU incompletely.
+    arch: compute capability; None uses that of this machine's GPU.
+    device: None uses cuda if `arch` is not None, else the device of this machine.
+    packages: None uses those of this machine. Raises ConfigurationError if the arguments contradict
+    each other, or if `device` is cuda and no compute capability is known.
     """
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine
@@ -107,7 +109,7 @@ def select_machine(
             raise ConfigurationError("--arch", got="nothing", need=need)
         capability = current.arch
     available = current.packages if packages is None else packages
-    # As `prepare_host` would set it on such a machine.
+    # The condition under which `prepare_host` enables the interpreter.
     interpreter = device_type == "cpu" and {"triton", "ml_dtypes"} <= available
     memory = current.memory if arch is None and device_type == current.device else None
     return Machine(device_type, capability, available, interpreter, name="described", memory=memory)

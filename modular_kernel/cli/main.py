@@ -1,4 +1,4 @@
-"""The `mk` command line: registers the verbs.
+"""Entry point of the `mk` command: registers the verbs, runs one, and sets the exit status.
 
 Importing this module imports neither torch nor rich, so that `mk --help` is fast.
 """
@@ -16,19 +16,19 @@ import click
 import modular_kernel
 from modular_kernel.cli.command import make_verb
 from modular_kernel.cli.output import is_reporting_rank, print_error
-from modular_kernel.cli.output_streams import divert_stdout, guard_streams
+from modular_kernel.cli.output_streams import guard_streams, redirect_stdout_to_stderr
 
-# A launcher kills all ranks as soon as one of them exits with an error. Ranks other than 0 wait
-# this long before they exit, so that rank 0 can report first.
+# A launcher such as torchrun kills all ranks as soon as one of them exits with an error. Ranks
+# other than 0 wait this long before they exit, so that rank 0 can print the error first.
 _EXIT_DELAY_S = 5.0
-_ABOUT = "Compose fused MoE layers from interchangeable parts, and verify the pairings."
-_HELP = {"help_option_names": ["-h", "--help"]}
-_INTERRUPTED = 130  # exit status after Ctrl-C
-# Verbs that take a moment; they run without garbage collection.
+_DESCRIPTION = "Compose fused MoE layers from interchangeable parts, and verify the pairings."
+_CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_EXIT_INTERRUPTED = 130  # exit status after Ctrl-C
+# Verbs that finish in less time than a garbage collection takes; they run without it.
 _SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 
-# Verb -> (module:function, its line in `mk --help`), in the order of the help. Without an explicit
-# line, click would truncate the first line of the docstring.
+# Verb -> (module:function, description in `mk --help`), in the order of the help. By default, click
+# would truncate the first line of the docstring to get a description.
 VERBS = {
     "list": (
         "parts:list_parts",
@@ -37,17 +37,20 @@ VERBS = {
     "models": ("models:list_models", "List the models that --model accepts by name."),
     "check": (
         "check:check",
-        "Check whether a pair, or every pair, is valid for a problem and a machine.",
+        "Check whether a pairing, or every pairing, is valid for a problem and a machine.",
     ),
-    "test": ("verify:verify", "Verify a pair, or every pair, against a float64 reference."),
-    "profile": ("profile:profile", "Trace a pair and compare each stage with its roofline."),
+    "test": ("verify:verify", "Verify a pairing, or every pairing, against a float64 reference."),
+    "profile": ("profile:profile", "Trace a pairing and compare each stage with its roofline."),
     "bench": (
         "bench:bench",
-        "Time our pairs and your own layers and compare them with the roofline.",
+        "Time our pairings and your own layers and compare them with the roofline.",
     ),
     "exchange": ("exchange:exchange", "Time only dispatch and combine, over ranks."),
     "tune": ("tune:tune", "Time launch configurations on this GPU and save the fastest."),
-    "compose": ("compose:compose", "Choose the default pair or a faster one for each token count."),
+    "compose": (
+        "compose:compose",
+        "Choose the default pairing or a faster one for each token count.",
+    ),
     "plan": ("plan:plan", "Estimate the time of a layer on 1 to 4096 ranks without running it."),
     "report": ("report:report", "Write the support matrix and the benchmarks as one HTML file."),
     "compile": (
@@ -60,14 +63,14 @@ VERBS = {
 }
 
 
-class _Verbs(click.Group):
+class _VerbGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the verbs in the order of the help."""
         return list(self.commands)
 
 
-def application(verbs: Iterable[str] = VERBS) -> click.Group:
-    """Build the `mk` command with these verbs. Imports the module of each."""
+def make_application(verbs: Iterable[str] = VERBS) -> click.Group:
+    """Build the `mk` command with these verbs, and import their modules."""
     version = click.Option(
         ["--version"],
         is_flag=True,
@@ -76,8 +79,12 @@ def application(verbs: Iterable[str] = VERBS) -> click.Group:
         callback=_print_version,
         help="Print the version.",
     )
-    group = _Verbs(
-        "mk", help=_ABOUT, params=[version], no_args_is_help=True, context_settings=_HELP
+    group = _VerbGroup(
+        "mk",
+        help=_DESCRIPTION,
+        params=[version],
+        no_args_is_help=True,
+        context_settings=_CONTEXT_SETTINGS,
     )
     for verb in verbs:
         path, short_help = VERBS[verb]
@@ -94,12 +101,12 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 @cache
-def _command(verb: str | None) -> click.Group:
+def _make_command(verb: str | None) -> click.Group:
     """Return the `mk` command with one verb, or with all verbs if `verb` is None.
 
     Cached, for processes that run several commands.
     """
-    return application(VERBS if verb is None else (verb,))
+    return make_application(VERBS if verb is None else (verb,))
 
 
 def run(argv: list[str] | None = None) -> None:
@@ -111,30 +118,31 @@ def run(argv: list[str] | None = None) -> None:
         try:
             args = sys.argv[1:] if argv is None else argv
             verb = args[0] if args and args[0] in VERBS else None
-            with _pause_gc(last=argv is None) if verb in _SHORT_VERBS else nullcontext():
-                sys.exit(_run_command(_command(verb), args))
-        except SystemExit as end:
+            exits_after = argv is None
+            with _pause_gc(exits_after=exits_after) if verb in _SHORT_VERBS else nullcontext():
+                sys.exit(_run_command(_make_command(verb), args))
+        except SystemExit as exit_request:
             if argv is None:  # the process exits now, and some packages print then
                 sys.stdout.flush()
-                divert_stdout()
-            if end.code and not is_reporting_rank():
+                redirect_stdout_to_stderr()
+            if exit_request.code and not is_reporting_rank():
                 time.sleep(_EXIT_DELAY_S)
             raise
 
 
 @contextmanager
-def _pause_gc(*, last: bool) -> Iterator[None]:
+def _pause_gc(*, exits_after: bool) -> Iterator[None]:
     """Pause cyclic garbage collection, which takes longer than the verb once torch is loaded.
 
-    last: whether the process exits afterwards. All objects are then frozen, so that they are not
-    collected at exit either.
+    exits_after: whether the process exits after the context. All objects are then frozen, so that
+    they are not collected at exit either.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if last:
+        if exits_after:
             gc.freeze()
         if was_enabled:
             gc.enable()
@@ -143,12 +151,12 @@ def _pause_gc(*, last: bool) -> Iterator[None]:
 def _run_command(command: click.Group, args: list[str]) -> int:
     """Run the command and return its exit status.
 
-    A usage error is printed as one line; click would print several.
+    Prints a usage error as one line, where click would print several.
     """
     try:
         status = command.main(args, prog_name="mk", standalone_mode=False)
     except click.Abort:
-        return _INTERRUPTED
+        return _EXIT_INTERRUPTED
     except click.UsageError as error:
         if args:
             message = " ".join(error.format_message().split()).rstrip(".")

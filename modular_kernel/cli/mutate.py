@@ -1,4 +1,10 @@
-"""`mk test --mutate PART`: mutation testing of the inputs, outputs and source of a part."""
+"""`mk test --mutate PART`: mutation testing, which shows whether the cases detect defects.
+
+A mutant is the part with one defect. A call mutation corrupts an input or output of the part, and
+a source mutation changes its code. A mutant is killed if a case fails, and survives otherwise. It
+is equivalent if it cannot change the output. The score is the share of killed mutants among those
+that are not equivalent. The mutations are in `modular_kernel.testing`.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
-from modular_kernel.cli.ranks import Host
+from modular_kernel.cli.ranks import Executor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import format_count
 
@@ -27,14 +33,14 @@ class MutationOptions:
     mutate: Annotated[
         str | None,
         option(
-            "Mutate the calls and the source of this part and check that each mutant is "
-            "killed. PART,PART: several parts, which share results for common code.",
+            "Inject defects into the calls and the source of this part, and check that each makes "
+            "a case fail. PART,PART: several parts, which share results for common code.",
             metavar="PART",
         ),
     ] = None
     only: Annotated[str | None, option("With --mutate: run only this mutant.", metavar="ID")] = None
     mutants: Annotated[
-        str, option("With --mutate: number of source mutants to sample, all, or 0.", metavar="N")
+        str, option("With --mutate: number of source mutants to sample; all; or 0.", metavar="N")
     ] = "150"
     sample_seed: Annotated[
         str | None,
@@ -43,12 +49,16 @@ class MutationOptions:
     bits: Annotated[
         int | None,
         option(
-            "With --only ID or ID,ID: compare output bits in N random problems.",
+            "With --only ID or ID,ID: compare output bits with and without the mutants in N random "
+            "problems.",
             metavar="N",
             type=IntegerRange(1),
         ),
     ] = None
-    code: Annotated[bool, option("With --only ID or ID,ID: compare the compiled code.")] = False
+    code: Annotated[
+        bool,
+        option("With --only ID or ID,ID: compare the compiled code with and without the mutants."),
+    ] = False
     save: Annotated[
         Path | None,
         option(
@@ -106,7 +116,7 @@ def require_no_gpu() -> None:
 def run_mutation(
     options: MutationOptions,
     pairs: Sequence[tuple[str, str]],
-    host: Host,
+    executor: Executor,
     level: Literal["smoke", "full"],
     *,
     as_json: str | None,
@@ -115,61 +125,67 @@ def run_mutation(
 
     Without --only, the inputs and outputs of smoke cases are mutated first, and then the source.
 
-    pairs: the pairings whose cases run; () stands for all pairings that contain the part. Returns
-    whether every mutant that is not equivalent was killed.
+    pairs: the pairings whose cases run; () stands for all pairings that contain the part.
+
+    Returns whether every mutant that is not equivalent was killed.
     """
     from modular_kernel.testing.mutation import OneProcess, OverRanks, pairs_of, surveys
 
     assert options.mutate is not None
-    mutants = _selected_mutants(options)
+    mutants = _select_mutants(options)
     if options.code:
         return _compare_code(mutants, as_json=as_json)
     count, parts = options.count(), options.mutate.split(",")
-    if host.pool is not None and host.pool.backend != "gloo":
+    if executor.pool is not None and executor.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
     if count:
         require_no_gpu()
     execution: MutationBackend = OneProcess()
-    if host.pool is not None:
-        execution = OverRanks(host.pool.world_size, host.pool.ranks_per_host)
+    if executor.pool is not None:
+        execution = OverRanks(executor.pool.world_size, executor.pool.ranks_per_host)
     pairs_by_part = (pairs_of(part, level, backend=execution) for part in parts)
     pairs = pairs or tuple(
         dict.fromkeys(pair for part_pairs in pairs_by_part for pair in part_pairs)
     )
-    kills = [] if options.only else run_input_mutations(pairs, host)
+    kills = [] if options.only else run_input_mutations(pairs, executor)
     all_killed = all(kill.ok for kill in kills)
-    calls = {"ok": all_killed, **host.record, "calls": [record_of_kill(kill) for kill in kills]}
+    calls = {
+        "ok": all_killed,
+        **executor.record_fields,
+        "calls": [make_kill_record(kill) for kill in kills],
+    }
     if count == 0:
         output.print_result(calls, as_json, lambda: print_kills(kills))
         return all_killed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    part_surveys = surveys(parts, pairs, level, backend=execution)
+    surveys_of_parts = surveys(parts, pairs, level, backend=execution)
     if options.bits is not None:
-        return _compare_bits(mutants, part_surveys[0], options.bits, as_json=as_json)
-    scores, records = _mutation_scores(part_surveys, options)
+        return _compare_bits(mutants, surveys_of_parts[0], options.bits, as_json=as_json)
+    scores, records = _compute_scores(surveys_of_parts, options)
     ok = all_killed and not any(score.survivors for score in scores)
-    record = records[0] if options.only else {**calls, "ok": ok, **_record_of_parts(records)}
+    record = records[0] if options.only else {**calls, "ok": ok, **_combine_records(records)}
 
-    def show() -> None:
+    def print_text() -> None:
         for score in scores:
             _print_text(score)
 
-    output.print_result(record, as_json, show)
+    output.print_result(record, as_json, print_text)
     return ok
 
 
-def run_input_mutations(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
-    """Run every input and output mutation on every pair, and return the check that killed each."""
+def run_input_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[Kill]":
+    """Run every mutation of inputs and outputs on every pairing, and return the outcomes."""
     kills: list[Kill] = []
-    with output.progress(len(pairs), "pairs") as advance:
+    with output.show_progress(len(pairs), "pairings") as advance:
         for pair in pairs:
-            kills += host.sensitivity(*pair)
+            kills += executor.run_input_mutations(*pair)
             advance()
     return kills
 
 
-def record_of_kill(kill: "Kill") -> dict[str, object]:
+def make_kill_record(kill: "Kill") -> dict[str, object]:
+    """Return the JSON record of the outcome of an input or output mutation."""
     return {
         "mutant": kill.mutant,
         "prepare_finalize": kill.case.prepare_finalize,
@@ -183,36 +199,36 @@ def record_of_kill(kill: "Kill") -> dict[str, object]:
 
 
 def print_kills(all_kills: Sequence["Kill"]) -> None:
-    """Print a table of the mutations of each pair, and then the mutants that were not killed."""
+    """Print a table of the mutations of each pairing, and a line for each that was not killed."""
     groups: dict[Pair, list[Kill]] = {}
     for kill in all_kills:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
         groups.setdefault(key, []).append(kill)
     rows = [
-        (*key, len(kills), _killing_checks(kills), _verdict_of(kills))
+        (*key, len(kills), _format_killing_checks(kills), _format_verdict(kills))
         for key, kills in groups.items()
     ]
     columns = ("input mutation", "pairing", "cases", "killed by", "verdict")
-    output.table(columns, rows)
+    output.print_table(columns, rows)
     for kill in all_kills:
         if not kill.ok or kill.nothing:
-            output.line(str(kill))
+            output.print_line(str(kill))
     missed = sum(not kill.ok for kill in all_kills)
     unused = sum(kill.ok and kill.nothing is not None for kill in all_kills)
     killed = len(all_kills) - missed - unused
     not_applicable = f", {unused} not applicable" if unused else ""
-    output.line(
+    output.print_line(
         f"{format_count(len(all_kills), 'input mutation')}: {killed} killed, {missed} missed"
         f"{not_applicable}"
     )
 
 
-def _killing_checks(kills: Sequence["Kill"]) -> str:
+def _format_killing_checks(kills: Sequence["Kill"]) -> str:
     names = [kill.killed_by.partition(":")[0] for kill in kills if kill.killed_by is not None]
     return ", ".join(dict.fromkeys(names))
 
 
-def _verdict_of(kills: Sequence["Kill"]) -> str:
+def _format_verdict(kills: Sequence["Kill"]) -> str:
     if any(kill.unsound is not None for kill in kills):
         return "fails without the mutation"
     if not all(kill.ok for kill in kills):
@@ -220,10 +236,10 @@ def _verdict_of(kills: Sequence["Kill"]) -> str:
     return "killed" if any(kill.killed_by for kill in kills) else "not applicable"
 
 
-def _selected_mutants(options: MutationOptions) -> "list[Mutant]":
+def _select_mutants(options: MutationOptions) -> "list[Mutant]":
     """Return the mutants of --only; [] without it.
 
-    Raises ConfigurationError for an unknown mutant, before any case runs.
+    Raises ConfigurationError for an unknown mutant.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.testing.mutation.score import find_mutant, list_mutants
@@ -236,8 +252,8 @@ def _selected_mutants(options: MutationOptions) -> "list[Mutant]":
     return [find_mutant(known, options.mutate, ident) for ident in ids]
 
 
-def _mutation_scores(
-    part_surveys: "Sequence[Survey]", options: MutationOptions
+def _compute_scores(
+    surveys_of_parts: "Sequence[Survey]", options: MutationOptions
 ) -> "tuple[list[Score], list[dict[str, object]]]":
     """Compute the mutation score of each part, and save its record after every mutant."""
     from modular_kernel.testing.mutation import MutantOutcome, mutation_score
@@ -245,11 +261,11 @@ def _mutation_scores(
 
     count, known = options.count(), dict[str, MutantOutcome]()
     scores = list["Score"]()
-    for survey in part_surveys:
+    for survey in surveys_of_parts:
         total = 1 if options.only else min(count or len(survey.mutants), len(survey.executed()))
-        previous = _saved_record(options, survey.part)
+        previous = _load_record(options, survey.part)
         saved_kills = {} if previous is None else recorded_kills(previous, survey)
-        with output.progress(total, "mutants") as advance:
+        with output.show_progress(total, "mutants") as advance:
 
             def report_progress(so_far: "Score", advance: Callable[[], None] = advance) -> None:
                 advance()
@@ -279,7 +295,7 @@ def _save(score: "Score", folder: Path | None) -> None:
     output.write_file(folder / f"{score.survey.part}.json", text)
 
 
-def _saved_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
+def _load_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
     """Return the saved record to resume from; None without --resume or without a record."""
     path = None if options.save is None else options.save / f"{part}.json"
     if not options.resume or path is None or not path.is_file():
@@ -288,8 +304,8 @@ def _saved_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
     return record
 
 
-def _record_of_parts(records: list[dict[str, object]]) -> dict[str, object]:
-    """Return the record of a single part, or a record with those of all parts by name."""
+def _combine_records(records: list[dict[str, object]]) -> dict[str, object]:
+    """Return the record of a single part, or one that has the records of several parts by name."""
     if len(records) == 1:
         return records[0]
     return {"parts": {str(record["part"]): record for record in records}}
@@ -298,9 +314,9 @@ def _record_of_parts(records: list[dict[str, object]]) -> dict[str, object]:
 def _compare_bits(
     mutants: "list[Mutant]", survey: "Survey", problems: int, *, as_json: str | None
 ) -> bool:
-    """Compare output bits with all mutants applied together, and print the result.
+    """Compare the output bits with and without the mutants, applied together, and print the result.
 
-    Returns whether no bit differs, that is, whether the mutants can be considered equivalent.
+    Returns whether no bit differs. The mutants can then be considered equivalent.
     """
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
@@ -308,24 +324,24 @@ def _compare_bits(
     bits = compare_bits(mutants, survey.coverage, problems, backend=survey.backend)
     differing = command(bits.differing) if bits.differing else None
 
-    def show() -> None:
+    def print_text() -> None:
         for mutant in mutants:
-            output.line(mutant.diff())
-        output.line(f"no bit differs in {format_count(bits.problems, 'problem')}")
+            output.print_line(mutant.diff())
+        output.print_line(f"no bit differs in {format_count(bits.problems, 'problem')}")
         if differing:
-            output.line(f"a bit differs in: {differing}")
+            output.print_line(f"a bit differs in: {differing}")
 
-    record = {"id": _ids(mutants), "problems": bits.problems, "differing": differing}
-    output.print_result(record, as_json, show)
+    record = {"id": _join_ids(mutants), "problems": bits.problems, "differing": differing}
+    output.print_result(record, as_json, print_text)
     return differing is None
 
 
-def _ids(mutants: "list[Mutant]") -> str:
+def _join_ids(mutants: "list[Mutant]") -> str:
     return ",".join(mutant.ident for mutant in mutants)
 
 
 def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
-    """Compare compiled kernels with all mutants applied together, and print the result.
+    """Compare the compiled kernels with and without the mutants, applied together, and print it.
 
     Returns whether the mutants leave all compiled code unchanged.
     """
@@ -333,14 +349,18 @@ def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
 
     same = same_code(mutants)
 
-    def show() -> None:
+    def print_text() -> None:
         for mutant, reached in zip(mutants, same.reached, strict=True):
-            output.line(f"{mutant.diff()}\nin {format_count(reached, 'compiled form')} of kernels")
+            output.print_line(
+                f"{mutant.diff()}\nin {format_count(reached, 'compiled form')} of kernels"
+            )
         are = "is" if same.differing == 1 else "are"
-        output.line(f"{format_count(same.differing, 'form')} {are} compiled to different code")
+        output.print_line(
+            f"{format_count(same.differing, 'form')} {are} compiled to different code"
+        )
 
-    record = {"id": _ids(mutants), "reached": same.reached, "differing": same.differing}
-    output.print_result(record, as_json, show)
+    record = {"id": _join_ids(mutants), "reached": same.reached, "differing": same.differing}
+    output.print_result(record, as_json, print_text)
     return same.proven
 
 
@@ -351,8 +371,8 @@ def _print_text(score: "Score") -> None:
     for outcome in score.survivors:
         ran = format_count(outcome.num_cases, "case")
         cases = "no case executes it" if outcome.status == "not executed" else f"passed by {ran}"
-        output.line(f"SURVIVED {outcome.mutant.edit.operator}: {cases}")
-        output.line(f"{outcome.mutant.diff()}\n  {reproducer(outcome, survey)}\n")
+        output.print_line(f"SURVIVED {outcome.mutant.edit.operator}: {cases}")
+        output.print_line(f"{outcome.mutant.diff()}\n  {reproducer(outcome, survey)}\n")
     for outcome, equivalence in score.equivalent:
         bits = f"no bit differs in {equivalence.problems} problems"
         proof = (
@@ -360,12 +380,12 @@ def _print_text(score: "Score") -> None:
             if equivalence.problems
             else f"same code in {format_count(equivalence.forms, 'form')}"
         )
-        output.line(f"equivalent {outcome.mutant.ident}, {proof}: {equivalence.reason}")
+        output.print_line(f"equivalent {outcome.mutant.ident}, {proof}: {equivalence.reason}")
     rows = killers(score.killed).items()
-    output.table(("killed by", "mutants"), rows)
-    output.table(("excluded, because", "mutants"), score.undetectable.items())
-    output.table(("no case executes", "mutants"), score.not_executed.items())
-    output.line(
+    output.print_table(("killed by", "mutants"), rows)
+    output.print_table(("excluded, because", "mutants"), score.undetectable.items())
+    output.print_table(("no case executes", "mutants"), score.not_executed.items())
+    output.print_line(
         f"{survey.part}: {len(score.outcomes)} of {score.executed} mutants run (seed "
         f"{score.seed}): {len(score.killed)} killed, {len(score.survivors)} survived, "
         f"{len(score.equivalent)} equivalent: score {score.share:.1%}"

@@ -1,4 +1,4 @@
-"""`mk new`: writes an installable package with a new part, path or scheme as a starting point."""
+"""`mk new`: writes an installable package with a new part, path or scheme, to start from."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,12 +24,18 @@ def new(
 ) -> None:
     """Write a package with a new part, path or scheme: pyproject.toml, code, tests and a README.
 
-    KIND is experts, prepare-finalize or exchange (a part, with an entry point in
-    modular_kernel.parts; an exchange is a prepare-finalize over ranks), path (a path of
-    TritonExperts, with one in modular_kernel.triton_paths), or scheme (a quantization scheme of
-    weights, with one in modular_kernel.schemes, and an experts part that runs it). NAME is the name
-    of the package and of its folder; in CamelCase, it is the name of the class: my_experts contains
-    MyExperts. The new package passes `mk test --level full` and its own tests.
+    KIND is one of these:
+
+    \b
+      experts           an experts part
+      prepare-finalize  a PrepareAndFinalize part for a single rank
+      exchange          a PrepareAndFinalize part over ranks
+      path              a code path of TritonExperts
+      scheme            a quantization scheme, and an experts part that runs it
+
+    NAME is the name of the package and of its folder. In CamelCase, it is the name of the class:
+    my_experts contains MyExperts. Entry points of the package register the part, path or scheme.
+    The package passes `mk test --level full` and its own tests.
 
     Nothing is written if the name is not valid or the folder exists.
     """
@@ -47,5 +53,5 @@ def new(
 
 def _print_text(folder: Path, files: dict[Path, str]) -> None:
     for path in sorted(files):
-        output.line(str(folder / path))
-    output.line(f"Next: pip install -e '{folder}[test]', then the commands of its README.md")
+        output.print_line(str(folder / path))
+    output.print_line(f"Next: pip install -e '{folder}[test]', then the commands of its README.md")

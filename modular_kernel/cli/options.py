@@ -1,4 +1,4 @@
-"""Command-line options that describe a Problem, shared by several verbs."""
+"""Options that describe a Problem, and other options that several verbs share."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from modular_kernel.cli.command import IntegerList, option
 from modular_kernel.cli.file_options import STDOUT, FilePath, FileUse
-from modular_kernel.cli.output import note
-from modular_kernel.cli.presets import layer_groups, problem_fields, reads_file
+from modular_kernel.cli.output import print_note
+from modular_kernel.cli.presets import is_path, load_problem_fields, read_layer_schemes
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from modular_kernel.spec.placement import Placement
     from modular_kernel.spec.problem import Problem
 
-# A layer small enough to run quickly on any machine.
+# Fields of a Problem without options: a layer small enough to run quickly on any machine.
 DEFAULTS: dict[str, object] = {
     "tokens": 16,
     "hidden": 64,
@@ -42,13 +42,13 @@ AsJson = Annotated[
 
 
 def _size_option(text: str, name: str) -> Any:
-    """Return an option whose help has the default of the parameter `name`."""
+    """Return an option whose help ends with DEFAULTS[name]."""
     return option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options of a Problem. An option that is None has the model's value, or else a default."""
+    """Options of a Problem. None stands for the value of --model, else for that in DEFAULTS."""
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.  [default: 16]")] = (
         None
@@ -61,24 +61,33 @@ class ProblemOptions:
     top_k: Annotated[int | None, _size_option("Number of experts per token (top-k).", "top_k")] = (
         None
     )
-    dtype: Annotated[str | None, option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
-        None
-    )
-    quant: Annotated[str | None, option("Quantization scheme.  [default: none]")] = None
+    dtype: Annotated[
+        str | None, option("dtype of x: float32, float16 or bfloat16.  [default: bfloat16]")
+    ] = None
+    quant: Annotated[
+        str | None, option("Quantization scheme, such as fp8_w8a8_block.  [default: none]")
+    ] = None
     activation: Annotated[
         str | None,
-        option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
+        option(
+            "Activation of the experts: kind[:alpha=..,limit=..,interleaved=..].  [default: silu, "
+            "or the model's]"
+        ),
     ] = None
     world_size: Annotated[int | None, option("Number of expert-parallel ranks.")] = None
     ranks_per_host: Annotated[
-        int | None, option("Consecutive ranks per host.  [default: all ranks on one host]")
+        int | None, option("Number of consecutive ranks per host.  [default: all ranks]")
     ] = None
     placement: Annotated[
         str | None,
-        option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
+        option(
+            "Placement of experts on ranks: linear, round_robin, copies, or the experts of each "
+            "rank, such as 0,2/1,3.  [default: linear]"
+        ),
     ] = None
     model: Annotated[
-        str | None, option("A name listed by `mk models`, or the path of a config.json.")
+        str | None,
+        option("Sizes and properties of this model: a name of `mk models` or a config.json."),
     ] = None
     local_experts: Annotated[int | None, option("Number of experts on this rank.")] = None
     ids_dtype: Annotated[
@@ -86,7 +95,7 @@ class ProblemOptions:
     ] = None
     bias: Annotated[bool | None, option("Both GEMMs have a bias.", "--bias/--no-bias")] = None
     expert_map: Annotated[
-        bool, option("Use an expert_map from global expert ids to local experts.")
+        bool, option("Pass an expert_map from global expert ids to local experts.")
     ] = False
     router_weight_on_input: Annotated[
         bool | None,
@@ -101,9 +110,12 @@ class ProblemOptions:
     ] = None
     combine: Annotated[
         Literal["sum", "topk_weighted", "topk_unweighted"] | None,
-        option("Sum over top-k, or keep (tokens, top-k, hidden).  [default: sum]"),
+        option(
+            "Output: the sum over the top-k experts (tokens, hidden), or their rows (tokens, "
+            "top-k, hidden), weighted or not.  [default: sum]"
+        ),
     ] = None
-    inplace: Annotated[bool, option("Write the output in place over the input.")] = False
+    inplace: Annotated[bool, option("Write the output over the input.")] = False
     fp32_precision: Annotated[
         Literal["ieee", "tf32"] | None,
         option("Precision of GEMMs in float32.  [default: ieee]"),
@@ -112,40 +124,49 @@ class ProblemOptions:
         None
     )
     max_received: Annotated[
-        int | None, option("Maximum number of rows that a rank receives per call.")
+        int | None, option("Maximum number of rows that dispatch sends to a rank per call.")
     ] = None
     graph: Annotated[bool, option("Require CUDA graph capture.")] = False
     deterministic: Annotated[bool, option("Require deterministic results.")] = False
-    batch_invariant: Annotated[bool, option("Require batch invariance.")] = False
+    batch_invariant: Annotated[
+        bool, option("Require that the output of a token does not depend on the other tokens.")
+    ] = False
     asynchronous: Annotated[bool, option("Require asynchronous dispatch.")] = False
     lora: Annotated[
         str | None,
-        option("LoRA adapters: adapters=L,rank=R[,a13=shared][,outer=shared].  [default: none]"),
+        option(
+            "L LoRA adapters of rank R: adapters=L,rank=R[,a13=shared][,outer=shared].  "
+            "[default: none]"
+        ),
     ] = None
 
     def problem(self) -> "Problem":
         """Return the problem that these options describe.
 
-        Raises ConfigurationError, with the name of the first invalid option, if there is one.
+        Raises ConfigurationError, which names the option, if one is invalid.
         """
         import torch
 
         from modular_kernel.spec.problem import Combine, Parallel, Problem
 
-        from_model: dict[str, object] = {}
+        model_fields: dict[str, object] = {}
         if self.model is not None:
-            from_model = problem_fields(self.model, quant=self.quant, activation=self.activation)
-        no_dtype = self.model is not None and self.dtype is None and "dtype" not in from_model
-        if no_dtype and reads_file(str(self.model)):
-            note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
-        values: dict[str, Any] = DEFAULTS | from_model
+            model_fields = load_problem_fields(
+                self.model, quant=self.quant, activation=self.activation
+            )
+        lacks_dtype = self.model is not None and self.dtype is None and "dtype" not in model_fields
+        if lacks_dtype and is_path(str(self.model)):
+            print_note(f"{self.model} has no dtype; using {DEFAULTS['dtype']} (see --dtype)")
+        values: dict[str, Any] = DEFAULTS | model_fields
         options = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: value for name, value in options.items() if value is not None}
         values.pop("model", None)
         if "router_weight_on_input" in values:
             values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
         world_size = values.pop("world_size", 1)
-        placement = _placement(values.pop("placement", "linear"), values["experts"], world_size)
+        placement = _parse_placement(
+            values.pop("placement", "linear"), values["experts"], world_size
+        )
         ranks_per_host = values.pop("ranks_per_host", None)
         values["parallel"] = Parallel(world_size, placement, ranks_per_host=ranks_per_host)
         if "combine" in values:
@@ -155,23 +176,22 @@ class ProblemOptions:
         return Problem(**values)
 
 
-def options_by_scheme(
+def split_by_scheme(
     options: ProblemOptions,
 ) -> list[tuple[tuple[int, ...] | None, ProblemOptions]]:
-    """Return the options of each quantization scheme of a config.json, with the layers it covers.
+    """Return (layers, options) for each quantization scheme of the layers of a config.json.
 
-    The layers are None if there is only one scheme: that of --quant, of a model name, or of all
-    layers.
+    If there is only one scheme, or --quant sets it, returns [(None, options)].
     """
     if options.model is None or options.quant is not None:
         return [(None, options)]
-    groups = layer_groups(options.model, options.activation)
+    groups = read_layer_schemes(options.model, options.activation)
     if len(groups) < 2:
         return [(None, options)]
     return [(group.layers, replace(options, quant=group.scheme)) for group in groups]
 
 
-def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
+def _parse_placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
     if text == "linear":
         return "linear"
     from modular_kernel.testing.cases.ranks import parse_placement
@@ -180,9 +200,9 @@ def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal
 
 
 def parse_schemes(text: str) -> list[str]:
-    """Parse a list of quantization schemes separated by commas; drop duplicates.
+    """Parse quantization schemes separated by commas, and drop duplicates.
 
-    A scheme may itself contain commas, as in `name:option=value,option=value`.
+    The options of a scheme are also separated by commas: `name:option=value,option=value`.
     """
     from modular_kernel.spec.quantization import QuantScheme
 
@@ -193,7 +213,7 @@ def parse_schemes(text: str) -> list[str]:
     return list(dict.fromkeys(str(QuantScheme.parse(scheme)) for scheme in schemes))
 
 
-def not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
+def make_not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
     """Return the error for --prepared if no part prepares weights of these schemes.
 
     schemes, parts: names for the message.
@@ -208,9 +228,10 @@ def not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
 def refuse_combination(
     option: str, groups: Iterable[object], allowed: Collection[str] = ()
 ) -> None:
-    """Raise ConfigurationError if an option of `groups` is set that `option` would ignore.
+    """Raise ConfigurationError if an option is set that cannot be combined with `option`.
 
-    groups: instances of option dataclasses. allowed: names of fields that may be set.
+    groups: option dataclasses, whose fields must have their defaults.
+    allowed: names of fields that may have other values.
     """
     for group in groups:
         for field in fields(group):  # type: ignore[arg-type]

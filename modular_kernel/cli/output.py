@@ -1,4 +1,8 @@
-"""Output of the verbs: tables and JSON on stdout, notes and errors on stderr."""
+"""Output functions of the verbs: tables and JSON on stdout, notes and errors on stderr.
+
+A verb passes its result to `print_result`, which prints text, JSON, or both, as --json selects. If
+there are several ranks, only rank 0 prints results and notes.
+"""
 
 import json
 import math
@@ -15,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modular_kernel.cli.file_options import STDOUT as STDOUT
-from modular_kernel.cli.output_streams import LOST_OUTPUT, only_json_on_stdout
-from modular_kernel.cli.tables import fit_table, fold, format_records
+from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST, reserve_stdout
+from modular_kernel.cli.tables import fit_table, format_records, wrap_line
 from modular_kernel.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -31,19 +35,20 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Rejection
 
 _DEFAULT_WIDTH = 80  # characters, for a pipe, a file, and a terminal of unknown width
-BROKEN = 70  # EX_SOFTWARE of sysexits.h
-_FIRST_LINE_S, _LINE_INTERVAL_S, _STEADY_INTERVAL_S = 5.0, 20.0, 4.0  # of progress lines
+EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
+# Seconds to the first progress line, between later ones, and between those of a thread.
+_FIRST_LINE_S, _LINE_INTERVAL_S, _THREAD_INTERVAL_S = 5.0, 20.0, 4.0
 
-_json_output: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
+_json_documents: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def to_json_types(value: object) -> Json:
-    """Convert a value to JSON types.
+    """Convert a value to types that `json.dumps` accepts.
 
-    Enums become their values, dtypes their names, dataclasses dicts, and infinite and NaN floats
-    strings.
+    An enum member becomes its value, a dtype its name, a dataclass a dict, and an infinite or NaN
+    float a string.
     """
     if isinstance(value, Enum):
         return to_json_types(value.value)
@@ -63,9 +68,9 @@ def to_json_types(value: object) -> Json:
 
 
 def print_json(value: object, json_path: str = STDOUT) -> None:
-    """Print one JSON document on stdout, or write it to the file `json_path`.
+    """Print a value as one JSON document on stdout, or write it to the file `json_path`.
 
-    Raises SystemExit with LOST_OUTPUT if the file cannot be written.
+    Raises SystemExit with EXIT_OUTPUT_LOST if the file cannot be written.
     """
     text = json.dumps(to_json_types(value), indent=2)
     if json_path == STDOUT:
@@ -75,8 +80,8 @@ def print_json(value: object, json_path: str = STDOUT) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a JSON document on stdout; with --json nothing else is printed there."""
-    documents = _json_output.get()
+    """Print a JSON document on stdout, also inside `reserve_stdout_for_json`."""
+    documents = _json_documents.get()
     if documents is None:
         print(text)
     else:
@@ -84,26 +89,26 @@ def print_document(text: str) -> None:
 
 
 def write_file(path: Path | str, text: str) -> None:
-    """Write a text file atomically and create its folder.
+    """Create the folder of `path`, and write the file atomically.
 
-    Raises SystemExit with LOST_OUTPUT if that fails.
+    Raises SystemExit with EXIT_OUTPUT_LOST if that fails.
     """
-    with writing(path):
+    with report_write_errors(path):
         json_files.write(Path(path), text)
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
-    """Create the folder of `path`, and report an OSError in the context that writes the file.
+def report_write_errors(path: Path | str) -> Iterator[None]:
+    """Create the folder of `path`, and exit the process if the context cannot write the file.
 
-    Raises SystemExit with LOST_OUTPUT if there was one.
+    Raises SystemExit with EXIT_OUTPUT_LOST on an OSError, which is printed.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         print_error(f"output was lost: {path}: {error.strerror or error}")
-        raise SystemExit(LOST_OUTPUT) from None
+        raise SystemExit(EXIT_OUTPUT_LOST) from None
 
 
 def is_reporting_rank() -> bool:
@@ -112,7 +117,7 @@ def is_reporting_rank() -> bool:
 
 
 def _launcher_rank() -> int:
-    """Return this process's rank under a launcher; 0 without one."""
+    """Return the rank of this process as set by a launcher such as torchrun; 0 without one."""
     try:
         launcher = read_launcher()
     except ConfigurationError:  # reported by the code that needs the launcher
@@ -121,10 +126,11 @@ def _launcher_rank() -> int:
 
 
 def print_result(value: object, json_path: str | None, print_text: Callable[[], None]) -> None:
-    """Output a result on the reporting rank.
+    """Output the result of a verb on the reporting rank.
 
-    json_path: the value of --json. None calls `print_text`, "-" prints JSON on stdout, and a path
-    does both, with the JSON in that file.
+    value: the result as JSON; see `to_json_types`.
+    json_path: the value of --json. None calls `print_text`. "-" prints JSON on stdout. With a path,
+    JSON is written to that file and `print_text` is called.
     """
     if not is_reporting_rank():
         return
@@ -136,60 +142,60 @@ def print_result(value: object, json_path: str | None, print_text: Callable[[], 
             print_text()
 
 
-def width() -> int:
-    """Return the line width of the output in characters.
-
-    That is COLUMNS if it is set, else the width of the terminal, else 80. To keep each row of a
-    table on one line for grep, set COLUMNS, or use --json.
-    """
+def get_line_width() -> int:
+    """Return the line width in characters: COLUMNS, else the width of the terminal, else 80."""
     return shutil.get_terminal_size((_DEFAULT_WIDTH, 25)).columns
 
 
-def line(text: str = "") -> None:
-    """Print text on stdout, folded to the terminal width.
+def print_line(text: str = "") -> None:
+    """Print text on stdout, with lines wrapped to the terminal width.
 
     Non-printable characters are escaped.
     """
     for part in escape_nonprintable(text, keep_lines=True).splitlines() or [""]:
-        print("\n".join(fold(part, width())))
+        print("\n".join(wrap_line(part, get_line_width())))
 
 
-def note(text: str) -> None:
-    """Print a note for the user on stderr; only on the reporting rank."""
+def print_note(text: str) -> None:
+    """Print a note on stderr, on the reporting rank."""
     if is_reporting_rank():
         _print_to_stderr(text)
 
 
 def print_error(text: str) -> None:
-    """Print an error on stderr, on every rank, because it may have occurred on this rank only."""
+    """Print an error on stderr, on every rank, because it may have occurred only on this one."""
     rank = _launcher_rank()
     _print_to_stderr(f"rank {rank}: error: {text}" if rank else f"error: {text}")
 
 
 def _print_to_stderr(text: str) -> None:
     for part in escape_nonprintable(text, keep_lines=True).splitlines():
-        print("\n".join(fold(part, width())), file=sys.stderr)
+        print("\n".join(wrap_line(part, get_line_width())), file=sys.stderr)
 
 
-def table(
+def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
     title: str = "",
     optional: Sequence[str] = (),
 ) -> None:
-    """Print a table on stdout; print nothing if it has no rows.
+    """Print a table on stdout, or nothing if it has no rows.
 
-    Names are never truncated. On a narrow terminal, prose is folded. If that does not suffice,
-    optional columns are dropped (empty ones first, then from the last to the first) and listed
-    below the table. If the table still does not fit, each row is printed as a record.
+    Names are never truncated. If the table is wider than the terminal, the following is done until
+    it fits:
+
+    1. Cells with several words are wrapped.
+    2. Optional columns are dropped: first empty ones, then from the last to the first. A line below
+       the table lists them.
+    3. Each row is printed as a record, with a line per column.
 
     optional: names of the columns that may be dropped.
     """
     cells = [[escape_nonprintable(cell, keep_lines=True) for cell in row] for row in rows]
     if not cells:
         return
-    line_width = width()
+    line_width = get_line_width()
     optional = sorted(optional, key=lambda name: _is_empty(columns, cells, name))
     fitting = fit_table(columns, cells, line_width, optional)
     if fitting is None:
@@ -197,15 +203,15 @@ def table(
         print("\n".join([title, *lines] if title else lines))
         return
     fitting.title = title or None
-    # Markup is off, because cells may contain brackets. Without a height, rich would assume 80
+    # Cells may contain brackets, which are not markup. Without a height, rich would assume 80
     # columns on a dumb terminal, and truncate names.
     from rich.console import Console
 
     Console(width=line_width, height=25, markup=False, emoji=False, highlight=False).print(fitting)
-    shown = {column.header for column in fitting.columns}
-    dropped = [name for name in columns if name not in shown]
+    printed = {column.header for column in fitting.columns}
+    dropped = [name for name in columns if name not in printed]
     if dropped:
-        line(f"not shown in {line_width} columns: {', '.join(dropped)}")
+        print_line(f"not shown in {line_width} columns: {', '.join(dropped)}")
 
 
 def _is_empty(columns: Sequence[str], cells: list[list[str]], name: str) -> bool:
@@ -214,86 +220,90 @@ def _is_empty(columns: Sequence[str], cells: list[list[str]], name: str) -> bool
 
 
 @contextmanager
-def progress(
-    total: int, what: str = "steps", *, steady: bool = False
+def show_progress(
+    total: int, noun: str = "steps", *, from_thread: bool = False
 ) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each of `total` steps.
 
     Shows a progress bar on a terminal, and otherwise prints lines on stderr: the first after 5
     seconds, then one every 20 seconds.
 
-    what: plural noun for the steps. steady: whether to print lines every 4 seconds from a thread,
-    also during a long step; must be False where processes are forked.
+    noun: plural noun for the steps.
+    from_thread: whether to print a line every 4 seconds from a background thread instead, also
+    during a long step. Must be False if processes are forked in the context, because a fork copies
+    only the calling thread.
     """
     if is_reporting_rank() and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress
 
         with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
+            task = bar.add_task(noun, total=total)
             yield lambda: bar.advance(task)
         return
-    lines = _ProgressLines(total, what, timed=not steady)
-    with _repeat(lines.print, _STEADY_INTERVAL_S) if steady else nullcontext():
+    lines = _ProgressLines(total, noun, print_on_advance=not from_thread)
+    with _repeat(lines.print, _THREAD_INTERVAL_S) if from_thread else nullcontext():
         yield lines.advance
 
 
 class _ProgressLines:
-    """Lines with the number of completed steps.
+    """Prints the number of completed steps on stderr.
 
-    timed: whether `advance` prints them: the first after 5 seconds, then one every 20 seconds.
+    print_on_advance: whether `advance` prints a line: the first after 5 seconds, then one every 20
+    seconds.
     """
 
-    def __init__(self, total: int, what: str, *, timed: bool) -> None:
-        self.total, self.what, self.timed = total, what, timed
-        self.start, self.done, self.next_s = time.monotonic(), 0, _FIRST_LINE_S
+    def __init__(self, total: int, noun: str, *, print_on_advance: bool) -> None:
+        self.total, self.noun, self.print_on_advance = total, noun, print_on_advance
+        self.start, self.completed, self.next_print_s = time.monotonic(), 0, _FIRST_LINE_S
 
     def print(self) -> None:
         elapsed = time.monotonic() - self.start
-        note(f"{self.done} of {self.total} {self.what} in {elapsed:.0f} s")
+        print_note(f"{self.completed} of {self.total} {self.noun} in {elapsed:.0f} s")
 
     def advance(self) -> None:
-        self.done += 1
+        self.completed += 1
         elapsed = time.monotonic() - self.start
-        if self.timed and elapsed >= self.next_s and self.done < self.total:
-            self.next_s = elapsed + _LINE_INTERVAL_S
+        is_due = elapsed >= self.next_print_s and self.completed < self.total
+        if self.print_on_advance and is_due:
+            self.next_print_s = elapsed + _LINE_INTERVAL_S
             self.print()
 
 
 @contextmanager
-def step_lines(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call with a line of text after each of `total` steps.
+def show_steps(total: int, noun: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function to call with a description of each of `total` completed steps.
 
-    The lines are printed on stderr. On a terminal, a progress bar is shown instead.
+    The descriptions are printed on stderr. On a terminal, a progress bar is shown instead.
     """
     if not sys.stderr.isatty():
-        yield note
+        yield print_note
         return
-    with progress(total, what) as advance:
+    with show_progress(total, noun) as advance:
         yield lambda _: advance()
 
 
 @contextmanager
-def activity_notes(current: Callable[[], str]) -> Iterator[None]:
+def show_activity(get_activity: Callable[[], str]) -> Iterator[None]:
     """Print the current activity on stderr once it has taken 5 seconds, then every 20 seconds.
 
-    current: returns a description of the activity; it is called from a background thread.
+    get_activity: returns a description of the activity; it is called from a background thread.
     """
-    activity, start, next_s = current(), time.monotonic(), _FIRST_LINE_S
+    activity, start, next_print_s = get_activity(), time.monotonic(), _FIRST_LINE_S
 
-    def note_long_activity() -> None:
-        nonlocal activity, start, next_s
+    def print_long_activity() -> None:
+        nonlocal activity, start, next_print_s
         elapsed = time.monotonic() - start
-        if current() != activity:
-            activity, start, next_s = current(), time.monotonic(), _FIRST_LINE_S
-        elif elapsed >= next_s:
-            next_s = elapsed + _LINE_INTERVAL_S
-            note(f"{activity}: {elapsed:.0f} s so far")
+        if get_activity() != activity:
+            activity, start, next_print_s = get_activity(), time.monotonic(), _FIRST_LINE_S
+        elif elapsed >= next_print_s:
+            next_print_s = elapsed + _LINE_INTERVAL_S
+            print_note(f"{activity}: {elapsed:.0f} s so far")
 
     if not is_reporting_rank():
         yield
         return
-    with _repeat(note_long_activity, min(_FIRST_LINE_S, 1.0)):
+    with _repeat(print_long_activity, min(_FIRST_LINE_S, 1.0)):
         yield
 
 
@@ -315,37 +325,37 @@ def _repeat(action: Callable[[], None], interval_s: float) -> Iterator[None]:
         thread.join()
 
 
-def note_interpreted(names: Iterable[str]) -> None:
-    """Print the names of layers that ran in Triton's interpreter, if there are any."""
+def print_interpreted_layers(names: Iterable[str]) -> None:
+    """Print a warning with the names of layers that ran in Triton's interpreter, if any did."""
     text = ", ".join(dict.fromkeys(names))
     if text:
-        line(f"ran in Triton's interpreter, times are meaningless: {text}")
+        print_line(f"ran in Triton's interpreter, times are meaningless: {text}")
 
 
 def print_rejections(rejections: Sequence["Rejection"]) -> None:
-    """Print a table with a row per rejection."""
+    """Print a table of the violated rules, with a row per rejection."""
     rows = [(r.rule, " / ".join(r.parties), r.got, r.need, r.hint) for r in rejections]
-    table(("rule", "parties", "got", "need", "hint"), rows)
+    print_table(("rule", "parties", "got", "need", "hint"), rows)
 
 
 @contextmanager
-def json_on_stdout() -> Iterator[None]:
-    """Redirect stdout to stderr inside the context, except for what `print_document` prints."""
-    with only_json_on_stdout() as documents:
-        token = _json_output.set(documents)
+def reserve_stdout_for_json() -> Iterator[None]:
+    """Redirect stdout to stderr inside the context; only `print_document` prints on stdout."""
+    with reserve_stdout() as documents:
+        token = _json_documents.set(documents)
         try:
             yield
         finally:
-            _json_output.reset(token)
+            _json_documents.reset(token)
 
 
 def report_error(error: ModularKernelError, json_path: str | None) -> int:
     """Print an error of a verb, and return the exit status.
 
-    The status is 1 for an IncompatibleError, 2 for another InputError (bad usage), and BROKEN (70)
-    for any other error, such as a rank that does not respond.
+    The status is 1 for an IncompatibleError, 2 for another InputError (bad usage), and 70
+    (EXIT_SOFTWARE) for any other error, such as a rank that does not respond.
 
-    json_path: the value of --json.
+    json_path: the value of --json. With "-", an InputError is also printed as JSON.
     """
     if isinstance(error, IncompatibleError):
         _report_incompatible(error, json_path)
@@ -354,7 +364,7 @@ def report_error(error: ModularKernelError, json_path: str | None) -> int:
         values = {"what": error.what, "got": error.got, "need": error.need}
         print_json({"error": {"type": type(error).__name__, **values}})
     print_error(str(error))
-    return 2 if isinstance(error, InputError) else BROKEN
+    return 2 if isinstance(error, InputError) else EXIT_SOFTWARE
 
 
 def _report_incompatible(error: IncompatibleError, json_path: str | None) -> None:
@@ -363,5 +373,5 @@ def _report_incompatible(error: IncompatibleError, json_path: str | None) -> Non
 
 
 def _print_refusal(error: IncompatibleError) -> None:
-    line(f"{error.pairing}: refused, {format_count(len(error.rejections), 'reason')}")
+    print_line(f"{error.pairing}: refused, {format_count(len(error.rejections), 'reason')}")
     print_rejections([r for r in error.rejections if hasattr(r, "rule")])  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Output streams of a verb, with handling of full disks, closed streams and broken pipes.
+"""Wrappers of stdout and stderr that handle full disks, closed streams and broken pipes.
 
-If stdout cannot be written, the command prints one line on stderr, and exits with the status
-LOST_OUTPUT, which no verb uses for its result. After a broken pipe (`mk list | head -1`), it exits
-with the same status, but without that line. Notes that cannot be written to stderr are dropped.
+If stdout cannot be written, `mk` prints an error on stderr and exits with EXIT_OUTPUT_LOST, which
+no verb uses for its result. After a broken pipe (`mk list | head -1`), it exits with the same
+status and prints no error. Notes that cannot be written to stderr are dropped.
 
 With `--json`, stdout contains only the JSON. All other output, including that of imported packages
 and of child processes, goes to stderr.
@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
-LOST_OUTPUT = 74  # EX_IOERR of sysexits.h: neither 1 (refused) nor 2 (bad usage)
+EXIT_OUTPUT_LOST = 74  # EX_IOERR of sysexits.h: neither 1 (refused) nor 2 (bad usage)
 
 
 class _Stream:
-    """A wrapper of a text stream that passes write errors to `_handle_write_error`.
+    """Wrapper of a text stream that passes write errors to `_handle_write_error`.
 
-    stream: None if it was closed when the process started.
+    stream: the text stream; None if it was closed when the process started.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -37,7 +37,7 @@ class _Stream:
             if self._stream is None:
                 raise OSError("it is closed")
             return self._stream.write(text)
-        except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
+        except (OSError, ValueError) as error:  # ValueError: the stream has been closed
             self._handle_write_error(error)
         return len(text)
 
@@ -53,41 +53,43 @@ class _Stream:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def _handle_write_error(self, error: Exception) -> None:
-        """Ignore that a note could not be written."""
+        """Ignore the error. Subclasses override this."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 class _Stdout(_Stream):
+    """Wrapper of stdout that exits with EXIT_OUTPUT_LOST on a write error."""
+
     def _handle_write_error(self, error: Exception) -> None:
         if self._stream is not None:
-            _discard(self._stream)
+            _redirect_to_devnull(self._stream)
             self._stream = None
             why = getattr(error, "strerror", None) or error
             if not isinstance(error, BrokenPipeError):
                 with suppress(Exception):
                     sys.stderr.write(f"error: output was lost: stdout: {why}\n")
-        raise SystemExit(LOST_OUTPUT)
+        raise SystemExit(EXIT_OUTPUT_LOST)
 
 
 @contextmanager
-def only_json_on_stdout() -> Iterator[list[str]]:
+def reserve_stdout() -> Iterator[list[str]]:
     """Redirect stdout to stderr inside the context.
 
-    Yields a list of documents, which are printed on stdout at the end of the context. File
+    Yields a list, to which the context appends the documents to print on stdout at its end. File
     descriptor 1 is redirected, too, because C libraries and child processes write to it.
     """
     documents, stdout = list[str](), sys.stdout
     if stdout is not None:
         stdout.flush()
     # If stdout was closed at startup, file descriptor 1 may now belong to another file.
-    saved_fd = None if isinstance(stdout, _Stream) and stdout.is_closed else _to_stderr()
+    saved_fd = None if isinstance(stdout, _Stream) and stdout.is_closed else _redirect_stdout_fd()
     try:
         with redirect_stdout(sys.stderr):
             yield documents
     finally:
-        _flush_c()
+        _flush_c_stdio()
         if saved_fd is not None:
             os.dup2(saved_fd, 1)
             os.close(saved_fd)
@@ -95,15 +97,21 @@ def only_json_on_stdout() -> Iterator[list[str]]:
             print(text)
 
 
-def divert_stdout() -> None:
-    """Redirect file descriptor 1 to stderr permanently, because some packages print at exit."""
-    saved_fd = _to_stderr()
+def redirect_stdout_to_stderr() -> None:
+    """Redirect file descriptor 1 to stderr until the process exits.
+
+    Some packages print at exit.
+    """
+    saved_fd = _redirect_stdout_fd()
     if saved_fd is not None:
         os.close(saved_fd)
 
 
-def _to_stderr() -> int | None:
-    """Redirect file descriptor 1 to stderr; return a duplicate of the original, None if closed."""
+def _redirect_stdout_fd() -> int | None:
+    """Redirect file descriptor 1 to stderr.
+
+    Returns a duplicate of the original descriptor, or None if it was closed.
+    """
     try:
         saved_fd = os.dup(1)
     except OSError:
@@ -117,14 +125,14 @@ def _to_stderr() -> int | None:
     return saved_fd
 
 
-def _flush_c() -> None:
+def _flush_c_stdio() -> None:
     """Flush the stdio buffers of C libraries."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
 
 
-def _discard(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, so that Python's flush at exit does not fail."""
+def _redirect_to_devnull(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null, so that the flush of Python at exit does not fail."""
     with suppress(OSError, ValueError):
         fd = stream.fileno()
         null_fd = os.open(os.devnull, os.O_WRONLY)
@@ -134,9 +142,9 @@ def _discard(stream: TextIO) -> None:
 
 @contextmanager
 def guard_streams() -> Iterator[None]:
-    """Replace sys.stdout and sys.stderr by the wrappers of this module, and flush them at the end.
+    """Wrap sys.stdout and sys.stderr inside the context, and flush them at its end.
 
-    Raises SystemExit with LOST_OUTPUT if stdout cannot be written.
+    Raises SystemExit with EXIT_OUTPUT_LOST if stdout cannot be written.
     """
     stderr = sys.stderr
     out, err = _Stdout(sys.stdout), _Stream(stderr)
@@ -145,15 +153,15 @@ def guard_streams() -> Iterator[None]:
             try:
                 yield
             finally:
-                out.flush()  # raises in place of the verb's own status
+                out.flush()  # on an error, EXIT_OUTPUT_LOST replaces the exit status of the verb
                 err.flush()
     finally:
         if stderr is not None:
-            _flush_or_discard(stderr)
+            _flush_or_redirect(stderr)
 
 
-def _flush_or_discard(stream: TextIO) -> None:
+def _flush_or_redirect(stream: TextIO) -> None:
     try:
         stream.flush()
     except (OSError, ValueError):
-        _discard(stream)
+        _redirect_to_devnull(stream)

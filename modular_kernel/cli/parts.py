@@ -1,4 +1,4 @@
-"""`mk list`: every part, its capabilities, and why it cannot run on this machine."""
+"""`mk list`: lists every part, its capabilities, and why it cannot run on a machine."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _KINDS = ("prepare_finalize", "experts", "topk_reduce")
-# Fields of Requirements that declare an optional capability -> their description in the legend.
-_OPTIONS = {
+# Field of Requirements that declares an optional capability -> description in the glossary.
+_CAPABILITIES = {
     "bias": "both GEMMs may have a bias",
     "interleaved": "gate and up rows of w1 may alternate",
     "weight_on_input": "experts can apply the router weight in GEMM 1 (K = 1)",
@@ -33,12 +33,12 @@ _OPTIONS = {
     "asynchronous": "dispatch is asynchronous and can overlap with other work",
     "lora": "supports LoRA adapters",
 }
-_LEGEND = {
+_GLOSSARY = {
     "standard": "tokens as (T, H), with separate routing tensors",
-    "batched_experts": "tokens expert by expert, (experts, capacity, H)",
-    "schemes": "quantization schemes of the experts; w8a8: bits of weights and activations",
+    "batched_experts": "tokens grouped by expert, (experts, capacity, H)",
+    "schemes": "quantization schemes of the experts; w4a16: 4-bit weights, 16-bit activations",
     "quantizes": "schemes whose activations are quantized before dispatch",
-    **_OPTIONS,
+    **_CAPABILITIES,
     "noop": "experts have applied the router weights and summed over K",
     "contiguous": "finalize applies router weights and sums (T, K, H) over K",
     "naive_batched": "finalize applies router weights and sums (experts, capacity, H)",
@@ -56,19 +56,21 @@ def list_parts(*, machine_options: MachineOptions, as_json: AsJson = None) -> No
     catalog.require_parts()
     record = {
         "machine": machine,
-        "parts": [_record(part, machine) for part in catalog.parts],
+        "parts": [_make_record(part, machine) for part in catalog.parts],
         "planned": catalog.planned,
         "schemes": schemes.usable,
         "broken": catalog.broken,
         "broken_schemes": schemes.broken,
         "duplicates": catalog.duplicates(),
     }
-    where = machine_options.machine or "this machine"
-    output.print_result(record, as_json, lambda: _print_text(catalog, schemes, machine, where))
+    machine_name = machine_options.machine or "this machine"
+    output.print_result(
+        record, as_json, lambda: _print_text(catalog, schemes, machine, machine_name)
+    )
 
 
-def _requires(part: "Part") -> "Requirements | None":
-    """Return the declared requirements of the part; None for a TopKWeightAndReduce."""
+def _get_requirements(part: "Part") -> "Requirements | None":
+    """Return the requirements that the part declares; None for a TopKWeightAndReduce."""
     requires: Requirements | None = getattr(part.cls, "requires", None)
     return requires
 
@@ -76,11 +78,11 @@ def _requires(part: "Part") -> "Requirements | None":
 def _unavailable_reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
     from modular_kernel.compatibility.rules import judge_part
 
-    requires = _requires(part)
+    requires = _get_requirements(part)
     return judge_part(part.name, requires, machine) if requires is not None else ()
 
 
-def _record(part: "Part", machine: "Machine") -> dict[str, object]:
+def _make_record(part: "Part", machine: "Machine") -> dict[str, object]:
     reasons = _unavailable_reasons(part, machine)
     return {
         "name": part.name,
@@ -88,64 +90,67 @@ def _record(part: "Part", machine: "Machine") -> dict[str, object]:
         "origin": part.origin,
         "available": not reasons,
         "unavailable": reasons,
-        "requires": _requires(part),
-        "paths": _paths(part),
+        "requires": _get_requirements(part),
+        "paths": _list_paths(part),
     }
 
 
-def _paths(part: "Part") -> "tuple[PathInfo, ...]":
-    """Return the paths of an experts part; () for a part with a single one."""
+def _list_paths(part: "Part") -> "tuple[PathInfo, ...]":
+    """Return the code paths of an experts part; () for a part with a single one."""
     paths: tuple[PathInfo, ...] = getattr(part.cls, "paths", tuple)()
     return paths
 
 
 def _print_text(
-    catalog: "Catalog", schemes: "ExternalSchemes", machine: "Machine", where: str
+    catalog: "Catalog", schemes: "ExternalSchemes", machine: "Machine", machine_name: str
 ) -> None:
     interpreted = ", Triton interpreted" if machine.interpreter else ""
-    output.line(f"Parts on {where} ({machine}{interpreted}); terms are explained at the end:")
+    output.print_line(
+        f"Parts on {machine_name} ({machine}{interpreted}); terms are explained at the end:"
+    )
     for kind in _KINDS:
-        output.line(f"\n{kind}")
+        output.print_line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
-            output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
+            output.print_line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
     rows = [
-        (s.name, f"{s.scheme.bits}-bit codes, {_tile(s.scheme)}", s.origin) for s in schemes.usable
+        (s.name, f"{s.scheme.bits}-bit codes, {_describe_scale_group(s.scheme)}", s.origin)
+        for s in schemes.usable
     ]
-    output.table(("scheme of another package", "weights", "from"), rows)
+    output.print_table(("scheme of another package", "weights", "from"), rows)
     planned = [(part.name, part.kind, part.blocked_on) for part in catalog.planned]
-    output.table(("planned, not yet implemented", "kind", "why"), planned)
+    output.print_table(("planned, not yet implemented", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
     rows += [(broken.name, broken.origin, broken.error) for broken in schemes.broken]
-    paths = dict.fromkeys(path for part in catalog.parts for path in _paths(part))
+    paths = dict.fromkeys(path for part in catalog.parts for path in _list_paths(part))
     rows += [(path.name, path.origin, path.error) for path in paths if path.error]
-    output.table(("broken entry point", "from", "error"), rows)
+    output.print_table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(origins)) for name, origins in catalog.duplicates().items()]
-    output.table(("name registered twice", "by"), duplicates)
-    output.table(("term", "meaning"), _LEGEND.items())
+    output.print_table(("name registered twice", "by"), duplicates)
+    output.print_table(("term", "meaning"), _GLOSSARY.items())
 
 
-def _tile(scheme: "TableScheme") -> str:
-    """Describe what one scale of a scheme covers, such as "group of 32"."""
+def _describe_scale_group(scheme: "TableScheme") -> str:
+    """Describe the weights that share a scale, such as "one scale for each group of 32"."""
     sizes = "x".join(map(str, scheme.group))
     return f"one scale for each {scheme.granularity}{f' of {sizes}' if sizes else ''}"
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:
-    """Describe a part in lines of text.
+    """Return lines that describe a part.
 
-    The lines have the format and devices, accepted dtypes and schemes, options, paths, origin, and
-    the reasons why the part is not available on this machine.
+    They have its activation format and devices, dtypes and schemes, capabilities, code paths,
+    origin, and the reasons why it is not available on the machine.
     """
-    requires = _requires(part)
+    requires = _get_requirements(part)
     if requires is None:
         reduce = getattr(part.cls, "kind", None)
         return [reduce.value if reduce is not None else "keeps top-k", f"from {part.origin}"]
-    options = [name for name in _OPTIONS if getattr(requires, name, False)]
+    capabilities = [name for name in _CAPABILITIES if getattr(requires, name, False)]
     reasons = [f"unavailable: {reason}" for reason in _unavailable_reasons(part, machine)]
     return [
-        f"{requires.activation_format.value}, on {_devices_and_packages(requires)}",
-        _accepted_types(requires),
-        ", ".join(options) or "no options",
+        f"{requires.activation_format.value}, on {_format_devices(requires)}",
+        _format_accepted_types(requires),
+        ", ".join(capabilities) or "no optional capabilities",
         *_describe_paths(part),
         f"from {part.origin}",
         *reasons,
@@ -153,15 +158,18 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 
 def _describe_paths(part: "Part") -> Iterator[str]:
-    """Yield a line with the paths of a part, if any; those of other packages have their origin."""
-    paths = [path for path in _paths(part) if not path.error]
+    """Yield a line with the code paths of a part, if it has several.
+
+    A path of another package than that of the part is followed by its origin.
+    """
+    paths = [path for path in _list_paths(part) if not path.error]
     if paths:
         origin = paths[0].origin
         names = (p.name if p.origin == origin else f"{p.name} (from {p.origin})" for p in paths)
         yield f"paths: {', '.join(names)}"
 
 
-def _accepted_types(requires: "Requirements") -> str:
+def _format_accepted_types(requires: "Requirements") -> str:
     """Format the accepted dtypes and quantization schemes and, for experts, the activations."""
     from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, format_sorted
 
@@ -180,7 +188,7 @@ def _accepted_types(requires: "Requirements") -> str:
     return "; ".join(f"{label}: {names}" for label, names in accepted.items())
 
 
-def _devices_and_packages(requires: "Requirements") -> str:
+def _format_devices(requires: "Requirements") -> str:
     from modular_kernel.compatibility.support import format_archs
 
     devices = sorted(requires.devices)

@@ -1,4 +1,8 @@
-"""`mk plan`: recommends a pair for a layer on a described machine, by an analytic model."""
+"""`mk plan`: recommends a pairing for a layer on a described machine, by estimates of its time.
+
+The estimates come from `modular_kernel.perf_model`: a roofline of the experts, and the latency and
+bandwidth of the exchange between ranks. Nothing runs.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,18 +14,23 @@ from click.exceptions import Exit
 from modular_kernel.cli import output
 from modular_kernel.cli.command import POSITIVE, IntegerRange, NumberRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
-from modular_kernel.cli.machine_options import MachineOptions, on_cluster
+from modular_kernel.cli.machine_options import MachineOptions, apply_cluster
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import (
     TOKENS_LIST,
     AsJson,
     Prepared,
     ProblemOptions,
-    not_prepared_error,
-    options_by_scheme,
+    make_not_prepared_error,
     refuse_combination,
+    split_by_scheme,
 )
-from modular_kernel.cli.plan_output import compared_row, print_cases, print_compared, record_of
+from modular_kernel.cli.plan_output import (
+    make_compared_row,
+    make_record,
+    print_cases,
+    print_compared,
+)
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,18 +39,18 @@ if TYPE_CHECKING:
     from modular_kernel.perf_model.recommend import Recommendation
     from modular_kernel.spec.problem import Machine, Problem
 
-_GPU, _PER_HOST = "h200", 8  # of the default machine
+_DEFAULT_GPU, _DEFAULT_GPUS_PER_HOST = "h200", 8
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Options of the workload, and values that replace those of the described machine."""
+    """Options of the workload, and rates that replace those of the described machine."""
 
     phase: Annotated[
         Literal["prefill", "decode"] | None,
         option(
-            "Recommend a pair for this phase only.  [default: both; if token counts are given, "
+            "Recommend a pairing for this phase only.  [default: both; if token counts are given, "
             "decode for up to 256 tokens per rank, else prefill]"
         ),
     ] = None
@@ -77,15 +86,19 @@ class WorkloadOptions:
         float | None,
         option("Peak of 16-bit GEMMs in TFLOP/s; 8-bit: twice that.", type=POSITIVE),
     ] = None
-    groups: Annotated[int, option("Group-limited routing: number of groups of experts.")] = 1
-    topk_groups: Annotated[int, option("Group-limited routing: number of groups per token.")] = 1
+    groups: Annotated[
+        int, option("Group-limited routing: number of groups into which the experts are divided.")
+    ] = 1
+    topk_groups: Annotated[
+        int, option("Group-limited routing: number of groups that a token selects.")
+    ] = 1
     prepared: Prepared = False
     rows: Annotated[
-        int, option("Rows of each table; 0 shows every pair.", type=IntegerRange(0))
+        int, option("Rows of each table; 0 shows every pairing.", type=IntegerRange(0))
     ] = 8
 
-    def change(self, cluster: "Cluster") -> "Cluster":
-        """Return the machine with its values replaced by those of the options that are set."""
+    def apply_to(self, cluster: "Cluster") -> "Cluster":
+        """Return the machine with the rates that the options set."""
         from modular_kernel.perf_model.hardware import peak_rates
 
         gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
@@ -105,7 +118,7 @@ class WorkloadOptions:
         return replace(cluster, gpu=gpu, inside=inside, between=between)
 
     def phases(self, options: ProblemOptions) -> list[tuple[str, int]]:
-        """Return the phase and the tokens per rank of each table."""
+        """Return (phase, tokens per rank) for each table."""
         from modular_kernel.perf_model.recommend import PHASE_TOKENS, phase_of
 
         counts = self.tokens_list
@@ -117,11 +130,11 @@ class WorkloadOptions:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One machine, phase and number of tokens, with its estimates.
+class PlanCase:
+    """The estimates of all pairings for one machine, phase and number of tokens.
 
-    name: of the machine. layers: those with the problem's quantization scheme; None if all layers
-    have it.
+    name: name of the machine.
+    layers: the layers with the quantization scheme of the problem; None if all layers have it.
     """
 
     name: str
@@ -142,27 +155,31 @@ def plan(
     compare: Annotated[
         tuple[Path, ...],
         option(
-            "Only compare the model with the measured rows of this file; may be repeated.",
+            "Only compare estimates with the measured times in this file; may be repeated.",
             type=FilePath(FileUse.READ),
         ),
     ] = (),
     as_json: AsJson = None,
 ) -> None:
-    """Recommend a pair for prefill and one for decode on a machine, without running anything.
+    """Recommend a pairing for prefill and one for decode on a machine, without running anything.
 
-    Every pair that `mk check` accepts with the same options has an estimate of its time and memory,
-    or is listed with the reason why it has none. Pairs that exceed the memory of a GPU are refused.
-    All rows of a table are for the same work, that is, the same number of distinct tokens per rank.
-    If the layers of a config.json are quantized differently, there is a table for each scheme.
+    Estimates the time and memory of every pairing that `mk check` accepts with the same options. A
+    pairing without an estimate is listed with the reason. A pairing that exceeds the memory of a
+    GPU is refused. All rows of a table are for the same work, that is, the same number of distinct
+    tokens per rank. If the layers of a config.json are quantized differently, there is a table for
+    each scheme.
 
-    --machine takes several machines, separated by commas; the default is 8xh200, or as many H200 as
-    --world-size, 8 per host. --tokens is the number of tokens per rank. --prepared counts the
-    memory of prepared weights. "Plan for a machine" in the documentation has the formulas, the
-    records and the errors of the estimates. `mk plan --compare FILE` prints the errors for a record
-    of `mk bench` or `mk exchange`; of the other options, it can be combined with --json only.
+    --machine takes several machines, separated by commas. The default is 8xh200, or as many H200 as
+    --world-size, 8 per host. --tokens is the number of tokens per rank. --prepared adds the memory
+    of prepared weights. "Plan for a machine" in the documentation has the formulas, the records and
+    the errors of the estimates.
 
-    Exits with 1 if no pair has an estimate, or if the model is more than 25 % off on a compared row
-    that was neither fitted nor timed eagerly; exits with 2 on bad usage.
+    --compare FILE prints the errors of the estimates for a record of `mk bench` or `mk exchange`.
+    It can be combined with --json only.
+
+    Exits with 1 if no pairing has an estimate. With --compare, exits with 1 if an estimate is more
+    than 25 % off; rows that were used to fit the estimates or were timed eagerly do not count.
+    Exits with 2 on bad usage.
     """
     if compare:
         refuse_combination("--compare", (options, machine_options, workload))
@@ -172,15 +189,15 @@ def plan(
     _check_options(options)
     cases = [
         replace(case, layers=layers)
-        for name, cluster in _machines(options, machine_options)
-        for layers, scheme_options in options_by_scheme(options)
-        for case in _cases(
-            name, workload.change(cluster), scheme_options, machine_options, workload
+        for name, cluster in _parse_machines(options, machine_options)
+        for layers, scheme_options in split_by_scheme(options)
+        for case in _make_cases(
+            name, workload.apply_to(cluster), scheme_options, machine_options, workload
         )
     ]
     if workload.prepared:
         _check_prepared(cases)
-    record = record_of(cases, workload.routing)
+    record = make_record(cases, workload.routing)
     output.print_result(
         record, as_json, lambda: print_cases(cases, workload.routing, workload.rows)
     )
@@ -197,35 +214,35 @@ def _check_options(options: ProblemOptions) -> None:
         raise ConfigurationError("--placement", got=options.placement, need="linear in mk plan")
 
 
-def _machines(
+def _parse_machines(
     options: ProblemOptions, machine_options: MachineOptions
 ) -> list[tuple[str, "Cluster"]]:
-    """Return the described machines with their names."""
+    """Return (name, machine) for each machine of --machine, else for the default machine."""
     if machine_options.machine is None:
         from modular_kernel.perf_model.machines import parse_machine
 
-        per_host = options.ranks_per_host or _PER_HOST
+        per_host = options.ranks_per_host or _DEFAULT_GPUS_PER_HOST
         hosts = -(-(options.world_size or per_host) // per_host)
-        name = f"{hosts}x{per_host}x{_GPU}" if hosts > 1 else f"{per_host}x{_GPU}"
+        name = f"{hosts}x{per_host}x{_DEFAULT_GPU}" if hosts > 1 else f"{per_host}x{_DEFAULT_GPU}"
         return [(name, parse_machine(name))]
     words = list(dict.fromkeys(machine_options.machine.split(",")))
     described = [(word, replace(machine_options, machine=word).cluster()) for word in words]
     return [(word, cluster) for word, cluster in described if cluster is not None]
 
 
-def _cases(
+def _make_cases(
     name: str,
     cluster: "Cluster",
     options: ProblemOptions,
     machine_options: MachineOptions,
     workload: WorkloadOptions,
-) -> list[Case]:
+) -> list[PlanCase]:
     from modular_kernel.perf_model.estimate import estimate_pairings, machines_with_all_packages
     from modular_kernel.perf_model.load import Groups
     from modular_kernel.perf_model.recommend import recommend
 
     machine = machine_options.select(cluster)
-    problem = on_cluster(options, cluster).problem()
+    problem = apply_cluster(options, cluster).problem()
     estimate = partial(
         estimate_pairings,
         cluster=cluster,
@@ -243,18 +260,18 @@ def _cases(
         ]
         estimate_at = lambda count: estimate(problem.with_tokens(count), machine=machine)  # noqa: E731
         recommended = recommend(phase, result, estimate_at, with_all_packages)
-        cases.append(Case(name, cluster, machine, phase, phase_problem, result, recommended))
+        cases.append(PlanCase(name, cluster, machine, phase, phase_problem, result, recommended))
     return cases
 
 
-def _check_prepared(cases: list[Case]) -> None:
-    """Raise ConfigurationError if no part of a valid pair prepares such weights."""
+def _check_prepared(cases: list[PlanCase]) -> None:
+    """Raise ConfigurationError if no part of a valid pairing prepares weights of the scheme."""
     if any(case.result.prepares for case in cases):
         return
     estimates = [estimate for case in cases for estimate in case.result.estimates]
     if estimates:
         parts = ", ".join(dict.fromkeys(estimate.experts_part for estimate in estimates))
-        raise not_prepared_error(cases[0].problem.quant, parts)
+        raise make_not_prepared_error(cases[0].problem.quant, parts)
 
 
 def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
@@ -266,7 +283,7 @@ def _compare(paths: tuple[Path, ...], *, as_json: str | None) -> None:
     )
 
     results = compare([cell for path in paths for cell in read_measurements(path)])
-    rows: list[dict[str, Any]] = [compared_row(result) for result in results]
+    rows: list[dict[str, Any]] = [make_compared_row(result) for result in results]
     record = {"within": MAX_ACCURATE_ERROR, "cells": rows, "summaries": summarize(results)}
     output.print_result(record, as_json, lambda: print_compared(rows, summarize(results)))
     if not results or any(result.is_mispredicted for result in results):

@@ -7,13 +7,13 @@ from modular_kernel.cli import output
 from modular_kernel.text import format_count, format_layers
 
 if TYPE_CHECKING:
-    from modular_kernel.cli.plan import Case
+    from modular_kernel.cli.plan import PlanCase
     from modular_kernel.perf_model.compare import Comparison, Summary
     from modular_kernel.perf_model.estimate import Estimate
     from modular_kernel.perf_model.hardware import Link
     from modular_kernel.perf_model.recommend import Recommendation
 
-# Common to most names; tables show them only in the header.
+# Of most part names; tables show them only in the header.
 _SUFFIX, _EXPERTS_SUFFIX = "PrepareAndFinalize", "Experts"
 _GIGA, _TERA, _MEGA = 1e9, 1e12, 1e6
 _REQUIRED_COLUMNS = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
@@ -25,27 +25,27 @@ _OPTIONAL_COLUMNS = (
 )
 
 
-def record_of(cases: "Sequence[Case]", routing: str) -> dict[str, Any]:
+def make_record(cases: "Sequence[PlanCase]", routing: str) -> dict[str, Any]:
     """Return the JSON record of all cases."""
     return {
         "routing": routing,
         "machines": {case.name: case.cluster for case in cases},
         "recommendations": [
-            _labels(case) | _recommendation_record(case.recommendation)
+            _label_fields(case) | _make_recommendation_record(case.recommendation)
             for case in cases
             if case.recommendation is not None
         ],
         "estimates": [
-            _labels(case) | _estimate_record(estimate)
+            _label_fields(case) | _make_estimate_record(estimate)
             for case in cases
             for estimate in case.result.estimates
         ],
-        "too_large": _reasons(cases, "too_large"),
-        "no_estimate": _reasons(cases, "unestimated"),
+        "too_large": _make_reason_records(cases, "too_large"),
+        "no_estimate": _make_reason_records(cases, "unestimated"),
     }
 
 
-def _labels(case: "Case") -> dict[str, Any]:
+def _label_fields(case: "PlanCase") -> dict[str, Any]:
     return {
         "machine": case.name,
         "packages": case.machine.packages,
@@ -57,15 +57,15 @@ def _labels(case: "Case") -> dict[str, Any]:
     }
 
 
-def _reasons(cases: "Sequence[Case]", field: str) -> list[dict[str, Any]]:
+def _make_reason_records(cases: "Sequence[PlanCase]", field: str) -> list[dict[str, Any]]:
     return [
-        _labels(case) | {"pairing": pairing, "reason": reason}
+        _label_fields(case) | {"pairing": pairing, "reason": reason}
         for case in cases
         for pairing, reason in getattr(case.result, field)
     ]
 
 
-def _estimate_record(estimate: "Estimate") -> dict[str, Any]:
+def _make_estimate_record(estimate: "Estimate") -> dict[str, Any]:
     us, memory = 1e6, estimate.memory
     return {
         "prepare_finalize": estimate.prepare_finalize,
@@ -91,7 +91,7 @@ def _estimate_record(estimate: "Estimate") -> dict[str, Any]:
     }
 
 
-def _recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
+def _make_recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
     runner_up = recommendation.runner_up
     return {
         "pairing": recommendation.best.pairing,
@@ -105,43 +105,43 @@ def _recommendation_record(recommendation: "Recommendation") -> dict[str, Any]:
     }
 
 
-def print_cases(cases: "Sequence[Case]", routing: str, max_rows: int) -> None:
+def print_cases(cases: "Sequence[PlanCase]", routing: str, max_rows: int) -> None:
     """Print the recommendations, then a table for each case, then the assumptions.
 
-    max_rows: maximum number of pairs in a table; 0 prints all.
+    max_rows: maximum number of pairings in a table; 0 prints all.
     """
     for case in cases:
         _print_recommendation(case)
     for case in cases:
         _print_table(case, max_rows)
-    output.line()
-    for text in dict.fromkeys(text for case in cases for text in _assumptions(case, routing)):
-        output.line(f"- {text}")
+    output.print_line()
+    for text in dict.fromkeys(text for case in cases for text in _list_assumptions(case, routing)):
+        output.print_line(f"- {text}")
 
 
-def _title(case: "Case") -> str:
+def _format_title(case: "PlanCase") -> str:
     problem = case.problem
     ranks, tokens = problem.parallel.world_size, format_count(problem.tokens, "token")
-    in_all = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
-    where = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
+    total = f", {ranks * problem.tokens} in all" if ranks > 1 else ""
+    location = f"on each of {ranks} ranks" if ranks > 1 else "on one GPU"
     layers = "" if case.layers is None else f"{format_layers(case.layers)} ({problem.quant}): "
-    return f"{layers}{case.phase} on {case.name}, {tokens} {where}{in_all}"
+    return f"{layers}{case.phase} on {case.name}, {tokens} {location}{total}"
 
 
-def _print_recommendation(case: "Case") -> None:
+def _print_recommendation(case: "PlanCase") -> None:
     recommendation = case.recommendation
     if recommendation is None:
-        reason = "every pair is refused"
+        reason = "every pairing is refused"
         if case.result.too_large:
             reason = "what is valid does not fit in memory"
         elif case.result.unestimated:
-            reason = "no valid pair has an estimate"
-        output.line(f"{_title(case)}: no recommendation, {reason}")
+            reason = "no valid pairing has an estimate"
+        output.print_line(f"{_format_title(case)}: no recommendation, {reason}")
         _print_nearest_refusal(case)
         return
     best, limit = recommendation.best, case.machine.memory or 0
-    output.line(
-        f"{_title(case)}: take {best.pairing}: {best.seconds * 1e6:.0f} us a layer, "
+    output.print_line(
+        f"{_format_title(case)}: take {best.pairing}: {best.seconds * 1e6:.0f} us a layer, "
         f"{best.tokens_per_second / _MEGA:.2f} Mtokens/s, fits: {best.memory} of "
         f"{limit / _GIGA:.0f} GB"
     )
@@ -149,39 +149,41 @@ def _print_recommendation(case: "Case") -> None:
         other = recommendation.runner_up
         ratio = other.seconds / best.seconds
         close = ", within the error of the estimates: time both" if recommendation.is_close else ""
-        output.line(f"  runner-up: {other.pairing}, {ratio:.2f} x the time{close}")
+        output.print_line(f"  runner-up: {other.pairing}, {ratio:.2f} x the time{close}")
     for text in recommendation.changes:
-        output.line(f"  would change it: {text}")
+        output.print_line(f"  would change it: {text}")
 
 
-def _print_nearest_refusal(case: "Case") -> None:
-    """Print the refusal with the fewest reasons, if nothing is valid."""
+def _print_nearest_refusal(case: "PlanCase") -> None:
+    """Print the refusal with the fewest reasons, if every pairing is refused."""
     result = case.result
     if result.estimates or result.too_large or result.unestimated or not result.refused:
         return
     verdict = min(result.refused, key=lambda verdict: len(verdict.rejections))
-    output.line(f"  nearest: {verdict.pairing}: {'; '.join(map(str, verdict.rejections))}")
+    output.print_line(f"  nearest: {verdict.pairing}: {'; '.join(map(str, verdict.rejections))}")
 
 
-def _print_table(case: "Case", max_rows: int) -> None:
+def _print_table(case: "PlanCase", max_rows: int) -> None:
     result = case.result
     shown = result.estimates[: max_rows or None]
-    output.table(
+    output.print_table(
         (*_REQUIRED_COLUMNS, *_OPTIONAL_COLUMNS),
-        map(_cells, shown),
-        title=_title(case),
+        map(_format_cells, shown),
+        title=_format_title(case),
         optional=_OPTIONAL_COLUMNS,
     )
     hidden = len(result.estimates) - len(shown)
     if hidden:
-        output.line(f"{format_count(hidden, 'slower pair')}: --rows 0 or --json shows them")
+        output.print_line(
+            f"{format_count(hidden, 'slower pairing')}: --rows 0 or --json shows them"
+        )
     _print_grouped("does not fit", result.too_large)
     _print_grouped("no estimate", result.unestimated)
     for text in dict.fromkeys(f"{e.prepare_finalize}: {e.caveat}" for e in shown if e.caveat):
-        output.line(f"caveat of {text}")
+        output.print_line(f"caveat of {text}")
 
 
-def _cells(estimate: "Estimate") -> tuple[str, ...]:
+def _format_cells(estimate: "Estimate") -> tuple[str, ...]:
     exchange, memory = estimate.exchange, estimate.memory
     times = exchange.dispatch, estimate.experts.seconds, exchange.combine
     sizes = memory.weights, memory.workspace, memory.exchange, memory.prepared
@@ -199,7 +201,7 @@ def _cells(estimate: "Estimate") -> tuple[str, ...]:
 
 
 def _print_grouped(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
-    """Print the pairs, with those that have the same reason on one line."""
+    """Print one line for each reason, with the pairings that have it."""
     by_reason: dict[str, list[str]] = {}
     for pairing, reason in reasons:
         by_reason.setdefault(reason, []).append(pairing)
@@ -207,10 +209,10 @@ def _print_grouped(heading: str, reasons: Iterable[tuple[str, str]]) -> None:
         experts = ", ".join(pairing.partition(" x ")[2] for pairing in pairings)
         exchanges = {pairing.partition(" x ")[0] for pairing in pairings}
         names = f"{exchanges.pop()} x {experts}" if len(exchanges) == 1 else ", ".join(pairings)
-        output.line(f"{heading}: {names}: {reason}")
+        output.print_line(f"{heading}: {names}: {reason}")
 
 
-def _assumptions(case: "Case", routing: str) -> list[str]:
+def _list_assumptions(case: "PlanCase", routing: str) -> list[str]:
     cluster, estimates = case.cluster, case.result.estimates
     gpu = cluster.gpu
     rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
@@ -220,40 +222,43 @@ def _assumptions(case: "Case", routing: str) -> list[str]:
     return [
         f"packages of {case.name}: {packages} (--packages all: every one that a part needs)",
         f"GPU: {gpu.name}, {measured}; {sizes}, TFLOP/s: {rates}",
-        f"link of one GPU within a host of {cluster.per_host}: {_link_text(cluster.inside)}",
-        *([f"link of one GPU between hosts: {_link_text(cluster.between)}"] * (cluster.hosts > 1)),
+        f"link of one GPU within a host of {cluster.per_host}: {_format_link(cluster.inside)}",
+        *(
+            [f"link of one GPU between hosts: {_format_link(cluster.between)}"]
+            * (cluster.hosts > 1)
+        ),
         f"routing {routing}: expected loads; the most loaded rank determines the time",
         "Mtok/s: different tokens of all ranks",
         "GB: of a rank: weights of its experts, workspace, exchange buffers, prepared weights",
         "dispatch, experts and combine run one after another, without overlap",
         "calls are replayed from CUDA graphs; router, shared experts and attention are excluded",
-        *_prepared_lines(estimates),
-        *_by_source((e.experts_part, e.factor.source) for e in estimates),
-        *_by_source((e.prepare_finalize, e.source) for e in estimates),
+        *_list_prepared_caveats(estimates),
+        *_list_sources((e.experts_part, e.factor.source) for e in estimates),
+        *_list_sources((e.prepare_finalize, e.source) for e in estimates),
     ]
 
 
-def _by_source(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each source, with the parts that have it. named: (part, source)."""
+def _list_sources(named: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each source of estimates, with its parts. named: (part, source)."""
     names: dict[str, dict[str, None]] = {}
     for name, source in named:
         names.setdefault(source, {})[name.removesuffix(_SUFFIX)] = None
     return [f"{', '.join(parts)}: {source}" for source, parts in names.items()]
 
 
-def _link_text(link: "Link") -> str:
+def _format_link(link: "Link") -> str:
     latency = f" and {link.latency * 1e6:g} us" if link.latency else ""
     return f"{link.bandwidth / _GIGA:.0f} GB/s{latency}"
 
 
-def _prepared_lines(estimates: "Sequence[Estimate]") -> list[str]:
+def _list_prepared_caveats(estimates: "Sequence[Estimate]") -> list[str]:
     if not any(estimate.memory.prepared for estimate in estimates):
         return []
     return ["times are those of calls without prepared weights, whose memory is counted"]
 
 
-def compared_row(result: "Comparison") -> dict[str, Any]:
-    """Return the JSON row of one compared time."""
+def make_compared_row(result: "Comparison") -> dict[str, Any]:
+    """Return the JSON record of one comparison of an estimate with a measured time."""
     return {
         "cell": result.measured.label,
         "ranks": result.measured.problem.parallel.world_size,
@@ -268,19 +273,19 @@ def compared_row(result: "Comparison") -> dict[str, Any]:
 
 
 def print_compared(rows: Sequence[dict[str, Any]], summaries: "Iterable[Summary]") -> None:
-    """Print the compared times and their summaries."""
+    """Print the comparisons of estimates with measured times, and their summaries."""
     from modular_kernel.perf_model.compare import MAX_ACCURATE_ERROR
 
     columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
-    output.table(columns, [_error_cells(row) for row in rows])
+    output.print_table(columns, [_format_error_cells(row) for row in rows])
     for summary in summaries:
-        output.line(
+        output.print_line(
             f"{summary.quantity}: {summary.accurate} of {summary.count} within "
             f"{MAX_ACCURATE_ERROR:.0%}, mean {summary.mean:.1%}, worst {summary.worst:.1%}"
         )
 
 
-def _error_cells(row: dict[str, Any]) -> tuple[object, ...]:
+def _format_error_cells(row: dict[str, Any]) -> tuple[object, ...]:
     labels = row["cell"], row["ranks"], row["quant"], row["tokens"]
     times = f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}"
     kind = ", ".join(name for name in ("fitted", "eager") if row[name])

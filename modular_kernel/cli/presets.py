@@ -1,4 +1,8 @@
-"""Layer sizes and properties of published models, for `--model NAME`."""
+"""Layer sizes and properties for `--model`: of published models, of shapes, and of config files.
+
+A shape is a plain SwiGLU layer with the sizes of a model, or of the shard of one of its ranks.
+Shapes are used in benchmarks and tuning.
+"""
 
 import difflib
 import re
@@ -8,20 +12,20 @@ from modular_kernel.cli.file_options import exists, is_directory
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file, layers_of_file, problem_fields_of_file
 from modular_kernel.models.layer_quantization import LayerScheme
-from modular_kernel.models.registry import ALIASES, model_named
-from modular_kernel.models.registry import MODELS as PUBLISHED
+from modular_kernel.models.registry import ALIASES, MODELS, model_named
 from modular_kernel.text import escape_nonprintable
 
-# Problem fields of each published model.
-MODELS: dict[str, dict[str, object]] = {
-    name: model.problem_fields() for name, model in PUBLISHED.items()
+# Name of a published model -> the fields of its Problem.
+MODEL_FIELDS: dict[str, dict[str, object]] = {
+    name: model.problem_fields() for name, model in MODELS.items()
 }
 
 
-def display_name(model: str) -> str:
+def format_model_name(model: str) -> str:
     """Return the name of a model for tables.
 
-    For a config.json this is the name of its folder; for another file, the file name without .json.
+    A path of a config.json becomes the name of its folder. Another path becomes its file name
+    without .json.
     """
     if not is_file(model):
         return model
@@ -31,15 +35,17 @@ def display_name(model: str) -> str:
     return escape_nonprintable(path.name.removesuffix(".json"))
 
 
-def problem_fields(
+def load_problem_fields(
     model: str, *, quant: str | None = None, activation: str | None = None
 ) -> dict[str, object]:
-    """Return the fields of a Problem that `model`, a name or the path of a config.json, determines.
+    """Return the fields of a Problem that a model determines.
 
-    quant, activation: the ones to use if the layers of a config.json have several. Raises
-    ConfigurationError for an unknown name, and if there are several of them but None is given.
+    model: a name, or the path of a config.json or of its folder.
+    quant, activation: the scheme and the activation to use if the layers of a config.json differ in
+    them. Raises ConfigurationError if they differ and the argument is None, and for an unknown
+    name.
     """
-    if reads_file(model):
+    if is_path(model):
         fields = problem_fields_of_file(model, quant=quant, activation=activation)
         return fields if "dtype" in fields else fields | _stored_dtype(model)
     model = _canonical_name(model)
@@ -47,39 +53,39 @@ def problem_fields(
         return {**SHAPES[model], "activation": "silu", "bias": False}
     published = model_named(model)
     if published is None:
-        raise unknown_model_error(model)
+        raise make_unknown_model_error(model)
     return published.problem_fields()
 
 
-def layer_groups(model: str, activation: str | None = None) -> tuple[LayerScheme, ...]:
-    """Return the schemes of a config.json's layers; () for a name, whose layers do not differ."""
-    return layers_of_file(model, activation)[1] if reads_file(model) else ()
+def read_layer_schemes(model: str, activation: str | None = None) -> tuple[LayerScheme, ...]:
+    """Return the quantization schemes of the layers of a config.json; () for a name."""
+    return layers_of_file(model, activation)[1] if is_path(model) else ()
 
 
-def reads_file(model: str) -> bool:
-    """Return whether `model` is read as a file. An existing file takes precedence over a hub id."""
+def is_path(model: str) -> bool:
+    """Return whether `model` is a path. An existing file takes precedence over a hub id."""
     return is_file(model) and (exists(model) or not _is_hub_id(model))
 
 
 def _stored_dtype(model: str) -> dict[str, object]:
-    """Return the dtype of the tensor files in a model's folder; {} if it cannot be determined."""
+    """Return {"dtype": that of the tensor files in a folder}; {} if it cannot be determined."""
     from modular_kernel.checkpoints.inspection import dtype_of_files
 
     dtype = dtype_of_files(model) if is_directory(model) else None
     return {} if dtype is None else {"dtype": dtype}
 
 
-def is_known(model: str) -> bool:
-    """Return whether `model` is a known name, without reading a file."""
+def is_known_model(model: str) -> bool:
+    """Return whether `model` is the name of a published model or a shape."""
     model = _canonical_name(model)
     return model in SHAPES or model_named(model) is not None
 
 
 def _canonical_name(model: str) -> str:
-    """Return the known name that equals `model`, ignoring case, "-", "_" and "."; else `model`."""
+    """Return the known name that equals `model` except for case, "-", "_" and "."; else `model`."""
     if model in SHAPES or model_named(model) is not None:
         return model
-    names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *PUBLISHED)}
+    names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *MODELS)}
     return names.get(_normalize(model), model)
 
 
@@ -87,12 +93,12 @@ def _normalize(name: str) -> str:
     return re.sub("[-_.]", "", name.lower())
 
 
-def unknown_model_error(model: str, *extra_names: str) -> ConfigurationError:
-    """Return the error for an unknown model name, with suggestions.
+def make_unknown_model_error(model: str, *extra_names: str) -> ConfigurationError:
+    """Return the error for an unknown model name, which suggests similar names.
 
     extra_names: further valid names.
     """
-    names = [*extra_names, *PUBLISHED, *ALIASES, *SHAPES]
+    names = [*extra_names, *MODELS, *ALIASES, *SHAPES]
     lowered = model.lower()
     with_prefix = [name for name in names if lowered and name.startswith(lowered)]
     close = [*with_prefix[:3], *difflib.get_close_matches(lowered, names, n=3)]
@@ -112,11 +118,11 @@ def _is_hub_id(model: str) -> bool:
     return bool(organization.strip(".") and name) and "/" not in name and name[-5:] != ".json"
 
 
-# Plain SwiGLU layers, or one GPU's shard of them: experts, top_k, hidden and intermediate. tpN: the
-# shard of one of N tensor-parallel ranks, with intermediate / N; epN: that of one of N
-# expert-parallel ranks, with experts / N, as if all of every token's top-k were on this rank. Tuned
-# files are named by experts and intermediate (experts/triton/configs/files.py), so no two shapes
-# may have both in common.
+# Shape -> (experts, top_k, hidden, intermediate). tpN is the shard of one of N tensor-parallel
+# ranks, with intermediate / N. epN is the shard of one of N expert-parallel ranks, with experts /
+# N; the top-k experts of each token are then all on this rank. Files of tuned configurations are
+# named by experts and intermediate (experts/triton/configs/files.py), so no two shapes may agree in
+# both.
 _SIZES: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (8, 2, 4096, 14336),
     "dsv3_ep8": (32, 8, 7168, 2048),
@@ -142,8 +148,8 @@ SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
     for name, sizes in _SIZES.items()
 }
-# Shape -> the published model with these sizes; "TP N" or "EP N": those of one of N ranks.
-SHAPE_OF = {
+# Shape -> the published model with these sizes. "TP N" or "EP N": the sizes of one of N ranks.
+MODEL_OF_SHAPE = {
     "mixtral": "mixtral-8x7b",
     "dsv3_ep8": "deepseek-v3, EP 8",
     "qwen3_30b": "qwen3-30b-a3b",

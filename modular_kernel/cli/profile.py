@@ -1,4 +1,8 @@
-"""`mk profile`: traces of a pairing on every rank, and stage times compared with their roofline."""
+"""`mk profile`: traces a pairing on every rank, and compares stage times with their roofline.
+
+A stage is a step of a call, such as quantization, dispatch or GEMM 1. The measurement and the
+reports are in `modular_kernel.profiling`. This module runs them, and writes and prints the results.
+"""
 
 import hashlib
 import json
@@ -13,8 +17,8 @@ from modular_kernel.cli import output
 from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.file_options import FilePath, FileUse
 from modular_kernel.cli.machine_setup import prepare_host
-from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, not_prepared_error
-from modular_kernel.cli.ranks import Backend, Host, host_of, with_launcher
+from modular_kernel.cli.options import AsJson, Prepared, ProblemOptions, make_not_prepared_error
+from modular_kernel.cli.ranks import Backend, Executor, apply_launcher, open_executor
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine, Problem
 
 _MAX_STEM = 72  # characters of a file name, so that it fits a line of a terminal
-_CALLS, _CALLS_ON_CPU = 5, 1
+_DEFAULT_CALLS, _DEFAULT_CALLS_ON_CPU = 5, 1
 _MAX_CALLS = 100  # traces with more calls open slowly
 _RANK_TIMEOUT_S = 600.0
 
@@ -34,7 +38,7 @@ class ProfileOptions:
 
     against: Annotated[
         tuple[str, str] | None,
-        option("A second pairing to compare with on the same inputs, as two names."),
+        option("A second pairing to compare with, as two names."),
     ] = None
     routing: Annotated[
         str,
@@ -73,23 +77,23 @@ def profile(
     backend: Backend = None,
     as_json: AsJson = None,
 ) -> None:
-    """Profile a pair: trace every rank, and compare the time of each stage with its roofline.
+    """Profile a pairing: trace every rank, and compare the time of each stage with its roofline.
 
-    Writes Chrome traces (for Perfetto) of each rank and merged over all ranks, a JSON file, and an
-    HTML report.
+    Writes a Chrome trace (for Perfetto) of each rank, one merged over all ranks, a JSON file, and
+    an HTML report.
 
-    Two kinds of calls are measured. The end-to-end time is that of planned calls, which on a GPU
-    are replayed from a CUDA graph where possible. Stage times come from eager calls under torch's
-    profiler: the device time of a stage is that of the kernels launched in it. The method and the
-    roofline are described in "Profiling" in the documentation.
+    The end-to-end time is that of calls of a plan; on a GPU they are replayed from a CUDA graph if
+    possible. The times of stages are measured in separate, eager calls under the profiler of torch:
+    the device time of a stage is that of the kernels launched in it. "Profiling" in the
+    documentation describes the method and the roofline.
 
-    Exits with 1 if a pair is refused, listing every reason, and with 2 on bad usage.
+    Exits with 1 if a pairing is refused, listing every reason, and with 2 on bad usage.
     """
-    options = with_launcher(options)
+    options = apply_launcher(options)
     problem = options.problem()
     calls, against = profiling.calls, profiling.against
     prepare_host()
-    experts_type = experts_type or default_experts()
+    experts_type = experts_type or _get_default_experts()
     from modular_kernel.measure.routing_patterns import RoutingKind
     from modular_kernel.profiling.record import ProfileJob
     from modular_kernel.profiling.report import to_record
@@ -98,42 +102,44 @@ def profile(
     if len(set(pairs)) < len(pairs):
         raise ConfigurationError("--against", got=" x ".join(pairs[1]), need="a second pairing")
     kind = RoutingKind.parse(profiling.routing)
-    with host_of(options.world_size, backend) as host:
+    with open_executor(options.world_size, backend) as executor:
         for pair in pairs:
-            check_valid(*pair, problem, host.machine)
+            _check_valid(*pair, problem, executor.machine)
         if profiling.prepared:
-            check_prepared([experts for _, experts in pairs], problem)
+            _check_prepared([experts for _, experts in pairs], problem)
         profiling.out.mkdir(parents=True, exist_ok=True)
-        files = _Files(pairs, problem, profiling.out, profiling.prepared)
-        on_gpu = host.machine.device == "cuda"
+        files = _OutputFiles(pairs, problem, profiling.out, profiling.prepared)
+        on_gpu = executor.machine.device == "cuda"
         job = ProfileJob(
             pairs=pairs,
             problem=problem,
-            machine=host.machine,
+            machine=executor.machine,
             routing=kind,
-            calls=calls or (_CALLS if on_gpu else _CALLS_ON_CPU),
-            traces=tuple(files.out / files.stem(pair) for pair in pairs),
+            calls=calls or (_DEFAULT_CALLS if on_gpu else _DEFAULT_CALLS_ON_CPU),
+            traces=tuple(files.out / files.get_stem(pair) for pair in pairs),
             command=shlex.join(["mk", *sys.argv[1:]]),
             prepared=profiling.prepared,
         )
-        with output.activity_notes(lambda: "profiling"):
-            recorded = _record_ranks(job, host)
-        result = _build_profile(job, recorded, files, host)
-        record = to_record(result) | host.record | {"report": str(files.report("html"))}
+        with output.show_activity(lambda: "profiling"):
+            recorded = _record_ranks(job, executor)
+        result = _build_profile(job, recorded, files, executor)
+        record = (
+            to_record(result) | executor.record_fields | {"report": str(files.get_report("html"))}
+        )
     if output.is_reporting_rank():
         files.write(result, record)
-    output.print_result(record, as_json, lambda: _show(result, files))
+    output.print_result(record, as_json, lambda: _print_text(result, files))
 
 
-def default_experts() -> str:
+def _get_default_experts() -> str:
     """Return the default experts part: TritonExperts with a GPU, else TorchExperts."""
     import torch
 
     return "TritonExperts" if torch.cuda.is_available() else "TorchExperts"
 
 
-def check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
-    """Raise IncompatibleError, with the reasons of the first rank that is refused, if any is."""
+def _check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
+    """Raise IncompatibleError if the pairing is refused, with the reasons of the first rank."""
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs
 
@@ -142,29 +148,32 @@ def check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -
         raise IncompatibleError(verdict.pairing, verdict.rejections)
 
 
-def check_prepared(experts: list[str], problem: "Problem") -> None:
-    """Raise ConfigurationError if no experts part prepares weights; print those that do not."""
+def _check_prepared(experts: list[str], problem: "Problem") -> None:
+    """Print the experts parts that do not prepare weights.
+
+    Raises ConfigurationError if no part does.
+    """
     from modular_kernel.measure.prepared_weights import prepared_specs_of
 
     without = [name for name in experts if not prepared_specs_of(name, problem)]
     if len(without) == len(experts):
-        raise not_prepared_error(problem.quant, " and ".join(experts))
+        raise make_not_prepared_error(problem.quant, " and ".join(experts))
     for name in without:
-        output.note(f"profiled without prepared weights: {name} {problem.quant}")
+        output.print_note(f"profiled without prepared weights: {name} {problem.quant}")
 
 
-def file_stem(subject: str, problem: "Problem") -> str:
+def make_file_stem(subject: str, problem: "Problem") -> str:
     """Return a unique stem for the file names of a profiled pairing or comparison."""
     case = f"{subject.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
     if name != case or len(name) > _MAX_STEM:
-        # A hash keeps names unique: cases may differ only in removed or truncated characters.
+        # Cases may differ only in removed or truncated characters. A hash makes the names unique.
         name = f"{name[:_MAX_STEM]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
     return name
 
 
 @dataclass(frozen=True)
-class _Files:
+class _OutputFiles:
     """Paths of the output files."""
 
     pairs: tuple[tuple[str, str], ...]
@@ -172,20 +181,20 @@ class _Files:
     out: Path
     prepared: bool = False
 
-    def stem(self, pair: tuple[str, str]) -> str:
-        return file_stem(" x ".join(pair) + self._suffix, self.problem)
+    def get_stem(self, pair: tuple[str, str]) -> str:
+        return make_file_stem(" x ".join(pair) + self._suffix, self.problem)
 
     @property
     def _suffix(self) -> str:
         return "-prepared" if self.prepared else ""
 
-    def merged(self, pair: tuple[str, str]) -> Path:
+    def get_merged_trace(self, pair: tuple[str, str]) -> Path:
         """Return the path of the trace merged over all ranks."""
-        return self.out / f"{self.stem(pair)}-all-ranks.trace.json"
+        return self.out / f"{self.get_stem(pair)}-all-ranks.trace.json"
 
-    def report(self, kind: str) -> Path:
+    def get_report(self, kind: str) -> Path:
         names = " against ".join(" x ".join(pair) for pair in self.pairs)
-        return self.out / f"{file_stem(names + self._suffix, self.problem)}.profile.{kind}"
+        return self.out / f"{make_file_stem(names + self._suffix, self.problem)}.profile.{kind}"
 
     def write(self, result: "Profile", record: dict[str, Any]) -> None:
         """Write the report as JSON and as HTML."""
@@ -193,36 +202,40 @@ class _Files:
 
         text = json.dumps(output.to_json_types(record), indent=1)
         for kind, content in (("json", text), ("html", render_page(result))):
-            path = self.report(kind)
+            path = self.get_report(kind)
             output.write_file(path, content)
 
 
-def _record_ranks(job: "ProfileJob", host: Host) -> "list[RankRecord]":
+def _record_ranks(job: "ProfileJob", executor: Executor) -> "list[RankRecord]":
     """Record the job on every rank and return their records."""
     from modular_kernel.profiling.record import record_rank
 
-    if host.pool is None:
+    if executor.pool is None:
         return [record_rank(0, 1, None, job)]
-    return host.pool.run(record_rank, job, timeout=_RANK_TIMEOUT_S)
+    return executor.pool.run(record_rank, job, timeout=_RANK_TIMEOUT_S)
 
 
 def _build_profile(
-    job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host
+    job: "ProfileJob", records: "list[RankRecord]", files: _OutputFiles, executor: Executor
 ) -> "Profile":
-    """Read the traces back, merge those of several ranks, and return the resulting profile."""
+    """Read the traces of all ranks, merge them, and return the profile."""
     from modular_kernel.profiling.chrome import merge_traces, read_trace
     from modular_kernel.profiling.report import make_profile
 
-    def traces_of(rank: int) -> list[dict[str, Any]]:
+    def read_traces(rank: int) -> list[dict[str, Any]]:
         return [read_trace(pair.trace) for pair in records[rank].pairs]
 
-    by_rank = [traces_of(0)] if host.pool is None else host.pool.collect(traces_of)
-    traces = [[of_rank[index] for of_rank in by_rank] for index in range(len(job.pairs))]
+    traces_by_rank = (
+        [read_traces(0)] if executor.pool is None else executor.pool.collect(read_traces)
+    )
+    traces = [
+        [rank_traces[index] for rank_traces in traces_by_rank] for index in range(len(job.pairs))
+    ]
     merged_paths: list[Path | None] = [None] * len(job.pairs)
     if len(records) > 1:
         names = [f"rank {record.rank}: {record.environment['device']}" for record in records]
         for index, pair in enumerate(job.pairs):
-            path = files.merged(pair)
+            path = files.get_merged_trace(pair)
             if not output.is_reporting_rank():
                 continue
             output.write_file(path, json.dumps(merge_traces(traces[index], names)))
@@ -230,35 +243,35 @@ def _build_profile(
     return make_profile(job, records, traces, merged_paths)
 
 
-def _show(result: "Profile", files: _Files) -> None:
+def _print_text(result: "Profile", files: _OutputFiles) -> None:
     """Print the tables, a summary, and the paths of the output files."""
     from modular_kernel.profiling import summary
 
     for name, text in summary.describe_profile(result):
-        output.line(f"{name + ':':15} {text}")
+        output.print_line(f"{name + ':':15} {text}")
     for line in result.missing:
-        output.line(f"caveat: {line}")
+        output.print_line(f"caveat: {line}")
     for pair in result.pairs:
-        output.line(f"\n{pair.pairing}")
+        output.print_line(f"\n{pair.pairing}")
         for rank in pair.ranks:
             title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
-            output.table(
+            output.print_table(
                 summary.STAGE_COLUMNS,
                 summary.stage_cells(rank),
                 title=title,
                 optional=summary.OPTIONAL_COLUMNS,
             )
         for line in summary.describe_slowest_rank(pair):
-            output.line(line)
+            output.print_line(line)
     if len(result.pairs) > 1:
-        output.line(
+        output.print_line(
             "\nA is the first pairing, B the second. " + summary.describe_difference(result)
         )
-        output.table(summary.COMPARISON_COLUMNS, summary.comparison_rows(result))
-    output.line()
+        output.print_table(summary.COMPARISON_COLUMNS, summary.comparison_rows(result))
+    output.print_line()
     for pair in result.pairs:
         for path in [rank.trace for rank in pair.ranks] + (
             [pair.merged_trace] if pair.merged_trace else []
         ):
-            output.line(f"trace (open it at https://ui.perfetto.dev): {path}")
-    output.line(f"report: {files.report('html')} (and .json)")
+            output.print_line(f"trace (open it at https://ui.perfetto.dev): {path}")
+    output.print_line(f"report: {files.get_report('html')} (and .json)")

@@ -1,4 +1,8 @@
-"""Where verification and measurements run: in this process, or on a pool of ranks."""
+"""Execution of verification and measurements, in this process or on a pool of ranks.
+
+A pool has one process per rank. The processes are started by this one, or by a launcher such as
+torchrun, of which this process is then one rank.
+"""
 
 import shlex
 import sys
@@ -8,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from modular_kernel.cli.command import option
-from modular_kernel.cli.output import note
+from modular_kernel.cli.output import print_note
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
 from modular_kernel.text import format_count
@@ -33,25 +37,28 @@ Backend = Annotated[
 
 
 @dataclass(frozen=True)
-class Host:
-    """This machine and its pool of ranks. pool: None for a single rank, that is, this process."""
+class Executor:
+    """Selects and runs the cases of a pairing, in this process or on a pool of ranks.
+
+    pool: the ranks; None for a single rank, which is this process.
+    """
 
     machine: "Machine"
     pool: "AnyRanks | None" = None
 
     @property
-    def record(self) -> dict[str, object]:
-        """Machine, ranks and backend, for the JSON record."""
+    def record_fields(self) -> dict[str, object]:
+        """The machine, the number of ranks and the backend, for the JSON record."""
         record: dict[str, object] = {"machine": self.machine}
         if self.pool is not None:
             record |= {"world_size": self.pool.world_size, "backend": self.pool.backend}
             record |= {"hosts": self.pool.hosts}
         return record
 
-    def cases(
+    def select_cases(
         self, prepare_finalize: str, experts: str, level: Literal["smoke", "full"]
     ) -> "Selection | RankSelection":
-        """Return the cases of a pairing on this host's number of ranks."""
+        """Return the cases of a pairing for the number of ranks."""
         if self.pool is None:
             from modular_kernel.testing.cases.lists import cases_for
 
@@ -63,11 +70,11 @@ class Host:
         per_host = self.pool.ranks_per_host
         return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
-    def prove_all(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
+    def verify_cases(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
         """Verify the cases, and yield the result of each in order.
 
-        cases: RankCase objects if there is a pool. workers: number of processes; ignored if there
-        is a pool.
+        cases: RankCase objects if there is a pool.
+        workers: number of processes; ignored if there is a pool.
         """
         if self.pool is None:
             from modular_kernel.testing.verify.parallel_runs import prove_all
@@ -81,8 +88,11 @@ class Host:
             assert isinstance(case, RankCase)
             yield prove_ranks(case, self.pool, self.machine)
 
-    def sensitivity(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
-        """Run every input and output mutation on a pairing and return the outcomes."""
+    def run_input_mutations(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
+        """Run every mutation of inputs and outputs on a pairing, and return the outcomes.
+
+        A mutation corrupts a tensor that a part receives or returns. It is killed if a check fails.
+        """
         if self.pool is None:
             from modular_kernel.testing.input_mutations import run
 
@@ -93,15 +103,13 @@ class Host:
 
 
 @contextmanager
-def host_of(
+def open_executor(
     world_size: int | None, backend: str | None, ranks_per_host: int | None = None
-) -> Iterator[Host]:
-    """Yield this machine, with a pool of ranks if `world_size` is more than 1.
+) -> Iterator[Executor]:
+    """Yield an executor with `world_size` ranks; its pool is closed at the end of the context.
 
-    The pool is closed at the end of the context.
-
-    world_size: see `resolve_world_size`. backend, ranks_per_host: see `pool_of`; both raise
-    ConfigurationError for a single rank.
+    world_size: see `resolve_world_size`. backend, ranks_per_host: see `make_pool`. Raises
+    ConfigurationError if one of these two is given for a single rank.
     """
     world_size = resolve_world_size(world_size)
     if world_size == 1:
@@ -112,12 +120,12 @@ def host_of(
             raise ConfigurationError("--ranks-per-host", got=ranks_per_host, need=need)
         from modular_kernel.catalog import this_machine
 
-        yield Host(this_machine())
+        yield Executor(this_machine())
         return
-    with pool_of(world_size, backend, ranks_per_host) as pool:
+    with make_pool(world_size, backend, ranks_per_host) as pool:
         from modular_kernel.testing.verify.over_ranks import machine_of
 
-        yield Host(machine_of(pool), pool)
+        yield Executor(machine_of(pool), pool)
 
 
 def resolve_world_size(world_size: int | None) -> int:
@@ -134,8 +142,10 @@ def resolve_world_size(world_size: int | None) -> int:
     return launcher.world_size
 
 
-def with_launcher(options: "ProblemOptions") -> "ProblemOptions":
-    """Return the options with the launcher's world size and ranks per host, if there is one.
+def apply_launcher(options: "ProblemOptions") -> "ProblemOptions":
+    """Return the options with the launcher's world size and ranks per host.
+
+    Without a launcher, the options are returned unchanged.
 
     Raises ConfigurationError if the options contradict the launcher.
     """
@@ -150,12 +160,15 @@ def with_launcher(options: "ProblemOptions") -> "ProblemOptions":
     return replace(options, world_size=world_size, ranks_per_host=per_host)
 
 
-def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = None) -> "AnyRanks":
-    """Return a pool of ranks: those of a launcher, or processes that are started.
+def make_pool(
+    world_size: int, backend: str | None, ranks_per_host: int | None = None
+) -> "AnyRanks":
+    """Return a pool with the ranks of the launcher, or with processes that it starts.
 
-    backend: "nccl", "gloo", or None for nccl if there are enough GPUs, else gloo with a note.
-    ranks_per_host: number of consecutive started ranks that simulate a host; None means that all
-    ranks are on one host.
+    backend: "nccl", "gloo", or None. None selects nccl if there are enough GPUs, else gloo, and
+    prints a note in that case.
+    ranks_per_host: number of consecutive ranks that simulate a host, for started processes. None
+    simulates one host with all ranks.
     """
     import torch
 
@@ -167,25 +180,27 @@ def pool_of(world_size: int, backend: str | None, ranks_per_host: int | None = N
         if backend == "nccl" or (backend is None and gpus >= world_size):
             return RankPool(world_size, "nccl", ranks_per_host=ranks_per_host)
         if backend is None:
-            note(
+            print_note(
                 f"{world_size} ranks on the CPU over gloo; this machine has "
                 f"{format_count(gpus, 'GPU')}"
             )
         return RankPool(world_size, ranks_per_host=ranks_per_host)
     selected: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
-    if backend is None and gpus:  # not by the number of GPUs, in which hosts may differ
+    # Do not compare the number of GPUs, which may differ between hosts: all ranks must select the
+    # same backend.
+    if backend is None and gpus:
         selected = "nccl"
     ranks = LaunchedRanks(launcher, selected, command=shlex.join([selected, *sys.argv[1:]]))
     hosts = format_count(ranks.hosts, "host")
-    note(f"{world_size} ranks of {launcher.address} on {hosts}, over {selected}")
+    print_note(f"{world_size} ranks of {launcher.address} on {hosts}, over {selected}")
     return ranks
 
 
-def as_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
-    """Turn a case into a RankCase with tokens per rank and a fault scenario.
+def to_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
+    """Convert a case to a RankCase with a number of tokens for each rank and a fault scenario.
 
-    rank_tokens: comma-separated numbers; None stands for the problem's tokens on each rank. fault:
-    name of the scenario, or "". Raises ConfigurationError if rank_tokens is invalid.
+    rank_tokens: comma-separated numbers; None stands for the problem's tokens on each rank.
+    fault: name of the scenario, or "". Raises ConfigurationError if rank_tokens is invalid.
     """
     from modular_kernel.testing.cases.ranks import RankCase
 

@@ -1,4 +1,8 @@
-"""`mk report`: the support matrix and the benchmarks as an HTML page, and the generated docs."""
+"""`mk report`: writes the support matrix and the benchmarks as an HTML page, or updates the docs.
+
+The support matrix has the verdict on every pairing, scheme and number of ranks. The content comes
+from `modular_kernel.report`.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,44 +20,48 @@ from modular_kernel.text import format_count
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
 
-_DOCS, _PAGE = Path("docs"), Path("out/report.html")
+_DEFAULT_DOCS, _DEFAULT_PAGE = Path("docs"), Path("out/report.html")
 
 
 def report(
     *,
     html: Annotated[
         Path | None,
-        option("Write the page here.  [default: out/report.html]", type=FilePath(FileUse.WRITE)),
+        option(
+            "Write the page to this file.  [default: out/report.html]", type=FilePath(FileUse.WRITE)
+        ),
     ] = None,
     docs: Annotated[
         Path,
         option(
-            "The docs folder of a checkout, from which records are read.",
+            "The docs folder of a checkout of the repository, from which benchmark records are "
+            "read.",
             type=FilePath(FileUse.READ_FOLDER),
         ),
-    ] = _DOCS,
-    write: Annotated[bool, option("Update the generated docs.")] = False,
+    ] = _DEFAULT_DOCS,
+    write: Annotated[bool, option("Update the generated files in the docs folder.")] = False,
     check: Annotated[
-        bool, option("Write nothing; exit with 1 if a generated file is stale.")
+        bool, option("Write nothing; exit with 1 if a generated file is out of date.")
     ] = False,
     as_json: AsJson = None,
 ) -> None:
     """Write the support matrix and the benchmark records as one self-contained HTML file.
 
-    The page starts with a picture of the matrix, which can be filtered by scheme and number of
-    ranks and shows the reasons of a refusal, and with a plot of measured times. The matrix has
-    every pair and scheme on 1, 2 and 4 ranks, with all reasons of each refusal. It is always
-    computed for a GPU of compute capability 9.0 with all optional packages.
+    The matrix has every pairing and scheme on 1, 2 and 4 ranks, with all reasons of each refusal.
+    It is always computed for a GPU of compute capability 9.0 with all optional packages. The page
+    starts with a picture of the matrix, which can be filtered by scheme and number of ranks, and
+    with a plot of measured times.
 
     --write updates the files under docs/ that are generated from the same data, and --check checks
-    them. --json prints the matrix instead of writing a page.
+    that they are up to date. --json prints the matrix instead of writing a page.
 
-    Exits with 1 if --check finds a stale file, and with 2 on bad usage.
+    Exits with 1 if --check finds a file that is out of date, and with 2 on bad usage.
     """
     if sum((write, check, as_json is not None)) > 1 or (html is not None and (check or as_json)):
         need = "one of --html, --write, --check and --json, or --html with --write"
         raise ConfigurationError("mk report", got="several", need=need)
-    if docs != _DOCS and not docs.is_dir():  # outside a checkout the page has no records
+    # The default folder may be missing: outside a checkout, the page has no benchmark records.
+    if docs != _DEFAULT_DOCS and not docs.is_dir():
         raise ConfigurationError("--docs", got=str(docs), need="the docs folder of a checkout")
     prepare_host(quiet=True)
     from modular_kernel.catalog import load_catalog
@@ -62,12 +70,12 @@ def report(
     if as_json is not None:
         _print_matrix(catalog, as_json)
     elif check:
-        _check(catalog, docs)
+        _check_docs(catalog, docs)
     else:
         if write:
-            _write(catalog, docs)
+            _write_docs(catalog, docs)
         if html is not None or not write:
-            _write_page(catalog, docs, html or _PAGE)
+            _write_page(catalog, docs, html or _DEFAULT_PAGE)
 
 
 def _print_matrix(catalog: "Catalog", json_path: str) -> None:
@@ -79,30 +87,30 @@ def _print_matrix(catalog: "Catalog", json_path: str) -> None:
     output.print_json({**header, "cells": cells}, json_path)
 
 
-def _check(catalog: "Catalog", docs: Path) -> None:
+def _check_docs(catalog: "Catalog", docs: Path) -> None:
     from modular_kernel.report.generated_docs import find_stale_files
 
     stale_files = find_stale_files(catalog, docs)
     for file in stale_files:
-        output.line(f"{docs / file.path}: {file.fault}")
+        output.print_line(f"{docs / file.path}: {file.fault}")
     if stale_files:
-        output.note(
+        output.print_note(
             f"{format_count(len(stale_files), 'generated file')} stale; run `mk report --write`"
         )
         raise Exit(1)
-    output.line("every generated file is up to date")
+    output.print_line("every generated file is up to date")
 
 
-def _write(catalog: "Catalog", docs: Path) -> None:
+def _write_docs(catalog: "Catalog", docs: Path) -> None:
     from modular_kernel.report.generated_docs import update_files
 
     check_path("--docs", docs, FileUse.WRITE_FOLDER)
-    with output.writing(docs / "support-matrix.md"):
+    with output.report_write_errors(docs / "support-matrix.md"):
         updated = update_files(catalog, docs)
     for file in updated:
-        output.line(f"updated, it was {file.fault}: {docs / file.path}")
+        output.print_line(f"updated, it was {file.fault}: {docs / file.path}")
     if not updated:
-        output.line("every generated file was up to date")
+        output.print_line("every generated file was up to date")
 
 
 def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
@@ -110,4 +118,4 @@ def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
 
     check_path("--html", path, FileUse.WRITE)
     output.write_file(path, render_html_page(catalog, docs))
-    output.line(f"written: {path}")
+    output.print_line(f"written: {path}")

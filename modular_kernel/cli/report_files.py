@@ -1,4 +1,4 @@
-"""The files that verbs write after a measurement: a JSON record and a Markdown document."""
+"""Output files of verbs that measure: a JSON record and a Markdown document."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,28 +36,28 @@ class ReportFiles:
 
     @property
     def record(self) -> Path | None:
-        """Path of the JSON record; None if --json is not given or prints on stdout."""
+        """Path of the JSON record; None without --json, and if --json prints on stdout."""
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
     def save(self, report: WritableReport) -> None:
-        """Write the report to the file of --json, if there is one."""
+        """Write the JSON record, if --json names a file."""
         if self.record is not None:
-            with output.writing(self.record):
+            with output.report_write_errors(self.record):
                 report.write(self.record)
 
     def show(
-        self, report: WritableReport, print_text: Callable[[], None], document: Callable[[], str]
+        self,
+        report: WritableReport,
+        print_text: Callable[[], None],
+        format_markdown: Callable[[], str],
     ) -> None:
-        """Print the report as JSON or text, and write the Markdown file, if there is one.
-
-        document: returns the content of the Markdown file.
-        """
+        """Print the report as JSON or text, and write the Markdown file if --markdown names one."""
         if self.as_json == output.STDOUT:
             output.print_document(report.to_json())
         else:
             print_text()
         if self.markdown is not None:
-            output.write_file(self.markdown, document())
+            output.write_file(self.markdown, format_markdown())
 
 
 def load_record(option: str, path: Path, parse: Callable[[str], Record]) -> Record:

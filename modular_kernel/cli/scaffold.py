@@ -1,4 +1,4 @@
-"""The packages that `mk new` writes, rendered from the templates in `cli/templates`.
+"""Packages that `mk new` writes, rendered from the templates in `cli/templates`.
 
 docs/add-a-part.md shows these files, as do add-a-path.md and add-a-quantization-scheme.md in
 docs/contributing; a test compares them.
@@ -15,34 +15,37 @@ from tempfile import TemporaryDirectory
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.optional_imports import OWN_PACKAGES
 
-_TEMPLATES = Path(__file__).parent / "templates"
-_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_TEMPLATE_FOLDER = Path(__file__).parent / "templates"
+_NAME_PATTERN = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _MAX_CHARS = 60
 
 
 @dataclass(frozen=True)
-class _Package:
-    """What all packages of one kind have in common.
+class _PackageTemplate:
+    """Template of the packages of one kind.
 
-    entry_points: value of the entry point by group, where "{}" stands for the package. class_name:
-    of the new class, where "{}" stands for the package's name in CamelCase. pair: the pairing that
-    `mk test` verifies, with "{}" as in class_name. shown: what `mk list` shows, with "{}" for the
-    package. modules: file in the package, by template. test: template of the test. options: of
-    `mk test`, beside the pair.
+    description: description of the package in pyproject.toml.
+    entry_points: group -> value of the entry point, where "{}" stands for the package.
+    class_name: name of the new class, where "{}" stands for the name of the package in CamelCase.
+    pair: the pairing that `mk test` verifies, with "{}" as in class_name.
+    listed_as: what `mk list` shows, with the fields name and class_name.
+    modules: template -> file in the package.
+    test: template of the test.
+    options: options of `mk test`, in addition to the pairing.
     """
 
     description: str
     entry_points: dict[str, str]
     class_name: str
     pair: tuple[str, str]
-    shown: str
+    listed_as: str
     modules: dict[str, str]
     test: str
     options: str = ""
 
 
-_PACKAGES: dict[str, _Package] = {
-    "experts": _Package(
+_TEMPLATES_BY_KIND: dict[str, _PackageTemplate] = {
+    "experts": _PackageTemplate(
         "An experts part for modular_kernel.",
         {"modular_kernel.parts": "{}:PARTS"},
         "{}",
@@ -51,7 +54,7 @@ _PACKAGES: dict[str, _Package] = {
         {"experts/package.py": "__init__.py"},
         "common/test_part.py",
     ),
-    "prepare-finalize": _Package(
+    "prepare-finalize": _PackageTemplate(
         "A PrepareAndFinalize part for modular_kernel.",
         {"modular_kernel.parts": "{}:PARTS"},
         "{}",
@@ -60,7 +63,7 @@ _PACKAGES: dict[str, _Package] = {
         {"prepare-finalize/package.py": "__init__.py"},
         "common/test_part.py",
     ),
-    "exchange": _Package(
+    "exchange": _PackageTemplate(
         "A PrepareAndFinalize part for modular_kernel, over ranks.",
         {"modular_kernel.parts": "{}:PARTS"},
         "{}",
@@ -70,7 +73,7 @@ _PACKAGES: dict[str, _Package] = {
         "exchange/test_exchange.py",
         " --world-size 2",
     ),
-    "path": _Package(
+    "path": _PackageTemplate(
         "A path of TritonExperts for modular_kernel.",
         {"modular_kernel.triton_paths": "{}:PATHS"},
         "{}",
@@ -83,7 +86,7 @@ _PACKAGES: dict[str, _Package] = {
         },
         "path/test_path.py",
     ),
-    "scheme": _Package(
+    "scheme": _PackageTemplate(
         "A quantization scheme for modular_kernel, and an experts part that runs it.",
         {"modular_kernel.parts": "{}.part:PARTS", "modular_kernel.schemes": "{}.scheme:SCHEMES"},
         "{}Experts",
@@ -99,7 +102,7 @@ _PACKAGES: dict[str, _Package] = {
 }
 
 
-KINDS = tuple(_PACKAGES)
+KINDS = tuple(_TEMPLATES_BY_KIND)
 
 
 def check_kind(kind: str) -> None:
@@ -108,18 +111,18 @@ def check_kind(kind: str) -> None:
         raise ConfigurationError("kind", got=repr(kind[:100]), need=f"one of {', '.join(KINDS)}")
 
 
-def class_name_of(name: str) -> str:
+def to_class_name(name: str) -> str:
     """Return the class name of a package, such as "MyExperts" for "my_experts"."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 def check_name(name: str) -> None:
     """Raise ConfigurationError unless `name` can be the name of a new package and its class."""
-    if not _NAME.fullmatch(name) or len(name) > _MAX_CHARS or keyword.iskeyword(name):
+    if not _NAME_PATTERN.fullmatch(name) or len(name) > _MAX_CHARS or keyword.iskeyword(name):
         need = f"a package name such as my_experts: a-z, 0-9 and _, at most {_MAX_CHARS} characters"
         raise ConfigurationError("name", got=repr(name[:100]), need=need)
-    taken = name in (*OWN_PACKAGES, "modular_kernel", "tests") or name in sys.stdlib_module_names
-    if taken or find_spec(name) is not None:
+    is_taken = name in (*OWN_PACKAGES, "modular_kernel", "tests") or name in sys.stdlib_module_names
+    if is_taken or find_spec(name) is not None:
         need = "a name that no module in this environment has"
         raise ConfigurationError("name", got=repr(name), need=need)
 
@@ -135,7 +138,7 @@ def check_unused(kind: str, name: str) -> None:
         taken = {path.name for cls in experts for path in getattr(cls, "paths", tuple)()}
         used = name if name in taken else None
     else:
-        class_name = _PACKAGES[kind].class_name.format(class_name_of(name))
+        class_name = _TEMPLATES_BY_KIND[kind].class_name.format(to_class_name(name))
         used = class_name if any(part.name == class_name for part in parts) else None
     if kind == "scheme" and name in (*QUANT_SCHEMES, *list_external_schemes()):
         used = name
@@ -148,12 +151,12 @@ def render(kind: str, name: str) -> dict[Path, str]:
     """Return the content of the files of a package, by their path in the package's folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    package, base_name = _PACKAGES[kind], class_name_of(name)
+    package, base_name = _TEMPLATES_BY_KIND[kind], to_class_name(name)
     class_name = package.class_name.format(base_name)
     pair = tuple(part.format(base_name) for part in package.pair)
     entry_points = {group: value.format(name) for group, value in package.entry_points.items()}
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
+        loader=FileSystemLoader(_TEMPLATE_FOLDER),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,  # Python and TOML, not HTML
@@ -165,7 +168,7 @@ def render(kind: str, name: str) -> dict[Path, str]:
         "distribution": name.replace("_", "-"),
         "description": package.description,
         "entry_points": entry_points,
-        "shown": package.shown.format(name=name, class_name=class_name),
+        "shown": package.listed_as.format(name=name, class_name=class_name),
         "pair": ", ".join(f'"{part}"' for part in pair),
         "verify": (
             f"mk test --level full --pf-type {pair[0]} --experts-type {pair[1]}{package.options}"

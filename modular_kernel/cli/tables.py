@@ -1,4 +1,8 @@
-"""Layout of tables for a given width, with all columns, fewer columns, or a record per row."""
+"""Layout of tables that must fit a line width: with fewer columns, or as a record per row.
+
+"Prose" below means text of several words, whose lines may be wrapped. Names and numbers are neither
+wrapped nor truncated.
+"""
 
 import re
 import textwrap
@@ -8,10 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PROSE_WIDTH = 24  # minimum width of a column with prose, whose lines may be folded
-_UNLIMITED = 10_000  # characters
-_NUMBER = re.compile(r"[-+~]?[\d.,]*( ?%)?")  # also "" and "-"
-_STYLES = {  # verdict in a cell -> rich style
+_MIN_PROSE_WIDTH = 24  # characters, of a column with prose
+_UNLIMITED_WIDTH = 10_000  # characters
+_NUMBER_PATTERN = re.compile(r"[-+~]?[\d.,]*( ?%)?")  # also "" and "-"
+_STYLES = {  # text of a cell -> rich style
     **dict.fromkeys(("ok", "valid", "passed"), "green"),
     **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
 }
@@ -20,17 +24,16 @@ _STYLES = {  # verdict in a cell -> rich style
 def fit_table(
     columns: Sequence[str], cells: Sequence[Sequence[str]], width: int, optional: Sequence[str] = ()
 ) -> "Table | None":
-    """Return a table of at most `width` characters that neither truncates nor folds a name.
+    """Return a table of at most `width` characters, or None if it does not fit.
 
-    optional: columns that may be dropped, the last one first. Returns None if the table does not
-    fit even without them.
+    optional: columns that may be dropped, the last one first.
     """
     from rich.console import Console
 
-    console = Console(width=_UNLIMITED, height=25)
+    console = Console(width=_UNLIMITED_WIDTH, height=25)
     for count in range(len(optional), -1, -1):
         indices = [i for i, column in enumerate(columns) if column not in optional[count:]]
-        table = _table(columns, cells, indices)
+        table = _build_table(columns, cells, indices)
         if console.measure(table).maximum <= width:
             for column in table.columns:
                 column.max_width = None  # prose may use the width that is left
@@ -38,10 +41,10 @@ def fit_table(
     return None
 
 
-def _table(
+def _build_table(
     columns: Sequence[str], cells: Sequence[Sequence[str]], indices: Sequence[int]
 ) -> "Table":
-    """Build a table of the columns `indices`; those with prose have their minimum width."""
+    """Build a table of the columns `indices`, where columns with prose have their minimum width."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -52,7 +55,7 @@ def _table(
         prose_width = _prose_width(columns[index], texts)
         table.add_column(
             columns[index],
-            justify="right" if all(map(_NUMBER.fullmatch, texts)) else "left",
+            justify="right" if all(map(_NUMBER_PATTERN.fullmatch, texts)) else "left",
             overflow="fold",
             no_wrap=prose_width is None,
             max_width=prose_width,
@@ -67,26 +70,26 @@ def _prose_width(column: str, texts: Sequence[str]) -> int | None:
     from rich.cells import cell_len
 
     lines = [line for text in texts for line in text.splitlines()]
-    if not any(" " in line for line in lines) or max(map(cell_len, lines)) <= _PROSE_WIDTH:
+    if not any(" " in line for line in lines) or max(map(cell_len, lines)) <= _MIN_PROSE_WIDTH:
         return None
     words = [column, *(word for line in lines for word in line.split())]
-    return max(_PROSE_WIDTH, *map(cell_len, words))
+    return max(_MIN_PROSE_WIDTH, *map(cell_len, words))
 
 
 def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Format each row as lines with a column's name and its value, followed by a blank line."""
+    """Format each row as a line per column, with its name and value, and a blank line."""
     name_width = max(map(len, columns)) + 2
     lines: list[str] = []
     for row in cells:
         for column, value in zip(columns, row, strict=True):
             if value:
-                lines += fold(f"{column:<{name_width}}{value}", width, indent=name_width)
+                lines += wrap_line(f"{column:<{name_width}}{value}", width, indent=name_width)
         lines.append("")
     return lines
 
 
-def fold(text: str, width: int, *, indent: int | None = None) -> list[str]:
-    """Fold a line between words. A word longer than `width` is not split, unlike with rich.
+def wrap_line(text: str, width: int, *, indent: int | None = None) -> list[str]:
+    """Wrap a line between words. A word that is longer than `width` is not split.
 
     indent: indentation of the continuation lines; None uses that of the first line plus two.
     """

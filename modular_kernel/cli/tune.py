@@ -1,4 +1,9 @@
-"""`mk tune`: searches the fastest launch configurations of a part on this GPU, and saves them."""
+"""`mk tune`: searches the fastest launch configurations of a part on this GPU, and saves them.
+
+A launch configuration has the tile sizes, warps and pipeline stages of a kernel. The search space
+of an experts part (its `Tunable`) lists the configurations for a number of tokens. The search is in
+`modular_kernel.tuning`. This module selects the layers, and divides the time among them.
+"""
 
 import os
 import time
@@ -22,8 +27,14 @@ from modular_kernel.cli.options import (
     ProblemOptions,
     parse_schemes,
 )
-from modular_kernel.cli.presets import SHAPES, display_name
-from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
+from modular_kernel.cli.presets import SHAPES, format_model_name
+from modular_kernel.cli.tune_output import (
+    TunedLayer,
+    TuneProgress,
+    TuneRecorder,
+    make_record,
+    print_text,
+)
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.utils.optional_imports import describe_error
 
@@ -33,10 +44,12 @@ if TYPE_CHECKING:
     from modular_kernel.tuning.compilation import Compiler, TunedPair
     from modular_kernel.tuning.search import TuneResult
 
-ALL = "all"  # --model all: every name of SHAPES
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_SHARE_FACTOR = 3.0  # a layer may use this multiple of its equal share of the remaining time
-_NO_GPU = (
+ALL_SHAPES = "all"  # --model all: every shape in SHAPES
+_DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# A layer may use this multiple of its equal share of the remaining time, because the first layers
+# of a scheme wait for the compiler, and later ones do not.
+_SHARE_FACTOR = 3.0
+_NO_GPU_MESSAGE = (
     "mk tune: no CUDA device, so nothing was measured and no file was written; `mk tune --explain` "
     "works without one"
 )
@@ -87,7 +100,7 @@ class TuneOptions:
         """Return the token counts of --tokens-list or --tokens, else the default list."""
         if self.tokens_list is not None:
             return self.tokens_list
-        return _TOKENS if options.tokens is None else (options.tokens,)
+        return _DEFAULT_TOKENS if options.tokens is None else (options.tokens,)
 
 
 def tune(
@@ -97,7 +110,7 @@ def tune(
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     explain: Annotated[
-        bool, option("Only explain which launches are used; requires no GPU.")
+        bool, option("Only explain which launch configurations are used; requires no GPU.")
     ] = False,
     device_name: Annotated[
         str | None, option("With --explain: explain for this GPU, such as 'NVIDIA H200'.")
@@ -106,21 +119,21 @@ def tune(
 ) -> None:
     """Time the launch configurations of a part on this GPU; save the fastest, one file per layer.
 
-    --model takes names from `mk models`, or paths of config.json files, separated by commas. These
-    names are plain SwiGLU layers, and `all` selects all of them: mixtral, dsv3_ep8, qwen3_30b,
-    gptoss, dsv3_256, mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2,
-    qwen3_235b, qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout,
-    kimi_k2_ep8, phi_3_5_moe. --quant takes several schemes; without it each layer uses the scheme
-    of its config file, or none. With several layers, refused ones are skipped.
+    --model takes names from `mk models`, or paths of config.json files, separated by commas. `all`
+    selects these plain SwiGLU layers: mixtral, dsv3_ep8, qwen3_30b, gptoss, dsv3_256, mixtral_tp2,
+    mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2, qwen3_235b, qwen3_235b_tp8, dsv3_tp8,
+    deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout, kimi_k2_ep8, phi_3_5_moe. --quant takes
+    several schemes. Without it, each layer uses the scheme of its config file, or none. If there
+    are several layers, those that are refused are skipped.
 
-    --prepared tunes calls with prepared weights and saves them in separate files. With --explain it
-    shows the launches without and with prepared weights.
+    --prepared tunes calls with prepared weights, and saves the results in separate files. With
+    --explain, it shows the launch configurations without and with prepared weights.
 
     The output of every configuration is compared with a float64 reference before it is timed.
     Results are saved after each token count. Running the same command again continues the search.
 
-    Exits with 1 if there is no GPU, if every pair is refused, or if a configuration computes wrong
-    results or none can run.
+    Exits with 1 if there is no GPU, if every pairing is refused, if a configuration computes wrong
+    results, or if none can run.
     """
     if search.workers is not None:
         search = replace(search, workers=limit_workers(search.workers))
@@ -128,7 +141,7 @@ def tune(
         raise ConfigurationError(
             "--device-name", got=repr(device_name), need="--explain in addition"
         )
-    problems = _problems(options)
+    problems = _make_problems(options)
     if explain:
         options = replace(options, tokens=options.tokens or problems[0][1].tokens)
     tokens = search.tokens(options)
@@ -137,56 +150,58 @@ def tune(
 
     if explain:
         if search.prepared:
-            problems = _with_prepared_weights(problems, experts_type, device_name)
+            problems = _select_preparable(problems, experts_type, device_name)
         layers = [problem for _, problem in problems]
-        texts = _explanations(layers, tokens, experts_type, device_name, search.prepared)
+        texts = _explain_launches(layers, tokens, experts_type, device_name, search.prepared)
         output.print_result(
-            {"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts))
+            {"explanations": texts}, as_json, lambda: output.print_line("\n\n".join(texts))
         )
         return
     machine = this_machine()
     if machine.device != "cuda":
-        output.note(_NO_GPU)
+        output.print_note(_NO_GPU_MESSAGE)
         if as_json is not None:
-            output.print_json({"ok": False, "reason": _NO_GPU}, as_json)
+            output.print_json({"ok": False, "reason": _NO_GPU_MESSAGE}, as_json)
         raise Exit(1)
     if search.prepared:
-        problems = _with_prepared_weights(problems, experts_type)
+        problems = _select_preparable(problems, experts_type)
     largest = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
-    valid = _valid_layers(largest, machine, pf_type, experts_type, search.prepared)
-    _run(valid, tokens, search, as_json)
+    valid = _select_valid(largest, machine, pf_type, experts_type, search.prepared)
+    _tune_layers(valid, tokens, search, as_json)
 
 
-def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
-    """Return the name and problem of each layer in --model, in every scheme of --quant.
+def _make_problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
+    """Return (name, problem) for each layer in --model and each scheme in --quant.
 
-    Without --model, the layer has the given sizes, and "" as its name.
+    Without --model, there is one layer. It has the sizes in the options, and its name is "".
     """
     names: list[str | None] = [None]
     if options.model is not None:
         words = options.model.split(",")
-        names = [n for word in words for n in (SHAPES if word == ALL else (word,))]
+        names = [n for word in words for n in (SHAPES if word == ALL_SHAPES else (word,))]
     problems = []
     # Without --quant each layer uses the scheme of its config file, or none.
     for quant in [None] if options.quant is None else parse_schemes(options.quant):
         for name in dict.fromkeys(names):
             problem = replace(options, quant=quant, model=name).problem()
-            problems.append((display_name(name) if name else "", problem))
+            problems.append((format_model_name(name) if name else "", problem))
     return problems
 
 
-def _spaces(
+def _find_search_spaces(
     problem: "Problem",
     experts: str | None,
     *,
     prepared: bool = False,
     device_name: str | None = None,
 ) -> "dict[str, Tunable]":
-    """Return the search spaces of experts parts whose launches can be tuned, by name.
+    """Return the search spaces of experts parts that can be tuned, by the name of the part.
 
-    experts: name of a part; None stands for all. prepared: whether to return the spaces of calls
-    with prepared weights; {} if no part prepares weights. device_name: GPU of those calls; None
-    uses this one. Raises ConfigurationError if no part can be tuned.
+    experts: name of a part; None stands for all.
+    prepared: whether to return the spaces of calls with prepared weights. The result is {} if no
+    part prepares weights.
+    device_name: GPU of calls with prepared weights; None stands for this one. Raises
+    ConfigurationError if no part can be tuned.
     """
     from modular_kernel.catalog import load_catalog
 
@@ -200,7 +215,7 @@ def _spaces(
             if experts is not None:
                 raise
             # For example, a part of another package is broken.
-            output.note(f"not tuned: {name}: {describe_error(error)}")
+            output.print_note(f"not tuned: {name}: {describe_error(error)}")
         else:
             if space is not None:
                 spaces[name] = space
@@ -215,20 +230,20 @@ def _spaces(
     return {name: space for name, space in prepared_spaces.items() if space is not None}
 
 
-def _with_prepared_weights(
+def _select_preparable(
     problems: "Sequence[tuple[str, Problem]]", experts: str | None, device_name: str | None = None
 ) -> "list[tuple[str, Problem]]":
-    """Return the problems whose weights a tunable part prepares; print the others.
+    """Return the problems whose weights can be prepared by a tunable part; print the others.
 
-    Raises ConfigurationError if there are none.
+    Raises ConfigurationError if there is no such problem.
     """
     prepared_problems = []
     for name, problem in problems:
-        if _spaces(problem, experts, prepared=True, device_name=device_name):
+        if _find_search_spaces(problem, experts, prepared=True, device_name=device_name):
             prepared_problems.append((name, problem))
         elif len(problems) > 1:
             layer = f"{name} {problem.quant}".strip()
-            output.note(f"skipped {layer}: no experts part prepares its weights")
+            output.print_note(f"skipped {layer}: no experts part prepares its weights")
     if not prepared_problems:
         quants = ", ".join(dict.fromkeys(problem.quant for _, problem in problems))
         location = f" on {device_name}" if device_name else " on this machine"
@@ -238,48 +253,50 @@ def _with_prepared_weights(
     return prepared_problems
 
 
-def _valid_layers(
+def _select_valid(
     problems: "Sequence[tuple[str, Problem]]",
     machine: "Machine",
     pf_type: str | None,
     experts_type: str | None,
     prepared: bool = False,
 ) -> "list[tuple[str, Problem, TunedPair]]":
-    """Return the problems that have a valid pair, with that pair; print the refused ones.
+    """Return (name, problem, pairing) for each problem that has a valid pairing; print the others.
 
-    Raises IncompatibleError if there is only one problem and it is refused, and Exit(1) if all of
-    several problems are.
+    Raises IncompatibleError if a single problem has none, and Exit(1) if none of several has one.
     """
     valid = []
     for name, problem in problems:
         try:
-            valid.append((name, problem, _pair(problem, machine, pf_type, experts_type, prepared)))
+            valid.append(
+                (name, problem, _find_valid_pair(problem, machine, pf_type, experts_type, prepared))
+            )
         except IncompatibleError as refusal:
             if len(problems) == 1:
                 raise
-            output.note(f"skipped {name} {problem.quant}: {refusal.rejections[0]}")
+            output.print_note(f"skipped {name} {problem.quant}: {refusal.rejections[0]}")
     if not valid:
-        output.note("nothing to tune: no pair is valid for any layer")
+        output.print_note("nothing to tune: no pairing is valid for any layer")
         raise Exit(1)
     return valid
 
 
-def _pair(
+def _find_valid_pair(
     problem: "Problem",
     machine: "Machine",
     pf_type: str | None,
     experts: str | None,
     prepared: bool = False,
 ) -> "TunedPair":
-    """Return the first valid pair with these parts, where None stands for any part.
+    """Return the first valid pairing with these parts.
 
-    Raises IncompatibleError with all reasons if there is none.
+    pf_type, experts: names of parts; None stands for any part. Raises IncompatibleError with all
+    reasons if there is no valid pairing.
     """
     from modular_kernel.catalog import check, load_catalog
     from modular_kernel.tuning.compilation import TunedPair
 
     pfs = load_catalog().names("prepare_finalize") if pf_type is None else (pf_type,)
-    names = [(p, e) for e in _spaces(problem, experts, prepared=prepared) for p in pfs]
+    names = [(p, e) for e in _find_search_spaces(problem, experts, prepared=prepared) for p in pfs]
     verdicts = [check(*pair, problem, machine) for pair in names]
     for pair, verdict in zip(names, verdicts, strict=True):
         if verdict.ok:
@@ -289,30 +306,32 @@ def _pair(
     raise IncompatibleError(title, reasons)
 
 
-def _explanations(
+def _explain_launches(
     problems: "Sequence[Problem]",
     tokens: Sequence[int],
     experts: str | None,
     device_name: str | None,
     prepared: bool,
 ) -> list[str]:
-    """Return an explanation of the launches of each problem and token count.
+    """Return an explanation of the launch configurations for each problem and number of tokens.
 
-    prepared: whether to add another explanation, of calls with prepared weights.
+    prepared: whether to add an explanation of calls with prepared weights.
     """
     texts = []
     for problem in problems:
-        unprepared_spaces = _spaces(problem, experts)
+        unprepared_spaces = _find_search_spaces(problem, experts)
         spaces = [next(iter(unprepared_spaces.values()))]
         if prepared:
-            prepared_spaces = _spaces(problem, experts, prepared=True, device_name=device_name)
+            prepared_spaces = _find_search_spaces(
+                problem, experts, prepared=True, device_name=device_name
+            )
             name = next(iter(prepared_spaces))
             spaces = [unprepared_spaces[name], prepared_spaces[name]]
         texts += [space.explain(number, device_name) for number in tokens for space in spaces]
     return texts
 
 
-def _run(
+def _tune_layers(
     layers_to_tune: "Sequence[tuple[str, Problem, TunedPair]]",
     tokens: Sequence[int],
     search: TuneOptions,
@@ -332,19 +351,20 @@ def _run(
         layers = []
         for name, problem, pair in layers_to_tune:
             space = pair.make_search_space(problem)
-            todo = remaining_token_counts(space, tokens, folder, fresh=search.fresh)
+            remaining = remaining_token_counts(space, tokens, folder, fresh=search.fresh)
             layers.append(
-                TunedLayer(name or str(problem), problem, pair, space, tuple(todo), folder)
+                TunedLayer(name or str(problem), problem, pair, space, tuple(remaining), folder)
             )
-            for count in todo:  # compile all layers ahead, in the order of tuning
+            for count in remaining:  # compile in the background, in the order of tuning
                 candidates = space.candidates(count)
                 compiler.submit(pair, space, problem.with_tokens(count), candidates)
-        with Bar(sum(len(x.space.candidates(t)) for x in layers for t in x.tokens)) as bar:
+        total = sum(len(layer.space.candidates(t)) for layer in layers for t in layer.tokens)
+        with TuneProgress(total) as progress:
             for index, layer in enumerate(layers):
                 share = _TimeShare(end, _SHARE_FACTOR / (len(layers) - index))
-                results = _tune_layer(layer, search, share, compiler, bar)
+                results = _tune_layer(layer, search, share, compiler, progress)
                 remaining_tokens = layer.tokens[len(results) :]
-                records.append(record(layer, results, remaining_tokens))
+                records.append(make_record(layer, results, remaining_tokens))
                 ok &= all(tuned.best is not None and not tuned.wrong_choices for tuned in results)
                 if as_json != output.STDOUT:
                     print_text(layer, results, remaining_tokens)
@@ -359,10 +379,8 @@ def _run(
 class _TimeShare:
     """The share of a layer in the time until `end`.
 
-    It is more than an equal share, because the first layers of a scheme wait for the compiler, and
-    later ones do not.
-
-    end: by time.monotonic(). fraction: of the remaining time; more than 1 counts as 1.
+    end: seconds, as returned by time.monotonic().
+    fraction: share of the remaining time; more than 1 counts as 1.
     """
 
     end: float
@@ -373,9 +391,13 @@ class _TimeShare:
 
 
 def _tune_layer(
-    layer: TunedLayer, search: TuneOptions, share: _TimeShare, compiler: "Compiler", bar: Bar
+    layer: TunedLayer,
+    search: TuneOptions,
+    share: _TimeShare,
+    compiler: "Compiler",
+    progress: TuneProgress,
 ) -> "list[TuneResult]":
-    """Tune a layer's token counts in order, until its share of the time is spent."""
+    """Tune the numbers of tokens of a layer in order, until its share of the time is spent."""
     from modular_kernel.tuning.measurement import DeviceBenchmarker
     from modular_kernel.tuning.search import TuneJob, tune
 
@@ -396,11 +418,11 @@ def _tune_layer(
         folder=layer.folder,
         budget=share.seconds(),  # computed after the setup, whose time does not count
         fresh=search.fresh,
-        on_measurement=bar.tick,
+        on_measurement=progress.advance,
     )
     recorder, results = TuneRecorder(layer, search.times), list["TuneResult"]()
     for tuned in tune(job):
-        bar.print_result(layer, tuned)
+        progress.print_result(layer, tuned)
         recorder.append(tuned)
         results.append(tuned)
     return results

@@ -1,4 +1,7 @@
-"""Output of `mk tune`: a progress bar, a line per token count, tables, and JSON."""
+"""Output of `mk tune`: a progress bar, a line for each number of tokens, tables, and JSON.
+
+A choice is the launch configurations of one call, that is, of all its kernels.
+"""
 
 import json
 from collections.abc import Sequence
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
 class TunedLayer:
     """A layer to tune.
 
-    name: for the output. space: search space of the experts part. tokens: token counts without a
-    result. folder: for the results.
+    name: name of the layer in the output.
+    space: search space of the experts part.
+    tokens: numbers of tokens to tune, in this order.
+    folder: folder of the file with the results.
     """
 
     name: str
@@ -38,8 +43,8 @@ class TunedLayer:
         return f"{title} prepared" if self.pair.prepared else title
 
 
-class Bar:
-    """Context manager for a progress bar on stderr, with a line above it for each token count.
+class TuneProgress:
+    """Context manager of a progress bar on stderr, with a line above it for each number of tokens.
 
     total: expected number of measurements.
     """
@@ -62,40 +67,40 @@ class Bar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        # No markup: the names of choices may contain brackets.
+        # Choices may contain brackets, which are not markup.
         console = Console(stderr=True, markup=False, soft_wrap=True)
         self._bar = Progress(*columns, console=console, transient=True)
         self._task = self._bar.add_task("choices", total=total)
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "TuneProgress":
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def tick(self) -> None:
+    def advance(self) -> None:
         """Advance the bar by one measurement."""
         self._bar.advance(self._task)
 
     def print_result(self, layer: TunedLayer, tuned: "TuneResult") -> None:
-        """Print the result of one token count."""
+        """Print the result for one number of tokens."""
         self._bar.update(self._task, description=layer.title)
-        self._bar.console.print(f"{layer.title}: {_summary_line(tuned)}")
+        self._bar.console.print(f"{layer.title}: {_format_summary(tuned)}")
 
 
 class TuneRecorder:
-    """Appends the times of all choices to a JSON Lines file, one line per token count.
+    """Appends the times of all choices to a JSON Lines file, one line for each number of tokens.
 
-    A choice is the launch configurations of a call. A line has these fields:
+    A line has these fields:
 
     - "layer", "quant", "tokens", and the sizes of the layer
     - "prepared": whether weights were prepared
     - "best": the fastest choice, with "us" and "untuned_us"
     - "choices": each correct choice with the "us" of a call, and of each stage if there are several
-    - "refused": reasons by choice
+    - "refused": for each choice that was not timed, the reason
 
-    path: of the file; None writes nothing.
+    path: path of the file; None writes nothing.
     """
 
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:
@@ -120,28 +125,31 @@ class TuneRecorder:
             "tokens": tuned.tokens,
             "best": {
                 **choice_fields(best.choice),
-                "us": _us(best.seconds),
-                "untuned_us": best.untuned_seconds and _us(best.untuned_seconds),
+                "us": _to_us(best.seconds),
+                "untuned_us": best.untuned_seconds and _to_us(best.untuned_seconds),
             },
             "choices": [
                 {
                     **choice_fields(choice),
-                    "us": _us(timing.seconds),
-                    "stages": {name: _us(seconds) for name, seconds in timing.stages.items()},
+                    "us": _to_us(timing.seconds),
+                    "stages": {name: _to_us(seconds) for name, seconds in timing.stages.items()},
                 }
                 for choice, timing in tuned.times.items()
             ],
             "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
         }
-        with output.writing(self._path), self._path.open("a", encoding="utf-8") as stream:
+        with (
+            output.report_write_errors(self._path),
+            self._path.open("a", encoding="utf-8") as stream,
+        ):
             stream.write(json.dumps(line) + "\n")
 
 
-def _us(seconds: float) -> float:
+def _to_us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _summary_line(tuned: "TuneResult") -> str:
+def _format_summary(tuned: "TuneResult") -> str:
     best = tuned.best
     if best is None:
         reasons = "; ".join(refusal.reason for refusal in tuned.refused.values())
@@ -154,7 +162,7 @@ def _summary_line(tuned: "TuneResult") -> str:
     return f"{tokens}: {best.seconds * 1e6:.1f} us{untuned} ({counts}{stopped})"
 
 
-def record(
+def make_record(
     layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> dict[str, object]:
     return {
@@ -186,29 +194,29 @@ def print_text(
     layer: TunedLayer, results: "Sequence[TuneResult]", remaining: Sequence[int]
 ) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
-    output.table(
+    output.print_table(
         columns,
-        [_row(tuned) for tuned in results],
+        [_format_row(tuned) for tuned in results],
         title=layer.title,
         optional=("untuned us", "timed", "refused"),
     )
     for tuned in results:
         for choice in tuned.wrong_choices:
             tokens, reason = format_count(tuned.tokens, "token"), tuned.refused[choice].reason
-            output.line(f"WRONG, {tokens}: {choice}: {reason}")
+            output.print_line(f"WRONG, {tokens}: {choice}: {reason}")
     files = [tuned.file for tuned in results if tuned.file is not None]
     if files:
-        output.line(f"saved in {files[-1]}")
+        output.print_line(f"saved in {files[-1]}")
     if remaining:
         numbers = format_counts(remaining, "token")
-        output.line(
+        output.print_line(
             f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
         )
     if not results and not remaining:
-        output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
+        output.print_line(f"{layer.title}: nothing left to do; --fresh measures again")
 
 
-def _row(tuned: "TuneResult") -> tuple[object, ...]:
+def _format_row(tuned: "TuneResult") -> tuple[object, ...]:
     best, counts = tuned.best, (len(tuned.times), len(tuned.refused))
     if best is None:
         return (tuned.tokens, "-", "-", "-", *counts, "nothing ran")

@@ -1,4 +1,9 @@
-"""`mk test`: verification of one pairing, every pairing or one case."""
+"""`mk test`: verifies pairings against a float64 reference.
+
+A case is a problem with a routing, inputs and memory layouts. `modular_kernel.testing` selects the
+cases of a pairing and runs them. This module groups them into jobs, one per pairing, and prints the
+results.
+"""
 
 import os
 import sys
@@ -15,7 +20,7 @@ from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import limit_workers, prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import MutationOptions, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.ranks import Backend, Host, as_rank_case, host_of, with_launcher
+from modular_kernel.cli.ranks import Backend, Executor, apply_launcher, open_executor, to_rank_case
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.text import format_count
 
@@ -27,23 +32,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleCaseOptions:
-    """Options that describe a single case to run, together with those of the problem."""
+    """Options that describe a single case, in addition to those of the problem."""
 
     one: Annotated[
-        bool, option("Verify one case: this pair on the problem of the options below.")
+        bool, option("Verify one case: a pairing on the problem that the options describe.")
     ] = False
     routing: Annotated[str, option("With --one: routing pattern.")] = "uniform"
     seed: Annotated[int, option("With --one: seed of the inputs.")] = 0
     layout: Annotated[str, option("With --one: memory layout of the tensors.")] = "plain"
-    values: Annotated[str, option("With --one: values of x and routing.")] = "ordinary"
+    values: Annotated[str, option("With --one: kind of values in x and in the router weights.")] = (
+        "ordinary"
+    )
     named: Annotated[
         str,
-        option("With --one and --lora: adapters of the tokens: mixed, sequences, nobody, without."),
+        option(
+            "With --one and --lora: which adapters the tokens use: mixed, sequences, nobody or "
+            "without."
+        ),
     ] = "mixed"
     nan: Annotated[str, option("With --one: arguments that contain a NaN, such as x+w1_scale.")] = (
         ""
     )
-    own_scales: Annotated[bool, option("With --one: use 16-bit scales.")] = False
+    own_scales: Annotated[bool, option("With --one: weight scales are 16-bit.")] = False
     by_turns: Annotated[bool, option("With --one: alternate with calls of a second kernel.")] = (
         False
     )
@@ -59,11 +69,11 @@ class VerifyOptions:
 
     level: Annotated[
         Literal["smoke", "full"] | None,
-        option("Run some cases (smoke) or all (full).  [default: smoke; with --mutate: full]"),
+        option("Run few cases (smoke) or all (full).  [default: smoke; with --mutate: full]"),
     ] = None
-    torch_only: Annotated[
-        bool, option("On a CPU: verify only torch implementations, without Triton's interpreter.")
-    ] = False
+    torch_only: Annotated[bool, option("On a CPU: verify only parts that do not use Triton.")] = (
+        False
+    )
     workers: Annotated[
         int | None,
         option(
@@ -79,11 +89,14 @@ class VerifyOptions:
 class VerifyJob:
     """The cases of one pairing.
 
-    refused: number of other cases, which the compatibility rules refuse. omitted: description of
-    what the cases do not cover; unused if `covered_pairs` is set. covered_pairs: number of pairs of
-    axis values that a pairwise selection of cases covers. impossible_pairs: number of those that no
-    valid case can cover. reachable: cells of the experts' code paths that the cases can enter (see
-    testing.cases.path_coverage); empty for experts with a single path, and for cases over ranks.
+    refused: number of other cases, which the compatibility rules refuse.
+    omitted: description of what the cases do not cover; unused if `covered_pairs` is positive.
+    covered_pairs: number of pairs of axis values that occur together in some case, if the cases are
+    a pairwise selection.
+    impossible_pairs: number of pairs of axis values that no valid case can have.
+    reachable: cells of the experts' code paths that the cases can enter; a cell is a path with a
+    scheme and other properties of the call (see testing.cases.path_coverage). Empty for experts
+    with a single path, and for cases over ranks.
     requires_all_cells: whether the cases must enter all reachable cells.
     """
 
@@ -99,7 +112,7 @@ class VerifyJob:
 
     @property
     def coverage(self) -> str:
-        """Description of what the cases cover and what they leave out."""
+        """Description of the coverage of the cases."""
         if self.covered_pairs:
             covered = f"{self.covered_pairs} pairs of axis values covered"
             return f"pairwise coverage: {covered}, {self.impossible_pairs} impossible"
@@ -108,8 +121,8 @@ class VerifyJob:
 
 
 @dataclass(frozen=True)
-class CaseResult:
-    """A job, with the result of each of its cases."""
+class JobResult:
+    """A job with the results of its cases, called proofs."""
 
     job: VerifyJob
     proofs: "tuple[Proof, ...]"
@@ -130,10 +143,12 @@ class CaseResult:
 
     @property
     def paths(self) -> str:
-        """Summary of the schemes and cells with which each code path was entered."""
-        return "; ".join(self._path(path) for path in sorted({c.path for c in self.job.reachable}))
+        """For each code path, how many of its schemes and cells were entered."""
+        return "; ".join(
+            self._format_path(path) for path in sorted({c.path for c in self.job.reachable})
+        )
 
-    def _path(self, path: str) -> str:
+    def _format_path(self, path: str) -> str:
         cells = {cell for cell in self.job.reachable if cell.path == path}
         missed = cells.intersection(self.missed_cells)
         schemes = {cell.scheme for cell in cells}
@@ -165,28 +180,27 @@ def verify(
     experts_type: ExpertsType = None,
     as_json: AsJson = None,
 ) -> None:
-    """Verify pairs against a float64 reference, with adversarial inputs and memory layouts.
+    """Verify pairings against a float64 reference, with adversarial inputs and memory layouts.
 
-    --world-size N verifies every pair that is valid over N ranks, with one GPU per rank or with CPU
-    processes. --ranks-per-host M simulates hosts of M ranks each.
+    Without --pf-type and --experts-type, verifies every pairing that can run on this machine. On a
+    CPU, Triton kernels run in Triton's interpreter. --torch-only skips parts that use Triton.
 
-    --mutate PART tests the verification itself by mutation. First the inputs and outputs of the
-    part are corrupted. Then the source of the part, its kernels and its operations is mutated, one
-    place at a time, and cases run until one fails. --mutants 0 skips the source mutations, and
-    takes minutes instead of hours. With the names of a pair, only its cases run. A part over ranks
-    needs
-    --world-size 2.
+    --world-size N verifies every pairing that is valid over N ranks, with one GPU per rank or with
+    CPU processes. --ranks-per-host M simulates hosts of M ranks each.
 
-    On a CPU, Triton kernels run in the interpreter. --torch-only verifies only the parts that run
-    on a CPU without the interpreter.
+    --mutate PART tests the verification itself: a defect in the part must make a case fail. First,
+    the inputs and outputs of the part are corrupted. Then the source of the part, its kernels and
+    its operations is mutated, one place at a time, and cases run until one fails. --mutants 0 skips
+    the source mutations, and takes minutes instead of hours. With --pf-type and --experts-type,
+    only the cases of this pairing run. For a part over ranks, add --world-size 2.
 
-    Exits with 1 if a check fails, a mutant survives, or the named pair is refused.
+    Exits with 1 if a check fails, a mutant survives, or the pairing is refused.
     """
     one_case_options = replace(options, world_size=None, ranks_per_host=None), single_case
     if not single_case.one and one_case_options != (ProblemOptions(), SingleCaseOptions()):
         need = "--one in addition; without it the cases define their own problems"
         raise ConfigurationError("options of a problem or a case", got="no --one", need=need)
-    options = with_launcher(options)
+    options = apply_launcher(options)
     mutation.check(single_case=single_case.one)
     single_process = (
         single_case.one or mutation.mutate is not None or options.world_size is not None
@@ -201,29 +215,29 @@ def verify(
         prepare_torch_only()
     else:
         prepare_host()
-    with host_of(options.world_size, execution.backend, options.ranks_per_host) as host:
+    with open_executor(options.world_size, execution.backend, options.ranks_per_host) as executor:
         if mutation.mutate is not None:
-            pairs = _selected_pairs(host, pf_type, experts_type, level)
-            if not run_mutation(mutation, pairs, host, level, as_json=as_json):
+            pairs = _select_pairings(executor, pf_type, experts_type, level)
+            if not run_mutation(mutation, pairs, executor, level, as_json=as_json):
                 raise Exit(1)
             return
         if single_case.one:
-            jobs = [_single_case(options, single_case, pf_type, experts_type)]
+            jobs = [_make_single_case_job(options, single_case, pf_type, experts_type)]
         else:
-            jobs = _jobs(host, pf_type, experts_type, level)
-        ok = _verify(jobs, host, _workers(execution, host, level), as_json=as_json)
+            jobs = _make_jobs(executor, pf_type, experts_type, level)
+        ok = _verify(jobs, executor, _count_workers(execution, executor, level), as_json=as_json)
     if not ok:
         raise Exit(1)
 
 
-def _single_case(
+def _make_single_case_job(
     options: ProblemOptions, single_case: SingleCaseOptions, pf: str | None, experts: str | None
 ) -> VerifyJob:
     from modular_kernel.testing.cases.case import Case
     from modular_kernel.testing.cases.inputs import ORDINARY, ROUTING_KINDS, InputVariation
 
     if pf is None or experts is None:
-        raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
+        raise ConfigurationError("--one", got="no pairing", need="--pf-type and --experts-type")
     if single_case.routing not in ROUTING_KINDS:
         need = f"one of {', '.join(ROUTING_KINDS)}"
         raise ConfigurationError("--routing", got=repr(single_case.routing), need=need)
@@ -244,19 +258,21 @@ def _single_case(
         ):
             need = "ordinary inputs with --world-size"
             raise ConfigurationError("--one", got=str(execution), need=need)
-        case = as_rank_case(case, single_case.rank_tokens, single_case.fault)
+        case = to_rank_case(case, single_case.rank_tokens, single_case.fault)
     elif single_case.rank_tokens is not None or single_case.fault:
         need = "--world-size N in addition"
         raise ConfigurationError("--rank-tokens, --fault", got="a single rank", need=need)
     return VerifyJob(pf, experts, (case,), 0, "one case")
 
 
-def _jobs(
-    host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
+def _make_jobs(
+    executor: Executor, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[VerifyJob]:
-    """Return a job for each pair of these parts that has a case. None stands for all parts.
+    """Return a job for each pairing of these parts that has a valid case.
 
-    Raises IncompatibleError if both names are given and the pair has no case.
+    pf, experts: names of parts; None stands for all.
+
+    Raises IncompatibleError if both names are given and the pairing has no case.
     """
     from modular_kernel.catalog import load_catalog
 
@@ -266,17 +282,17 @@ def _jobs(
     jobs = []
     for pf_name in pfs:
         for experts_name in all_experts:
-            selection = host.cases(pf_name, experts_name, level)
+            selection = executor.select_cases(pf_name, experts_name, level)
             if pf is not None and experts is not None and not selection.cases:
                 verdict = selection.refused[0][1]
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                # A RankSelection is not pairwise, and has neither.
+                # A RankSelection, of cases over ranks, is not pairwise and has neither field.
                 covered_pairs = getattr(selection, "num_covered", 0)
                 impossible_pairs = len(getattr(selection, "impossible", ()))
-                pair, omitted = (pf_name, experts_name), _describe_omitted(host, level)
-                cells = _reachable(host, *pair)
+                pair, omitted = (pf_name, experts_name), _describe_omitted(executor, level)
+                cells = _find_reachable_cells(executor, *pair)
                 job = VerifyJob(
                     *pair, selection.cases, refused, omitted, covered_pairs, impossible_pairs, cells
                 )
@@ -284,82 +300,88 @@ def _jobs(
     return jobs
 
 
-def _reachable(host: Host, pf: str, experts: str) -> "frozenset[PathCell]":
+def _find_reachable_cells(executor: Executor, pf: str, experts: str) -> "frozenset[PathCell]":
     """Return the cells of the experts' code paths that a single-process call can enter."""
     from modular_kernel.testing.cases.path_coverage import reachable_cells
 
     return (
         frozenset()
-        if host.pool is not None
-        else frozenset(reachable_cells(pf, experts, host.machine))
+        if executor.pool is not None
+        else frozenset(reachable_cells(pf, experts, executor.machine))
     )
 
 
-def _describe_omitted(host: Host, level: str) -> str:
+def _describe_omitted(executor: Executor, level: str) -> str:
     """Describe what the cases of this level do not cover."""
-    if host.pool is None:
+    if executor.pool is None:
         return "no pairwise coverage (see --level full)"
     text = "hand-picked cases without pairwise coverage"
     return text if level == "full" else f"{text}; --level full has more"
 
 
-def _selected_pairs(
-    host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
+def _select_pairings(
+    executor: Executor, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[tuple[str, str]]:
-    """Return the pairs of these parts that have a case; [] if no name is given."""
+    """Return the pairings of these parts that have a case; [] if no name is given."""
     if pf is None and experts is None:
         return []
-    jobs = _jobs(host, pf, experts, level)
+    jobs = _make_jobs(executor, pf, experts, level)
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _workers(execution: VerifyOptions, host: Host, level: Literal["smoke", "full"]) -> int:
+def _count_workers(
+    execution: VerifyOptions, executor: Executor, level: Literal["smoke", "full"]
+) -> int:
     """Return the number of worker processes; 1 for cases over ranks or on a GPU."""
     if execution.workers is not None:
         return limit_workers(execution.workers)
-    if level == "smoke" or host.pool is not None or host.machine.device != "cpu":
+    if level == "smoke" or executor.pool is not None or executor.machine.device != "cpu":
         return 1
     return len(os.sched_getaffinity(0))
 
 
-def _verify(jobs: Sequence[VerifyJob], host: Host, workers: int, *, as_json: str | None) -> bool:
+def _verify(
+    jobs: Sequence[VerifyJob], executor: Executor, workers: int, *, as_json: str | None
+) -> bool:
     """Verify all cases and print the results; return whether all passed."""
-    results, current = list[CaseResult](), [1]
+    results, number = list[JobResult](), [1]  # number: that of the running case
     cases = [case for job in jobs for case in job.cases]
-    all_proofs = closing(host.prove_all(cases, min(workers, max(1, len(cases)))))
-    # If there is no progress bar, say which case runs: one of a real model's size may take minutes.
-    status = output.activity_notes(lambda: f"case {current[0]} of {len(cases)}")
+    all_proofs = closing(executor.verify_cases(cases, min(workers, max(1, len(cases)))))
+    # Without a progress bar, print which case runs, because a case of a large problem may take
+    # minutes.
+    status = output.show_activity(lambda: f"case {number[0]} of {len(cases)}")
     with (
-        all_proofs as proven,
+        all_proofs as proof_iterator,
         nullcontext() if sys.stderr.isatty() else status,
-        output.progress(len(cases), "cases") as step,
+        output.show_progress(len(cases), "cases") as advance,
     ):
         for job in jobs:
             proofs = []
             for case in job.cases:
-                proofs.append(proof := next(proven))
+                proofs.append(proof := next(proof_iterator))
                 if not proof.passed:  # printed at once, in case the run is interrupted
-                    output.note(f"failed: {case}")
-                current[0] += 1
-                step()
-            results.append(CaseResult(job, tuple(proofs)))
+                    output.print_note(f"failed: {case}")
+                number[0] += 1
+                advance()
+            results.append(JobResult(job, tuple(proofs)))
     ok = bool(results) and all(result.ok for result in results)
-    record = {"ok": ok, **host.record, "pairs": [_record(result) for result in results]}
+    record = {
+        "ok": ok,
+        **executor.record_fields,
+        "pairs": [_make_record(result) for result in results],
+    }
     output.print_result(record, as_json, lambda: _print_text(results))
     return ok
 
 
 def _error_ratio(proof: "Proof") -> float:
-    """Return error / bound, which is at most 1 for a case that passed.
-
-    It is infinity for an error without a bound.
-    """
+    """Return error / bound, which is at most 1 for a case that passed."""
     if proof.error == 0:
         return 0.0
     return proof.error / proof.bound if proof.bound else float("inf")
 
 
-def _record(result: CaseResult) -> dict[str, object]:
+def _make_record(result: JobResult) -> dict[str, object]:
     from modular_kernel.testing.cases.case import command
 
     worst = result.worst
@@ -384,27 +406,27 @@ def _record(result: CaseResult) -> dict[str, object]:
     }
 
 
-def _print_text(results: Sequence[CaseResult]) -> None:
+def _print_text(results: Sequence[JobResult]) -> None:
     columns = ("pairing", "cases", "failed", "unsupported", "error", "bound", "s")
-    rows = [_row(result) for result in results]
-    output.table(columns, rows, optional=("s", "bound", "error", "unsupported"))
+    rows = [_format_row(result) for result in results]
+    output.print_table(columns, rows, optional=("s", "bound", "error", "unsupported"))
     for result in results:
         if len(result.job.cases) > 1:
             job = result.job
-            output.line(f"{job.prepare_finalize} x {job.experts}: {job.coverage}")
+            output.print_line(f"{job.prepare_finalize} x {job.experts}: {job.coverage}")
             if job.reachable:
-                output.line(f"paths entered: {result.paths}")
+                output.print_line(f"paths entered: {result.paths}")
             for cell in result.missed_cells if job.requires_all_cells else ():
-                output.line(f"failed: no case covers {cell}")
+                output.print_line(f"failed: no case covers {cell}")
         for proof in result.failed:
-            output.line(f"{proof}\n")
+            output.print_line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)
     failed = sum(len(result.failed) for result in results)
-    cases, pairs = format_count(count, "case"), format_count(len(results), "pair")
-    output.line(f"{cases} of {pairs}: {count - failed} passed, {failed} failed")
+    cases, pairings = format_count(count, "case"), format_count(len(results), "pairing")
+    output.print_line(f"{cases} of {pairings}: {count - failed} passed, {failed} failed")
 
 
-def _row(result: CaseResult) -> tuple[object, ...]:
+def _format_row(result: JobResult) -> tuple[object, ...]:
     """Format a table row; error and bound are those of the worst case."""
     worst = result.worst
     assert worst is not None

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 from test_bench import PEAKS, WHERE, _small_peaks, row  # noqa: F401  the fixture: before each test here
 
 from modular_kernel.bench import run as run_module
@@ -67,8 +67,8 @@ def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path:
         peer_candidates(tmp_path / "absent.py")
 
 
-mk = runs_mk("bench", "--ms", "0.01")
-load = runs_mk("bench", "--load")
+mk = make_mk_fixture("bench", "--ms", "0.01")
+load = make_mk_fixture("bench", "--load")
 
 
 TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)
@@ -249,7 +249,7 @@ def test_schemes_with_options_are_distinguished(mk: Mk, monkeypatch: pytest.Monk
 def test_interpreted_rows_are_noted_without_the_mode_column(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modular_kernel.cli.output.width", lambda _=None: 80)
+    monkeypatch.setattr("modular_kernel.cli.output.get_line_width", lambda _=None: 80)
     modes = {"BatchedTorchExperts": "cpu", "BatchedTritonExperts": "interpreter"}
     rows = [
         replace(row(name, 1234567.8, "ours"), shape="E8-K2-H64-I128", mode=mode, floor_us=3.0)

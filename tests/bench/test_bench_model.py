@@ -14,7 +14,7 @@ if find_spec("transformers") is None:
 
 from modular_kernel.bench import model_speed, random_model
 from modular_kernel.bench.model_speed import FAILED, OK, WRONG, Implementation, Workload, measure
-from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
+from modular_kernel.cli.demo_models import SMALL_MODELS, build_small_model
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.integrations.transformers import register
 
@@ -23,7 +23,7 @@ SHORT = ("--prompt", "9", "--new-tokens", "3")
 
 
 def config_file(folder: Path, name: str, **changes: object) -> Path:
-    small_model(name, "float32", "cpu").config.save_pretrained(folder)
+    build_small_model(name, "float32", "cpu").config.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return path
@@ -37,7 +37,7 @@ def _once(monkeypatch) -> None:
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_model_of_a_folder_is_timed(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("modular_kernel.cli.output.width", lambda _=None: 80)
+    monkeypatch.setattr("modular_kernel.cli.output.get_line_width", lambda _=None: 80)
     config_file(tmp_path, name, dtype="float32", quantization_config={"quant_method": "fp8"})
     record = tmp_path / "record.json"
     ended = run_mk(capsys, "bench", "--hf", str(tmp_path), *SHORT, "--json", str(record))
@@ -138,7 +138,7 @@ def test_wrong_and_raising_implementations_have_no_speed(capsys) -> None:
     for name, function in (("doubled", doubled), ("broken", broken)):
         ExpertsInterface.register(name, function)
     refused_pair = register("BatchedPrepareAndFinalize", "TorchExperts", name="refused")
-    model = small_model("mixtral", "float32", str(DEVICE))
+    model = build_small_model("mixtral", "float32", str(DEVICE))
     names = ("doubled", "broken", refused_pair, "eager")
     rows = measure(model, Workload(1, 5, 2), [Implementation(each, each) for each in names])
     assert [row.status for row in rows] == [WRONG, FAILED, FAILED, OK]

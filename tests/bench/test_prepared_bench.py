@@ -9,7 +9,7 @@ import pytest
 import torch
 from grouped_products import MXFP4
 from prepared_samples import NO_GPU, PAIR, launched_tiles
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 from test_bench import _small_peaks  # noqa: F401  the fixture: before each test here
 
 from experts.triton.contiguous import TritonExperts
@@ -27,7 +27,7 @@ from modular_kernel.spec.problem import Machine
 
 pytestmark = NO_GPU
 launched = launched_tiles()
-mk = runs_mk("bench", "--ms", "0.01")
+mk = make_mk_fixture("bench", "--ms", "0.01")
 SIZES = {"hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
 LAYER = replace(MXFP4, tokens=26, **SIZES)  # 13 rows an expert: with prepared weights alone a path
 CELL = LayerCase("small", replace(LAYER, quant="none"), RoutingKind("uniform"))

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from grouped_products import MXFP4
 from prepared_samples import NO_GPU, PAIR, launched_tiles
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli.profile import _Files
+from modular_kernel.cli.profile import _OutputFiles
 from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 
 pytestmark = NO_GPU
 launched = launched_tiles()
-mk = runs_mk("profile", "--prepared")
+mk = make_mk_fixture("profile", "--prepared")
 SIZES = {"tokens": 26, "hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
 WORDS = tuple(
     word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
@@ -44,9 +44,9 @@ def test_report_has_the_bytes_of_prepared_weights(
 
 
 def test_files_without_prepared_weights_are_not_overwritten(mk: Mk, tmp_path: Path) -> None:
-    plain, prepared = (_Files((PAIR,), MXFP4, tmp_path, each) for each in (False, True))
-    assert plain.stem(PAIR) != prepared.stem(PAIR)
-    assert plain.report("json") != prepared.report("json")
+    plain, prepared = (_OutputFiles((PAIR,), MXFP4, tmp_path, each) for each in (False, True))
+    assert plain.get_stem(PAIR) != prepared.get_stem(PAIR)
+    assert plain.get_report("json") != prepared.get_report("json")
 
 
 @pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])

@@ -1,4 +1,4 @@
-"""`mk check --model FOLDER` judges the tensors of a checkpoint, not only its config.json."""
+"""`mk check --model FOLDER` checks the tensors of a checkpoint, not only its config.json."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,12 @@ PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExpert
 
 def test_layers_and_format_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "deepseek_v3", "deepseek fp8", layers=(3, 4, 5, 7), intermediate=192, shards=2)
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert ended.code == 0
-    told = "experts of layers 3 to 5, 7 in fp8_w8a8_block (fp8), 1180032 bytes"
-    assert f"{told}, according to its config.json" in ended.out
-    assert "quant=fp8_w8a8_block:block=64x128" in ended.out  # as the layer will have it
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert result.code == 0
+    description = "experts of layers 3 to 5, 7 in fp8_w8a8_block (fp8), 1180032 bytes"
+    assert f"{description}, according to its config.json" in result.out
+    # A block of 128 rows, as in the checkpoint, would not divide the intermediate size of 192.
+    assert "quant=fp8_w8a8_block:block=64x128" in result.out
     record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
     assert record["checkpoint"] == {
         "layers": [3, 4, 5, 7],
@@ -42,8 +43,8 @@ def test_layers_and_format_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
         "dtype_of_files": False,
         "converted": [],
     }
-    asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--quant", "none")
-    assert "quant=" not in asked.out
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--quant", "none")
+    assert "quant=" not in result.out
 
 
 def test_bytes_are_those_of_experts(tmp_path: Path) -> None:
@@ -57,14 +58,13 @@ def test_tensors_that_contradict_the_config_are_refused(
 ) -> None:
     write(tmp_path, "mixtral", "awq", layers=(0, 1))
     tensors = load_file(tmp_path / "model.safetensors")
-    gone = "model.layers.1.block_sparse_moe.experts.3.w2.scales"
-    save_file(
-        {name: t for name, t in tensors.items() if name != gone}, tmp_path / "model.safetensors"
-    )
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert ended.code == 2
-    assert f"got no {gone}" in ended.err
-    # Its config.json alone says nothing of that.
+    missing = "model.layers.1.block_sparse_moe.experts.3.w2.scales"
+    del tensors[missing]
+    save_file(tensors, tmp_path / "model.safetensors")
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert result.code == 2
+    assert f"got no {missing}" in result.err
+    # Without the tensors, the config.json is valid.
     assert run_mk(capsys, "check", *PAIR, "--model", str(tmp_path / "config.json")).code == 0
 
 
@@ -73,12 +73,13 @@ def test_folder_with_only_a_config_is_judged_by_it(
 ) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert ended.code == 0
-    assert "according to its config.json" not in ended.out
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert result.code == 0
+    assert "according to its config.json" not in result.out
 
 
-def without_dtype(folder: Path) -> None:
+def remove_dtype(folder: Path) -> None:
+    """Remove the dtype from the config.json in a folder."""
     config = json.loads((folder / "config.json").read_text())
     del config["torch_dtype"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -88,68 +89,68 @@ def test_dtype_of_the_files_is_used_without_one_in_the_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "mixtral", "fp32", shards=2)
-    without_dtype(tmp_path)
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert "-float32" in ended.out
-    assert "dtype" not in ended.err
-    told = "according to its config.json; it has no dtype, using float32 of the files\n"
-    assert told in ended.out
+    remove_dtype(tmp_path)
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert "-float32" in result.out
+    assert "dtype" not in result.err
+    source = "according to its config.json; it has no dtype, using float32 of the files\n"
+    assert source in result.out
     record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
     assert record["checkpoint"]["dtype_of_files"] is True
     assert inspect(tmp_path).problem_fields["dtype"] == "float32"
     assert load_experts(tmp_path, 0).weights.w1.dtype == torch.float32
-    asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--dtype", "float16")
-    assert "-float16" in asked.out
-    assert "it has no dtype" not in asked.out
-    assert "config.json; the files have float32, loaded as float16\n" in asked.out
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--dtype", "float16")
+    assert "-float16" in result.out
+    assert "it has no dtype" not in result.out
+    assert "config.json; the files have float32, loaded as float16\n" in result.out
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a layer", "between layers"])
 def test_files_of_several_dtypes_determine_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], within: bool
 ) -> None:
-    """Using one dtype for all could round values of another 16-bit dtype, or overflow."""
+    """Conversion to one of the dtypes could round values, or overflow."""
     write(tmp_path, "mixtral", "fp32", layers=(0, 1))
     path = tmp_path / "model.safetensors"
     other = "layers.0.block_sparse_moe.experts.2.w3" if within else "layers.1."
-    kinds = {True: torch.float16, False: torch.bfloat16}
-    changed = {name: t.to(kinds[other in name]) for name, t in load_file(path).items()}
+    dtypes = {True: torch.float16, False: torch.bfloat16}
+    changed = {name: t.to(dtypes[other in name]) for name, t in load_file(path).items()}
     save_file(changed, path)
-    stated = load_experts(tmp_path, 0).weights.w1.dtype
-    words = ("check", *PAIR, "--model", str(tmp_path))
-    assert run_mk(capsys, *words).code == 0
-    without_dtype(tmp_path)
-    ended = run_mk(capsys, *words)
-    assert (ended.code, ended.out) == (2, "")
+    dtype_by_config = load_experts(tmp_path, 0).weights.w1.dtype
+    args = ("check", *PAIR, "--model", str(tmp_path))
+    assert run_mk(capsys, *args).code == 0
+    remove_dtype(tmp_path)
+    result = run_mk(capsys, *args)
+    assert (result.code, result.out) == (2, "")
     need = "need one dtype, or an explicit one in config.json or by dtype= or --dtype\n"
-    assert ended.err.endswith(need)
-    for kind in ("bfloat16 in ", " and float16 in "):
-        assert kind in ended.err
+    assert result.err.endswith(need)
+    for text in ("bfloat16 in ", " and float16 in "):
+        assert text in result.err
     if within:
-        assert f"model.{other}.weight" in ended.err
+        assert f"model.{other}.weight" in result.err
         with pytest.raises(DtypeError, match=r"got bfloat16 in .* and float16 in .*w3\.weight"):
             load_experts(tmp_path, 0)
-    else:  # each layer has one
+    else:  # each layer has a single dtype
         assert load_experts(tmp_path, 0).weights.w1.dtype == torch.bfloat16
         assert load_experts(tmp_path, 1).weights.w1.dtype == torch.float16
-    asked = run_mk(capsys, *words, "--dtype", "float32")
-    assert asked.code == 0
-    assert "-float32" in asked.out
-    exact = load_experts(tmp_path, 0, dtype="float32").weights.w1
-    assert exact.dtype == torch.float32
-    assert stated == torch.float32
-    first = changed["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
-    assert torch.equal(exact[2].chunk(2)[1], first.float())
+    result = run_mk(capsys, *args, "--dtype", "float32")
+    assert result.code == 0
+    assert "-float32" in result.out
+    w1 = load_experts(tmp_path, 0, dtype="float32").weights.w1
+    assert w1.dtype == torch.float32
+    assert dtype_by_config == torch.float32
+    up = changed["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
+    assert torch.equal(w1[2].chunk(2)[1], up.float())
 
 
 def test_converted_dtypes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, "mixtral", "fp32")
-    without_dtype(tmp_path)
+    remove_dtype(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({name: tensor.double() for name, tensor in load_file(path).items()}, path)
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert ended.code == 2
-    assert "block_sparse_moe.experts.0.w1.weight: got float64, need bfloat16 or" in ended.err
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert result.code == 2
+    assert "block_sparse_moe.experts.0.w1.weight: got float64, need bfloat16 or" in result.err
 
 
 @pytest.mark.parametrize("kind", ["fp32", "deepseek fp8"])
@@ -158,27 +159,27 @@ def test_assumed_dtype_is_noted(
 ) -> None:
     """A config.json alone, and quantized files, do not determine the dtype."""
     write(tmp_path, "deepseek_v3", kind)
-    given = tmp_path / ("config.json" if kind == "fp32" else ".")
-    told = f"{given} has no dtype; using bfloat16 (see --dtype)"
-    assert told not in run_mk(capsys, "check", *PAIR, "--model", str(given)).err
-    without_dtype(tmp_path)
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(given))
-    assert "-bfloat16" in ended.out
-    assert ended.err.count(told) == 1
-    asked = run_mk(capsys, "check", *PAIR, "--model", str(given), "--dtype", "float32")
-    assert "assumed" not in asked.err
-    named = run_mk(capsys, "check", *PAIR, "--model", "Qwen/Qwen3-30B-A3B")  # no file
-    assert "assumed" not in named.err
+    model = tmp_path / ("config.json" if kind == "fp32" else ".")
+    note = f"{model} has no dtype; using bfloat16 (see --dtype)"
+    assert note not in run_mk(capsys, "check", *PAIR, "--model", str(model)).err
+    remove_dtype(tmp_path)
+    result = run_mk(capsys, "check", *PAIR, "--model", str(model))
+    assert "-bfloat16" in result.out
+    assert result.err.count(note) == 1
+    result = run_mk(capsys, "check", *PAIR, "--model", str(model), "--dtype", "float32")
+    assert "assumed" not in result.err
+    result = run_mk(capsys, "check", *PAIR, "--model", "Qwen/Qwen3-30B-A3B")  # no file
+    assert "assumed" not in result.err
 
 
 def test_the_dtype_of_files_is_that_of_any_unquantized_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The lowest layer, a quantized one, has none."""
+    """The first layer is quantized, so that its files have no dtype of activations."""
     write_mixed(tmp_path, *MIXED["fp8, excluded layers"])
     config = json.loads((tmp_path / "config.json").read_text())
     del config["torch_dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert ended.code == 0
-    assert "it has no dtype, using bfloat16 of the files" in ended.out
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert result.code == 0
+    assert "it has no dtype, using bfloat16 of the files" in result.out

@@ -7,22 +7,23 @@ from typing import Any
 
 import click
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.cli.file_options import FilePath, FileUse
-from modular_kernel.cli.main import VERBS, application
-from modular_kernel.cli.output_streams import LOST_OUTPUT
+from modular_kernel.cli.main import VERBS, make_application
+from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST
 from modular_kernel.utils import json_files
 
-mk = runs_mk()
+mk = make_mk_fixture()
 
-WRITES = (FileUse.WRITE, FileUse.WRITE_OR_STDOUT)
+FILE_OUTPUTS = (FileUse.WRITE, FileUse.WRITE_OR_STDOUT)
 MODEL_VERBS = ("check", "test", "profile", "bench", "tune", "compose", "plan")
 
 
+# (verb, option, type) of every option that names a path.
 PATHS = [
     (verb, parameter.opts[0], parameter.type)
-    for verb, command in application().commands.items()
+    for verb, command in make_application().commands.items()
     for parameter in command.params
     if isinstance(parameter.type, click.Path)
 ]
@@ -39,34 +40,34 @@ def test_every_path_option_has_a_use() -> None:
     assert {verb for verb, option, _ in FILES if option == "--json"} == set(VERBS)
 
 
-def bad_paths(folder: Path, use: FileUse) -> dict[str, str]:
-    """Return unusable paths, by what is wrong with them."""
-    (folder / "file").write_text("mine", encoding="utf-8")
-    (folder / "nothing").symlink_to(folder / "is not there")
+def make_unusable_paths(folder: Path, use: FileUse) -> dict[str, str]:
+    """Return a path for each kind of defect that makes it unusable for `use`."""
+    (folder / "file").write_text("text", encoding="utf-8")
+    (folder / "broken").symlink_to(folder / "missing")
     (folder / "loop").symlink_to(folder / "loop")
-    found = {
+    paths = {
         "a name of 256 bytes": str(folder / ("x" * 256)),
         "a name of 128 letters of two bytes": str(folder / ("é" * 128)),
         "a folder of 256 bytes": str(folder / ("x" * 256) / "file"),
-        "a folder of 256 bytes in one that is not there": str(folder / "new" / ("x" * 256) / "y"),
+        "a folder of 256 bytes in a missing folder": str(folder / "new" / ("x" * 256) / "y"),
         "a path of 5,000 bytes": str(folder / "/".join(["x" * 99] * 50)),
         "a NUL byte": str(folder / "a\0b"),
         "not UTF-8": str(folder / "a\udcff"),
-        "a link to nothing": str(folder / "nothing"),
+        "a broken link": str(folder / "broken"),
         "a link to itself": str(folder / "loop"),
     }
     if use is not FileUse.READ_FOLDER:
-        found["below a file"] = str(folder / "file" / "below")
+        paths["below a file"] = str(folder / "file" / "below")
     if use is FileUse.READ:
-        found["nothing there"] = str(folder / "absent")
-    elif use in WRITES or use is FileUse.WRITE_FOLDER:
-        found["in /proc"] = "/proc/x"
-        found["below /proc"] = "/proc/x/y"
-    if use in WRITES or use is FileUse.READ:
-        found["a folder"] = str(folder)
+        paths["a missing file"] = str(folder / "absent")
+    elif use in FILE_OUTPUTS or use is FileUse.WRITE_FOLDER:
+        paths["in /proc"] = "/proc/x"
+        paths["below /proc"] = "/proc/x/y"
+    if use in FILE_OUTPUTS or use is FileUse.READ:
+        paths["a folder"] = str(folder)
     else:
-        found["a file"] = str(folder / "file")
-    return found
+        paths["a file"] = str(folder / "file")
+    return paths
 
 
 @pytest.mark.parametrize(
@@ -77,12 +78,12 @@ def test_unusable_path_is_bad_usage(
 ) -> None:
     """The status is 2, one line names the option, and no file is created."""
     monkeypatch.chdir(tmp_path)
-    paths = bad_paths(tmp_path, use)
+    paths = make_unusable_paths(tmp_path, use)
     before = sorted(tmp_path.rglob("*"))
-    for what, path in paths.items():
-        ended = mk(verb, option, path)
-        assert (what, ended.code, ended.out) == (what, 2, "")
-        (line,) = ended.err.splitlines()
+    for defect, path in paths.items():
+        result = mk(verb, option, path)
+        assert (defect, result.code, result.out) == (defect, 2, "")
+        (line,) = result.err.splitlines()
         assert line.startswith(f"error: {option}: got ")
         assert ", need " in line
         assert len(line) < 700
@@ -91,83 +92,79 @@ def test_unusable_path_is_bad_usage(
 
 @pytest.mark.parametrize(
     ("verb", "option", "use"),
-    [case for case in FILES if case[2] in WRITES or case[2] is FileUse.WRITE_FOLDER],
+    [case for case in FILES if case[2] in FILE_OUTPUTS or case[2] is FileUse.WRITE_FOLDER],
     ids=lambda case: str(case),
 )
 def test_folder_without_write_permission_is_bad_usage(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, option: str, use: FileUse
 ) -> None:
     """Permissions are simulated, because tests may run as root."""
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != closed and real(at, mode))
-    for path in (closed / "new", closed / "more" / "new"):
-        ended = mk(verb, option, str(path))
-        assert (ended.code, ended.out) == (2, "")
-        assert f"error: {option}: got {path}: {closed} is read-only, need " in ended.err
-    assert list(closed.iterdir()) == []
+    read_only = tmp_path / "read_only"
+    read_only.mkdir()
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != read_only and access(path, mode)
+    )
+    for path in (read_only / "new", read_only / "more" / "new"):
+        result = mk(verb, option, str(path))
+        assert (result.code, result.out) == (2, "")
+        assert f"error: {option}: got {path}: {read_only} is read-only, need " in result.err
+    assert list(read_only.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", MODEL_VERBS)
 def test_model_with_an_invalid_path_is_bad_usage(mk: Mk, tmp_path: Path, verb: str) -> None:
-    paths = bad_paths(tmp_path, FileUse.READ)
+    paths = make_unusable_paths(tmp_path, FileUse.READ)
     for path in paths.values():
-        words = ("--one", *PAIR) if verb == "test" else ()
-        ended = mk(verb, "--model", path, *words)
-        assert ended.code == 2
-        assert ended.err.splitlines()[-1].startswith("error: model")
-    ended = mk("bench", "--hf", paths["a name of 256 bytes"])
-    assert ended.code == 2
+        args = ("--one", *PAIR) if verb == "test" else ()
+        result = mk(verb, "--model", path, *args)
+        assert result.code == 2
+        assert result.err.splitlines()[-1].startswith("error: model")
+    result = mk("bench", "--hf", paths["a name of 256 bytes"])
+    assert result.code == 2
 
 
 PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
 
-class Full:
-    """Stand-in for a disk that is full after some bytes."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def write_text(self, path: Path, text: str, **_: Any) -> None:
-        with path.open("w", encoding="utf-8") as file:
-            file.write(text[: self.most])
-        raise OSError(28, "No space left on device")
+def write_to_full_disk(path: Path, text: str, **_: Any) -> None:
+    """Replacement of `Path.write_text` for a disk that is full after 100 characters."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text[:100])
+    raise OSError(28, "No space left on device")
 
 
 TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
 BENCH = ("bench", *PAIR, *TINY, "--ms", "0.01")
-WRITTEN: dict[str, tuple[str, ...]] = {
+OUTPUTS: dict[str, tuple[str, ...]] = {
     "--json": ("check", "--json"),
     "--html": ("report", "--html"),
     "--markdown": ("bench", "--load", "RECORD", "--markdown"),
 }
 
 
-@pytest.mark.parametrize("words", WRITTEN.values(), ids=WRITTEN.keys())
+@pytest.mark.parametrize("args", OUTPUTS.values(), ids=OUTPUTS.keys())
 def test_files_are_written_atomically(
-    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
 ) -> None:
     record = tmp_path / "record" / "rows.json"
-    if "RECORD" in words:
+    if "RECORD" in args:
         assert mk(*BENCH, "--json", str(record)).code == 0
     path = tmp_path / "written"
-    words = (*(str(record) if word == "RECORD" else word for word in words), str(path))
-    path.write_text("the last one", encoding="utf-8")
+    args = (*(str(record) if word == "RECORD" else word for word in args), str(path))
+    path.write_text("old", encoding="utf-8")
     path.chmod(0o640)
-    with monkeypatch.context() as patched:
-        full = Full(100)
-        patched.setattr(Path, "write_text", lambda at, text, **more: full.write_text(at, text))
-        ended = mk(*words)
-    assert ended.code == LOST_OUTPUT
-    assert f"error: output was lost: {path}: No space left on device" in ended.err
-    assert path.read_text(encoding="utf-8") == "the last one"
-    assert [each.name for each in tmp_path.glob("*") if each != record.parent] == ["written"]
-    assert mk(*words).code == 0
-    assert path.read_text(encoding="utf-8") != "the last one"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_to_full_disk)
+        result = mk(*args)
+    assert result.code == EXIT_OUTPUT_LOST
+    assert f"error: output was lost: {path}: No space left on device" in result.err
+    assert path.read_text(encoding="utf-8") == "old"
+    assert [p.name for p in tmp_path.glob("*") if p != record.parent] == ["written"]
+    assert mk(*args).code == 0
+    assert path.read_text(encoding="utf-8") != "old"
     assert path.stat().st_mode & 0o777 == 0o640
-    assert [each.name for each in tmp_path.glob("*") if each != record.parent] == ["written"]
+    assert [p.name for p in tmp_path.glob("*") if p != record.parent] == ["written"]
 
 
 def test_longest_file_name_is_written(mk: Mk, tmp_path: Path) -> None:
@@ -179,23 +176,25 @@ def test_longest_file_name_is_written(mk: Mk, tmp_path: Path) -> None:
 def test_existing_file_in_a_read_only_folder_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "kept"
+    path = tmp_path / "existing"
     path.write_text("old", encoding="utf-8")
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != tmp_path and real(at, mode))
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode)
+    )
     json_files.write(path, "new")
     assert path.read_text(encoding="utf-8") == "new"
 
 
 def test_interrupt_leaves_no_partial_file(tmp_path: Path) -> None:
-    path = tmp_path / "kept.png"
+    path = tmp_path / "plot.png"
 
-    def interrupted() -> None:
-        with json_files.atomic_write(path) as part:
-            assert part.suffix == ".png"
-            part.write_text("half", encoding="utf-8")
+    def interrupt_write() -> None:
+        with json_files.atomic_write(path) as partial_path:
+            assert partial_path.suffix == ".png"
+            partial_path.write_text("half", encoding="utf-8")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        interrupt_write()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Options of the `mk` command: fast help, the problem that they describe, and bad usage."""
+"""Options of the `mk` command: help, the problem that options describe, and bad usage."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from modular_kernel.cli import main, verify
 from modular_kernel.cli.command import IntegerList, make_verb, option
 from modular_kernel.cli.machine_setup import parse_arch
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.presets import MODELS
+from modular_kernel.cli.presets import MODEL_FIELDS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Combine, Machine, Parallel, Problem
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for, command, list_axis_variants
@@ -45,80 +45,80 @@ HELP_SECONDS = 0.3
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
 
-def python(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs a fresh interpreter in the checkout."""
-    command = [sys.executable, *words]
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run a new Python process in the checkout."""
+    command = [sys.executable, *args]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
-def test_help_does_not_import_torch(words: list[str]) -> None:
-    shown = python("-X", "importtime", "-m", "modular_kernel", *words, "--help")
-    assert shown.returncode == 0
-    assert shown.stdout.startswith("Usage: mk")
-    lines = shown.stderr.splitlines()
+@pytest.mark.parametrize("args", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_does_not_import_torch(args: list[str]) -> None:
+    process = python("-X", "importtime", "-m", "modular_kernel", *args, "--help")
+    assert process.returncode == 0
+    assert process.stdout.startswith("Usage: mk")
+    lines = process.stderr.splitlines()
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
     assert "click" in imported
     assert imported & {"torch", "triton", "numpy", "rich", "transformers", "pydantic"} == set()
 
 
-@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
-def test_help_is_fast(words: list[str]) -> None:
-    """The limit is eight times the import of click alone, so that slow or busy machines pass.
+@pytest.mark.parametrize("args", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_is_fast(args: list[str]) -> None:
+    """The limit is relative to an import of click, so that the test passes on slow machines.
 
-    torch alone would take ten times as long, and the test above sees that it stays away.
+    An import of torch would take about ten times the limit.
     """
     for _ in range(8):
-        limit = max(HELP_SECONDS, 8 * _seconds("-c", "import click"))
-        took = _seconds("-m", "modular_kernel", *words, "--help")
-        if took < limit:
+        limit = max(HELP_SECONDS, 8 * _measure_cpu_seconds("-c", "import click"))
+        seconds = _measure_cpu_seconds("-m", "modular_kernel", *args, "--help")
+        if seconds < limit:
             return
-    pytest.fail(f"{took:.2f} s of processor time, the limit is {limit:.2f} s")
+    pytest.fail(f"{seconds:.2f} s of processor time, the limit is {limit:.2f} s")
 
 
-def _seconds(*words: str) -> float:
-    """Return the processor time of a fresh interpreter."""
+def _measure_cpu_seconds(*args: str) -> float:
+    """Return the processor time of a new Python process."""
     before = os.times()
-    python(*words)
+    python(*args)
     after = os.times()
     user = after.children_user - before.children_user
     return user + after.children_system - before.children_system
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    _, shown, _ = run_mk(capsys, "--help")
-    assert [verb for verb in VERBS if f"\n  {verb} " not in shown] == []
+    _, text, _ = run_mk(capsys, "--help")
+    assert [verb for verb in VERBS if f"\n  {verb} " not in text] == []
 
 
 @pytest.mark.parametrize("verb", ["check", "test", "profile", "bench", "compose", "plan"])
 def test_problem_options_are_the_same_for_every_verb(
     capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    _, shown, _ = run_mk(capsys, verb, "--help")
+    _, text, _ = run_mk(capsys, verb, "--help")
     names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
     assert len(names) == 28
-    assert [name for name in names if f"--{name}" not in shown] == []
+    assert [name for name in names if f"--{name}" not in text] == []
 
 
-def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
-    """Return the problem that `mk check` creates from these arguments."""
-    case = case_of("test", "--one", *TORCH_PAIR, *words, monkeypatch=monkeypatch)
+def parse_problem(*args: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
+    """Return the problem that `mk test --one` creates from these options."""
+    case = parse_case("test", "--one", *TORCH_PAIR, *args, monkeypatch=monkeypatch)
     return case.problem
 
 
-def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """Return the single case that `mk test` would verify."""
-    seen: list[verify.VerifyJob] = []
+def parse_case(*args: str, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """Return the single case that `mk` with these arguments would verify."""
+    recorded: list[verify.VerifyJob] = []
 
-    def keep(jobs: list[verify.VerifyJob], *_: object, as_json: bool) -> bool:
-        seen.extend(jobs)
+    def record_jobs(jobs: list[verify.VerifyJob], *_: object, as_json: bool) -> bool:
+        recorded.extend(jobs)
         return True
 
-    monkeypatch.setattr(verify, "_verify", keep)
-    with pytest.raises(SystemExit) as ended:
-        main.run(list(words))
-    assert not ended.value.code
-    ((case,),) = [job.cases for job in seen]
+    monkeypatch.setattr(verify, "_verify", record_jobs)
+    with pytest.raises(SystemExit) as exit_info:
+        main.run(list(args))
+    assert not exit_info.value.code
+    ((case,),) = [job.cases for job in recorded]
     return case
 
 
@@ -126,7 +126,7 @@ SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
 
 
 @pytest.mark.parametrize(
-    ("words", "changes"),
+    ("args", "changes"),
     [
         ("", {}),
         ("--tokens 0", {"tokens": 0}),
@@ -159,10 +159,10 @@ SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
     ],
 )
 def test_every_option_reaches_the_problem(
-    words: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    args: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = problem_of(*words.split(), monkeypatch=monkeypatch)
-    assert made == replace(SMALL, **changes)
+    problem = parse_problem(*args.split(), monkeypatch=monkeypatch)
+    assert problem == replace(SMALL, **changes)
 
 
 OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
@@ -178,34 +178,35 @@ MODEL_PROBLEMS = {
 
 
 def test_every_model_is_listed_here() -> None:
-    assert set(MODEL_PROBLEMS) <= set(MODELS)
-    assert len(MODELS) >= 30
+    assert set(MODEL_PROBLEMS) <= set(MODEL_FIELDS)
+    assert len(MODEL_FIELDS) >= 30
 
 
 @pytest.mark.parametrize("model", MODEL_PROBLEMS)
 def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = problem_of("--model", model, monkeypatch=monkeypatch)
-    assert str(made) == MODEL_PROBLEMS[model]
-    changed = problem_of("--model", model, "--hidden", "96", "--no-bias", monkeypatch=monkeypatch)
-    assert changed == replace(made, hidden=96, bias=False)
-    other = problem_of("--model", model, "--quant", "none", monkeypatch=monkeypatch)
-    assert other == replace(made, quant="none")
+    problem = parse_problem("--model", model, monkeypatch=monkeypatch)
+    assert str(problem) == MODEL_PROBLEMS[model]
+    options = ("--model", model, "--hidden", "96", "--no-bias")
+    changed = parse_problem(*options, monkeypatch=monkeypatch)
+    assert changed == replace(problem, hidden=96, bias=False)
+    changed = parse_problem("--model", model, "--quant", "none", monkeypatch=monkeypatch)
+    assert changed == replace(problem, quant="none")
 
 
 def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     for seed, (problem, routing) in enumerate(list_axis_variants(BASE)):
         case = Case(*pair, problem, routing, seed)
-        words = shlex.split(command(case))
-        assert words[0] == "mk"
-        assert case_of(*words[1:], monkeypatch=monkeypatch) == case
+        args = shlex.split(command(case))
+        assert args[0] == "mk"
+        assert parse_case(*args[1:], monkeypatch=monkeypatch) == case
     for case in cases_for(*pair, Machine()).cases:
-        words = shlex.split(command(case))
-        assert case_of(*words[1:], monkeypatch=monkeypatch) == case
+        args = shlex.split(command(case))
+        assert parse_case(*args[1:], monkeypatch=monkeypatch) == case
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ("check --dtype int8", "dtype: got int8, need one of bfloat16, float16, float32\n"),
         ("check --quant fp8", "quant: got fp8, need one of fp8_w8a16_block, fp8_w8a16_channel, "),
@@ -239,7 +240,7 @@ def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> Non
         ("check --pf-type MoEPrepareAndFinalizeNoE", "did you mean MoEPrepareAndFinalizeNoEP?"),
         ("test --experts-type TorchExpert", "did you mean TorchExperts?"),
         ("test --level some", "--level: got 'some', need smoke or full"),
-        ("test --one", "--one: got no pair"),
+        ("test --one", "--one: got no pairing"),
         ("test --tokens 5", "got no --one"),
         ("test --seed 5", "got no --one"),
         (f"test --one {' '.join(TORCH_PAIR)} --routing odd", "--routing: got 'odd', need one of"),
@@ -251,16 +252,16 @@ def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> Non
     ],
 )
 def test_bad_usage_ends_with_2_and_says_why(
-    capsys: pytest.CaptureFixture[str], words: str, message: str
+    capsys: pytest.CaptureFixture[str], args: str, message: str
 ) -> None:
-    code, out, err = run_mk(capsys, *words.split())
+    code, out, err = run_mk(capsys, *args.split())
     assert code == 2
     assert message in err
     assert out == ""
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ("doctorr", "No such command 'doctorr'. Did you mean 'doctor'? (see mk -h)"),
         (
@@ -275,20 +276,20 @@ def test_bad_usage_ends_with_2_and_says_why(
     ],
 )
 def test_usage_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str], words: str, message: str
+    capsys: pytest.CaptureFixture[str], args: str, message: str
 ) -> None:
-    code, out, err = run_mk(capsys, *words.split())
+    code, out, err = run_mk(capsys, *args.split())
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert message in err
 
 
-def numbers() -> list[tuple[str, str, str]]:
-    """Return (verb, option, need) of every option that takes a number."""
+def list_number_options() -> list[tuple[str, str, str]]:
+    """Return (verb, option, description of valid values) for every option that takes a number."""
     return [
         (verb, parameter.opts[0], parameter.type.need)
-        for verb, command in main.application().commands.items()
+        for verb, command in main.make_application().commands.items()
         for parameter in command.params
         if isinstance(parameter.type, click.types.IntParamType | click.types.FloatParamType)
     ]
@@ -297,11 +298,11 @@ def numbers() -> list[tuple[str, str, str]]:
 def test_errors_of_number_options_have_name_and_need(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    listed = numbers()
-    assert len(listed) > 100
-    for verb, name, need in listed:
-        ended = run_mk(capsys, verb, name, "x")
-        assert ended == (2, "", f"error: {name}: got 'x', need {need}\n")
+    number_options = list_number_options()
+    assert len(number_options) > 100
+    for verb, name, need in number_options:
+        result = run_mk(capsys, verb, name, "x")
+        assert result == (2, "", f"error: {name}: got 'x', need {need}\n")
         assert need.startswith(("an integer", "a number"))
 
 
@@ -314,7 +315,7 @@ def test_invalid_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_annotation_determines_the_type_of_an_option() -> None:
-    seen: dict[str, object] = {}
+    values: dict[str, object] = {}
 
     def verb(
         *,
@@ -327,11 +328,11 @@ def test_an_annotation_determines_the_type_of_an_option() -> None:
         yes: Annotated[bool, option("")] = False,
         bias: Annotated[bool | None, option("", "--bias/--no-bias")] = None,
     ) -> None:
-        seen.update(many=many, one=one, two=two, counts=counts, word=word, share=share)
-        seen.update(yes=yes, bias=bias)
+        values.update(many=many, one=one, two=two, counts=counts, word=word, share=share)
+        values.update(yes=yes, bias=bias)
 
     command = make_verb("verb", verb, "")
-    for words, expected in (
+    for args, expected in (
         ("", ((), None, None, None, None, 0.5, False, None)),
         (
             "--many a --many b --share 2 --yes --no-bias",
@@ -342,19 +343,19 @@ def test_an_annotation_determines_the_type_of_an_option() -> None:
             ((), Path("c"), ("d", "e"), (3, 1), "b", 0.5, False, True),
         ),
     ):
-        command.main(words.split(), standalone_mode=False)
-        assert tuple(seen.values()) == expected
-        assert [type(value) for value in seen.values()] == [type(value) for value in expected]
-    for words in ("--word c", "--counts 1,10", "--counts x", "--counts="):
-        assert command.main(words.split(), standalone_mode=False) == 2
+        command.main(args.split(), standalone_mode=False)
+        assert tuple(values.values()) == expected
+        assert [type(value) for value in values.values()] == [type(value) for value in expected]
+    for args in ("--word c", "--counts 1,10", "--counts x", "--counts="):
+        assert command.main(args.split(), standalone_mode=False) == 2
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "nan"])
 def test_a_number_out_of_range_is_bad_usage(
     capsys: pytest.CaptureFixture[str], number: str
 ) -> None:
-    ended = run_mk(capsys, "bench", "--ms", number)
-    assert ended == (2, "", f"error: --ms: got '{number}', need a number > 0\n")
+    result = run_mk(capsys, "bench", "--ms", number)
+    assert result == (2, "", f"error: --ms: got '{number}', need a number > 0\n")
 
 
 def test_choices_equal_those_of_a_problem() -> None:

@@ -11,13 +11,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel import perf_model
 from modular_kernel.cli import output
-from modular_kernel.cli.check import letters_for, print_matrix
+from modular_kernel.cli.check import make_rule_letters, print_matrix
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.tables import fit_table, fold, format_records
+from modular_kernel.cli.tables import fit_table, format_records, wrap_line
 from modular_kernel.spec.problem import Machine
 from modular_kernel.text import format_count
 
@@ -43,7 +43,7 @@ EXCHANGE = (
 )
 LAYERS = Path(perf_model.__file__).with_name("data") / "h200-layers.json"
 LEFT_OUT = SimpleNamespace(kernel="rows_kernel", module="parts", reason="for sm_100 alone")
-# verb -> words with which it prints its table here, soon, whatever it has to measure
+# Name -> arguments of a command that prints its tables within a few seconds.
 PRINTED: dict[str, tuple[str, ...]] = {
     "list": ("list",),
     "models": ("models",),
@@ -61,40 +61,40 @@ PRINTED: dict[str, tuple[str, ...]] = {
     "plan, compared": ("plan", "--compare", str(LAYERS)),
     "doctor": ("doctor",),
     "report": ("report",),
-    "a wrong word": ("bench", "--experts-type", "TritonExpert"),
+    "bad usage": ("bench", "--experts-type", "TritonExpert"),
 }
 
 
-mk = runs_mk()
+mk = make_mk_fixture()
 
 
 def test_matrix_of_pairs_and_its_rules(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = mk("check", "--json").json["pairs"]
     for width in (80, 10_000):
-        monkeypatch.setattr(output, "width", lambda _=None, width=width: width)
-        shown = mk("check").out
+        monkeypatch.setattr(output, "get_line_width", lambda _=None, width=width: width)
+        text = mk("check").out
         rows: dict[str, list[str]] = {}
-        for words in filter(None, map(str.split, shown.splitlines())):
-            rows.setdefault(words[0], []).extend(words[1:])  # a grid may come in parts
+        for words in filter(None, map(str.split, text.splitlines())):
+            rows.setdefault(words[0], []).extend(words[1:])  # the matrix may be several tables
         letters = {name: row[0] for row in rows.items() for name in row[1][:1] if len(row[0]) == 1}
         for pair in pairs:
             cells = rows[pair["prepare_finalize"].removesuffix("PrepareAndFinalize")]
-            experts = list(dict.fromkeys(each["experts"] for each in pairs))
+            experts = list(dict.fromkeys(pair["experts"] for pair in pairs))
             cell = cells[experts.index(pair["experts"])]
             rules = {rejection["rule"] for rejection in pair["rejections"]}
             assert cell == ("ok" if pair["ok"] else "".join(sorted(letters[r] for r in rules)))
-        assert ("[1]=TorchExperts" in shown) is (width == 80)
-    assert [len(letters_for(n)) for n in (0, 1, 26, 52, 60)] == [0, 1, 26, 52, 60]
-    assert len(set(letters_for(60))) == 60
+        assert ("[1]=TorchExperts" in text) is (width == 80)
+    assert [len(make_rule_letters(n)) for n in (0, 1, 26, 52, 60)] == [0, 1, 26, 52, 60]
+    assert len(set(make_rule_letters(60))) == 60
 
 
 def test_matrix_without_parts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a file of the user shadowed a package of parts."""
-    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    """There are no parts, for example, if a file of the user shadows a package of parts."""
+    monkeypatch.setattr(output, "get_line_width", lambda _=None: 80)
     print_matrix([], ProblemOptions().problem(), Machine("cpu"))
-    assert "0 of 0 pairs are valid" in capsys.readouterr().out
+    assert "0 of 0 pairings are valid" in capsys.readouterr().out
 
 
 def test_unlikely_sizes_are_noted(mk: Mk) -> None:
@@ -108,74 +108,74 @@ def test_unlikely_sizes_are_noted(mk: Mk) -> None:
 
 @pytest.mark.parametrize("verb", ["list", "models", "check", "doctor", "plan"])
 def test_json_goes_to_stdout_or_to_a_file(mk: Mk, tmp_path: Path, verb: str) -> None:
-    words = PRINTED["plan"] if verb == "plan" else (verb,)
-    printed, named = mk(*words, "--json"), mk(*words, "--json", "-")
-    assert printed.out == named.out
-    file = tmp_path / "new" / "found.json"
-    text = mk(*words, "--json", str(file))
-    assert json.loads(file.read_text(encoding="utf-8")) == printed.json
-    assert text.out == mk(*words).out
+    args = PRINTED["plan"] if verb == "plan" else (verb,)
+    without_value, with_dash = mk(*args, "--json"), mk(*args, "--json", "-")
+    assert without_value.out == with_dash.out
+    file = tmp_path / "new" / "record.json"
+    text = mk(*args, "--json", str(file))
+    assert json.loads(file.read_text(encoding="utf-8")) == without_value.json
+    assert text.out == mk(*args).out
     assert mk("check", "--json", "--top-k", "2").json["pairs"]
 
 
 def test_refusal_is_written_to_the_file(mk: Mk, tmp_path: Path) -> None:
     file = tmp_path / "refusal.json"
-    ended = mk("test", *REFUSED_PAIR, "--json", str(file))
-    assert ended.code == 1
-    assert "refused, 2 reasons" in ended.out
+    result = mk("test", *REFUSED_PAIR, "--json", str(file))
+    assert result.code == 1
+    assert "refused, 2 reasons" in result.out
     assert len(json.loads(file.read_text(encoding="utf-8"))["rejections"]) == 2
 
 
 def test_unwritable_file_is_reported_first(mk: Mk, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "file is a file,")):
-        ended = mk("test", *TORCH_PAIR, "--json", str(path))
-        assert ended.code == 2
-        assert ended.out == ""
-        assert f"error: --json: got {why}" in ended.err or why in ended.err
+        result = mk("test", *TORCH_PAIR, "--json", str(path))
+        assert result.code == 2
+        assert result.out == ""
+        assert f"error: --json: got {why}" in result.err or why in result.err
 
 
 def test_read_only_file_is_reported_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "kept.json"
-    kept.write_text("[]", encoding="utf-8")
-    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != kept.name)
-    ended = mk("test", *TORCH_PAIR, "--json", str(kept))
-    assert (ended.code, ended.out) == (2, "")
-    assert "read-only" in ended.err
+    existing = tmp_path / "kept.json"
+    existing.write_text("[]", encoding="utf-8")
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path).name != existing.name)
+    result = mk("test", *TORCH_PAIR, "--json", str(existing))
+    assert (result.code, result.out) == (2, "")
+    assert "read-only" in result.err
     assert mk("list", "--json", str(tmp_path / "other.json")).code == 0
 
 
-@pytest.mark.parametrize("words", [("check", *TORCH_PAIR), ("test", *REFUSED_PAIR)])
-def test_full_disk_is_lost_output(mk: Mk, words: tuple[str, ...]) -> None:
-    """This holds for every verdict, which is printed all the same."""
-    ended = mk(*words, "--json", "/dev/full")
-    assert ended.code == 74
-    assert ended.out == mk(*words).out
-    assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
+@pytest.mark.parametrize("args", [("check", *TORCH_PAIR), ("test", *REFUSED_PAIR)])
+def test_full_disk_is_lost_output(mk: Mk, args: tuple[str, ...]) -> None:
+    """The verdict is printed, whether the pairing is valid or refused."""
+    result = mk(*args, "--json", "/dev/full")
+    assert result.code == 74
+    assert result.out == mk(*args).out
+    assert "error: output was lost: /dev/full: No space left on device\n" in result.err
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("report", "--html", "out/page.html"),
         ("bench", "--markdown", "out/page.md"),
         ("exchange", "--markdown", "out/page.md"),
-        ("check", "--json", "out/found.json"),
+        ("check", "--json", "out/record.json"),
         ("profile",),
     ],
-    ids=lambda words: words[0],
+    ids=lambda args: args[0],
 )
 def test_file_in_place_of_a_folder_is_bad_usage(
-    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").write_text("mine", encoding="utf-8")
-    ended = mk(*words)
-    assert (ended.code, ended.out) == (2, "")
-    option = "--out" if words == ("profile",) else words[1]
-    assert f"error: {option}: got out: out is a file, need a folder\n" in ended.err
+    result = mk(*args)
+    assert (result.code, result.out) == (2, "")
+    option = "--out" if args == ("profile",) else args[1]
+    assert f"error: {option}: got out: out is a file, need a folder\n" in result.err
 
 
 def test_option_is_not_taken_as_a_file(
@@ -190,9 +190,9 @@ def test_option_is_not_taken_as_a_file(
 def test_measurements_are_printed_as_json(mk: Mk, tmp_path: Path, verb: str) -> None:
     file = tmp_path / "measured.json"
     assert mk(*PRINTED[verb], "--json", str(file)).code == 0
-    shown = mk(verb, "--load", str(file), "--json")
-    assert shown.json["rows"]
-    assert shown.json["rows"] == json.loads(file.read_text(encoding="utf-8"))["rows"]
+    loaded = mk(verb, "--load", str(file), "--json")
+    assert loaded.json["rows"]
+    assert loaded.json["rows"] == json.loads(file.read_text(encoding="utf-8"))["rows"]
 
 
 # ---------------------------------------------------------------------------------------- layout
@@ -202,28 +202,28 @@ ROWS = (("a" * 30, "1.5", "words " * 8), ("b", "12.5", ""))
 
 
 def test_columns_that_are_dropped() -> None:
-    def shown(width: int, *optional: str) -> list[object] | None:
+    def fit_columns(width: int, *optional: str) -> list[object] | None:
         table = fit_table(COLUMNS, ROWS, width, optional)
         return None if table is None else [column.header for column in table.columns]
 
-    assert shown(100) == ["name", "us", "note"]
-    assert shown(66) == ["name", "us", "note"]  # 30 + 4 + 24, and two beside each
-    assert shown(63) is None
-    assert shown(63, "us", "note") == ["name", "us"]
-    assert shown(33, "us", "note") == ["name"]
-    assert shown(20, "us", "note") is None
+    assert fit_columns(100) == ["name", "us", "note"]
+    assert fit_columns(66) == ["name", "us", "note"]  # 30 + 4 + 24, and padding
+    assert fit_columns(63) is None
+    assert fit_columns(63, "us", "note") == ["name", "us"]
+    assert fit_columns(33, "us", "note") == ["name"]
+    assert fit_columns(20, "us", "note") is None
 
 
 def test_dropped_columns_are_listed_or_rows_become_records(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "width", lambda _=None: 63)
-    output.table(COLUMNS, ROWS, optional=("us", "note"))
+    monkeypatch.setattr(output, "get_line_width", lambda _=None: 63)
+    output.print_table(COLUMNS, ROWS, optional=("us", "note"))
     assert "not shown in 63 columns: note" in capsys.readouterr().out
-    output.table(COLUMNS, ROWS, title="these")
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:3] == ["these", f"name  {'a' * 30}", "us    1.5"]
-    assert shown[3].startswith("note  words words")
+    output.print_table(COLUMNS, ROWS, title="title")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["title", f"name  {'a' * 30}", "us    1.5"]
+    assert lines[3].startswith("note  words words")
     assert format_records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
 
 
@@ -234,20 +234,20 @@ def test_width_of_a_dumb_terminal(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     names = [letter * 50 for letter in "abc"]
-    output.table(("x", "y", "z"), [names])
+    output.print_table(("x", "y", "z"), [names])
     assert capsys.readouterr().out.split()[-3:] == names
 
 
 def test_columns_sets_the_width_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(os, "get_terminal_size", _no_terminal)
-    assert output.width() == 80
+    monkeypatch.setattr(os, "get_terminal_size", _raise_os_error)
+    assert output.get_line_width() == 80
     monkeypatch.setenv("COLUMNS", "50")
-    assert output.width() == 50
+    assert output.get_line_width() == 50
 
 
-def _no_terminal(fd: int) -> os.terminal_size:
+def _raise_os_error(fd: int) -> os.terminal_size:
     raise OSError(fd)
 
 
@@ -255,30 +255,30 @@ def _no_terminal(fd: int) -> os.terminal_size:
 def test_no_cell_is_truncated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Down to the width at which the table just fits, and below it, where rows become records."""
-    monkeypatch.setattr(output, "width", lambda _=None: width)
+    """At widths at which the table fits, and at smaller ones, at which rows become records."""
+    monkeypatch.setattr(output, "get_line_width", lambda _=None: width)
     names = ["AllGatherReduceScatter", "189374.1", "219051.9"]
-    output.table(("transport", "dispatch", "pair"), [names])
-    shown = capsys.readouterr().out
-    assert [name for name in names if name not in shown] == []
+    output.print_table(("transport", "dispatch", "pair"), [names])
+    text = capsys.readouterr().out
+    assert [name for name in names if name not in text] == []
 
 
 def test_empty_columns_are_dropped_first(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "width", lambda _=None: 20)
+    monkeypatch.setattr(output, "get_line_width", lambda _=None: 20)
     columns = ("stage", "device us", "host us")
-    output.table(columns, [("sort", "-", "12"), ("permute", "", "13")], optional=columns[1:])
-    shown = capsys.readouterr().out
-    assert "13" in shown
-    assert "not shown in 20 columns: device us" in " ".join(shown.split())
+    output.print_table(columns, [("sort", "-", "12"), ("permute", "", "13")], optional=columns[1:])
+    text = capsys.readouterr().out
+    assert "13" in text
+    assert "not shown in 20 columns: device us" in " ".join(text.split())
 
 
 def test_lines_fold_between_words() -> None:
-    assert fold("    one two three", 12) == ["    one two", "      three"]
-    assert fold("one two", 80) == ["one two"]
-    assert fold("one two three", 8) == ["one two", "  three"]
-    assert fold("x" * 50, 8) == ["x" * 50]
+    assert wrap_line("    one two three", 12) == ["    one two", "      three"]
+    assert wrap_line("one two", 80) == ["one two"]
+    assert wrap_line("one two three", 8) == ["one two", "  three"]
+    assert wrap_line("x" * 50, 8) == ["x" * 50]
 
 
 def test_numbers_agree_with_their_nouns() -> None:
@@ -290,39 +290,39 @@ def test_progress_lines_without_a_terminal(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
-    with output.progress(40, "cases") as advance:
+    with output.show_progress(40, "cases") as advance:
         for _ in range(40):
             clock[0] += 1.0
             advance()
-    told = capsys.readouterr()
-    assert told.err.splitlines() == ["5 of 40 cases in 5 s", "25 of 40 cases in 25 s"]
-    assert told.out == ""
+    out, err = capsys.readouterr()
+    assert err.splitlines() == ["5 of 40 cases in 5 s", "25 of 40 cases in 25 s"]
+    assert out == ""
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         (*PRINTED["bench"], "--markdown", "/dev/full"),
         ("report", "--html", "/dev/full"),
     ],
     ids=["bench", "report"],
 )
-def test_lost_document_has_its_own_status(mk: Mk, words: tuple[str, ...]) -> None:
+def test_lost_document_has_its_own_status(mk: Mk, args: tuple[str, ...]) -> None:
     """The status is never 1, which means refused, and there is no traceback."""
-    ended = mk(*words)
-    assert ended.code == 74
-    assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
+    result = mk(*args)
+    assert result.code == 74
+    assert "error: output was lost: /dev/full: No space left on device\n" in result.err
 
 
 def test_lost_profile_has_its_own_status(mk: Mk, tmp_path: Path) -> None:
-    words = (*PRINTED["profile"], "--out", str(tmp_path))
-    assert mk(*words).code == 0
+    args = (*PRINTED["profile"], "--out", str(tmp_path))
+    assert mk(*args).code == 0
     (report,) = tmp_path.glob("*.profile.json")
     report.unlink()
     report.symlink_to("/dev/full")
-    ended = mk(*words)
-    assert ended.code == 74
-    assert f"error: output was lost: {report}: No space left on device\n" in ended.err
+    result = mk(*args)
+    assert result.code == 74
+    assert f"error: output was lost: {report}: No space left on device\n" in result.err
 
 
 def test_long_activities_are_noted(
@@ -330,18 +330,18 @@ def test_long_activities_are_noted(
 ) -> None:
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
     monkeypatch.setattr(output, "_LINE_INTERVAL_S", 0.05)
-    doing = ["the first"]
-    with output.activity_notes(lambda: doing[0]):
+    activity = ["the first"]
+    with output.show_activity(lambda: activity[0]):
         time.sleep(0.3)
-        doing[0] = "the second"
+        activity[0] = "the second"
         time.sleep(0.3)
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     time.sleep(0.2)
     assert capsys.readouterr().err == ""
     for name in ("the first", "the second"):
-        assert told.count(f"{name}: 0 s so far") >= 2
-    assert told.index("the first") < told.index("the second")
-    with output.activity_notes(lambda: "what is quick"):
+        assert err.count(f"{name}: 0 s so far") >= 2
+    assert err.index("the first") < err.index("the second")
+    with output.show_activity(lambda: "a short activity"):
         pass
     assert capsys.readouterr().err == ""
 
@@ -349,22 +349,22 @@ def test_long_activities_are_noted(
 def test_terminal_has_a_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The forty lines of the demo would scroll its result off the screen."""
-    for terminal in (False, True):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
-        with output.step_lines(2, "runs") as tell:
-            tell("a run took 1 s")
-            tell("another took 2 s")
-        told = capsys.readouterr().err
-        assert (told == "a run took 1 s\nanother took 2 s\n") is not terminal
-        assert ("took" in told) is not terminal
+    """A line for each of the 40 runs of the demo would scroll its result off the screen."""
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        with output.show_steps(2, "runs") as report_step:
+            report_step("a run took 1 s")
+            report_step("another took 2 s")
+        err = capsys.readouterr().err
+        assert (err == "a run took 1 s\nanother took 2 s\n") is not is_terminal
+        assert ("took" in err) is not is_terminal
 
 
 def test_long_steps_are_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "_STEADY_INTERVAL_S", 0.05)
-    with output.progress(3, "kernels", steady=True) as advance:
+    monkeypatch.setattr(output, "_THREAD_INTERVAL_S", 0.05)
+    with output.show_progress(3, "kernels", from_thread=True) as advance:
         advance()
         time.sleep(0.3)
     assert capsys.readouterr().err.count("1 of 3 kernels in 0 s\n") >= 2
@@ -372,39 +372,42 @@ def test_long_steps_are_noted(
     assert capsys.readouterr().err == ""
 
 
-def _compiles(monkeypatch: pytest.MonkeyPatch, all_kernels: Callable[..., Any]) -> None:
+def _replace_compile_all(monkeypatch: pytest.MonkeyPatch, compile_all: Callable[..., Any]) -> None:
     module = ModuleType("modular_kernel.testing.compile.cases")
-    module.compile_all = all_kernels  # type: ignore[attr-defined]
+    module.compile_all = compile_all  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def test_long_compilations_are_noted(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(target: str, bar: Any, workers: int, name_filter: str) -> SimpleNamespace:
-        with bar(2) as advance:
+    def compile_slowly(
+        target: str, progress: Any, workers: int, name_filter: str
+    ) -> SimpleNamespace:
+        with progress(2) as advance:
             time.sleep(0.3)
             advance()
         return SimpleNamespace(rows=[], left_out=[LEFT_OUT])
 
-    def found() -> dict[str, object]:
+    def find_slowly() -> dict[str, object]:
         time.sleep(0.3)
         return {LEFT_OUT.kernel: LEFT_OUT}
 
-    monkeypatch.setattr(output, "_STEADY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(output, "_THREAD_INTERVAL_S", 0.05)
     monkeypatch.setattr(output, "_FIRST_LINE_S", 0.05)
-    monkeypatch.setattr("modular_kernel.testing.compile.kernels_defined.defined_kernels", found)
-    _compiles(monkeypatch, slow)
-    told = mk("compile").err
-    assert told.startswith("loading torch, triton and the parts: 0 s so far\n1 kernel for sm_90")
-    assert told.count("0 of 2 steps in 0 s\n") >= 2
+    name = "modular_kernel.testing.compile.kernels_defined.defined_kernels"
+    monkeypatch.setattr(name, find_slowly)
+    _replace_compile_all(monkeypatch, compile_slowly)
+    err = mk("compile").err
+    assert err.startswith("loading torch, triton and the parts: 0 s so far\n1 kernel for sm_90")
+    assert err.count("0 of 2 steps in 0 s\n") >= 2
 
 
 def test_compile_check_without_kernels_fails(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = SimpleNamespace(rows=[], left_out=[LEFT_OUT])
-    _compiles(monkeypatch, lambda target, bar, workers, name_filter: nothing)
-    words = ("compile", "--only", LEFT_OUT.kernel)
-    assert mk(*words).code == 0
-    ended = mk(*words, "--check")
-    assert ended.code == 1
-    assert "for sm_100 alone" in ended.out
-    told = f"nothing was checked: no case compiles a kernel named {LEFT_OUT.kernel!r} for sm_90\n"
-    assert ended.err.endswith(told)
+    _replace_compile_all(monkeypatch, lambda target, progress, workers, name_filter: nothing)
+    args = ("compile", "--only", LEFT_OUT.kernel)
+    assert mk(*args).code == 0
+    result = mk(*args, "--check")
+    assert result.code == 1
+    assert "for sm_100 alone" in result.out
+    note = f"nothing was checked: no case compiles a kernel named {LEFT_OUT.kernel!r} for sm_90\n"
+    assert result.err.endswith(note)

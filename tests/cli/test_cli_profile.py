@@ -18,17 +18,17 @@ from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 NAIVE_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
-TRITON_HERE = this_machine().device == "cuda" or this_machine().interpreter
+HAS_TRITON = this_machine().device == "cuda" or this_machine().interpreter
 Capsys = pytest.CaptureFixture[str]
 
 
-def run(capsys: Capsys, *words: str) -> tuple[int, str]:
+def run(capsys: Capsys, *args: str) -> tuple[int, str]:
     """Run `mk` in this process; return the exit code and stdout."""
-    return run_mk(capsys, *words)[:2]
+    return run_mk(capsys, *args)[:2]
 
 
 def stage_events(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the names of the host ranges in a Chrome trace."""
+    """Return the host range of each stage in a Chrome trace, by its name."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert find_violations(trace) == []
     return {
@@ -39,10 +39,10 @@ def stage_events(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_trace_has_the_stages_and_the_report_their_times(capsys: Capsys, tmp_path: Path) -> None:
-    experts = "TritonExperts" if TRITON_HERE else "TorchExperts"
+    experts = "TritonExperts" if HAS_TRITON else "TorchExperts"
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", experts)
-    words = ("--tokens", "4", "--out", str(tmp_path / "new"), "--json")
-    code, out = run(capsys, "profile", *pair, *words)
+    args = ("--tokens", "4", "--out", str(tmp_path / "new"), "--json")
+    code, out = run(capsys, "profile", *pair, *args)
     record = json.loads(out)
     assert code == 0
     (trace,) = (tmp_path / "new").glob("*.trace.json")
@@ -50,13 +50,13 @@ def test_a_trace_has_the_stages_and_the_report_their_times(capsys: Capsys, tmp_p
     assert record["merged_trace"] is None
     events = stage_events(trace)
     inner = {stages.SORT, stages.GATHER_GEMM1, stages.GEMM2_SCATTER, stages.REDUCE}
-    if not TRITON_HERE:
+    if not HAS_TRITON:
         inner = {stages.SORT, stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE}
     assert inner <= set(events)
-    around = events[stages.EXPERTS]
+    outer = events[stages.EXPERTS]
     for name in inner:
-        assert around["ts"] <= events[name]["ts"]
-        assert _end(events[name]) <= _end(around)
+        assert outer["ts"] <= events[name]["ts"]
+        assert _end(events[name]) <= _end(outer)
     rows = {row["stage"]: row for row in record["stages"]}
     assert set(rows) == set(events) - {"mk::barrier"}
     assert all(row["host_us"] > 0 for row in rows.values())
@@ -64,9 +64,9 @@ def test_a_trace_has_the_stages_and_the_report_their_times(capsys: Capsys, tmp_p
     assert all((row["device_us"] is not None) is on_gpu for row in rows.values())
     assert all(rows[name]["floor"]["us"] > 0 for name in inner)
     (rank,) = record["pairs"][0]["ranks"]
-    assert (rank["furthest_from_floor"] in inner) is on_gpu  # interpreted times are of no machine
+    assert (rank["furthest_from_floor"] in inner) is on_gpu  # interpreted times are meaningless
     assert rank["coverage"] > 0.9
-    # The interpreter's hundred milliseconds dwarf what lies between stages.
+    # Interpreted stages take about a hundred milliseconds, much more than the time between stages.
     assert rank["sum_to_span"] == pytest.approx(1, abs=0.1)
 
 
@@ -110,11 +110,11 @@ def test_file_names_are_unique() -> None:
         lora="adapters=65536,rank=256,a13=shared,outer=shared",
         **flags,
     )
-    names = [profile.file_stem("A x B", problem) for problem in {*problems, longest}]
+    names = [profile.make_file_stem("A x B", problem) for problem in {*problems, longest}]
     assert len(set(names)) == len({*problems, longest})
     assert all(len(name) < 200 and set(name).isdisjoint("/:, ") for name in names)
-    names = [profile.file_stem(pair, BASE) for pair in ("A+ x B", "A: x B", "A_ x B")]
-    names.append(profile.file_stem("A_ x B against C x D", BASE))
+    names = [profile.make_file_stem(pair, BASE) for pair in ("A+ x B", "A: x B", "A_ x B")]
+    names.append(profile.make_file_stem("A_ x B against C x D", BASE))
     assert len(set(names)) == len(names)
 
 
@@ -125,12 +125,12 @@ _FLAGS = (
 
 
 @pytest.mark.parametrize(
-    "words", [REFUSED_PAIR, (*TORCH_PAIR, "--against", REFUSED_PAIR[1], REFUSED_PAIR[3])]
+    "args", [REFUSED_PAIR, (*TORCH_PAIR, "--against", REFUSED_PAIR[1], REFUSED_PAIR[3])]
 )
 def test_profile_refuses_with_every_reason(
-    capsys: Capsys, tmp_path: Path, words: tuple[str, ...]
+    capsys: Capsys, tmp_path: Path, args: tuple[str, ...]
 ) -> None:
-    code, out = run(capsys, "profile", *words, "--out", str(tmp_path))
+    code, out = run(capsys, "profile", *args, "--out", str(tmp_path))
     assert code == 1
     assert "\n format " in out
     assert "\n reduce " in out
@@ -138,7 +138,7 @@ def test_profile_refuses_with_every_reason(
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("args", "what"),
     [
         (("--calls", "0"), "--calls"),
         (("--calls", "101"), "--calls"),
@@ -147,7 +147,7 @@ def test_profile_refuses_with_every_reason(
         (("--tokens", "0"), "tokens to profile"),
     ],
 )
-def test_bad_usage(capsys: Capsys, tmp_path: Path, words: tuple[str, ...], what: str) -> None:
-    code, out = run(capsys, "profile", *TORCH_PAIR, *words, "--out", str(tmp_path), "--json")
+def test_bad_usage(capsys: Capsys, tmp_path: Path, args: tuple[str, ...], what: str) -> None:
+    code, out = run(capsys, "profile", *TORCH_PAIR, *args, "--out", str(tmp_path), "--json")
     assert code == 2
     assert json.loads(out)["error"]["what"] == what

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,26 @@ from modular_kernel.testing.cases.lists import command
 from modular_kernel.testing.cases.ranks import rank_cases_for
 
 PAIR = ("--pf-type", "TorchAll2AllPrepareAndFinalize", "--experts-type", "TorchExperts")
-ALONE = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+SINGLE_RANK_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 ON_CPU = ("--backend", "gloo")
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.share(3)
 def test_all_valid_pairings_pass_over_two_ranks(capsys: Capture) -> None:
-    words = ("test", "--world-size", "2", *ON_CPU, "--experts-type", "TorchExperts", "--json")
-    code, shown, _ = run_mk(capsys, *words)
-    record = json.loads(shown)
+    args = ("test", "--world-size", "2", *ON_CPU, "--experts-type", "TorchExperts", "--json")
+    code, out, _ = run_mk(capsys, *args)
+    record = json.loads(out)
     assert code == 0
     assert (record["ok"], record["world_size"], record["backend"]) == (True, 2, "gloo")
-    proven = {pair["prepare_finalize"]: pair for pair in record["pairs"]}
+    pairs = {pair["prepare_finalize"]: pair for pair in record["pairs"]}
     assert {
         "ReplicatedEPPrepareAndFinalize",
         "AllGatherReduceScatterPrepareAndFinalize",
         "TorchAll2AllPrepareAndFinalize",
-    } <= set(proven)
-    assert "MoEPrepareAndFinalizeNoEP" not in proven
-    for pair in proven.values():
+    } <= set(pairs)
+    assert "MoEPrepareAndFinalizeNoEP" not in pairs
+    for pair in pairs.values():
         assert pair["cases"] >= 8
         assert (pair["failed"], pair["failures"]) == (0, [])
 
@@ -48,92 +49,94 @@ def test_all_valid_pairings_pass_over_two_ranks(capsys: Capture) -> None:
 def test_omitted_cases_are_described_by_level(
     monkeypatch: pytest.MonkeyPatch, ranks: int, level: str
 ) -> None:
-    """Cases over ranks are not pairwise, at no level."""
-    jobs: list[verify.VerifyJob] = []
-    monkeypatch.setattr(verify, "_verify", lambda found, *_, **__: jobs.extend(found) or True)
-    pair = PAIR if ranks == 2 else ALONE
-    over = ("--world-size", "2", *ON_CPU) if ranks == 2 else ()
-    with pytest.raises(SystemExit) as ended:
-        main.run(["test", *pair, *over, "--level", level])
-    assert not ended.value.code
-    (covers,) = (job.coverage for job in jobs)
-    assert ("--level full" in covers) is (level == "smoke")
+    """Cases over ranks are not pairwise, whatever the level."""
+    recorded: list[verify.VerifyJob] = []
+    monkeypatch.setattr(verify, "_verify", lambda jobs, *_, **__: recorded.extend(jobs) or True)
+    pair = PAIR if ranks == 2 else SINGLE_RANK_PAIR
+    world = ("--world-size", "2", *ON_CPU) if ranks == 2 else ()
+    with pytest.raises(SystemExit) as exit_info:
+        main.run(["test", *pair, *world, "--level", level])
+    assert not exit_info.value.code
+    (coverage,) = (job.coverage for job in recorded)
+    assert ("--level full" in coverage) is (level == "smoke")
     if ranks == 2:
-        assert "; hand-picked cases without pairwise coverage" in covers
+        assert "; hand-picked cases without pairwise coverage" in coverage
     elif level == "full":
-        assert "pairs of axis values covered" in covers
+        assert "pairs of axis values covered" in coverage
 
 
 def test_command_of_a_case_over_ranks_reproduces_it(capsys: Capture) -> None:
     cases = rank_cases_for(PAIR[1], PAIR[3], this_machine(device="cpu"), 2).cases
     (case,) = (case for case in cases if case.routing == "out_of_range")
-    words = shlex.split(command(case))
+    args = shlex.split(command(case))
     assert "--rank-tokens 5,0 --placement copies" in command(case)
-    code, shown, _ = run_mk(capsys, *words[1:], *ON_CPU)
+    code, out, _ = run_mk(capsys, *args[1:], *ON_CPU)
     assert code == 0
-    assert "1 case of 1 pair: 1 passed, 0 failed" in shown
+    assert "1 case of 1 pairing: 1 passed, 0 failed" in out
 
 
 @pytest.mark.cpu  # kernels of the exchange are interpreted
 def test_ranks_simulate_hosts(capsys: Capture) -> None:
     part = "HostThenRankPrepareAndFinalize"
-    on = this_machine(device="cpu"), 4, "smoke", 2
-    case = rank_cases_for(part, PAIR[3], *on).cases[0]
+    selection = rank_cases_for(
+        part, PAIR[3], this_machine(device="cpu"), 4, "smoke", ranks_per_host=2
+    )
+    case = selection.cases[0]
     assert "--ranks-per-host 2" in command(case)
-    code, shown, _ = run_mk(capsys, *shlex.split(command(case))[1:], *ON_CPU, "--json")
-    record = json.loads(shown)
+    code, out, _ = run_mk(capsys, *shlex.split(command(case))[1:], *ON_CPU, "--json")
+    record = json.loads(out)
     assert (code, record["ok"], record["hosts"]) == (0, True, 2)
-    # A part for one host has no case there.
-    words = ("--world-size", "2", "--ranks-per-host", "1", *ON_CPU, *PAIR[2:])
-    code, shown, _ = run_mk(capsys, "test", *words, "--pf-type", "SymmMemPrepareAndFinalize")
+    # A part that supports a single host has no case on two.
+    args = ("--world-size", "2", "--ranks-per-host", "1", *ON_CPU, *PAIR[2:])
+    code, out, _ = run_mk(capsys, "test", *args, "--pf-type", "SymmMemPrepareAndFinalize")
     assert code == 1
-    assert "2 hosts" in shown
+    assert "2 hosts" in out
 
 
 @pytest.mark.parametrize("verb", ["test", "profile"])
 def test_a_pair_for_one_rank_is_refused(capsys: Capture, verb: str, tmp_path: Path) -> None:
-    words = (*ALONE, "--world-size", "2", *ON_CPU)
-    where = ("--out", str(tmp_path)) if verb == "profile" else ()
-    code, shown, told = run_mk(capsys, verb, *words, *where)
+    args = (*SINGLE_RANK_PAIR, "--world-size", "2", *ON_CPU)
+    folder = ("--out", str(tmp_path)) if verb == "profile" else ()
+    code, out, err = run_mk(capsys, verb, *args, *folder)
     assert code == 1
-    assert re.search(r"world_size +MoEPrepareAndFinalizeNoEP / problem +2 +1 to 1", shown + told)
+    assert re.search(r"world_size +MoEPrepareAndFinalizeNoEP / problem +2 +1 to 1", out + err)
 
 
 def test_check_over_ranks(capsys: Capture) -> None:
     assert run_mk(capsys, "check", *PAIR, "--world-size", "2")[0] == 0
-    code, shown, _ = run_mk(capsys, "check", *PAIR)
+    code, out, _ = run_mk(capsys, "check", *PAIR)
     assert code == 1
-    assert re.search(r"world_size +TorchAll2AllPrepareAndFinalize / problem +1 +>= 2", shown)
-    code, shown, _ = run_mk(capsys, "check", "--world-size", "2", "--json")
-    verdicts = {(v["prepare_finalize"], v["experts"]): v for v in json.loads(shown)["pairs"]}
+    assert re.search(r"world_size +TorchAll2AllPrepareAndFinalize / problem +1 +>= 2", out)
+    code, out, _ = run_mk(capsys, "check", "--world-size", "2", "--json")
+    verdicts = {(v["prepare_finalize"], v["experts"]): v for v in json.loads(out)["pairs"]}
     assert verdicts[PAIR[1], PAIR[3]]["ok"]
-    assert not verdicts[ALONE[1], ALONE[3]]["ok"]
+    assert not verdicts[SINGLE_RANK_PAIR[1], SINGLE_RANK_PAIR[3]]["ok"]
 
 
 def test_check_judges_every_rank(capsys: Capture) -> None:
     """With 3 experts on 2 ranks, --local-experts 2 is valid for rank 0 only."""
     sizes = ("--world-size", "2", "--experts", "3", "--local-experts", "2")
-    code, shown, _ = run_mk(capsys, "check", *PAIR, *sizes)
+    code, out, _ = run_mk(capsys, "check", *PAIR, *sizes)
     assert code == 1
-    assert re.search(r"placement +TorchAll2AllPrepareAndFinalize / problem +local_experts=2", shown)
+    assert re.search(r"placement +TorchAll2AllPrepareAndFinalize / problem +local_experts=2", out)
 
 
 def test_placement_as_an_option(capsys: Capture) -> None:
-    words = ("check", *PAIR, "--world-size", "2", "--experts", "4", "--json", "--placement")
-    for text, need in (
+    args = ("check", *PAIR, "--world-size", "2", "--experts", "4", "--json", "--placement")
+    for text, expected in (
         ("round_robin", Placement.round_robin(4, 2)),
         ("3,0/1,2", Placement(((3, 0), (1, 2)))),
     ):
-        code, shown, _ = run_mk(capsys, *words, text)
+        code, out, _ = run_mk(capsys, *args, text)
         assert code == 0
-        slots = json.loads(shown)["problem"]["parallel"]["placement"]["slots"]
-        assert slots == [list(held) for held in need.slots]
+        slots = json.loads(out)["problem"]["parallel"]["placement"]["slots"]
+        assert slots == [list(experts) for experts in expected.slots]
     problem = Problem(4, 32, 32, 4, 2, parallel=Parallel(2, Placement.round_robin(4, 2)))
     assert problem.placement.slots == ((0, 2), (1, 3))
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ("test --world-size 0 --backend gloo", "world_size: got 0"),
         ("test --backend gloo", "--backend: got gloo, need --world-size N"),
@@ -150,49 +153,48 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("check --world-size 3 --experts 2", "placement: experts: got 2"),
     ],
 )
-def test_bad_options(capsys: Capture, words: str, message: str) -> None:
-    line = words.split()
-    if "--one" in line:
-        line += [*PAIR, *(() if "--world-size" not in line else ON_CPU)]
-    code, _, told = run_mk(capsys, *line)
+def test_bad_options(capsys: Capture, args: str, message: str) -> None:
+    arguments = args.split()
+    if "--one" in arguments:
+        arguments += [*PAIR, *(() if "--world-size" not in arguments else ON_CPU)]
+    code, _, err = run_mk(capsys, *arguments)
     assert code == 2
-    assert message in told
+    assert message in err
 
 
 def test_input_mutations_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modular_kernel.testing.input_mutations import over_ranks as mutants_ranks
+    from modular_kernel.testing.input_mutations import over_ranks
 
-    few = [m for m in mutants_ranks.RANK_MUTANTS if m.name == "last_expert_lost"]
-    whole = mutants_ranks.sensitivity_ranks
-    monkeypatch.setattr(
-        mutants_ranks, "sensitivity_ranks", lambda *given: whole(*given, mutants=few)
-    )
-    words = ("test", "--mutate", PAIR[1], "--mutants", "0", "--world-size", "2", *ON_CPU, *PAIR)
-    code, shown, _ = run_mk(capsys, *words, "--json")
+    mutants = [m for m in over_ranks.RANK_MUTANTS if m.name == "last_expert_lost"]
+    run_mutants = partial(over_ranks.sensitivity_ranks, mutants=mutants)
+    monkeypatch.setattr(over_ranks, "sensitivity_ranks", run_mutants)
+    args = ("test", "--mutate", PAIR[1], "--mutants", "0", "--world-size", "2", *ON_CPU, *PAIR)
+    code, out, _ = run_mk(capsys, *args, "--json")
     assert code == 0
-    (mutant,) = json.loads(shown)["calls"]
+    (mutant,) = json.loads(out)["calls"]
     assert (mutant["mutant"], mutant["ok"]) == ("last_expert_lost", True)
 
 
 def test_a_trace_of_each_rank_and_one_of_all(capsys: Capture, tmp_path: Path) -> None:
-    words = ("profile", "--world-size", "2", *ON_CPU, *PAIR, "--out", str(tmp_path), "--json")
-    wide = ("--hidden", "256", "--intermediate", "256")  # a narrow call is mostly the host's
-    for _ in range(3):  # a busy host takes ranks off their processors between stages
-        code, shown, _ = run_mk(capsys, *words, *wide)
+    args = ("profile", "--world-size", "2", *ON_CPU, *PAIR, "--out", str(tmp_path), "--json")
+    # In a call of a smaller layer, most of the time is outside of stages.
+    sizes = ("--hidden", "256", "--intermediate", "256")
+    for _ in range(3):  # the scheduler of a busy machine may suspend ranks between stages
+        code, out, _ = run_mk(capsys, *args, *sizes)
         assert code == 0
-        record = json.loads(shown)
-        covered = min(rank["coverage"] for rank in record["pairs"][0]["ranks"])
-        if covered > 0.8:
+        record = json.loads(out)
+        coverage = min(rank["coverage"] for rank in record["pairs"][0]["ranks"])
+        if coverage > 0.8:
             break
-    assert covered > 0.8
+    assert coverage > 0.8
     traces = [Path(trace) for trace in record["traces"]]
     assert [re.search(r"rank\d", trace.name)[0] for trace in traces] == ["rank0", "rank1"]  # type: ignore[index]
     merged = json.loads(Path(record["merged_trace"]).read_text())
     assert find_violations(merged) == []
-    whole = [json.loads(trace.read_text())["traceEvents"] for trace in traces]
-    spans = [sum(event["ph"] == "X" for event in events) for events in whole]
-    by_rank = Counter(event["pid"] for event in merged["traceEvents"] if event["ph"] == "X")
-    assert by_rank == dict(enumerate(spans))
+    events_by_rank = [json.loads(trace.read_text())["traceEvents"] for trace in traces]
+    counts = [sum(event["ph"] == "X" for event in events) for events in events_by_rank]
+    merged_counts = Counter(event["pid"] for event in merged["traceEvents"] if event["ph"] == "X")
+    assert merged_counts == dict(enumerate(counts))
     assert 0 <= record["pairs"][0]["barrier_spread_us"] < 1e6
     for rank in record["pairs"][0]["ranks"]:
         names = {row["stage"] for row in rank["stages"]}

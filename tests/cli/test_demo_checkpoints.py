@@ -1,4 +1,4 @@
-"""Quantized checkpoints of `mk demo`: correct layers are within the bound, wrong ones not."""
+"""Quantized checkpoints of `mk demo`: only the errors of correct layers are within the bound."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def exchange_gate_and_up(tensors: Tensors) -> None:
-    """Exchange whole modules, or adjacent rows where gate and up alternate."""
+    """Exchange the modules of gate and up, or adjacent rows if gate and up rows alternate."""
     for name in list(tensors):
         for gate, up in ((".w1.", ".w3."), (".gate_proj.", ".up_proj.")):
             if gate in name:
@@ -25,8 +25,8 @@ def exchange_gate_and_up(tensors: Tensors) -> None:
 @pytest.mark.parametrize("pair", PAIRINGS[:2], ids=" x ".join)
 @pytest.mark.parametrize(("family", "kind"), CHECKPOINTS)
 def test_exchanged_gate_and_up_exceed_the_bound(family, kind, pair, tmp_path) -> None:
-    good = check_layer(write(tmp_path / "good", family, kind), family, kind, pair, DEVICE)
-    assert good.ok
-    assert good.error > 0
-    changed = write(tmp_path / "bad", family, kind, change=exchange_gate_and_up)
-    assert not check_layer(changed, family, kind, pair, DEVICE).ok
+    row = check_layer(write(tmp_path / "correct", family, kind), family, kind, pair, DEVICE)
+    assert row.ok
+    assert row.error > 0
+    wrong = write(tmp_path / "wrong", family, kind, change=exchange_gate_and_up)
+    assert not check_layer(wrong, family, kind, pair, DEVICE).ok

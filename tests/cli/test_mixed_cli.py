@@ -24,21 +24,21 @@ def test_check_has_a_verdict_for_each_scheme(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for model in (folder, folder / "config.json"):
-        ended = run_mk(capsys, "check", *PAIR, "--model", str(model))
-        assert ended.code == 0
-        verdicts = [line for line in ended.out.splitlines() if "layer" in line or "valid" in line]
-        told = verdicts[-4:]
-        assert told[0] == f"layers 0, 2: {INT4}"
-        assert told[2] == f"layer 1: {CHANNEL}"
-        assert f"quant={INT4}" in told[1]
-        assert f"quant={CHANNEL}" in told[3]
+        result = run_mk(capsys, "check", *PAIR, "--model", str(model))
+        assert result.code == 0
+        lines = [line for line in result.out.splitlines() if "layer" in line or "valid" in line]
+        verdicts = lines[-4:]
+        assert verdicts[0] == f"layers 0, 2: {INT4}"
+        assert verdicts[2] == f"layer 1: {CHANNEL}"
+        assert f"quant={INT4}" in verdicts[1]
+        assert f"quant={CHANNEL}" in verdicts[3]
         record = run_mk(capsys, "check", *PAIR, "--model", str(model), "--json").json
-        groups = [(each["layers"], each["problem"]["quant"]) for each in record["groups"]]
+        groups = [(group["layers"], group["problem"]["quant"]) for group in record["groups"]]
         assert groups == [([0, 2], INT4), ([1], CHANNEL)]
-        assert all(each["ok"] for each in record["groups"])
+        assert all(group["ok"] for group in record["groups"])
         assert ("checkpoint" in record) == (model == folder)
-    told = f"experts of layers 0, 2 in {INT4} (compressed-tensors), "
-    assert told in run_mk(capsys, "check", *PAIR, "--model", str(folder)).out
+    description = f"experts of layers 0, 2 in {INT4} (compressed-tensors), "
+    assert description in run_mk(capsys, "check", *PAIR, "--model", str(folder)).out
 
 
 def test_the_record_of_a_folder_has_its_groups(
@@ -55,52 +55,52 @@ def test_a_scheme_that_is_refused_fails_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """GroupedGemmExperts supports fp8, but not int4."""
-    words = ("check", *PAIR[:3], "GroupedGemmExperts", "--model", str(folder))
-    ended = run_mk(capsys, *words)
-    assert ended.code == 1
-    assert ended.out.count("valid for") == 1
-    assert ended.out.count("refused for") == 1
-    assert run_mk(capsys, *words, "--quant", CHANNEL).code == 0
+    args = ("check", *PAIR[:3], "GroupedGemmExperts", "--model", str(folder))
+    result = run_mk(capsys, *args)
+    assert result.code == 1
+    assert result.out.count("valid for") == 1
+    assert result.out.count("refused for") == 1
+    assert run_mk(capsys, *args, "--quant", CHANNEL).code == 0
 
 
 def test_the_matrix_is_printed_for_each_scheme(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run_mk(capsys, "check", "--model", str(folder / "config.json"))
-    assert ended.code == 0
-    assert ended.out.count("pairs are valid") == 2
+    result = run_mk(capsys, "check", "--model", str(folder / "config.json"))
+    assert result.code == 0
+    assert result.out.count("pairings are valid") == 2
     record = run_mk(capsys, "check", "--model", str(folder / "config.json"), "--json").json
     assert [len(group["pairs"]) > 10 for group in record["groups"]] == [True, True]
 
 
 def test_plan_estimates_each_scheme(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("plan", "--machine", "h200", "--tokens", "64", "--model", str(folder / "config.json"))
-    ended = run_mk(capsys, *words)
-    assert ended.code == 0
-    assert "layers 0, 2 (int4_w4a16_group:group=32): decode on h200" in ended.out
-    assert "layer 1 (fp8_w8a8_channel): decode on h200" in ended.out
-    rows = run_mk(capsys, *words, "--json").json["estimates"]
+    args = ("plan", "--machine", "h200", "--tokens", "64", "--model", str(folder / "config.json"))
+    result = run_mk(capsys, *args)
+    assert result.code == 0
+    assert "layers 0, 2 (int4_w4a16_group:group=32): decode on h200" in result.out
+    assert "layer 1 (fp8_w8a8_channel): decode on h200" in result.out
+    rows = run_mk(capsys, *args, "--json").json["estimates"]
     by_layers = {tuple(row["layers"]): row["weights_bytes"] for row in rows}
     assert set(by_layers) == {(0, 2), (1,)}
     assert by_layers[0, 2] < by_layers[1,]
-    one = run_mk(capsys, *words, "--quant", "none", "--json").json["estimates"]
-    assert all(row["layers"] is None for row in one)
+    rows = run_mk(capsys, *args, "--quant", "none", "--json").json["estimates"]
+    assert all(row["layers"] is None for row in rows)
 
 
 @pytest.mark.parametrize("verb", ["compose", "plan", "check"])
 def test_quant_selects_one_scheme(
     folder: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    words = (verb, "--model", str(folder / "config.json"))
+    args = (verb, "--model", str(folder / "config.json"))
     if verb == "compose":
-        ended = run_mk(capsys, *words)
-        assert ended.code == 2
-        assert f"several schemes (layers 0, 2: {INT4}; layer 1: {CHANNEL})" in ended.err
-        assert "--quant to select one" in ended.err
+        result = run_mk(capsys, *args)
+        assert result.code == 2
+        assert f"several schemes (layers 0, 2: {INT4}; layer 1: {CHANNEL})" in result.err
+        assert "--quant to select one" in result.err
         return
-    ended = run_mk(capsys, *words, "--quant", CHANNEL)
-    assert "layer 1:" not in ended.out
-    assert INT4 not in ended.out
+    result = run_mk(capsys, *args, "--quant", CHANNEL)
+    assert "layer 1:" not in result.out
+    assert INT4 not in result.out
 
 
 def test_a_layer_for_multi_token_prediction_is_not_judged(
@@ -109,11 +109,11 @@ def test_a_layer_for_multi_token_prediction_is_not_judged(
     write_mixed(
         tmp_path, {0: "awq", 1: "awq", 2: "bf16"}, CHECKPOINT_FORMATS["awq"].config, num_layers=2
     )
-    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
-    assert ended.code == 0
-    assert "experts of layers 0 to 1 in int4" in ended.out
-    assert "; MTP layer 2 unquantized, according to" in ended.out
-    assert ended.out.count("valid for") == 1
+    result = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert result.code == 0
+    assert "experts of layers 0 to 1 in int4" in result.out
+    assert "; MTP layer 2 unquantized, according to" in result.out
+    assert result.out.count("valid for") == 1
     record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
     assert record["checkpoint"]["mtp_layers"] == {"2": "unquantized"}
 
@@ -122,6 +122,6 @@ def test_a_dense_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     write_mixed(tmp_path, {0: "bf16"}, None)
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_experts": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    ended = run_mk(capsys, "check", "--model", str(tmp_path / "config.json"))
-    assert ended.code == 2
-    assert "got num_experts = 1: a dense model, need a model with 2 or more experts" in ended.err
+    result = run_mk(capsys, "check", "--model", str(tmp_path / "config.json"))
+    assert result.code == 2
+    assert "got num_experts = 1: a dense model, need a model with 2 or more experts" in result.err

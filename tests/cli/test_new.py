@@ -1,4 +1,4 @@
-"""`mk new`: the package equals the docs, can be installed, and passes its tests."""
+"""`mk new`: the package equals that in the docs, can be installed, and passes its tests."""
 
 import subprocess
 import sys
@@ -25,7 +25,8 @@ GROUPS = {
     "path": {"modular_kernel.triton_paths"},
     "scheme": {GROUP, "modular_kernel.schemes"},
 }
-LISTED = (
+# (page of the docs, kind, file that the page shows).
+LISTINGS = (
     ("docs/add-a-part.md", "experts", "my_experts/__init__.py"),
     ("docs/add-a-part.md", "experts", "pyproject.toml"),
     ("docs/add-a-part.md", "prepare-finalize", "my_prepare/__init__.py"),
@@ -40,18 +41,21 @@ LISTED = (
 )
 
 
-def listing(page: Path, title: str) -> str:
-    """Return the block of a page after the comment `# TITLE` and the reason why it is not run."""
+def read_listing(page: Path, title: str) -> str:
+    """Return the code block of a page whose first line is the comment `# TITLE`, without it.
+
+    A line with the reason why the block is not run may precede the title.
+    """
     texts = (block.text for block in blocks_of(page))
-    bodies = (t.split("\n", 1)[1] if t.startswith("# not run:") else t for t in texts)
-    (found,) = [body for body in bodies if body.startswith(f"# {title}\n")]
-    return found.split("\n", 1)[1]
+    blocks = (t.split("\n", 1)[1] if t.startswith("# not run:") else t for t in texts)
+    (block,) = [block for block in blocks if block.startswith(f"# {title}\n")]
+    return block.split("\n", 1)[1]
 
 
-@pytest.mark.parametrize(("page", "kind", "file"), LISTED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("page", "kind", "file"), LISTINGS, ids=lambda value: str(value))
 def test_pages_show_the_written_files(page: str, kind: str, file: str) -> None:
     title = f"{NAMES[kind]}/{file}" if file == "pyproject.toml" else file
-    assert listing(ROOT / page, title) == render(kind, NAMES[kind])[Path(file)]
+    assert read_listing(ROOT / page, title) == render(kind, NAMES[kind])[Path(file)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,11 +63,11 @@ def test_written_package_is_installable(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "their_own2"
-    code, printed, _ = run_mk(capsys, "new", kind, name, "--out", str(tmp_path))
+    code, out, _ = run_mk(capsys, "new", kind, name, "--out", str(tmp_path))
     assert code == 0
     folder = tmp_path / name
     written = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert [line for line in printed.splitlines() if line.startswith(str(folder))] == [
+    assert [line for line in out.splitlines() if line.startswith(str(folder))] == [
         str(path) for path in written
     ]
     project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
@@ -84,7 +88,7 @@ def test_written_package_is_installable(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (("experts", "My-Experts"), "a package name such as my_experts"),
         (("experts", "../elsewhere"), "a package name such as my_experts"),
@@ -100,9 +104,9 @@ def test_written_package_is_installable(
     ],
 )
 def test_invalid_arguments_write_nothing(
-    words: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, errors = run_mk(capsys, "new", *words, "--out", str(tmp_path))
+    code, _, errors = run_mk(capsys, "new", *args, "--out", str(tmp_path))
     assert code == 2
     assert message in errors
     assert list(tmp_path.iterdir()) == []
@@ -111,12 +115,12 @@ def test_invalid_arguments_write_nothing(
 def test_existing_folder_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine_too").mkdir()
-    (tmp_path / "mine_too/keep").write_text("kept", encoding="utf-8")
-    code, _, errors = run_mk(capsys, "new", "experts", "mine_too", "--out", str(tmp_path))
+    (tmp_path / "existing").mkdir()
+    (tmp_path / "existing/keep").write_text("kept", encoding="utf-8")
+    code, _, errors = run_mk(capsys, "new", "experts", "existing", "--out", str(tmp_path))
     assert code == 2
     assert "a folder that does not exist yet" in errors
-    assert [path.name for path in (tmp_path / "mine_too").iterdir()] == ["keep"]
+    assert [path.name for path in (tmp_path / "existing").iterdir()] == ["keep"]
     assert run_mk(capsys, "new", "experts", "mine", "--out", str(tmp_path / "new")).code == 0
     assert (tmp_path / "new/mine/pyproject.toml").is_file()
 
@@ -126,16 +130,16 @@ def test_a_failed_write_leaves_nothing(
 ) -> None:
     """The disk is full after two files."""
     written = list[Path]()
-    plain = Path.open
+    open_path = Path.open
 
-    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+    def open_on_full_disk(path: Path, *args: Any, **kwargs: Any) -> Any:
         if tmp_path in path.parents and (args or kwargs.get("mode", "r"))[0] in "xw":
             written.append(path)
             if len(written) > 2:
                 raise OSError(28, "No space left on device")
-        return plain(path, *args, **kwargs)
+        return open_path(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "open", open_on_full_disk)
     code, _, errors = run_mk(capsys, "new", "experts", "mine", "--out", str(tmp_path / "new"))
     assert code == 2
     assert "No space left on device" in errors
@@ -143,7 +147,7 @@ def test_a_failed_write_leaves_nothing(
     assert list((tmp_path / "new").iterdir()) == []
 
 
-# Options of a profile that calls the new code, and the stages that it names.
+# Kind -> (options with which `mk profile` calls the new code, stages of the new code).
 PROFILES = {
     "experts": ("--experts-type MyExperts", "sort gemm1_activation gemm2 weight_and_reduce"),
     "prepare-finalize": (
@@ -184,7 +188,7 @@ def test_a_profile_names_the_stages_of_the_new_code(
 def test_tests_of_the_written_package_pass(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are the cases of `mk test --level full`; for a path, those that use it."""
+    """The tests run the cases of `mk test --level full`; for a path, those that take it."""
     name, site = NAMES[kind], tmp_path / "site"
     site.mkdir()
     install_new(site, kind, name)
@@ -193,6 +197,6 @@ def test_tests_of_the_written_package_pass(
     test.write_text(text, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{site}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout[-3000:]
+    assert " passed" in process.stdout

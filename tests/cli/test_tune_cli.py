@@ -1,4 +1,4 @@
-"""`mk tune` on the command line, and its measurements on the machine of the tests."""
+"""`mk tune`: options, explanations, output, and measurements on the machine of the tests."""
 
 import itertools
 import json
@@ -28,8 +28,20 @@ from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.cli.tune import TuneOptions, _pair, _problems, _run, _valid_layers
-from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
+from modular_kernel.cli.tune import (
+    TuneOptions,
+    _find_valid_pair,
+    _make_problems,
+    _select_valid,
+    _tune_layers,
+)
+from modular_kernel.cli.tune_output import (
+    TunedLayer,
+    TuneProgress,
+    TuneRecorder,
+    make_record,
+    print_text,
+)
 from modular_kernel.contracts import StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.quant.quantized_weights import check_weights_quantized
@@ -43,7 +55,7 @@ from modular_kernel.tuning.workload import make_tuning_weights
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-ON_CPU = not torch.cuda.is_available()
+HAS_NO_GPU = not torch.cuda.is_available()
 
 
 @pytest.fixture
@@ -54,18 +66,18 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     return partial(run_mk, capsys, "tune")
 
 
-@pytest.mark.skipif(not ON_CPU, reason="this machine has a GPU")
-@pytest.mark.parametrize("words", [(), ("--model", "mixtral", "--out", "made")])
+@pytest.mark.skipif(not HAS_NO_GPU, reason="this machine has a GPU")
+@pytest.mark.parametrize("args", [(), ("--model", "mixtral", "--out", "made")])
 def test_nothing_is_written_without_a_gpu(
-    mk: Mk, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mk: Mk, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = mk(*words)
+    code, out, err = mk(*args)
     assert (code, out) == (1, "")
     assert "no CUDA device" in err
     assert "--explain" in err
     assert list(tmp_path.iterdir()) == []
-    code, out, _ = mk(*words, "--json")
+    code, out, _ = mk(*args, "--json")
     assert code == 1
     assert json.loads(out)["ok"] is False
 
@@ -113,21 +125,21 @@ def test_explained_launches_fit_shared_memory(
         assert device == Device.from_machine(Machine("cuda", arch, name=name))
     assert device.shared == {9: 232_448, 10: 232_448}.get((arch or (0,))[0], device.shared)
     for quant in ("none", "fp8_w8a8_block"):
-        words = ("--explain", "--model", "mixtral", "--tokens-list", "1,128,4096")
-        shown = mk(*words, "--quant", quant, "--device-name", name).out
+        args = ("--explain", "--model", "mixtral", "--tokens-list", "1,128,4096")
+        text = mk(*args, "--quant", quant, "--device-name", name).out
         problem = replace(SMALL, hidden=4096, intermediate=14336, experts=8, quant=quant)
         for line, gemm in zip(
-            re.findall(r"^  GEMM [12]: .*", shown, re.M), itertools.cycle(gemms(problem))
+            re.findall(r"^  GEMM [12]: .*", text, re.M), itertools.cycle(gemms(problem))
         ):
             assert line.startswith(f"  {gemm}: ")
             fields = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
             fields["num_warps"], fields["num_stages"] = fields.pop("warps"), fields.pop("stages")
             assert shared_bytes(LaunchConfig(**fields), gemm, device) <= device.shared
-    assert (f"{name} is not a known GPU; assuming 101376 bytes" in shown) is (arch is None)
+    assert (f"{name} is not a known GPU; assuming 101376 bytes" in text) is (arch is None)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (("--tokens-list", "0,1"), "--tokens-list"),
         (("--tokens-list", "1,,2"), "--tokens-list"),
@@ -143,14 +155,14 @@ def test_explained_launches_fit_shared_memory(
         (("--explain", "--experts-type", "TritonExpert"), "did you mean TritonExperts"),
     ],
 )
-def test_bad_usage(mk: Mk, words: tuple[str, ...], expected: str) -> None:
-    code, _, err = mk(*words)
+def test_bad_usage(mk: Mk, args: tuple[str, ...], expected: str) -> None:
+    code, _, err = mk(*args)
     assert code == 2
     assert expected in err
 
 
 def test_models_and_sizes_together() -> None:
-    layers = _problems(
+    layers = _make_problems(
         ProblemOptions(model="mixtral,gpt-oss-20b", hidden=1024, quant="mxfp4_w4a16")
     )
     (first, mixtral), (second, oss) = layers
@@ -164,51 +176,56 @@ def test_models_and_sizes_together() -> None:
 
 
 def test_all_shapes_in_several_schemes() -> None:
-    found = _problems(ProblemOptions(model="mixtral,all", quant="none,fp8_w8a8_block"))
-    assert [name for name, _ in found] == list(SHAPES) * 2
-    assert [problem.quant for _, problem in found] == [
+    problems = _make_problems(ProblemOptions(model="mixtral,all", quant="none,fp8_w8a8_block"))
+    assert [name for name, _ in problems] == list(SHAPES) * 2
+    assert [problem.quant for _, problem in problems] == [
         quant for quant in ("none", "fp8_w8a8_block") for _ in SHAPES
     ]
 
 
 def test_no_two_shapes_share_a_file() -> None:
     for quant in ("none", "fp8_w8a8_block", "int4_w4a16_group"):
-        made = _problems(ProblemOptions(model="all", quant=quant))
-        names = {ConfigKey.from_problem(problem, "NVIDIA H200").file_name for _, problem in made}
+        problems = [p for _, p in _make_problems(ProblemOptions(model="all", quant=quant))]
+        names = {ConfigKey.from_problem(problem, "NVIDIA H200").file_name for problem in problems}
         assert len(names) == len(SHAPES) >= 13
 
 
 def test_refused_layers_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    good = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
-    bad = replace(good, top_k=33)
-    found = _valid_layers([("bad", bad), ("good", good)], MACHINE, None, None)
-    assert [name for name, _, _ in found] == ["good"]
-    assert "skipped bad" in capsys.readouterr().err
+    valid = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
+    refused = replace(valid, top_k=33)
+    layers = _select_valid([("refused", refused), ("valid", valid)], MACHINE, None, None)
+    assert [name for name, _, _ in layers] == ["valid"]
+    assert "skipped refused" in capsys.readouterr().err
     with pytest.raises(IncompatibleError):
-        _valid_layers([("bad", bad)], MACHINE, None, None)
+        _select_valid([("refused", refused)], MACHINE, None, None)
     with pytest.raises(Exit):
-        _valid_layers([("bad", bad), ("worse", bad)], MACHINE, None, None)
+        _select_valid([("refused", refused), ("refused too", refused)], MACHINE, None, None)
 
 
 def test_the_pair_is_the_first_valid_one() -> None:
     problem = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
-    pair = _pair(problem, MACHINE, None, None)
+    pair = _find_valid_pair(problem, MACHINE, None, None)
     assert (pair.prepare_finalize, pair.experts) == ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-    pair = _pair(problem, MACHINE, None, "BatchedTritonExperts")
+    pair = _find_valid_pair(problem, MACHINE, None, "BatchedTritonExperts")
     assert pair.prepare_finalize == "BatchedPrepareAndFinalize"
     with pytest.raises(IncompatibleError) as refused:
-        _pair(problem, MACHINE, "BatchedPrepareAndFinalize", "TritonExperts")
+        _find_valid_pair(problem, MACHINE, "BatchedPrepareAndFinalize", "TritonExperts")
     assert "format" in str(refused.value)
     with pytest.raises(IncompatibleError):
-        _pair(replace(problem, top_k=33), MACHINE, None, None)
+        _find_valid_pair(replace(problem, top_k=33), MACHINE, None, None)
 
 
-TOOK = StageTimes(9e-5, {"mk::gemm2": 3e-5})
+TIMES = StageTimes(9e-5, {"mk::gemm2": 3e-5})
 TUNED = [
     TuneResult(
-        1, TunedChoice(ONE, 8e-5, 1e-4), {ONE: TOOK, TWO: TOOK}, {}, True, Path("folder/file.json")
+        1,
+        TunedChoice(ONE, 8e-5, 1e-4),
+        {ONE: TIMES, TWO: TIMES},
+        {},
+        True,
+        Path("folder/file.json"),
     ),
-    TuneResult(64, TunedChoice(ONE, 8e-5, None), {ONE: TOOK}, {TWO: Refusal("spills")}, False),
+    TuneResult(64, TunedChoice(ONE, 8e-5, None), {ONE: TIMES}, {TWO: Refusal("spills")}, False),
     TuneResult(256, None, {}, {TWO: Refusal("error 1 > 2", is_wrong=True)}, True),
 ]
 
@@ -238,10 +255,10 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
 
 def test_bar_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[str]) -> None:
     layer = small_layer()
-    with Bar(3) as bar:
-        bar.tick()
+    with TuneProgress(3) as progress:
+        progress.advance()
         for tuned in TUNED:
-            bar.print_result(layer, tuned)
+            progress.print_result(layer, tuned)
     err = capsys.readouterr().err
     assert "mine: 1 token: 80.0 us, untuned 100.0 (2 timed, 0 refused)" in err
     assert "1 refused, stopped by the budget)" in err
@@ -256,13 +273,13 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "WRONG, 256 tokens" in text
     assert "saved in folder/file.json" in text
     assert "not tuned: 512 tokens" in text
-    made = record(layer, TUNED, [512])
-    tuned: Any = made["tuned"]
+    record = make_record(layer, TUNED, [512])
+    tuned: Any = record["tuned"]
     assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
     assert tuned[2]["wrong"] == [str(TWO)]
     assert [entry["tried"] for entry in tuned] == [2, 1, 0]
-    assert made["left"] == [512]
-    json.dumps({**made, "problem": str(layer.problem)}, allow_nan=False)
+    assert record["left"] == [512]
+    json.dumps({**record, "problem": str(layer.problem)}, allow_nan=False)
     print_text(layer, [], [])
     assert "nothing left to do" in capsys.readouterr().out
 
@@ -270,7 +287,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tuning_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on a GPU, except for the compiler processes and the clock, with this machine's Triton."""
+    """Tune as on a GPU, but without compiler processes, and with the clock of this machine."""
     monkeypatch.setenv("COLUMNS", "300")
 
     class NoCompiler:
@@ -300,70 +317,77 @@ def test_tuning_end_to_end(
         TuneOptions(budget=250, out=tmp_path / "out", workers=3, times=times),
     )
     with on_an_h200(tmp_path, monkeypatch):
-        _run([("small", SMALL, pair)], (1, 2), options, as_json=None)
-        shown = capsys.readouterr()
+        _tune_layers([("small", SMALL, pair)], (1, 2), options, as_json=None)
+        out, err = capsys.readouterr()
         space = pair.make_search_space(SMALL)
         best = space.saved(tmp_path / "out")
     assert sorted(best) == [1, 2]
     assert len(times.read_text(encoding="utf-8").splitlines()) == 2
-    assert "saved in " in shown.out
-    assert (shown.err.count(" 1 token: "), shown.err.count(" 2 tokens: ")) == (1, 1)
-    assert "stopped by the budget" not in shown.err
-    assert "WRONG" not in shown.out + shown.err
+    assert "saved in " in out
+    assert (err.count(" 1 token: "), err.count(" 2 tokens: ")) == (1, 1)
+    assert "stopped by the budget" not in err
+    assert "WRONG" not in out + err
 
 
-# ---------------------------------------------------------------------------------------- the bench
+# -------------------------------------------------------------------------------------- measurement
 
 
-def bench(problem: Problem = SMALL, **more: Any) -> DeviceBenchmarker:
+def make_benchmarker(problem: Problem = SMALL, **more: Any) -> DeviceBenchmarker:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
-    nothing: Any = SimpleNamespace()
+    compiler: Any = SimpleNamespace()
     more = {"tokens": (1, 5, 17, 40), "target_ms": 1.0, **more}
-    return DeviceBenchmarker(TunedPair(*PAIR, machine), problem, nothing, **more)
+    return DeviceBenchmarker(TunedPair(*PAIR, machine), problem, compiler, **more)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
 def test_correct_choice_has_a_time(quant: str) -> None:
-    wide = 64 if quant == "none" else 128
-    made = bench(replace(SMALL, hidden=wide, intermediate=wide, experts=2, quant=quant))
+    width = 64 if quant == "none" else 128
+    problem = replace(SMALL, hidden=width, intermediate=width, experts=2, quant=quant)
+    benchmarker = make_benchmarker(problem)
     for tokens in (1, 17) if quant == "none" else (5,):
-        took = made.screen(tokens, ONE)
-        assert isinstance(took, StageTimes), took
-        assert sorted(took.stages) == sorted(ConfigSpace.stages)
-        # They are timed apart from the whole, and another process may have been busy by then.
-        assert 0 < sum(took.stages.values()) < 2 * took.seconds
-        seconds = made.compare(tokens, [ONE, TWO])
+        times = benchmarker.screen(tokens, ONE)
+        assert isinstance(times, StageTimes), times
+        assert sorted(times.stages) == sorted(ConfigSpace.stages)
+        # The stages are timed in other calls than the sum, and other processes may interfere.
+        assert 0 < sum(times.stages.values()) < 2 * times.seconds
+        seconds = benchmarker.compare(tokens, [ONE, TWO])
         assert sorted(seconds, key=str) == [ONE, TWO]
-        assert all(isinstance(each, float) and each > 0 for each in seconds.values())
+        assert all(isinstance(value, float) and value > 0 for value in seconds.values())
 
 
 def test_wrong_choice_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = bench()
-    for harm in (torch.zeros_like, lambda out: out * float("nan"), lambda out: out.flip(0)):
+    benchmarker = make_benchmarker()
+    for corrupt in (torch.zeros_like, lambda out: out * float("nan"), lambda out: out.flip(0)):
         monkeypatch.setattr(
-            made, "_kernel", lambda *_, harm=harm, **__: lambda x, w, r: harm(right(made, x, r))
+            benchmarker,
+            "_kernel",
+            lambda *_, corrupt=corrupt, **__: (
+                lambda x, w, r: corrupt(compute_reference(benchmarker, x, r))
+            ),
         )
-        outcome = made.screen(17, ONE)
+        outcome = benchmarker.screen(17, ONE)
         assert isinstance(outcome, Refusal)
         assert outcome.is_wrong
-        assert made.compare(17, [ONE]) == {ONE: outcome}
+        assert benchmarker.compare(17, [ONE]) == {ONE: outcome}
 
 
 def test_unchecked_rows_are_compared_with_another_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = bench()
-    assert isinstance(made.screen(17, ONE), StageTimes)
+    benchmarker = make_benchmarker()
+    assert isinstance(benchmarker.screen(17, ONE), StageTimes)
 
-    def harm(x: torch.Tensor, routing: Any) -> torch.Tensor:
-        out = right(made, x, routing)
+    def compute_wrong_row(x: torch.Tensor, routing: Any) -> torch.Tensor:
+        out = compute_reference(benchmarker, x, routing)
         out[8] *= 1.5
         return out
 
-    monkeypatch.setattr(made, "_kernel", lambda *_, **__: lambda x, w, r: harm(x, r))
-    outcome = made.screen(17, TWO)
+    monkeypatch.setattr(
+        benchmarker, "_kernel", lambda *_, **__: lambda x, w, r: compute_wrong_row(x, r)
+    )
+    outcome = benchmarker.screen(17, TWO)
     assert isinstance(outcome, Refusal)
     assert outcome.is_wrong
     assert "another correct choice" in outcome.reason
@@ -376,32 +400,36 @@ def test_tuning_weights_differ_by_expert(quant: str) -> None:
     check_weights_quantized(weights, problem, torch.device("cpu")) if quant != "none" else None
     assert weights.b1 is not None
     assert tuple(weights.b1.shape) == (9, 128)
-    plain = [dequantize_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
-    same = [(a, b) for a in range(9) for b in range(a) if torch.equal(plain[a], plain[b])]
-    assert len(same) <= (9 if quant == "mxfp4_w4a16" else 0), "powers of two may fall together"
+    w1 = [dequantize_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
+    equal = [(a, b) for a in range(9) for b in range(a) if torch.equal(w1[a], w1[b])]
+    # In mxfp4, scales are powers of two, so that experts may have equal weights.
+    assert len(equal) <= (9 if quant == "mxfp4_w4a16" else 0)
 
 
-def right(made: DeviceBenchmarker, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
+def compute_reference(
+    benchmarker: DeviceBenchmarker, x_TH: torch.Tensor, routing: Any
+) -> torch.Tensor:
     from modular_kernel.reference import recipe
 
-    problem = made.problem.with_tokens(len(x_TH))
-    return recipe(x_TH, made.weights, routing, problem).to(problem.dtype)
+    problem = benchmarker.problem.with_tokens(len(x_TH))
+    return recipe(x_TH, benchmarker.weights, routing, problem).to(problem.dtype)
 
 
 def test_failed_launch_is_refused_with_its_reason() -> None:
-    def broken(choice: object) -> Any:
+    def fail_for_first(choice: object) -> Any:
         if choice == ONE:
             raise RuntimeError("out of resources: shared memory")
         return nullcontext()
 
-    made = bench(space=SimpleNamespace(using=broken, stages=()))
-    assert made.screen(17, ONE) == Refusal("RuntimeError: out of resources: shared memory")
-    assert isinstance(made.screen(17, TWO), StageTimes)
+    benchmarker = make_benchmarker(space=SimpleNamespace(using=fail_for_first, stages=()))
+    refusal = Refusal("RuntimeError: out of resources: shared memory")
+    assert benchmarker.screen(17, ONE) == refusal
+    assert isinstance(benchmarker.screen(17, TWO), StageTimes)
 
 
 def test_inplace_problem_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="inplace while tuning"):
-        bench(replace(SMALL, inplace=True))
+        make_benchmarker(replace(SMALL, inplace=True))
 
 
 def test_part_without_tunable_launches_is_refused() -> None:

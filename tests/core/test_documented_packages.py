@@ -55,7 +55,7 @@ def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
     used for.
     """
     needed = collect_packages(load_catalog())
-    extras = set(doctor._EXTRAS)
+    extras = set(doctor._EXTRA_PACKAGES)
     assert extras & needed == set(), "the catalog says it already"
     assert extras <= imported()
 

@@ -101,4 +101,4 @@ def test_tuning_states_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", none)
     search = tune.TuneOptions()
     with pytest.raises(ConfigurationError, match="MK_CONFIG_DIR"):
-        tune._run([], (1,), search, as_json=False)
+        tune._tune_layers([], (1,), search, as_json=False)

@@ -86,9 +86,9 @@ def test_a_downloaded_config_cannot_write_to_the_terminal(
 def test_tables_and_lines_show_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     from modular_kernel.cli import output
 
-    output.table(("a",), [(HOSTILE,)])
-    output.line(HOSTILE)
-    output.note(HOSTILE)
+    output.print_table(("a",), [(HOSTILE,)])
+    output.print_line(HOSTILE)
+    output.print_note(HOSTILE)
     printed = "".join(capsys.readouterr())
     assert printed.replace("\n", "").isprintable()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.cli.output_streams import LOST_OUTPUT
+from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
@@ -30,7 +30,7 @@ def shell(words: str, redirection: str) -> "subprocess.CompletedProcess[str]":
 
 
 def lost(done: "subprocess.CompletedProcess[str]") -> None:
-    assert done.returncode == LOST_OUTPUT, done.stderr
+    assert done.returncode == EXIT_OUTPUT_LOST, done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
 

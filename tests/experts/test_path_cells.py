@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli.verify import CaseResult, VerifyJob
+from modular_kernel.cli.verify import JobResult, VerifyJob
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, cases_for
@@ -60,10 +60,10 @@ def test_a_cell_that_no_case_enters_fails_the_full_list(machine: Machine) -> Non
     cells = frozenset({PathCell("fast", "nvfp4_w4a16", "bias=True")})
     job = VerifyJob(case.prepare_finalize, case.experts, (case,), 0, "", reachable=cells)
     smoke, full = (
-        CaseResult(replace(job, requires_all_cells=whole), (proof,)) for whole in (False, True)
+        JobResult(replace(job, requires_all_cells=whole), (proof,)) for whole in (False, True)
     )
     assert smoke.ok
     assert not full.ok
     assert "fast: 0 of 1 scheme, 0 of 1 cell, never nvfp4_w4a16" in full.paths
     entered = replace(proof, cells=cells)
-    assert CaseResult(full.job, (entered,)).ok
+    assert JobResult(full.job, (entered,)).ok

@@ -10,7 +10,7 @@ import pytest
 from modular_kernel.cli import main, output
 
 
-class Ended(NamedTuple):
+class CommandResult(NamedTuple):
     """The exit code and output of a command."""
 
     code: int
@@ -22,23 +22,23 @@ class Ended(NamedTuple):
         return json.loads(self.out)
 
 
-def run_mk(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
-    """Run `mk` with these words. Lines are not wrapped unless COLUMNS is set."""
+def run_mk(capsys: pytest.CaptureFixture[str], *args: str) -> CommandResult:
+    """Run `mk` with these arguments. Lines are not wrapped unless COLUMNS is set."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "_DEFAULT_WIDTH", 10_000)
-        with pytest.raises(SystemExit) as ended:
-            main.run(list(words))
-    code = ended.value.code
+        with pytest.raises(SystemExit) as exit_info:
+            main.run(list(args))
+    code = exit_info.value.code
     assert isinstance(code, int | None)
-    return Ended(code or 0, *capsys.readouterr())
+    return CommandResult(code or 0, *capsys.readouterr())
 
 
-Mk = Callable[..., Ended]
+Mk = Callable[..., CommandResult]
 
 
-def runs_mk(*first: str) -> Any:
-    """Return the fixture `mk`, which runs `mk` with the words `first` and those of the call."""
+def make_mk_fixture(*first: str) -> Any:
+    """Return the fixture `mk`, which runs `mk` with the arguments `first` and those of the call."""
 
     @pytest.fixture
     def mk(capsys: pytest.CaptureFixture[str]) -> Mk:

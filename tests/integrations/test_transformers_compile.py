@@ -16,7 +16,7 @@ if find_spec("transformers") is None:
 from transformers.integrations.moe import use_experts_implementation
 from transformers_samples import OURS
 
-from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
+from modular_kernel.cli.demo_models import SMALL_MODELS, build_small_model
 from modular_kernel.integrations.transformers import register, registration
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.operators import experts as experts_op
@@ -78,7 +78,7 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
     """With 17, 9 and 5 tokens; from the second on, the graph has a dynamic number of tokens."""
-    model = small_model(name, "float32", DEVICE)
+    model = build_small_model(name, "float32", DEVICE)
     model.set_experts_implementation(register(*OURS))
     graphs: list[torch.fx.GraphModule] = []
 
@@ -123,7 +123,7 @@ def test_modules_are_traced_by_number_if_torch_cannot_trace_objects(monkeypatch)
 
 
 def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
-    model = small_model("mixtral", "float32", DEVICE)
+    model = build_small_model("mixtral", "float32", DEVICE)
     prompt = torch.arange(7, device=DEVICE)[None]
     want = model.generate(prompt, max_new_tokens=8, do_sample=False)
     model.set_experts_implementation(register(*OURS))
@@ -170,7 +170,7 @@ def test_another_limit_is_another_graph() -> None:
 
 
 def test_another_act_fn_is_another_graph() -> None:
-    model = small_model("mixtral", "float32", DEVICE)
+    model = build_small_model("mixtral", "float32", DEVICE)
     module = next(each for each in model.modules() if hasattr(type(each), "_apply_gate"))
     module.config._experts_implementation = register(*OURS)
     compiled, found = torch.compile(module, backend="eager", fullgraph=True), []

@@ -11,7 +11,7 @@ if find_spec("transformers") is None:
 
 from transformers_samples import OURS
 
-from modular_kernel.cli.demo_models import small_model
+from modular_kernel.cli.demo_models import build_small_model
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
 
@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def model_of(name: str, implementation: str) -> torch.nn.Module:
-    model = small_model(name, "float32", DEVICE)
+    model = build_small_model(name, "float32", DEVICE)
     model.set_experts_implementation(implementation)
     return model
 

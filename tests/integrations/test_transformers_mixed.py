@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_samples import DEVICE, OURS
 
-from modular_kernel.cli.demo_models import small_model
+from modular_kernel.cli.demo_models import build_small_model
 from modular_kernel.errors import ConfigurationError, UnsupportedError, WeightsError
 from modular_kernel.integrations.transformers import from_pretrained, register
 from modular_kernel.integrations.transformers.modules import is_dispatched
@@ -59,7 +59,9 @@ def write(
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     sizes["moe_intermediate_size"] = INTERMEDIATE
     layers = max(kinds) + 1
-    model = small_model(family, "bfloat16", "cpu", **sizes, num_hidden_layers=layers, **options)
+    model = build_small_model(
+        family, "bfloat16", "cpu", **sizes, num_hidden_layers=layers, **options
+    )
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers_samples import OURS
 
 from modular_kernel.checkpoints.loading import load_experts
-from modular_kernel.cli.demo_models import small_model
+from modular_kernel.cli.demo_models import build_small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
 from modular_kernel.integrations.transformers.modules import is_dispatched, read_tensors
@@ -94,7 +94,7 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     if name in ("qwen3_moe", "deepseek_v3"):
         sizes["moe_intermediate_size"] = INTERMEDIATE
-    model = small_model(name, "bfloat16", "cpu", **sizes)
+    model = build_small_model(name, "bfloat16", "cpu", **sizes)
     model.save_pretrained(folder)
     kept = load_file(folder / "model.safetensors")
     kept = {key: tensor for key, tensor in kept.items() if ".experts." not in key}
@@ -201,7 +201,7 @@ WHOLE = [(name, kind) for name, kinds in GRID.items() for kind in kinds]
 def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Written | None]":
     """Return a model on our experts, and the float64 model of its checkpoint."""
     if kind == "bf16":
-        model = small_model(name, "bfloat16", DEVICE)
+        model = build_small_model(name, "bfloat16", DEVICE)
         model.set_experts_implementation(register(*OURS))
         return model, None
     written = write(folder, name, kind)
@@ -401,7 +401,7 @@ def test_arguments_of_the_caller_are_used_and_not_changed(tmp_path) -> None:
 
 
 def test_a_given_config_is_used_for_an_unquantized_model(tmp_path) -> None:
-    small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
+    build_small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.num_experts_per_tok = 1
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), config=config)
@@ -413,7 +413,7 @@ def test_experts_of_unquantized_files_are_quantized(name: str, tmp_path: Path) -
     """They run packed as `load_experts` makes them; the other weights of the model are
     unchanged."""
     register()
-    small_model(
+    build_small_model(
         name, "bfloat16", "cpu", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE
     ).save_pretrained(tmp_path)
     plain = from_pretrained(tmp_path, dtype=torch.float32)

@@ -12,7 +12,7 @@ import pytest
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-from modular_kernel.cli.demo_models import small_model
+from modular_kernel.cli.demo_models import build_small_model
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "transformers_rank_program.py"
 # Experts, top-k and I of the kernels on a rank. All-to-all makes a row of every pair; a plan of
@@ -30,7 +30,7 @@ KERNELS = {
 @pytest.mark.cpu
 def test_two_ranks_compute_what_one_process_does(tmp_path) -> None:
     for name in ("mixtral", "gpt_oss"):
-        small_model(name, "float32", "cpu").save_pretrained(tmp_path / name)
+        build_small_model(name, "float32", "cpu").save_pretrained(tmp_path / name)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*words, str(PROGRAM), str(tmp_path)],

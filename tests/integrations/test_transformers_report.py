@@ -13,7 +13,7 @@ if find_spec("transformers") is None:
 
 from transformers_samples import OURS
 
-from modular_kernel.cli.demo_models import small_model
+from modular_kernel.cli.demo_models import build_small_model
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration, report, serve
 
@@ -118,7 +118,7 @@ def test_gradients_of_enabled_modules_equal_their_own(case) -> None:
 
 
 def test_every_module_of_a_model_has_a_row() -> None:
-    model = small_model("mixtral", "float32", DEVICE)
+    model = build_small_model("mixtral", "float32", DEVICE)
     assert [row.why for row in report(model)] == [
         "experts_implementation is 'eager', which modular_kernel has not registered"
     ] * 2
@@ -135,7 +135,10 @@ def test_every_module_of_a_model_has_a_row() -> None:
 def test_rows_state_what_the_next_call_does() -> None:
     """In the current grad mode and training mode."""
     refusing = register(*OURS, name="refusing", gradients="refuse")
-    model, ids = small_model("mixtral", "float32", DEVICE), torch.arange(8, device=DEVICE)[None]
+    model, ids = (
+        build_small_model("mixtral", "float32", DEVICE),
+        torch.arange(8, device=DEVICE)[None],
+    )
     model.set_experts_implementation(refusing)
     assert all("gradients are refused" in row.why for row in report(model))
     with pytest.raises(UnsupportedError, match="gradients"):
@@ -169,7 +172,7 @@ def test_longcat_in_training_runs_its_own_forward() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
     """It is faster there than the torch parts."""
-    model, ids = small_model("qwen3_moe", "float32", DEVICE), torch.arange(8)[None]
+    model, ids = build_small_model("qwen3_moe", "float32", DEVICE), torch.arange(8)[None]
     model.set_experts_implementation("grouped_mm")
     torch.compiler.reset()
     run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model

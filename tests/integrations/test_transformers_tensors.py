@@ -11,7 +11,7 @@ if find_spec("transformers") is None:
 
 from torch.autograd import forward_ad
 
-from modular_kernel.cli.demo_models import small_model
+from modular_kernel.cli.demo_models import build_small_model
 from modular_kernel.errors import InputError
 from modular_kernel.integrations.transformers import register, registration
 from modular_kernel.integrations.transformers.modules import is_dispatched, read_tensors
@@ -20,7 +20,7 @@ NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def _made() -> tuple[Any, list[torch.Tensor]]:
-    model = small_model("qwen3_moe", "float32", "cpu").eval()
+    model = build_small_model("qwen3_moe", "float32", "cpu").eval()
     experts = next(module for module in model.modules() if is_dispatched(module))
     hidden = read_tensors(experts)[1].shape[1]
     ids = torch.tensor([[0, 1], [2, 0], [1, 2]])

@@ -24,8 +24,8 @@ from model_configs import (
 )
 
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.presets import problem_fields
-from modular_kernel.cli.tune import _problems
+from modular_kernel.cli.presets import load_problem_fields
+from modular_kernel.cli.tune import _make_problems
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file, problem_fields_of_file
 
@@ -117,7 +117,7 @@ KNOWN = {
 def test_a_config_makes_its_problem(tmp_path: Path, config: dict, problem: str) -> None:
     path = written(tmp_path, config)
     assert str(ProblemOptions(model=path).problem()) == problem
-    assert problem_fields(f"{tmp_path}{os.sep}") == problem_fields(
+    assert load_problem_fields(f"{tmp_path}{os.sep}") == load_problem_fields(
         path
     )  # the folder stands for its config.json
     assert ProblemOptions(model=path, hidden=64, quant="none").problem().hidden == 64
@@ -212,11 +212,11 @@ def test_errors_state_what_they_got_and_need(tmp_path: Path) -> None:
 
 def test_tune_keeps_the_schemes_of_files(tmp_path: Path) -> None:
     path = written(tmp_path, DEEPSEEK)
-    assert [(n, p.quant) for n, p in _problems(ProblemOptions(model=f"mixtral,{path}"))] == [
+    assert [(n, p.quant) for n, p in _make_problems(ProblemOptions(model=f"mixtral,{path}"))] == [
         ("mixtral", "none"),
         (tmp_path.name, "fp8_w8a8_block"),
     ]
-    (_, problem), *more = _problems(ProblemOptions(model=path, quant="none"))
+    (_, problem), *more = _make_problems(ProblemOptions(model=path, quant="none"))
     assert (problem.quant, more) == ("none", [])
 
 
@@ -248,4 +248,4 @@ def test_model_names_are_not_read_as_files() -> None:
     assert is_file("./model")
     assert is_file("config.json")
     with pytest.raises(ConfigurationError, match=r"need mixtral-8x7b .*path of a config\.json"):
-        problem_fields("mixtral-8x7")
+        load_problem_fields("mixtral-8x7")

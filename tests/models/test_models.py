@@ -8,7 +8,7 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel.catalog import check_all
-from modular_kernel.cli.presets import SHAPE_OF, SHAPES, is_known, problem_fields
+from modular_kernel.cli.presets import MODEL_OF_SHAPE, SHAPES, is_known_model, load_problem_fields
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES
 from modular_kernel.models.registry import ALIASES, MODELS
@@ -25,11 +25,15 @@ def test_every_name_is_one_layer() -> None:
     assert not [source for source in sources if re.search(r"NVFP4|AWQ|GPTQ|FP8|INT4", source)]
     assert not set(MODELS) & set(ALIASES) | set(SHAPES) & (set(MODELS) | set(ALIASES))
     for name, model in MODELS.items():
-        problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
+        problem = Problem(tokens=1, **load_problem_fields(name))  # type: ignore[arg-type]
         assert problem.top_k <= problem.experts
-        assert problem_fields(model.source) == problem_fields(name.upper()) == problem_fields(name)
+        assert (
+            load_problem_fields(model.source)
+            == load_problem_fields(name.upper())
+            == load_problem_fields(name)
+        )
     for alias, name in ALIASES.items():
-        assert problem_fields(alias) == problem_fields(name)
+        assert load_problem_fields(alias) == load_problem_fields(name)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +60,12 @@ def test_every_name_is_one_layer() -> None:
     ],
 )
 def test_a_name_gives_its_layer(name: str, expected: str) -> None:
-    assert str(Problem(tokens=1, **problem_fields(name))) == expected  # type: ignore[arg-type]
+    assert str(Problem(tokens=1, **load_problem_fields(name))) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_model_has_a_compatible_pairing(name: str) -> None:
-    problem = Problem(tokens=1, **problem_fields(name))  # type: ignore[arg-type]
+    problem = Problem(tokens=1, **load_problem_fields(name))  # type: ignore[arg-type]
     for machine in (Machine(), Machine("cuda", (9, 0), frozenset({"triton"}))):
         assert any(check_all(problem, machine)), problem
 
@@ -69,8 +73,8 @@ def test_every_model_has_a_compatible_pairing(name: str) -> None:
 def test_a_layer_has_the_sizes_of_its_model() -> None:
     published = {(m.experts, m.top_k, m.hidden, m.intermediate) for m in MODELS.values()}
     same = {name for name, sizes in SHAPES.items() if tuple(sizes.values()) in published}
-    assert same <= set(SHAPE_OF) <= set(SHAPES)
-    for name, told in SHAPE_OF.items():
+    assert same <= set(MODEL_OF_SHAPE) <= set(SHAPES)
+    for name, told in MODEL_OF_SHAPE.items():
         model, _, share = told.partition(", ")
         of, (kind, ranks) = MODELS[model], (share or "TP 1").split()
         experts = of.experts // (int(ranks) if kind == "EP" else 1)
@@ -88,8 +92,8 @@ def test_a_layer_has_the_sizes_of_its_model() -> None:
     ],
 )
 def test_a_name_is_found_with_any_separator(typed: str, name: str) -> None:
-    assert problem_fields(typed) == problem_fields(name)
-    assert is_known(typed)
+    assert load_problem_fields(typed) == load_problem_fields(name)
+    assert is_known_model(typed)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +108,14 @@ def test_a_name_is_found_with_any_separator(typed: str, name: str) -> None:
 )
 def test_an_unknown_name_suggests_similar_ones(name: str, need: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(need)):
-        problem_fields(name)
+        load_problem_fields(name)
 
 
 def test_a_folder_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match=r"need \./mine for the folder"):
-        problem_fields("mine")
+        load_problem_fields("mine")
 
 
 def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +129,10 @@ def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     )
     names = {line.split()[0] for line in done.out.splitlines() if line.strip()}
     assert names >= set(MODELS) | set(ALIASES) | set(SHAPES)
-    for told in ("E: number of experts. K: top-k. H: hidden size", "I: intermediate size"):
+    for told in (
+        "E: number of experts. K: experts per token (top-k). H: hidden size",
+        "I: intermediate size",
+    ):
         assert told in done.out
     assert re.search(r"^ mixtral +8 +2 +4096 +14336  mixtral-8x7b *$", done.out, re.M)
     assert re.search(r"^ qwen3-30b +qwen3-30b-a3b *$", done.out, re.M)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.catalog import needs_triton, this_machine
 from modular_kernel.machine import prefer_torch_reference
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-mk = runs_mk()
+mk = make_mk_fixture()
 
 
 def test_operations_use_their_torch_references_only_inside_it() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.perf_model import recommend
@@ -20,7 +20,7 @@ from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.recommend import PHASE_TOKENS, phase_of, select_best
 from modular_kernel.spec.problem import Problem
 
-mk = runs_mk()
+mk = make_mk_fixture()
 DEEPSEEK = Problem(128, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
 MODELS = {
     "deepseek-v3": ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block"),
@@ -231,9 +231,9 @@ def test_required_columns_fit_80_characters(mk: Mk, monkeypatch: pytest.MonkeyPa
         )
         assert len(heads) == 2
         assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
-    assert "slower pairs: --rows 0 or --json shows them" in shown
+    assert "slower pairings: --rows 0 or --json shows them" in shown
     every = mk(*words, "--machine", "2x8xh200", "--rows", "0").out
-    assert "slower pair" not in every
+    assert "slower pairing" not in every
 
 
 def test_several_machines_and_ranks(mk: Mk) -> None:
@@ -259,7 +259,7 @@ def test_nearest_refusal_is_shown_without_a_valid_pair(mk: Mk) -> None:
     sizes = ("--tokens", "8", "--top-k", "99", "--experts", "128")
     done = mk("plan", "--machine", "h200", *sizes)
     assert done.code == 1
-    assert "no recommendation, every pair is refused" in done.out
+    assert "no recommendation, every pairing is refused" in done.out
     assert "nearest: MoEPrepareAndFinalizeNoEP x" in done.out
     assert "[top_k]" in done.out
 

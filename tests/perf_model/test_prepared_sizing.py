@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 from modular_kernel.perf_model.estimate import distribute_over_ranks, estimate_pairings
@@ -11,7 +11,7 @@ from modular_kernel.perf_model.experts_time import MODELED_PART
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.spec.problem import Machine, Problem
 
-mk = runs_mk("plan")
+mk = make_mk_fixture("plan")
 HOPPER = Machine("cuda", (9, 0), frozenset({"triton"}))
 CLUSTER = Cluster()
 MIXTRAL = Problem(128, 4096, 14336, 8, 2, quant="mxfp4_w4a16")

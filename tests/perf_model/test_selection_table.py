@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.models.registry import MODELS
 from modular_kernel.perf_model import selection_table
@@ -24,7 +24,7 @@ from modular_kernel.perf_model.selection_table import (
     select_pairing,
 )
 
-mk = runs_mk()
+mk = make_mk_fixture()
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Weights of all MoE layers that four H200 cannot hold, and experts that 16 ranks cannot share.
 TOO_LARGE = {"deepseek-v3", "kimi-k2", "glm-4.5", "qwen3-coder-480b-a35b"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_mk import Ended, run_mk
+from run_mk import CommandResult, run_mk
 
 from modular_kernel import perf_model
 from modular_kernel.errors import ConfigurationError
@@ -350,7 +350,7 @@ def test_invalid_world_sizes_are_refused() -> None:
         Traffic("some", DirectionModel(0, 1), DirectionModel(0, 1), "")
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
     return run_mk(capsys, "plan", *words)
 
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.cli import demo, demo_output, output
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
 
-mk = runs_mk()
+mk = make_mk_fixture()
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def test_a_long_demo_is_reported_while_it_runs(mk: Mk, monkeypatch) -> None:
         time.sleep(0.2)
         yield from ()
 
-    monkeypatch.setattr(demo, "_model_results", slow)
-    monkeypatch.setattr(demo, "_checkpoint_results", slow)
+    monkeypatch.setattr(demo, "_run_models", slow)
+    monkeypatch.setattr(demo, "_run_checkpoints", slow)
     assert "run 1 of 40: 0 s so far\n" in mk("demo").err
 
 

@@ -52,7 +52,7 @@ def test_core_loads_no_part() -> None:
 def test_command_line_loads_no_torch() -> None:
     """`mk --help` answers at once."""
     assert "torch" not in loaded_by(
-        "from modular_kernel.cli.main import application; application()"
+        "from modular_kernel.cli.main import make_application; make_application()"
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Program -> what it prints, at the least.
 PRINTED = {
-    "compose_and_check.py": ["(16, 64)", "the same within 1e-4", "planned: the same bits"],
+    "compose_and_check.py": ["(16, 64)", "the same within 1e-4", "plan: the same bits"],
     "in_a_transformers_model.py": ["as with transformers' own experts"],
     "layer_over_ranks.py": ["(128.0, 0.0)", "balanced: ", "the same within 1e-4"],
     "profile_to_a_trace.py": ["mk::experts", "mk::finalize", "trace: "],

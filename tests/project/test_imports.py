@@ -44,7 +44,7 @@ def test_the_package_itself_imports_nothing() -> None:
 
 def test_help_comes_without_torch() -> None:
     """Verbs import it inside."""
-    found = loaded("from modular_kernel.cli.main import application; application()")
+    found = loaded("from modular_kernel.cli.main import make_application; make_application()")
     assert {"torch", "triton", "numpy"} & found == set()
 
 

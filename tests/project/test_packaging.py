@@ -162,7 +162,7 @@ def test_wheel_alone_writes_and_judges_the_checkpoints_of_the_demo(
         "from modular_kernel.cli import demo_checkpoints",
         "assert demo_checkpoints.__file__.startswith(folder)",
         "pair = ('MoEPrepareAndFinalizeNoEP', 'TorchExperts')",
-        "rows = list(demo_checkpoints.checkpoint_rows([pair], 'cpu'))",
+        "rows = list(demo_checkpoints.run_checkpoints([pair], 'cpu'))",
         "assert len(rows) == 4 and all(row.ok for row in rows), rows",
     )
     done = subprocess.run(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.cli.parts import _OPTIONS
+from modular_kernel.cli.parts import _CAPABILITIES
 from modular_kernel.spec.problem import ActivationFormat, Reduce
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,4 +60,4 @@ def test_links_have_targets(page: Path) -> None:
 def test_the_glossary_has_each_word_of_mk_list() -> None:
     text = (DOCS / "glossary.md").read_text(encoding="utf-8")
     formats = [member.value for kind in (ActivationFormat, Reduce) for member in kind]
-    assert [word for word in (*_OPTIONS, *formats) if f"`{word}`" not in text] == []
+    assert [word for word in (*_CAPABILITIES, *formats) if f"`{word}`" not in text] == []

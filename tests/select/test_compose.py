@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_mk import Ended, run_mk
+from run_mk import CommandResult, run_mk
 
 import modular_kernel as mk
 from modular_kernel.catalog import BrokenEntry, Catalog, load_catalog, make_kernel
@@ -381,7 +381,7 @@ def test_group_must_match_the_problem(folder: Path) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
     return run_mk(capsys, "compose", *words)
 
 

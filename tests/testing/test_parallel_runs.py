@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 import pytest
 from run_mk import run_mk
 
-from modular_kernel.cli.ranks import Host
+from modular_kernel.cli.ranks import Executor
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, cases_for
@@ -49,12 +49,12 @@ def test_a_worker_that_exits_is_an_error_with_its_case(
         list(prove_all([exiting], machine, 2))
 
     def raise_worker_error(
-        host: Host, cases: Sequence[Case], workers: int
+        executor: Executor, cases: Sequence[Case], workers: int
     ) -> Generator[Proof, None, None]:
         yield from ()
         raise raised.value
 
-    monkeypatch.setattr(Host, "prove_all", raise_worker_error)
+    monkeypatch.setattr(Executor, "verify_cases", raise_worker_error)
     assert run_mk(capsys, "test", *TORCH_PAIR).code == 70
 
 
@@ -140,11 +140,13 @@ def test_full_lists_use_one_worker_per_cpu(
     """On a GPU one process runs all cases."""
     workers_used = []
 
-    def all_pass(host: Host, cases: Sequence[Case], workers: int) -> Generator[Proof, None, None]:
+    def all_pass(
+        executor: Executor, cases: Sequence[Case], workers: int
+    ) -> Generator[Proof, None, None]:
         workers_used.append(workers)
-        return (Proof(case, host.machine, 0.0, 1.0, (), 0.0) for case in cases)
+        return (Proof(case, executor.machine, 0.0, 1.0, (), 0.0) for case in cases)
 
-    monkeypatch.setattr(Host, "prove_all", all_pass)
+    monkeypatch.setattr(Executor, "verify_cases", all_pass)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)))
     for options in ((), ("--level", "full"), ("--level", "full", "--workers", "2")):
         assert run_mk(capsys, "test", *TORCH_PAIR, *options).code == 0

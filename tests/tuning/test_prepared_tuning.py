@@ -10,7 +10,7 @@ import pytest
 import torch
 from grouped_products import MXFP4
 from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
-from run_mk import Mk, runs_mk
+from run_mk import Mk, make_mk_fixture
 from tile_samples import here_an_h200, ours, write
 from tune_samples import Fake, only
 
@@ -35,7 +35,7 @@ from modular_kernel.tuning.search import TuneResult
 pytestmark = NO_GPU
 here = here_an_h200()
 launched = launched_tiles()
-mk = runs_mk("tune")
+mk = make_mk_fixture("tune")
 SIZES = {"experts": 6, "top_k": 3, "hidden": 64, "intermediate": 64}
 LAYER = replace(MXFP4, tokens=8192, **SIZES)
 ON_H200 = ("--device-name", "NVIDIA H200", "--explain", "--prepared", "--model", "mixtral")
@@ -248,8 +248,8 @@ def test_output_and_records_show_prepared_weights(tmp_path: Path) -> None:
     machine = replace(this_machine(), device="cpu")
     if not machine.interpreter:
         pytest.skip("no Triton here")
-    plain, *_ = verb._valid_layers([("a", LAYER)], machine, None, "TritonExperts")
-    ((name, problem, pair),) = verb._valid_layers(
+    plain, *_ = verb._select_valid([("a", LAYER)], machine, None, "TritonExperts")
+    ((name, problem, pair),) = verb._select_valid(
         [("a", LAYER)], machine, None, None, prepared=True
     )
     assert (pair.experts, pair.prepared, plain[2].prepared) == ("TritonExperts", True, False)
