@@ -5,7 +5,7 @@ other are not comparable to within a few percent. Here all layers of a cell are 
 process, each with a CUDA graph of several calls on different inputs. In each round every graph is
 replayed once, in random order. The time of a layer is the median over rounds, divided by the number
 of calls per graph. Before timing, the output of every layer is compared with a float64 reference.
-After timing, the output of a replay is compared with that of the checked call.
+After timing, the output of a replay is compared with the output of the checked call.
 """
 
 import math

@@ -37,7 +37,7 @@ def plot(report: Report, path: Path) -> None:
 def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
     """Draw the roofline and a line per layer.
 
-    colors: color of each layer, the same in all panels. This function adds those of new layers.
+    colors: color of each layer, the same in all panels. New layers are added.
     """
     floors = {row.tokens: row.floor_us for row in rows}
     tokens = sorted(floors)

@@ -433,8 +433,8 @@ def is_device_usable(device: torch.device) -> bool:
 def format_error(error: Exception) -> str:
     """Return the type and message of an exception, shortened for a row's note.
 
-    An exception without a message, such as that of most assertions, is described by the line of
-    code that raised it.
+    An exception without a message, such as most assertions, is described by the line of code that
+    raised it.
     """
     message = str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -28,7 +28,7 @@ from modular_kernel.perf_model.memory import Memory, estimate_memory, prepared_b
 from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 
-_NO_CORRECTION = Factor(1.0, "no recorded time in such a scheme, so the model is not corrected")
+_NO_CORRECTION = Factor(1.0, "no recorded time in a similar scheme, so the model is not corrected")
 _GIGA = 1e9
 
 

@@ -110,7 +110,7 @@ TRAFFIC = {
         _NCCL,
         quantize_seconds=700e-6,
     ),
-    # The start is that of TorchAll2All (between hosts), the bandwidth that of SymmMem (inside).
+    # Start as in TorchAll2All, which sends between hosts; bandwidth as in SymmMem, inside a host.
     "HostThenRankPrepareAndFinalize": Traffic(
         "host",
         DirectionModel(1205e-6, 0.92),

@@ -1,15 +1,16 @@
 """Corrections of the model's time for each experts part, from times measured on one GPU.
 
 The records in modular_kernel/select/data (`tools/check_choice.py` on an H200) have the times of
-whole layers with every experts part, including those over vendor libraries. The time of a part is
+whole layers with every experts part, including parts that call vendor libraries. The time of a part
+is
 
     t = start + factor * m
 
 where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of launches
-in addition to those of TritonExperts, which does not depend on the size of the layer. It is the
-smallest t - m of the part's layers of one token in the same scheme, or 0 if that is negative. The
-factor comes from the recorded layers of the same scheme with the nearest H * I. It is interpolated
-between the nearest numbers of rows per expert, on log2 axes, and not extrapolated.
+that TritonExperts does not have. It does not depend on the size of the layer, and is estimated as
+the smallest t - m of the part's layers of one token in the same scheme, or 0 if this is negative.
+The factor comes from the recorded layers of the same scheme with the nearest H * I. It is
+interpolated between the nearest numbers of rows per expert, on log2 axes, and not extrapolated.
 
 Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
 same GPU.

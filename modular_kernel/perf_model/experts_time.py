@@ -2,13 +2,12 @@
 
     t = a + ((m / em) ** p + (c / ec) ** p) ** (1 / p),  p = 2.5
 
-    m   memory time, bytes / bandwidth. The bytes are those of the weights of experts with a pair,
-        of x and y, and twice (write and read) those of the activations between the GEMMs and of
-        the experts' output rows
-    c   compute time, 2 * rows * elements / peak. The rows are the (token, expert) pairs and half a
-        tile of padding for each expert with a pair. The elements are those of one expert's w1 and
-        w2. A tile has the mean number of pairs per expert, rounded up to a power of two from 16 to
-        128
+    m   memory time, bytes / bandwidth. Weights of experts with a (token, expert) pair, x and y are
+        counted once. Activations between the GEMMs and output rows of the experts are counted
+        twice, because they are written and read
+    c   compute time, 2 * rows * elements / peak. Rows are all pairs, and half a tile of padding for
+        each expert with a pair. Elements are the elements of one expert's w1 and w2. A tile has the
+        mean number of pairs per expert, rounded up to a power of two from 16 to 128
     a   time of launches and of their first bytes, independent of the work
     em, ec   efficiency: fractions of the bandwidth and of the peak that are reached
 

@@ -1,7 +1,7 @@
 """Hardware parameters of the performance model: GPUs, and the links between them.
 
 The H200 and its link inside a host were measured (data/h200-layers.json, data/h200-exchange.json).
-For other GPUs, memory size and bandwidth are those of the data sheet. Peaks and links are assumed
+For other GPUs, memory size and bandwidth are taken from the data sheet. Peaks and links are assumed
 to reach the same fraction of their data sheet as on the H200. The network between hosts is assumed
 to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables imply.
 """
@@ -121,7 +121,7 @@ def _from_data_sheet(
     return Gpu(name, flops, bandwidth * _TERA, memory * _GIGA, arch, measured=False)
 
 
-# GPU and link inside a host, by the name in `--machine`. Rates are those of dense GEMMs.
+# GPU and link inside a host, by the name in `--machine`. Rates are for dense GEMMs.
 NAMED_GPUS: dict[str, tuple[Gpu, Link]] = {
     "a100": (
         _from_data_sheet("NVIDIA A100", (8, 0), peak_rates(312, 624, fp8=False), 2.039, 80),

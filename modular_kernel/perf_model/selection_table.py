@@ -137,8 +137,8 @@ def record_errors() -> list[RecordError]:
     """Compare estimates with the recorded times of the parts of recommended pairings, on H200.
 
     The record of an experts part is the time of a whole layer on one GPU. It is used if it has the
-    model's hidden and intermediate size, top-k and scheme; its experts may be all experts or those
-    of one rank. It is compared with an estimate from the records of other layers. The record of an
+    model's hidden and intermediate size, top-k and scheme, with all experts or the experts of one
+    rank. It is compared with an estimate from the records of other layers. The record of an
     exchange is used if it has the model's hidden size, experts and top-k, and as many ranks as a
     machine.
     """
@@ -232,7 +232,7 @@ def _format_ratio(best: Estimate, other: Estimate | None, part: str) -> str:
 
 
 def records_markdown() -> str:
-    """Return a Markdown table of errors by model and part, and a list of those > ERROR_LIMIT."""
+    """Return a Markdown table of errors by model and part, and a list of errors > ERROR_LIMIT."""
     errors = record_errors()
     groups: dict[tuple[str, str, int], list[float]] = {}
     for e in errors:

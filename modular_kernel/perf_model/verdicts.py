@@ -19,7 +19,7 @@ def judge_pairs(
 ) -> list[Verdict]:
     """Judge every pairing of these parts, for all ranks of the problem.
 
-    A pairing has the verdict of the first rank that refuses it, or that of rank 0 if none does.
+    Return the verdict of the first rank that refuses a pairing, or else the verdict of rank 0.
 
     pf_type, experts_type: names of parts; None stands for all parts of the catalog.
     """

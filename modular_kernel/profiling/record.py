@@ -143,7 +143,7 @@ class RankRecord:
     """All measurements of one rank.
 
     link: bytes per second to the next rank's GPU, if measured. difference: root mean square of the
-    difference of both pairings' outputs, relative to that of the first output; None for a single
+    difference of both pairings' outputs, divided by the RMS of the first output; None for a single
     pairing.
     """
 

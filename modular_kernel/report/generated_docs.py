@@ -1,6 +1,6 @@
 """The files under docs/ that are generated from the code and the records, and the HTML page.
 
-`mk report --write` updates these files, and `mk report --check` finds those that are out of date.
+`mk report --write` updates these files, and `mk report --check` lists files that are out of date.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The support matrix as a document (docs/support-matrix.md) and as a picture of an HTML page.
 
-A row of the matrix is a PrepareAndFinalize part, a column an experts part. A cell tells whether the
-pair is valid for a quantization scheme and a number of ranks, or which rules reject it.
+A row of the matrix is a PrepareAndFinalize part, a column an experts part. For each quantization
+scheme and number of ranks, a cell is "yes" or has the rules that reject the pair.
 """
 
 from collections.abc import Iterable

@@ -382,7 +382,7 @@ def _handwritten_defects(path: Path, note_texts: dict[str, str]) -> tuple[Block,
 
 
 def _killed_by_tests(outcomes: Sequence[str]) -> tuple[Block, ...]:
-    """State how many defects the tests of operations kill, of those that the cases do not."""
+    """State how many of the defects that survive all cases are killed by tests of operations."""
     if not outcomes:
         return ()
     killed = sum(outcome.startswith("killed") for outcome in outcomes)

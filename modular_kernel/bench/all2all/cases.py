@@ -1,4 +1,4 @@
-"""The cases of `mk exchange`, and `Transport`, the interface of what it measures.
+"""The cases of `mk exchange`, and `Transport`, the interface of an exchange to measure.
 
 `mk exchange` measures dispatch (send each token to the ranks of its experts) and combine (return
 the experts' outputs and sum them). A Transport runs both on one rank, with one of our
@@ -189,7 +189,7 @@ class Transport(ABC):
 
     @abstractmethod
     def dispatch(self) -> None:
-        """Send this rank's rows and receive those of other ranks, in stream order."""
+        """Send rows to other ranks and receive rows from them, in stream order."""
 
     @abstractmethod
     def identity(self) -> None:

@@ -1,6 +1,6 @@
 """The record of `mk exchange`, with one row per transport and case, and its tables.
 
-The terms (dispatch, combine, transport, case) are those of bench.all2all.cases.
+See bench.all2all.cases for the terms dispatch, combine, transport and case.
 """
 
 import json

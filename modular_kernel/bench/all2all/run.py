@@ -121,8 +121,8 @@ def _run_batches(
 ) -> Iterator[ExchangeRow]:
     """Measure the cases of a job in batches, and yield their rows.
 
-    A batch has the cases of one format and capacity. They share the buffers of one `open`, so those
-    after a failed one are skipped. If the first case of a batch hangs, the other batches are
+    A batch has the cases of one format and capacity. They share the buffers of one `open`, so the
+    cases after a failed one are skipped. If the first case of a batch hangs, the other batches are
     skipped, because each of them would also hang until its time limit.
     """
     has_hung = False
