@@ -1,28 +1,33 @@
-"""Conversion of checkpoint formats to the tensors of `modular_kernel.quant.quantized_weights`.
+"""Checkpoints: load the experts of a layer from files, and convert the formats of quantizers.
 
-`gptq_awq`: GPTQ (4 and 8 bits) and AWQ. `compressed_tensors`: its packed integers. `fp8_mxfp4`:
-per-tensor, per-channel and static activation scales of float8 checkpoints, and gpt-oss's mxfp4.
-`formats`, `fusing`: all of these and nvfp4, selected by a quantization_config.
+- `loading.load_experts` reads one rank's experts of one layer from a folder of safetensors or GGUF.
+- `inspection.inspect` checks the headers of all layers without reading tensors.
+- `formats` derives the storage format from a quantization_config, and `fusing` converts the stored
+  tensors of one matrix to the tensors of `modular_kernel.quant.quantized_weights`.
+- `gptq_awq`, `compressed_tensors`, `fp8_mxfp4`, `bitsandbytes`, `torchao` and `ggml_blocks` convert
+  the layouts of single quantizers.
+
+The functions below take tensors and have no side effects.
 """
 
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors
-from modular_kernel.checkpoints.formats import Format, fit, format_of
+from modular_kernel.checkpoints.formats import Format, fit_scheme, format_of
 from modular_kernel.checkpoints.fp8_mxfp4 import (
     channel_scale,
     from_gpt_oss,
-    one_scale,
+    merge_scales,
     static_scale,
 )
 from modular_kernel.checkpoints.fusing import Matrix, merge
 from modular_kernel.checkpoints.gptq_awq import (
     GroupWeights,
+    drop_zero_points,
     fit_group,
     from_awq,
     from_gptq,
     regroup,
     shard_columns,
     shard_rows,
-    symmetric,
 )
 
 __all__ = [
@@ -30,18 +35,18 @@ __all__ = [
     "GroupWeights",
     "Matrix",
     "channel_scale",
-    "fit",
+    "drop_zero_points",
     "fit_group",
+    "fit_scheme",
     "format_of",
     "from_awq",
     "from_compressed_tensors",
     "from_gpt_oss",
     "from_gptq",
     "merge",
-    "one_scale",
+    "merge_scales",
     "regroup",
     "shard_columns",
     "shard_rows",
     "static_scale",
-    "symmetric",
 ]

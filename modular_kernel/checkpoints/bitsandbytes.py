@@ -1,18 +1,18 @@
-"""Weights of bitsandbytes: nf4 and fp4, which are dequantized, and LLM.int8()'s int8.
+"""Conversion of bitsandbytes weights: nf4 and fp4, which are dequantized, and LLM.int8()'s int8.
 
-In 4 bits, a matrix (N, K) is one row-major sequence of values in blocks of `blocksize`, which may
-extend over the border of two rows. Value i is
+With 4 bits, a matrix (N, K) is stored as one row-major sequence of codes in blocks of `blocksize`.
+A block may extend over the end of a row. The value at position i is
 
-    quant_map[code i] absmax[i // blocksize]
+    quant_map[code[i]] * absmax[i // blocksize]
 
-in float32, as bitsandbytes itself computes it. The high nibble of a byte is the even i. With double
-quantization, block j has the float32 factor
+in float32, where quant_map has 16 entries. A byte has two codes; the one at the even position is in
+the high nibble. With double quantization, the absmax of block j is itself quantized:
 
-    nested_quant_map[absmax[j]] nested_absmax[j // nested_blocksize] + nested_offset
+    nested_quant_map[absmax[j]] * nested_absmax[j // nested_blocksize] + nested_offset
 
-`quant_state.bitsandbytes__nf4` (or `__fp4`) is a JSON object in bytes with the sizes and the
-offset. Bytes may be stored as another dtype (`bnb_4bit_quant_storage`). No scheme has these 16
-levels, so the values are rounded to the layer's dtype: not at all in float32.
+`quant_state.bitsandbytes__nf4` (or `__fp4`) has the sizes and the offset, as JSON in a tensor of
+bytes. The codes may be stored as a wider dtype (`bnb_4bit_quant_storage`). No scheme can represent
+the values, so they are dequantized when they are loaded, and rounded to the dtype of the layer.
 """
 
 import json
@@ -24,24 +24,31 @@ from typing import Protocol
 import torch
 
 from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, Range, StoredTensor
-from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.errors import DtypeError, ShapeError, WeightsError
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.quantization import QuantScheme
 
-KINDS = ("nf4", "fp4")
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_STATE_BYTES = 4096
 _MAX_SHAPE = 1 << 31
 _STATE = "weight.quant_state.bitsandbytes__"
-# Bytes of codes as they are, or as a dtype that a trainer can shard (`bnb_4bit_quant_storage`).
-_STORAGE = (torch.uint8, *FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64)
+# Dtypes in which the bytes of codes may be stored. FSDP can shard floating dtypes only.
+_CODE_DTYPES = (
+    torch.uint8,
+    *FLOATS,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float64,
+)
 
 
 class FlatTensors(Protocol):
-    """The tensors of one matrix, by their names in `tensors_4bit`."""
+    """The tensors of one matrix by their names in `stored_tensors_4bit`, read as 1-D tensors."""
 
     def header(self, name: str) -> tuple[int, torch.dtype] | None:
-        """Return the number of entries of a tensor and its dtype, or None if there is none."""
+        """Return the number of entries and the dtype of a tensor, or None if there is none."""
 
     def read(self, name: str, entries: Range | None = None) -> torch.Tensor:
         """Return entries [start, stop) of a flattened tensor, or all of them."""
@@ -49,16 +56,19 @@ class FlatTensors(Protocol):
 
 @dataclass(frozen=True)
 class FlatTensor(StoredTensor):
-    """A tensor of a matrix whose values are stored as one sequence, without regard to rows."""
+    """A tensor of a matrix whose values are stored as one sequence, without row boundaries."""
 
     def shape(self, rows: int, depth: int) -> tuple[int, ...]:
-        """Return (the number of values of the matrix,), for `check`."""
+        """Return (N * K,), the number of values of the matrix, for `check`."""
         return (rows * depth,)
 
     def check(
         self, what: str, got: Sequence[int], dtype: torch.dtype, need: tuple[int, ...]
     ) -> None:
-        """Raise ShapeError unless the shape `got` is possible for need[0] values."""
+        """Check the shape `got` of a tensor of a matrix with need[-1] values, and its dtype.
+
+        Raises ShapeError or DtypeError. The block size is not known here, so any is allowed.
+        """
         if dtype not in self.dtypes:
             names = " or ".join(map(dtype_name, self.dtypes))
             raise DtypeError(what, got=dtype_name(dtype), need=names)
@@ -76,11 +86,11 @@ class FlatTensor(StoredTensor):
             raise ShapeError(what, got=tuple(got), need=f"({expected},) for {values} values")
 
 
-def tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
-    """Return the tensors of one matrix. kind: "nf4" or "fp4"."""
+def stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
+    """Return the tensors that the files have for one 4-bit matrix. kind: "nf4" or "fp4"."""
     floats = (torch.float32,)
     return (
-        FlatTensor("weight", "w", (), _STORAGE),
+        FlatTensor("weight", "w", (), _CODE_DTYPES),
         FlatTensor("weight.absmax", "scale", (), (torch.uint8, torch.float32)),
         FlatTensor("weight.quant_map", "codebook", (), floats),
         FlatTensor(f"{_STATE}{kind}", "state", (), (torch.uint8,)),
@@ -89,8 +99,8 @@ def tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
     )
 
 
-def tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    """Return the tensors of one matrix of LLM.int8(): rows in int8, and 127 times their scales."""
+def stored_tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    """Return the tensors that the files have for one matrix of LLM.int8()."""
     return (
         StoredTensor("weight", "w", (Dim("N"), Dim("K")), (torch.int8,)),
         StoredTensor("SCB", "scale", (Dim("N"),), (torch.float32,)),
@@ -99,22 +109,28 @@ def tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
 
 
 @dataclass(frozen=True)
-class _State:
-    """The sizes of the blocks of one matrix, and the offset of its double quantization."""
+class _QuantState:
+    """The parameters of one matrix: its block sizes and shape (N, K), and the nested_offset.
 
-    block: int
+    nested_blocksize is 0 without double quantization.
+    """
+
+    blocksize: int
     shape: tuple[int, int]
-    nested_block: int
-    offset: float
+    nested_blocksize: int
+    nested_offset: float
 
 
-def _parse_state(packed: torch.Tensor, kind: str, what: str) -> _State:
-    """Parse the JSON of a quant_state; raise WeightsError for what bitsandbytes does not write."""
+def _parse_quant_state(stored: torch.Tensor, kind: str, what: str) -> _QuantState:
+    """Parse the JSON of a quant_state. Raises WeightsError if it is invalid.
+
+    stored: (bytes,) uint8. what: name of the tensor, for messages.
+    """
     need = f"the JSON object of a quant_state of {kind}"
-    if packed.numel() > _MAX_STATE_BYTES:
-        raise WeightsError(what, got=f"{packed.numel()} bytes", need=need)
+    if stored.numel() > _MAX_STATE_BYTES:
+        raise WeightsError(what, got=f"{stored.numel()} bytes", need=need)
     try:
-        state = json.loads(bytes(packed.flatten().tolist()))
+        state = json.loads(bytes(stored.flatten().tolist()))
     except (ValueError, RecursionError):
         raise WeightsError(what, got="no JSON", need=need) from None
     if not isinstance(state, dict) or state.get("quant_type") != kind:
@@ -133,61 +149,63 @@ def _parse_state(packed: torch.Tensor, kind: str, what: str) -> _State:
     if type(offset) not in (int, float) or not abs(offset) < float("inf"):
         got = f"nested_offset {str(offset)[:80]}"
         raise WeightsError(what, got=got, need="a finite number")
-    return _State(block, (sizes[0], sizes[1]), nested, float(offset))
+    return _QuantState(block, (sizes[0], sizes[1]), nested, float(offset))
 
 
 def dequantize_part(
     kind: str, shape: tuple[int, int], rows: Range, columns: Range, tensors: FlatTensors, what: str
 ) -> torch.Tensor:
-    """Return rows [a, b) and columns [c, d) of a matrix of `shape` (N, K), float32.
+    """Dequantize rows [a, b) and columns [c, d) of a 4-bit matrix to float32.
 
-    kind: "nf4" or "fp4". what: the name of its weight, for messages.
+    Only the codes of these rows are read.
 
-    All bytes of the rows are read, as blocks ignore columns, but only those of the columns are
-    unpacked. Raises WeightsError for a state, scale or codebook that is no number or does not match
-    the sizes.
+    kind: "nf4" or "fp4". shape: (N, K) of the matrix. what: name of the weight, for messages.
+    Raises WeightsError for tensors that are invalid or do not match the shape.
     """
-    state = _parse_state(tensors.read(f"{_STATE}{kind}"), kind, f"{what}.quant_state")
+    state = _parse_quant_state(tensors.read(f"{_STATE}{kind}"), kind, f"{what}.quant_state")
     if state.shape != shape:
         raise WeightsError(f"{what}.quant_state", got=f"shape {state.shape}", need=shape)
-    first, last = rows[0] * shape[1], rows[1] * shape[1]
-    codebook = tensors.read("weight.quant_map")
-    _check_finite(codebook, f"{what}.quant_map")
-    blocks = (first // state.block, _ceil_div(last, state.block))
-    absmax = _absmax(state, tensors, blocks, _ceil_div(prod(shape), state.block), what)
-    values = _levels(tensors, codebook, first, last).view(-1, shape[1])
-    if shape[1] % state.block == 0:
-        values = values.view(-1, state.block).mul_(absmax[:, None]).view(-1, shape[1])
+    start, stop = rows[0] * shape[1], rows[1] * shape[1]
+    quant_map = tensors.read("weight.quant_map")
+    _check_finite(quant_map, f"{what}.quant_map")
+    blocks = (start // state.blocksize, _ceil_div(stop, state.blocksize))
+    num_blocks = _ceil_div(prod(shape), state.blocksize)
+    absmax = _read_absmax(state, tensors, blocks, num_blocks, what)
+    values = _read_mapped_codes(tensors, quant_map, start, stop).view(-1, shape[1])
+    if shape[1] % state.blocksize == 0:  # blocks end at the ends of rows
+        values = values.view(-1, state.blocksize).mul_(absmax[:, None]).view(-1, shape[1])
         return values[:, columns[0] : columns[1]]
     values = values[:, columns[0] : columns[1]]
     device = absmax.device
     row_R1 = torch.arange(rows[0], rows[1], device=device)[:, None]
-    index = row_R1 * shape[1] + torch.arange(*columns, device=device)
-    return values * absmax[index.div_(state.block, rounding_mode="floor").sub_(blocks[0])]
+    position = row_R1 * shape[1] + torch.arange(*columns, device=device)
+    return values * absmax[position.div_(state.blocksize, rounding_mode="floor").sub_(blocks[0])]
 
 
 def dequantize_matrix(kind: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the whole matrix (N, K), float32, of the tensors of `tensors_4bit` by name.
+    """Dequantize a whole 4-bit matrix to (N, K) float32.
 
-    Raises WeightsError, ShapeError or DtypeError for tensors that do not match.
+    tensors: by their names in `stored_tensors_4bit`. Raises WeightsError, ShapeError or DtypeError
+    for tensors that are missing, unexpected or invalid.
     """
-    specs = {spec.name: spec for spec in tensors_4bit(kind)}
+    specs = {spec.name: spec for spec in stored_tensors_4bit(kind)}
     extra = sorted(map(str, set(tensors) - set(specs)))
     missing = [name for name, spec in specs.items() if name not in tensors and not spec.optional]
     if extra or missing:
         got = f"unexpected {', '.join(extra)}" if extra else f"no {', '.join(missing)}"
         raise WeightsError(f"{kind} tensors", got=got, need=", ".join(specs))
-    state = _parse_state(tensors[f"{_STATE}{kind}"], kind, "weight.quant_state")
+    state = _parse_quant_state(tensors[f"{_STATE}{kind}"], kind, "weight.quant_state")
     for name, tensor in tensors.items():
         specs[name].check(name, tuple(tensor.shape), tensor.dtype, (prod(state.shape),))
     rows, depth = state.shape
-    return dequantize_part(
-        kind, state.shape, (0, rows), (0, depth), _GivenTensors(tensors), "weight"
-    )
+    flat_tensors = _InMemoryTensors(tensors)
+    return dequantize_part(kind, state.shape, (0, rows), (0, depth), flat_tensors, "weight")
 
 
 @dataclass(frozen=True)
-class _GivenTensors:
+class _InMemoryTensors:
+    """Tensors in memory as `FlatTensors`."""
+
     tensors: Mapping[str, torch.Tensor]
 
     def header(self, name: str) -> tuple[int, torch.dtype] | None:
@@ -199,55 +217,60 @@ class _GivenTensors:
         return flat if entries is None else flat[slice(*entries)]
 
 
-def _levels(tensors: FlatTensors, codebook: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return the levels of values [first, last), float32, without their blocks' factors."""
+def _read_mapped_codes(
+    tensors: FlatTensors, quant_map: torch.Tensor, start: int, stop: int
+) -> torch.Tensor:
+    """Return quant_map[code[i]] for positions i in [start, stop), float32."""
     header = tensors.header("weight")
     assert header is not None
-    size = 2 * header[1].itemsize  # values per entry
-    stored = tensors.read("weight", (first // size, _ceil_div(last, size)))
+    per_entry = 2 * header[1].itemsize  # codes per entry of the stored dtype
+    stored = tensors.read("weight", (start // per_entry, _ceil_div(stop, per_entry)))
     packed = stored.contiguous().flatten().view(torch.uint8)
-    begin = first - first // size * size
-    packed = packed[begin // 2 : _ceil_div(begin + last - first, 2)]
-    # The two levels of each byte, the high nibble first: one look-up for both.
-    pairs = torch.stack(torch.meshgrid(codebook, codebook, indexing="ij"), -1).view(256, 2)
-    levels = pairs.index_select(0, packed.int()).flatten()
-    return levels[begin % 2 : begin % 2 + last - first]
+    offset = start % per_entry
+    packed = packed[offset // 2 : _ceil_div(offset + stop - start, 2)]
+    # One lookup per byte: the values of its high and of its low nibble.
+    byte_map = torch.stack(torch.meshgrid(quant_map, quant_map, indexing="ij"), -1).view(256, 2)
+    values = byte_map.index_select(0, packed.int()).flatten()
+    return values[offset % 2 : offset % 2 + stop - start]
 
 
-def _absmax(
-    state: _State, tensors: FlatTensors, blocks: Range, count: int, what: str
+def _read_absmax(
+    state: _QuantState, tensors: FlatTensors, blocks: Range, num_blocks: int, what: str
 ) -> torch.Tensor:
-    """Return the factors of blocks [first, last), float32. count: of all blocks."""
+    """Return the absmax of blocks [a, b), float32, after undoing double quantization.
+
+    num_blocks: number of blocks of the whole matrix. what: name of the weight, for messages.
+    """
     header = tensors.header("weight.absmax")
     assert header is not None
-    if header[0] != count:
-        need = f"{count}, one for each block of {state.block}"
+    if header[0] != num_blocks:
+        need = f"{num_blocks}, one for each block of {state.blocksize}"
         raise WeightsError(f"{what}.absmax", got=header[0], need=need)
     stored = tensors.read("weight.absmax", blocks)
     if stored.dtype is torch.float32:
         _check_finite(stored, f"{what}.absmax")
         return stored
-    if state.nested_block == 0:
+    nested_blocksize = state.nested_blocksize
+    if nested_blocksize == 0:
         need = "float32, or nested_blocksize in the quant_state"
         raise WeightsError(f"{what}.absmax", got="uint8 of double quantization", need=need)
-    nested = (blocks[0] // state.nested_block, _ceil_div(blocks[1], state.nested_block))
+    nested_blocks = (blocks[0] // nested_blocksize, _ceil_div(blocks[1], nested_blocksize))
     header = tensors.header("weight.nested_absmax")
     if header is None or tensors.header("weight.nested_quant_map") is None:
         need = "float32, or nested_quant_map and nested_absmax"
         raise WeightsError(f"{what}.absmax", got="uint8 of double quantization", need=need)
-    if header[0] != _ceil_div(count, state.nested_block):
-        need = f"{_ceil_div(count, state.nested_block)}, one for each {state.nested_block} blocks"
+    num_nested_blocks = _ceil_div(num_blocks, nested_blocksize)
+    if header[0] != num_nested_blocks:
+        need = f"{num_nested_blocks}, one for each {nested_blocksize} blocks"
         raise WeightsError(f"{what}.nested_absmax", got=header[0], need=need)
-    scale = tensors.read("weight.nested_absmax", nested)
-    codebook = tensors.read("weight.nested_quant_map")
-    _check_finite(codebook, f"{what}.nested_quant_map")
-    _check_finite(scale, f"{what}.nested_absmax")
-    index = (
-        torch.arange(*blocks, device=scale.device).div_(state.nested_block, rounding_mode="floor")
-        - nested[0]
-    )
-    factors = codebook[stored.int()] * scale[index] + state.offset
-    return factors.float()
+    nested_absmax = tensors.read("weight.nested_absmax", nested_blocks)
+    nested_quant_map = tensors.read("weight.nested_quant_map")
+    _check_finite(nested_quant_map, f"{what}.nested_quant_map")
+    _check_finite(nested_absmax, f"{what}.nested_absmax")
+    block = torch.arange(*blocks, device=nested_absmax.device)
+    index = block.div_(nested_blocksize, rounding_mode="floor") - nested_blocks[0]
+    absmax = nested_quant_map[stored.int()] * nested_absmax[index] + state.nested_offset
+    return absmax.float()
 
 
 def _check_finite(values: torch.Tensor, what: str) -> None:
@@ -256,26 +279,22 @@ def _check_finite(values: torch.Tensor, what: str) -> None:
         raise WeightsError(what, got=float(values[bad][0]), need="finite numbers")
 
 
-def _ceil_div(value: int, by: int) -> int:
-    return -(-value // by)
+def _ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
 
 
-def int8_scale(scb: torch.Tensor, stored_format: torch.Tensor | None) -> torch.Tensor:
-    """Return the scales of rows of LLM.int8(), float32.
+def int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.Tensor:
+    """Return the scale of each row of an LLM.int8() matrix, (N,) float32.
 
-    scb: the largest magnitude of each row, which has the code 127. stored_format: 0 for rows in
-    order. Raises WeightsError for another order, which bitsandbytes wrote before 0.45 on GPUs.
+    scb: (N,) float32, the largest magnitude of each row, which has the code 127.
+    weight_format: one number, the order of the rows; 0 or None means row-major.
+
+    Raises WeightsError for other orders, which bitsandbytes before 0.45 wrote on GPUs.
     """
-    if stored_format is not None and int(stored_format.flatten()[0]) != 0:
-        got = int(stored_format.flatten()[0])
+    if weight_format is not None and int(weight_format.flatten()[0]) != 0:
+        got = int(weight_format.flatten()[0])
         raise WeightsError("weight_format", got=got, need="0, rows in order")
     bad = ~(scb.isfinite() & (scb >= 0))
     if bool(bad.any()):
         raise WeightsError("SCB", got=float(scb[bad][0]), need="finite numbers from 0 on")
     return scb / 127
-
-
-def refused_error(what: str, format: object) -> ConfigurationError:
-    """Return the error of loaders that copy stored tensors one by one."""
-    need = "another format; `load_experts` reads bitsandbytes' 4 bits, torchao and GGUF"
-    return ConfigurationError(what, got=str(format), need=need)

@@ -1,15 +1,17 @@
-"""Which files of a checkpoint are read: a file, a folder, or the name of a model on the Hub.
+"""Selection of a checkpoint's files.
 
-In a folder, the first of these that exists is read, and all other files are ignored:
+A checkpoint is a file, a folder, or the name of a model on the Hugging Face Hub, which is looked up
+in the local cache: nothing is downloaded. In a folder, the first of these that exists is read, and
+all other files are ignored:
 
-1. `model.safetensors`, as in transformers;
-2. the files that `model.safetensors.index.json` lists, as in transformers;
-3. the files that the only other `*.safetensors.index.json` lists;
-4. all `*.safetensors` files, which must have each tensor once;
-5. the only model in `*.gguf` files.
+1. `model.safetensors`, as in transformers
+2. the files listed in `model.safetensors.index.json`, as in transformers
+3. the files listed in another `*.safetensors.index.json`, if there is only one
+4. all `*.safetensors` files; each tensor must be in only one of them
+5. the `*.gguf` files, if they are of one model
 
-In 3 and 4, `consolidated*`, a second copy in the names of the publisher, is ignored unless there is
-nothing else. A name on the Hugging Face Hub is looked up in the local cache; nothing is downloaded.
+3 and 4 ignore files named `consolidated*` if there are others. Mistral publishes these as a second
+copy of the weights with its own tensor names.
 """
 
 import re
@@ -20,22 +22,22 @@ from modular_kernel.models.gguf_header import is_gguf
 from modular_kernel.utils import json_files
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_MODEL, _SECOND_COPY = "model", "consolidated"
+_MODEL, _SECOND_COPY = "model", "consolidated"  # stems of file names
 _MAX_INDEX_BYTES = 1 << 28
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _PICKLES = (".bin", ".pt", ".pth")
-_NO_HUB_SUFFIXES = (SUFFIX, ".json", ".gguf", *_PICKLES)
+_FILE_SUFFIXES = (SUFFIX, ".json", ".gguf", *_PICKLES)
 
 
-def local_path(checkpoint: str | Path) -> Path:
-    """Return the path of a checkpoint; for a name on the Hub, its folder in the local cache.
+def resolve_path(checkpoint: str | Path) -> Path:
+    """Return the path of a checkpoint, or the folder in the local cache for a name on the Hub.
 
-    Raises ConfigurationError for a name that is neither a path nor in the cache, with the command
-    that downloads it.
+    Raises ConfigurationError, with the command that downloads the model, if the name is neither an
+    existing path nor in the cache.
     """
     path = Path(checkpoint)
     name = str(checkpoint)
-    if not _HUB_NAME.fullmatch(name) or name.endswith(_NO_HUB_SUFFIXES) or path.exists():
+    if not _HUB_NAME.fullmatch(name) or name.endswith(_FILE_SUFFIXES) or path.exists():
         return path
     cached = _cached_folder(name)
     if cached is None:
@@ -46,7 +48,7 @@ def local_path(checkpoint: str | Path) -> Path:
 
 
 def _cached_folder(name: str) -> Path | None:
-    """Return a model's newest folder in the cache of huggingface_hub, without a connection."""
+    """Return a model's newest folder in the cache of huggingface_hub, or None. Works offline."""
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 (optional)
     except ImportError:
@@ -58,19 +60,19 @@ def _cached_folder(name: str) -> Path | None:
 
 
 def has_tensors(path: Path) -> bool:
-    """Return whether a folder contains safetensors or GGUF files, or a file has their suffix."""
+    """Return whether `path` is a folder with safetensors or GGUF files, or has their suffix."""
     try:
         if path.is_dir():
-            return bool(index_or_files(path)) or any(map(is_gguf, path.iterdir()))
+            return bool(find_index_or_files(path)) or any(map(is_gguf, path.iterdir()))
         return path.name.endswith(SUFFIX) or is_gguf(path)
     except OSError:
         return False
 
 
-def index_or_files(folder: Path) -> list[Path]:
-    """Return the index of a folder, or else its safetensors files, by the rules of this module.
+def find_index_or_files(folder: Path) -> list[Path]:
+    """Return [index] or the safetensors files of a folder, by the order in the module docstring.
 
-    Raises ConfigurationError if there are several indices, none of which is `model`'s.
+    Raises ConfigurationError for several indices other than `model.safetensors.index.json`.
     """
     names = sorted(file.name for file in folder.iterdir())
     if (folder / (_MODEL + SUFFIX)).is_file():
@@ -89,7 +91,7 @@ def index_or_files(folder: Path) -> list[Path]:
 
 
 def no_tensors_error(folder: Path) -> ConfigurationError:
-    """Return the error of a folder without safetensors files."""
+    """Return the error for a folder without safetensors files."""
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     need, got = f"*{SUFFIX} or *.gguf in it", "no safetensors"
     if pickles:
@@ -99,9 +101,10 @@ def no_tensors_error(folder: Path) -> ConfigurationError:
 
 
 def read_index(index: Path) -> dict[str, Path]:
-    """Return the file of each tensor in an index; all files must be in the index's folder.
+    """Return {tensor name: file} from a safetensors index.
 
-    The files need not exist: a folder may have only those of some layers.
+    All files must be in the folder of the index. They need not exist, since a folder may have the
+    files of some layers only. Raises WeightsError for an invalid index.
     """
     try:
         content = json_files.parse(json_files.read_file(index, _MAX_INDEX_BYTES))
@@ -114,18 +117,16 @@ def read_index(index: Path) -> dict[str, Path]:
     for name, file in weight_map.items():
         is_file_name = isinstance(file, str) and file.endswith(SUFFIX) and len(file) <= 255
         if not is_file_name or Path(file).name != file or "\0" in file or "\\" in file:
-            got, need = (
-                f"{name[:200]} in {str(file)[:200]!r}",
-                f"a file in the folder of the index, *{SUFFIX}",
-            )
+            got = f"{name[:200]} in {str(file)[:200]!r}"
+            need = f"a file in the folder of the index, *{SUFFIX}"
             raise WeightsError(str(index), got=got, need=need)
     return {name: index.parent / file for name, file in weight_map.items()}
 
 
 def absent_files_error(path: Path, files: set[Path]) -> WeightsError:
-    """Return the error of a tensor whose file is absent.
+    """Return the error for a tensor whose file does not exist.
 
-    path: of the checkpoint. files: all files that its index lists.
+    path: path of the checkpoint. files: all files listed in its index.
     """
     absent = sorted(file.name for file in files if not file.exists())
     more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""

@@ -2,8 +2,8 @@
 
     w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
 
-Its float8 and int8 weights with per-channel, per-tensor or per-block scales need no conversion; see
-`formats`.
+The other formats of compressed-tensors store weights as kernels take them. `formats` describes
+their tensors.
 """
 
 from typing import Annotated
@@ -12,10 +12,10 @@ import torch
 
 from modular_kernel.checkpoints.gptq_awq import (
     GroupWeights,
-    check_order,
+    check_group_order,
     check_packed,
-    checked_group,
     pack_values,
+    resolve_group,
     unpack_words,
 )
 from modular_kernel.errors import DtypeError, ShapeError
@@ -33,21 +33,27 @@ def from_compressed_tensors(
     bits: int = 4,
     weight_g_idx: torch.Tensor | None = None,
 ) -> GroupWeights:
-    """Convert "pack-quantized" weights: 4- or 8-bit integers in 32-bit words, the first one lowest.
+    """Convert "pack-quantized" weights: 4- or 8-bit integers, packed into 32-bit words.
 
-    weight_packed: (..., N, K / p) int32 with p = 8 or 4 values per word, stored plus 8 or 128, so
-    that the bytes of a word are those of the scheme, and w is a view. weight_scale: (..., N, G)
-    floating. weight_zero_point: (..., N / p, G) int32, packed along N; None if all are the middle.
-    group: columns per scale, or -1 for one group of all K. weight_g_idx: must be k // group, that
-    is, without act-order.
+    weight_packed: (..., N, K / p) int32 with p = 32 / bits values per word, the first one in the
+        lowest bits. Values are stored with an offset of 8 (4 bits) or 128 (8 bits), which is the
+        layout of the scheme, so the resulting w is a view.
+    weight_scale: (..., N, G) floating.
+    weight_zero_point: (..., N / p, G) int32, packed along N. None means that all are 8 or 128.
+    group: columns per scale, or -1 for one group of all K.
+    bits: 4 or 8.
+    weight_g_idx: (..., K) integers, the group of each column. Must be k // group: columns that are
+        ordered by activation (act-order) are not supported.
+
+    Raises ConfigurationError, ShapeError, DtypeError or WeightsError for invalid arguments.
     """
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     check_packed(weight_packed, "weight_packed")
     check_tensor("weight_scale", weight_scale)
     per_word = 32 // bits
     rows, depth = weight_packed.shape[-2], weight_packed.shape[-1] * per_word
-    group = checked_group(group, depth)
-    check_order(weight_g_idx, depth, group, "weight_g_idx")
+    group = resolve_group(group, depth)
+    check_group_order(weight_g_idx, depth, group, "weight_g_idx")
     shape = (*weight_packed.shape[:-2], rows, -(-depth // group))
     if tuple(weight_scale.shape) != shape:
         raise ShapeError(

@@ -1,6 +1,9 @@
-"""Locations of a layer's experts in checkpoints: names and shapes of tensors, and slices of them.
+"""Names, shapes and slices of the tensors that contain each expert of a layer.
 
-`modular_kernel.models.expert_layouts` lists the layouts of each model_type.
+Checkpoints store experts in different ways. Each projection of each expert may have tensors of its
+own ("mlp.experts.3.gate_proj.weight"), or one tensor may be a stack of all experts
+("mlp.experts.gate_up_proj", (E, 2I, H)). `modular_kernel.models.expert_layouts` lists the layouts
+of each model_type. This module computes from a layout where one projection of one expert is.
 """
 
 from collections.abc import Iterator
@@ -13,26 +16,30 @@ from modular_kernel.models.expert_layouts import ExpertLayout
 
 @dataclass(frozen=True)
 class ProjectionLocation:
-    """The location of one projection of one expert.
+    """The location of one projection (gate, up or down) of one expert.
 
-    base: name of its tensors without the suffix. rows, depth: of the stored matrix, in which the
-    projection begins at row `first`. expert: index in a stack of `experts`, or None.
+    base: name of its tensors without the suffix, such as "model.layers.0.mlp.experts.3.gate_proj".
+    rows, depth: N and K of the stored matrix, which may have more rows than the projection.
+    first_row: row of the stored matrix at which the projection starts.
+    expert: index in the stack of experts, or None if each expert has its own tensors.
+    experts: number of experts.
+    is_parameter, transposed, flat: as in ExpertLayout, for this projection.
     """
 
     base: str
     rows: int
     depth: int
-    first: int
+    first_row: int
     expert: int | None
     experts: int
     is_parameter: bool
     transposed: bool
     flat: bool
 
-    def keys(self, spec: StoredTensor) -> Iterator[str]:
-        """Yield the names that a stored tensor may have in the file, the usual one first."""
+    def candidate_keys(self, spec: StoredTensor) -> Iterator[str]:
+        """Yield the names that a stored tensor may have in the files, the usual one first."""
         for name in (spec.name, *spec.aliases):
-            if name.startswith("_weight_") and self.is_parameter:  # of torchao
+            if name.startswith("_weight_") and self.is_parameter:  # torchao
                 module, _, parameter = self.base.rpartition(".")
                 yield f"{module}._{parameter}_{name.removeprefix('_weight_')}"
             elif name.startswith("weight:") and self.is_parameter:
@@ -47,11 +54,14 @@ class ProjectionLocation:
                     yield f"{self.base}_{name}"
 
     def is_shared_scalar(self, spec: StoredTensor, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this shape is a single number for all experts of a stack."""
+        """Return whether a tensor of this shape is one number for all experts of a stack."""
         return self.is_parameter and spec.is_scalar and prod(shape) == 1
 
     def shape(self, spec: StoredTensor) -> tuple[int, ...]:
-        """Return the shape of a stored tensor in the file, unless it is a single number."""
+        """Return the shape that a stored tensor has in the files.
+
+        For a number that all experts share, see `is_shared_scalar`.
+        """
         shape = spec.shape(self.rows, self.depth)
         if self.transposed and len(shape) > 1:
             shape = shape[::-1]
@@ -68,16 +78,19 @@ class ProjectionLocation:
             return slices
         if not self.flat:
             return (slice(self.expert, self.expert + 1), *slices)
-        begin = self.expert * sizes[0]
-        return (slice(begin + slices[0].start, begin + slices[0].stop), *slices[1:])
+        start = self.expert * sizes[0]
+        return (slice(start + slices[0].start, start + slices[0].stop), *slices[1:])
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The experts of one layer in the files: layout, name prefix, and sizes."""
+    """The layout and the sizes of one layer's experts in the files.
+
+    prefix: the part of all names before the expert's number or the projection, with its dot.
+    """
 
     layout: ExpertLayout
-    prefix: str  # ends with the block's name and a dot
+    prefix: str
     experts: int
     hidden: int
     intermediate: int
@@ -85,23 +98,24 @@ class LayerLayout:
     def projections(
         self, expert: int
     ) -> tuple[tuple[ProjectionLocation, ...], tuple[ProjectionLocation, ...]]:
-        """Return the locations of w1's matrices (gate and up, or one) and of w2's."""
-        layout = self.layout
-        gated, width = bool(layout.gate), self.intermediate
+        """Return the locations of an expert's projections in w1, and in w2.
+
+        w1 has gate and up, only up if the activation is not gated, or a single matrix if gate and
+        up rows alternate. w2 has down.
+        """
+        layout, hidden, width = self.layout, self.hidden, self.intermediate
         w1_locations: tuple[ProjectionLocation, ...]
-        if gated and not layout.up:
-            gate_up = self._locate(layout.gate, expert, 2 * width, self.hidden, 0)
-            up = self._locate(layout.gate, expert, 2 * width, self.hidden, width)
-            w1_locations = (gate_up,) if layout.interleaved else (gate_up, up)
+        if layout.gate and not layout.up:  # one tensor with gate and up rows
+            gate = self._locate(layout.gate, expert, 2 * width, hidden, first_row=0)
+            up = self._locate(layout.gate, expert, 2 * width, hidden, first_row=width)
+            w1_locations = (gate,) if layout.interleaved else (gate, up)
         else:
             names = tuple(name for name in (layout.gate, layout.up) if name)
-            w1_locations = tuple(
-                self._locate(name, expert, width, self.hidden, 0) for name in names
-            )
-        return w1_locations, (self._locate(layout.down, expert, self.hidden, width, 0),)
+            w1_locations = tuple(self._locate(name, expert, width, hidden) for name in names)
+        return w1_locations, (self._locate(layout.down, expert, hidden, width),)
 
     def _locate(
-        self, name: str, expert: int, rows: int, depth: int, first: int
+        self, name: str, expert: int, rows: int, depth: int, first_row: int = 0
     ) -> ProjectionLocation:
         layout = self.layout
         expert_prefix = "" if layout.stacked else f"{expert}."
@@ -109,7 +123,7 @@ class LayerLayout:
             base=f"{self.prefix}{expert_prefix}{name}",
             rows=rows,
             depth=depth,
-            first=first,
+            first_row=first_row,
             expert=expert if layout.stacked else None,
             experts=self.experts,
             is_parameter=layout.is_parameter,

@@ -1,7 +1,10 @@
-"""Checkpoint formats: identify one (`format_of`), and choose a layer's scheme for it (`fit`).
+"""Storage formats of checkpoints, derived from the quantization_config.
 
-`modular_kernel.checkpoints.fusing` converts the tensors. Everything here is pure: it reads no files
-and imports no quantization library.
+`format_of` returns the format: the scheme that weights are loaded as, and the tensors that the
+files have for each matrix. `fit_scheme` adapts the tile sizes of the scheme to a tensor-parallel
+rank's share. `modular_kernel.checkpoints.fusing` converts the tensors.
+
+The functions have no side effects, read no files and import no quantization library.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,8 +38,8 @@ from modular_kernel.spec.intermediate_split import (
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
-_MIN_TILE = 32  # minimum columns of a block after a split, as in `fit_group` for groups
-MX_BLOCK = (1, 32)  # rows and columns of a scale of mxfp8
+_MIN_TILE = 32  # smallest number of columns to which a block or group is divided
+MX_BLOCK = (1, 32)  # rows and columns per scale in mxfp8
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
@@ -47,11 +50,14 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 class Format:
     """The storage format of the experts' matrices in a checkpoint.
 
-    method: quant_method of its quantization_config, or "none". scheme: what a matrix is loaded as.
-    minus_one: GPTQ's zero points are stored minus one. quantizes_inputs: the files' recipe also
-    rounds activations (nvfp4); they stay in 16 bits unless `with_inputs` is used. dequantized:
-    name of codes that no scheme represents, such as "nf4", which are dequantized when they are
-    loaded; "" for others. torchao: how torchao stores the weights; None for other methods.
+    method: the quant_method of the quantization_config, or "none".
+    scheme: the scheme that matrices are loaded as.
+    minus_one: GPTQ zero points are stored minus one.
+    quantizes_inputs: the model was quantized to nvfp4 with activations in nvfp4, too. The scheme
+        nevertheless leaves activations in 16 bits; `with_inputs` changes that.
+    dequantized: name of the stored codes, such as "nf4", if no scheme can represent them and
+        matrices are dequantized on loading; otherwise "".
+    torchao: the storage format of torchao; None for other methods.
     """
 
     method: str
@@ -62,34 +68,33 @@ class Format:
     torchao: TorchaoFormat | None = None
 
     @property
-    def has_blocks(self) -> bool:
-        """Whether files store codes that are dequantized on loading, or blocks of GGUF.
+    def expands_on_load(self) -> bool:
+        """Whether converting a matrix takes several times the memory of its stored tensors.
 
-        A block of GGUF has the codes and scales of several values. Unpacking either takes several
-        times the memory of what is stored.
+        This holds for codes that are dequantized on loading, and for GGUF blocks.
         """
         return bool(self.dequantized) or self.method == "gguf"
 
     @cached_property
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """The tensors of one matrix."""
+    def stored_tensors(self) -> tuple[StoredTensor, ...]:
+        """The tensors that the files have for one matrix."""
         if self.dequantized and self.method == "bitsandbytes":
-            return bitsandbytes.tensors_4bit(self.dequantized)
+            return bitsandbytes.stored_tensors_4bit(self.dequantized)
         if self.torchao is not None:
-            return torchao.tensors(self.torchao, self.scheme)
-        return _STORED[self.method](self.scheme)
+            return torchao.stored_tensors(self.torchao, self.scheme)
+        return _STORED_TENSORS[self.method](self.scheme)
 
     def with_scheme(self, scheme: QuantScheme) -> "Format":
-        """Return the format of the same tensors with the tile sizes of `scheme`."""
+        """Return this format with another scheme, which may have smaller tiles."""
         return replace(self, scheme=scheme)
 
     def with_inputs(self) -> "Format":
-        """Return the format of the same tensors with activations rounded as in the files' recipe.
+        """Return this format with activations in nvfp4, as the model was quantized.
 
-        Raises ConfigurationError if the recipe does not round them, or the scheme already does.
+        Raises ConfigurationError unless `quantizes_inputs` is True.
         """
         if not self.quantizes_inputs:
-            need = "nvfp4 files whose recipe rounds activations too"
+            need = "nvfp4 files of a model that was quantized with activations in nvfp4, too"
             raise ConfigurationError("quantize_inputs", got=str(self), need=need)
         return replace(self, scheme=QuantScheme.parse("nvfp4_w4a4"), quantizes_inputs=False)
 
@@ -103,11 +108,15 @@ class Format:
 
 
 def format_of(config: object, *, path: str = "config.json", depth: int | None = None) -> Format:
-    """Return the format of a quantization_config; None means an unquantized checkpoint.
+    """Return the storage format that a quantization_config describes.
 
-    path: of the file, for messages. depth: max(H, I) of the layer, required for a group_size of -1
-    and for 4-bit channels, which are groups of that length. Raises ConfigurationError for an
-    unknown format, or one that cannot be converted, such as AWQ with other than 4 bits.
+    config: the quantization_config; None for an unquantized checkpoint.
+    path: path of the config.json, for messages.
+    depth: max(H, I) of the layer. It is required if one group spans all columns of a matrix: for a
+        group_size of -1, and for 4-bit weights with per-channel scales.
+
+    Raises ConfigurationError for an unknown format, or one that cannot be converted, such as AWQ
+    with other than 4 bits.
     """
     expect("path", path, str)
     expect("depth", depth, Count | None)
@@ -129,7 +138,7 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
         return Format(method, scheme, dequantized=bitsandbytes_kind(path, config))
     if method == TORCHAO:
         kind = torchao_format_of(path, config)
-        dequantized = "" if scheme.quantized else torchao.KIND
+        dequantized = "" if scheme.quantized else torchao.INT4_CODES
         return Format(method, scheme, dequantized=dequantized, torchao=kind)
     if method == "gguf":
         types = " and ".join(sorted(set(config["types"])))
@@ -139,17 +148,23 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
     return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
 
 
-def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True) -> QuantScheme:
+def fit_scheme(
+    format: Format, intermediate: int, *, world: int = 1, gated: bool = True
+) -> QuantScheme:
     """Return the scheme of a layer on each of `world` tensor-parallel ranks.
 
-    intermediate: I of the whole layer. An equal share of I, or the border between gate and up rows,
-    may split a block or group. Blocks and groups of 32 columns or more are then divided, and their
-    scales repeated, which does not change the values. Where that is impossible, as for mxfp4 and
-    nvfp4, shares are whole groups and padded: see `spec.intermediate_split`. Weight-only schemes
-    with one scale each for gate and up get one scale per row, because merging the two scales would
-    round one of the matrices again.
+    The result is the scheme of `format`, possibly with smaller tiles. An equal share of I, or the
+    border between gate and up rows, may split a block or group. Its tile size is then divided, down
+    to 32 columns, and scales are repeated, which does not change any value. If that is impossible,
+    as for mxfp4 and nvfp4, shares consist of whole groups and are padded
+    (`spec.intermediate_split`).
 
-    Raises ConfigurationError if there are fewer groups than ranks, or for act-order on several
+    If gate and up have one scale each, and activations are not quantized, the result has one scale
+    per row: a common scale would require rounding one of the matrices again.
+
+    intermediate: I of the whole layer. gated: w1 has gate and up rows.
+
+    Raises ConfigurationError if there are fewer groups than ranks, and for act-order on several
     ranks.
     """
     expect("format", format, Format)
@@ -169,25 +184,26 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
         return _divide_rows(scheme, intermediate) if gated else scheme
     equal = _fit_equal_shares(scheme, intermediate, world)
     candidates = [equal] if equal is not None else _fit_padded(scheme, intermediate, gated)
-    units = [columns_per_unit(fitted, intermediate) for fitted in candidates]
-    for fitted, unit in zip(candidates, units, strict=True):
+    units = [columns_per_unit(candidate, intermediate) for candidate in candidates]
+    for candidate, unit in zip(candidates, units, strict=True):
         if ceil_div(intermediate, unit) >= world:
-            return fitted
+            return candidate
     raise make_too_few_groups_error(intermediate, world, min(units))
 
 
 def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> QuantScheme | None:
-    """Return the scheme with tiles that divide an equal share, or None if there is none."""
+    """Return the scheme with tiles that divide an equal share; None if there are none."""
     share, remainder = divmod(intermediate, world)
     if remainder:
         return None
     if share % columns_per_unit(scheme, intermediate) == 0:
         return scheme
     fitted, sizes = scheme, tuple(gcd(size, share) for size in scheme.group)
-    stored = zip(sizes, scheme.group, strict=True)
-    if scheme.granularity == "block" and all(
-        size >= min(_MIN_TILE, whole) for size, whole in stored
-    ):
+    is_large_enough = all(
+        size >= min(_MIN_TILE, stored_size)
+        for size, stored_size in zip(sizes, scheme.group, strict=True)
+    )
+    if scheme.granularity == "block" and is_large_enough:
         fitted = replace(scheme, group=sizes)
     elif _has_divisible_groups(scheme, intermediate):
         with suppress(ConfigurationError):
@@ -196,7 +212,10 @@ def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> Qua
 
 
 def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[QuantScheme]:
-    """Return schemes for padded shares: with the stored tiles, then with halved ones down to 32."""
+    """Return candidates for padded shares, in order of preference.
+
+    The first one has the tile sizes of the files; the others have halved sizes, down to 32.
+    """
     schemes = [_divide_rows(scheme, intermediate) if gated else scheme]
     if scheme.granularity == "block" or _has_divisible_groups(scheme, intermediate):
         *rows, size = schemes[0].group
@@ -207,45 +226,50 @@ def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[Qua
 
 
 def _has_divisible_groups(scheme: QuantScheme, intermediate: int) -> bool:
-    """Return whether groups may be divided: integer groups that do not span all columns."""
+    """Return whether groups can be divided: integer codes, and several groups per row."""
     is_integer = scheme.granularity == "group" and scheme.weight != "float4_e2m1"
     return is_integer and scheme.group[0] < intermediate
 
 
 def _divide_rows(scheme: QuantScheme, intermediate: int) -> QuantScheme:
-    """Return the scheme with row blocks that do not cross the border of gate and up rows."""
+    """Return the scheme with blocks that do not cross the border between gate and up rows."""
     if scheme.granularity != "block":
         return scheme
     rows, columns = scheme.group
     return replace(scheme, group=(gcd(rows, intermediate), columns))
 
 
-# ------------------------------------------------------------------------- stored tensors
+# --- The stored tensors of one matrix, by quant_method ---
 
 
-def _plain(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _unquantized_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return (StoredTensor("weight", "w", (_N, _K), FLOATS),)
 
 
-def _scaled(
-    scheme: QuantScheme, names: tuple[str, ...], a_names: tuple[str, ...]
+def _scaled_tensors(
+    scheme: QuantScheme, scale_names: tuple[str, ...], input_scale_names: tuple[str, ...]
 ) -> tuple[StoredTensor, ...]:
-    """Return the tensors of 8-bit weights with per-tensor, per-channel or per-block scales."""
+    """Return the tensors of 8-bit weights with per-tensor, per-channel or per-block scales.
+
+    scale_names, input_scale_names: the usual name of these tensors, then alternative ones.
+    """
     weight = torch.int8 if scheme.weight == "int8" else _FP8
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
     if scheme.granularity == "block":
         dims["block"] = (Dim("N", scheme.group[0]), Dim("K", scheme.group[1]))
-    floats = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
-    if scheme.group == MX_BLOCK:  # bytes of mxfp8 are E8M0
-        floats = (*floats, torch.uint8)
-    scale = StoredTensor(names[0], "scale", dims[scheme.granularity], floats, names[1:])
+    dtypes = (*_SCALES, torch.float8_e8m0fnu) if scheme.granularity == "block" else _SCALES
+    if scheme.group == MX_BLOCK:  # mxfp8 may store E8M0 scales as bytes
+        dtypes = (*dtypes, torch.uint8)
+    name, *aliases = scale_names
+    scale = StoredTensor(name, "scale", dims[scheme.granularity], dtypes, tuple(aliases))
     tensors = [StoredTensor("weight", "w", (_N, _K), (weight,)), scale]
     if scheme.static:
-        tensors.append(StoredTensor(a_names[0], "a_scale", (), _SCALES, a_names[1:]))
+        name, *aliases = input_scale_names
+        tensors.append(StoredTensor(name, "a_scale", (), _SCALES, tuple(aliases)))
     return tuple(tensors)
 
 
-def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _fp8_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.weight == "float4_e2m1":  # the experts of DeepSeek-V4
         return (
             StoredTensor(
@@ -258,58 +282,58 @@ def _fp8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     names: tuple[str, ...] = ("weight_scale_inv", "weight_scale", "scale")
     if scheme.granularity != "block":
         names = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
-    return _scaled(scheme, names, ("input_scale", "activation_scale", "qscale_act"))
+    return _scaled_tensors(scheme, names, ("input_scale", "activation_scale", "qscale_act"))
 
 
-def _fbgemm(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    bound = StoredTensor("input_scale_ub", "unused", (), _SCALES, optional=True)
-    return (*_scaled(scheme, ("weight_scale",), ()), bound)
+def _fbgemm_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    upper_bound = StoredTensor("input_scale_ub", "unused", (), _SCALES, optional=True)
+    return (*_scaled_tensors(scheme, ("weight_scale",), ()), upper_bound)
 
 
-def _quark(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _quark_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.weight == "float4_e2m1":
         return (
             StoredTensor("weight", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
             StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
             StoredTensor("input_scale", "unused", (), _SCALES, optional=True),
         )
-    return _scaled(scheme, ("weight_scale",), ("input_scale",))
+    return _scaled_tensors(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _modelopt(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _modelopt_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
-        return _nvfp4(scheme, "weight", "weight_scale_2", "input_scale")
-    return _scaled(scheme, ("weight_scale",), ("input_scale",))
+        return _nvfp4_tensors(scheme, "weight", "weight_scale_2", "input_scale")
+    return _scaled_tensors(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _nvfp4(
-    scheme: QuantScheme, weight: str, global_name: str, inputs: str
+def _nvfp4_tensors(
+    scheme: QuantScheme, weight_name: str, global_scale_name: str, input_scale_name: str
 ) -> tuple[StoredTensor, ...]:
-    """Return the tensors of nvfp4: two codes per byte, scales of 16 columns, a scale of the matrix.
+    """Return the tensors of nvfp4: two codes per byte, a scale per 16 columns, and one per matrix.
 
-    The scale of its inputs is read if the scheme has one.
+    The activation scale is read only if the scheme has static activation scales.
     """
     float32 = (torch.float32,)
     return (
-        StoredTensor(weight, "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
+        StoredTensor(weight_name, "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
         StoredTensor("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
-        StoredTensor(global_name, "global_scale", (), float32),
-        StoredTensor(inputs, "a_scale", (), float32)
+        StoredTensor(global_scale_name, "global_scale", (), float32),
+        StoredTensor(input_scale_name, "a_scale", (), float32)
         if scheme.static
-        else StoredTensor(inputs, "unused", (), float32, optional=True),
+        else StoredTensor(input_scale_name, "unused", (), float32, optional=True),
     )
 
 
-def _compressed(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _compressed_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     if scheme.matrix_scales:
-        return _nvfp4(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
+        return _nvfp4_tensors(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
     if scheme.weight == "float4_e2m1":
         return (
             StoredTensor("weight_packed", "w", (_N, Dim("K", 2, indivisible=True)), (torch.uint8,)),
             StoredTensor("weight_scale", "scale", (_N, Dim("K", 32)), _E8M0),
         )
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
-        return _modelopt(scheme)
+        return _modelopt_tensors(scheme)
     per_word = 8 if scheme.weight == "uint4" else 4
     shape = StoredTensor("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)
     packed = StoredTensor(
@@ -326,7 +350,7 @@ def _compressed(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return (*tensors, StoredTensor("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
-def _awq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _awq_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     word, groups = Dim("N", 8, indivisible=True), Dim("K", scheme.group[0])
     return (
         StoredTensor("qweight", "w", (_K, word), (_INT32,)),
@@ -337,7 +361,7 @@ def _awq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     )
 
 
-def _gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _gptq_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     per_word, groups = 8 if scheme.weight == "uint4" else 4, Dim("K", scheme.group[0])
     zeros = (groups, Dim("N", per_word, indivisible=True))
     return (
@@ -348,11 +372,11 @@ def _gptq(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     )
 
 
-def _gguf(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _gguf_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     return (StoredTensor("weight", "w", (_N, _K), (torch.uint8, *FLOATS)),)
 
 
-def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+def _mxfp4_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     groups = Dim("K", 32, indivisible=True)
     return (
         StoredTensor("blocks", "w", (_N, groups, Dim("", 16)), (torch.uint8,)),
@@ -360,17 +384,17 @@ def _mxfp4(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
     )
 
 
-_STORED: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
-    "none": _plain,
-    "fp8": _fp8,
-    "mxfp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
-    "bitsandbytes": bitsandbytes.tensors_int8,
-    "gguf": _gguf,
-    "modelopt": _modelopt,
-    "quark": _quark,
-    "compressed-tensors": _compressed,
-    "awq": _awq,
-    "gptq": _gptq,
-    "mxfp4": _mxfp4,
+_STORED_TENSORS: dict[str, Callable[[QuantScheme], tuple[StoredTensor, ...]]] = {
+    "none": _unquantized_tensors,
+    "fp8": _fp8_tensors,
+    "mxfp8": _fp8_tensors,
+    "fbgemm_fp8": _fbgemm_tensors,
+    "bitsandbytes": bitsandbytes.stored_tensors_int8,
+    "gguf": _gguf_tensors,
+    "modelopt": _modelopt_tensors,
+    "quark": _quark_tensors,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq_tensors,
+    "gptq": _gptq_tensors,
+    "mxfp4": _mxfp4_tensors,
 }

@@ -1,8 +1,8 @@
-"""Conversion of float8 checkpoints' scales and of gpt-oss's mxfp4 weights.
+"""Conversion of the scales of float8 checkpoints, and of gpt-oss's mxfp4 weights.
 
-w1, w1_scale = one_scale(gate_up, scales_e2)   # per-half scales -> one scale per expert
-a1_scale = static_scale(input_scales)          # "quant": fp8_w8a8_tensor:static=true
-w1, w1_scale = from_gpt_oss(blocks, scales)    # "quant": mxfp4_w4a16, interleaved rows
+w1, w1_scale = merge_scales(gate_up, scales_e2)  # one scale each for gate and up -> one scale
+a1_scale = static_scale(input_scales)            # for the scheme fp8_w8a8_tensor:static=true
+w1, w1_scale = from_gpt_oss(blocks, scales)      # for mxfp4_w4a16 with interleaved rows
 """
 
 import torch
@@ -14,16 +14,19 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 _FP8 = torch.float8_e4m3fn
 _MXFP4_GROUP = 32
-_CODES_PER_STEP = 1 << 18  # float8 codes that are looked up at once, as 32-bit indices
+_CODES_PER_STEP = 1 << 18  # float8 codes per table lookup, which needs 4 bytes for each index
 
 
-def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_scales(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rescale float8 weights with S scales per expert to one scale per expert.
 
-    w_eNK: float8_e4m3fn. scale_eS: (e, S) floating, scale s for rows [s N / S, (s + 1) N / S); S =
-    2 for gate and up. Returns w (e, N, K) and scale (e,) of fp8_w8a8_tensor. The largest scale is
-    kept, and its rows are unchanged; the other rows are rounded again. Raises WeightsError unless
-    all scales are finite and above 0.
+    w_eNK: (e, N, K) float8_e4m3fn.
+    scale_eS: (e, S) floating. Scale s applies to rows [s N / S, (s + 1) N / S). S is 2 if w has
+        gate and up rows.
+
+    Returns w (e, N, K) and scale (e,) of fp8_w8a8_tensor. The scale is the largest of the S. Rows
+    that had this scale are unchanged, and the others are multiplied by the ratio of the scales and
+    rounded again. Raises WeightsError unless all scales are finite and above 0.
     """
     check_tensor("w", w_eNK)
     check_tensor("scale", scale_eS)
@@ -37,7 +40,8 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
         raise ShapeError("scale", got=shape, need=f"(e, S) with e = {e} and S dividing N = {rows}")
     scale_eS = _positive_scales(scale_eS, "scale")
     largest_e = scale_eS.amax(1)
-    # Exactly 1 for rows of the largest scale and below 1 for the others: no overflow.
+    # Ratios are exactly 1 for the largest scale and below 1 for the others: products cannot
+    # overflow.
     ratio_eS = (scale_eS / largest_e[:, None]).tolist()
     rescaled = w_eNK.clone(memory_format=torch.contiguous_format)
     for expert, ratios in enumerate(ratio_eS):
@@ -48,17 +52,16 @@ def one_scale(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _multiply(w_NK: torch.Tensor, factor: float) -> None:
-    """Multiply contiguous float8 weights by a float32 number, in place, and round them again.
+    """Multiply contiguous float8 weights by a number in float32, and round the products, in place.
 
-    The products of the 256 codes are computed once and looked up, which is much faster on CPUs than
-    converting each weight.
+    A table of the products of all 256 codes is faster on CPUs than converting each weight.
     """
     codes = w_NK.view(torch.uint8).view(-1)
     table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(_FP8)
     table = (table.float() * factor).to(_FP8).view(torch.uint8)
     for start in range(0, len(codes), _CODES_PER_STEP):
-        piece = codes[start : start + _CODES_PER_STEP]
-        piece.copy_(table.index_select(0, piece.int()))
+        chunk = codes[start : start + _CODES_PER_STEP]
+        chunk.copy_(table.index_select(0, chunk.int()))
 
 
 def channel_scale(scale: torch.Tensor) -> torch.Tensor:
@@ -74,24 +77,27 @@ def channel_scale(scale: torch.Tensor) -> torch.Tensor:
 def static_scale(scales: torch.Tensor) -> torch.Tensor:
     """Return the maximum of the experts' static activation scales, (1,) float32.
 
-    One scale is used for all experts, because a token is quantized once, before it is dispatched.
-    The maximum saturates none.
+    All experts need a common scale, because a token is quantized once, before it is dispatched.
+    With the maximum, no activation saturates that did not saturate with its expert's own scale.
     """
     check_tensor("activation scales", scales)
     if not scales.numel():
         raise ShapeError("activation scales", got=tuple(scales.shape), need="one or more")
-    return usable_inputs(scales, "activation scales").amax().reshape(1)
+    return convert_input_scale(scales, "activation scales").amax().reshape(1)
 
 
-def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
-    """Return static activation scales as float32; WeightsError if one is no valid divisor."""
+def convert_input_scale(scale: torch.Tensor, what: str) -> torch.Tensor:
+    """Convert static activation scales to float32.
+
+    Activations are divided by them: raises WeightsError unless all are valid divisors.
+    """
     scale = _to_float32(scale, what)
     check_divisors(what, scale)
     return scale
 
 
 def _positive_scales(scale: torch.Tensor, what: str) -> torch.Tensor:
-    """Return scales as float32; raise WeightsError unless all are finite and above 0."""
+    """Convert scales to float32. Raises WeightsError unless all are finite and above 0."""
     scale = _to_float32(scale, what)
     bad = ~(scale.isfinite() & (scale > 0))
     if bool(bad.any()):
@@ -106,11 +112,14 @@ def _to_float32(scale: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mxfp4_w4a16's w (e, N, K / 2), a view of blocks, and scale (e, N, K / 32).
+    """Convert gpt-oss's mxfp4 weights to w (e, N, K / 2) and scale (e, N, K / 32) of mxfp4_w4a16.
 
-    blocks: (e, N, K / 32, 16) uint8, even k in the low nibble. scales: (e, N, K / 32) uint8 (E8M0).
-    The rows of gate_up_proj alternate gate and up; the activation is swiglu_oai. Kernels are faster
-    with w repacked by `modular_kernel.quant.repacking.repack`, for "mxfp4_w4a16:repacked=true".
+    blocks: (e, N, K / 32, 16) uint8 with even k in the low nibble. The result w is a view of it.
+    scales: (e, N, K / 32) uint8, E8M0 exponents.
+
+    In gate_up_proj, gate and up rows alternate; its activation is swiglu_oai. Kernels are faster
+    with weights repacked by `modular_kernel.quant.repacking.repack` (scheme
+    "mxfp4_w4a16:repacked=true").
     """
     for what, tensor in (("blocks", blocks), ("scales", scales)):
         check_tensor(what, tensor)

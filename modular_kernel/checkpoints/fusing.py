@@ -1,13 +1,15 @@
-"""Conversion of a checkpoint's stored tensors to the fused weights of a layer.
+"""Conversion of the stored tensors of projections to the fused weights w1 and w2 of a layer.
 
-    format = format_of(config.get("quantization_config"))        # None: unquantized
-    scheme = fit(format, intermediate, world=tp)                 # Problem(quant=str(scheme))
-    gate = {"weight": ..., "weight_scale_inv": ...}              # names as in format.stored
+    format = format_of(config.get("quantization_config"))      # None: unquantized
+    scheme = fit_scheme(format, intermediate, world=tp)        # Problem(quant=str(scheme))
+    gate = {"weight": ..., "weight_scale_inv": ...}            # names as in format.stored_tensors
     w1 = merge(format, [gate, up], torch.bfloat16, scheme=scheme)
     w2 = merge(format, [down], torch.bfloat16, scheme=scheme)
     ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, w2_scale=w2.scale, ...)
 
-Packed weights stay packed. All functions except `sort_rows` are pure.
+`merge` takes whole tensors. The loaders, which read one share of a matrix at a time, call its two
+steps: `convert_share` divides the tiles of scales, and `fuse` converts to the layout of kernels and
+concatenates gate and up. Packed weights stay packed. All functions except `sort_w1_rows` are pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +23,25 @@ from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensor
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import (
     channel_scale,
+    convert_input_scale,
     from_gpt_oss,
-    one_scale,
-    usable_inputs,
+    merge_scales,
 )
 from modular_kernel.checkpoints.gptq_awq import (
     GroupWeights,
+    argsort_by_group,
     check_group_index,
-    column_order,
     convert_awq,
     convert_gptq,
+    drop_zero_points_unchecked,
     sort_columns,
-    without_zero_points,
 )
-from modular_kernel.checkpoints.matrix_layout import BlockedScale, Range, StoredTensor, refine
+from modular_kernel.checkpoints.matrix_layout import (
+    BlockedScale,
+    Range,
+    StoredTensor,
+    repeat_scales,
+)
 from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
@@ -50,11 +57,11 @@ Tensors = Mapping[str, torch.Tensor]
 class Matrix:
     """Concatenated projections of one expert, or of a stack of experts (...), in kernel layout.
 
-    w, scale, zero_point: as `ExpertWeights` has them for w1 or w2. a_scale: (...) float32, the
-    largest of the projections' static activation scales; a layer uses the largest of its experts,
-    except for nvfp4, where each expert has its own. global_scale: (..., projections) float32, the
-    factor of each matrix of nvfp4. order: for act-order, (..., K) int32, the original index of each
-    sorted column.
+    w, scale, zero_point: in the layout of `ExpertWeights` for w1 or w2.
+    a_scale: (...) float32, the maximum of the projections' static activation scales. A layer uses
+        the maximum over its experts, except for nvfp4, where each expert has its own.
+    global_scale: (..., projections) float32, the factor of each matrix of nvfp4.
+    order: (..., K) int32 for act-order, the original index of each sorted column.
     """
 
     w: torch.Tensor
@@ -74,24 +81,24 @@ def merge(
 ) -> Matrix:
     """Build w1 or w2 from its projections, concatenated along the rows.
 
-    projections: [gate, up], [down], or [gate_up] with rows in the layer's order. Each maps the
-        names in `format.stored` to the tensors of one matrix, with any leading dimensions
-        (experts).
-    dtype: of the layer, used for unquantized weights. In a 16-bit layer, float16 and bfloat16
-        scales of 4- and 8-bit integers keep their dtype; otherwise scales are float32.
-    scheme: from `fit`, with tiles that divide those of `format`. None is the format's own scheme,
-        whose tiles must not extend over the border between two projections.
+    projections: [gate, up], [down], or [gate_up] with rows in the layer's order. Each one maps the
+        names in `format.stored_tensors` to the tensors of one matrix, which may have any leading
+        dimensions (experts).
+    dtype: dtype of the layer, and of unquantized weights. In a 16-bit layer, float16 and bfloat16
+        scales of 4- and 8-bit integers keep their dtype; other scales become float32.
+    scheme: the result of `fit_scheme`. None uses the scheme of `format`, whose tiles must not cross
+        the border between two projections.
 
     Raises ShapeError, DtypeError or WeightsError for tensors that do not match the format.
     """
     expect("format", format, Format)
     expect("scheme", scheme, QuantScheme | None)
     dtype = parse_dtype(dtype)
-    fine = format if scheme is None else format.with_scheme(scheme)
+    target = format if scheme is None else format.with_scheme(scheme)
     parts = []
     for tensors in expect_each("projections", projections, Mapping):
         if format.method == "gguf":
-            need = "a format with one tensor for each kind; `load_experts` reads GGUF files"
+            need = "codes and scales in separate tensors; `load_experts` reads GGUF files"
             raise ConfigurationError("format", got=str(format), need=need)
         if format.dequantized and format.torchao is None:
             parts.append({"weight": dequantize_matrix(format.dequantized, tensors)})
@@ -101,17 +108,17 @@ def merge(
             values = dequantize_int4(checked, format.torchao.group, (0, depth))
             parts.append({"weight": values})
             continue
-        parts.append(convert_share(format, fine, checked, (0, rows), (0, depth)))
+        parts.append(convert_share(format, target, checked, (0, rows), (0, depth)))
     if not parts:
         raise ConfigurationError("projections", got="none", need="one or more")
-    _check_batch_dims(fine, parts)
-    return fuse(fine, parts, dtype)
+    _check_batch_dims(target, parts)
+    return fuse(target, parts, dtype)
 
 
 def _check_batch_dims(format: Format, parts: Sequence[Tensors]) -> None:
     """Raise ShapeError if projections have different leading dimensions."""
-    stored = next(stored for stored in format.stored if stored.role == "w")
-    name, dims = ("weight", 2) if format.dequantized else (stored.name, len(stored.dims))
+    spec = next(spec for spec in format.stored_tensors if spec.role == "w")
+    name, dims = ("weight", 2) if format.dequantized else (spec.name, len(spec.dims))
     batches = [tuple(part[name].shape[:-dims]) for part in parts]
     for batch in batches[1:]:
         if batch != batches[0]:
@@ -120,31 +127,36 @@ def _check_batch_dims(format: Format, parts: Sequence[Tensors]) -> None:
 
 
 def convert_share(
-    coarse: Format, fine: Format, tensors: Tensors, rows: Range, columns: Range
+    source: Format, target: Format, tensors: Tensors, rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a share of a matrix in the tiles of `fine`.
+    """Convert the stored tensors of a share of a matrix from the tile sizes in the files.
 
-    tensors: what `matrix_layout.cut` returns for rows [a, b) and columns [c, d). GPTQ's g_idx is
-    checked here, where the first column is known, and dropped, unless the format has act-order.
+    GPTQ's g_idx is checked and dropped, unless the format has act-order.
+
+    source, target: the format with the tile sizes in the files, and with those of the layer.
+    tensors: result of `matrix_layout.slice_tensors` for rows [a, b) and columns [c, d).
     """
-    remaining = dict(tensors)
-    for stored in coarse.stored:
-        if stored.role == "order" and stored.name in remaining and not coarse.scheme.act_order:
-            order = remaining.pop(stored.name)
-            check_group_index(order, columns, coarse.scheme.group[0], "g_idx")
-    for stored in coarse.stored:
-        if stored.role == "scale" and stored.name in remaining:
-            remaining[stored.name] = _decoded_e8m0(stored, remaining[stored.name])
-        if stored.role == "w" and stored.dtypes[0] is torch.uint8 and stored.name in remaining:
-            remaining[stored.name] = remaining[stored.name].view(torch.uint8)  # or int8
-    return refine(coarse.stored, fine.stored, remaining, rows, columns)
+    converted = dict(tensors)
+    for spec in source.stored_tensors:
+        if spec.role == "order" and spec.name in converted and not source.scheme.act_order:
+            order = converted.pop(spec.name)
+            check_group_index(order, columns, source.scheme.group[0], "g_idx")
+    for spec in source.stored_tensors:
+        if spec.role == "scale" and spec.name in converted:
+            converted[spec.name] = _convert_e8m0(spec, converted[spec.name])
+        if spec.role == "w" and spec.dtypes[0] is torch.uint8 and spec.name in converted:
+            converted[spec.name] = converted[spec.name].view(torch.uint8)  # may be int8
+    return repeat_scales(source.stored_tensors, target.stored_tensors, converted, rows, columns)
 
 
-def _decoded_e8m0(stored: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return E8M0 scales, of either dtype, as the bytes or the floats that the scheme has."""
-    if scale.dtype is torch.float8_e8m0fnu and stored.dtypes[0] is torch.uint8:
+def _convert_e8m0(spec: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
+    """Convert E8M0 scales to bytes or floats, depending on the first dtype of `spec`.
+
+    Scales that are not E8M0 are returned unchanged.
+    """
+    if scale.dtype is torch.float8_e8m0fnu and spec.dtypes[0] is torch.uint8:
         return scale.view(torch.uint8)
-    if scale.dtype is torch.uint8 and stored.dtypes[0] is not torch.uint8:
+    if scale.dtype is torch.uint8 and spec.dtypes[0] is not torch.uint8:
         return from_e8m0(scale)
     return scale
 
@@ -155,21 +167,25 @@ def fuse(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> Matrix:
-    """Fuse projections that are in the format's own tiles, as `convert_share` returns them.
+    """Convert projections to the layout of kernels, and concatenate them along the rows.
 
-    out: a contiguous tensor of the shape, dtype and device of the result's w. A format whose values
-    have to be rearranged may write w there; then w is `out`.
+    format: with the tile sizes of the layer.
+    parts: the tensors of each projection, as `convert_share` returns them.
+    out: contiguous tensor with the shape, dtype and device of the result's w. Formats in _WRITERS
+        write w there instead of allocating it.
     """
     reader = _READERS[format.method]
     if out is not None and len(parts) == 1 and format.method in _WRITERS:
         reader = partial(_WRITERS[format.method], out=out)
     matrices = [reader(format, tensors, dtype) for tensors in parts]
     if format.scheme.granularity == "tensor":
-        return _fuse_scales(matrices)
+        return _fuse_with_one_scale(matrices)
     block_rows = format.scheme.group[0] if format.scheme.granularity == "block" else 1
     if any(matrix.w.shape[-2] % block_rows for matrix in matrices[:-1]):
         got = f"{matrices[0].w.shape[-2]} rows of blocks of {block_rows}"
-        raise ShapeError("projection", got=got, need="a multiple of the block size (see `fit`)")
+        raise ShapeError(
+            "projection", got=got, need="a multiple of the block size (see `fit_scheme`)"
+        )
     scale_dim = -1 if format.scheme.granularity == "channel" else -2
     w = _concatenate([matrix.w for matrix in matrices], -2)
     assert w is not None
@@ -177,29 +193,30 @@ def fuse(
         w,
         _concatenate([matrix.scale for matrix in matrices], scale_dim),
         _concatenate([matrix.zero_point for matrix in matrices], -2),
-        _max_input_scale(matrices),
+        _max_activation_scale(matrices),
         _concatenate([matrix.global_scale for matrix in matrices], -1),
-        same_order(matrices),
+        common_column_order(matrices),
     )
 
 
 def check_tensors(
     format: Format, tensors: Tensors
 ) -> tuple[tuple[int, int], dict[str, torch.Tensor]]:
-    """Return (N, K) of a matrix, and its tensors without trailing dimensions of 1.
+    """Check the tensors of one matrix against the format.
 
-    Raises WeightsError for a missing or superfluous tensor, ShapeError or DtypeError for a wrong
-    one.
+    Returns (N, K), and the tensors without excess dimensions of size 1, and with scales unblocked.
+    Raises WeightsError for a missing or unexpected tensor, and ShapeError or DtypeError for an
+    invalid one.
     """
-    known = {spec.name: spec for spec in format.stored}
-    extra = sorted(map(str, set(tensors) - set(known)))
-    missing = [n for n, spec in known.items() if n not in tensors and not spec.optional]
+    specs = {spec.name: spec for spec in format.stored_tensors}
+    extra = sorted(map(str, set(tensors) - set(specs)))
+    missing = [n for n, spec in specs.items() if n not in tensors and not spec.optional]
     if extra or missing:
         got = f"unexpected {', '.join(extra)}" if extra else f"no {', '.join(missing)}"
-        raise WeightsError(f"{format} tensors", got=got, need=", ".join(known))
+        raise WeightsError(f"{format} tensors", got=got, need=", ".join(specs))
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-    weight_spec = next(spec for spec in format.stored if spec.role == "w")
+    weight_spec = next(spec for spec in format.stored_tensors if spec.role == "w")
     w = tensors[weight_spec.name]
     if w.dim() < len(weight_spec.dims):
         raise ShapeError(
@@ -213,16 +230,16 @@ def check_tensors(
     rows, depth = sizes["N"], sizes["K"]
     checked = {}
     for name, tensor in tensors.items():
-        shape = (*lead, *known[name].shape(rows, depth))
-        spec = known[name]
+        spec = specs[name]
+        shape = (*lead, *spec.shape(rows, depth))
         spec.check(name, tuple(tensor.shape), tensor.dtype, shape)
         checked[name] = tensor.reshape(shape)
         if isinstance(spec, BlockedScale):
-            checked[name] = spec.unblocked(checked[name], (0, rows), (0, depth))
+            checked[name] = spec.unblock(checked[name], (0, rows), (0, depth))
     return (rows, depth), checked
 
 
-# ---------------------------------------------------------------------- readers by format
+# --- Readers: convert the tensors of one projection to a Matrix, by quant_method ---
 
 
 def _read_plain(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -230,13 +247,13 @@ def _read_plain(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
 
 
 def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
-    by_role = {spec.role: tensors.get(spec.name) for spec in format.stored}
+    by_role = {spec.role: tensors.get(spec.name) for spec in format.stored_tensors}
     w, scale, a_scale = by_role["w"], by_role["scale"], by_role.get("a_scale")
     assert w is not None
     assert scale is not None
     lead = tuple(w.shape[:-2])
     if a_scale is not None:
-        a_scale = usable_inputs(a_scale, "activation scales").reshape(lead)
+        a_scale = convert_input_scale(a_scale, "activation scales").reshape(lead)
     if format.scheme.granularity == "tensor":
         return Matrix(w, scale.reshape(lead), None, a_scale)
     if format.scheme.granularity == "channel":
@@ -249,8 +266,8 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
 
 def _read_fp8(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.scheme.weight == "float4_e2m1":
-        scale = next(stored.name for stored in format.stored if stored.role == "scale")
-        return _mxfp4(tensors["weight"], tensors[scale])
+        scale_name = next(spec.name for spec in format.stored_tensors if spec.role == "scale")
+        return _read_mxfp4_codes(tensors["weight"], tensors[scale_name])
     return _read_scaled(format, tensors, dtype)
 
 
@@ -262,13 +279,13 @@ def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
 def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     scheme = format.scheme
     if scheme.matrix_scales:
-        return _nvfp4(format, tensors)
+        return _read_nvfp4(format, tensors)
     if scheme.weight == "float4_e2m1":
-        return _mxfp4(tensors["weight_packed"], tensors["weight_scale"])
+        return _read_mxfp4_codes(tensors["weight_packed"], tensors["weight_scale"])
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _read_scaled(format, tensors, dtype)
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-    if scheme.granularity == "channel":  # stored plus 128: the sign bit is inverted
+    if scheme.granularity == "channel":  # stored with an offset of 128: the sign bit is inverted
         w = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
         flat = channel_scale(scale.reshape(-1, w.shape[-2]))
         return Matrix(w, flat.reshape(*w.shape[:-1]))
@@ -282,13 +299,13 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
     return _group_matrix(format, weights, dtype, tensors.get("weight_g_idx"))
 
 
-def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
-    """Read nvfp4. The matrix scale of compressed-tensors divides, that of modelopt multiplies.
+def _read_nvfp4(format: Format, tensors: Tensors) -> Matrix:
+    """Read nvfp4, in which a weight is e2m1 code * scale of its group * scale of its matrix.
 
-    The same holds for the scales of its inputs, if the scheme has them. Without a matrix scale, as
-    torchao may store it, the scale is 1.
+    compressed-tensors stores the reciprocals of the matrix scales and of the activation scales.
+    torchao may store no matrix scale, which then is 1.
     """
-    by_role = {spec.role: tensors.get(spec.name) for spec in format.stored}
+    by_role = {spec.role: tensors.get(spec.name) for spec in format.stored_tensors}
     w, scale, global_scale = by_role["w"], by_role["scale"], by_role.get("global_scale")
     assert w is not None
     assert scale is not None
@@ -299,18 +316,18 @@ def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
     if format.scheme.scales_by_expert:  # MMA instructions with 4-bit operands need unsigned scales
         _check_scale(values, values < 0, "numbers from 0 on")
     factor = 1 / global_scale if format.method == "compressed-tensors" else global_scale
-    valid = global_scale.isfinite() & factor.isfinite() & (factor >= 0)
-    _check_scale(global_scale, ~valid, "a scale of a matrix from 0 on")
+    is_valid = global_scale.isfinite() & factor.isfinite() & (factor >= 0)
+    _check_scale(global_scale, ~is_valid, "a scale of a matrix from 0 on")
     a_scale = by_role.get("a_scale")
     if a_scale is not None:
-        a_scale = usable_inputs(a_scale, "activation scales").reshape(w.shape[:-2])
+        a_scale = convert_input_scale(a_scale, "activation scales").reshape(w.shape[:-2])
         a_scale = 1 / a_scale if format.method == "compressed-tensors" else a_scale
     return Matrix(w, scale, None, a_scale, factor.reshape(*w.shape[:-2], -1))
 
 
 def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     if format.scheme.matrix_scales:
-        return _nvfp4(format, tensors)
+        return _read_nvfp4(format, tensors)
     return _read_scaled(format, tensors, dtype)
 
 
@@ -325,12 +342,12 @@ def _read_torchao(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matri
         return _read_plain(format, tensors, dtype)
     check_zero_points(tensors.get("_weight_zero_point"))
     if format.scheme.matrix_scales:
-        return _nvfp4(format, tensors)
+        return _read_nvfp4(format, tensors)
     if format.scheme.weight == "float4_e2m1":
-        return _mxfp4(tensors["_weight_qdata"], tensors["_weight_scale"])
+        return _read_mxfp4_codes(tensors["_weight_qdata"], tensors["_weight_scale"])
     if format.scheme.granularity != "group":
         return _read_scaled(format, tensors, dtype)
-    w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # plus 128
+    w = tensors["_weight_qdata"].view(torch.uint8) ^ 0x80  # adds 128
     group = format.scheme.group[0]
     weights = GroupWeights(w, tensors["_weight_scale"], None, group, bits=8)
     return _group_matrix(format, weights, dtype)
@@ -341,7 +358,7 @@ def _read_gguf(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
         return _read_plain(format, tensors, dtype)
     w, scale = tensors["weight"], tensors["scale"]
     if format.scheme.weight == "float4_e2m1":
-        return _mxfp4(w, scale)
+        return _read_mxfp4_codes(w, scale)
     bits = 4 if format.scheme.packed else 8
     return _group_matrix(format, GroupWeights(w, scale, None, format.scheme.group[0], bits), dtype)
 
@@ -359,7 +376,7 @@ def _read_gptq(
     bits, qweight = 4 if format.scheme.packed else 8, tensors["qweight"]
     group, order = format.scheme.group[0], None
     if format.scheme.act_order:
-        order = column_order(tensors["g_idx"], 32 // bits * qweight.shape[-2], group, "g_idx")
+        order = argsort_by_group(tensors["g_idx"], 32 // bits * qweight.shape[-2], group, "g_idx")
     values = (qweight, tensors["scales"], tensors.get("qzeros"), group)
     weights = convert_gptq(*values, minus_one=format.minus_one, bits=bits, order=order, out=out)
     return replace(_sorted_group_matrix(format, weights, dtype), order=order)
@@ -371,10 +388,10 @@ def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     w, scale = from_gpt_oss(
         blocks.reshape(-1, *blocks.shape[-3:]), scales.reshape(-1, *scales.shape[-2:])
     )
-    return _mxfp4(w.reshape(*lead, *w.shape[1:]), scale.reshape(*lead, *scale.shape[1:]))
+    return _read_mxfp4_codes(w.reshape(*lead, *w.shape[1:]), scale.reshape(*lead, *scale.shape[1:]))
 
 
-def _mxfp4(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
+def _read_mxfp4_codes(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
     _check_scale(scale, scale == 255, "E8M0 below 255, which is NaN")
     return Matrix(w, scale)
 
@@ -385,16 +402,16 @@ def _group_matrix(
     order = None
     if format.scheme.act_order:
         assert g_idx is not None
-        order = column_order(g_idx, weights.depth, format.scheme.group[0], "g_idx")
+        order = argsort_by_group(g_idx, weights.depth, format.scheme.group[0], "g_idx")
         weights = sort_columns(weights, order)
     return replace(_sorted_group_matrix(format, weights, dtype), order=order)
 
 
 def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dtype) -> Matrix:
-    """Return weights whose columns are in group order."""
+    """Return a Matrix of weights whose columns are sorted by group."""
     if not format.scheme.zero_points:
-        weights = without_zero_points(weights)
-    smallest, largest = weights.scale.aminmax()  # one pass, which NaN outlasts
+        weights = drop_zero_points_unchecked(weights)
+    smallest, largest = weights.scale.aminmax()  # a single pass, which propagates NaN
     if not (smallest.isfinite() and largest.isfinite()):
         _check_scale(weights.scale, ~weights.scale.isfinite(), "finite numbers")
     keeps_dtype = weights.scale.dtype.itemsize == dtype.itemsize == 2
@@ -402,24 +419,29 @@ def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dty
     return Matrix(weights.w, scale, weights.zero_point)
 
 
-def _fuse_scales(parts: Sequence[Matrix]) -> Matrix:
-    """Fuse projections with one scale each: keep the largest scale, round the others again."""
+def _fuse_with_one_scale(parts: Sequence[Matrix]) -> Matrix:
+    """Concatenate projections that have one scale each, and give them the largest of these scales.
+
+    The weights of the other projections are rounded again.
+    """
     if len({matrix.w.shape for matrix in parts}) > 1:
-        raise ShapeError(
-            "projections", got=[tuple(matrix.w.shape) for matrix in parts], need="equal shapes"
-        )
+        got = [tuple(matrix.w.shape) for matrix in parts]
+        raise ShapeError("projections", got=got, need="equal shapes")
     w = torch.cat([matrix.w for matrix in parts], -2)
     lead = tuple(w.shape[:-2])
     scales = torch.stack(
         [matrix.scale.reshape(-1) for matrix in parts if matrix.scale is not None], 1
     )
-    merged, scale = one_scale(w.reshape(-1, *w.shape[-2:]), scales)
+    merged, scale = merge_scales(w.reshape(-1, *w.shape[-2:]), scales)
     w = merged.reshape(*lead, *merged.shape[1:])
-    return Matrix(w, scale.reshape(lead), None, _max_input_scale(parts))
+    return Matrix(w, scale.reshape(lead), None, _max_activation_scale(parts))
 
 
-def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
-    """Return the column order, which projections of the same input must share."""
+def common_column_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
+    """Return the column order of projections; None without act-order.
+
+    Raises WeightsError if gate and up have different orders, because they have the same input.
+    """
     first = parts[0].order
     for matrix in parts[1:]:
         if first is not None and matrix.order is not None and not torch.equal(first, matrix.order):
@@ -428,27 +450,30 @@ def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
     return first
 
 
-def projection_rows(order: torch.Tensor, rows_per_column: int) -> torch.Tensor:
-    """Return the source of each row of a projection of w1, for the column order of w2.
+def expand_column_order(order: torch.Tensor, rows_per_column: int) -> torch.Tensor:
+    """Return the permutation of a w1 projection's rows that matches the column order of w2.
 
-    order: (I,). rows_per_column: rows of the projection for each column of w2, which are
-    consecutive. Returns (I * rows_per_column,) int64.
+    order: (I,), the source of each column of w2. rows_per_column: consecutive rows of the
+    projection for each column of w2: 2 if gate and up rows alternate, else 1. Returns
+    (I * rows_per_column,) int64, the source of each row.
     """
     index = torch.arange(rows_per_column, device=order.device)
     return (order.long()[:, None] * rows_per_column + index).flatten()
 
 
-def sort_rows(
+def sort_w1_rows(
     weights: dict[str, torch.Tensor], slot: int, order: torch.Tensor, *, interleaved: bool
 ) -> None:
     """Permute the bias and zero points of an expert's w1 like the columns of its w2, in place.
 
-    The rows of w1 and its scales are sorted while they are copied. weights: by field of
-    ExpertWeights. order: (I,), the source row of gate, and of up, for each row.
+    The loader sorts the rows of w1 and of its scales when it copies them.
+
+    weights: fields of ExpertWeights by name. slot: index of the expert in them. order: (I,), the
+    source of each row of gate and of up. interleaved: gate and up rows alternate.
     """
     projections = weights["w1"].shape[1] // len(order)
     if interleaved:
-        index = projection_rows(order, projections)
+        index = expand_column_order(order, projections)
     else:
         first_rows = torch.arange(projections, device=order.device)[:, None] * len(order)
         index = (order.long() + first_rows).flatten()
@@ -463,7 +488,7 @@ def sort_rows(
         zero[slot] = pack_pairs(points, 0) if packed else points
 
 
-def _max_input_scale(parts: Sequence[Matrix]) -> torch.Tensor | None:
+def _max_activation_scale(parts: Sequence[Matrix]) -> torch.Tensor | None:
     scales = [matrix.a_scale for matrix in parts if matrix.a_scale is not None]
     return torch.stack(scales).amax(0) if scales else None
 
@@ -488,5 +513,5 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
 }
-# Readers that can write w to its place.
+# Readers that can write w to a given tensor.
 _WRITERS: dict[str, Callable[..., Matrix]] = {"awq": _read_awq, "gptq": _read_gptq}

@@ -1,7 +1,10 @@
-"""Blocks of ggml's types as weights of a scheme, or as numbers.
+"""Conversion of GGUF blocks to the codes and scales of a scheme, or to float32 values.
 
-A block has consecutive values of a row. With d and dmin in float16:
+A block has 32 or 256 consecutive values of a row. The table shows for each type of ggml the bytes
+of a block in their order, and the value of a code q. d, dmin and m are float16, s are scales of
+groups of values within the block, and table is `_TABLE`.
 
+    type    values        bytes                                           value
     Q8_0     32 values    d, 32 int8 q                                    d q
     Q4_0     32 values    d, 16 bytes                                     d (q - 8)
     Q4_1     32 values    d, m, 16 bytes                                  d q + m
@@ -18,50 +21,60 @@ A block has consecutive values of a row. With d and dmin in float16:
     TQ2_0   256 values    64 bytes, d                                     d (q - 1)
     TQ1_0   256 values    52 bytes, d                                     d (q - 1)
 
-`ggml_codebooks` has IQ1, IQ2 and IQ3. A byte of TQ1_0 has five values, the last 4 bytes four: q is
-the first digit, in base 3, of the byte as a fraction of 256, and the byte is multiplied by 3 for
-the next. In blocks of 32 values, byte j has value j in the low nibble and value j + 16 in the high
-one, and the groups of IQ4_XS are like them. Q4_K, Q5_K and IQ4_XS have a scale s of 6 bits for 32
-values, Q2_K, Q3_K and Q6_K one for 16. All products are exact in float32; a sum or a difference is
-rounded once.
+- In blocks of 32 values, and in the groups of IQ4_XS, byte j has value j in the low nibble and
+  value j + 16 in the high one.
+- Q4_K, Q5_K and IQ4_XS have a scale s of 6 bits for 32 values. Q2_K, Q3_K and Q6_K have a scale for
+  16 values.
+- A byte of TQ1_0 has five codes, those of the last four bytes have four. They are the digits of
+  byte / 256 in base 3: multiplying by 3 gives the next code as integer part.
+
+`ggml_codebooks` has the types IQ1, IQ2 and IQ3. All products are exact in float32, and a sum or
+difference is rounded once.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from modular_kernel.checkpoints.ggml_codebooks import code_parts
+from modular_kernel.checkpoints.ggml_codebooks import unpack_codes
 from modular_kernel.quant.scale_tiles import pack_pairs
 from modular_kernel.spec.quantization import QuantScheme
 
-_GROUPS = 8  # of 32 values in a block of 256
-# The levels of IQ4_NL and IQ4_XS.
-_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_GROUPS = 8  # groups of 32 values in a block of 256
+# Values of the codes of IQ4_NL and IQ4_XS.
+_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def dequantize_blocks(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the values of blocks, float32. blocks: uint8 (..., blocks, bytes of a block)."""
-    if type_name in _VALUES:
-        return _VALUES[type_name](blocks).flatten(-2)
-    factors, codes = code_parts(type_name, blocks)
+    """Dequantize blocks to float32.
+
+    type_name: name in ggml, such as "Q4_K". blocks: (..., blocks, bytes per block) uint8. Returns
+    (..., values).
+    """
+    if type_name in _DEQUANTIZERS:
+        return _DEQUANTIZERS[type_name](blocks).flatten(-2)
+    factors, codes = unpack_codes(type_name, blocks)
     return codes.float().mul_(factors[..., None]).flatten(-3)
 
 
-def group_weights(
+def repack_blocks(
     type_name: str, scheme: QuantScheme, blocks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (w, scale) of a scheme that has the values of blocks exactly, in groups of 32.
+    """Convert blocks to w and scale of a scheme with groups of 32 columns, without rounding.
 
-    blocks: uint8 (rows, blocks, bytes). w: uint8, (rows, K) or packed (rows, K / 2). scale: (rows,
-    K / 32), float16, float32 where a block has scales of its own, or bytes of mxfp4.
+    type_name: name in ggml. scheme: mxfp4, or 4- or 8-bit integers, whose codes have an offset of 8
+    or 128. blocks: (rows, blocks, bytes per block) uint8.
+
+    Returns w (rows, K) uint8, or (rows, K / 2) if the scheme packs pairs, and scale (rows, K / 32):
+    E8M0 bytes for mxfp4, float32 for types with several scales per block, else float16.
     """
     if scheme.weight == "float4_e2m1":
-        return _packed(blocks[..., 1:]).flatten(-2), blocks[..., 0].contiguous()
+        return _pack_nibbles(blocks[..., 1:]).flatten(-2), blocks[..., 0].contiguous()
     if type_name == "IQ4_XS":
-        scale, codes = _iq4_xs_parts(blocks)
-        return _level_codes(codes).flatten(-3), scale.flatten(-2)
+        scale, codes = _unpack_iq4_xs(blocks)
+        return _table_int8(codes).flatten(-3), scale.flatten(-2)
     if type_name in _CODEBOOKS:
-        scale, codes = code_parts(type_name, blocks)
+        scale, codes = unpack_codes(type_name, blocks)
         return (codes.view(torch.uint8) ^ 0x80).flatten(-3), scale.flatten(-2)
     if type_name in _TERNARY:
         scale = _float16(blocks[..., -2:]).expand(*blocks.shape[:-1], _GROUPS)
@@ -70,47 +83,61 @@ def group_weights(
     if type_name == "Q8_0":
         return (blocks[..., 2:] ^ 0x80).flatten(-2), scale
     if type_name == "Q5_0":
-        return (_five_bits(blocks[..., 2:]) + 112).flatten(-2), scale  # minus 16, and plus 128
+        return (_five_bits(blocks[..., 2:]) + 112).flatten(-2), scale  # q - 16 + 128
     if type_name == "IQ4_NL":
-        return _level_codes(_nibbles(blocks[..., 2:])).flatten(-2), scale
+        return _table_int8(_nibbles(blocks[..., 2:])).flatten(-2), scale
     if scheme.packed:
-        return _packed(blocks[..., 2:]).flatten(-2), scale
-    return (_nibbles(blocks[..., 2:]) + 120).flatten(-2), scale  # minus 8, and plus 128
+        return _pack_nibbles(blocks[..., 2:]).flatten(-2), scale
+    return (_nibbles(blocks[..., 2:]) + 120).flatten(-2), scale  # q - 8 + 128
 
 
-def _float16(pairs: torch.Tensor) -> torch.Tensor:
-    return pairs.contiguous().view(torch.float16)
+def _float16(stored: torch.Tensor) -> torch.Tensor:
+    return stored.contiguous().view(torch.float16)
 
 
 def _split(values: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return (..., parts, n) of (..., parts n)."""
+    """Reshape (..., parts * n) to (..., parts, n)."""
     return values.reshape(*values.shape[:-1], parts, -1)
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the low nibbles of the bytes of each block, then the high ones, uint8."""
+    """Return the low nibbles of all bytes of a block, then the high ones, uint8."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
-def _packed(packed: torch.Tensor) -> torch.Tensor:
-    """Return the nibbles of each block in pairs of neighbors, the even value low."""
+def _pack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of `_nibbles` packed in pairs of neighbors, the even one low."""
     return pack_pairs(_nibbles(packed), packed.dim() - 1)
 
 
 def _five_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Return codes of 5 bits from 4 bytes of high bits and 16 bytes of low nibbles."""
+    """Return 5-bit codes from 4 bytes of high bits and 16 bytes of low nibbles."""
     bits = stored[..., :4, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device)
     return _nibbles(stored[..., 4:]) | (bits & 1).flatten(-2) << 4
 
 
-def _levels(codes: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(_LEVELS, dtype=torch.float32, device=codes.device)[codes.int()]
+def _two_bits(stored: torch.Tensor) -> torch.Tensor:
+    """Return 2-bit codes (..., 256) from 64 bytes.
+
+    The first 32 bytes have the first 128 codes: bits 0 and 1 of all bytes, then bits 2 and 3, and
+    so on.
+    """
+    halves = _split(stored, 2)
+    return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
 
 
-def _level_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Return the levels of codes plus 128, uint8."""
-    levels = torch.tensor(_LEVELS, dtype=torch.int16, device=codes.device) + 128
-    return levels.to(torch.uint8)[codes.int()]
+def _table_float(codes: torch.Tensor) -> torch.Tensor:
+    """Look up codes of IQ4 in `_TABLE`, float32."""
+    return torch.tensor(_TABLE, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def _table_int8(codes: torch.Tensor) -> torch.Tensor:
+    """Look up codes of IQ4 in `_TABLE`, uint8 with an offset of 128."""
+    table = torch.tensor(_TABLE, dtype=torch.int16, device=codes.device) + 128
+    return table.to(torch.uint8)[codes.int()]
+
+
+# --- Dequantizers: (..., blocks, bytes per block) uint8 to (..., blocks, values) float32 ---
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -141,11 +168,11 @@ def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _levels(_nibbles(blocks[..., 2:])).mul_(_float16(blocks[..., :2]).float())
+    return _table_float(_nibbles(blocks[..., 2:])).mul_(_float16(blocks[..., :2]).float())
 
 
-def _iq4_xs_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales of groups, float32 (..., 8), and their codes (..., 8, 32)."""
+def _unpack_iq4_xs(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales (..., 8) float32 and codes (..., 8, 32) uint8 of the groups."""
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)
     high = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
@@ -155,24 +182,19 @@ def _iq4_xs_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
-    scale, codes = _iq4_xs_parts(blocks)
-    return _levels(codes).mul_(scale[..., None]).flatten(-2)
+    scale, codes = _unpack_iq4_xs(blocks)
+    return _table_float(codes).mul_(scale[..., None]).flatten(-2)
 
 
-def _two_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Return codes of 2 bits (..., 256) from 64 bytes: of each 32 bytes first the lowest bits."""
-    halves = _split(stored, 2)
-    return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
-
-
-def _ternary_codes_of_2_bits(blocks: torch.Tensor) -> torch.Tensor:
+def _tq2_0_codes(blocks: torch.Tensor) -> torch.Tensor:
+    """Return codes from 0 to 2 of TQ2_0, (..., 256) uint8."""
     return _two_bits(blocks[..., :64])
 
 
-def _ternary_codes_of_digits(blocks: torch.Tensor) -> torch.Tensor:
-    """Return codes from 0 to 2 of TQ1_0, uint8 (..., 256)."""
-    digits = [
-        stored * power  # of what is left of the fraction, modulo 256
+def _tq1_0_codes(blocks: torch.Tensor) -> torch.Tensor:
+    """Return codes from 0 to 2 of TQ1_0, (..., 256) uint8."""
+    fractions = [
+        stored * power  # uint8 wraps around, which drops the integer part
         for stored, powers in (
             (blocks[..., :32], (1, 3, 9, 27, 81)),
             (blocks[..., 32:48], (1, 3, 9, 27, 81)),
@@ -180,7 +202,7 @@ def _ternary_codes_of_digits(blocks: torch.Tensor) -> torch.Tensor:
         )
         for power in powers
     ]
-    return (torch.cat(digits, -1).short() * 3 >> 8).to(torch.uint8)
+    return (torch.cat(fractions, -1).short() * 3 >> 8).to(torch.uint8)
 
 
 def _ternary(codes: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -197,9 +219,9 @@ def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     low, high = blocks[..., 96:104], blocks[..., 104:108]
-    # Scale i has four bits in byte i % 8 of the first bytes, and two in byte i % 4 of the others.
-    pairs = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -1)
-    scales = (torch.cat([low & 15, low >> 4], -1) | pairs << 4).float().sub_(32)
+    # Scale i has its low four bits in byte i % 8 of `low`, and two bits in byte i % 4 of `high`.
+    high_bits = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    scales = (torch.cat([low & 15, low >> 4], -1) | high_bits << 4).float().sub_(32)
     scales = scales * _float16(blocks[..., 108:]).float()
     bits = torch.cat([blocks[..., :32] >> group & 1 for group in range(_GROUPS)], -1)
     codes = (_two_bits(blocks[..., 32:96]) | bits << 2).float().sub_(4)
@@ -207,32 +229,37 @@ def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=blocks.device)
-    levels = torch.cat([levels, -levels])
+    magnitudes = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    e2m1 = torch.tensor(magnitudes, dtype=torch.float32, device=blocks.device)
+    e2m1 = torch.cat([e2m1, -e2m1])
     exponents = blocks[..., :1].int() - 127
-    return torch.ldexp(levels[_nibbles(blocks[..., 1:]).int()], exponents)
+    return torch.ldexp(e2m1[_nibbles(blocks[..., 1:]).int()], exponents)
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _scaled_groups(blocks, _pairs_of_groups(blocks[..., 16:]))
+    return _scale_k_groups(blocks, _k_group_nibbles(blocks[..., 16:]))
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     bits = torch.stack([blocks[..., 16:48] >> group & 1 for group in range(_GROUPS)], -2)
-    return _scaled_groups(blocks, _pairs_of_groups(blocks[..., 48:]) | bits << 4)
+    return _scale_k_groups(blocks, _k_group_nibbles(blocks[..., 48:]) | bits << 4)
 
 
-def _pairs_of_groups(stored: torch.Tensor) -> torch.Tensor:
-    """Return codes (..., 8, 32) from 128 bytes: each 32 have a group low and the next one high."""
+def _k_group_nibbles(stored: torch.Tensor) -> torch.Tensor:
+    """Return the codes (..., 8, 32) of Q4_K and Q5_K from 128 bytes.
+
+    Each run of 32 bytes has one group in the low nibbles and the next one in the high nibbles.
+    """
     codes = _split(stored, _GROUPS // 2)
     return torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
 
 
-def _scaled_groups(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return (d s) q - (dmin m). codes: q, (..., 8, 32)."""
+def _scale_k_groups(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the values (d s) q - (dmin m) of Q4_K and Q5_K. codes: q, (..., 8, 32)."""
     factors, packed = _float16(blocks[..., :4]).float(), blocks[..., 4:16]
     low, high, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    # Groups 0 to 3 have 6 bits of a byte; the others four bits of `last`, and two of the first.
+    # s and m of groups 0 to 3 are the low 6 bits of a byte in `low` and `high`. Those of groups 4
+    # to 7 have their low 4 bits in `last`, and 2 bits at the top of `low` and `high`.
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], -1).float()
     minima = torch.cat([high & 63, (last >> 4) | (high >> 6 << 4)], -1).float()
     scales, minima = scales * factors[..., :1], minima * factors[..., 1:]
@@ -243,24 +270,24 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     low, high = _split(blocks[..., :128], 2), _split(blocks[..., 128:192], 2)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
     scales = scales * _float16(blocks[..., 208:]).float()
-    # Each half of 128 values: 32 low nibbles, 32 more, then their high nibbles.
+    # Each half has 128 values: the low nibbles of 64 bytes, then their high nibbles.
     nibbles = torch.cat([low & 15, low >> 4], -1)
-    pairs = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -1)
-    codes = (nibbles | (pairs << 4)).flatten(-2).float().sub_(32)
+    high_bits = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+    codes = (nibbles | (high_bits << 4)).flatten(-2).float().sub_(32)
     return (_split(codes, 16) * scales[..., None]).flatten(-2)
 
 
-def _floats(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _view_as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda blocks: blocks.contiguous().view(dtype).float()
 
 
-# Types with a codebook and a scale for 32 values.
+# Codebook types with a scale for 32 values. The others have one for 16, which no scheme supports.
 _CODEBOOKS = ("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S")
-_TERNARY = {"TQ1_0": _ternary_codes_of_digits, "TQ2_0": _ternary_codes_of_2_bits}
-_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "F32": _floats(torch.float32),
-    "F16": _floats(torch.float16),
-    "BF16": _floats(torch.bfloat16),
+_TERNARY = {"TQ1_0": _tq1_0_codes, "TQ2_0": _tq2_0_codes}
+_DEQUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "F32": _view_as(torch.float32),
+    "F16": _view_as(torch.float16),
+    "BF16": _view_as(torch.bfloat16),
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -269,8 +296,8 @@ _VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
-    "TQ1_0": lambda blocks: _ternary(_ternary_codes_of_digits(blocks), blocks),
-    "TQ2_0": lambda blocks: _ternary(_ternary_codes_of_2_bits(blocks), blocks),
+    "TQ1_0": lambda blocks: _ternary(_tq1_0_codes(blocks), blocks),
+    "TQ2_0": lambda blocks: _ternary(_tq2_0_codes(blocks), blocks),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

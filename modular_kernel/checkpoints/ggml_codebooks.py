@@ -1,21 +1,24 @@
-"""Blocks of ggml's types that store indices into a codebook (IQ1, IQ2, IQ3).
+"""Unpacking of GGUF blocks that store indices into a codebook (ggml's types IQ1, IQ2 and IQ3).
 
-A block has 256 consecutive values of a row. An index selects 8 values of a codebook, of IQ3 4. With
-d in float16:
+A block has 256 consecutive values of a row. An index selects an entry of the type's codebook, which
+is 8 values (4 for IQ3). The values are then given signs or, for IQ1, shifted by plus or minus a
+constant delta, and multiplied by a scale. The bytes of a block are, in their order, with d in
+float16 and little-endian words:
 
-    IQ1_S    d, 32 bytes of indices, 8 words with 3 bits of 4 indices, a scale and a sign of delta
-    IQ1_M    32 bytes of indices, 16 bytes with 3 bits and a sign of delta of 2 indices, 4 words
-             with 4 scales of 3 bits and a quarter of d
-    IQ2_XXS  d, 8 times 4 bytes of indices and a word with 4 indices of signs and a scale
-    IQ2_XS   d, 32 words with an index of 9 bits and one of signs, 8 bytes with 2 scales
-    IQ2_S    d, 32 bytes of indices, 32 bytes of signs, 8 bytes with 2 bits of 4 indices, 8 bytes
-             with 2 scales
-    IQ3_XXS  d, 64 bytes of indices, 8 words with 4 indices of signs and a scale
-    IQ3_S    d, 64 bytes of indices, 8 bytes with a bit of 8 indices, 32 bytes of signs, 4 bytes
-             with 2 scales
+    IQ1_S    d, 32 bytes of indices, 8 words (16 bits), each with 3 more bits for 4 indices, a scale
+             and a sign of delta
+    IQ1_M    32 bytes of indices, 16 bytes, each with 3 more bits and a sign of delta for 2 indices,
+             4 words (16 bits), each with 4 scales of 3 bits and 4 bits of d
+    IQ2_XXS  d, then 8 times: 4 bytes of indices, a word (32 bits) with 4 sign indices and a scale
+    IQ2_XS   d, 32 words (16 bits) with an index of 9 bits and a sign index, 8 bytes with 2 scales
+    IQ2_S    d, 32 bytes of indices, 32 bytes of signs, 8 bytes with 2 more bits for 4 indices,
+             8 bytes with 2 scales
+    IQ3_XXS  d, 64 bytes of indices, 8 words (32 bits) with 4 sign indices and a scale
+    IQ3_S    d, 64 bytes of indices, 8 bytes with 1 more bit for 8 indices, 32 bytes of signs,
+             4 bytes with 2 scales
 
-A scale has 16 values (IQ1_M, IQ2_XS, IQ2_S) or 32. An index of signs has the signs of seven values;
-the number of negative ones of eight is even. The values are codes times factors, exact in float32.
+A scale applies to 16 values (IQ1_M, IQ2_XS, IQ2_S) or 32. A sign index of 7 bits has the signs of
+seven values; that of the eighth makes the number of negative signs even.
 """
 
 import json
@@ -24,23 +27,23 @@ from pathlib import Path
 
 import torch
 
-Parts = tuple[torch.Tensor, torch.Tensor]  # factors and codes
+_FactorsAndCodes = tuple[torch.Tensor, torch.Tensor]
 _DATA = Path(__file__).with_name("data") / "ggml_codebooks.json"
 
 
-def code_parts(type_name: str, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors and codes of blocks, whose products are the values.
+def unpack_codes(type_name: str, blocks: torch.Tensor) -> _FactorsAndCodes:
+    """Unpack blocks to factors and codes, whose products are the values, exactly.
 
-    blocks: uint8 (..., bytes of a block). factors: float32 (..., groups). codes: int8 (..., groups,
-    values of a group), from -62 to 62.
+    type_name: name in ggml. blocks: (..., bytes per block) uint8. Returns factors (..., groups)
+    float32, and codes (..., groups, values per group) int8, from -62 to 62.
     """
-    factors, codes = _PARTS[type_name](blocks.contiguous())
-    return factors, _rows(codes, codes.shape[-1] // factors.shape[-1])
+    factors, codes = _UNPACKERS[type_name](blocks.contiguous())
+    return factors, _split(codes, codes.shape[-1] // factors.shape[-1])
 
 
 @cache
 def _codebook(name: str, device: torch.device) -> torch.Tensor:
-    """Return the values of each entry, int8 (entries, 8 or 4)."""
+    """Return a codebook, (entries, 8 or 4) int8. The file has digits, which select `levels`."""
     stored = json.loads(_DATA.read_text(encoding="utf-8"))[name]
     rows = [
         [stored["levels"][int(digit)] for digit in entry] for entry in stored["entries"].split()
@@ -48,23 +51,23 @@ def _codebook(name: str, device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int8, device=device)
 
 
-def _entries(name: str, index: torch.Tensor) -> torch.Tensor:
-    """Return the values of the entries of a codebook: (..., n) to int8 (..., n, values)."""
+def _look_up(name: str, index: torch.Tensor) -> torch.Tensor:
+    """Return the entries of a codebook for index (..., n), as (..., n, 8 or 4) int8."""
     return _codebook(name, index.device)[index]
 
 
-def _float16(pairs: torch.Tensor) -> torch.Tensor:
-    return pairs.contiguous().view(torch.float16).float()
+def _float16(stored: torch.Tensor) -> torch.Tensor:
+    return stored.contiguous().view(torch.float16).float()
 
 
-def _rows(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Return (..., n) as (..., n / size, size)."""
+def _split(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Reshape (..., n) to (..., n / size, size)."""
     return values.reshape(*values.shape[:-1], -1, size)
 
 
 def _words(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return little-endian words of bytes, int64."""
-    values = _rows(stored.long(), nbytes)
+    """Combine bytes to little-endian words of `nbytes` bytes, int64."""
+    values = _split(stored.long(), nbytes)
     words = values[..., 0]
     for byte in range(1, nbytes):
         words = words | values[..., byte] << 8 * byte
@@ -72,54 +75,55 @@ def _words(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def _bits(values: torch.Tensor, shifts: tuple[int, ...], bits: int) -> torch.Tensor:
-    """Return the bits of each value at each shift, side by side: (..., n) to (..., n shifts)."""
+    """Extract `bits` bits of each value at each shift: (..., n) to (..., n * len(shifts)) int64."""
     positions = torch.tensor(shifts, dtype=torch.int64, device=values.device)
     return (values.long()[..., None] >> positions & ((1 << bits) - 1)).flatten(-2)
 
 
-def _signed(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Negate values (..., n, 8), int8, where the bytes of signs (..., n) have a bit."""
-    negative = _bits(signs[..., None], tuple(range(8)), 1)
-    return torch.where(negative.bool(), -values, values)
+def _apply_signs(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Negate values (..., n, 8) whose bit in the bytes of signs (..., n) is set."""
+    is_negative = _bits(signs[..., None], tuple(range(8)), 1)
+    return torch.where(is_negative.bool(), -values, values)
 
 
-def _even_signs(index: torch.Tensor) -> torch.Tensor:
-    """Return bytes of signs of their lower seven bits, with an even number of ones."""
+def _complete_signs(index: torch.Tensor) -> torch.Tensor:
+    """Return bytes of signs for sign indices: bit 7 makes the number of set bits even."""
     parity = index ^ index >> 4
     parity = parity ^ parity >> 2
     return index | ((parity ^ parity >> 1) & 1) << 7
 
 
-def _iq1(indices: torch.Tensor, high: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Return eight times the values of entries plus or minus an eighth, int8 (..., n, 8)."""
-    delta = torch.where(negative.bool(), -1, 1).to(torch.int8)
-    return _entries("IQ1_S", indices.long() | high << 8) * 8 + delta[..., None]
+def _iq1(indices: torch.Tensor, high_bits: torch.Tensor, is_negative: torch.Tensor) -> torch.Tensor:
+    """Return 8 * (entry + delta) with delta = 1/8 or -1/8, (..., n, 8) int8."""
+    delta = torch.where(is_negative.bool(), -1, 1).to(torch.int8)
+    return _look_up("IQ1_S", indices.long() | high_bits << 8) * 8 + delta[..., None]
 
 
-def _iq1_s(blocks: torch.Tensor) -> Parts:
+def _iq1_s(blocks: torch.Tensor) -> _FactorsAndCodes:
     d, words = _float16(blocks[..., :2]), _words(blocks[..., 34:], 2)
     factors = d * ((words >> 12 & 7) * 2 + 1) / 8
-    negative = (words >> 15).repeat_interleave(4, -1)
-    codes = _iq1(blocks[..., 2:34], _bits(words, (0, 3, 6, 9), 3), negative)
+    is_negative = (words >> 15).repeat_interleave(4, -1)
+    codes = _iq1(blocks[..., 2:34], _bits(words, (0, 3, 6, 9), 3), is_negative)
     return factors, codes.flatten(-2)
 
 
-def _iq1_m(blocks: torch.Tensor) -> Parts:
+def _iq1_m(blocks: torch.Tensor) -> _FactorsAndCodes:
     words = _words(blocks[..., 48:], 2)
-    quarters = (words >> 12) << torch.tensor([0, 4, 8, 12], dtype=torch.int64, device=words.device)
-    bits = quarters.sum(-1, keepdim=True)
-    d = torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.float16).float()
+    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int64, device=words.device)
+    d_bits = ((words >> 12) << shifts).sum(-1, keepdim=True)
+    d_int16 = torch.where(d_bits > 0x7FFF, d_bits - 0x10000, d_bits).to(torch.int16)
+    d = d_int16.view(torch.float16).float()
     factors = d * (_bits(words, (0, 3, 6, 9), 3) * 2 + 1) / 8
     nibbles = _bits(blocks[..., 32:48], (0, 4), 4)
     return factors, _iq1(blocks[..., :32], nibbles & 7, nibbles >> 3).flatten(-2)
 
 
-def _iq2_xxs(blocks: torch.Tensor) -> Parts:
-    groups = _rows(blocks[..., 2:], 8)
+def _iq2_xxs(blocks: torch.Tensor) -> _FactorsAndCodes:
+    groups = _split(blocks[..., 2:], 8)
     words = _words(groups[..., 4:], 4)[..., 0]
     factors = _float16(blocks[..., :2]) * ((words >> 28).float() + 0.5) * 0.25
-    signs = _even_signs(_bits(words, (0, 7, 14, 21), 7))
-    codes = _signed(_entries("IQ2_XXS", groups[..., :4].flatten(-2).long()), signs)
+    signs = _complete_signs(_bits(words, (0, 7, 14, 21), 7))
+    codes = _apply_signs(_look_up("IQ2_XXS", groups[..., :4].flatten(-2).long()), signs)
     return factors, codes.flatten(-2)
 
 
@@ -127,36 +131,36 @@ def _iq2_factors(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _float16(blocks[..., :2]) * (_bits(scales, (0, 4), 4).float() + 0.5) * 0.25
 
 
-def _iq2_xs(blocks: torch.Tensor) -> Parts:
+def _iq2_xs(blocks: torch.Tensor) -> _FactorsAndCodes:
     words = _words(blocks[..., 2:66], 2)
-    codes = _signed(_entries("IQ2_XS", words & 511), _even_signs(words >> 9))
+    codes = _apply_signs(_look_up("IQ2_XS", words & 511), _complete_signs(words >> 9))
     return _iq2_factors(blocks, blocks[..., 66:]), codes.flatten(-2)
 
 
-def _iq2_s(blocks: torch.Tensor) -> Parts:
+def _iq2_s(blocks: torch.Tensor) -> _FactorsAndCodes:
     high = _bits(blocks[..., 66:74], (0, 2, 4, 6), 2)
-    values = _entries("IQ2_S", blocks[..., 2:34].long() | high << 8)
-    codes = _signed(values, blocks[..., 34:66])
+    values = _look_up("IQ2_S", blocks[..., 2:34].long() | high << 8)
+    codes = _apply_signs(values, blocks[..., 34:66])
     return _iq2_factors(blocks, blocks[..., 74:]), codes.flatten(-2)
 
 
-def _iq3_xxs(blocks: torch.Tensor) -> Parts:
+def _iq3_xxs(blocks: torch.Tensor) -> _FactorsAndCodes:
     words = _words(blocks[..., 66:], 4)
     factors = _float16(blocks[..., :2]) * ((words >> 28).float() + 0.5) * 0.5
-    values = _entries("IQ3_XXS", blocks[..., 2:66].long()).flatten(-2)
-    signs = _even_signs(_bits(words, (0, 7, 14, 21), 7))
-    return factors, _signed(_rows(values, 8), signs).flatten(-2)
+    values = _look_up("IQ3_XXS", blocks[..., 2:66].long()).flatten(-2)
+    signs = _complete_signs(_bits(words, (0, 7, 14, 21), 7))
+    return factors, _apply_signs(_split(values, 8), signs).flatten(-2)
 
 
-def _iq3_s(blocks: torch.Tensor) -> Parts:
+def _iq3_s(blocks: torch.Tensor) -> _FactorsAndCodes:
     factors = _float16(blocks[..., :2]) * (_bits(blocks[..., 106:], (0, 4), 4) * 2 + 1)
     high = _bits(blocks[..., 66:74], tuple(range(8)), 1)
-    values = _entries("IQ3_S", blocks[..., 2:66].long() | high << 8)
-    values = _rows(values.flatten(-2), 8)
-    return factors, _signed(values, blocks[..., 74:106]).flatten(-2)
+    values = _look_up("IQ3_S", blocks[..., 2:66].long() | high << 8)
+    values = _split(values.flatten(-2), 8)
+    return factors, _apply_signs(values, blocks[..., 74:106]).flatten(-2)
 
 
-_PARTS = {
+_UNPACKERS = {
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
     "IQ2_XXS": _iq2_xxs,

@@ -1,10 +1,13 @@
-"""Tensors of a GGUF model (llama.cpp): shapes from the header, and reads of rows and blocks.
+"""Reading of a GGUF model (llama.cpp): shapes from the header, and rows and blocks of tensors.
+
+A quantized GGUF tensor consists of blocks. A block holds 32 or 256 consecutive values of a row as
+codes and scales, in a byte layout that depends on the tensor's type, such as Q4_0.
 
     files = GgufFiles(Path("model-Q4_0.gguf"))
-    files.shape_and_dtype("blk.0.ffn_up_exps.weight")   # (E, N, K), torch.uint8: not floats
-    files.read_blocks("blk.0.ffn_up_exps.weight", 3, (0, 8), (0, K))   # (8, blocks, bytes)
+    files.shape_and_dtype("blk.0.ffn_up_exps.weight")  # (E, N, K), torch.uint8 (quantized)
+    files.read_blocks("blk.0.ffn_up_exps.weight", 3, (0, 8), (0, K))  # (8, K / 32, 18) uint8
 
-`modular_kernel.models.gguf_header` parses the header, `ggml_blocks` converts blocks.
+`modular_kernel.models.gguf_header` parses the header, and `ggml_blocks` converts blocks.
 """
 
 from pathlib import Path
@@ -28,9 +31,9 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFiles(TensorFiles):
-    """The tensors of a GGUF model, which are mapped into memory on first use.
+    """The tensors of a GGUF model. A file is mapped into memory when one of its tensors is read.
 
-    path: of its first file. A quantized tensor has the shape of its values, and dtype uint8.
+    path: path of the model's first file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +42,7 @@ class GgufFiles(TensorFiles):
         self._maps: dict[Path, np.memmap[tuple[int], np.dtype[np.uint8]]] = {}
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape of a tensor's values, and its dtype, uint8 for blocks."""
+        """Return the shape of a tensor's values, and its dtype (uint8 if it is quantized)."""
         info = self.header.tensors[name]
         return info.shape, _FLOATS.get(info.type.name, torch.uint8)
 
@@ -47,14 +50,14 @@ class GgufFiles(TensorFiles):
         """Return the size of a tensor in bytes."""
         return self.header.tensors[name].nbytes
 
-    def type_of(self, name: str) -> BlockType:
-        """Return the type of a tensor."""
+    def block_type(self, name: str) -> BlockType:
+        """Return the block type of a tensor."""
         return self.header.tensors[name].type
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """Return a slice of a floating tensor, as a view of the mapped file.
+        """Return a slice of a floating-point tensor, as a view of the mapped file.
 
-        Raises WeightsError for a tensor of blocks.
+        Raises WeightsError for a quantized tensor.
         """
         info = self.header.tensors[name]
         dtype = _FLOATS.get(info.type.name)
@@ -66,27 +69,27 @@ class GgufFiles(TensorFiles):
         return tensor
 
     def read_blocks(self, name: str, expert: int, rows: Range, columns: Range) -> torch.Tensor:
-        """Return the blocks with columns [c, d) of rows [a, b) of an expert's matrix.
+        """Return the blocks that cover rows [a, b) and columns [c, d) of one expert's matrix.
 
-        name: of a tensor (E, N, K). Returns uint8 (rows, blocks, bytes of a block), a view.
+        name: name of a tensor (E, N, K). Returns a view (rows, blocks, bytes per block) uint8.
         """
         info = self.header.tensors[name]
-        kind, (_, size, depth) = info.type, info.shape
-        blocks = self._bytes(info).view(-1, size, depth // kind.values, kind.nbytes)[expert]
-        first, last = columns[0] // kind.values, -(-columns[1] // kind.values)
-        blocks = blocks[rows[0] : rows[1], first:last]
+        block, (_, num_rows, depth) = info.type, info.shape
+        blocks = self._bytes(info).view(-1, num_rows, depth // block.values, block.nbytes)[expert]
+        start, stop = columns[0] // block.values, -(-columns[1] // block.values)
+        blocks = blocks[rows[0] : rows[1], start:stop]
         self.bytes_read += blocks.numel()
         return blocks
 
     def _bytes(self, info: TensorInfo) -> torch.Tensor:
         if info.path not in self._maps:
-            # Copy-on-write, since torch has no read-only tensors.
+            # Copy-on-write, because torch has no read-only tensors.
             self._maps[info.path] = np.memmap(info.path, np.uint8, mode="c")
         mapped = self._maps[info.path]
-        if info.offset + info.nbytes > len(mapped):  # it has become shorter
+        if info.offset + info.nbytes > len(mapped):  # truncated after the header was read
             raise WeightsError(str(info.path), got=f"{len(mapped)} bytes", need="a complete file")
         return torch.from_numpy(mapped[info.offset : info.offset + info.nbytes])
 
     def close(self) -> None:
-        """Forget the files. Views that were read stay valid."""
+        """Drop the references to the mapped files. Views that were read stay valid."""
         self._maps.clear()

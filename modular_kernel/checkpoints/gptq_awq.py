@@ -1,9 +1,13 @@
 """Conversion of GPTQ and AWQ weights to int4_w4a16_group and int8_w8a16_group.
 
 w1 = from_gptq(qweight, scales, qzeros, group=128)  # any leading dimensions, such as (e, ...)
-w2 = shard_columns(from_gptq(...), rank, world)     # groups are halved until they divide it
-w1 = regroup(w1, w2.group)                          # a layer has one group size
+w2 = shard_columns(from_gptq(...), rank, world)     # may need smaller groups than the file has
+w1 = regroup(w1, w2.group)                          # w1 and w2 must have the same group size
 Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
+
+A weight is scale * (code - zero point), with one scale and zero point per row and group of columns.
+Both quantizers pack codes into int32 words and store matrices as (K, N): GPTQ packs along K, AWQ
+along N with the columns of a word interleaved.
 """
 
 from dataclasses import dataclass, replace
@@ -18,9 +22,8 @@ from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, OneOf, expect
 from modular_kernel.utils.tensor_checks import check_tensor, check_tensors
 
-_WORD_BITS = 32  # bits of a packed integer
-# Nibble i of a word of AWQ holds column _AWQ_ORDER[i] of eight; column n is in nibble
-# [0, 4, 1, 5, 2, 6, 3, 7][n].
+_WORD_BITS = 32
+# Nibble i of an AWQ word has column _AWQ_ORDER[i] of the word's eight columns.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MIN_GROUP = 32
 _NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
@@ -30,9 +33,12 @@ _NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
 class GroupWeights:
     """One matrix, or a stack of them, in the layout of the group schemes.
 
-    w: uint8, (..., N, K / 2) with even k in the low nibble, or (..., N, K) for 8 bits. scale: (...,
-    N, ceil(K / group)). zero_point: uint8, (..., N / 2, ceil(K / group)) with even n in the low
-    nibble, or (..., N, ceil(K / group)) for 8 bits; None means 8, or 128 for 8 bits.
+    w: uint8, (..., N, K / 2) with even k in the low nibble, or (..., N, K) for 8 bits.
+    scale: (..., N, ceil(K / group)) floating.
+    zero_point: uint8, (..., N / 2, ceil(K / group)) with even n in the low nibble, or (..., N,
+        ceil(K / group)) for 8 bits. None means 8 for 4 bits, and 128 for 8 bits.
+    group: columns per scale.
+    bits: 4 or 8.
     """
 
     w: torch.Tensor
@@ -94,22 +100,27 @@ def from_gptq(
     minus_one: bool = True,
     bits: int = 4,
 ) -> GroupWeights:
-    """Convert GPTQ's qweight (..., K / p, N), scales (..., G, N) and qzeros (..., G, N / p).
+    """Convert GPTQ weights.
 
-    qweight, qzeros: int32. bits: 4 or 8; an int32 holds p = 8 or 4 values. group: columns per
-    group, or -1 for one group of all K. g_idx: must be k // group, that is, without act-order.
-    minus_one: qzeros hold the zero point minus one, as in the first version of the format; the
-    second version stores it unchanged.
+    qweight: (..., K / p, N) int32 with p = 32 / bits values per word.
+    scales: (..., G, N) floating.
+    qzeros: (..., G, N / p) int32, the zero points.
+    group: columns per group, or -1 for one group of all K.
+    g_idx: (..., K) integers, the group of each column. Must be k // group: columns that are ordered
+        by activation (act-order) are not supported.
+    minus_one: qzeros are zero points minus one, as in the first version of GPTQ's format. The
+        second version stores zero points unchanged.
+    bits: 4 or 8.
 
-    Raises WeightsError for act-order, or for a stored zero point that overflows;
-    ConfigurationError, ShapeError or DtypeError for arguments that do not match.
+    Raises WeightsError for act-order, or if a zero point minus one overflows when 1 is added.
+    Raises ConfigurationError, ShapeError or DtypeError for arguments that do not match.
     """
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     expect("minus_one", minus_one, bool)
     check_packed(qweight, "qweight")
     depth = qweight.shape[-2] * (_WORD_BITS // bits)
-    group = checked_group(group, depth)
-    check_order(g_idx, depth, group, "g_idx")
+    group = resolve_group(group, depth)
+    check_group_order(g_idx, depth, group, "g_idx")
     return convert_gptq(qweight, scales, qzeros, group, minus_one=minus_one, bits=bits)
 
 
@@ -124,15 +135,15 @@ def convert_gptq(  # noqa: PLR0913 (as from_gptq)
     order: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> GroupWeights:
-    """Do what `from_gptq` does, for a checked qweight and group.
+    """Convert GPTQ weights like `from_gptq`, without checks of `qweight` and `group`.
 
-    order: (..., K), as `column_order` returns it; the columns are sorted. out: uint8 (..., N, bytes
-    of K), contiguous; unless there is an order, w is written there.
+    order: (..., K), the result of `argsort_by_group`, to sort the columns by. None keeps the order.
+    out: contiguous uint8 (..., N, K bits / 8), the tensor to write w to. Ignored with an order.
     """
     if order is not None:
         w = packed_words.permute_rows(qweight, order, bits)
     else:
-        # A word of a column has its values in the order of the bytes of a row.
+        # The bytes of a word are already in the order of K, so words can be transposed whole.
         words = None if out is None else out.view(torch.int32)
         words = packed_words.transpose_words(qweight, words)
         w = words.view(torch.uint8) if out is None else out
@@ -150,7 +161,7 @@ def _add_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
     max_code = (1 << bits) - 1
     for mask in (max_code << shift for shift in range(0, 8, bits)):
         if bool((zeros & mask == mask).any()):
-            # top + 1 overflows, and packers disagree about the wrapped value.
+            # The sum would overflow. Quantizers disagree about how to read such a zero point.
             need = f"at most {max_code - 1} (zero point minus 1)"
             raise WeightsError("qzeros", got=f"a stored {max_code}", need=need)
     return zeros + (0x11 if bits == 4 else 1)
@@ -163,13 +174,16 @@ def from_awq(
     *,
     group: int,
 ) -> GroupWeights:
-    """Convert 4-bit AWQ's qweight (..., K, N / 8), scales (..., G, N) and qzeros (..., G, N / 8).
+    """Convert 4-bit AWQ weights.
 
-    qweight, qzeros: int32 of eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as for GPTQ.
+    qweight: (..., K, N / 8) int32, eight columns per word in the order 0, 2, 4, 6, 1, 3, 5, 7.
+    scales: (..., G, N) floating.
+    qzeros: (..., G, N / 8) int32, the zero points, packed like qweight.
+    group: columns per group, or -1 for one group of all K.
     """
     check_packed(qweight, "qweight")
     depth = qweight.shape[-2]
-    group = checked_group(group, depth)
+    group = resolve_group(group, depth)
     if depth % 2:
         raise ShapeError("qweight", got=tuple(qweight.shape), need="(..., K, N / 8), K even")
     return convert_awq(qweight, scales, qzeros, group)
@@ -182,9 +196,9 @@ def convert_awq(
     group: int,
     out: torch.Tensor | None = None,
 ) -> GroupWeights:
-    """Do what `from_awq` does, for a checked qweight and group.
+    """Convert AWQ weights like `from_awq`, without checks of `qweight` and `group`.
 
-    out: uint8 (..., N, K / 2), contiguous: where to write w.
+    out: contiguous uint8 (..., N, K / 2), the tensor to write w to.
     """
     w = packed_words.pack_columns(qweight, _AWQ_ORDER, out)
     zeros = None
@@ -194,18 +208,21 @@ def convert_awq(
     return _group_weights(w, scales, zeros, group, 4)
 
 
-def symmetric(weights: GroupWeights) -> GroupWeights:
-    """Return the weights without zero points; raise WeightsError unless all are 8, or 128."""
+def drop_zero_points(weights: GroupWeights) -> GroupWeights:
+    """Return symmetric weights without their zero points.
+
+    Raises WeightsError unless all zero points are 8 (4 bits) or 128 (8 bits).
+    """
     _check_group_weights(weights)
-    return without_zero_points(weights)
+    return drop_zero_points_unchecked(weights)
 
 
-def without_zero_points(weights: GroupWeights) -> GroupWeights:
-    """Return what `symmetric` does, for weights that the importers made."""
+def drop_zero_points_unchecked(weights: GroupWeights) -> GroupWeights:
+    """Drop zero points like `drop_zero_points`, without checks of shapes and dtypes."""
     if weights.zero_point is None:
         return weights
     zeros, middle = weights.zero_point, 1 << (weights.bits - 1)
-    bad = zeros != (middle if weights.bits == 8 else middle * 0x11)  # both nibbles of a byte
+    bad = zeros != (middle if weights.bits == 8 else middle * 0x11)  # 0x11: in both nibbles
     if bool(bad.any()):
         codes = zeros[bad][:1]
         points = torch.cat([codes & 15, codes >> 4]) if weights.bits == 4 else codes
@@ -217,9 +234,10 @@ def without_zero_points(weights: GroupWeights) -> GroupWeights:
 
 
 def regroup(weights: GroupWeights, group: int) -> GroupWeights:
-    """Return the same values in groups of `group` columns, with scales and zero points repeated.
+    """Return the same weights in smaller groups, with scales and zero points repeated.
 
-    group must divide the current group size, or, if one group spans all columns, be even.
+    group: columns per group, an even divisor of the current size. If one group spans all columns,
+        any even number is allowed.
     """
     _check_group_weights(weights)
     expect("group", group, int)
@@ -237,7 +255,7 @@ def regroup(weights: GroupWeights, group: int) -> GroupWeights:
 
 
 def fit_group(group: int, columns: int) -> int:
-    """Halve `group` until it divides `columns`; raise ConfigurationError below 32."""
+    """Halve `group` until it divides `columns`. Raises ConfigurationError if it falls below 32."""
     expect("group", group, Count)
     expect("columns", columns, Count)
     size = group
@@ -250,17 +268,17 @@ def fit_group(group: int, columns: int) -> int:
 
 
 def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
-    """Return a rank's shard of K (for w2): K / world columns, with groups halved to divide it."""
+    """Return the columns of w2 for one tensor-parallel rank.
+
+    The shard has K / world columns. Groups are halved until they divide this number.
+    """
     _check_group_weights(weights)
     shard_size = _shard_size("columns", weights.depth, rank, world)
-    if weights.scale.shape[-1] > 1:
-        weights = regroup(weights, fit_group(weights.group, shard_size))
-    else:
-        weights = regroup(
-            weights, shard_size
-        )  # one group per row stays one group per row of a shard
-    groups = shard_size // weights.group
-    scales = slice(rank * groups, (rank + 1) * groups)
+    has_one_group = weights.scale.shape[-1] == 1
+    group = shard_size if has_one_group else fit_group(weights.group, shard_size)
+    weights = regroup(weights, group)
+    num_groups = shard_size // weights.group
+    groups = slice(rank * num_groups, (rank + 1) * num_groups)
     columns = slice(
         rank * shard_size // weights.per_byte, (rank + 1) * shard_size // weights.per_byte
     )
@@ -268,17 +286,17 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     return replace(
         weights,
         w=weights.w[..., columns].contiguous(),
-        scale=weights.scale[..., scales].contiguous(),
-        zero_point=None if zeros is None else zeros[..., scales].contiguous(),
+        scale=weights.scale[..., groups].contiguous(),
+        zero_point=None if zeros is None else zeros[..., groups].contiguous(),
     )
 
 
 def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
-    """Return a rank's shard of N: N / world rows of w1's gate, or of its up projection."""
+    """Return the N / world rows of a gate or up projection for one tensor-parallel rank."""
     _check_group_weights(weights)
     shard_size = _shard_size("rows", weights.w.shape[-2], rank, world)
     rows = slice(rank * shard_size, (rank + 1) * shard_size)
-    packed = slice(
+    packed_rows = slice(
         rank * shard_size // weights.per_byte, (rank + 1) * shard_size // weights.per_byte
     )
     zeros = weights.zero_point
@@ -286,7 +304,7 @@ def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
         weights,
         w=weights.w[..., rows, :].contiguous(),
         scale=weights.scale[..., rows, :].contiguous(),
-        zero_point=None if zeros is None else zeros[..., packed, :].contiguous(),
+        zero_point=None if zeros is None else zeros[..., packed_rows, :].contiguous(),
     )
 
 
@@ -300,8 +318,8 @@ def _shard_size(what: str, size: int, rank: int, world: int) -> int:
     return size // world
 
 
-def checked_group(group: int, depth: int) -> int:
-    """Return the columns per group, where -1 means all `depth`."""
+def resolve_group(group: int, depth: int) -> int:
+    """Return the columns per group. group: -1 means one group of all `depth` columns."""
     expect("group", group, Annotated[int, Between(-1, MAX_INT32)])
     if group == -1:
         return depth
@@ -311,7 +329,7 @@ def checked_group(group: int, depth: int) -> int:
 
 
 def check_packed(packed: torch.Tensor, what: str) -> None:
-    """Raise unless `packed` is a nonempty int32 tensor with two or more dimensions."""
+    """Raise DtypeError or ShapeError unless `packed` is nonempty int32 with two or more dims."""
     check_tensor(what, packed)
     if packed.dtype is not torch.int32:
         raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
@@ -320,11 +338,15 @@ def check_packed(packed: torch.Tensor, what: str) -> None:
         raise ShapeError(what, got=tuple(packed.shape), need=need)
 
 
-def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torch.Tensor:
-    """Return the permutation that sorts columns by group, stable, (..., depth) int32.
+def argsort_by_group(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torch.Tensor:
+    """Return the stable permutation that sorts columns by group, (..., depth) int32.
 
-    g_idx: (..., depth) int32 or int64, the group of each column. Raises WeightsError unless each
-    group has `group` columns (the last may have fewer).
+    With act-order (GPTQ's desc_act), a group consists of columns of similar activations, which are
+    not adjacent. Kernels need adjacent groups, and permute their input in the same way.
+
+    g_idx: (..., depth) int32 or int64, the group of each column. group: columns per group. what:
+    name of g_idx, for messages. Raises WeightsError unless each group has `group` columns; the
+    last one may have fewer.
     """
     _check_indices(g_idx, what)
     expected = _group_index(0, depth, group).to(g_idx.device)
@@ -337,15 +359,19 @@ def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torc
 
 
 def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
-    """Permute the columns into group order; scales and zero points already have it.
+    """Sort the columns of w by group. Scales and zero points are already stored by group.
 
-    order: (..., K), as `column_order` returns it.
+    order: (..., K), the result of `argsort_by_group`.
     """
     return replace(weights, w=packed_words.permute_columns(weights.w, order, weights.bits))
 
 
-def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
-    """Raise WeightsError unless the columns are in group order, DtypeError for no integers."""
+def check_group_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
+    """Raise WeightsError unless columns are in the order of groups (no act-order).
+
+    g_idx: (..., depth), the group of each column; None means in order. Raises DtypeError unless it
+    has integers.
+    """
     if g_idx is None:
         return
     _check_indices(g_idx, what)
@@ -359,7 +385,7 @@ def _check_indices(g_idx: torch.Tensor, what: str) -> None:
 
 
 def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int, what: str) -> None:
-    """Raise WeightsError unless g_idx (..., K) has the groups of columns [a, b) in order."""
+    """Raise WeightsError unless g_idx is k // group for columns [a, b)."""
     expected = _group_index(*columns, group).to(g_idx.device)
     if g_idx.shape[-1:] != expected.shape or bool((g_idx != expected).any()):
         got = "columns out of order (act-order)"
@@ -369,14 +395,15 @@ def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int,
 
 @lru_cache(maxsize=16)
 def _group_index(start: int, stop: int, group: int) -> torch.Tensor:
-    """Return k // group of columns [start, stop), int32; cached for the matrices of a layer."""
+    """Return k // group for k in [start, stop), int32. Cached: all experts need the same."""
     return torch.arange(start, stop, dtype=torch.int32, device="cpu") // group
 
 
 def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
-    """Unpack int32 to uint8 values of 32 / len(order) bits along `dim`, a negative number.
+    """Unpack int32 words along a dimension to uint8 values.
 
-    order[i]: the index, within the word, of the value in bits [bits * i, bits * (i + 1)).
+    dim: a negative number. order: the position, among the values of its word, of the value in bits
+    [bits * i, bits * (i + 1)) for each i, where bits = 32 / len(order).
     """
     bits = _WORD_BITS // len(order)
     values: list[torch.Tensor] = [packed] * len(order)
@@ -393,9 +420,9 @@ def _group_weights(
     group: int,
     bits: int,
 ) -> GroupWeights:
-    """Check and transpose scales (..., G, N) and packed zero points (..., G, bytes of N).
+    """Check the shapes, and transpose scales and zero points.
 
-    w: (..., N, bytes of K).
+    w: (..., N, K bits / 8). scales_GN: (..., G, N). zeros: (..., G, N bits / 8) uint8.
     """
     per_byte = 8 // bits
     *batch, rows, row_bytes = w.shape
@@ -415,9 +442,9 @@ def _group_weights(
 
 
 def pack_values(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return uint8 values.
+    """Pack 4-bit values in pairs along the last dimension, the even one in the low nibble.
 
-    4-bit values are packed in pairs along the last dimension, the even one low.
+    8-bit values are returned as they are. Returns uint8.
     """
     if bits == 4:
         values = values[..., 0::2] | (values[..., 1::2] << 4)

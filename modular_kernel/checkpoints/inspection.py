@@ -1,7 +1,10 @@
-"""Inspection of a checkpoint by its config.json and file headers, without reading tensors.
+"""Inspection of a checkpoint by its config.json and the headers of its files.
 
-report = inspect("checkpoint/")     # checks every layer's names, shapes and dtypes
-report.groups                       # layers that are quantized alike, each with fields of Problem
+report = inspect("checkpoint/")  # checks the names, shapes and dtypes of every layer's experts
+report.groups                    # one LayerGroup for each format, with the fields of Problem
+
+`read_checkpoint_info` is the first step of loading, too: it finds the layers with experts and their
+formats.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +14,8 @@ from typing import Any
 import torch
 
 from modular_kernel.checkpoints import gguf_files
-from modular_kernel.checkpoints.checkpoint_files import has_tensors, local_path
-from modular_kernel.checkpoints.formats import Format, fit
+from modular_kernel.checkpoints.checkpoint_files import has_tensors, resolve_path
+from modular_kernel.checkpoints.formats import Format, fit_scheme
 from modular_kernel.checkpoints.gguf_files import GgufFiles
 from modular_kernel.checkpoints.open_files import open_tensors
 from modular_kernel.checkpoints.quantization_map import UNQUANTIZED, QuantizationMap
@@ -45,12 +48,14 @@ from modular_kernel.utils.argument_checks import expect
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint's sizes, formats and layers with experts, before any check of tensors.
+    """The sizes, formats and layers with experts of a checkpoint, before any check of tensors.
 
-    config_fields: fields of Problem in the config.json, without quant; the activation is that of
-    layer 0. formats: of each module.
-    layers: possible layouts of each layer, with name prefixes. config: path of the config.json, and
-    its object that describes the layers. quantize_inputs: as for `load_experts`.
+    config_fields: the fields of Problem in the config.json, without quant. The activation is that
+        of layer 0.
+    formats: the storage formats of all modules.
+    layers: [(layout, prefix of the experts' names), ...] for each layer, from `find_layers`.
+    config: path of the config.json, and the object in it that describes the layers.
+    quantize_inputs: as for `load_experts`.
     """
 
     files: TensorFiles
@@ -60,36 +65,35 @@ class CheckpointInfo:
     config: tuple[Path, dict[str, Any]]
     quantize_inputs: bool = False
 
-    def source(self, layer: int) -> LayerSource:
-        """Return the location of a layer's experts.
+    def layer_source(self, layer: int) -> LayerSource:
+        """Return the source of a layer's experts, with the format that they have in the files.
 
-        Raises ConfigurationError for a layer without experts, or whose experts have several
-        formats.
+        Raises ConfigurationError for a layer without experts, and for experts with several formats.
         """
         if layer not in self.layers:
             need = f"one with experts: {format_ranges(sorted(self.layers))}"
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
-        format = self._format(layer)
-        source = self._source(layer, format)
-        # Quantizers often leave layers for MTP as they are; bitsandbytes and torchao leave experts
-        # that are parameters of the model class, and not modules, without an entry for them.
-        by_class = format.method in ("bitsandbytes", "torchao")
-        often_plain = by_class and not source.has_scales()
-        if often_plain or (format.method != UNQUANTIZED.method and self.is_extra(layer)):
-            plain = self._source(layer, UNQUANTIZED)
-            if plain.has_floats() and (often_plain or not format.dequantized):
-                return plain
+        format = self._configured_format(layer)
+        source = self._find_source(layer, format)
+        # The files may have unquantized experts although the quantization_config does not exclude
+        # them: many quantizers skip MTP layers, and bitsandbytes and torchao skip experts that are
+        # parameters instead of modules of the model class.
+        skips_parameters = format.method in ("bitsandbytes", "torchao") and not source.has_scales()
+        is_quantized = format.method != UNQUANTIZED.method
+        if skips_parameters or (is_quantized and self.is_mtp_layer(layer)):
+            unquantized = self._find_source(layer, UNQUANTIZED)
+            if unquantized.has_floats() and (skips_parameters or not format.dequantized):
+                return unquantized
         return source
 
-    def common_layer(self) -> int:
-        """Return the lowest of the model's own layers, if all of them have one format.
+    def representative_layer(self) -> int:
+        """Return the lowest layer with experts, if all layers have the same format.
 
-        Raises ConfigurationError if they differ, or if the experts of a layer do.
+        MTP layers are ignored. Raises ConfigurationError if formats differ.
         """
-        own = [layer for layer in sorted(self.layers) if not self.is_extra(layer)]
         by_format = dict[str, list[int]]()
-        for layer in own or sorted(self.layers):
-            by_format.setdefault(str(self.source(layer).format), []).append(layer)
+        for layer in self.model_layers() or sorted(self.layers):
+            by_format.setdefault(str(self.layer_source(layer).format), []).append(layer)
         if len(by_format) > 1:
             texts = [f"{format_layers(layers)} {name}" for name, layers in by_format.items()]
             got = f"None, and several formats ({'; '.join(texts[:4])})"
@@ -98,19 +102,27 @@ class CheckpointInfo:
             )
         return next(iter(by_format.values()))[0]
 
-    def is_extra(self, layer: int) -> bool:
-        """Return whether a layer follows the model's own, for multi-token prediction (MTP)."""
+    def is_mtp_layer(self, layer: int) -> bool:
+        """Return whether a layer is for multi-token prediction (MTP).
+
+        MTP layers are stored after the layers that the model itself runs.
+        """
         count = num_layers(*self.config)
         return count is not None and layer >= count
 
-    def _format(self, layer: int) -> Format:
+    def model_layers(self) -> list[int]:
+        """Return the layers with experts except MTP layers, in ascending order."""
+        return [layer for layer in sorted(self.layers) if not self.is_mtp_layer(layer)]
+
+    def _configured_format(self, layer: int) -> Format:
+        """Return the format of a layer's experts according to the quantization_config."""
         layout, prefix = self.layers[layer][0]
         experts = self.formats.experts_to_try(self.config_fields["experts"])
         modules = layout.modules(prefix.removesuffix(layout.path), experts)
         format = self.formats.common_format(modules, f"experts of layer {layer}")
         return format.with_inputs() if self.quantize_inputs else format
 
-    def _source(self, layer: int, format: Format) -> LayerSource:
+    def _find_source(self, layer: int, format: Format) -> LayerSource:
         fields = self.config_fields
         sizes = (fields["experts"], fields["hidden"], fields["intermediate"])
         return find_source(self.files, format, self.layers[layer], sizes, fields["bias"])
@@ -120,20 +132,19 @@ class CheckpointInfo:
     ) -> dict[str, Any]:
         """Return the fields of Problem that the checkpoint determines, for one of `world` TP ranks.
 
-        intermediate is the width of a rank's weights, which includes padding.
-        dtype: overrides the dtype in the config.json and the one of unquantized files. Raises
-        DtypeError if it is None and unquantized files have several.
+        `intermediate` is the width of a rank's weights, including padding.
+
+        dtype: dtype of the layer. None uses the dtype in the config.json, else that of unquantized
+        files. Raises DtypeError if these have several.
         """
         fields = self.config_fields | ({} if dtype is None else {"dtype": dtype})
         stored_dtype = None if "dtype" in fields else source.dtype()
         fields |= {} if stored_dtype is None else {"dtype": dtype_name(stored_dtype)}
-        of_layer = layer_fields_of_config(*self.config, source.number)
-        act = ActivationSpec.parse(of_layer["activation"])
+        layer_fields = layer_fields_of_config(*self.config, source.layer_number)
+        act = ActivationSpec.parse(layer_fields["activation"])
         if act.gated:
             act = replace(act, interleaved=source.layer.layout.interleaved)
-        scheme = fit(source.format, fields["intermediate"], world=world, gated=act.gated)
-        width = split_intermediate(fields["intermediate"], world, scheme).width
-        return fields | {"quant": str(scheme), "activation": act, "intermediate": width}
+        return fields | _share_fields(source.format, fields["intermediate"], world, act)
 
 
 def read_checkpoint_info(
@@ -143,7 +154,11 @@ def read_checkpoint_info(
     *,
     quantize_inputs: bool = False,
 ) -> CheckpointInfo:
-    """Read a checkpoint's config.json, and find its layers with experts by tensor names."""
+    """Read a checkpoint's config.json, and find its layers with experts by tensor names.
+
+    files: the open files. config: a config.json to use instead of the one next to the tensors.
+    prefix, quantize_inputs: as for `load_experts`.
+    """
     path, config_object = config_of_file(str(_config_path(files) if config is None else config))
     layouts = LAYOUTS[config_object["model_type"]]
     if isinstance(files, GgufFiles):
@@ -152,9 +167,9 @@ def read_checkpoint_info(
         layouts = gguf_files.LAYOUTS
     elif path.name == PARAMS:
         layouts = MISTRAL
-    # What differs between layers, `CheckpointInfo.problem_fields` reads again.
+    # `CheckpointInfo.problem_fields` replaces the fields that differ between layers.
     config_fields: dict[str, Any] = layer_fields_of_config(path, config_object, 0)
-    formats = _formats(path, config_object, config_fields)
+    formats = _make_quantization_map(path, config_object, config_fields)
     _, layers = find_layers(files, layouts, prefix)
     return CheckpointInfo(
         files, config_fields, formats, layers, (path, config_object), quantize_inputs
@@ -167,20 +182,31 @@ def _config_path(files: TensorFiles) -> Path:
     return config_path(files.path if files.path.is_dir() else files.path.parent)
 
 
-def _formats(path: Path, config: dict[str, Any], fields: dict[str, Any]) -> QuantizationMap:
+def _make_quantization_map(
+    path: Path, config: dict[str, Any], fields: dict[str, Any]
+) -> QuantizationMap:
     quantization, expert_dtype = quantization_of(config), config.get("expert_dtype")
     if quantization is None:
-        scheme_of(str(path), config)  # refuses options of experts without quantization
+        scheme_of(str(path), config)  # raises if there is an expert_dtype without quantization
     depth = max(fields["hidden"], fields["intermediate"])
     return QuantizationMap(quantization, path=str(path), depth=depth, expert_dtype=expert_dtype)
+
+
+def _share_fields(
+    format: Format, intermediate: int, world: int, act: ActivationSpec
+) -> dict[str, Any]:
+    """Return quant, activation and intermediate of the Problem of one of `world` TP ranks."""
+    scheme = fit_scheme(format, intermediate, world=world, gated=act.gated)
+    width = split_intermediate(intermediate, world, scheme).width
+    return {"quant": str(scheme), "activation": act, "intermediate": width}
 
 
 @dataclass(frozen=True)
 class LayerGroup:
     """Layers whose experts have one format and activation.
 
-    layers: their numbers. nbytes: total size of their experts' tensors. problem_fields: fields of
-    Problem of a layer that is not split over ranks.
+    layers: numbers of the layers. nbytes: total size of their experts' tensors in the files, in
+    bytes. problem_fields: the fields of Problem of a layer that is not split over ranks.
     """
 
     layers: tuple[int, ...]
@@ -195,37 +221,38 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class InspectionReport:
-    """The checked contents of all layers with experts in a checkpoint.
+    """The experts in a checkpoint, after a check of the headers of all layers.
 
-    groups: layers of each format, the one of the lowest layer first. dtype_of_files: True if the
-    dtype comes from the files, not from the config.json or the caller. converted: dtypes of
-    unquantized files that differ from the problem's. extra: layers after the model's own, for
-    multi-token prediction, each with a text about its format, or why it cannot be loaded.
+    groups: the layers by format and activation. The group of the lowest layer comes first.
+    is_dtype_from_files: the dtype comes from the files, not from the config.json or the caller.
+    converted_dtypes: dtypes of unquantized files that differ from the dtype of the layer.
+    mtp_layers: (number, text) of layers for multi-token prediction. The text names the format, or
+        the reason why the layer cannot be loaded.
     """
 
     groups: tuple[LayerGroup, ...]
-    dtype_of_files: bool
-    converted: tuple[str, ...] = ()
-    extra: tuple[tuple[int, str], ...] = ()
+    is_dtype_from_files: bool
+    converted_dtypes: tuple[str, ...] = ()
+    mtp_layers: tuple[tuple[int, str], ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The numbers of the model's layers with experts."""
+        """The numbers of the layers with experts, except MTP layers."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
 
     @property
     def nbytes(self) -> int:
-        """Total size of their experts' tensors."""
+        """The total size of the experts' tensors in the files, in bytes, without MTP layers."""
         return sum(group.nbytes for group in self.groups)
 
     @property
     def problem_fields(self) -> dict[str, Any]:
-        """The fields of Problem of the lowest layer."""
+        """The fields of Problem of the lowest layer with experts."""
         return self.groups[0].problem_fields
 
     def __str__(self) -> str:
         text = f"experts of {'; '.join(map(str, self.groups))}"
-        return text + "".join(f"; MTP layer {layer} {what}" for layer, what in self.extra)
+        return text + "".join(f"; MTP layer {layer} {what}" for layer, what in self.mtp_layers)
 
 
 def _format_text(format: Format) -> str:
@@ -235,9 +262,10 @@ def _format_text(format: Format) -> str:
 def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionReport:
     """Check every layer with experts against the config.json, reading only headers.
 
-    checkpoint, dtype: as for `load_experts`. Raises what `load_experts` would raise for a layer of
-    the model, and DtypeError if only the files determine the dtype and layers differ. Layers for
-    multi-token prediction are only described.
+    Errors in MTP layers are not raised, but described in the report.
+
+    checkpoint, dtype: as for `load_experts`. Raises the errors that `load_experts` would raise for
+    any layer, and DtypeError if only the files state the dtype and layers have different ones.
     """
     expect("checkpoint", checkpoint, str | Path)
     expect("dtype", dtype, torch.dtype | str | None)
@@ -245,11 +273,11 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
         info = read_checkpoint_info(files)
         by_format: dict[tuple[Format, str, str], LayerGroup] = {}
         layer_of_dtype, file_dtypes = dict[str, int](), set[str]()
-        own = [layer for layer in sorted(info.layers) if not info.is_extra(layer)]
-        for layer in own or sorted(info.layers):
-            source = info.source(layer)
+        model_layers = info.model_layers()
+        for layer in model_layers or sorted(info.layers):
+            source = info.layer_source(layer)
             source.check()
-            file_dtypes |= {dtype_name(kind) for kind in source.stored_dtypes()}
+            file_dtypes |= {dtype_name(stored) for stored in source.stored_dtypes()}
             fields = info.problem_fields(source, dtype=dtype)
             if "dtype" in fields:
                 layer_of_dtype.setdefault(fields["dtype"], layer)
@@ -259,23 +287,27 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
                 group, layers=(*group.layers, layer), nbytes=group.nbytes + source.nbytes()
             )
         if len(layer_of_dtype) > 1:
-            got = " and ".join(f"{kind} in layer {layer}" for kind, layer in layer_of_dtype.items())
+            got = " and ".join(f"{name} in layer {layer}" for name, layer in layer_of_dtype.items())
             raise DtypeError(f"{files.path}: dtype", got=got, need=ONE_DTYPE)
-        stated = dtype is not None or "dtype" in info.config_fields
+        is_stated = dtype is not None or "dtype" in info.config_fields
         loaded_dtype = next(iter(layer_of_dtype), "bfloat16")
-        extra = [(layer, _describe_extra(info, layer)) for layer in info.layers if layer not in own]
+        mtp_layers = [
+            (layer, _describe_mtp_layer(info, layer))
+            for layer in sorted(info.layers)
+            if layer not in model_layers
+        ]
         return InspectionReport(
             tuple(by_format.values()),
-            dtype_of_files=bool(layer_of_dtype) and not stated,
-            converted=tuple(sorted(file_dtypes - {loaded_dtype})),
-            extra=tuple(sorted(extra)) if own else (),
+            is_dtype_from_files=bool(layer_of_dtype) and not is_stated,
+            converted_dtypes=tuple(sorted(file_dtypes - {loaded_dtype})),
+            mtp_layers=tuple(mtp_layers) if model_layers else (),
         )
 
 
-def _describe_extra(info: CheckpointInfo, layer: int) -> str:
-    """Describe the format of a layer that the model itself does not have."""
+def _describe_mtp_layer(info: CheckpointInfo, layer: int) -> str:
+    """Return the format of an MTP layer, or the reason why it cannot be loaded, as text."""
     try:
-        source = info.source(layer)
+        source = info.layer_source(layer)
         source.check()
     except InputError as error:
         return f"cannot be loaded ({error})"
@@ -284,11 +316,12 @@ def _describe_extra(info: CheckpointInfo, layer: int) -> str:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The configuration of one layer with experts, known before a tensor is read.
+    """The configuration of one layer with experts, from the config.json and the file headers.
 
-    problem_fields: fields of Problem, per TP rank. intermediate: I of an expert before it is split
-    over TP ranks. router: None if the model_type's router is not known. model_type: from the
-    config.json. format: of the files.
+    problem_fields: the fields of Problem of one TP rank.
+    intermediate: I of an expert before it is split over TP ranks.
+    router: None if the model_type has no known router.
+    format: the storage format of the files.
     """
 
     problem_fields: dict[str, Any]
@@ -298,21 +331,25 @@ class LayerConfig:
     format: Format
 
 
-def layer_config(
+def read_layer_config(
     checkpoint: str | Path, layer: int | None, *, tp: int = 1, dtype: str | None = None
 ) -> LayerConfig:
     """Read the configuration of one layer from the config.json and the headers of the files.
 
-    layer: None means any layer with experts. A folder without tensors, or a config.json alone, is
-    sufficient. The rows of w1 then have the order of the model's own files, and the scheme is the
-    one in the config.json. Raises the errors of `load_experts` for what is read, and
-    ConfigurationError if `layer` is None and layers have several schemes.
+    checkpoint: as for `load_experts`. A config.json alone, or a folder without tensors, is enough;
+        the order of gate and up rows is then that of the model_type's published checkpoints.
+    layer: number of the layer. None uses any layer with experts.
+    tp: number of TP ranks.
+    dtype: as for `load_experts`.
+
+    Raises the errors of `load_experts`, and ConfigurationError if `layer` is None and layers have
+    several schemes.
     """
-    checkpoint_path = local_path(checkpoint)
+    checkpoint_path = resolve_path(checkpoint)
     if checkpoint_path.suffix != ".json" and has_tensors(checkpoint_path):
         with open_tensors(checkpoint_path) as files:
             info = read_checkpoint_info(files)
-            source = info.source(info.common_layer() if layer is None else layer)
+            source = info.layer_source(info.representative_layer() if layer is None else layer)
             fields, format = info.problem_fields(source, tp, dtype=dtype), source.format
             (path, config), config_fields = info.config, info.config_fields
     else:
@@ -332,42 +369,40 @@ def layer_config(
 def _problem_fields_of_config(
     path: Path, config: dict[str, Any], fields: dict[str, Any], layer: int | None, tp: int
 ) -> tuple[dict[str, Any], Format]:
-    """Return the fields of Problem of one layer, per TP rank, and its format, without files."""
+    """Return the fields of Problem of one TP rank, and the format, from a config.json alone."""
     if layer is None:
         schemes = layer_schemes(path, config, fields)
         if len(schemes) > 1:
             got = f"None, and several schemes ({'; '.join(map(str, schemes[:4]))})"
             raise ConfigurationError(f"model {path}: layer", got=got, need="the layer's number")
         layer = (schemes[0].layers or (0,))[0]
-    formats = _formats(path, config, fields)
+    formats = _make_quantization_map(path, config, fields)
     modules = quantized_layout(config).modules(
         f"model.layers.{layer}.", formats.experts_to_try(fields["experts"])
     )
     format = formats.common_format(modules, f"experts of layer {layer}")
-    act, intermediate = ActivationSpec.parse(str(fields["activation"])), fields["intermediate"]
-    scheme = fit(format, intermediate, world=tp, gated=act.gated)
-    width = split_intermediate(intermediate, tp, scheme).width
-    return fields | {"quant": str(scheme), "activation": act, "intermediate": width}, format
+    act = ActivationSpec.parse(str(fields["activation"]))
+    return fields | _share_fields(format, fields["intermediate"], tp, act), format
 
 
-def dtype_of_files(checkpoint: str | Path) -> str | None:
-    """Return the dtype of unquantized experts from the headers, or None if it is ambiguous."""
+def read_expert_dtype(checkpoint: str | Path) -> str | None:
+    """Return the dtype of unquantized experts from the headers; None if it is not determined."""
     if not has_tensors(Path(checkpoint)):
         return None
     try:
         with open_tensors(Path(checkpoint)) as files:
             info = read_checkpoint_info(files)
-            dtypes = [info.source(layer).dtype() for layer in sorted(info.layers)]
+            dtypes = [info.layer_source(layer).dtype() for layer in sorted(info.layers)]
     except InputError:
         return None
     return next((dtype_name(dtype) for dtype in dtypes if dtype is not None), None)
 
 
 def raise_header_error(checkpoint: Path, error: Exception) -> None:
-    """Raise the error that a checkpoint's headers explain, after another loader has failed.
+    """Raise the error that `inspect` finds in a checkpoint, after another loader has failed.
 
-    error: of that loader, which names no tensor. Returns if the headers show no error, or the model
-    is unknown.
+    Its message names the invalid tensor. Returns if `inspect` finds no error in the headers, or
+    does not support the model. error: the error of the other loader, which becomes the cause.
     """
     try:
         inspect(checkpoint)

@@ -1,11 +1,12 @@
-"""Loading of one layer's experts from a checkpoint, without a framework.
+"""Loading of one layer's experts from a checkpoint.
 
     loaded = load_experts("checkpoint/", 3, ep=(rank, world))
     kernel = make_kernel(pf, experts, loaded.problem(tokens=512), group=...)
     y_TH = kernel(x_TH, loaded.weights, routing)
 
-A rank reads only its shard of the bytes. Besides the shard, memory holds a piece of one matrix.
-Unquantized files can be quantized while they are loaded (`quantize`).
+A rank reads only the bytes of its own share. The weights are allocated once, and filled a few rows
+of a matrix at a time, so the memory in excess of the share is small. Unquantized files can be
+quantized while they are loaded (`quantize`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,13 @@ import torch
 from modular_kernel.checkpoints.expert_names import ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
-from modular_kernel.checkpoints.fusing import Matrix, fuse, projection_rows, same_order, sort_rows
+from modular_kernel.checkpoints.fusing import (
+    Matrix,
+    common_column_order,
+    expand_column_order,
+    fuse,
+    sort_w1_rows,
+)
 from modular_kernel.checkpoints.inspection import CheckpointInfo, read_checkpoint_info
 from modular_kernel.checkpoints.matrix_layout import Range
 from modular_kernel.checkpoints.open_files import open_tensors
@@ -39,28 +46,28 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils.argument_checks import Count, available_device, expect
 from modular_kernel.utils.progress import logged
 
-_VALUES_PER_STEP = 1 << 22  # values of a matrix that are read, fused and copied in one step
+_VALUES_PER_STEP = 1 << 22  # weights that are read, fused and copied in one step
 
 
 @dataclass(frozen=True, repr=False)
 class LoadedExperts:
     """The experts of one layer that one rank holds.
 
-    weights: of this rank's experts, in the order of `placement`.
-    problem_fields: fields of Problem that the checkpoint determines; `intermediate` is this rank's,
-        with the padding.
+    weights: weights of this rank's experts, in the order of `placement`.
+    problem_fields: the fields of Problem that the checkpoint determines. `intermediate` is the
+        width of this rank's share, including padding.
     placement, ep, tp: the share that was loaded.
-    columns: the columns [first, last) of I that this rank holds. They come first in its weights;
-        the remaining ones are padding, whose weights are 0.
-    format: how the files store the weights.
+    columns: the columns [start, stop) of I that this rank holds. They come first in its weights.
+        The remaining columns are padding with weights of 0.
+    format: the storage format of the files.
     bytes_read: bytes of tensor data that were read.
-    config: path of the config.json, and its object that describes the layer.
+    config: path of the config.json, and the object in it that describes the layer.
     intermediate: I of a whole expert, before it is split over TP ranks.
 
-    `problem` and `partial` include the checkpoint's routed_scaling_factor, by which the kernel then
-    multiplies. If the router's weights already contain the factor, as in transformers' DeepSeek
-    models, use `problem(tokens, routed_scaling_factor=1.0)`. The weights of `router` do not contain
-    it.
+    The result of `problem` and `partial` includes the checkpoint's routed_scaling_factor, by which
+    the kernel multiplies its output. If the router weights already contain the factor, as in
+    transformers' DeepSeek models, use `problem(tokens, routed_scaling_factor=1.0)`. The router
+    weights that `router` describes do not contain it.
     """
 
     weights: ExpertWeights
@@ -76,38 +83,42 @@ class LoadedExperts:
 
     @property
     def router(self) -> RouterSpec | None:
-        """The router that the config.json describes, or None if it is not known for the model_type.
+        """The router that the config.json describes, or None if the model_type has no known router.
 
-        Raises ConfigurationError for values that no RouterSpec allows.
+        Raises ConfigurationError for values that RouterSpec does not support.
         """
         return router_of_config(*self.config, self.problem_fields["top_k"])
 
     def problem(self, tokens: int, **fields: Any) -> Problem:
-        """Return the problem of a pairing that exchanges tokens between the ranks.
+        """Return the problem of a layer that exchanges tokens between the ranks.
 
-        tokens: the maximum of one call. fields: further fields of Problem, which override the
-        checkpoint's. The layer's output is the sum over the TP ranks.
+        The output of the layer is the sum over the TP ranks.
+
+        tokens: the maximum number of tokens in one call. fields: further fields of Problem, which
+        override those of the checkpoint.
         """
         parallel = Parallel(self.ep[1], self._placement_argument(), self.ep[0])
         return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
 
     def partial(self, tokens: int, **fields: Any) -> tuple[Problem, ExpertWeights]:
-        """Return the problem and weights of a pairing without token exchange.
+        """Return the problem and weights of a layer that does not exchange tokens.
 
-        It takes all tokens with global expert ids, and skips the experts of other ranks. The
-        layer's output is the sum over all ranks, expert- and tensor-parallel.
+        Every rank calls the layer with all tokens and global expert ids. Experts of other ranks are
+        skipped. The output of the layer is the sum over all EP and TP ranks.
+
+        tokens, fields: as for `problem`.
         """
-        local = len(self.placement.slots[self.ep[0]])
-        defaults = {"tokens": tokens, "local_experts": local, "expert_map": True}
+        local_experts = len(self.placement.slots[self.ep[0]])
+        defaults = {"tokens": tokens, "local_experts": local_experts, "expert_map": True}
         problem = Problem(**{**defaults, **self.problem_fields, **fields})
         expert_map = self.placement.expert_map(self.ep[0], self.weights.w1.device)
         return problem, replace(self.weights, expert_map=expert_map)
 
     def __repr__(self) -> str:
         """Return a summary without the values of the weights."""
-        quant, stored = str(self.problem_fields["quant"]), str(self.format)
-        is_rounded = quant != "none" and not self.format.scheme.quantized
-        format = f"{stored}, quantized to {quant}" if is_rounded else stored
+        quant, format = str(self.problem_fields["quant"]), str(self.format)
+        if quant != "none" and not self.format.scheme.quantized:
+            format = f"{format}, quantized to {quant}"
         experts = f"{len(self.weights.w1)} of {self.placement.experts} experts in {format}"
         share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
         return f"LoadedExperts({experts}, {share})"
@@ -131,58 +142,60 @@ def load_experts(  # noqa: PLR0913 (independent options)
     quantize_inputs: bool = False,
     quantize: QuantScheme | str | None = None,
 ) -> LoadedExperts:
-    """Load the experts of one layer that one rank holds, in the checkpoint's format or `quantize`.
+    """Load the experts of one layer that one rank holds.
 
-    checkpoint: a folder with a config.json and safetensors (with or without an index), one
-        safetensors file or index, or the name of a model on the Hugging Face Hub, which must be in
-        the local cache: nothing is downloaded. `checkpoints.checkpoint_files` has the rules.
+    Weights keep the format of the checkpoint, unless `quantize` is used. The quantization_config
+    determines the format of each layer: layers that it excludes are loaded unquantized. So are
+    layers for multi-token prediction (MTP) that are unquantized in the files, even if the
+    quantization_config does not exclude them.
+
+    checkpoint: a folder with a config.json and safetensors or GGUF files, a safetensors file or
+        index, a GGUF file, or the name of a model on the Hugging Face Hub, which must be in the
+        local cache: nothing is downloaded. See `checkpoints.checkpoint_files`.
     layer: number of the layer, from 0.
     ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I, into equal shares if
-        possible; where these divide a block or group of quantized weights, its scale is repeated
-        (see `formats.fit`). Where equal shares do not exist, or would divide a group of mxfp4 or
-        nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The first TP
-        rank has b2, the others have zeros.
+        possible. A block or group that equal shares would split is divided, and its scale repeated
+        (`formats.fit_scheme`). If there are no equal shares, or if they would split a group of
+        mxfp4 or nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The
+        first TP rank has b2, and the others have zeros.
     placement: the experts of each EP rank.
-    dtype: of the layer, and of what is not quantized. None uses the config.json's, else that of
-        unquantized files (DtypeError if they have several), else bfloat16.
-    prefix: of the tensor names up to "layers.N", for a checkpoint with several models.
+    dtype: dtype of the layer, and of unquantized weights. None uses the dtype in the config.json,
+        else that of unquantized files (DtypeError if they have several), else bfloat16.
+    prefix: the part of the tensor names before "layers.N", for a checkpoint with several models.
     config: a config.json to use instead of the one next to the tensors.
-    quantize_inputs: for nvfp4 files whose recipe also rounds activations, load nvfp4_w4a4 with the
-        input scales instead of nvfp4_w4a16. Raises ConfigurationError for other files.
-    quantize: a scheme to which unquantized files are quantized, such as
-        "fp8_w8a8_block:block=128x128". The result is that of `quantize_weights` of this rank's
-        share, with the values in the files, which are not rounded to `dtype` first. Under TP,
-        shares are whole groups or blocks of the scheme, if there is one for each rank; the scale of
-        a tensor, of a channel of w2, or of a tile that a share cuts is that of the share.
-        Float8 files with one scale per matrix can be loaded as "fp8_w8a8_channel", which rounds no
-        weight again: by default gate and up get a common scale. Raises ConfigurationError for other
-        quantized files, and for a scheme with static activation scales, which cannot be computed
-        from weights.
+    quantize_inputs: load nvfp4_w4a4, with the activation scales, instead of nvfp4_w4a16. Needs
+        nvfp4 files of a model that was quantized with activations in nvfp4, too; raises
+        ConfigurationError for others.
+    quantize: scheme to quantize unquantized files to, such as "fp8_w8a8_block:block=128x128". The
+        result equals that of `quantize_weights` for this rank's share of the values in the files,
+        which are not rounded to `dtype` first. With TP, shares are whole groups or blocks of the
+        scheme, if there are enough for all ranks. Scales of a tensor, of a row of w2, or of a tile
+        that is split are computed from this rank's share.
+        Float8 files with one scale per matrix can be loaded as "fp8_w8a8_channel". Gate and up then
+        keep their scales, whereas a common scale requires rounding one of them again. Raises
+        ConfigurationError for other quantized files, and for a scheme with static activation
+        scales, which cannot be computed from weights.
 
-    The format is the one that the quantization_config has for the layer's experts, which may differ
-    between layers: a layer that it excludes is loaded unquantized. A layer for multi-token
-    prediction (MTP) that the files have unquantized is too, although no entry excludes it.
-
-    Names, shapes and dtypes are checked before a tensor is read. Raises ConfigurationError for an
-    invalid config.json, format or share, and for a layer whose experts have several formats;
-    WeightsError, ShapeError or DtypeError with the file and tensor, what they have and what is
-    needed. There are no partial results. A load of more than five seconds logs its progress (INFO
-    of the logger "modular_kernel.loading").
+    Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for an
+    invalid config.json, format or share, and for a layer whose experts have several formats. Raises
+    WeightsError, ShapeError or DtypeError, with the file and the tensor, for invalid tensors. If
+    loading takes more than five seconds, progress is logged with level INFO to the logger
+    "modular_kernel.loading".
     """
-    request = _LoadRequest(layer, ep, tp, dtype, prefix, scheme_to_quantize(quantize))
+    request = _LoadRequest(layer, ep, tp, dtype, prefix, parse_quantize(quantize))
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
     expect("quantize_inputs", quantize_inputs, bool)
     torch_device = available_device(device)
     with open_tensors(Path(checkpoint)) as files:
         info = read_checkpoint_info(files, config, prefix, quantize_inputs=quantize_inputs)
-        source = info.source(request.layer)
+        source = info.layer_source(request.layer)
         return _load(source, info, request, placement, torch_device)
 
 
 @dataclass(frozen=True)
 class _LoadRequest:
-    """The arguments of `load_experts`, checked."""
+    """Checked arguments of `load_experts`."""
 
     layer: int
     ep: tuple[int, int]
@@ -202,24 +215,11 @@ class _LoadRequest:
                 raise ConfigurationError(f"{name}: rank", got=rank, need=f"in [0, {world})")
 
 
-def _reader(
-    source: LayerSource, problem: Problem, request: _LoadRequest, columns: Range
-) -> "_ShareReader":
-    """Return the reader of a rank's share; `problem` has the scheme of what is loaded."""
-    is_first = request.tp[0] == 0
-    stored = source.format.scheme
-    if request.quantize is not None and not stored.quantized:
-        return _QuantizingReader(source, source.format, problem, columns, is_first)
-    # Files with static activation scales have them, too, where the problem does not use them.
-    scheme = replace(problem.scheme, static=stored.static)
-    fine = source.format.with_scheme(scheme)
-    return _ShareReader(source, fine, problem, columns, is_first)
+def parse_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
+    """Return the scheme of the argument `quantize` of `load_experts`.
 
-
-def scheme_to_quantize(quantize: QuantScheme | str | None) -> QuantScheme | None:
-    """Return the scheme of the argument `quantize`; None means the format of the files.
-
-    Raises ConfigurationError for an unknown scheme, or one that weights alone do not determine.
+    Raises ConfigurationError for an unknown scheme, an unquantized one, or one with static
+    activation scales.
     """
     if quantize is None:
         return None
@@ -252,65 +252,83 @@ def _load(
     rank_placement = Parallel(request.ep[1], placement, request.ep[0]).place(fields["experts"])
     problem = Problem(tokens=1, local_experts=len(rank_placement.slots[request.ep[0]]), **fields)
     columns = split.columns(request.tp[0])
-    share = _reader(source, problem, request, columns)
-    share.check_cut()
-    weights = share.read(
-        rank_placement.slots[request.ep[0]], _allocate(problem, dtypes_by_role, device)
-    )
-    bytes_read = source.files.bytes_read
+    reader = _make_reader(source, problem, request, columns)
+    reader.check_share()
+    tensors = _allocate(problem, dtypes_by_role, device)
+    weights = reader.read(rank_placement.slots[request.ep[0]], tensors)
     return LoadedExperts(
-        weights,
-        fields,
-        rank_placement,
-        request.ep,
-        request.tp,
-        columns,
-        source.format,
-        bytes_read,
-        info.config,
-        source.layer.intermediate,
+        weights=weights,
+        problem_fields=fields,
+        placement=rank_placement,
+        ep=request.ep,
+        tp=request.tp,
+        columns=columns,
+        format=source.format,
+        bytes_read=source.files.bytes_read,
+        config=info.config,
+        intermediate=source.layer.intermediate,
     )
 
 
 def check_quantizable(what: str, format: Format, scheme: QuantScheme | None) -> None:
-    """Raise ConfigurationError if weights in `format` cannot be loaded in `scheme`, if any."""
+    """Raise ConfigurationError if weights in `format` cannot be loaded as `scheme`.
+
+    what: name of the layer, for messages. scheme: result of `parse_quantize`.
+    """
     if scheme is not None and format.scheme.quantized and not _keeps_codes(format, scheme):
         need = "unquantized files: stored codes are not rounded again"
         raise ConfigurationError(f"{what}: quantize={scheme}", got=str(format), need=need)
 
 
 def _keeps_codes(format: Format, scheme: QuantScheme) -> bool:
-    """Return whether `scheme` represents the weights of `format` by the same codes.
+    """Return whether `scheme` can represent the weights of `format` with the same codes.
 
-    This holds for float8 with one scale per matrix, where each row can have that scale.
+    This is possible for float8 with one scale per matrix, by giving each row this scale.
     """
     return format.scheme.name == "fp8_w8a8_tensor" and scheme.name == "fp8_w8a8_channel"
 
 
+def _make_reader(
+    source: LayerSource, problem: Problem, request: _LoadRequest, columns: Range
+) -> "_ShareReader":
+    has_b2 = request.tp[0] == 0
+    file_scheme = source.format.scheme
+    if request.quantize is not None and not file_scheme.quantized:
+        return _QuantizingReader(source, source.format, problem, columns, has_b2)
+    # The tensors in the files include static activation scales, even if `problem` has none.
+    scheme = replace(problem.scheme, static=file_scheme.static)
+    target_format = source.format.with_scheme(scheme)
+    return _ShareReader(source, target_format, problem, columns, has_b2)
+
+
 @dataclass(frozen=True)
 class _ShareReader:
-    """One rank's part of a layer's matrices.
+    """Reader of one rank's share of a layer's experts.
 
-    fine: the format with the layer's tiles. problem: of this rank; its I includes the padding.
-    columns: this rank's range of I: columns of w2, and rows of gate and of up. has_b2: this rank
-    adds the bias of w2.
+    target_format: the format of the files with the tile sizes of the layer.
+    problem: problem of this rank. Its I includes padding.
+    columns: range of I that this rank holds: columns of w2, and rows of gate and of up.
+    has_b2: this rank adds the bias of w2.
+
+    Methods take `tensors`, the fields of ExpertWeights by name, and `slot`, an expert's index in
+    them.
     """
 
     source: LayerSource
-    fine: Format
+    target_format: Format
     problem: Problem
     columns: Range
     has_b2: bool
 
-    def check_cut(self) -> None:
+    def check_share(self) -> None:
         """Raise ConfigurationError if the share splits a packed word."""
         w1_locations, (down,) = self.source.layer.projections(0)
         hidden = self.problem.hidden
         parts = [(location, self._rows(0, self._width), (0, hidden)) for location in w1_locations]
-        self.source.check_cut([*parts, (down, (0, hidden), self.columns)])
+        self.source.check_share([*parts, (down, (0, hidden), self.columns)])
 
     def read(self, experts: Sequence[int], tensors: dict[str, torch.Tensor]) -> ExpertWeights:
-        """Read this rank's share of `experts` into the preallocated tensors of `tensors`."""
+        """Read this rank's share of `experts` into the allocated `tensors`."""
         for slot, expert in enumerate(logged(experts, self.source.what, "experts")):
             w1_locations, (down,) = self.source.layer.projections(expert)
             orders = self._read_matrices(tensors, slot, w1_locations, down)
@@ -318,7 +336,7 @@ class _ShareReader:
                 self._read_biases(tensors, slot, w1_locations, down)
             if orders:
                 tensors["w1_order"][slot] = orders["w1"]
-                sort_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
+                sort_w1_rows(tensors, slot, orders["w2"], interleaved=self._interleaved)
         self._fill_padding(tensors)
         if self.problem.scheme.static:
             tensors = tensors | self._input_scales(experts, tensors["w1"].device)
@@ -331,16 +349,17 @@ class _ShareReader:
         w1_locations: Sequence[ProjectionLocation],
         down: ProjectionLocation,
     ) -> dict[str, torch.Tensor]:
-        """Read w1 and w2 of one expert, and return their column orders, if they have any.
+        """Read w1 and w2 of one expert. Returns {"w1": column order, "w2": ...} for act-order.
 
-        With act-order, the rows of w1 are sorted like the columns of w2, which is then read first.
+        With act-order, the columns of w2 are sorted by group. The rows of w1 must be sorted in the
+        same way, so w2 is read first.
         """
-        if not self.fine.scheme.act_order:
+        if not self.target_format.scheme.act_order:
             self._read_w1(tensors, slot, w1_locations, None)
             self._read_w2(tensors, slot, down)
             return {}
         orders = self._read_w2(tensors, slot, down)
-        row_order = projection_rows(orders["w2"], self._rows_per_column)
+        row_order = expand_column_order(orders["w2"], self._rows_per_column)
         return orders | self._read_w1(tensors, slot, w1_locations, row_order)
 
     def _read_w1(
@@ -350,12 +369,12 @@ class _ShareReader:
         locations: Sequence[ProjectionLocation],
         row_order: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Read the projections of w1. row_order: the source of each row of one, or None."""
+        """Read the projections of w1. row_order: the source of each of a projection's rows."""
         orders, hidden = dict[str, torch.Tensor](), (0, self.problem.hidden)
-        pieces = self._pieces(self._width, len(locations) * self.problem.hidden)
+        row_ranges = self._split_rows(self._width, len(locations) * self.problem.hidden)
         if row_order is not None:
-            pieces = iter([(0, self._width)])  # sorted rows may come from anywhere
-        for rows in pieces:
+            row_ranges = iter([(0, self._width)])  # a row's source may be any row
+        for rows in row_ranges:
             parts = [(location, self._rows(*rows), hidden) for location in locations]
             orders |= self._read_rows(tensors, "w1", slot, parts, rows, row_order)
         return orders
@@ -364,16 +383,14 @@ class _ShareReader:
         self, tensors: dict[str, torch.Tensor], slot: int, location: ProjectionLocation
     ) -> dict[str, torch.Tensor]:
         orders = dict[str, torch.Tensor]()
-        for rows in self._pieces(self.problem.hidden, self.columns[1] - self.columns[0]):
+        for rows in self._split_rows(self.problem.hidden, self.columns[1] - self.columns[0]):
             parts = [(location, rows, self.columns)]
             orders |= self._read_rows(tensors, "w2", slot, parts, rows)
         return orders
 
     def _fill_padding(self, tensors: dict[str, torch.Tensor]) -> None:
-        problem, split = (
-            self.problem,
-            (self.columns[1] - self.columns[0], self.problem.intermediate),
-        )
+        problem = self.problem
+        split = (self.columns[1] - self.columns[0], problem.intermediate)
         gated, interleaved = problem.act.gated, self._interleaved
         fill_padding(tensors, problem.scheme, split, gated=gated, interleaved=interleaved)
 
@@ -383,30 +400,32 @@ class _ShareReader:
 
     @property
     def _rows_per_column(self) -> int:
-        """Rows of one projection of w1 for each column of I."""
+        """Rows of a w1 projection for each column of I: 2 if gate and up rows alternate."""
         return 2 if self._interleaved else 1
 
     @property
     def _width(self) -> int:
-        """Rows of one projection of w1 that this rank reads."""
+        """Rows of a w1 projection that this rank reads."""
         return (self.columns[1] - self.columns[0]) * self._rows_per_column
 
     def _first_row(self, projection: int) -> int:
-        """Return the row of w1 at which one of its projections begins."""
+        """Return the row of this rank's w1 at which a projection starts."""
         return projection * self.problem.intermediate * self._rows_per_column
 
     def _rows(self, start: int, stop: int) -> Range:
-        """Return the rows of the undivided projection for rows [start, stop) of this rank."""
-        begin = self.columns[0] * self._rows_per_column
-        return begin + start, begin + stop
+        """Return the rows of the whole projection that are rows [start, stop) of this rank."""
+        offset = self.columns[0] * self._rows_per_column
+        return offset + start, offset + stop
 
-    def _pieces(self, rows: int, values: int) -> Iterator[Range]:
-        """Yield ranges of rows of `values` values each, aligned to tiles and packed words."""
-        scheme = self.fine.scheme
+    def _split_rows(self, rows: int, row_values: int) -> Iterator[Range]:
+        """Yield ranges of rows to read in one step, aligned to tiles and packed words.
+
+        row_values: weights per row.
+        """
+        scheme = self.target_format.scheme
         tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
-        # Numbers in float32, and what they are made of, take more memory than packed weights.
-        limit = _VALUES_PER_STEP // (8 if self.source.format.has_blocks else 1)
-        step = max(limit // values // tile, 1) * tile
+        limit = _VALUES_PER_STEP // (8 if self.source.format.expands_on_load else 1)
+        step = max(limit // row_values // tile, 1) * tile
         yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
 
     def _read_rows(
@@ -418,55 +437,65 @@ class _ShareReader:
         rows: Range,
         row_order: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Read rows of some projections, fuse them, and copy them to their rows of w1 or w2.
+        """Read a range of rows of some projections into w1 or w2.
 
-        row_order: the source of each row of a projection, or None to keep the order. Returns {name:
-        order} if the columns were sorted by act-order, else {}.
+        name: "w1" or "w2".
+        parts: (projection, its rows, its columns), with the rows in the file.
+        rows: the rows of this rank's projection.
+        row_order: the source of each row of a projection, or None to keep the order.
+
+        Returns {name: column order} for act-order, else {}.
         """
-        places = [self._first_row(number) + rows[0] for number in range(len(parts))]
+        start_rows = [self._first_row(number) + rows[0] for number in range(len(parts))]
         try:
             projections = [
-                self.source.read_part(self.fine, *part, order=not rows[0]) for part in parts
+                self.source.read_part(self.target_format, *part, order=not rows[0])
+                for part in parts
             ]
-            out = [self._place(tensors[name][slot], begin, rows, row_order) for begin in places]
-            merged = self._fuse_projections(projections, out)
-            order = same_order(merged)
+            out = [
+                self._output_rows(tensors[name][slot], start, rows, row_order)
+                for start in start_rows
+            ]
+            matrices = self._fuse_projections(projections, out)
+            order = common_column_order(matrices)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
-        for number, matrix in enumerate(merged):
-            _copy_rows(tensors, name, slot, matrix, self.fine, places[number], row_order)
-            if matrix.global_scale is not None:  # a fused gate_up has one for both
-                columns = slice(None) if len(merged) == 1 else number
+        for number, matrix in enumerate(matrices):
+            _copy_rows(
+                tensors, name, slot, matrix, self.target_format, start_rows[number], row_order
+            )
+            if matrix.global_scale is not None:  # one per projection, or one for a stored gate_up
+                columns = slice(None) if len(matrices) == 1 else number
                 tensors[f"{name}_global_scale"][slot, columns] = matrix.global_scale
         return {} if order is None else {name: order}
 
-    def _place(
-        self, w: torch.Tensor, begin: int, rows: Range, row_order: torch.Tensor | None
+    def _output_rows(
+        self, w: torch.Tensor, start: int, rows: Range, row_order: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return the rows of an expert's w1 or w2 that a piece fills, or None if it is copied."""
+        """Return the rows of w that `fuse` can write to, or None if they must be copied."""
         is_padded = self.columns[1] - self.columns[0] != self.problem.intermediate
         if row_order is not None or is_padded or w.device.type != "cpu":
             return None
-        return w[begin : begin + rows[1] - rows[0]]
+        return w[start : start + rows[1] - rows[0]]
 
     def _fuse_projections(
         self,
         projections: Sequence[Mapping[str, torch.Tensor]],
         out: Sequence[torch.Tensor | None],
     ) -> list[Matrix]:
-        """Fuse projections if they share a scale, else return each one separately.
+        """Convert projections to the layout of kernels.
 
-        A separate projection is a view if nothing has to be unpacked. out: for each projection,
-        where `fuse` may write it.
+        Only projections that get a common scale are fused. Converting the others one by one avoids
+        a concatenation. out: for each projection, the tensor that `fuse` may write w to.
         """
         dtype = self.problem.dtype
-        if self.fine.scheme.granularity != "tensor":
+        if self.target_format.scheme.granularity != "tensor":
             return [
-                fuse(self.fine, [projection], dtype, place)
-                for projection, place in zip(projections, out, strict=True)
+                fuse(self.target_format, [projection], dtype, out_rows)
+                for projection, out_rows in zip(projections, out, strict=True)
             ]
-        matrix = fuse(self.fine, projections, dtype)  # their scales become one
+        matrix = fuse(self.target_format, projections, dtype)
         return [replace(matrix, w=rows) for rows in matrix.w.chunk(len(projections))]
 
     def _read_biases(
@@ -477,41 +506,44 @@ class _ShareReader:
         down: ProjectionLocation,
     ) -> None:
         for number, location in enumerate(w1_locations):
-            bias = self.source.bias_of(location, self._rows(0, self._width))
-            begin = self._first_row(number)
-            tensors["b1"][slot, begin : begin + len(bias)] = bias
-        if self.has_b2:  # the sum over TP ranks must contain b2 once
-            tensors["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
+            bias = self.source.read_bias(location, self._rows(0, self._width))
+            start = self._first_row(number)
+            tensors["b1"][slot, start : start + len(bias)] = bias
+        if self.has_b2:  # the output is summed over TP ranks, of which one adds b2
+            tensors["b2"][slot] = self.source.read_bias(down, (0, self.problem.hidden))
 
     def _input_scales(
         self, experts: Sequence[int], device: torch.device
     ) -> dict[str, torch.Tensor]:
-        """Read the input scales of all experts: a token is quantized before it is assigned to one.
+        """Read a1_scale and a2_scale, the static activation scales.
 
-        If inputs are quantized after the dispatch, read those of this rank's experts, and use the
-        largest of each expert's projections.
+        Activations are usually quantized before they are dispatched to experts. All experts of the
+        layer then have one scale, the maximum. Schemes with `scales_by_expert` quantize after the
+        dispatch, with the maximum over the projections of each of this rank's experts.
         """
-        if self.fine.scheme.scales_by_expert:
+        if self.target_format.scheme.scales_by_expert:
             locations_by_expert = [self.source.layer.projections(expert) for expert in experts]
-            read_scales = self.source.input_scales
+            read_scales = self.source.read_input_scales
             return {
                 name: torch.stack(
-                    [read_scales(locations[side]).amax() for locations in locations_by_expert]
+                    [read_scales(locations[index]).amax() for locations in locations_by_expert]
                 ).to(device)
-                for side, name in enumerate(("a1_scale", "a2_scale"))
+                for index, name in enumerate(("a1_scale", "a2_scale"))
             }
         locations = [
             self.source.layer.projections(expert) for expert in range(self.problem.experts)
         ]
-        w1_locations = [location for first, _ in locations for location in first]
-        w2_locations = [location for _, second in locations for location in second]
-        by_scale = {"a1_scale": w1_locations, "a2_scale": w2_locations}
-        scales = {name: self.source.input_scales(keys) for name, keys in by_scale.items()}
+        w1_locations = [location for w1, _ in locations for location in w1]
+        w2_locations = [location for _, w2 in locations for location in w2]
+        scales = {
+            "a1_scale": self.source.read_input_scales(w1_locations),
+            "a2_scale": self.source.read_input_scales(w2_locations),
+        }
         return {name: static_scale(scale).to(device) for name, scale in scales.items()}
 
 
 class _QuantizingReader(_ShareReader):
-    """A reader that quantizes the matrices of unquantized files, one at a time."""
+    """A reader that quantizes the weights of unquantized files, one matrix at a time."""
 
     def _read_matrices(
         self,
@@ -524,27 +556,29 @@ class _QuantizingReader(_ShareReader):
         w1_parts = [(location, self._rows(0, self._width), hidden) for location in w1_locations]
         matrices = {"w1": w1_parts, "w2": [(down, hidden, self.columns)]}
         out = {field: tensor[slot] for field, tensor in tensors.items()}
-        missing = self.problem.intermediate - (self.columns[1] - self.columns[0])
-        pad = {"w1": (0, 0, 0, missing * self._rows_per_column), "w2": (0, missing)}
+        padding = self.problem.intermediate - (self.columns[1] - self.columns[0])
+        pad = {"w1": (0, 0, 0, padding * self._rows_per_column), "w2": (0, padding)}
         for name, parts in matrices.items():
-            read = [self.source.read_part(self.fine, *part, order=False) for part in parts]
-            weights = [part["weight"] for part in read]
-            if missing:  # zeros stay zeros in every scheme
+            weights = [
+                self.source.read_part(self.target_format, *part, order=False)["weight"]
+                for part in parts
+            ]
+            if padding:  # every scheme represents 0 exactly
                 weights = [torch.nn.functional.pad(weight, pad[name]) for weight in weights]
             quantize_expert(name, weights, self.problem, out)
         return {}
 
     def _fill_padding(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Do nothing: the padding was quantized with the weights."""
+        """Do nothing, because `_read_matrices` has padded the weights."""
 
 
 def _allocate(
     problem: Problem, dtypes_by_role: Mapping[str, frozenset[torch.dtype]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Allocate the tensors of the problem's weights, except static activation scales.
+    """Allocate the weights of a problem, except for static activation scales.
 
-    dtypes_by_role: dtypes in the files. If all scales, or all biases, have one dtype that the layer
-    allows, it is used; else float32, which represents all of them.
+    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype, if they have only
+    one and the layer supports it. Otherwise they are float32, which represents all of them.
     """
 
     def dtype_of(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
@@ -574,10 +608,10 @@ def _copy_rows(
     start_row: int,
     row_order: torch.Tensor | None,
 ) -> None:
-    """Copy a piece of one projection to the rows of w1 or w2 that start at `start_row`.
+    """Copy w, scales and zero points of some rows to the rows of w1 or w2 from `start_row` on.
 
-    row_order: the source of each row; zero points, of which a byte may have two rows, keep their
-    order.
+    row_order: the source of each row. It is not applied to zero points, which may be packed in
+    pairs of rows; `sort_w1_rows` sorts them.
     """
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1
@@ -594,7 +628,7 @@ def _copy_rows(
                 target = target[..., : source.shape[-1]]  # the remaining columns are padding
             if row_order is not None and suffix != "_zero_point":
                 source = source.index_select(0, row_order)
-            if source.data_ptr() != target.data_ptr():  # else it was written to its place
+            if source.data_ptr() != target.data_ptr():  # equal if `fuse` wrote to `out`
                 target.copy_(source)
         else:  # one scale for the whole matrix
             target[slot] = source

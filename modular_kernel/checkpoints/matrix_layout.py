@@ -1,8 +1,11 @@
-"""The stored tensors of one matrix (N, K): names, shapes, dtypes, and how to slice them.
+"""Description of the tensors that a checkpoint stores for one weight matrix, and their slicing.
 
-A matrix is the weight of one projection, with N rows (outputs) and K columns (inputs). Each entry
-of a stored tensor covers a tile of rows and columns, so a share of the matrix is a slice of each
-tensor in every dimension.
+A matrix is the weight of one projection (gate, up or down), with N rows (outputs) and K columns
+(inputs); `depth` is K. A quantized matrix is stored as several tensors: codes, scales, zero points.
+Each entry of such a tensor covers a tile of the matrix: a scale of 128x128 blocks covers 128 rows
+and 128 columns, and a word of eight 4-bit codes covers one row and 8 columns. A range of rows and
+columns of the matrix is therefore a slice of every stored tensor, and a rank can read its share
+without reading the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,8 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.spec.problem import dtype_name
 
-Range = tuple[int, int]
+Range = tuple[int, int]  # [start, stop)
+# The meaning of a stored tensor to the functions in `fusing`. "order" is GPTQ's g_idx.
 Role = Literal[
     "w",
     "scale",
@@ -29,7 +33,7 @@ Role = Literal[
     "format",
     "unused",
 ]
-UNREAD: tuple[Role, ...] = ("shape", "unused")
+UNREAD_ROLES: tuple[Role, ...] = ("shape", "unused")  # accepted in the files, but never read
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,9 +42,11 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class Dim:
     """One dimension of a stored tensor.
 
-    axis: "N" or "K", or "" for `step` entries of no axis. step: rows or columns of the matrix per
-    entry. indivisible: an entry is a packed word that must not be split. The tile of a scale may be
-    split; the scale is then repeated.
+    axis: "N" or "K", the dimension of the matrix that this dimension covers; "" for a dimension of
+        fixed size `step` that covers neither.
+    step: rows or columns of the matrix per entry.
+    indivisible: an entry is a packed word, which a share must contain whole. Without this flag, two
+        shares may contain parts of one entry's tile, and both get a copy of the entry.
     """
 
     axis: Literal["N", "K", ""]
@@ -48,7 +54,7 @@ class Dim:
     indivisible: bool = False
 
     def entries(self, start: int, stop: int) -> slice:
-        """Return the entries that cover rows or columns [start, stop) of the matrix."""
+        """Return the slice of entries that cover rows or columns [start, stop) of the matrix."""
         return slice(start // self.step, -(-stop // self.step))
 
 
@@ -56,9 +62,12 @@ class Dim:
 class StoredTensor:
     """One tensor that a checkpoint stores for a matrix.
 
-    name: suffix after the matrix's name. aliases: alternative names. dims: () is a single number,
-    stored as () or (1,); dimensions of 1 are ignored as in `kept_dims`. role: its meaning to
-    `fusing.fuse`; tensors with a role in UNREAD are not read.
+    name: suffix after the matrix's name, such as "weight_scale".
+    role: its meaning. Tensors with a role in UNREAD_ROLES are not read.
+    dims: the dimensions. () is a single number, stored as () or (1,). Dimensions of size 1 may be
+        missing or in excess (`match_dims`).
+    dtypes: the allowed dtypes.
+    aliases: alternative names.
     """
 
     name: str
@@ -70,7 +79,7 @@ class StoredTensor:
 
     @property
     def is_scalar(self) -> bool:
-        """True if there is a single number per matrix."""
+        """Whether the tensor is a single number per matrix."""
         return not self.dims and self.role != "shape"
 
     def shape(self, rows: int, depth: int) -> tuple[int, ...]:
@@ -85,29 +94,33 @@ class StoredTensor:
         ranges = {"N": rows, "K": columns}
         return tuple(d.entries(*ranges[d.axis]) if d.axis else slice(0, d.step) for d in self.dims)
 
-    def whole_slices(self, rows: Range, columns: Range) -> tuple[slice, ...]:
-        """Return the slices whose tiles begin in rows [a, b) and columns [c, d) of the matrix."""
-        firsts = {"N": rows[0], "K": columns[0], "": 0}
+    def slices_starting_in(self, rows: Range, columns: Range) -> tuple[slice, ...]:
+        """Return the slices of entries whose tiles start in rows [a, b) and columns [c, d)."""
+        starts = {"N": rows[0], "K": columns[0], "": 0}
         return tuple(
-            slice(-(-firsts[dim.axis] // dim.step), entries.stop)
+            slice(-(-starts[dim.axis] // dim.step), entries.stop)
             for dim, entries in zip(self.dims, self.slices(rows, columns), strict=True)
         )
 
     def check(
         self, what: str, got: Sequence[int], dtype: torch.dtype, need: tuple[int, ...]
     ) -> None:
-        """Raise ShapeError unless the shape `got` is `need`, DtypeError for another dtype."""
-        if self.kept_dims(got, need) is None:
+        """Check the shape and dtype of a tensor in the files.
+
+        what: name of the tensor, for messages. got, need: its shape, and the expected one. Raises
+        ShapeError if they do not match, and DtypeError for a dtype that is not in `dtypes`.
+        """
+        if self.match_dims(got, need) is None:
             raise ShapeError(what, got=tuple(got), need=need)
         if dtype not in self.dtypes:
             names = " or ".join(map(dtype_name, self.dtypes))
             raise DtypeError(what, got=dtype_name(dtype), need=names)
 
-    def kept_dims(self, got: Sequence[int], need: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the dimensions of a shape `got` that are those of `need`, or None if it differs.
+    def match_dims(self, got: Sequence[int], need: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the indices of the dimensions of `got` that remain to match `need`, or None.
 
-        Trailing dimensions of 1 are left out, and all of 1 that a scale has in excess, such as
-        those of modelopt's scales of blocks, (N / 128, 1, K / 128, 1).
+        Trailing dimensions of size 1 are skipped. For a scale, all excess dimensions of size 1 are
+        skipped: modelopt stores the scales of 128x128 blocks as (N / 128, 1, K / 128, 1).
         """
         if tuple(got) == tuple(need):
             return tuple(range(len(need)))
@@ -119,8 +132,11 @@ class StoredTensor:
                 return None
         return tuple(kept) if len(kept) == len(need) else None
 
-    def check_cut(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
-        """Raise ConfigurationError if a share splits a packed word."""
+    def check_share(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
+        """Raise ConfigurationError if rows [a, b) and columns [c, d) split a packed word.
+
+        what: name of the matrix, for messages. sizes: (N, K) of the matrix.
+        """
         for dim in (d for d in self.dims if d.indivisible):
             (start, stop), size = (rows, sizes[0]) if dim.axis == "N" else (columns, sizes[1])
             if start % dim.step or (stop % dim.step and stop != size):
@@ -131,12 +147,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class BlockedScale(StoredTensor):
-    """Scales in tiles of 128 rows and 4 columns, in the order in which tensor cores read them.
+    """Scales that are stored in the tile order of Blackwell's tensor cores, as torchao writes them.
 
-    dims: of the scales themselves, (N, K), in which `cut` and `refine` take them after `unblocked`.
-    A tile is stored as 32 rows of 16: row r of the tile has scales of the rows r, r + 32, r + 64
-    and r + 96 of the matrix. The tiles of 128 rows follow one another in memory, and a stored
-    tensor has 32 rows for each 128 of the matrix, and 16 columns for each 4 of the scales.
+    A tile has the scales of 128 rows and 4 scale columns, and is stored as 32 rows of 16 scales:
+    row r has the 4 scales of row r of the tile, then those of rows r + 32, r + 64 and r + 96. The
+    stored tensor is (32 ceil(rows / 128), 16 ceil(scale columns / 4)).
+
+    dims: the dimensions (N, K) that the scales have after `unblock`.
     """
 
     def shape(self, rows: int, depth: int) -> tuple[int, ...]:
@@ -145,73 +162,72 @@ class BlockedScale(StoredTensor):
         return 32 * -(-scale_rows // 128), 16 * -(-scale_columns // 4)
 
     def stored_slices(self, rows: Range, depth: int) -> tuple[slice, ...]:
-        """Return the slices of the stored tensor that cover rows [a, b), for all of K = depth."""
+        """Return the slices of the stored tensor that cover rows [a, b) and all columns."""
         width = self.shape(rows[1], depth)[1]
         return slice(32 * (rows[0] // 128), 32 * -(-rows[1] // 128)), slice(0, width)
 
-    def unblocked(self, stored: torch.Tensor, rows: Range, columns: Range) -> torch.Tensor:
-        """Return the scales of rows [a, b) and columns [c, d) of the matrix.
+    def unblock(self, stored: torch.Tensor, rows: Range, columns: Range) -> torch.Tensor:
+        """Return the scales of rows [a, b) and columns [c, d) of the matrix, row-major.
 
-        stored: (..., 32 tiles, 16 tiles), what `stored_slices` selects.
+        stored: the slice of the stored tensor that `stored_slices` selects for these rows.
         """
         *lead, height, width = stored.shape
         tiles = stored.reshape(*lead, height // 32, width // 16, 32, 4, 4)
         scales = tiles.movedim(-2, -4).movedim(-2, -3)  # (row tiles, 4, 32, column tiles, 4)
         scales = scales.reshape(*lead, height * 4, width // 4)
-        skipped = rows[0] // 128 * 128
+        first_stored_row = rows[0] // 128 * 128
         entries = self.dims[1].entries(*columns)
-        return scales[..., rows[0] - skipped : rows[1] - skipped, entries]
+        return scales[..., rows[0] - first_stored_row : rows[1] - first_stored_row, entries]
 
 
-def cut(
+def slice_tensors(
     stored: Sequence[StoredTensor], tensors: Mapping[str, torch.Tensor], rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:
     """Return views of a matrix's tensors that cover rows [a, b) and columns [c, d).
 
-    tensors: by the names of `stored`, each (..., *its dims). A tile that the range splits is
-    returned whole; `refine` splits it.
+    tensors: the whole tensors by name, each (..., *its dims). The entry of a tile that is partly in
+    the range is included.
     """
     views = {}
-    for tensor_spec in stored:
-        if tensor_spec.name in tensors:
-            tensor = tensors[tensor_spec.name]
-            for dim, entries in enumerate(
-                tensor_spec.slices(rows, columns), -len(tensor_spec.dims)
-            ):
+    for spec in stored:
+        if spec.name in tensors:
+            tensor = tensors[spec.name]
+            for dim, entries in enumerate(spec.slices(rows, columns), -len(spec.dims)):
                 tensor = tensor.narrow(dim, entries.start, entries.stop - entries.start)
-            views[tensor_spec.name] = tensor
+            views[spec.name] = tensor
     return views
 
 
-def refine(
-    coarse: Sequence[StoredTensor],
-    fine: Sequence[StoredTensor],
+def repeat_scales(
+    source: Sequence[StoredTensor],
+    target: Sequence[StoredTensor],
     tensors: Mapping[str, torch.Tensor],
     rows: Range,
     columns: Range,
 ) -> dict[str, torch.Tensor]:
-    """Repeat scales so that their tiles have the sizes in `fine`, starting at row a and column c.
+    """Repeat scales so that their tiles have the smaller sizes in `target`.
 
-    One scale of a whole matrix may become one per row. tensors: from `cut` with the same ranges.
-    Each tile of `fine` must be contained in one of `coarse`.
+    source, target: descriptions of the same tensors. Each tile of `target`, counted from row a and
+        column c, must be contained in one tile of `source`. A scale of the whole matrix may become
+        one scale per row.
+    tensors: views that `slice_tensors` returns for rows [a, b) and columns [c, d) of the matrix.
     """
-    refined = dict(tensors)
-    for coarse_tensor, fine_tensor in zip(coarse, fine, strict=True):
-        if coarse_tensor.name not in tensors or coarse_tensor.dims == fine_tensor.dims:
+    repeated = dict(tensors)
+    for source_spec, target_spec in zip(source, target, strict=True):
+        if source_spec.name not in tensors or source_spec.dims == target_spec.dims:
             continue
-        tensor = tensors[coarse_tensor.name]
-        if coarse_tensor.is_scalar:  # one per row now
-            refined[coarse_tensor.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
+        tensor = tensors[source_spec.name]
+        if source_spec.is_scalar:  # becomes one scale per row
+            repeated[source_spec.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
             continue
-        for position, (coarse_dim, fine_dim) in enumerate(
-            zip(coarse_tensor.dims, fine_tensor.dims, strict=True)
+        for position, (source_dim, target_dim) in enumerate(
+            zip(source_spec.dims, target_spec.dims, strict=True)
         ):
-            if coarse_dim.step != fine_dim.step:
-                start, stop = rows if coarse_dim.axis == "N" else columns
-                index = torch.arange(-(-(stop - start) // fine_dim.step), device=tensor.device)
-                index = (
-                    start + index * fine_dim.step
-                ) // coarse_dim.step - start // coarse_dim.step
-                tensor = tensor.index_select(position - len(coarse_tensor.dims), index)
-        refined[coarse_tensor.name] = tensor
-    return refined
+            if source_dim.step != target_dim.step:
+                start, stop = rows if source_dim.axis == "N" else columns
+                tiles = torch.arange(-(-(stop - start) // target_dim.step), device=tensor.device)
+                first_entry = start // source_dim.step
+                index = (start + tiles * target_dim.step) // source_dim.step - first_entry
+                tensor = tensor.index_select(position - len(source_spec.dims), index)
+        repeated[source_spec.name] = tensor
+    return repeated

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint's files, in safetensors or GGUF.
+"""Opening of a checkpoint's tensor files, either safetensors or GGUF.
 
 with open_tensors(Path("checkpoint/")) as files:
     files.shape_and_dtype("model.norm.weight")  # (4096,), torch.bfloat16
@@ -8,22 +8,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from modular_kernel.checkpoints.checkpoint_files import index_or_files, local_path
+from modular_kernel.checkpoints.checkpoint_files import find_index_or_files, resolve_path
 from modular_kernel.checkpoints.gguf_files import GgufFiles
-from modular_kernel.checkpoints.safetensors_files import TensorFiles, files_by_tensor
-from modular_kernel.models.gguf_header import is_gguf, model_file, shards
+from modular_kernel.checkpoints.safetensors_files import TensorFiles, map_tensors_to_files
+from modular_kernel.models.gguf_header import find_model_file, is_gguf, shard_paths
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFiles]:
-    """Open a file of tensors, an index, a folder, or a model of the Hub that is in the cache.
+    """Open the tensors of a checkpoint, and close the files on exit.
 
-    Raises ConfigurationError for another file or folder, WeightsError for an invalid index or
-    header. See `checkpoint_files` for the files that are read.
+    path: a tensor file, an index, a folder, or the name of a model in the local cache of the Hub.
+        `checkpoint_files` describes which files of a folder are read.
+
+    Raises ConfigurationError for a path that is none of these, and WeightsError for an invalid
+    index or header.
     """
-    path = local_path(path)
+    path = resolve_path(path)
     gguf = _gguf_model(path)
-    files = TensorFiles(path, files_by_tensor(path)) if gguf is None else GgufFiles(gguf)
+    files = TensorFiles(path, map_tensors_to_files(path)) if gguf is None else GgufFiles(gguf)
     try:
         yield files
     finally:
@@ -31,10 +34,10 @@ def open_tensors(path: Path) -> Iterator[TensorFiles]:
 
 
 def _gguf_model(path: Path) -> Path | None:
-    """Return the first file of a GGUF model; None for safetensors, which come first in a folder."""
+    """Return the first file of a GGUF model, or None if safetensors files are to be read."""
     try:
         if path.is_dir():
-            return None if index_or_files(path) else model_file(path)
+            return None if find_index_or_files(path) else find_model_file(path)
     except OSError:
         return None
-    return shards(path)[0] if is_gguf(path) else None
+    return shard_paths(path)[0] if is_gguf(path) else None

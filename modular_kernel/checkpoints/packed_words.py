@@ -1,22 +1,24 @@
-"""Rearrangement of packed integer weights without a value per element.
+"""Transposition and permutation of packed integer weights, without unpacking them.
 
-Checkpoints pack values along K or N into 32-bit words; the layers' rows have two 4-bit values, or
-one 8-bit value, per byte. On CPUs, torch transposes 32-bit words about four times as fast per byte
-as bytes, so words are transposed first, and all nibbles of a word are processed together, with
-masks. Large temporary tensors are avoided, and results are written where they are needed (`out`):
-most of the cost is memory traffic.
+GPTQ packs values along K, AWQ along N, into the bytes or nibbles (4 bits) of int32 words. Kernels
+need (N, K) with K packed along bytes: two 4-bit values, or one 8-bit value, per byte.
+
+Most of the cost is memory traffic. On CPUs, torch transposes 32-bit words about four times as fast
+per byte as single bytes. Words are therefore transposed whole, and masks process all nibbles of a
+word together. Callers can pass `out` to avoid another copy.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-_LOW_NIBBLES, _HIGH_NIBBLES = 0x0F0F0F0F, -0x0F0F0F10  # of the bytes of an int32
-_BYTES = 4  # of a word
+# Masks of the low and the high nibble of each byte of an int32.
+_LOW_NIBBLES, _HIGH_NIBBLES = 0x0F0F0F0F, -0x0F0F0F10
+_WORD_BYTES = 4
 
 
 def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return (..., R, C) of any dtype as contiguous (..., C, R). out: where to write it."""
+    """Transpose (..., R, C) of any dtype to contiguous (..., C, R). out: the tensor to write to."""
     *batch, rows, columns = words.shape
     out = words.new_empty(*batch, columns, rows) if out is None else out
     pairs = zip(out.view(-1, columns, rows), words.reshape(-1, rows, columns), strict=True)
@@ -28,10 +30,11 @@ def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> tor
 def pack_columns(
     words: torch.Tensor, order: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return uint8 (..., N, K / 2), packed along K, of 4-bit values (..., K, N / 8) packed along N.
+    """Transpose 4-bit values that are packed along N into a matrix that is packed along K.
 
-    words: int32, K even. order: the column, of the eight of a word, of each nibble. out: where to
-    write the result, contiguous.
+    words: (..., K, N / 8) int32, K even. order: nibble i of a word has column order[i] of the
+    word's eight. out: contiguous tensor to write to. Returns (..., N, K / 2) uint8 with even k in
+    the low nibble.
     """
     *batch, depth, per_row = words.shape
     if out is None:
@@ -41,22 +44,23 @@ def pack_columns(
         out.view(-1, per_row, 8, depth // 2), words.reshape(-1, depth, per_row), strict=True
     )
     for target, matrix in matrices:
-        low, high = matrix[0::2], matrix[1::2]  # of an even k and of the odd one after it
-        even = (high & _LOW_NIBBLES).bitwise_left_shift_(4)
-        even.bitwise_or_(low & _LOW_NIBBLES)  # nibbles 0, 2, 4, 6 of both, one of each per byte
-        odd = (low >> 4).bitwise_and_(_LOW_NIBBLES)
-        odd.bitwise_or_(high & _HIGH_NIBBLES)
-        for first, packed in enumerate((even, odd)):
-            values = _bytes(transpose_words(packed))
-            for column, shifted in zip(order[first::2], values, strict=True):
+        # A byte of the result has k in the low and k + 1 in the high nibble.
+        even_k, odd_k = matrix[0::2], matrix[1::2]
+        even_nibbles = (odd_k & _LOW_NIBBLES).bitwise_left_shift_(4)
+        even_nibbles.bitwise_or_(even_k & _LOW_NIBBLES)  # nibbles 0, 2, 4, 6 of both words
+        odd_nibbles = (even_k >> 4).bitwise_and_(_LOW_NIBBLES)
+        odd_nibbles.bitwise_or_(odd_k & _HIGH_NIBBLES)
+        for first, packed in enumerate((even_nibbles, odd_nibbles)):
+            shifted_words = _shift_bytes(transpose_words(packed))
+            for column, shifted in zip(order[first::2], shifted_words, strict=True):
                 target[:, column] = shifted
     return out
 
 
 def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Return int32 words whose even nibbles are the four low ones of `words`, odd ones the high.
+    """Return int32 words with nibbles 0, 4, 1, 5, 2, 6, 3, 7 of `words`.
 
-    This sorts the eight columns of a word of AWQ.
+    This puts the eight columns of an AWQ word in order.
     """
     low, high = words.contiguous() & 0xFFFF, words >> 16 & 0xFFFF
     for half in (low, high):
@@ -66,59 +70,59 @@ def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return packed weights uint8 (..., N, bytes of K) with the columns order[0], order[1], ...
+    """Permute the columns of a packed matrix.
 
-    order: (..., K) integers. The bytes of K are a multiple of four.
+    w: (..., N, K bits / 8) uint8, packed along K; the last size is a multiple of 4. order: (..., K)
+    integers, the source of each column. Returns a tensor like w.
     """
     return permute_rows(transpose_words(w.contiguous().view(torch.int32)), order, bits)
 
 
 def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return uint8 (..., N, bytes of K) of int32 (..., K / p, N), with its columns permuted.
+    """Permute the rows of a matrix that is packed along its rows, and transpose it.
 
-    Both are packed along K; a word has p = 8 or 4 values. order: (..., K) integers, the source of
-    each column. The bytes of a word become rows, which are moved as a whole: torch copies rows many
-    times as fast as it gathers single bytes from the rows of the transposed matrix.
+    words: (..., K / p, N) int32 with p = 32 / bits values per word. order: (..., K) integers, the
+    source of each row k. Returns (..., N, K bits / 8) uint8, packed along K.
+
+    The rows are permuted before the transposition, because torch copies whole rows many times as
+    fast as it gathers single bytes.
     """
     if words.dim() > 2:
         pairs = zip(words.flatten(0, -3), order.reshape(-1, order.shape[-1]), strict=True)
         matrices = torch.stack([permute_rows(*each, bits) for each in pairs])
         return matrices.view(*words.shape[:-2], *matrices.shape[1:])
-    depth, rows = words.shape
-    aligned = -(-rows // _BYTES) * _BYTES  # for the words of `_transpose_bytes`
-    values = words.new_empty(depth, _BYTES, aligned, dtype=torch.uint8)
-    for byte, shifted in enumerate(_bytes(words)):
+    num_words, rows = words.shape
+    aligned = -(-rows // _WORD_BYTES) * _WORD_BYTES  # as `_transpose_bytes` needs it
+    values = words.new_empty(num_words, _WORD_BYTES, aligned, dtype=torch.uint8)
+    for byte, shifted in enumerate(_shift_bytes(words)):
         values[:, byte, :rows] = shifted
     values, order = values.view(-1, aligned), order.long()
     if bits == 8:
         return _transpose_bytes(values.index_select(0, order))[:rows]
-    low, high = (
-        values.index_select(0, columns >> 1).bitwise_right_shift_(
-            (columns << 2 & 4).to(torch.uint8)[:, None]
-        )
-        for columns in (order[0::2], order[1::2])
+    low, high = (  # value k is in byte k // 2, shifted by 4 bits if k is odd
+        values.index_select(0, k >> 1).bitwise_right_shift_((k << 2 & 4).to(torch.uint8)[:, None])
+        for k in (order[0::2], order[1::2])
     )
     high.bitwise_left_shift_(4).bitwise_or_(low.bitwise_and_(15))
     return _transpose_bytes(high)[:rows]
 
 
-def _bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield int32 words whose lowest byte is the first, second, ... one of `words`.
+def _shift_bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield `words` shifted right by 0, 1, 2 and 3 bytes, for copies that keep the lowest byte.
 
-    A copy to uint8 keeps the lowest byte. The next words may overwrite those before, but for
-    `words`.
+    The shifted tensors share memory: use each one before the next. `words` is not changed.
     """
     yield words
     words = words >> 8
     yield words
-    for _ in range(_BYTES - 2):
+    for _ in range(_WORD_BYTES - 2):
         yield words.bitwise_right_shift_(8)
 
 
 def _transpose_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return uint8 (R, C) as contiguous (C, R); C is a multiple of four."""
+    """Transpose (R, C) uint8 to contiguous (C, R). C is a multiple of four."""
     rows, columns = values.shape
-    out = values.new_empty(columns // _BYTES, _BYTES, rows)
-    for byte, words in enumerate(_bytes(transpose_words(values.view(torch.int32)))):
+    out = values.new_empty(columns // _WORD_BYTES, _WORD_BYTES, rows)
+    for byte, words in enumerate(_shift_bytes(transpose_words(values.view(torch.int32)))):
         out[:, byte] = words
     return out.view(columns, rows)

@@ -1,6 +1,9 @@
-"""Padding of a tensor-parallel rank's share of the intermediate size, with weights of exactly 0.
+"""Padding of a tensor-parallel rank's share of the intermediate size I with weights of exactly 0.
 
-`modular_kernel.spec.intermediate_split` has the shares.
+All ranks have tensors of the same width, but a share may have fewer columns, because shares consist
+of whole quantization groups (`modular_kernel.spec.intermediate_split`). The remaining rows of w1
+and columns of w2 are padding. With quantized weights, a value of 0 needs the right code: the zero
+point of an integer format, or the code of 0.0.
 """
 
 from collections.abc import Mapping
@@ -12,7 +15,7 @@ from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.quant.scale_tiles import ceil_div, unpack_pairs
 from modular_kernel.spec.quantization import QuantScheme
 
-_ONE_E8M0, _ONE = 127, 1.0  # scales of 1
+_ONE_E8M0, _ONE = 127, 1.0  # a scale of 1 as an E8M0 byte, and as a float
 
 
 def fill_padding(
@@ -25,63 +28,59 @@ def fill_padding(
 ) -> None:
     """Write weights of exactly 0 to the padding of a rank's share, in place.
 
-    tensors: by field of ExpertWeights, in the layout of `weight_specs` for I = `split[1]`. split:
-    (columns of I that were loaded, columns of the tensors). gated, interleaved: of the rows of w1.
-    Padded rows of w1 and padded columns of w2 get codes of 0 (integers: of the zero point), scales
-    of 1 where no loaded weight has the same one, and biases of 0. Loaded values are not changed.
+    Padding gets codes of 0, biases of 0, and scales of 1. A scale or zero point that loaded weights
+    share with the padding is not changed.
+
+    tensors: fields of ExpertWeights by name, in the layout of `weight_specs` for I = `split[1]`.
+    split: (columns of I that were loaded, columns of I in the tensors).
+    gated, interleaved: w1 has gate and up rows; gate and up rows alternate.
     """
     columns, width = split
     if columns == width:
         return
     row_ranges = [(half * width + columns, (half + 1) * width) for half in range(1 + gated)]
-    for first, last in [(2 * columns, 2 * width)] if interleaved else row_ranges:
-        _fill_rows(tensors, scheme, first, last)
-    _fill_columns(tensors, scheme, columns, width)
+    for start, stop in [(2 * columns, 2 * width)] if interleaved else row_ranges:
+        _fill_w1_rows(tensors, scheme, start, stop)
+    _fill_w2_columns(tensors, scheme, columns, width)
 
 
-def _zero_code(scheme: QuantScheme) -> int:
-    """Return the byte of a weight, or of two, that equals the middle of the range or 0."""
-    code = IMPLICIT_ZERO_POINT.get(scheme.weight, 0)
-    if scheme.external:
-        code = scheme.values.index(0.0)
-    return code * 0x11 if scheme.packed else code
-
-
-def _fill_rows(
-    tensors: Mapping[str, torch.Tensor | None], scheme: QuantScheme, first: int, last: int
+def _fill_w1_rows(
+    tensors: Mapping[str, torch.Tensor | None], scheme: QuantScheme, start: int, stop: int
 ) -> None:
-    _fill_codes(tensors["w1"], (slice(first, last),), scheme)
-    scale, zero, bias = (tensors.get(name) for name in ("w1_scale", "w1_zero_point", "b1"))
+    _fill_codes(tensors["w1"], (slice(start, stop),), scheme)
+    scale, zero_point, bias = (tensors.get(name) for name in ("w1_scale", "w1_zero_point", "b1"))
     if scale is not None and scheme.granularity != "tensor":
-        step = scheme.group[0] if scheme.granularity == "block" else 1
-        _fill_scale(scale[:, ceil_div(first, step) : ceil_div(last, step)])
-    if zero is not None:
-        step = 2 if scheme.packed else 1
-        zero[:, first // step : last // step] = _zero_code(scheme)
+        block_rows = scheme.group[0] if scheme.granularity == "block" else 1
+        _fill_scale(scale[:, ceil_div(start, block_rows) : ceil_div(stop, block_rows)])
+    if zero_point is not None:
+        per_byte = 2 if scheme.packed else 1
+        zero_point[:, start // per_byte : stop // per_byte] = _zero_code(scheme)
     if bias is not None:
-        bias[:, first:last] = 0
+        bias[:, start:stop] = 0
 
 
-def _fill_columns(
-    tensors: Mapping[str, torch.Tensor | None], scheme: QuantScheme, first: int, last: int
+def _fill_w2_columns(
+    tensors: Mapping[str, torch.Tensor | None], scheme: QuantScheme, start: int, stop: int
 ) -> None:
-    w, scale, zero = (tensors.get(f"w2{suffix}") for suffix in ("", "_scale", "_zero_point"))
+    w, scale, zero_point = (tensors.get(f"w2{suffix}") for suffix in ("", "_scale", "_zero_point"))
     assert w is not None
     per_byte = 2 if scheme.packed else 1
-    _fill_codes(w, (slice(None), slice(first // per_byte, last // per_byte)), scheme)
+    _fill_codes(w, (slice(None), slice(start // per_byte, stop // per_byte)), scheme)
     if scale is None or scheme.granularity not in ("group", "block"):
         return
-    size = scheme.group[-1]
-    whole = ceil_div(first, size)  # the first tile without a loaded weight
-    _fill_scale(scale[..., whole:])
-    if zero is None:
+    group = scheme.group[-1]
+    first_empty_group = ceil_div(start, group)  # the first group without a loaded weight
+    _fill_scale(scale[..., first_empty_group:])
+    if zero_point is None:
         return
-    zero[..., whole:] = _zero_code(scheme)
-    if first % size:  # the last loaded group has a zero point, which padding must equal
-        end = min(whole * size, last)
-        point = zero[..., whole - 1]
-        code = unpack_pairs(point, 1) * 0x11 if scheme.packed else point
-        w[..., first // per_byte : end // per_byte] = code[..., None]
+    zero_point[..., first_empty_group:] = _zero_code(scheme)
+    if start % group:
+        # The last loaded group extends into the padding. Codes that equal its zero point are 0.
+        end = min(first_empty_group * group, stop)
+        loaded_zero_point = zero_point[..., first_empty_group - 1]
+        if scheme.packed:
+            loaded_zero_point = unpack_pairs(loaded_zero_point, 1) * 0x11  # in both nibbles
+        w[..., start // per_byte : end // per_byte] = loaded_zero_point[..., None]
 
 
 def _fill_codes(
@@ -90,6 +89,14 @@ def _fill_codes(
     assert w is not None
     codes = w.view(torch.uint8) if w.itemsize == 1 else w
     codes[:, *rows_columns] = _zero_code(scheme)
+
+
+def _zero_code(scheme: QuantScheme) -> int:
+    """Return the byte whose weight, or pair of packed 4-bit weights, is 0."""
+    code = IMPLICIT_ZERO_POINT.get(scheme.weight, 0)
+    if scheme.external:
+        code = scheme.values.index(0.0)
+    return code * 0x11 if scheme.packed else code
 
 
 def _fill_scale(scale: torch.Tensor) -> None:

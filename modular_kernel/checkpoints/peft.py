@@ -1,12 +1,14 @@
-"""Loading of one layer's adapter from a PEFT checkpoint (LoRA), without PEFT.
+"""Loading of one layer's LoRA adapter from a PEFT checkpoint, without PEFT.
 
     adapter = load_adapter("adapter/", 3, problem)
     pool.load("mine", adapter)
 
-Tensor names, the order of fused factors and the pattern rules are those of PEFT 0.21. For fused
-experts, one parameter of shape (E, rows, columns), A is (E r, columns) with the r rows of an expert
-adjacent, and B is (rows, r E) with the columns of an expert at a stride of E (`ParamWrapper`, PEFT
-0.19 and newer).
+LoRA adds scaling * B @ A to the weight of a projection, with the factors A (r, columns) and B
+(rows, r) of rank r. Tensor names and the rules of name patterns are those of PEFT 0.21.
+
+If all experts are one parameter of shape (E, rows, columns), PEFT 0.19 and newer (`ParamWrapper`)
+stores all experts' factors in two matrices: A is (E * r, columns) with the r rows of an expert
+adjacent, and B is (rows, r * E) with the r columns of an expert at a stride of E.
 """
 
 import re
@@ -33,6 +35,7 @@ _NAME = re.compile(
     r"(?:(?P<expert>[0-9]{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
     r"lora_(?P<side>[AB])\.weight"
 )
+# The projection of a module by its name, if each expert has its own modules.
 _ROLES = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -41,12 +44,13 @@ _ROLES = {
     "w3": "up",
     "w2": "down",
 }
-_FUSED = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
+# The name of the parameter of a projection, if one parameter has all experts.
+_PARAMETERS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _Role = Literal["gate", "up", "gate_up", "down"]
-_Factors = tuple[torch.Tensor, torch.Tensor]  # (experts, r, depth), (experts, rows, r)
-_Part = tuple[str, torch.Tensor, torch.Tensor]  # "gate" or "up", and its factors
+_Factors = tuple[torch.Tensor, torch.Tensor]  # A (experts, r, depth) and B (experts, rows, r)
+_Part = tuple[str, torch.Tensor, torch.Tensor]  # ("gate" or "up", A, B)
 
 
 @modes.outside_inference_mode()
@@ -56,27 +60,26 @@ def load_adapter(
     problem: Problem,
     *,
     ep: tuple[int, int] | None = None,
-    elsewhere: Sequence[str] = (),
+    ignored_modules: Sequence[str] = (),
 ) -> Adapter:
-    """Load a PEFT checkpoint's LoRA factors for the experts of one layer.
+    """Load the LoRA factors for the experts of one layer.
 
-    folder: with adapter_config.json and adapter_model.safetensors.
+    folder: folder with adapter_config.json and adapter_model.safetensors.
     layer: number of the layer, from 0.
-    problem: of the base model, with `lora`, which declares what experts share.
+    problem: problem of the base model. Its `lora` states which factors experts share.
     ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
-    elsewhere: names of modules, such as "self_attn", whose tensors are ignored, because the caller
-        applies them to other parts of the model.
+    ignored_modules: names of modules, such as "self_attn", whose tensors are ignored. Their
+        adapters belong to other parts of the model.
 
-    The result is on the CPU, in the problem's dtype, and has the experts of this rank. Its rank is
-    the maximum over projections; two projections that share one A count with the sum of their
-    ranks. Rows beyond a projection's rank are zero. The scaling, lora_alpha / r or lora_alpha /
-    sqrt(r), is multiplied into B. Projections that the checkpoint does not have are zero, as are
-    layers that its layers_to_transform excludes.
+    Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. Its rank is
+    the maximum over projections; if gate and up have different A but the problem needs a common
+    one, the sum of their ranks counts. Smaller factors are padded with zeros. B is multiplied by
+    the scaling, lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that are
+    not in the checkpoint, and for layers that layers_to_transform excludes.
 
-    Names, shapes and dtypes are checked before a tensor is read. Raises ConfigurationError for a
-    config of other methods than plain LoRA or another base model, WeightsError for unknown or
-    missing tensors, ShapeError and DtypeError for tensors that do not match. There are no partial
-    results.
+    Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for methods
+    other than plain LoRA, or for another base model, WeightsError for unknown or missing tensors,
+    and ShapeError or DtypeError for tensors that do not match.
     """
     expect("adapter folder", folder, str | Path)
     expect("layer", layer, int)
@@ -84,15 +87,16 @@ def load_adapter(
     spec = problem.adapters
     if spec is None:
         raise ConfigurationError("lora", got="none", need="a problem with adapters")
-    expect("elsewhere", elsewhere, list | tuple)
-    for module in elsewhere:
-        expect("name of elsewhere", module, str)
-    local = _local_experts(problem, ep)
+    expect("ignored_modules", ignored_modules, list | tuple)
+    for module in ignored_modules:
+        expect("name in ignored_modules", module, str)
+    local_experts = _local_experts(problem, ep)
     path = Path(folder)
     config = read_config(path / CONFIG_FILE)
     with open_tensors(path / TENSORS_FILE) as files:
         source = _Source(files, config, problem, layer)
-        return _assemble(source, source.projections(tuple(elsewhere)), spec, local)
+        pairs = source.find_pairs(tuple(ignored_modules))
+        return _assemble(source, pairs, spec, local_experts)
 
 
 def _local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
@@ -110,7 +114,10 @@ def _local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
 
 @dataclass(frozen=True)
 class _FactorPair:
-    """A and B of one projection, of one or all experts. module: the name that patterns match."""
+    """The names of A and B of one projection, of one expert or of all, and their rank and scaling.
+
+    module: the module's name, which the patterns of the config match.
+    """
 
     module: str
     a: str
@@ -121,18 +128,19 @@ class _FactorPair:
 
 @dataclass(frozen=True)
 class _Source:
-    """The tensors of one layer in a PEFT file."""
+    """The LoRA factors of one layer in a PEFT file."""
 
     files: TensorFiles
     config: PeftConfig
     problem: Problem
     layer: int
 
-    def projections(self, elsewhere: tuple[str, ...]) -> dict[_Role, dict[int | None, _FactorPair]]:
-        """Return each projection's A and B by expert, or by None if one pair holds all experts."""
-        sides = self._sides(elsewhere)
+    def find_pairs(
+        self, ignored_modules: tuple[str, ...]
+    ) -> dict[_Role, dict[int | None, _FactorPair]]:
+        """Return each projection's pairs by expert, or {None: pair} if one pair has all experts."""
         pairs = dict[_Role, dict[int | None, _FactorPair]]()
-        for (block, expert, name), keys in sides.items():
+        for (block, expert, name), keys in self._find_keys(ignored_modules).items():
             what = f"{self.files.path.name}: {block}"
             if len(keys) < 2:
                 got = f"{next(iter(keys.values()))} alone"
@@ -145,33 +153,34 @@ class _Source:
         self._check_complete(pairs)
         return pairs
 
-    def _sides(
-        self, elsewhere: tuple[str, ...]
+    def _find_keys(
+        self, ignored_modules: tuple[str, ...]
     ) -> dict[tuple[str, int | None, str], dict[str, str]]:
-        """Return the names of A and B of this layer's projections.
+        """Find the names of this layer's factors.
 
-        Raises WeightsError for tensors that are neither LoRA factors of experts nor in `elsewhere`.
+        Returns {(module of all experts, expert or None, name): {"A": key, "B": key}}. Raises
+        WeightsError for other tensors, unless they belong to `ignored_modules`.
         """
-        sides = dict[tuple[str, int | None, str], dict[str, str]]()
+        keys_by_module = dict[tuple[str, int | None, str], dict[str, str]]()
         unknown, blocks = list[str](), set[str]()
         what = str(self.files.path)
         for key in sorted(self.files.names):
             match = _NAME.fullmatch(key) if len(key) <= _MAX_NAME else None
             if match is None or match["name"] not in (None, *_ROLES):
-                if not set(elsewhere) & set(key.split(".")):
+                if not set(ignored_modules) & set(key.split(".")):
                     unknown.append(key)
             elif int(match["layer"]) == self.layer:
                 expert = None if match["expert"] is None else int(match["expert"])
                 blocks.add(match["block"])
                 name = match["name"] or match["wrapped"]
-                keys = sides.setdefault((match["block"], expert, name), {})
+                keys = keys_by_module.setdefault((match["block"], expert, name), {})
                 if match["side"] in keys:
                     got = f"{keys[match['side']]} and {key}"
                     raise WeightsError(what, got=got, need="each matrix once")
                 keys[match["side"]] = key
         if unknown:
             got = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" * (len(unknown) > 4))
-            need = "LoRA of experts, or a name of `elsewhere`"
+            need = "LoRA factors of experts, or modules in `ignored_modules`"
             raise WeightsError(what, got=got, need=need)
         if len(blocks) > 1:
             raise WeightsError(
@@ -181,15 +190,18 @@ class _Source:
             need = f"none: layers_to_transform of {CONFIG_FILE} excludes it"
             raise WeightsError(what, got=f"tensors of layer {self.layer}", need=need)
         if not blocks and self.config.has_layer(self.layer):
-            raise WeightsError(
-                what, got=f"no tensor of layer {self.layer}", need="its LoRA factors"
-            )
-        return sides
+            got = f"no tensor of layer {self.layer}"
+            raise WeightsError(what, got=got, need="its LoRA factors")
+        return keys_by_module
 
     def _role(
         self, what: str, expert: int | None, name: str, keys: Mapping[str, str]
     ) -> tuple[_Role, str]:
-        """Return a projection's role and module name, which shapes determine for fused experts."""
+        """Return a projection's role, and its name relative to the module of all experts.
+
+        PEFT does not store the name of a parameter that has all experts. Its role is determined by
+        the shapes of A and B.
+        """
         problem = self.problem
         if expert is not None:
             role: _Role = _ROLES[name]  # type: ignore[assignment]
@@ -200,25 +212,25 @@ class _Source:
                 raise WeightsError(what, got=keys["A"], need=need)
             return role, f"{expert}.{name}"
         w1_role: _Role = "gate_up" if problem.act.gated else "up"
-        shapes = [self._shape(keys[side]) for side in "AB"]
+        a_shape, b_shape = (self._shape(keys[side]) for side in "AB")
         roles: tuple[_Role, ...] = (w1_role, "down")
-        matching = [r for r in roles if (shapes[0][1], shapes[1][0]) == self._sizes(r)[::-1]]
+        matching = [role for role in roles if (b_shape[0], a_shape[1]) == self._sizes(role)]
         if len(matching) != 1:
-            sizes = [f"(E r, {d}) and ({n}, r E) of {_FUSED[r]}" for r in roles
+            needs = [f"(E r, {d}) and ({n}, r E) of {_PARAMETERS[r]}" for r in roles
                      for n, d in [self._sizes(r)]]  # fmt: skip
-            got = f"{shapes[0]} and {shapes[1]}"
-            raise ShapeError(self.files.qualified_name(keys["A"]), got=got, need=" or ".join(sizes))
+            got = f"{a_shape} and {b_shape}"
+            raise ShapeError(self.files.qualified_name(keys["A"]), got=got, need=" or ".join(needs))
         rows, depth = self._sizes(matching[0])
-        ambiguous = rows == depth or not problem.act.gated
-        if ambiguous and not self.config.has_fused_layout:
+        is_ambiguous = rows == depth or not problem.act.gated
+        if is_ambiguous and not self.config.has_fused_layout:
             need = "0.19 or newer: older versions may have swapped A and B with the same shapes"
             raise ConfigurationError(
                 f"{what}: peft_version", got=self.config.peft_version, need=need
             )
-        return matching[0], _FUSED[matching[0]]
+        return matching[0], _PARAMETERS[matching[0]]
 
     def _sizes(self, role: _Role) -> tuple[int, int]:
-        """Return the rows and columns of a projection's weight."""
+        """Return (rows, columns) of a projection's weight."""
         problem = self.problem
         if role == "down":
             return problem.hidden, problem.intermediate
@@ -237,9 +249,9 @@ class _Source:
         self, role: _Role, module: str, expert: int | None, keys: Mapping[str, str]
     ) -> _FactorPair:
         rank, scaling = self.config.rank_and_scaling(module)
-        all_ranks = rank * (self.problem.experts if expert is None else 1)
+        total_rank = rank * (self.problem.experts if expert is None else 1)
         rows, depth = self._sizes(role)
-        for side, need in (("A", (all_ranks, depth)), ("B", (rows, all_ranks))):
+        for side, need in (("A", (total_rank, depth)), ("B", (rows, total_rank))):
             got = self._shape(keys[side])
             if got != need:
                 requirement = f"{need}, by {CONFIG_FILE} and the problem"
@@ -249,7 +261,7 @@ class _Source:
     def _check_complete(
         self, pairs_by_role: Mapping[_Role, Mapping[int | None, _FactorPair]]
     ) -> None:
-        """Check that projections have all experts, and that all targets of the config exist."""
+        """Raise WeightsError unless projections have all experts, and all targets exist."""
         what = f"{self.files.path}: layer {self.layer}"
         all_experts = set(range(self.problem.experts))
         for role, pairs in pairs_by_role.items():
@@ -272,43 +284,44 @@ class _Source:
                 raise WeightsError(what, got=f"no {target}", need=f"all targets of {CONFIG_FILE}")
 
     def read(self, pairs: Mapping[int | None, _FactorPair], experts: Sequence[int]) -> _Factors:
-        """Read A and B of some experts, with B scaled, and pad their ranks to the maximum."""
+        """Read A and B of some experts, multiply B by the scaling, and pad ranks to the maximum."""
         if None in pairs:
             pair, count = pairs[None], self.problem.experts
             a, b = self.files.read(pair.a, ()), self.files.read(pair.b, ())
             a, b = a.view(count, pair.rank, -1), b.view(-1, pair.rank, count)
-            return self._cast(pair, a[list(experts)], b.permute(2, 0, 1)[list(experts)])
+            return self._scale_and_cast(pair, a[list(experts)], b.permute(2, 0, 1)[list(experts)])
         expert_pairs = [pairs[expert] for expert in experts]
         factors = [
-            self._cast(pair, self.files.read(pair.a, ()), self.files.read(pair.b, ()))
+            self._scale_and_cast(pair, self.files.read(pair.a, ()), self.files.read(pair.b, ()))
             for pair in expert_pairs
         ]
         rank = max(pair.rank for pair in expert_pairs)
         a = torch.stack([_pad(a, 0, rank) for a, _ in factors])
         return a, torch.stack([_pad(b, 1, rank) for _, b in factors])
 
-    def _cast(self, pair: _FactorPair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
-        """Scale B in float64 and round once; WeightsError if the problem's dtype overflows."""
+    def _scale_and_cast(self, pair: _FactorPair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
+        """Multiply B by the scaling in float64, and convert both to the problem's dtype.
+
+        Raises WeightsError for values that overflow or are not finite.
+        """
         dtype = self.problem.dtype
-        scaled = a.to(dtype), (b.double() * pair.scaling).to(dtype)
-        for key, values in zip((pair.a, pair.b), scaled, strict=True):
+        factors = a.to(dtype), (b.double() * pair.scaling).to(dtype)
+        for key, values in zip((pair.a, pair.b), factors, strict=True):
             if not bool(values.isfinite().all()):
-                got = "values that are not finite"
-                raise WeightsError(
-                    self.files.qualified_name(key), got=got, need=f"finite ones in {dtype}"
-                )
-        return scaled
+                got, need = "values that are not finite", f"finite ones in {dtype}"
+                raise WeightsError(self.files.qualified_name(key), got=got, need=need)
+        return factors
 
 
 def _assemble(
     source: _Source,
     pairs_by_role: Mapping[_Role, Mapping[int | None, _FactorPair]],
     spec: AdapterSpec,
-    local: list[int],
+    local_experts: list[int],
 ) -> Adapter:
-    """Read the projections and combine them into the tensors of one adapter."""
+    """Read the factors, and combine them to the tensors of one adapter."""
     problem = source.problem
-    experts = list(range(problem.experts)) if spec.outer_shared else local
+    experts = list(range(problem.experts)) if spec.outer_shared else local_experts
     factors = {role: source.read(pairs, experts) for role, pairs in pairs_by_role.items()}
     w1_parts = _w1_parts(problem, factors)
     if spec.a13_shared:
@@ -325,7 +338,7 @@ def _assemble(
     for projection, a, b in w1_parts:
         start = padded_spec.rank if projection == "up" and num_a == 2 else 0
         tensors["lora_a13"][:, start : start + a.shape[1]] = a
-        tensors["lora_b13"][:, _rows(problem, projection), : b.shape[2]] = b
+        tensors["lora_b13"][:, _w1_rows(problem, projection), : b.shape[2]] = b
     for _, a, b in w2_parts:
         tensors["lora_a2"][:, : a.shape[1]] = a
         tensors["lora_b2"][:, :, : b.shape[2]] = b
@@ -333,12 +346,12 @@ def _assemble(
         for name in ("lora_a13", "lora_b2"):
             tensors[name] = _shared_matrix(str(source.files.path), name, tensors[name])
         for name in ("lora_b13", "lora_a2"):
-            tensors[name] = tensors[name][local]
+            tensors[name] = tensors[name][local_experts]
     return Adapter(**tensors)
 
 
-def _rows(problem: Problem, projection: str) -> slice:
-    """Return the rows of gate or of up in w1."""
+def _w1_rows(problem: Problem, projection: str) -> slice:
+    """Return the rows of gate or up in w1."""
     rows = problem.w1_rows
     if not problem.act.gated:
         return slice(rows)
@@ -348,16 +361,21 @@ def _rows(problem: Problem, projection: str) -> slice:
 
 
 def _w1_parts(problem: Problem, factors: Mapping[_Role, _Factors]) -> list[_Part]:
-    """Return the parts of w1 with their A and B. Fused gate and up have the same A."""
+    """Return the factors of gate and of up. If they are stored together, both have the same A."""
     if "gate_up" in factors:
         a, b = factors["gate_up"]
-        return [(projection, a, b[:, _rows(problem, projection)]) for projection in ("gate", "up")]
+        return [
+            (projection, a, b[:, _w1_rows(problem, projection)]) for projection in ("gate", "up")
+        ]
     roles: tuple[_Role, ...] = ("gate", "up")
     return [(role, *factors[role]) for role in roles if role in factors]
 
 
 def _share_a(w1_parts: list[_Part]) -> list[_Part]:
-    """Give gate and up a common A: theirs if equal, else both stacked, with B padded by zeros."""
+    """Give gate and up a common A, without changing B @ A.
+
+    If theirs differ, the common one has the rows of both, and each B is padded with zeros.
+    """
     if len(w1_parts) < 2 or torch.equal(w1_parts[0][1], w1_parts[1][1]):
         return w1_parts
     (_, a_gate, b_gate), (_, a_up, b_up) = w1_parts
@@ -368,16 +386,15 @@ def _share_a(w1_parts: list[_Part]) -> list[_Part]:
 
 
 def _pad(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    """Pad a dimension with zeros to `size`."""
+    """Pad a dimension to `size` with zeros at its end."""
     shape = list(values.shape)
     shape[dimension] = size - shape[dimension]
     return torch.cat([values, values.new_zeros(shape)], dimension)
 
 
 def _shared_matrix(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return the matrix that all experts share, as (1, ...); raise WeightsError if they differ."""
+    """Return the matrix that all experts share, (1, ...). Raises WeightsError if they differ."""
     if not torch.equal(values, values[:1].expand_as(values)):
-        raise WeightsError(
-            what, got=f"{name} that differs between experts", need="one: outer=shared"
-        )
+        got = f"{name} that differs between experts"
+        raise WeightsError(what, got=got, need="the same for all experts, because of outer=shared")
     return values[:1].contiguous()

@@ -1,4 +1,7 @@
-"""Reader of PEFT's adapter_config.json, for plain LoRA only."""
+"""Reading of PEFT's adapter_config.json. Only plain LoRA is supported, without variants like DoRA.
+
+A field that would change the result and is not supported is an error, not ignored.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,10 +14,10 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, expect
 
-_V = TypeVar("_V")
+_Value = TypeVar("_Value")
 _MAX_BYTES = 1 << 20
 _MAX_PATTERN_LENGTH = 256
-# Ignored fields, about training, origin and target modules: they do not change the result.
+# Fields about training, origin and target modules, which do not change the result.
 _IGNORED_FIELDS = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "layers_pattern", "loftq_config",
@@ -41,10 +44,13 @@ _FIELDS: tuple[tuple[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Ranks and scalings of the modules, and the layers and modules that have adapters.
+    """The ranks and scalings of modules, and the layers and modules that have adapters.
 
-    layers: None for all. targets: names of modules and parameters, () if they are given by a
-    pattern.
+    rank, alpha: the values for modules that no pattern matches.
+    ranks, alphas: values by regular expression for module names (rank_pattern, alpha_pattern).
+    use_rslora: the scaling is alpha / sqrt(rank) instead of alpha / rank.
+    layers: numbers of the layers with adapters; None for all.
+    targets: names of the modules and parameters with adapters; () if the config has a pattern.
     """
 
     path: Path
@@ -58,25 +64,25 @@ class PeftConfig:
     peft_version: str | None
 
     def rank_and_scaling(self, module: str) -> tuple[int, float]:
-        """Return the rank of a module and the scaling of its product."""
+        """Return the rank of a module, and the factor of B @ A."""
         name = module.removeprefix("base_model.model.")
         rank = _first_match(self.ranks, name, self.rank)
         alpha = _first_match(self.alphas, name, self.alpha)
         return rank, alpha / (sqrt(rank) if self.use_rslora else rank)
 
     def has_layer(self, layer: int) -> bool:
-        """Return whether the adapter includes this layer."""
+        """Return whether the layer has adapters."""
         return self.layers is None or layer in self.layers
 
     @property
     def has_fused_layout(self) -> bool:
-        """True for PEFT 0.19 or newer, in which A of a fused weight has the weight's columns."""
+        """Whether A of a parameter (E, rows, columns) is (E r, columns): PEFT 0.19 and newer."""
         numbers = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
         return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Read an adapter_config.json; raise ConfigurationError unless it is plain LoRA."""
+    """Read an adapter_config.json. Raises ConfigurationError unless it is plain LoRA."""
     what = str(path)
     try:
         config = json_files.parse(json_files.read_file(path, _MAX_BYTES))
@@ -105,7 +111,7 @@ def read_config(path: Path) -> PeftConfig:
 
 
 def _check_plain_lora(what: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for other methods than LoRA and for fields that modify it."""
+    """Raise ConfigurationError for other methods than LoRA, and for fields of its variants."""
     if config.get("peft_type") != "LORA":
         got = _short(config.get("peft_type"))
         raise ConfigurationError(f"{what}: peft_type", got=got, need="LORA")
@@ -139,7 +145,11 @@ def _alpha(what: str, value: Any) -> float:
 
 
 def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    """Return the items of a pattern field, whose regular expressions must match in bounded time."""
+    """Return (regular expression, value) for each item of a pattern field.
+
+    Raises ConfigurationError for an invalid expression, or one whose matching could take
+    exponential time: the file may be untrusted.
+    """
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise ConfigurationError(f"{what}: {name}", got=_short(patterns), need="an object")
@@ -147,27 +157,25 @@ def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str
         try:
             re.compile(pattern)
             re.compile(_suffix_pattern(pattern))  # fails if the pattern begins with flags
-            valid = len(pattern) <= _MAX_PATTERN_LENGTH
+            is_valid = len(pattern) <= _MAX_PATTERN_LENGTH
         except (re.error, OverflowError, RecursionError):
-            valid = False
-        # Repeated groups or many repeats can take exponential time; module names need neither.
+            is_valid = False
+        # Patterns for module names need neither repeated groups nor many repeats.
         unescaped = re.sub(r"\\.", "", pattern)
-        if (
-            not valid
-            or re.search(r"\)[*+{?]", unescaped)
-            or len(re.findall(r"[*+{?]", unescaped)) > 3
-        ):
+        has_repeated_group = re.search(r"\)[*+{?]", unescaped) is not None
+        if not is_valid or has_repeated_group or len(re.findall(r"[*+{?]", unescaped)) > 3:
             need = f"a regular expression of at most {_MAX_PATTERN_LENGTH} characters and 3 repeats"
             raise ConfigurationError(f"{what}: {name}", got=_short(pattern), need=need)
     return list(patterns.items())
 
 
 def _suffix_pattern(pattern: str) -> str:
+    """Return the regular expression of names that end with the pattern, after a dot."""
     return rf"(.*\.)?({pattern})$"
 
 
-def _first_match(patterns: Mapping[str, _V], name: str, default: _V) -> _V:
-    """Return the value of the first pattern that matches a name, or its end after a dot."""
+def _first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
+    """Return the value of the first pattern that matches the end of a name, else `default`."""
     for pattern, value in patterns.items():
         if re.match(_suffix_pattern(pattern), name):
             return value
@@ -175,7 +183,7 @@ def _first_match(patterns: Mapping[str, _V], name: str, default: _V) -> _V:
 
 
 def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
-    """Return the layers with adapters, None for all; like PEFT, treat an empty list as all."""
+    """Return the layers with adapters; None for all. As in PEFT, an empty list means all."""
     layers = config.get("layers_to_transform")
     if layers is None:
         return None
@@ -186,7 +194,10 @@ def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
 
 
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names that are targeted everywhere; () if modules are excluded."""
+    """Return the names of modules and parameters that have adapters in all included layers.
+
+    Returns () if they are not known: for a pattern, or if some modules are excluded.
+    """
     if config.get("exclude_modules"):
         return ()
     lists = [config.get(name) for name in ("target_modules", "target_parameters")]

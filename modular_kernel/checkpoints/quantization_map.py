@@ -1,9 +1,10 @@
-"""The format of each module of a checkpoint, from its quantization_config.
+"""Lookup of a module's storage format by name, from the quantization_config of a checkpoint.
 
     formats = QuantizationMap(config["quantization_config"])
-    formats.format_of("model.layers.3.mlp.experts.0.gate_proj")  # None: not quantized
+    formats.format_of("model.layers.3.mlp.experts.0.gate_proj")  # None if it is not quantized
 
-All experts of a layer must have one format; layers may differ.
+The modules of a checkpoint may have different formats, but all experts of a layer must have the
+same one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +19,16 @@ UNQUANTIZED = format_of(None)
 
 
 class QuantizationMap:
-    """The format of each module.
+    """The storage formats of a checkpoint's modules.
 
-    quantization: the quantization_config; None for an unquantized checkpoint. path: of the file,
-    for messages. depth: max(H, I) of the layer, as for `format_of`. expert_dtype: the value of the
-    config.json's key.
+    quantization: the quantization_config; None for an unquantized checkpoint.
+    path: path of the config.json, for messages.
+    depth: max(H, I) of the layer, as for `formats.format_of`.
+    expert_dtype: the value of that key in the config.json.
 
-    Raises ConfigurationError for an unknown method or key, and for patterns that are refused. A
-    format is read on first use, so that an unknown one is refused only where it is needed.
+    Raises ConfigurationError for an unknown method or key, and for name patterns with unsupported
+    syntax. The formats are read on first use. An unsupported format therefore raises an error only
+    if a module that has it is looked up.
     """
 
     def __init__(
@@ -38,8 +41,8 @@ class QuantizationMap:
     ) -> None:
         expect("path", path, str)
         expect("depth", depth, Count | None)
-        given = dict(quantization) if isinstance(quantization, Mapping) else quantization
-        self._quantization = ModuleQuantization(path, given)
+        config = dict(quantization) if isinstance(quantization, Mapping) else quantization
+        self._quantization = ModuleQuantization(path, config)
         self._read_scheme = SchemeReader(path, {"expert_dtype": expert_dtype}, depth)
         self._path, self._depth = path, depth
         self._expert_dtype = {} if expert_dtype is None else {"expert_dtype": expert_dtype}
@@ -53,32 +56,34 @@ class QuantizationMap:
     def format_of(self, module: str) -> Format | None:
         """Return the format of a module, or None if it is not quantized.
 
-        module: its name, without the tensor's, such as "model.layers.3.self_attn.q_proj".
+        module: name of the module, such as "model.layers.3.self_attn.q_proj".
         """
         expect("module", module, str)
-        found = self._quantization.of(module)
-        if found.config is None:
+        module_config = self._quantization.of(module)
+        if module_config.config is None:
             return None
         is_expert = "experts" in module.split(".")
-        key = found.number, is_expert
+        key = module_config.number, is_expert
         if key not in self._formats:
-            # `expert_dtype` is that of experts only.
-            config = found.config if is_expert else found.config | {"expert_dtype": None}
+            config = module_config.config
+            if not is_expert:  # `expert_dtype` applies to experts only
+                config = config | {"expert_dtype": None}
             self._formats[key] = self._read(config, expert=is_expert)
         return self._formats[key]
 
     def experts_to_try(self, experts: int) -> Sequence[int]:
-        """Return numbers of experts that stand for all: those that no entry tells apart are alike.
+        """Return the numbers of experts to look up in order to find all formats in a layer.
 
-        experts: their number in a layer.
+        Experts that the entries of the quantization_config cannot distinguish by name are
+        represented by one of them. experts: number of experts in a layer.
         """
         return self._quantization.experts_to_try(experts)
 
     def common_format(self, modules: Iterable[str], what: str) -> Format:
-        """Return the format of all of some modules, of which there is at least one.
+        """Return the format that all of the modules have.
 
-        what: names the modules, for messages. Raises ConfigurationError with two modules and their
-        formats if they differ.
+        modules: one or more names. what: description of the modules, for messages. Raises
+        ConfigurationError, with the names and formats of two modules, if formats differ.
         """
         return common_value(self._quantization, modules, self._read, what)
 

@@ -1,12 +1,12 @@
-"""Safetensors files of a checkpoint: names, shapes and dtypes of tensors, and reads of slices.
+"""Reading of safetensors files: names, shapes and dtypes from the headers, and slices of tensors.
 
-    files = TensorFiles(folder, files_by_tensor(folder))
-    files.names               # of all tensors, from the index if there is one
-    files.shape_and_dtype("model.norm.weight")  # (4096,), torch.bfloat16
-    files.read("model.norm.weight", (slice(0, 8),))
+    files = TensorFiles(folder, map_tensors_to_files(folder))
+    files.names                                      # frozenset of all tensor names
+    files.shape_and_dtype("model.norm.weight")       # (4096,), torch.bfloat16
+    files.read("model.norm.weight", (slice(0, 8),))  # (8,) bfloat16
 
-`open_files` opens these files and GGUF, `checkpoint_files` selects them. The safetensors library
-checks headers. Every error names the file.
+`checkpoint_files` selects the files, and `open_files` opens them. Errors of the safetensors library
+are converted to WeightsError with the name of the file.
 """
 
 import stat
@@ -22,13 +22,13 @@ import torch
 from modular_kernel.checkpoints.checkpoint_files import (
     INDEX_SUFFIX,
     absent_files_error,
-    index_or_files,
+    find_index_or_files,
     no_tensors_error,
     read_index,
 )
 from modular_kernel.errors import ConfigurationError, DtypeError, WeightsError
 
-_NEED = "safetensors: pip install safetensors"
+_INSTALL = "safetensors: pip install safetensors"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,10 +47,11 @@ _DTYPES = {
 
 
 class TensorFiles:
-    """The tensors of a set of safetensors files, which are opened on first use.
+    """The tensors in a set of safetensors files. A file is opened when one of its tensors is used.
 
-    path: the folder or file, for messages. files: the file of each tensor, according to the index.
-    bytes_read: of tensor data, by `read`.
+    path: the folder or file, for messages.
+    files: the file of each tensor by name, from the index if there is one.
+    bytes_read: bytes of tensor data that `read` has returned.
     """
 
     def __init__(self, path: Path, files: Mapping[str, Path]) -> None:
@@ -68,7 +69,7 @@ class TensorFiles:
         return frozenset(self.files)
 
     def qualified_name(self, name: str) -> str:
-        """Return the name of a tensor's file and of the tensor, for messages."""
+        """Return "file: tensor" for messages."""
         return f"{self.files[name].name}: {name}"
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
@@ -84,7 +85,7 @@ class TensorFiles:
         return header
 
     def metadata(self, name: str) -> dict[str, str]:
-        """Return the metadata of the file that has a tensor."""
+        """Return the metadata (strings by key) in the header of the file that has this tensor."""
         self._slice(name)  # opens the file
         path = self.files[name]
         if path not in self._metadata:
@@ -99,9 +100,10 @@ class TensorFiles:
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """Return a slice of a tensor, as a view of the memory-mapped file on the CPU.
 
-        slices: slices of its leading dimensions, within its shape.
+        slices: slices of the leading dimensions, within the shape; () for the whole tensor.
         """
-        # As a context, a device costs more than a small read: only for another default device.
+        # safetensors allocates on the default device. Entering a device context takes longer than a
+        # small read, so do it only if the default device is not the CPU.
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         try:
             with device:
@@ -131,11 +133,13 @@ class TensorFiles:
 
 
 def open_file(path: Path) -> Any:
-    """Open a regular safetensors file; convert the library's errors to WeightsError."""
+    """Open a safetensors file. Raises WeightsError if it is not a complete, regular file."""
     try:
-        from safetensors import safe_open  # noqa: PLC0415 (a missing one is an error of ours)
+        from safetensors import safe_open  # noqa: PLC0415 (optional dependency)
     except ImportError:
-        raise ConfigurationError(f"checkpoint {path}", got="no safetensors", need=_NEED) from None
+        raise ConfigurationError(
+            f"checkpoint {path}", got="no safetensors", need=_INSTALL
+        ) from None
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise WeightsError(str(path), got="not a regular file", need="a safetensors file")
@@ -145,7 +149,7 @@ def open_file(path: Path) -> Any:
 
 
 def _library_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the library raises for an invalid file."""
+    """Return the exceptions that the safetensors library raises for an invalid file."""
     errors = (OSError, ValueError, IndexError)
     try:
         from safetensors import SafetensorError  # noqa: PLC0415
@@ -163,14 +167,14 @@ def _invalid_file_error(path: Path, error: Exception) -> WeightsError:
     )
 
 
-def files_by_tensor(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
+def map_tensors_to_files(path: Path) -> dict[str, Path]:
+    """Return {tensor name: file} for a safetensors file, an index or a folder."""
     try:
         if path.name.endswith(INDEX_SUFFIX):
             return read_index(path)
         if not path.is_dir():
             return dict.fromkeys(open_file(path).keys(), path)
-        candidates = index_or_files(path)
+        candidates = find_index_or_files(path)
     except (OSError, ValueError) as error:
         if isinstance(error, WeightsError | ConfigurationError):
             raise
@@ -181,7 +185,7 @@ def files_by_tensor(path: Path) -> dict[str, Path]:
         return read_index(candidates[0])
     files: dict[str, Path] = {}
     for file in candidates:
-        for name in open_file(file).keys():  # noqa: SIM118 (it is no mapping)
+        for name in open_file(file).keys():  # noqa: SIM118 (`safe_open` is not a mapping)
             if name in files:
                 got = f"{name}, which is in {files[name].name} too"
                 raise WeightsError(str(file), got=got, need="each tensor once, or an index")

@@ -1,7 +1,10 @@
-"""Slices of a layer's stored tensors: locate them in the files, check all headers, read a share.
+"""Access to the experts of one layer in open files: find tensors, check headers, read shares.
 
-`LayerSource` holds the location and shape of the matrices of a layer, and returns a share of one as
-`fusing.fuse` takes it. Reading is the only side effect.
+`find_layers` finds the layers with experts by tensor names, and `find_source` selects the layout of
+one layer. The resulting `LayerSource` checks the headers of its tensors, and reads a range of rows
+and columns of one projection for `fusing.fuse`.
+
+In this module, a key is the name of a tensor in the files.
 """
 
 import re
@@ -14,13 +17,13 @@ import torch
 from modular_kernel.checkpoints.bitsandbytes import dequantize_part
 from modular_kernel.checkpoints.expert_names import LayerLayout, ProjectionLocation
 from modular_kernel.checkpoints.formats import Format
-from modular_kernel.checkpoints.fp8_mxfp4 import usable_inputs
+from modular_kernel.checkpoints.fp8_mxfp4 import convert_input_scale
 from modular_kernel.checkpoints.fusing import convert_share
-from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
+from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, repack_blocks
 from modular_kernel.checkpoints.gguf_files import GgufFiles
 from modular_kernel.checkpoints.matrix_layout import (
     FLOATS,
-    UNREAD,
+    UNREAD_ROLES,
     BlockedScale,
     Dim,
     Range,
@@ -36,13 +39,14 @@ from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import DTYPES, dtype_name, parse_dtype
 from modular_kernel.text import format_count
 
-# Requirement on the dtypes of unquantized matrices.
+# For messages: the requirement on the dtypes of unquantized matrices.
 ONE_DTYPE = "one dtype, or an explicit one in config.json or by dtype= or --dtype"
-_MAX_MISSING = 10_000  # stop looking for missing tensors after this many
-# Suffixes of tensors next to the experts that are not expert weights.
+_MAX_MISSING = 10_000  # missing tensors after which the check stops
+# Suffixes of tensors that have the prefix of the experts' names, but are not expert weights.
 _NOT_EXPERT_WEIGHTS = ("e_score_correction_bias",)
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
-# Prefixes of the layers' names. If several match, the language model's comes first.
+# Known prefixes of "layers.N" in tensor names. If a checkpoint has several, the first one here is
+# that of the language model.
 _PREFIXES = (
     "model.",
     "model.language_model.",
@@ -59,7 +63,7 @@ _LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|blk|h)\.(?P<layer>\d+)\."
 
 @dataclass(frozen=True)
 class LayerSource:
-    """The experts of one layer in a checkpoint's files."""
+    """The experts of one layer in a checkpoint's files. bias: projections have biases."""
 
     files: TensorFiles
     format: Format
@@ -71,48 +75,51 @@ class LayerSource:
 
     @property
     def what(self) -> str:
-        """The name of the layer, for messages."""
+        """The checkpoint and the layer, for messages."""
         return f"{self.files.path}: {self.layer.prefix.rstrip('.')}"
 
     @property
-    def number(self) -> int:
-        """The number of the layer in the names of its tensors."""
+    def layer_number(self) -> int:
+        """The number of the layer, from 0, in the names of its tensors."""
         match = re.match(_LAYERS, self.layer.prefix)
         assert match is not None
         return int(match["layer"])
 
-    def stored(self) -> tuple[StoredTensor, ...]:
-        """Return the tensors that each matrix has."""
-        return (*self.format.stored, *((_BIAS,) if self.bias else ()))
+    def stored_tensors(self) -> tuple[StoredTensor, ...]:
+        """Return the tensors that the files have for each matrix, including the bias."""
+        return (*self.format.stored_tensors, *((_BIAS,) if self.bias else ()))
 
     def locations(self) -> Iterator[ProjectionLocation]:
-        """Yield the location of each projection of each expert; of the first only, in a stack."""
+        """Yield the location of each projection of each expert.
+
+        If experts are stacked, all have the same tensors, and only the first expert is included.
+        """
         for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
-            first, second = self.layer.projections(expert)
-            yield from (*first, *second)
+            w1_locations, w2_locations = self.layer.projections(expert)
+            yield from (*w1_locations, *w2_locations)
 
     def key(self, location: ProjectionLocation, spec: StoredTensor) -> str | None:
-        """Return the name of a tensor in the files, or None if there is none."""
-        place = location.base, spec.name
-        if place not in self._keys:
-            names = self.files.names
-            self._keys[place] = next((key for key in location.keys(spec) if key in names), None)
-        return self._keys[place]
+        """Return the name of a projection's tensor in the files, or None if there is none."""
+        cache_key = location.base, spec.name
+        if cache_key not in self._keys:
+            names, candidates = self.files.names, location.candidate_keys(spec)
+            self._keys[cache_key] = next((key for key in candidates if key in names), None)
+        return self._keys[cache_key]
 
     def check(self) -> dict[str, frozenset[torch.dtype]]:
-        """Check names, shapes and dtypes of all experts; return the dtypes by role.
+        """Check names, shapes and dtypes of all experts' tensors, reading only headers.
 
-        Raises WeightsError for missing or superfluous tensors, ShapeError and DtypeError with file
-        and name. Only headers are read.
+        Returns the dtypes by role. Raises WeightsError for missing or unexpected tensors, and
+        ShapeError or DtypeError, with file and tensor, for invalid ones.
         """
         missing, checked_keys, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for location in self.locations():
             if len(missing) > _MAX_MISSING:
                 break
-            for spec in self.stored():
+            for spec in self.stored_tensors():
                 key = self.key(location, spec)
                 if key is None:
-                    missing += [] if spec.optional else [next(iter(location.keys(spec)))]
+                    missing += [] if spec.optional else [next(iter(location.candidate_keys(spec)))]
                 elif key not in checked_keys:
                     checked_keys.add(key)
                     shape, dtype = self.files.shape_and_dtype(key)
@@ -122,27 +129,30 @@ class LayerSource:
                     if self.format.torchao is not None and spec.role == "w":
                         self.check_metadata(key, shape, self.format.torchao)
         if missing:
-            got = f"no {missing[0]}{_more(missing)}"
+            got = f"no {missing[0]}{_count_others(missing)}"
             need = f"{format_count(self.layer.experts, 'expert')} of {self.format}"
             raise WeightsError(self.what, got=got, need=need)
-        self._check_extra(checked_keys)
+        self._check_no_others(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
             types = {self._block_type(key) for key in checked_keys}
-            dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # within the blocks
+            dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # scales are within the blocks
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def check_metadata(
         self, key: str, shape: tuple[int, ...], torchao_format: TorchaoFormat
     ) -> None:
-        """Raise WeightsError if the metadata of a file contradicts the quantization_config."""
+        """Raise WeightsError if torchao's metadata of a weight contradict the quantization_config.
+
+        key, shape: name and shape of the codes.
+        """
         what, metadata = self.files.files[key].name, self.files.metadata(key)
         check_metadata(what, metadata, key, shape, torchao_format)
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of unquantized matrices; None if no layer can have it.
+        """Return the dtype of unquantized matrices.
 
-        None is also returned for quantized matrices. Raises DtypeError if there are several dtypes,
-        because any choice would round some values.
+        Returns None for quantized matrices, and for a dtype that no layer supports. Raises
+        DtypeError for several dtypes, because any choice would round some values.
         """
         dtypes = self.stored_dtypes()
         if not dtypes or not dtypes.keys() <= set(DTYPES.values()):
@@ -153,10 +163,10 @@ class LayerSource:
         return next(iter(dtypes))
 
     def stored_dtypes(self) -> dict[torch.dtype, str]:
-        """Return the dtypes of unquantized matrices, each with the name of a tensor that has it."""
+        """Return {dtype: name of a tensor that has it} for unquantized matrices."""
         if self.format.method != "none":
             return {}
-        spec = next(spec for spec in self.format.stored if spec.role == "w")
+        spec = next(spec for spec in self.format.stored_tensors if spec.role == "w")
         dtypes: dict[torch.dtype, str] = {}
         for key in (self.key(location, spec) for location in self.locations()):
             if key is not None:
@@ -164,134 +174,145 @@ class LayerSource:
         return dtypes
 
     def has_floats(self) -> bool:
-        """Return whether the first expert has weights that are not quantized."""
+        """Return whether the first expert has unquantized weights."""
         if self.format.method != "none":
             return False
-        spec = next(spec for spec in self.format.stored if spec.role == "w")
+        spec = next(spec for spec in self.format.stored_tensors if spec.role == "w")
         key = self.key(next(self.locations()), spec)
         return key is not None and self.files.shape_and_dtype(key)[1] in FLOATS
 
     def has_scales(self) -> bool:
         """Return whether the first expert has the scales of quantized weights."""
         location = next(self.locations())
-        scales = [spec for spec in self.format.stored if spec.role == "scale"]
+        scales = [spec for spec in self.format.stored_tensors if spec.role == "scale"]
         return any(self.key(location, spec) is not None for spec in scales)
 
     def nbytes(self) -> int:
         """Return the total size in bytes of the tensors of the layer's experts."""
-        keys = {self.key(location, spec) for location in self.locations() for spec in self.stored()}
+        keys = {
+            self.key(location, spec)
+            for location in self.locations()
+            for spec in self.stored_tensors()
+        }
         return sum(self.files.nbytes(key) for key in keys if key is not None)
 
-    def _check_extra(self, checked_keys: set[str]) -> None:
+    def _check_no_others(self, checked_keys: set[str]) -> None:
+        """Raise WeightsError if the experts have tensors besides `checked_keys`."""
         names = self.layer.layout.names
         bases = {f"{self.layer.prefix}{name}" for name in names}
-        bases |= {f"{self.layer.prefix}_{name}" for name in names}  # of torchao
+        bases |= {f"{self.layer.prefix}_{name}" for name in names}  # torchao
         expert_name = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
         is_parameter = self.layer.layout.is_parameter
-        extra = sorted(
+        others = sorted(
             name
             for name in self.files.names - checked_keys
             if name.startswith(self.layer.prefix)
             and not name.endswith(_NOT_EXPERT_WEIGHTS)
             and (
                 expert_name.match(name)
-                or any(_belongs_to(name, base, is_parameter) for base in bases)
+                or any(_is_tensor_of(name, base, is_parameter) for base in bases)
             )
         )
-        if extra:
-            need = (
-                f"{format_count(self.layer.experts, 'expert')} of {self.format}, and nothing else"
-            )
-            got = f"{self.files.qualified_name(extra[0])}{_more(extra)}"
+        if others:
+            count = format_count(self.layer.experts, "expert")
+            need = f"{count} of {self.format}, and nothing else"
+            got = f"{self.files.qualified_name(others[0])}{_count_others(others)}"
             raise WeightsError(self.what, got=got, need=need)
 
-    def check_cut(self, parts: Sequence[tuple[ProjectionLocation, Range, Range]]) -> None:
-        """Raise ConfigurationError if a share splits a packed word."""
+    def check_share(self, parts: Sequence[tuple[ProjectionLocation, Range, Range]]) -> None:
+        """Raise ConfigurationError if a range of rows and columns splits a packed word.
+
+        parts: (projection, rows, columns) to read.
+        """
         for location, rows, columns in parts:
-            for spec in self.format.stored:
-                spec.check_cut(self.what, rows, columns, (location.rows, location.depth))
+            for spec in self.format.stored_tensors:
+                spec.check_share(self.what, rows, columns, (location.rows, location.depth))
 
     def read_part(
         self,
-        fine: Format,
+        target_format: Format,
         location: ProjectionLocation,
         rows: Range,
         columns: Range,
         *,
         order: bool,
     ) -> dict[str, torch.Tensor]:
-        """Read rows [a, b) and columns [c, d) of a projection, as `fusing.fuse` takes them.
+        """Read rows [a, b) and columns [c, d) of a projection, as tensors for `fusing.fuse`.
 
-        order: also read and check the column order. Once per matrix is enough, except for
-        act-order.
+        target_format: the format with the tile sizes of the layer. order: also read GPTQ's g_idx,
+        which is then checked. Once per matrix is enough; with act-order, it is always read.
         """
-        rows = (location.first + rows[0], location.first + rows[1])
+        rows = (location.first_row + rows[0], location.first_row + rows[1])
         if self.format.method == "gguf":
-            return self._gguf_part(location, rows, columns)
+            return self._read_gguf(location, rows, columns)
         if self.format.dequantized and self.format.torchao is None:
-            return {"weight": self._dequantized(location, rows, columns)}
+            return {"weight": self._read_bitsandbytes_4bit(location, rows, columns)}
         tensors, order = {}, order or self.format.scheme.act_order
-        for spec in self.format.stored:
-            skip = spec.role in (*UNREAD, "a_scale") or (spec.role == "order" and not order)
+        for spec in self.format.stored_tensors:
+            skip = spec.role in (*UNREAD_ROLES, "a_scale") or (spec.role == "order" and not order)
             key = None if skip else self.key(location, spec)
             if key is not None:
                 tensors[spec.name] = self._read(key, location, spec, rows, columns)
         if self.format.dequantized and self.format.torchao is not None:
             return {"weight": dequantize_int4(tensors, self.format.torchao.group, columns)}
-        return convert_share(self.format, fine, tensors, rows, columns)
+        return convert_share(self.format, target_format, tensors, rows, columns)
 
     def _block_type(self, key: str) -> str:
-        return self.files.type_of(key).name if isinstance(self.files, GgufFiles) else ""
+        return self.files.block_type(key).name if isinstance(self.files, GgufFiles) else ""
 
-    def _gguf_part(
+    def _read_gguf(
         self, location: ProjectionLocation, rows: Range, columns: Range
     ) -> dict[str, torch.Tensor]:
-        """Read the blocks that cover a part, and return it as numbers or as (weight, scale)."""
-        key = self.key(location, self.format.stored[0])
+        """Read the GGUF blocks that cover a part.
+
+        Returns {"weight": codes, "scale": scales}, or {"weight": float32 values} if no scheme can
+        represent the block type.
+        """
+        key = self.key(location, self.format.stored_tensors[0])
         if not isinstance(self.files, GgufFiles) or key is None or location.expert is None:
             need = "a GGUF file"
             raise ConfigurationError(f"{self.what}: files of {self.format}", got=key, need=need)
-        kind, name = self.files.type_of(key), self.files.qualified_name(key)
+        block, name = self.files.block_type(key), self.files.qualified_name(key)
         blocks = self.files.read_blocks(key, location.expert, rows, columns)
-        skipped = columns[0] % kind.values
-        within = slice(skipped, skipped + columns[1] - columns[0])
+        # The first block may start before the first column.
+        start = columns[0] % block.values
+        stop = start + columns[1] - columns[0]
         if not self.format.scheme.quantized:
-            values = dequantize_blocks(kind.name, blocks)[:, within]
+            values = dequantize_blocks(block.name, blocks)[:, start:stop]
             if not bool(values.isfinite().all()):
                 got = float(values[~values.isfinite()][0])
                 raise WeightsError(name, got=got, need="finite numbers")
             return {"weight": values}
-        w, scale = group_weights(kind.name, self.format.scheme, blocks)
+        w, scale = repack_blocks(block.name, self.format.scheme, blocks)
         per_byte, group = 2 if self.format.scheme.packed else 1, self.format.scheme.group[0]
         return {
-            "weight": w[:, within.start // per_byte : within.stop // per_byte],
-            "scale": scale[:, within.start // group : -(-within.stop // group)],
+            "weight": w[:, start // per_byte : stop // per_byte],
+            "scale": scale[:, start // group : -(-stop // group)],
         }
 
-    def _dequantized(
+    def _read_bitsandbytes_4bit(
         self, location: ProjectionLocation, rows: Range, columns: Range
     ) -> torch.Tensor:
-        keys = {spec.name: self.key(location, spec) for spec in self.format.stored}
+        keys = {spec.name: self.key(location, spec) for spec in self.format.stored_tensors}
         present = {name: key for name, key in keys.items() if key is not None}
-        tensors = _FlatTensorsOfFiles(self.files, present)
+        tensors = _FlatFileTensors(self.files, present)
         what = self.files.qualified_name(f"{location.base}.weight")
         shape = (location.rows, location.depth)
         return dequantize_part(self.format.dequantized, shape, rows, columns, tensors, what)
 
-    def bias_of(self, location: ProjectionLocation, rows: Range) -> torch.Tensor:
+    def read_bias(self, location: ProjectionLocation, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
         key = self.key(location, _BIAS)
         assert key is not None
-        rows = (location.first + rows[0], location.first + rows[1])
+        rows = (location.first_row + rows[0], location.first_row + rows[1])
         return self._read(key, location, _BIAS, rows, (0, location.depth))
 
-    def input_scales(self, locations: Sequence[ProjectionLocation]) -> torch.Tensor:
-        """Read the static activation scales of projections, float32, by which inputs are divided.
+    def read_input_scales(self, locations: Sequence[ProjectionLocation]) -> torch.Tensor:
+        """Read the static activation scales of projections, (number of tensors,) float32.
 
-        compressed-tensors stores the inverse for nvfp4. If a stack has a scale per expert, only the
-        scales of `locations` are read.
+        Activations are divided by them. compressed-tensors stores the reciprocals for nvfp4.
         """
-        (spec,) = (spec for spec in self.format.stored if spec.role == "a_scale")
+        (spec,) = (spec for spec in self.format.stored_tensors if spec.role == "a_scale")
         by_key = dict[tuple[str, int | None], torch.Tensor]()
         for location in locations:
             key = self.key(location, spec)
@@ -299,10 +320,11 @@ class LayerSource:
             if (key, location.expert) not in by_key:
                 scale = self._read(key, location, spec, (0, location.rows), (0, location.depth))
                 subject = self.files.qualified_name(key)
-                by_key[key, location.expert] = usable_inputs(scale.reshape(1), subject)
+                by_key[key, location.expert] = convert_input_scale(scale.reshape(1), subject)
         scales = torch.cat(list(by_key.values()))
-        inverse = self.format.method == "compressed-tensors" and self.format.scheme.matrix_scales
-        return 1 / scales if inverse else scales
+        is_nvfp4 = self.format.scheme.matrix_scales
+        is_reciprocal = self.format.method == "compressed-tensors" and is_nvfp4
+        return 1 / scales if is_reciprocal else scales
 
     def _read(
         self,
@@ -317,19 +339,18 @@ class LayerSource:
                 () if location.expert is None else (slice(location.expert, location.expert + 1),)
             )
             stored = self.files.read(key, (*expert, *spec.stored_slices(rows, location.depth)))
-            return spec.unblocked(stored.reshape(stored.shape[-2:]), rows, columns)
+            return spec.unblock(stored.reshape(stored.shape[-2:]), rows, columns)
         shape = self.files.shape_and_dtype(key)[0]
-        single = spec.is_scalar and location.is_shared_scalar(spec, shape)
-        slices = () if single else location.slices(spec, rows, columns)
-        kept = spec.kept_dims(shape, location.shape(spec))
-        if len(shape) == len(slices) or kept is None:
+        is_shared = spec.is_scalar and location.is_shared_scalar(spec, shape)
+        slices = () if is_shared else location.slices(spec, rows, columns)
+        matched_dims = spec.match_dims(shape, location.shape(spec))
+        if len(shape) == len(slices) or matched_dims is None:
             tensor = self.files.read(key, slices)
-        else:  # with dimensions of 1
-            by_dim = dict(zip(kept, slices, strict=True))
-            tensor = self.files.read(
-                key, tuple(by_dim.get(dim, slice(0, 1)) for dim in range(len(shape)))
-            )
-            tensor = tensor.reshape([tensor.shape[dim] for dim in kept])
+        else:  # the file has excess dimensions of size 1
+            by_dim = dict(zip(matched_dims, slices, strict=True))
+            all_slices = tuple(by_dim.get(dim, slice(0, 1)) for dim in range(len(shape)))
+            tensor = self.files.read(key, all_slices)
+            tensor = tensor.reshape([tensor.shape[dim] for dim in matched_dims])
         if location.transposed and len(spec.dims) > 1:
             tensor = tensor.transpose(-1, -2)
         return tensor.reshape(
@@ -338,7 +359,12 @@ class LayerSource:
 
 
 @dataclass(frozen=True)
-class _FlatTensorsOfFiles:
+class _FlatFileTensors:
+    """The tensors of one matrix in the files, as `bitsandbytes.FlatTensors`.
+
+    keys: name in the files by name in `Format.stored_tensors`.
+    """
+
     files: TensorFiles
     keys: Mapping[str, str]
 
@@ -357,43 +383,36 @@ class _FlatTensorsOfFiles:
         return self.files.read(key, tuple(slices)).flatten()
 
 
-def _belongs_to(name: str, base: str, is_parameter: bool) -> bool:
+def _is_tensor_of(name: str, base: str, is_parameter: bool) -> bool:
+    """Return whether `name` is `base`, or `base` with a suffix such as ".weight_scale"."""
     suffix = name.removeprefix(base)
     return suffix != name and (not suffix or suffix[0] in ("._:" if is_parameter else "."))
 
 
-def _more(names: Sequence[str]) -> str:
+def _count_others(names: Sequence[str]) -> str:
+    """Return how many names there are besides the first, for messages."""
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-# ------------------------------------------------------------------------ locating layers
-
-
-def find_blocks(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, int], str]:
-    """Return the name up to the experts' own names, by (prefix of the layers, layer number)."""
-    names_pattern = "|".join(re.escape(name) for name in layout.names)
-    names_pattern = (
-        rf"_?(?:{names_pattern})(?:[._:]|$)" if layout.stacked else rf"\d+\.(?:{names_pattern})\."
-    )
-    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.path)}(?={names_pattern})")
-    blocks = {}
-    for match in filter(None, map(pattern.match, names)):
-        blocks[match["prefix"], int(match["layer"])] = match[0]
-    return blocks
+# --- Search for layers with experts ---
 
 
 def find_layers(
     files: TensorFiles, layouts: Sequence[ExpertLayout], prefix: str | None
 ) -> tuple[str, dict[int, list[tuple[ExpertLayout, str]]]]:
-    """Return the prefix of the layers, and for each layer with experts its possible layouts.
+    """Find the layers with experts by the names of tensors.
 
-    prefix: None selects the language model. Raises ConfigurationError if no layer has experts, or
-    if there are several models and none has a known prefix.
+    layouts: the layouts of the model_type.
+    prefix: the part of tensor names before "layers.N". None selects the language model.
+
+    Returns the prefix, and {layer number: [(layout, prefix of the experts' names), ...]} with the
+    layouts whose names match. Raises ConfigurationError if no layer has experts, or if there are
+    several models and none has a known prefix.
     """
     by_prefix: dict[str, dict[int, list[tuple[ExpertLayout, str]]]] = {}
     for layout in layouts:
-        for (found_prefix, layer), block in find_blocks(files.names, layout).items():
-            by_prefix.setdefault(found_prefix, {}).setdefault(layer, []).append((layout, block))
+        for (name, layer), expert_prefix in _find_expert_prefixes(files.names, layout).items():
+            by_prefix.setdefault(name, {}).setdefault(layer, []).append((layout, expert_prefix))
     if prefix is not None:
         by_prefix = {name: layers for name, layers in by_prefix.items() if name == prefix}
     prefixes = [name for name in _PREFIXES if name in by_prefix] or sorted(by_prefix)
@@ -416,18 +435,23 @@ def find_source(
     sizes: tuple[int, int, int],
     bias: bool,
 ) -> LayerSource:
-    """Select the layout of a layer among the candidates whose names match.
+    """Return the source of a layer with the first layout whose shapes match.
 
-    sizes: experts, hidden, intermediate. Returns the first whose shapes match, or else the first,
-    for which `LayerSource.check` then reports the mismatch.
+    If none matches, the first layout is used, and `LayerSource.check` reports the mismatch.
+
+    candidates: the layouts whose names match, from `find_layers`. sizes: experts, hidden,
+    intermediate. bias: projections have biases. Raises ConfigurationError for a quantized format in
+    a layout that is supported for unquantized weights only.
     """
     sources = [
-        LayerSource(files, format, LayerLayout(layout, block, *sizes), bias)
-        for layout, block in candidates
+        LayerSource(files, format, LayerLayout(layout, expert_prefix, *sizes), bias)
+        for layout, expert_prefix in candidates
     ]
     quantized = format.method != "none"
     unsupported = [
-        s for s in sources if quantized and (s.layer.layout.flat or _is_unknown_transposed(s))
+        source
+        for source in sources
+        if quantized and (source.layer.layout.flat or _has_unsupported_transpose(source))
     ]
     sources = [source for source in sources if source not in unsupported]
     if not sources:
@@ -436,24 +460,42 @@ def find_source(
     return next((source for source in sources if _matches_layout(source)), sources[0])
 
 
-def _is_unknown_transposed(source: LayerSource) -> bool:
-    """Return whether a layout stores (K, N) in a format that no quantizer stores that way.
+def _find_expert_prefixes(
+    names: frozenset[str], layout: ExpertLayout
+) -> dict[tuple[str, int], str]:
+    """Return {(prefix of "layers.N", N): prefix of the experts' names} for a layout.
 
-    ModelOpt does so with float8 and nvfp4 of Llama-4 and gpt-oss, FBGEMM with float8 of Llama-4.
-    torchao has the scales of blocks along N then, not along K.
+    The second prefix ends before the expert's number or, in a stack, before the projection.
+    """
+    projection = "|".join(re.escape(name) for name in layout.names)
+    stacked = rf"_?(?:{projection})(?:[._:]|$)"
+    next_part = stacked if layout.stacked else rf"\d+\.(?:{projection})\."
+    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.path)}(?={next_part})")
+    prefixes = {}
+    for match in filter(None, map(pattern.match, names)):
+        prefixes[match["prefix"], int(match["layer"])] = match[0]
+    return prefixes
+
+
+def _has_unsupported_transpose(source: LayerSource) -> bool:
+    """Return whether matrices are stored as (K, N) in a format for which this is not supported.
+
+    ModelOpt stores float8 and nvfp4 of Llama-4 and gpt-oss as (K, N), and FBGEMM float8 of Llama-4.
+    torchao then has the scales of blocks along N instead of K, which is not supported.
     """
     scheme = source.format.scheme
-    stored_transposed = scheme.granularity == "tensor"
+    is_supported = scheme.granularity == "tensor"
     if source.format.torchao is None:
-        stored_transposed |= scheme.granularity == "block" or scheme.matrix_scales
-    stored_transposed |= source.format.method == "fbgemm_fp8"
-    return bool(source.layer.layout.transposed) and not stored_transposed
+        is_supported |= scheme.granularity == "block" or scheme.matrix_scales
+    is_supported |= source.format.method == "fbgemm_fp8"
+    return bool(source.layer.layout.transposed) and not is_supported
 
 
 def _matches_layout(source: LayerSource) -> bool:
-    first, second = source.layer.projections(0)
-    spec = next(spec for spec in source.format.stored if spec.role == "w")
-    for location in (*first, *second):
+    """Return whether the first expert's weights exist and have the shapes of the layout."""
+    w1_locations, w2_locations = source.layer.projections(0)
+    spec = next(spec for spec in source.format.stored_tensors if spec.role == "w")
+    for location in (*w1_locations, *w2_locations):
         key = source.key(location, spec)
         try:
             if key is None:

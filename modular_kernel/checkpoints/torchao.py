@@ -1,20 +1,20 @@
 """Weights of torchao's tensor subclasses, as transformers stores them in safetensors.
 
-The tensors of a weight `x.weight` are `x._weight_qdata`, `x._weight_scale` and so on; those of a
-parameter `experts.gate_up_proj` are `experts._gate_up_proj_qdata` and so on. torchao 0.14 names
-them `x.weight:qdata` and `experts.gate_up_proj:qdata`. The metadata of the file has the class and
-the attributes of each weight, in JSON:
+A weight `x.weight` is stored as the tensors `x._weight_qdata` (codes q), `x._weight_scale` (scales
+s) and so on, and a parameter `experts.gate_up_proj` as `experts._gate_up_proj_qdata` and so on.
+torchao 0.14 names them `x.weight:qdata` and `experts.gate_up_proj:qdata`. The metadata in the
+header of the file have the class and the attributes of each weight, in JSON:
 
-    Float8Tensor    qdata s                  s float32, (N, 1), or one number
-    Int8Tensor      qdata s                  s float32, (N, 1) or (N, K / group); zero points of 0
-    Int4Tensor      qdata s + z              s and z (K / group, N) in the dtype of the model
-    NVFP4Tensor     qdata s t                s float8, (N, K / 16), in tiles; t float32, one number
-                                             of the matrix, or missing
-    MXTensor        qdata s                  s E8M0, (N, K / 32), in tiles; qdata e4m3 or e2m1
+| class        | value     | tensors                                                             |
+|--------------|-----------|---------------------------------------------------------------------|
+| Float8Tensor | q * s     | s float32, (N, 1) or one number                                     |
+| Int8Tensor   | q * s     | s float32, (N, 1) or (N, K / group); zero points, all 0             |
+| Int4Tensor   | q * s + z | s and z (K / group, N) in the dtype of the model                    |
+| NVFP4Tensor  | q * s * t | s float8, (N, K / 16), BlockedScale; t float32, one number, or none |
+| MXTensor     | q * s     | s E8M0, (N, K / 32), BlockedScale; q e4m3 or e2m1                   |
 
-Int4Tensor has codes from -8 to 7, the even k in the low nibble. Its z is a float, which need not be
-a multiple of s, so no integer scheme has these values. They are computed in float32, in which they
-are rounded once, by the sum.
+Int4Tensor has codes from -8 to 7 with even k in the low nibble. Its z is a float that need not be a
+multiple of s, so no integer scheme can represent the values. They are dequantized in float32.
 """
 
 import json
@@ -33,13 +33,13 @@ from modular_kernel.errors import WeightsError
 from modular_kernel.models.torchao_config import BLOCKED, TorchaoFormat
 from modular_kernel.spec.quantization import QuantScheme
 
-KIND = "int4"  # of the codes that are dequantized
+INT4_CODES = "int4"  # name of the codes of Int4Tensor, for `Format.dequantized`
 _N, _K = Dim("N"), Dim("K")
-_MAX_METADATA = 1 << 16
+_MAX_METADATA = 1 << 16  # characters
 
 
-def tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    """Return the tensors of one matrix. scheme: of the weights, with their tiles."""
+def stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
+    """Return the tensors that the files have for one matrix. scheme: scheme of the weights."""
     if format.tensor_class == "Int4Tensor":
         groups = (Dim("K", format.group), _N)
         return (
@@ -60,23 +60,23 @@ def tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, .
 
 
 def _blocked_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    """Return the tensors of a matrix of NVFP4Tensor or MXTensor."""
+    """Return the tensors of an NVFP4Tensor or MXTensor, whose scales are in tiles."""
     e8m0 = torch.float8_e8m0fnu
-    dtypes: tuple[torch.dtype, ...]
+    scale_dtypes: tuple[torch.dtype, ...]
     if scheme.weight == "float8_e4m3fn":
-        qdata, dtypes = _stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), (e8m0,)
+        qdata, scale_dtypes = _stored("qdata", "w", (_N, _K), torch.float8_e4m3fn), (e8m0,)
     else:
         qdata = _stored("qdata", "w", (_N, Dim("K", 2, indivisible=True)), torch.uint8)
-        dtypes = (torch.float8_e4m3fn,) if scheme.matrix_scales else (torch.uint8, e8m0)
+        scale_dtypes = (torch.float8_e4m3fn,) if scheme.matrix_scales else (torch.uint8, e8m0)
     dims = (_N, Dim("K", format.group))
-    scale = BlockedScale("_weight_scale", "scale", dims, dtypes, ("weight:scale",))
+    scale = BlockedScale("_weight_scale", "scale", dims, scale_dtypes, ("weight:scale",))
     if not scheme.matrix_scales:
         return (qdata, scale)
-    unused = _stored("act_per_tensor_scale", "unused", (), torch.float32, optional=True)
+    input_scale = _stored("act_per_tensor_scale", "unused", (), torch.float32, optional=True)
     if not format.matrix_scale:
-        return (qdata, scale, unused)
-    whole = _stored("per_tensor_scale", "global_scale", (), torch.float32)
-    return (qdata, scale, whole, unused)
+        return (qdata, scale, input_scale)
+    matrix_scale = _stored("per_tensor_scale", "global_scale", (), torch.float32)
+    return (qdata, scale, matrix_scale, input_scale)
 
 
 def _stored(
@@ -85,10 +85,10 @@ def _stored(
     return StoredTensor(f"_weight_{name}", role, dims, dtypes, (f"weight:{name}",), optional)
 
 
-def parameter_of(name: str) -> str:
-    """Return the name of the weight that a tensor belongs to, which is its key in the metadata.
+def parameter_name(name: str) -> str:
+    """Return the name of a weight, which is its key in the metadata, such as "x.weight".
 
-    name: of its codes, such as "x._weight_qdata" or "experts._gate_up_proj_qdata".
+    name: name of its codes, such as "x._weight_qdata" or "experts._gate_up_proj_qdata".
     """
     if ":" in name:
         return name.partition(":")[0]
@@ -103,59 +103,57 @@ def check_metadata(
     shape: Sequence[int],
     format: TorchaoFormat,
 ) -> None:
-    """Raise WeightsError unless a file describes a weight as `format`.
+    """Raise WeightsError unless the metadata of a file describe a weight as `format`.
 
-    what: of the file and tensor, for messages. metadata: of the file. name: of the codes. shape: of
-    the codes.
+    what: name of the file, for messages. metadata: the metadata of the file. name, shape: name and
+    shape of the codes.
     """
-    key = parameter_of(name)
+    key = parameter_name(name)
+    what = f"{what}: metadata of {key}"
     text = metadata.get(key, "")
     need = f"the JSON object of a {format.tensor_class}"
     if not text or len(text) > _MAX_METADATA:
         got = "no entry" if not text else f"{len(text)} characters"
-        raise WeightsError(f"{what}: metadata of {key}", got=got, need=need)
+        raise WeightsError(what, got=got, need=need)
     try:
-        found = json.loads(text)
+        description = json.loads(text)
     except (ValueError, RecursionError):
-        raise WeightsError(f"{what}: metadata of {key}", got="no JSON", need=need) from None
-    data = found.get("_data") if isinstance(found, dict) else None
-    if not isinstance(data, dict) or found.get("_type") != format.tensor_class:
-        raise WeightsError(f"{what}: metadata of {key}", got=text[:120], need=need)
-    block: object = _block_size(shape, format)
-    if format.tensor_class in BLOCKED:
-        block = format.group
-        _check_blocked(f"{what}: metadata of {key}", data, format)
-    if data.get("block_size") != block:
+        raise WeightsError(what, got="no JSON", need=need) from None
+    data = description.get("_data") if isinstance(description, dict) else None
+    if not isinstance(data, dict) or description.get("_type") != format.tensor_class:
+        raise WeightsError(what, got=text[:120], need=need)
+    is_blocked = format.tensor_class in BLOCKED
+    if is_blocked:
+        _check_blocked(what, data, format)
+    block_size = format.group if is_blocked else _block_size(shape, format)
+    if data.get("block_size") != block_size:
         got = f"block_size {str(data.get('block_size'))[:80]}"
-        raise WeightsError(
-            f"{what}: metadata of {key}", got=got, need=f"{block} of {format.scheme}"
-        )
-    if format.tensor_class not in BLOCKED:  # else activations stay in 16 bits
-        _check_inputs(f"{what}: metadata of {key}", data, format)
+        raise WeightsError(what, got=got, need=f"{block_size} of {format.scheme}")
+    if not is_blocked:  # with blocked scales, activations stay in 16 bits
+        _check_activations(what, data, format)
 
 
 def _check_blocked(what: str, data: Mapping[str, object], format: TorchaoFormat) -> None:
-    """Raise WeightsError for scales in another order, or codes of another type."""
+    """Raise WeightsError unless scales are in tiles, and codes have the type of `format`."""
     if data.get("is_swizzled_scales") is not True:
         got = f"is_swizzled_scales = {str(data.get('is_swizzled_scales'))[:80]}"
         raise WeightsError(what, got=got, need="true, as quantize_ writes them")
     if format.tensor_class == "MXTensor":
         need = "float8_e4m3fn" if format.scheme.startswith("fp8") else "float4_e2m1fn_x2"
         if data.get("elem_dtype") != {"_type": "torch.dtype", "_data": need}:
-            raise WeightsError(
-                what, got=f"elem_dtype {str(data.get('elem_dtype'))[:80]}", need=need
-            )
+            got = f"elem_dtype {str(data.get('elem_dtype'))[:80]}"
+            raise WeightsError(what, got=got, need=need)
 
 
 def _block_size(shape: Sequence[int], format: TorchaoFormat) -> list[int]:
-    """Return how many values of each dimension share a scale."""
+    """Return the number of values per scale in each dimension of a weight of this shape."""
     if format.scheme.endswith("_tensor"):
         return list(shape)
     return [1] * (len(shape) - 1) + [format.group or shape[-1]]
 
 
-def _check_inputs(what: str, data: Mapping[str, object], format: TorchaoFormat) -> None:
-    """Raise WeightsError if activations are quantized in another way than in the scheme."""
+def _check_activations(what: str, data: Mapping[str, object], format: TorchaoFormat) -> None:
+    """Raise WeightsError unless activations are quantized as in the scheme of `format`."""
     activation = data.get("activation_dtype")
     if activation is not None and activation != {"_type": "torch.dtype", "_data": "bfloat16"}:
         got = f"activation_dtype {str(activation)[:80]}"
@@ -172,27 +170,28 @@ def _check_inputs(what: str, data: Mapping[str, object], format: TorchaoFormat) 
         bounds = [fields.get(key) for key in ("hp_value_lb", "hp_value_ub")]
         granularity = granularity if bounds == [None, None] else f"{granularity} with bounds"
         got = f"act_quant_kwargs of {granularity}"
-    needs = {
+    granularity_by_scheme = {
         "fp8_w8a8_tensor": "PerTensor",
         "fp8_w8a8_channel": "PerRow",
         "int8_w8a8_channel": "PerRow",
     }
-    need = needs.get(format.scheme)
-    if granularity != need:
-        text = "no act_quant_kwargs" if need is None else f"act_quant_kwargs of {need}"
-        raise WeightsError(what, got=got[:120], need=f"{text}, as in the quantization_config")
+    expected = granularity_by_scheme.get(format.scheme)
+    if granularity != expected:
+        need = "no act_quant_kwargs" if expected is None else f"act_quant_kwargs of {expected}"
+        raise WeightsError(what, got=got[:120], need=f"{need}, as in the quantization_config")
 
 
 def dequantize_int4(
     tensors: Mapping[str, torch.Tensor], group: int, columns: tuple[int, int]
 ) -> torch.Tensor:
-    """Return the values of an Int4Tensor, (..., rows, columns) float32.
+    """Dequantize columns [a, b) of an Int4Tensor to (..., rows, columns) float32.
 
-    tensors: by the names of `tensors`, for columns [a, b) of the matrix; groups that the range cuts
-    are whole. Raises WeightsError for scales or zero points that are not finite.
+    tensors: by their names in `stored_tensors`, with the codes of these columns, and the scales and
+    zero points of all groups that have one of them. Raises WeightsError for scales or zero points
+    that are not finite.
     """
     packed = tensors["_weight_qdata"].view(torch.uint8)
-    # The nibbles are two's complement: xor 8 adds 8, which the sum takes away again.
+    # Nibbles are in two's complement. `xor 8` adds 8, which is subtracted again after conversion.
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).bitwise_xor_(8)
     factors = {}
     for name in ("_weight_scale", "_weight_zero_point"):
@@ -201,13 +200,13 @@ def dequantize_int4(
         if bool(bad.any()):
             raise WeightsError(name, got=float(factors[name][bad][0]), need="finite numbers")
     scale, zero = (factor.mT for factor in factors.values())
-    first, last = columns
+    start, stop = columns
     values = codes.float().sub_(8)
-    if first % group == 0 and (last - first) % group == 0:
+    if start % group == 0 and (stop - start) % group == 0:
         grouped = values.view(*values.shape[:-1], -1, group)
         grouped.mul_(scale[..., None]).add_(zero[..., None])
         return values
-    index = torch.arange(first, last, device=values.device) // group - first // group
+    index = torch.arange(start, stop, device=values.device) // group - start // group
     return values.mul_(scale[..., index]).add_(zero[..., index])
 
 

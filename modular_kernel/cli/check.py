@@ -166,10 +166,10 @@ def _describe_source(checkpoint: "InspectionReport") -> str:
     """Describe the dtype of the tensor files, if it is not that of config.json."""
     dtypes = (group.problem_fields.get("dtype") for group in checkpoint.groups)
     dtype = next(filter(None, dtypes), None)  # quantized layers have none
-    if checkpoint.converted:
-        stored = " and ".join(checkpoint.converted)
+    if checkpoint.converted_dtypes:
+        stored = " and ".join(checkpoint.converted_dtypes)
         return f"; the files have {stored}, loaded as {dtype}"
-    if not checkpoint.dtype_of_files:
+    if not checkpoint.is_dtype_from_files:
         return ""
     return f"; it has no dtype, using {dtype} of the files"
 
@@ -200,9 +200,9 @@ def _make_checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]
         "bytes": checkpoint.nbytes,
         "quant": only["quant"],
         "groups": groups,
-        "mtp_layers": dict(checkpoint.extra),
-        "dtype_of_files": checkpoint.dtype_of_files,
-        "converted": checkpoint.converted,
+        "mtp_layers": dict(checkpoint.mtp_layers),
+        "dtype_of_files": checkpoint.is_dtype_from_files,
+        "converted": checkpoint.converted_dtypes,
     }
 
 

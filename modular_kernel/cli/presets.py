@@ -69,9 +69,9 @@ def is_path(model: str) -> bool:
 
 def _stored_dtype(model: str) -> dict[str, object]:
     """Return {"dtype": that of the tensor files in a folder}; {} if it cannot be determined."""
-    from modular_kernel.checkpoints.inspection import dtype_of_files
+    from modular_kernel.checkpoints.inspection import read_expert_dtype
 
-    dtype = dtype_of_files(model) if is_directory(model) else None
+    dtype = read_expert_dtype(model) if is_directory(model) else None
     return {} if dtype is None else {"dtype": dtype}
 
 

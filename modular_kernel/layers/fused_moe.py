@@ -20,11 +20,11 @@ from torch.compiler import is_compiling
 
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.checkpoints.formats import format_of
-from modular_kernel.checkpoints.inspection import layer_config
+from modular_kernel.checkpoints.inspection import read_layer_config
 from modular_kernel.checkpoints.loading import (
     check_quantizable,
     load_experts,
-    scheme_to_quantize,
+    parse_quantize,
 )
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
@@ -274,7 +274,7 @@ class FusedMoE(ExpertParameters):
         """
         expect("checkpoint", checkpoint, str | Path)
         expect("layer", layer, int | None)
-        scheme = scheme_to_quantize(quantize)
+        scheme = parse_quantize(quantize)
         for name in sorted(options.keys() & CHECKPOINT_OPTIONS):
             got = f"{name}={str(options[name])[:80]}"
             need = f"no {name}, because the checkpoint determines it"
@@ -282,7 +282,7 @@ class FusedMoE(ExpertParameters):
         parallel = options.get("parallel")
         expect("parallel", parallel, LayerParallel | None)
         dtype = options.pop("params_dtype", None)
-        config = layer_config(
+        config = read_layer_config(
             checkpoint,
             layer,
             tp=1 if parallel is None else parallel.tp[1],

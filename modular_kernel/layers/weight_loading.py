@@ -18,11 +18,16 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.checkpoints.bitsandbytes import refused_error
-from modular_kernel.checkpoints.formats import Format, fit, format_of
+from modular_kernel.checkpoints.formats import Format, fit_scheme, format_of
 from modular_kernel.checkpoints.fp8_mxfp4 import static_scale
 from modular_kernel.checkpoints.fusing import Matrix, convert_share, fuse
-from modular_kernel.checkpoints.matrix_layout import FLOATS, UNREAD, Dim, StoredTensor, cut
+from modular_kernel.checkpoints.matrix_layout import (
+    FLOATS,
+    UNREAD_ROLES,
+    Dim,
+    StoredTensor,
+    slice_tensors,
+)
 from modular_kernel.checkpoints.padding import fill_padding
 from modular_kernel.errors import (
     ConfigurationError,
@@ -98,11 +103,12 @@ class ExpertLoader:
         expect("transposed", transposed, bool)
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
-        if self.format.has_blocks or self.format.torchao is not None:
-            raise refused_error("quant_config", self.format)
+        if self.format.expands_on_load or self.format.torchao is not None:
+            need = "another format; `load_experts` reads bitsandbytes' 4 bits, torchao and GGUF"
+            raise ConfigurationError("quant_config", got=str(self.format), need=need)
         matrix_scales = [
             stored
-            for stored in self.format.stored
+            for stored in self.format.stored_tensors
             if stored.role in _MATRIX_SCALE_ROLES and not stored.dims
         ]
         if share.interleaved and matrix_scales:
@@ -113,14 +119,16 @@ class ExpertLoader:
         if self.format.scheme.act_order or self.format.scheme.scales_by_expert:
             need = "a format without act-order and 4-bit activations; use `load_experts` for these"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
-        self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
+        self.scheme = fit_scheme(
+            self.format, share.intermediate, world=share.tp[1], gated=share.gated
+        )
         self.share = replace(share, quant=str(self.scheme))
         self._check_gate_up_packing()
         self._rank_format = self.format.with_scheme(self.scheme)
         biases = (_BIAS,) if bias else ()
-        self._stored: tuple[StoredTensor, ...] = (*self.format.stored, *biases)
+        self._stored: tuple[StoredTensor, ...] = (*self.format.stored_tensors, *biases)
         self._parameter_specs = {
-            stored.name: stored for stored in (*self._rank_format.stored, *biases)
+            stored.name: stored for stored in (*self._rank_format.stored_tensors, *biases)
         }
         self._loaded: set[tuple[str, str, int]] = set()
         # Input scales of the experts of all ranks, and the keys set since `expert_weights` ran.
@@ -130,7 +138,10 @@ class ExpertLoader:
     def _check_gate_up_packing(self) -> None:
         """Raise ConfigurationError if gate rows and up rows would share a packed word."""
         dims = [
-            (stored, dim) for stored in self.format.stored for dim in stored.dims if dim.indivisible
+            (stored, dim)
+            for stored in self.format.stored_tensors
+            for dim in stored.dims
+            if dim.indivisible
         ]
         for stored, dim in dims if self.share.gated else ():
             if dim.axis == "N" and self.share.width % dim.step:
@@ -246,7 +257,7 @@ class ExpertLoader:
             raise ShapeError(f"{weight_name}: parameter", got=tuple(param.shape), need=expected)
         if stored.role == "a_scale":
             self._set_input_scale(stored, matrix, expert_id, shard_id, float(loaded_weight))
-        if move is None or stored.role in UNREAD:
+        if move is None or stored.role in UNREAD_ROLES:
             return
         loaded_weight = loaded_weight.reshape(need)
         with torch.no_grad():
@@ -330,8 +341,10 @@ class ExpertLoader:
         sizes: tuple[int, int],
     ) -> None:
         """Copy this rank's rows and columns, and convert them to this rank's group size."""
-        stored.check_cut(stored.name, move.source_rows, move.source_columns, sizes)
-        source = cut([stored], {stored.name: loaded}, move.source_rows, move.source_columns)
+        stored.check_share(stored.name, move.source_rows, move.source_columns, sizes)
+        source = slice_tensors(
+            [stored], {stored.name: loaded}, move.source_rows, move.source_columns
+        )
         converted = convert_share(
             self.format, self._rank_format, source, move.source_rows, move.source_columns
         )
@@ -377,8 +390,8 @@ class ExpertLoader:
     def _fuse_matrix(self, layer: torch.nn.Module, matrix: str) -> Matrix:
         weight_tensors = [
             stored
-            for stored in self._rank_format.stored
-            if stored.role not in (*UNREAD, "order", "a_scale")
+            for stored in self._rank_format.stored_tensors
+            if stored.role not in (*UNREAD_ROLES, "order", "a_scale")
         ]
         tensors = {
             stored.name: _parameter(layer, f"{matrix}_{stored.name}") for stored in weight_tensors
@@ -411,7 +424,9 @@ class ExpertLoader:
         for shard in self.share.shards:
             if (shard == "w2") == (matrix == "w2"):
                 rows, columns = find_padding(shard, self.share)
-                tensor[(slice(None), *stored.whole_slices(rows, columns))] = value[stored.role]
+                tensor[(slice(None), *stored.slices_starting_in(rows, columns))] = value[
+                    stored.role
+                ]
 
     def _stored_zero_point(self) -> int:
         """Return a packed int32 word in which every zero point is the middle of its range."""
@@ -426,7 +441,7 @@ class ExpertLoader:
             for stored in self._stored
             for shard in self.share.shards
             for slot in range(len(self.share.slots))
-            if not (stored.optional or stored.role in UNREAD)
+            if not (stored.optional or stored.role in UNREAD_ROLES)
             and (stored.name, shard, slot) not in self._loaded
         ]
         if missing:

@@ -13,7 +13,7 @@ from typing import Any
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES, Family
 from modular_kernel.models.gguf_config import config_of_gguf
-from modular_kernel.models.gguf_header import is_gguf, model_file
+from modular_kernel.models.gguf_header import find_model_file, is_gguf
 from modular_kernel.models.layer_quantization import (
     UNQUANTIZED,
     LayerScheme,
@@ -106,7 +106,7 @@ def config_of_file(model: str) -> tuple[Path, Config]:
             return config_of_gguf(path)
         if path.is_dir():
             has_config = any((path / name).exists() for name in ("config.json", PARAMS))
-            gguf = None if has_config else model_file(path)
+            gguf = None if has_config else find_model_file(path)
             if gguf is not None:
                 return config_of_gguf(gguf)
             path = config_path(path)

@@ -116,7 +116,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == SUFFIX
 
 
-def shards(path: Path) -> list[Path]:
+def shard_paths(path: Path) -> list[Path]:
     """Return the files of a model, of which `path` is one; [path] if it is not split."""
     match = _SHARD.fullmatch(path.name)
     if match is None:
@@ -128,14 +128,14 @@ def shards(path: Path) -> list[Path]:
     ]
 
 
-def model_file(folder: Path) -> Path | None:
+def find_model_file(folder: Path) -> Path | None:
     """Return the first file of the only GGUF model in a folder; None if there is no GGUF file.
 
     Raises ConfigurationError if there are several models.
     """
     names = sorted(file.name for file in folder.iterdir() if is_gguf(file))
     names = [name for name in names if not name.startswith("mmproj")]  # vision encoders
-    first = [name for name in names if shards(folder / name)[0].name == name] or names
+    first = [name for name in names if shard_paths(folder / name)[0].name == name] or names
     if len(first) > 1:
         got, need = " and ".join(first[:3]), "the path of one model"
         raise ConfigurationError(f"checkpoint {folder}", got=got, need=need)
@@ -148,7 +148,7 @@ def read_header(path: Path) -> GgufHeader:
     Raises WeightsError for a missing, truncated or invalid file, with what is wrong.
     """
     metadata, tensors = dict[str, Any](), dict[str, TensorInfo]()
-    for number, file in enumerate(shards(path)):
+    for number, file in enumerate(shard_paths(path)):
         header = _read_file(file, *_identity(file))
         metadata = header.metadata if number == 0 else metadata
         for name, info in header.tensors.items():

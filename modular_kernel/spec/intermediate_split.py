@@ -70,7 +70,7 @@ def split_intermediate(intermediate: int, ranks: int, scheme: QuantScheme) -> In
     - Otherwise, each rank gets whole groups. Some ranks get one group more than others, and the
       width is the largest number of columns of a rank.
     - If there are fewer groups than ranks, but the columns divide evenly, the equal division is
-      used although it splits groups. `formats.fit` refuses it for stored weights.
+      used although it splits groups. `formats.fit_scheme` refuses it for stored weights.
 
     Raises ConfigurationError if there are fewer groups than ranks and the columns do not divide
     evenly.

@@ -14,7 +14,7 @@ import modular_kernel as mk
 from experts.triton.contiguous import supported_paths
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.checkpoints.formats import format_of
-from modular_kernel.checkpoints.gptq_awq import column_order
+from modular_kernel.checkpoints.gptq_awq import argsort_by_group
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.quant.quantized_weights import (
@@ -56,11 +56,11 @@ def test_columns_lie_by_their_size() -> None:
 
 
 def test_groups_must_be_whole() -> None:
-    order = column_order(torch.tensor([1, 0, 1, 0, 2]), 5, 2, "g_idx")
+    order = argsort_by_group(torch.tensor([1, 0, 1, 0, 2]), 5, 2, "g_idx")
     assert order.tolist() == [1, 3, 0, 2, 4]
     for wrong in ([1, 0, 1, 1, 2], [0, 0, 1, 1, 3], [0, 0, 1, 1]):
         with pytest.raises(WeightsError, match="g_idx: got groups of other sizes, need 2 of 5"):
-            column_order(torch.tensor(wrong), 5, 2, "g_idx")
+            argsort_by_group(torch.tensor(wrong), 5, 2, "g_idx")
 
 
 @pytest.mark.parametrize(

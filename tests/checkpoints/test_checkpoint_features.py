@@ -133,12 +133,12 @@ def test_each_expert_is_what_its_files_say(
 def test_a_bias_left_unsorted_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect that each feature's own tests passed: rows of w1 move, those of b1 do not."""
     from modular_kernel.checkpoints import loading
-    from modular_kernel.checkpoints.fusing import sort_rows as sort
+    from modular_kernel.checkpoints.fusing import sort_w1_rows as sort
 
     def without_biases(weights: Any, *args: Any, **rest: Any) -> None:
         sort({name: t for name, t in weights.items() if name != "b1"}, *args, **rest)
 
-    monkeypatch.setattr(loading, "sort_rows", without_biases)
+    monkeypatch.setattr(loading, "sort_w1_rows", without_biases)
     row = next(row for row in ROWS if row["kind"] in ACT_ORDER_FORMATS and row["bias"])
     with pytest.raises(AssertionError):
         test_each_expert_is_what_its_files_say(row, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""`format_of`, `fit` and `merge`: a stack of experts' tensors gives what `load_experts` gives."""
+"""`format_of`, `fit_scheme`, `merge`: stacked tensors of experts give what `load_experts` gives."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import modular_kernel as mk
-from modular_kernel.checkpoints import fit, format_of, from_compressed_tensors, merge
+from modular_kernel.checkpoints import fit_scheme, format_of, from_compressed_tensors, merge
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
@@ -28,7 +28,7 @@ def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projec
     found = {}
     for name in ("w1", "w3", "w2"):
         own: Projection = {}
-        for stored in format_of(CHECKPOINT_FORMATS[kind].config, depth=192).stored:
+        for stored in format_of(CHECKPOINT_FORMATS[kind].config, depth=192).stored_tensors:
             each = [
                 tensors.get(f"{AT}.{e}.{name}.{alias}")
                 for alias in (stored.name, *stored.aliases)
@@ -47,7 +47,7 @@ def test_stacks_and_single_matrices_merge_alike(kind: str, tmp_path: Path) -> No
     loaded = mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / "model.safetensors")
     format, own = format_of(CHECKPOINT_FORMATS[kind].config, depth=192), projections(tensors, kind)
-    scheme = fit(format, 192)
+    scheme = fit_scheme(format, 192)
     assert str(scheme) == loaded.problem_fields["quant"]
     dtype = loaded.problem_fields["dtype"]
     w1 = merge(format, [own["w1"], own["w3"]], dtype, scheme=scheme)
@@ -109,7 +109,9 @@ def test_formats_are_told() -> None:
 def test_a_share_has_tiles_of_its_own(
     kind: str, intermediate: int, world: int, gated: bool, scheme: str
 ) -> None:
-    found = fit(format_of(CHECKPOINT_FORMATS[kind].config), intermediate, world=world, gated=gated)
+    found = fit_scheme(
+        format_of(CHECKPOINT_FORMATS[kind].config), intermediate, world=world, gated=gated
+    )
     assert str(found) == scheme
 
 
@@ -158,7 +160,7 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 def test_one_group_of_a_row_is_one_of_each_share() -> None:
     """However it is cut: 100 halves to no group of 32 or more that divides 50."""
     format = format_of(CHECKPOINT_FORMATS["awq, one group"].config, depth=100)
-    assert fit(format, 100, world=2).group == (100,)
+    assert fit_scheme(format, 100, world=2).group == (100,)
 
 
 @pytest.mark.parametrize("case", BAD)

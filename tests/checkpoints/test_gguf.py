@@ -148,7 +148,7 @@ def test_layers_for_multi_token_prediction_are_told_apart(tmp_path: Path) -> Non
     write_gguf(path, "glm4moe", layers, metadata={"glm4moe.block_count": 2})
     report = inspect(path)
     assert report.layers == (0,)
-    assert report.extra == ((1, f"in {INT8} (gguf)"),)
+    assert report.mtp_layers == ((1, f"in {INT8} (gguf)"),)
     assert str(mk.load_experts(path, 1).problem_fields["quant"]) == INT8
 
 

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from modular_kernel.checkpoints import format_of, merge
-from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, group_weights
+from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, repack_blocks
 from modular_kernel.checkpoints.torchao import check_metadata
 from modular_kernel.models.gguf_config import FLOAT_TYPES, READ_TYPES
 from modular_kernel.quant.quantized_weights import dequantize
@@ -97,6 +97,6 @@ def test_torchao_unpacks_the_same_bits(kind: str) -> None:
 ])  # fmt: skip
 def test_schemes_have_the_same_bits(kind: str, quant: str) -> None:
     scheme = QuantScheme.parse(quant)
-    w, scale = group_weights(kind, scheme, GGUF[f"{kind}/blocks"])
+    w, scale = repack_blocks(kind, scheme, GGUF[f"{kind}/blocks"])
     got = dequantize(w[None], scale[None], None, scheme)[0]
     assert torch.equal(got, GGUF[f"{kind}/unpacked"])

@@ -7,13 +7,13 @@ import torch
 
 from modular_kernel.checkpoints import (
     GroupWeights,
+    drop_zero_points,
     fit_group,
     from_awq,
     from_gptq,
     regroup,
     shard_columns,
     shard_rows,
-    symmetric,
 )
 from modular_kernel.errors import (
     ConfigurationError,
@@ -175,19 +175,19 @@ def test_symmetric_checkpoints_keep_no_zero_points() -> None:
     values, zeros, scales = layer()
     for read, pack in ((from_gptq, gptq), (from_awq, awq)):
         qweight, qzeros = pack(values, torch.full_like(zeros, 8))
-        made = symmetric(read(qweight, scales.T, qzeros, group=16))
+        made = drop_zero_points(read(qweight, scales.T, qzeros, group=16))
         assert made.zero_point is None
         assert made.quant == "int4_w4a16_group:group=16"
         torch.testing.assert_close(numbers(made), exact(values, None, scales, 16))
         bare = read(qweight, scales.T, None, group=16)
         assert torch.equal(numbers(bare), numbers(made))
-        assert symmetric(bare) is bare
+        assert drop_zero_points(bare) is bare
         for low, high in ((7, 8), (8, 9)):  # of two that share a byte
             mixed = torch.full_like(zeros, 8)
             mixed[14, 0], mixed[15, 0] = low, high
             other = read(qweight, scales.T, pack(values, mixed)[1], group=16)
             with pytest.raises(WeightsError, match=r"zero_point: got a zero point of [79], need 8"):
-                symmetric(other)
+                drop_zero_points(other)
 
 
 def test_order_of_columns() -> None:

@@ -8,14 +8,14 @@ from test_importers import numbers
 
 from modular_kernel.checkpoints import (
     channel_scale,
+    drop_zero_points,
     from_gpt_oss,
     from_gptq,
-    one_scale,
+    merge_scales,
     regroup,
     shard_columns,
     shard_rows,
     static_scale,
-    symmetric,
 )
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.quant.quantized_weights import check_weights_quantized, dequantize
@@ -84,13 +84,13 @@ def test_eight_bits_without_zero_points_mean_128() -> None:
     values, zeros, scales = layer()
     qzeros = gptq(torch.full_like(zeros, 128).T.contiguous(), 1).T
     made = from_gptq(gptq(values), scales.T, qzeros, group=8, bits=8)
-    bare = symmetric(made)
+    bare = drop_zero_points(made)
     assert bare.zero_point is None
     assert bare.quant == "int8_w8a16_group:group=8"
     assert torch.equal(numbers(bare), numbers(made))
     wrong = from_gptq(gptq(values), scales.T, gptq(zeros.T.contiguous(), 1).T, group=8, bits=8)
     with pytest.raises(WeightsError, match=r"zero_point: got a zero point of .*, need 128"):
-        symmetric(wrong)
+        drop_zero_points(wrong)
 
 
 def test_eight_bits_in_groups_and_shards() -> None:
@@ -133,7 +133,7 @@ def halves() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_two_scales_become_the_larger() -> None:
     w, scales = halves()
-    made, scale = one_scale(w, scales)
+    made, scale = merge_scales(w, scales)
     assert scale.tolist() == scales.amax(1).tolist()
     assert made.dtype == FP8
     # The rows of the larger scale keep their bits.
@@ -151,18 +151,18 @@ def test_two_scales_become_the_larger() -> None:
 
 def test_three_scales_of_an_expert_and_one() -> None:
     w = torch.ones(1, 6, 2).to(FP8)
-    made, scale = one_scale(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
+    made, scale = merge_scales(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
     assert scale.tolist() == [4.0]
     assert scale.dtype == torch.float32
     assert made.float()[0, :, 0].tolist() == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5]
-    same, scale = one_scale(w, torch.tensor([[3.0]]))
+    same, scale = merge_scales(w, torch.tensor([[3.0]]))
     assert torch.equal(same.view(torch.uint8), w.view(torch.uint8))
     assert scale.tolist() == [3.0]
 
 
 def test_what_is_made_binds() -> None:
     w, scales = halves()
-    w1, w1_scale = one_scale(w, scales)
+    w1, w1_scale = merge_scales(w, scales)
     static = static_scale(torch.tensor([[0.5], [0.25]]))
     assert static.tolist() == [0.5]
     w2 = torch.ones(2, 16, 4).to(FP8)
@@ -180,19 +180,19 @@ def test_what_is_made_binds() -> None:
 def test_bad_scales() -> None:
     w, scales = halves()
     with pytest.raises(DtypeError, match="w: got bfloat16, need float8_e4m3fn"):
-        one_scale(w.bfloat16(), scales)
+        merge_scales(w.bfloat16(), scales)
     with pytest.raises(ShapeError, match=r"w: got \(8, 16\), need \(e, N, K\)"):
-        one_scale(w[0], scales)
+        merge_scales(w[0], scales)
     for shape in ((2,), (3, 2), (2, 3), (2, 0), (2, 2, 1)):
         with pytest.raises(ShapeError, match=r"scale: got .* S dividing N = 8"):
-            one_scale(w, torch.ones(shape))
+            merge_scales(w, torch.ones(shape))
     for value in (0.0, -1.0, float("nan"), float("inf")):
         bad = torch.tensor([[1.0, 1.0], [1.0, value]])
-        for make in (lambda s: one_scale(w, s), channel_scale, static_scale):
+        for make in (lambda s: merge_scales(w, s), channel_scale, static_scale):
             with pytest.raises(WeightsError, match=f"got {value}, need finite numbers above 0"):
                 make(bad)
     with pytest.raises(DtypeError, match="scale: got int32, need a floating dtype"):
-        one_scale(w, torch.ones(2, 2, dtype=torch.int32))
+        merge_scales(w, torch.ones(2, 2, dtype=torch.int32))
     with pytest.raises(ShapeError, match=r"scale: got \(2, 8, 2\), need \(e, N, 1\) or"):
         channel_scale(torch.ones(2, 8, 2))
     with pytest.raises(ShapeError, match="activation scales: got"):

@@ -210,7 +210,7 @@ def test_a_layer_for_multi_token_prediction_has_its_own_format(
     samples = write_mixed(tmp_path, {0: "awq", 1: "awq", 2: "bf16"}, AWQ | lists, num_layers=2)
     report = inspect(tmp_path)
     assert report.layers == (0, 1)
-    assert report.extra == ((2, "unquantized"),)
+    assert report.mtp_layers == ((2, "unquantized"),)
     assert str(report).endswith("bytes; MTP layer 2 unquantized")
     for layer, kind in ((1, "awq"), (2, "bf16")):
         loaded = mk.load_experts(tmp_path, layer)
@@ -227,7 +227,7 @@ def test_a_layer_for_multi_token_prediction_has_its_own_format(
 
 def test_a_quantized_layer_for_multi_token_prediction_is_loaded_as_it_is(tmp_path: Path) -> None:
     samples = write_mixed(tmp_path, {0: "awq", 1: "awq"}, AWQ, num_layers=1)
-    assert inspect(tmp_path).extra == ((1, f"in {mk.load_experts(tmp_path, 0).format}"),)
+    assert inspect(tmp_path).mtp_layers == ((1, f"in {mk.load_experts(tmp_path, 0).format}"),)
     bound = CHECKPOINT_FORMATS["awq"].bound
     assert relative_error(samples[1], call_of(mk.load_experts(tmp_path, 1))) <= bound
 
@@ -236,7 +236,7 @@ def test_a_broken_layer_for_multi_token_prediction_is_told(tmp_path: Path) -> No
     write_mixed(tmp_path, {0: "awq", 1: "deepseek fp8"}, AWQ, num_layers=1)
     report = inspect(tmp_path)
     assert report.layers == (0,)
-    ((layer, text),) = report.extra
+    ((layer, text),) = report.mtp_layers
     assert layer == 1
     assert text.startswith("cannot be loaded (")
     assert "1.mlp.experts.0.gate_proj.qweight" in text
@@ -251,6 +251,6 @@ def test_layers_without_a_stated_dtype_have_that_of_their_files(tmp_path: Path) 
     del config["torch_dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = inspect(tmp_path)
-    assert report.dtype_of_files
-    assert report.converted == ()
+    assert report.is_dtype_from_files
+    assert report.converted_dtypes == ()
     assert report.groups[0].problem_fields["dtype"] == "bfloat16"

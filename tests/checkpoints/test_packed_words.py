@@ -8,7 +8,7 @@ import torch
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import packed_words
-from modular_kernel.checkpoints.fp8_mxfp4 import one_scale
+from modular_kernel.checkpoints.fp8_mxfp4 import merge_scales
 from modular_kernel.testing.checkpoints.formats import AWQ_ORDER, pack_words
 from modular_kernel.testing.checkpoints.samples import write
 from modular_kernel.utils import progress
@@ -94,7 +94,7 @@ def test_every_code_is_rounded_as_its_product() -> None:
     """By a table of 256 products: bit by bit what the conversion of each weight gives."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 4, 128)
     w, scale = codes.view(torch.float8_e4m3fn), torch.tensor([[0.3, 0.7]])
-    made, largest = one_scale(w, scale)
+    made, largest = merge_scales(w, scale)
     want = torch.cat(
         [(w[:, :2].float() * (scale[0, 0] / 0.7)).to(torch.float8_e4m3fn), w[:, 2:]], 1
     )

@@ -13,7 +13,7 @@ from test_checkpoint_numbers import numbers
 from test_checkpoint_shares import expert_bytes, ranks, summed
 
 import modular_kernel as mk
-from modular_kernel.checkpoints.formats import fit, format_of
+from modular_kernel.checkpoints.formats import fit_scheme, format_of
 from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT, quantize_weights
@@ -255,14 +255,14 @@ def test_split_of_published_sizes(
 
 
 def test_every_split_covers_the_intermediate_size() -> None:
-    """A scheme that `fit` returns has shares of whole groups, none empty, none above the width."""
+    """Schemes of `fit_scheme` have shares of whole groups, none empty, none above the width."""
     seen = 0
     for kind in CASES:
         for intermediate in range(64, 520, 24):
             format = format_of(FORMATS[kind].config, depth=520)
             for world in (1, 2, 3, 5, 8):
                 try:
-                    scheme = fit(format, intermediate, world=world)
+                    scheme = fit_scheme(format, intermediate, world=world)
                 except ConfigurationError:
                     continue
                 split = split_intermediate(intermediate, world, scheme)

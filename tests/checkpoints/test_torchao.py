@@ -483,12 +483,12 @@ def test_tiles_of_scales_are_taken_apart(rows: int, columns: int) -> None:
     spec = BlockedScale("s", "scale", (Dim("N"), Dim("K", 16)), (torch.uint8,))
     stored, depth = tiled(scale), 16 * columns
     assert tuple(stored.shape) == spec.shape(rows, depth)
-    assert torch.equal(spec.unblocked(stored, (0, rows), (0, depth)), scale)
+    assert torch.equal(spec.unblock(stored, (0, rows), (0, depth)), scale)
     both = torch.stack([stored, stored])
-    assert torch.equal(spec.unblocked(both, (0, rows), (0, depth))[1], scale)
+    assert torch.equal(spec.unblock(both, (0, rows), (0, depth))[1], scale)
     for first, last in ((0, 1), (rows // 2, rows), (rows - 1, rows), (rows // 3, rows // 2 + 1)):
         part = stored[spec.stored_slices((first, last), depth)]
-        assert torch.equal(spec.unblocked(part, (first, last), (16, 32)), scale[first:last, 1:2])
+        assert torch.equal(spec.unblock(part, (first, last), (16, 32)), scale[first:last, 1:2])
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ SEEDS = (
      "no dimensions"),
     ("modular_kernel.checkpoints.fusing.merge", "projections", "empty list"),
     ("modular_kernel.checkpoints.fusing.merge", "projections[0][weight]", "five dimensions"),
-    ("modular_kernel.checkpoints.gptq_awq.symmetric", "weights.bits", "None"),
+    ("modular_kernel.checkpoints.gptq_awq.drop_zero_points", "weights.bits", "None"),
     ("modular_kernel.checkpoints.gptq_awq.regroup", "weights.group", "0"),
     ("modular_kernel.checkpoints.gptq_awq.shard_rows", "weights.w", "no values"),
     ("experts.compat.ep_moe.grouped_gemm_triton", "weight_column_major", "bools"),

@@ -11,7 +11,7 @@ from public_recipes import ADAPTED, GROUP, PROBLEM, kernel
 import modular_kernel as mk
 from experts.compat.ep_moe import GroupedGemmRunner
 from modular_kernel import checkpoints
-from modular_kernel.checkpoints.formats import Format, fit, format_of
+from modular_kernel.checkpoints.formats import Format, fit_scheme, format_of
 from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.integrations.fused_moe_method import (
     init_prepare_finalize,
@@ -78,7 +78,13 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     "load_adapter": lambda: Call(
         load_adapter,
-        {"folder": "nothing/here", "layer": 0, "problem": ADAPTED, "ep": (0, 1), "elsewhere": ()},
+        {
+            "folder": "nothing/here",
+            "layer": 0,
+            "problem": ADAPTED,
+            "ep": (0, 1),
+            "ignored_modules": (),
+        },
     ),
     "inspect": lambda: Call(importers_inspect(), {"checkpoint": "nothing/here"}),
     "Problem": lambda: Call(Problem, FIELDS),
@@ -146,7 +152,9 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         rank_loads, {"load": [1.0] * 4, "placement": OLD, "ranks_per_host": 2}
     ),
     "format_of": lambda: Call(format_of, {"config": FP8, "path": "config.json", "depth": 256}),
-    "fit": lambda: Call(fit, {"format": INT4, "intermediate": 64, "world": 2, "gated": True}),
+    "fit_scheme": lambda: Call(
+        fit_scheme, {"format": INT4, "intermediate": 64, "world": 2, "gated": True}
+    ),
     "Format.with_scheme": lambda: Call(INT4.with_scheme, {"scheme": INT4.scheme}),
     "Format": lambda: Call(Format, {"method": "none", "scheme": INT4.scheme, "minus_one": True}),
     "fit_group": lambda: Call(checkpoints.fit_group, {"group": 128, "columns": 64}),

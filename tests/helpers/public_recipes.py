@@ -387,7 +387,7 @@ def _pairs() -> torch.Tensor:
 def _scaled() -> Call:
     scale = floats(E, 2).abs() + 0.1
     w = floats(E, 8, 16).to(torch.float8_e4m3fn)
-    return Call(checkpoints.one_scale, {"w_eNK": w, "scale_eS": scale})
+    return Call(checkpoints.merge_scales, {"w_eNK": w, "scale_eS": scale})
 
 
 def _repacked(function: Callable[..., object]) -> Call:
@@ -589,8 +589,8 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.checkpoints.compressed_tensors.from_compressed_tensors": lambda: Call(
         checkpoints.from_compressed_tensors, _compressed()
     ),
-    "modular_kernel.checkpoints.gptq_awq.symmetric": lambda: Call(
-        checkpoints.symmetric, {"weights": _symmetric()}
+    "modular_kernel.checkpoints.gptq_awq.drop_zero_points": lambda: Call(
+        checkpoints.drop_zero_points, {"weights": _symmetric()}
     ),
     "modular_kernel.checkpoints.gptq_awq.regroup": lambda: Call(
         checkpoints.regroup, {"weights": _groups(), "group": 16}
@@ -602,7 +602,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         checkpoints.shard_rows, {"weights": _groups(), "rank": 0, "world": 2}
     ),
     "modular_kernel.checkpoints.fusing.merge": _merge,
-    "modular_kernel.checkpoints.fp8_mxfp4.one_scale": _scaled,
+    "modular_kernel.checkpoints.fp8_mxfp4.merge_scales": _scaled,
     "modular_kernel.checkpoints.fp8_mxfp4.channel_scale": lambda: Call(
         checkpoints.channel_scale, {"scale": floats(E, 8, 1).abs() + 0.1}
     ),

@@ -81,7 +81,7 @@ def test_every_format_equals_loading_from_files(kind: str, tmp_path: Path) -> No
 
 def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return gate and up of every expert as one matrix, which engines call w13."""
-    names = {alias: each for each in format.stored for alias in (each.name, *each.aliases)}
+    names = {alias: each for each in format.stored_tensors for alias in (each.name, *each.aliases)}
     found = dict(tensors)
     for name in [name for name in tensors if ".w1." in name]:
         up, gate = found.pop(name.replace(".w1.", ".w3.")), found.pop(name)

@@ -91,7 +91,7 @@ def test_stacked_scales_apply_to_each_expert(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_merging_keeps_and_checks_scales(kind: str) -> None:
     format = format_of(CHECKPOINT_FORMATS[kind].config).with_inputs()
-    name = next(each.name for each in format.stored if each.role == "a_scale")
+    name = next(each.name for each in format.stored_tensors if each.role == "a_scale")
     generator = torch.Generator().manual_seed(0)
     gate, up = (CHECKPOINT_FORMATS[kind].make(32, 64, generator, 1.0).tensors for _ in range(2))
     values = [1 / 0.02, 1 / 0.03] if kind == COMPRESSED else [0.02, 0.03]
@@ -191,7 +191,7 @@ def test_files_of_weight_only_nvfp4_are_refused(tmp_path: Path) -> None:
         "quantization_config": sample.config["quantization_config"] | {"config_groups": alone}
     }
     (tmp_path / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(ConfigurationError, match="need nvfp4 files whose recipe rounds"):
+    with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):
         load_experts(replace(sample, config=changed).folder, 0, quantize_inputs=True)
 
 
@@ -204,5 +204,5 @@ def test_the_scheme_is_that_of_the_experts() -> None:
     attention = both | {"targets": ["re:.*self_attn.*"]}
     format = format_of(config | {"config_groups": {"a": attention, "b": experts}})
     assert str(format) == "nvfp4_w4a16 (compressed-tensors)"
-    with pytest.raises(ConfigurationError, match="need nvfp4 files whose recipe rounds"):
+    with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):
         format.with_inputs()

@@ -235,12 +235,12 @@ def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_slice_of_another_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loading._reader
+    original = loading._make_reader
 
     def first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
         return original(source, problem, request, (0, columns[1] - columns[0]))
 
-    monkeypatch.setattr(loading, "_reader", first_rank)
+    monkeypatch.setattr(loading, "_make_reader", first_rank)
     assert WRONG_RESULT in _kinds("checkpoints")
 
 

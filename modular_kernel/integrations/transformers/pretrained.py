@@ -47,7 +47,7 @@ from modular_kernel.checkpoints.loading import (
     LoadedExperts,
     check_quantizable,
     load_experts,
-    scheme_to_quantize,
+    parse_quantize,
 )
 from modular_kernel.checkpoints.matrix_layout import FLOATS
 from modular_kernel.checkpoints.open_files import open_tensors
@@ -138,7 +138,7 @@ def from_pretrained(
     expect("name", name, str | Path)
     _check_class_and_file(auto_class, name)
     registration(experts_implementation)
-    scheme = scheme_to_quantize(quantize)
+    scheme = parse_quantize(quantize)
     folder = _find_folder(name, kwargs)
     dtype = _select_dtype(dtype, kwargs.pop("torch_dtype", None))
     config = _load_config(folder, kwargs.pop("config", None))
@@ -182,7 +182,7 @@ def from_pretrained(
     with open_tensors(Path(folder)) as files:
         info = read_checkpoint_info(files)
         for layer in info.layers:
-            check_quantizable(str(folder), info.source(layer).format, scheme)
+            check_quantizable(str(folder), info.layer_source(layer).format, scheme)
         state_dict = _read_other_tensors(files, info, layer_dtype, _get_num_layers(config))
         kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
         model, _ = _load_checked(_select_model_class(auto_class, config), folder, None, **kwargs)
@@ -414,10 +414,10 @@ def _list_expert_keys(info: CheckpointInfo, extra: Collection[int]) -> Iterator[
     for layer in info.layers:
         if layer in extra:
             continue
-        source = info.source(layer)
+        source = info.layer_source(layer)
         source.check()
         for location in source.locations():
-            keys = (source.key(location, stored) for stored in source.stored())
+            keys = (source.key(location, stored) for stored in source.stored_tensors())
             yield from (key for key in keys if key is not None)
 
 
@@ -437,7 +437,7 @@ def _find_quantized_weights(
         if last == "weight" and files.shape_and_dtype(name)[1] in FLOATS and not is_packed:
             continue
         format = info.formats.format_of(base) or UNQUANTIZED
-        weight, *others = format.stored
+        weight, *others = format.stored_tensors
         keys = {weight.name: name}
         for stored in others:
             candidates = [f"{base}.{alias}" for alias in (stored.name, *stored.aliases)]
