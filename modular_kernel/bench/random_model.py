@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import config_of_file, is_file
+from modular_kernel.models.config_file import config_of_file, is_model_path
 from modular_kernel.models.families import FAMILIES
-from modular_kernel.models.registry import model_named
+from modular_kernel.models.registry import find_model
 from modular_kernel.select.budget import format_gigabytes, free_bytes
 from modular_kernel.spec.problem import parse_dtype
 
@@ -121,11 +121,11 @@ def _is_dispatched(module: torch.nn.Module) -> bool:
 
 def _config_values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
     """Return the entries of the config of `source`, and notes on entries that are defaults."""
-    if is_file(source):
+    if is_model_path(source):
         _, values_of_file = config_of_file(source)
         _config_class(library, source, values_of_file["model_type"])
         return values_of_file, []
-    published = model_named(source)
+    published = find_model(source)
     if published is None or not published.model_type:
         got = repr(source[:200]) if published is None else f"the layer of {published.source} alone"
         raise ConfigurationError("--hf", got=got, need="the path of its config.json")

@@ -21,7 +21,7 @@ from modular_kernel.checkpoints.matrix_layout import FLOATS, Dim, StoredTensor
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_config import (
     bitsandbytes_kind,
-    check_method,
+    canonicalize_config,
     gptq_version,
     quantizes_inputs,
     scheme_of,
@@ -129,7 +129,7 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
         )
     quant = scheme_of(path, {"quantization_config": dict(config)}, depth=depth)
     scheme = QuantScheme.parse(str(quant))
-    config = check_method(path, dict(config))
+    config = canonicalize_config(path, dict(config))
     method = str(config["quant_method"])
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"

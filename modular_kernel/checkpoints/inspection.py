@@ -34,9 +34,9 @@ from modular_kernel.models.layer_quantization import (
     layer_schemes,
     num_layers,
     quantization_of,
-    quantized_layout,
+    quantizer_layout,
 )
-from modular_kernel.models.mistral_params import NAME as PARAMS
+from modular_kernel.models.mistral_params import PARAMS_FILE
 from modular_kernel.models.quantization_config import scheme_of
 from modular_kernel.models.router_config import router_of_config
 from modular_kernel.spec.intermediate_split import split_intermediate
@@ -117,7 +117,7 @@ class CheckpointInfo:
     def _configured_format(self, layer: int) -> Format:
         """Return the format of a layer's experts according to the quantization_config."""
         layout, prefix = self.layers[layer][0]
-        experts = self.formats.experts_to_try(self.config_fields["experts"])
+        experts = self.formats.representative_experts(self.config_fields["experts"])
         modules = layout.modules(prefix.removesuffix(layout.path), experts)
         format = self.formats.common_format(modules, f"experts of layer {layer}")
         return format.with_inputs() if self.quantize_inputs else format
@@ -165,7 +165,7 @@ def read_checkpoint_info(
         quantization = quantization_of(config_of_file(str(files.path))[1])
         config_object |= {"quantization_config": quantization}
         layouts = gguf_files.LAYOUTS
-    elif path.name == PARAMS:
+    elif path.name == PARAMS_FILE:
         layouts = MISTRAL
     # `CheckpointInfo.problem_fields` replaces the fields that differ between layers.
     config_fields: dict[str, Any] = layer_fields_of_config(path, config_object, 0)
@@ -377,8 +377,8 @@ def _problem_fields_of_config(
             raise ConfigurationError(f"model {path}: layer", got=got, need="the layer's number")
         layer = (schemes[0].layers or (0,))[0]
     formats = _make_quantization_map(path, config, fields)
-    modules = quantized_layout(config).modules(
-        f"model.layers.{layer}.", formats.experts_to_try(fields["experts"])
+    modules = quantizer_layout(config).modules(
+        f"model.layers.{layer}.", formats.representative_experts(fields["experts"])
     )
     format = formats.common_format(modules, f"experts of layer {layer}")
     act = ActivationSpec.parse(str(fields["activation"]))

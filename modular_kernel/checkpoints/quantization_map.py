@@ -12,7 +12,7 @@ from typing import Any
 
 from modular_kernel.checkpoints.formats import Format, format_of
 from modular_kernel.models.layer_quantization import SchemeReader
-from modular_kernel.models.module_quantization import ModuleQuantization, common_value
+from modular_kernel.models.module_quantization import ModuleQuantization, find_common_value
 from modular_kernel.utils.argument_checks import Count, expect
 
 UNQUANTIZED = format_of(None)
@@ -59,7 +59,7 @@ class QuantizationMap:
         module: name of the module, such as "model.layers.3.self_attn.q_proj".
         """
         expect("module", module, str)
-        module_config = self._quantization.of(module)
+        module_config = self._quantization.config_of(module)
         if module_config.config is None:
             return None
         is_expert = "experts" in module.split(".")
@@ -71,13 +71,13 @@ class QuantizationMap:
             self._formats[key] = self._read(config, expert=is_expert)
         return self._formats[key]
 
-    def experts_to_try(self, experts: int) -> Sequence[int]:
+    def representative_experts(self, experts: int) -> Sequence[int]:
         """Return the numbers of experts to look up in order to find all formats in a layer.
 
         Experts that the entries of the quantization_config cannot distinguish by name are
         represented by one of them. experts: number of experts in a layer.
         """
-        return self._quantization.experts_to_try(experts)
+        return self._quantization.representative_experts(experts)
 
     def common_format(self, modules: Iterable[str], what: str) -> Format:
         """Return the format that all of the modules have.
@@ -85,7 +85,7 @@ class QuantizationMap:
         modules: one or more names. what: description of the modules, for messages. Raises
         ConfigurationError, with the names and formats of two modules, if formats differ.
         """
-        return common_value(self._quantization, modules, self._read, what)
+        return find_common_value(self._quantization, modules, self._read, what)
 
     def _read(self, config: dict[str, Any] | None, *, expert: bool = True) -> Format:
         if config is None:

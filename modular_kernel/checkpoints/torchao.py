@@ -30,7 +30,7 @@ from modular_kernel.checkpoints.matrix_layout import (
     StoredTensor,
 )
 from modular_kernel.errors import WeightsError
-from modular_kernel.models.torchao_config import BLOCKED, TorchaoFormat
+from modular_kernel.models.torchao_config import BLOCKED_SCALE_CLASSES, TorchaoFormat
 from modular_kernel.spec.quantization import QuantScheme
 
 INT4_CODES = "int4"  # name of the codes of Int4Tensor, for `Format.dequantized`
@@ -47,7 +47,7 @@ def stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTe
             _stored("scale", "scale", groups, *FLOATS),
             _stored("zero_point", "zero_point", groups, *FLOATS),
         )
-    if format.tensor_class in BLOCKED:
+    if format.tensor_class in BLOCKED_SCALE_CLASSES:
         return _blocked_tensors(format, scheme)
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
     if scheme.granularity == "group":
@@ -122,7 +122,7 @@ def check_metadata(
     data = description.get("_data") if isinstance(description, dict) else None
     if not isinstance(data, dict) or description.get("_type") != format.tensor_class:
         raise WeightsError(what, got=text[:120], need=need)
-    is_blocked = format.tensor_class in BLOCKED
+    is_blocked = format.tensor_class in BLOCKED_SCALE_CLASSES
     if is_blocked:
         _check_blocked(what, data, format)
     block_size = format.group if is_blocked else _block_size(shape, format)

@@ -41,7 +41,7 @@ from modular_kernel.cli.presets import (
 from modular_kernel.cli.ranks import resolve_world_size
 from modular_kernel.cli.report_files import ReportFiles, load_record
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import is_file
+from modular_kernel.models.config_file import is_model_path
 from modular_kernel.utils import json_files
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class _BenchmarkCases:
             return [""]
         names: list[str] = []
         for name in self.options.model.split(","):
-            if name != BASELINE and not is_known_model(name) and not is_file(name):
+            if name != BASELINE and not is_known_model(name) and not is_model_path(name):
                 raise make_unknown_model_error(name, BASELINE)
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))

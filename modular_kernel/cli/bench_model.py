@@ -17,7 +17,7 @@ from modular_kernel.cli.command import IntegerRange, option
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.presets import is_known_model, make_unknown_model_error
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import is_file
+from modular_kernel.models.config_file import is_model_path
 from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def bench_model(
     Raises Exit(1) if a row is wrong or failed.
     """
     assert model_options.hf is not None
-    if not is_file(model_options.hf) and not is_known_model(model_options.hf):
+    if not is_model_path(model_options.hf) and not is_known_model(model_options.hf):
         raise make_unknown_model_error(model_options.hf)
     workload = model_options.workload()
     prepare_host()

@@ -149,9 +149,9 @@ def _inspect_checkpoint(options: ProblemOptions) -> "InspectionReport | None":
 
     Returns None if --model is not a GGUF file, or a folder with a config.json and tensor files.
     """
-    from modular_kernel.models.config_file import is_file
+    from modular_kernel.models.config_file import is_model_path
 
-    if options.model is None or not is_file(options.model):
+    if options.model is None or not is_model_path(options.model):
         return None
     if not is_directory(options.model) and not options.model.endswith(".gguf"):
         return None

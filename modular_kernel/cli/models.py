@@ -85,7 +85,7 @@ def _describe_differences(model: Model) -> str:
 def _print_model_types(as_json: str | None) -> None:
     types = {name: family.refused or "read" for name, family in FAMILIES.items()}
     rows = [
-        (name, "refused" if family.refused else "read", family.refused or "")
+        (name, "refused" if family.unsupported else "read", family.unsupported or "")
         for name, family in FAMILIES.items()
     ]
     columns = ("model type", "config.json", "reason")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from modular_kernel.cli.file_options import exists, is_directory
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import is_file, layers_of_file, problem_fields_of_file
+from modular_kernel.models.config_file import is_model_path, layers_of_file, problem_fields_of_file
 from modular_kernel.models.layer_quantization import LayerScheme
-from modular_kernel.models.registry import ALIASES, MODELS, model_named
+from modular_kernel.models.registry import ALIASES, MODELS, find_model
 from modular_kernel.text import escape_nonprintable
 
 # Name of a published model -> the fields of its Problem.
@@ -27,7 +27,7 @@ def format_model_name(model: str) -> str:
     A path of a config.json becomes the name of its folder. Another path becomes its file name
     without .json.
     """
-    if not is_file(model):
+    if not is_model_path(model):
         return model
     path = Path(model).absolute()
     if path.name == "config.json":
@@ -51,7 +51,7 @@ def load_problem_fields(
     model = _canonical_name(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
-    published = model_named(model)
+    published = find_model(model)
     if published is None:
         raise make_unknown_model_error(model)
     return published.problem_fields()
@@ -64,7 +64,7 @@ def read_layer_schemes(model: str, activation: str | None = None) -> tuple[Layer
 
 def is_path(model: str) -> bool:
     """Return whether `model` is a path. An existing file takes precedence over a hub id."""
-    return is_file(model) and (exists(model) or not _is_hub_id(model))
+    return is_model_path(model) and (exists(model) or not _is_hub_id(model))
 
 
 def _stored_dtype(model: str) -> dict[str, object]:
@@ -78,12 +78,12 @@ def _stored_dtype(model: str) -> dict[str, object]:
 def is_known_model(model: str) -> bool:
     """Return whether `model` is the name of a published model or a shape."""
     model = _canonical_name(model)
-    return model in SHAPES or model_named(model) is not None
+    return model in SHAPES or find_model(model) is not None
 
 
 def _canonical_name(model: str) -> str:
     """Return the known name that equals `model` except for case, "-", "_" and "."; else `model`."""
-    if model in SHAPES or model_named(model) is not None:
+    if model in SHAPES or find_model(model) is not None:
         return model
     names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *MODELS)}
     return names.get(_normalize(model), model)

@@ -1,8 +1,8 @@
-"""The MoE layer that a Hugging Face config.json describes. The file is data; no code is executed.
+"""Reading of the MoE layer that a Hugging Face config.json describes.
 
-`families` lists the keys that are read for each model_type; nothing is guessed. An unknown type,
-method, key or value, or a missing size, raises a ConfigurationError with the file, the entry, its
-value, and what is needed.
+`families` lists the keys of each model_type. No code of the model is executed, and no value is
+guessed: an unknown model_type, quantization method, key or value, or a missing size, raises
+ConfigurationError with the file, the entry and its value.
 """
 
 import difflib
@@ -20,20 +20,19 @@ from modular_kernel.models.layer_quantization import (
     layer_schemes,
     quantization_of,
 )
-from modular_kernel.models.mistral_params import NAME as PARAMS
-from modular_kernel.models.mistral_params import config_of_params
+from modular_kernel.models.mistral_params import PARAMS_FILE, config_of_params
 from modular_kernel.models.quantization_config import MIXED, config_error, shorten
 from modular_kernel.utils import json_files
 
 _MAX_BYTES = 1 << 24  # large, because modelopt may list every module of every expert
 _HF_QUANT_CONFIG = "hf_quant_config.json"  # modelopt's file in the folder of config.json
 _MAX_SIZE = 1 << 20  # upper bound of any size
-_MAX_NESTING = 3  # maximum nesting of configs, as in multimodal models
+_MAX_NESTING = 3  # configs of multimodal models are nested
 
 # Keys of a multimodal model's language model. A config has at most one of them.
 _NESTED_KEYS = ("text_config", "thinker_config", "language_config", "llm_config")
 _INHERITED_KEYS = ("quantization_config", "compression_config", "dtype", "torch_dtype")
-# Activations by transformers' name.
+# Activations here, by their names in transformers.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -41,15 +40,15 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_UNGATED = {"relu2": "relu2"}
-_DEFAULT_ALPHA = 1.702  # gpt-oss's published files omit it
+_UNGATED_ACTIVATIONS = {"relu2": "relu2"}
+_DEFAULT_ALPHA = 1.702  # swiglu_alpha, which the published files of gpt-oss omit
 _DTYPES = ("float32", "float16", "bfloat16")
 
 Config = dict[str, Any]
 
 
-def is_file(model: str) -> bool:
-    """Return whether the value of `--model` is a path rather than a name."""
+def is_model_path(model: str) -> bool:
+    """Return whether the value of the option `--model` is a path, not the name of a model."""
     return os.sep in model or model.endswith((".json", ".gguf")) or model in (".", "..")
 
 
@@ -62,10 +61,11 @@ def problem_fields_of_file(
     apply_router_weight_on_input, and, if the file states them, routed_scaling_factor, dtype and
     quant.
 
-    model: the config.json or its folder. quant, activation: the scheme and activation to use if the
-    layers of the file have several. Raises ConfigurationError if the file cannot be read, if it
-    describes a layer that is not supported, or if its layers have several schemes or activations
-    and none is selected.
+    model: path of the config.json or of its folder.
+    quant, activation: the scheme and activation to use if layers have different ones.
+
+    Raises ConfigurationError if the file cannot be read, if the layer is not supported, or if
+    layers have different schemes or activations and none is selected.
     """
     fields, schemes = layers_of_file(model, activation)
     if len(schemes) == 1:
@@ -80,9 +80,9 @@ def problem_fields_of_file(
 def layers_of_file(
     model: str, activation: str | None = None
 ) -> tuple[dict[str, Any], tuple[LayerScheme, ...]]:
-    """Return the fields of `problem_fields_of_file` without quant, and the schemes of all layers.
+    """Return the fields of `problem_fields_of_file` without quant, and the schemes of the layers.
 
-    Raises the same errors, except for several schemes.
+    Raises the errors of `problem_fields_of_file`, but accepts several schemes.
     """
     path, config = config_of_file(model)
     fields = layer_fields_of_config(path, config, None if activation is None else 0)
@@ -91,28 +91,30 @@ def layers_of_file(
 
 
 def config_of_file(model: str) -> tuple[Path, Config]:
-    """Return the path of a config.json, and the object in it with a known model_type.
+    """Return the path of a config.json, and the object in it that has a known model_type.
 
-    model: the file or its folder; a GGUF file, or a folder with one and no config.json. A
-    params.json of Mistral's is read as the equivalent config.json, and so is that of a folder
-    without a config.json. The object
-    inherits quantization_config and dtype from the objects that contain it. If it has no
-    quantization_config, that of an hf_quant_config.json in the folder is used. Raises
-    ConfigurationError if the file cannot be read or has no such object.
+    The object inherits quantization_config and dtype from the objects that contain it. If it then
+    has no quantization_config, the one in the folder's hf_quant_config.json is used.
+
+    model: path of a config.json, of a params.json (Mistral), of a GGUF file, or of a folder. In a
+        folder, config.json comes first, then params.json, then the GGUF file. The latter two are
+        converted to the equivalent config.json.
+
+    Raises ConfigurationError if the file cannot be read or has no such object.
     """
     path = Path(model)
     try:
         if is_gguf(path) and not path.is_dir():
             return config_of_gguf(path)
         if path.is_dir():
-            has_config = any((path / name).exists() for name in ("config.json", PARAMS))
+            has_config = any((path / name).exists() for name in ("config.json", PARAMS_FILE))
             gguf = None if has_config else find_model_file(path)
             if gguf is not None:
                 return config_of_gguf(gguf)
             path = config_path(path)
     except OSError as error:  # such as a name that is too long
         raise _unreadable_error(path, error) from None
-    if path.name == PARAMS:
+    if path.name == PARAMS_FILE:
         return path, config_of_params(path, _read(path, "a params.json"))
     config = _find_model_config(path, _read(path, "a config.json"))
     if path.name == "config.json":
@@ -121,9 +123,9 @@ def config_of_file(model: str) -> tuple[Path, Config]:
 
 
 def config_path(folder: Path) -> Path:
-    """Return the path of a folder's config.json, or of its params.json if it has only this one."""
+    """Return the path of a folder's config.json, or of its params.json if there is only that."""
     path = folder / "config.json"
-    return folder / PARAMS if not path.exists() and (folder / PARAMS).exists() else path
+    return folder / PARAMS_FILE if not path.exists() and (folder / PARAMS_FILE).exists() else path
 
 
 def _unreadable_error(path: Path, error: OSError) -> ConfigurationError:
@@ -132,7 +134,7 @@ def _unreadable_error(path: Path, error: OSError) -> ConfigurationError:
 
 
 def _read(path: Path, kind: str) -> Any:
-    """Return the JSON value of a file. Raises ConfigurationError if it is missing or invalid.
+    """Read a JSON file. Raises ConfigurationError if it is missing or invalid.
 
     kind: description of the file, for messages.
     """
@@ -149,10 +151,11 @@ def _read(path: Path, kind: str) -> Any:
         raise _error(path, f"invalid JSON: {str(error)[:100]}", kind) from None
 
 
-def hf_quant_config(folder: Path) -> Config | None:
-    """Return the quantization_config in the hf_quant_config.json of a folder, or None.
+def read_hf_quant_config(folder: Path) -> Config | None:
+    """Return the quantization_config in the hf_quant_config.json of a folder.
 
-    Versions of modelopt wrote this file instead of a quantization_config in config.json. Raises
+    Older versions of modelopt wrote this file instead of a quantization_config in config.json.
+    Returns None if there is no such file, or if it quantizes only the KV cache. Raises
     ConfigurationError for an invalid file.
     """
     path = folder / _HF_QUANT_CONFIG
@@ -168,21 +171,21 @@ def hf_quant_config(folder: Path) -> Config | None:
 
 
 def _with_hf_quant_config(path: Path, config: Config) -> Config:
-    """Add entries of an hf_quant_config.json. Those of config.json take precedence."""
+    """Add the quantization in hf_quant_config.json to what is missing in config.json."""
     quantization = quantization_of(config)
     if quantization is None:
-        from_file = hf_quant_config(path.parent)
+        from_file = read_hf_quant_config(path.parent)
         return config if from_file is None else config | {"quantization_config": from_file}
     if not isinstance(quantization, dict) or quantization.get("quantized_layers"):
         return config
     if str(quantization.get("quant_algo")).upper() != MIXED:
         return config
-    layers = (hf_quant_config(path.parent) or {}).get("quantized_layers")
+    layers = (read_hf_quant_config(path.parent) or {}).get("quantized_layers")
     return config | {"quantization_config": quantization | {"quantized_layers": layers}}
 
 
 def _find_model_config(path: Path, config: Any) -> Config:
-    """Return the object with a known model_type: the whole file, or its language model.
+    """Return the object with a known model_type: the whole config, or that of its language model.
 
     A nested object inherits quantization_config and dtype from the objects that contain it.
     """
@@ -231,45 +234,45 @@ def _unknown_type_error(
 
 
 def layer_fields_of_config(path: Path, config: Config, layer: int | None = None) -> dict[str, Any]:
-    """Return the fields of Problem for a known model_type, except quant.
+    """Return the fields of Problem except quant.
 
-    layer: number of a layer; None for the fields that all layers have in common. Raises
-    ConfigurationError for a model without experts, for a layer that is not supported, and, if
-    `layer` is None, for layers that differ in other fields than quant.
+    config: an object with a known model_type, from `config_of_file`. layer: number of the layer;
+    None for all layers. Raises ConfigurationError for a model without experts, for a layer that is
+    not supported, and, if `layer` is None, for layers that differ in other fields than quant.
     """
     model_type = config["model_type"]
     family = FAMILIES[model_type]
-    if family.refused:
-        raise _error(
-            path,
-            f"model_type = {model_type!r}: {family.refused}",
-            "a layer of gated or ReLU^2 MLPs",
-        )
+    if family.unsupported:
+        got = f"model_type = {model_type!r}: {family.unsupported}"
+        raise _error(path, got, "a layer of gated or ReLU^2 MLPs")
     if family.required is not None:
-        _check_only(path, config, *family.required)
-    inner = config
+        _check_allowed(path, config, *family.required)
+    moe_config = config
     if family.nested_in:
-        inner = config.get(family.nested_in)  # type: ignore[assignment]
-        if not isinstance(inner, dict):
-            raise _error(path, f"{family.nested_in} = {str(inner)[:80]}", "an object")
-    _check_experts(path, inner, family.experts)
+        moe_config = config.get(family.nested_in)  # type: ignore[assignment]
+        if not isinstance(moe_config, dict):
+            raise _error(path, f"{family.nested_in} = {str(moe_config)[:80]}", "an object")
+    _check_has_experts(path, moe_config, family.experts)
     sizes = {
-        "experts": _size(path, inner, family.experts),
-        "top_k": _size(path, inner, family.top_k),
+        "experts": _size(path, moe_config, family.experts),
+        "top_k": _size(path, moe_config, family.top_k),
         "hidden": _size(path, config, _hidden_key(config, family)),
-        "intermediate": _size(path, inner, _intermediate_key(config, family)),
+        "intermediate": _size(path, moe_config, _intermediate_key(config, family)),
     }
     if sizes["top_k"] > sizes["experts"]:
         raise _error(path, f"top_k {sizes['top_k']}", f"<= experts = {sizes['experts']}")
-    fields: dict[str, Any] = {**sizes, "activation": _activation(path, inner, family, layer)}
+    fields: dict[str, Any] = {**sizes, "activation": _activation(path, moe_config, family, layer)}
     fields |= {"bias": family.bias, "apply_router_weight_on_input": family.on_input}
     if family.scaling:
         fields["routed_scaling_factor"] = _scaling(path, config, family.scaling)
     return fields | _dtype(path, config)
 
 
-def _check_experts(path: Path, config: Config, names: str) -> None:
-    """Raise ConfigurationError for a dense model of a model_type that may have experts."""
+def _check_has_experts(path: Path, config: Config, names: str) -> None:
+    """Raise ConfigurationError for a dense model of a model_type that may have experts.
+
+    names: keys of the number of experts, separated by spaces.
+    """
     counts = {name: config[name] for name in names.split() if config.get(name) is not None}
     if counts and all(type(count) is int and count in (0, 1) for count in counts.values()):
         got = f"{', '.join(f'{name} = {count}' for name, count in counts.items())}: a dense model"
@@ -279,7 +282,7 @@ def _check_experts(path: Path, config: Config, names: str) -> None:
         raise _error(path, got, f"a model with 2 to {_MAX_SIZE} experts")
 
 
-def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...]) -> None:
+def _check_allowed(path: Path, config: Config, key: str, allowed: tuple[object, ...]) -> None:
     value = config.get(key)
     if not any(value is item or (value == item and type(value) is type(item)) for item in allowed):
         need = " or ".join("none" if item is None else str(item).lower() for item in allowed)
@@ -287,7 +290,7 @@ def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...
 
 
 def _hidden_key(config: Config, family: Family) -> str:
-    """Return the key of the experts' input width: the latent width, if the model has one."""
+    """Return the key of the experts' input size: the latent size, if the model has one."""
     return family.latent if config.get(family.latent) is not None else family.hidden
 
 
@@ -297,9 +300,10 @@ def _intermediate_key(config: Config, family: Family) -> str:
 
 
 def _size(path: Path, config: Config, names: str) -> int:
-    """Return the integer under one of the keys in `names`, which are separated by spaces.
+    """Return a size.
 
-    A list, with a number for each layer, is accepted if all numbers are equal.
+    names: alternative keys, separated by spaces. If several are present, their values must be
+    equal. A value may be a list with a number for each layer, if these are equal.
     """
     present = [name for name in names.split() if config.get(name) is not None]
     if not present:
@@ -332,7 +336,7 @@ def _scaling(path: Path, config: Config, key: str) -> float:
 
 
 def _activation(path: Path, config: Config, family: Family, layer: int | None) -> str:
-    """Return the activation, as for ActivationSpec.parse()."""
+    """Return the activation in the syntax of `ActivationSpec.parse`."""
     if family.gate == "oai":
         alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _DEFAULT_ALPHA))
         limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
@@ -350,7 +354,8 @@ def _activation(path: Path, config: Config, family: Family, layer: int | None) -
 
 
 def _activation_name(path: Path, config: Config, family: Family) -> str:
-    key, names = family.activation, _UNGATED if family.gate == "ungated" else _ACTIVATIONS
+    key = family.activation
+    names = _UNGATED_ACTIVATIONS if family.gate == "ungated" else _ACTIVATIONS
     if key.startswith("="):
         return key[1:]
     value = config.get(key)
@@ -364,10 +369,10 @@ def _activation_name(path: Path, config: Config, family: Family) -> str:
 
 
 def _limit(path: Path, config: Config, gate: str, layer: int | None) -> float | None:
-    """Return the limit of gate and up values; None if there is none.
+    """Return the limit to which gate and up values are clamped; None if there is none.
 
-    layer: number of a layer; None for the limit that all layers have in common. A list of limits
-    may be shorter than the number of layers.
+    layer: number of the layer; None for all layers, which must then have the same limit. Layers
+    beyond the end of a list of limits have none.
     """
     if gate == "clamp_before":
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))

@@ -1,8 +1,9 @@
-"""Names and storage layouts of a layer's experts in checkpoints, by model_type.
+"""Names and storage layouts of the experts in checkpoints, by model_type.
 
-An entry names the module of the experts, relative to the layer, and how its projections are stored.
-A model_type has several layouts if quantizers save it differently; the names and shapes in a
-checkpoint select one.
+`LAYOUTS` states for each model_type the module of the experts, relative to the layer, and how its
+projections are stored: as modules of each expert, or as stacks of all experts. Several layouts are
+listed if quantizers save a model in another way than its publisher. The names and shapes in a
+checkpoint then select one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 class ExpertLayout:
     """The names and storage layout of a layer's experts in files.
 
-    block: module of the experts, relative to the layer; "" if the projections are in the layer.
+    block: module of the experts, relative to the layer; "" if projections are modules of the layer
+        itself.
     gate, up, down: names of the projections. up is "" if `gate` has both gate and up rows; gate is
         "" for ungated experts.
-    stacked: a projection is one tensor (E, ...) for all experts. If False, each expert e has a
-        module `block.e.name`.
+    stacked: a projection is one tensor (E, ...) for all experts. If False, the projections of
+        expert e are the modules `block.e.name`.
     is_parameter: projections are parameters (`gate_up_proj`, `gate_up_proj_scale_inv`). If False,
         they are modules (`gate_proj.weight`).
     transposed: names of the projections that are stored as (K, N).
@@ -37,7 +39,7 @@ class ExpertLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the projections; those in w1 come first."""
+        """Names of the projections: those in w1, then that in w2."""
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 
     @property
@@ -46,7 +48,7 @@ class ExpertLayout:
         return f"{self.block}." if self.block else ""
 
     def modules(self, layer: str, experts: Iterable[int]) -> Iterator[str]:
-        """Yield the names of the experts' modules. layer: name of the layer, ending with a dot."""
+        """Yield the names of the projections. layer: name of the layer with a dot at its end."""
         if self.stacked:
             yield from (f"{layer}{self.path}{name}" for name in self.names)
             return
@@ -59,7 +61,9 @@ def _per_expert(block: str, names: str = "gate_proj up_proj down_proj") -> Exper
     return ExpertLayout(block=block, gate=gate, up=up, down=down)
 
 
-def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -> ExpertLayout:
+def _stacked_parameters(
+    block: str, *, transposed: bool = False, interleaved: bool = False
+) -> ExpertLayout:
     names = ("gate_up_proj", "down_proj")
     return ExpertLayout(
         block=block,
@@ -73,7 +77,7 @@ def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -
     )
 
 
-def _modules(
+def _stacked_modules(
     block: str, gate: str, up: str, down: str, *, transposed: bool = False
 ) -> ExpertLayout:
     names = (gate, down) if transposed else ()
@@ -81,17 +85,17 @@ def _modules(
 
 
 _MLP, _W1_W3_W2 = "mlp.experts", "w1 w3 w2"
-_STANDARD = (_per_expert(_MLP), _fused(_MLP))
+_STANDARD = (_per_expert(_MLP), _stacked_parameters(_MLP))
 _MIXTRAL = (_per_expert("block_sparse_moe.experts", _W1_W3_W2),)
-# llm-compressor splits the stacked experts of Granite, Step-3.5 and Step-3.7 into modules.
+# llm-compressor splits the stacked experts of Granite, Step-3.5 and Step-3.7 into modules by expert.
 _GRANITE = (
-    _modules("block_sparse_moe", "input_linear", "", "output_linear"),
+    _stacked_modules("block_sparse_moe", "input_linear", "", "output_linear"),
     _per_expert("block_sparse_moe.experts"),
 )
-_STEP = (_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts"))
-_ANY_ORIENTATION = (_fused(_MLP, transposed=True), *_STANDARD)
-_GEMMA = (_fused("experts"), _per_expert("experts"))
-MISTRAL = (_per_expert("experts", _W1_W3_W2),)  # of Mistral's own files
+_STEP = (_stacked_modules("moe", "gate_proj", "up_proj", "down_proj"), _per_expert("moe.experts"))
+_ANY_ORIENTATION = (_stacked_parameters(_MLP, transposed=True), *_STANDARD)
+_GEMMA = (_stacked_parameters("experts"), _per_expert("experts"))
+MISTRAL = (_per_expert("experts", _W1_W3_W2),)  # Mistral's own format (consolidated*.safetensors)
 
 # fmt: off
 LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
@@ -108,19 +112,19 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2", "minimax_m3_vl_text", "phimoe", "kimi_linear"), _MIXTRAL),
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
-    "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
+    "aria_text": (_stacked_modules(_MLP, "fc1", "", "fc2", transposed=True),),
     "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, is_parameter=True, transposed=("w2",), flat=True),),
     "deepseek_v4": (_per_expert("ffn.experts", _W1_W3_W2),),
-    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _per_expert(_MLP), _per_expert(f"{_MLP}.experts")),
-    "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
+    "gpt_oss": (_stacked_parameters(_MLP, transposed=True, interleaved=True), _stacked_parameters(_MLP, interleaved=True), _per_expert(_MLP), _per_expert(f"{_MLP}.experts")),
+    "granitemoe_swa": (_stacked_parameters("block_sparse_moe.experts"),),
     "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, is_parameter=True, interleaved=True),),
     "jamba": (_per_expert("feed_forward.experts"),),
-    "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
+    "jetmoe": (_stacked_modules("mlp", "input_linear", "", "output_linear"),),
     "lfm2_moe": (_per_expert("feed_forward.experts", _W1_W3_W2),),
-    "llama4_text": (_fused("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
+    "llama4_text": (_stacked_parameters("feed_forward.experts", transposed=True), _per_expert("feed_forward.experts")),
     "mistral_large4_text": MISTRAL,
     "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
-    "openai_privacy_filter": (_fused(_MLP, transposed=True),),
+    "openai_privacy_filter": (_stacked_parameters(_MLP, transposed=True),),
     "qwen3_vl_moe_text": _ANY_ORIENTATION,
     **dict.fromkeys(("step3_text", "step3p5"), _STEP),
 }

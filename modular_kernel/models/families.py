@@ -1,6 +1,8 @@
-"""Keys of a config.json by `model_type`, and properties of the layer that only code determines.
+"""Supported model types: the keys of their config.json, and properties that their code determines.
 
-There is one line for each type. Types that are not listed are refused.
+A config.json has sizes and names, but its keys differ between model types, and some properties of
+the MoE layer, such as a bias, are only in the code of the model. `FAMILIES` has one line for each
+model_type. Types that are not listed are not supported.
 """
 
 from dataclasses import dataclass
@@ -11,15 +13,15 @@ Gate = Literal["plain", "ungated", "oai", "clamp_before", "clamp_after"]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Keys and properties of the MoE layer in the config.json of one model_type.
+    """The keys and properties of the MoE layer of one model_type.
 
-    source: where transformers implements the layer: a folder of its `models`, and the names of the
-        classes in it.
+    source: the implementation of the layer in transformers: a folder of `transformers.models`, and
+        the names of classes in it.
     experts, top_k, intermediate, hidden: keys of the four sizes. Several keys, separated by spaces,
         are alternative names; a file has one or more of them, with equal values.
-    latent: key of the experts' input and output size, which replaces `hidden` if the file has it.
-    nested_in: key of the object that holds experts, top_k, intermediate and activation.
-    activation: key of the activation's name, or "=name" if the code fixes it.
+    latent: key of the experts' input and output size. It replaces `hidden` if the file has it.
+    nested_in: key of the object that has the keys of experts, top_k, intermediate and activation.
+    activation: key of the activation's name, or "=name" if the code determines it.
     default_activation: activation of a file without that key, if published files omit it.
     gate: how gate g and up u are combined: "plain" is act(g) * u; "ungated" is act(u), without a
         gate; "oai" is swiglu_oai with the keys swiglu_alpha and swiglu_limit; "clamp_before" and
@@ -31,9 +33,9 @@ class Family:
         value may be null, which means 1.
     dense_key: key of the intermediate size of dense layers. If a file has it, the experts' size is
         in its `intermediate_size`, not in the key of `intermediate`.
-    required: (key, values). The layer is supported only if the file's value of the key is one of
-        these; None means that the key is absent.
-    refused: the reason why the type is not supported; "" if it is.
+    required: (key, values). The layer is supported only if the file has one of these values for the
+        key; None stands for a missing key.
+    unsupported: the reason why the model_type is not supported; "" if it is.
     """
 
     source: str
@@ -52,7 +54,7 @@ class Family:
     scaling: str = ""
     dense_key: str = ""
     required: tuple[str, tuple[object, ...]] | None = None
-    refused: str = ""
+    unsupported: str = ""
 
 
 _NUM_EXPERTS, _NUM_LOCAL_EXPERTS, _N_ROUTED_EXPERTS = (
@@ -73,7 +75,7 @@ def _family(source: str, experts: str = "", scaling: str = "", **options: object
 
 
 def _unsupported(source: str, reason: str) -> Family:
-    return Family(source=source, refused=reason)
+    return Family(source=source, unsupported=reason)
 
 
 # fmt: off

@@ -1,11 +1,13 @@
-"""Headers of GGUF files (llama.cpp): metadata, and the place and type of each tensor.
+"""Parsing of the header of GGUF files (llama.cpp): metadata, and type and offset of each tensor.
 
     header = read_header(Path("model-Q4_0.gguf"))     # of all files, if the model is split
     header.metadata["general.architecture"]           # "qwen3moe"
     header.tensors["blk.0.ffn_up_exps.weight"].shape  # (E, N, K)
 
-All counts and sizes are checked against the size of the file before they are used. Arrays of the
-tokenizer, which fill most of a header, are skipped. Versions 2 and 3, little-endian, are read.
+A header has a count of entries and of tensors, the entries of the metadata (key, type, value), and
+a description of each tensor (name, shape, type, offset). All counts and sizes are checked against
+the size of the file before they are used. Long arrays are skipped; most of a header is the
+vocabulary of the tokenizer. Little-endian files of versions 2 and 3 are supported.
 """
 
 import mmap
@@ -13,7 +15,7 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -23,14 +25,15 @@ from modular_kernel.errors import ConfigurationError, WeightsError
 
 SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_ALIGNMENT = 32  # of a file without the key general.alignment
+_DEFAULT_ALIGNMENT = 32  # bytes, in a file without the key general.alignment
 _MAX_DIMS = 4
 _MAX_NAME_BYTES = 1 << 16
 _MAX_ARRAY = 4096  # longer arrays are skipped
-_MAX_DEPTH = 4  # of nested arrays
+_MAX_DEPTH = 4  # nesting of arrays
 _MAX_FILES = 1000
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING, _ARRAY = 8, 9  # types of metadata values
+# Format characters of `struct` for the scalar types of metadata values.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _MIN_ENTRY = 13  # bytes of the shortest entry of the metadata: key, type and a byte
 _MIN_TENSOR = 32  # bytes of the shortest description of a tensor
@@ -38,7 +41,7 @@ _MIN_TENSOR = 32  # bytes of the shortest description of a tensor
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of ggml: `values` consecutive values of a row are stored in `nbytes` bytes."""
+    """A tensor type of ggml. A block of `nbytes` bytes has `values` consecutive values of a row."""
 
     name: str
     values: int
@@ -87,7 +90,7 @@ TYPES: dict[int, BlockType] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor. shape: the last dimension has consecutive values. offset: in the file `path`."""
+    """One tensor. shape: row-major. offset: position of the data in the file, in bytes."""
 
     path: Path
     shape: tuple[int, ...]
@@ -96,7 +99,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's data."""
+        """Size of the tensor's data in bytes."""
         return prod(self.shape) // self.type.values * self.type.nbytes
 
 
@@ -104,7 +107,8 @@ class TensorInfo:
 class GgufHeader:
     """The header of a model, which may be split over several files.
 
-    metadata: of the first file, without long arrays. tensors: of all files, by name.
+    metadata: the metadata of the first file, without long arrays. tensors: the tensors of all files
+    by name.
     """
 
     metadata: dict[str, Any]
@@ -117,7 +121,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """Return the files of a model, of which `path` is one; [path] if it is not split."""
+    """Return all files of the model that `path` is part of; [path] if the model is not split."""
     match = _SHARD.fullmatch(path.name)
     if match is None:
         return [path]
@@ -129,7 +133,7 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def find_model_file(folder: Path) -> Path | None:
-    """Return the first file of the only GGUF model in a folder; None if there is no GGUF file.
+    """Return the first file of the GGUF model in a folder; None if there is no GGUF file.
 
     Raises ConfigurationError if there are several models.
     """
@@ -143,13 +147,13 @@ def find_model_file(folder: Path) -> Path | None:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a model. path: of any of its files.
+    """Read the header of a model. path: path of any of its files.
 
-    Raises WeightsError for a missing, truncated or invalid file, with what is wrong.
+    Raises WeightsError for a missing, truncated or invalid file.
     """
     metadata, tensors = dict[str, Any](), dict[str, TensorInfo]()
     for number, file in enumerate(shard_paths(path)):
-        header = _read_file(file, *_identity(file))
+        header = _read_file(file, *_size_and_mtime(file))
         metadata = header.metadata if number == 0 else metadata
         for name, info in header.tensors.items():
             if name in tensors:
@@ -159,8 +163,8 @@ def read_header(path: Path) -> GgufHeader:
     return GgufHeader(metadata, tensors)
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, by which a header is cached."""
+def _size_and_mtime(path: Path) -> tuple[int, int]:
+    """Return the size of a file in bytes and its modification time in ns, for the header cache."""
     try:
         status = path.stat()
     except OSError as error:
@@ -172,24 +176,24 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _read_file(path: Path, size: int, _time: int) -> GgufHeader:
-    if size < 24:
+def _read_file(path: Path, size: int, _mtime: int) -> GgufHeader:
+    if size < 24:  # bytes up to the two counts
         raise WeightsError(str(path), got=f"{size} bytes", need="a GGUF file")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Parser(path, data).header()
+            return _Parser(path, data).parse_header()
     except OSError as error:
         got = error.strerror or str(error)
         raise WeightsError(str(path), got=got, need="a GGUF file") from None
 
 
 class _Parser:
-    """A position in the bytes of one file."""
+    """Parser of the header of one file. Its methods parse at `position`, and advance it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.position = path, data, 0
 
-    def header(self) -> GgufHeader:
+    def parse_header(self) -> GgufHeader:
         if self.data[:4] != _MAGIC:
             raise self.error(f"the first bytes {self.data[:4]!r}", repr(_MAGIC))
         self.position = 4
@@ -207,44 +211,47 @@ class _Parser:
                 raise self.error(f"{key[:200]} twice", "each key of the metadata once")
             metadata[key] = self.value(self.scalar("I"), key)
         self.check_count(tensor_count, _MIN_TENSOR, "tensors")
-        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self.error(f"general.alignment = {str(alignment)[:80]}", "a power of two")
-        described = [self.tensor() for _ in range(tensor_count)]
-        start = -(-self.position // alignment) * alignment
+        descriptions = [self.tensor() for _ in range(tensor_count)]
+        data_start = -(-self.position // alignment) * alignment
         tensors = dict[str, TensorInfo]()
-        for name, info in described:
+        for name, info in descriptions:
             if name in tensors:
                 raise self.error(f"{name[:200]} twice", "each tensor once")
             if info.offset % alignment:
                 need = f"a multiple of the alignment {alignment}"
                 raise self.error(f"{name[:200]} at {info.offset}", need)
-            placed = TensorInfo(info.path, info.shape, info.type, start + info.offset)
-            if placed.offset + placed.nbytes > len(self.data):
-                got = f"{name[:200]} up to byte {placed.offset + placed.nbytes}"
+            tensor = replace(info, offset=data_start + info.offset)
+            if tensor.offset + tensor.nbytes > len(self.data):
+                got = f"{name[:200]} up to byte {tensor.offset + tensor.nbytes}"
                 raise self.error(got, f"a complete file: it has {len(self.data)} bytes")
-            tensors[name] = placed
-        kept = {key: value for key, value in metadata.items() if value is not None}
-        return GgufHeader(kept, tensors)
+            tensors[name] = tensor
+        not_skipped = {key: value for key, value in metadata.items() if value is not None}
+        return GgufHeader(not_skipped, tensors)
 
     def tensor(self) -> tuple[str, TensorInfo]:
-        """Parse the description of a tensor; its offset counts from the start of all data."""
+        """Parse the description of a tensor. Its offset is relative to the first tensor's data."""
         name, dims = self.text(), self.scalar("I")
         if not 1 <= dims <= _MAX_DIMS:
             raise self.error(f"{name[:200]} of {dims} dimensions", f"1 to {_MAX_DIMS}")
         shape = tuple(self.scalar("Q") for _ in range(dims))[::-1]
         number, offset = self.scalar("I"), self.scalar("Q")
-        kind = TYPES.get(number)
-        if kind is None:
-            raise self.error(f"{name[:200]} of type {number}", "a type that this version knows")
+        block = TYPES.get(number)
+        if block is None:
+            raise self.error(f"{name[:200]} of type {number}", "a supported type of ggml")
         size = prod(shape)
-        if min(shape) < 1 or size >= 1 << 62 or shape[-1] % kind.values:
-            need = f"rows of whole blocks of {kind.values} values of {kind.name}"
+        if min(shape) < 1 or size >= 1 << 62 or shape[-1] % block.values:
+            need = f"rows of whole blocks of {block.values} values of {block.name}"
             raise self.error(f"{name[:200]} of shape {shape}", need)
-        return name, TensorInfo(self.path, shape, kind, offset)
+        return name, TensorInfo(self.path, shape, block, offset)
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
-        """Parse a value of the metadata; None for one that is skipped."""
+        """Parse a value of the metadata. Returns None if it is skipped.
+
+        kind: its type. key: its key, for messages. depth: nesting depth of arrays.
+        """
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
@@ -254,7 +261,7 @@ class _Parser:
         return self.array(key, depth)
 
     def array(self, key: str, depth: int) -> list[Any] | None:
-        """Parse an array; None if it is long."""
+        """Parse an array. Returns None if it is longer than _MAX_ARRAY."""
         item, count = self.scalar("I"), self.scalar("Q")
         if item in _SCALARS:
             size = struct.calcsize(f"<{_SCALARS[item]}")
@@ -272,6 +279,7 @@ class _Parser:
         return items if count <= _MAX_ARRAY else None
 
     def scalar(self, code: str) -> Any:
+        """Parse a number. code: format character of `struct`."""
         try:
             (value,) = struct.unpack_from(f"<{code}", self.data, self.position)
         except struct.error:
@@ -305,12 +313,12 @@ class _Parser:
 
 
 def tensor_types(header: GgufHeader, layer: int) -> Iterator[str]:
-    """Yield the types of the experts' weights of a layer."""
+    """Yield the types of the experts' tensors of a layer."""
     for name in EXPERT_TENSORS:
         info = header.tensors.get(f"blk.{layer}.{name}.weight")
         if info is not None:
             yield info.type.name
 
 
-# Experts' matrices (E, N, K) in a layer "blk.N": gate, up and down, or gate and up in one.
+# Tensors (E, N, K) of a layer "blk.N": gate, up and down, or gate_up and down.
 EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps")

@@ -1,9 +1,11 @@
-"""The scheme of each layer with experts, from a config.json alone.
+"""The quantization scheme of each layer with experts, from a config.json alone.
 
-    layers = layer_schemes(path, config, fields)  # fields: sizes of `layer_fields_of_config`
-    layers[0].scheme, layers[0].layers            # "int4_w4a16_group:group=128", (1, ..., 47)
+    fields = layer_fields_of_config(path, config)     # the sizes
+    schemes = layer_schemes(path, config, fields)
+    schemes[0].scheme                                 # "int4_w4a16_group:group=128"
+    schemes[0].layers                                 # (1, ..., 47)
 
-A model has several entries if its layers are quantized differently.
+The result has several entries if layers have different schemes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,14 +15,14 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.expert_layouts import LAYOUTS, ExpertLayout
-from modular_kernel.models.module_quantization import ModuleQuantization, common_value
+from modular_kernel.models.module_quantization import ModuleQuantization, find_common_value
 from modular_kernel.models.quantization_config import config_error, scheme_of
 from modular_kernel.models.torchao_config import METHOD
 from modular_kernel.text import format_layers
 
 Config = dict[str, Any]
 _MAX_LAYERS = 4096
-_MAX_MODULES = 1 << 22  # modules of all layers whose names are matched
+_MAX_MODULES = 1 << 22  # module names of all layers that are matched with patterns
 _NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 _NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 UNQUANTIZED = "none"
@@ -28,9 +30,10 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """Layers whose experts have one scheme.
+    """Layers whose experts have the same scheme.
 
-    layers: their numbers. None means every layer, or that the config.json does not determine them.
+    layers: numbers of the layers; None for all layers if the config.json does not state how many
+    there are.
     """
 
     layers: tuple[int, ...] | None
@@ -41,15 +44,16 @@ class LayerScheme:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return the quantization_config of an object of a config.json, under either of its names."""
+    """Return the quantization_config of a config.json. Older files name it compression_config."""
     return config.get("quantization_config", config.get("compression_config"))
 
 
 @dataclass(frozen=True)
 class SchemeReader:
-    """Function that returns the scheme of a module from its quantization_config.
+    """A function that returns the scheme of a module from its quantization_config.
 
-    config: the object of the config.json. depth: as for `scheme_of`.
+    path: path of the config.json, for messages. config: its object with the model_type. depth: as
+    for `scheme_of`.
     """
 
     path: str
@@ -57,9 +61,10 @@ class SchemeReader:
     depth: int | None
 
     def __call__(self, quantization: Config | None) -> str:
-        """Return the scheme. quantization: None for an unquantized module.
+        """Return the scheme of a module.
 
-        Raises ConfigurationError if no scheme implements it.
+        quantization: its quantization_config; None for an unquantized module. Raises
+        ConfigurationError if there is no such scheme.
         """
         if quantization is None:
             return UNQUANTIZED
@@ -68,24 +73,26 @@ class SchemeReader:
 
 
 def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tuple[LayerScheme, ...]:
-    """Return the schemes of a model's layers with experts. That of the lowest layer comes first.
+    """Return the schemes of a model's layers with experts, that of the lowest layer first.
 
-    config: an object with a known model_type. fields: experts, hidden and intermediate. Layers for
-    multi-token prediction, which follow the model's own, are left out. Raises ConfigurationError
-    for an unknown scheme, for a layer whose experts have several, and if layers have different
-    schemes but the config.json does not state the number of layers.
+    Layers for multi-token prediction, which are stored after the model's layers, are not included.
+
+    path: path of the config.json, for messages. config: its object with a known model_type. fields:
+    experts, hidden and intermediate. Raises ConfigurationError for an unknown scheme, for a layer
+    whose experts have several, and if layers have different schemes but the config.json does not
+    state the number of layers.
     """
     depth = max(fields["hidden"], fields["intermediate"])
     quantization_config = quantization_of(config)
-    read = SchemeReader(str(path), config, depth)
+    read_scheme = SchemeReader(str(path), config, depth)
     if quantization_config is None:
         scheme_of(str(path), config, depth=depth)  # raises if the config has other options
         return (LayerScheme(None, UNQUANTIZED),)
     quantization = ModuleQuantization(str(path), quantization_config)
     layers = layers_with_experts(path, config)
-    layout, experts = quantized_layout(config), quantization.experts_to_try(fields["experts"])
-    # If the number of layers is unknown, these are layers that represent all of them.
-    numbers = quantization.layers_to_try(layers)
+    layout = quantizer_layout(config)
+    experts = quantization.representative_experts(fields["experts"])
+    numbers = quantization.representative_layers(layers)
     if len(numbers) * len(experts) > _MAX_MODULES:
         got = f"entries for {len(numbers)} layers of {fields['experts']} experts by number"
         raise config_error(str(path), got, "fewer")
@@ -93,8 +100,9 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
     for number in numbers:
         modules = layout.modules(f"model.layers.{number}.", experts)
         what = f"experts of layer {number}"
-        by_scheme.setdefault(common_value(quantization, modules, read, what), []).append(number)
-    quantization.check_used()
+        scheme = find_common_value(quantization, modules, read_scheme, what)
+        by_scheme.setdefault(scheme, []).append(number)
+    quantization.check_groups_used()
     if len(by_scheme) == 1:
         return (LayerScheme(layers, next(iter(by_scheme))),)
     if layers is None:
@@ -103,10 +111,11 @@ def layer_schemes(path: Path, config: Config, fields: Mapping[str, Any]) -> tupl
     return tuple(LayerScheme(tuple(numbers), scheme) for scheme, numbers in by_scheme.items())
 
 
-def quantized_layout(config: Config) -> ExpertLayout:
-    """Return the layout whose names a quantizer uses: the first that has a module per expert.
+def quantizer_layout(config: Config) -> ExpertLayout:
+    """Return the layout with the module names that quantizers use in a quantization_config.
 
-    Names of torchao are those of parameters in transformers, which are stacks of all experts.
+    Most quantizers need one module per expert. torchao quantizes the parameters in transformers,
+    which are stacks of all experts.
     """
     layouts = LAYOUTS[config["model_type"]]
     quantization = quantization_of(config)
@@ -118,7 +127,7 @@ def quantized_layout(config: Config) -> ExpertLayout:
 def layers_with_experts(path: Path, config: Config) -> tuple[int, ...] | None:
     """Return the numbers of a model's layers with experts.
 
-    None if the config.json does not state the number of layers.
+    Returns None if the config.json does not state the number of layers.
     """
     count = num_layers(path, config)
     if count is None:
@@ -128,7 +137,7 @@ def layers_with_experts(path: Path, config: Config) -> tuple[int, ...] | None:
 
 
 def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
-    """Return the number of layers, without those for multi-token prediction; None if unknown."""
+    """Return the number of layers without those for multi-token prediction; None if unknown."""
     for key in _NUM_LAYERS:
         value = config.get(key)
         if value is not None:
@@ -142,7 +151,7 @@ def num_layers(path: Path, config: Mapping[str, Any]) -> int | None:
 def _dense_layers(config: Config, count: int) -> Iterator[int]:
     """Yield the layers that have a dense MLP or no MLP, according to the keys of transformers.
 
-    A key whose value has another type is ignored, because it has another meaning.
+    Some keys have another meaning in other models. Such values have another type, and are ignored.
     """
     for key in _NUM_DENSE:
         value = config.get(key)
@@ -157,7 +166,7 @@ def _dense_layers(config: Config, count: int) -> Iterator[int]:
 
 
 def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
-    """Yield the layers without experts according to lists that name layers, or have all of them."""
+    """Yield the layers without experts, according to keys that list layers."""
     for key, sparse in (("mlp_layer_types", "sparse"), ("layers_block_type", "moe")):
         types = config.get(key)
         if isinstance(types, list) and len(types) == count and sparse in types:
@@ -177,8 +186,11 @@ def _listed_dense_layers(config: Config, count: int) -> Iterator[int]:
 
 
 def _periods(config: Config) -> Iterator[tuple[int, int]]:
-    """Yield (period, remainder) of the layers with experts, for keys that state a period."""
-    has_list = bool(config.get("moe_layers"))  # which overrides the step of Llama 4
+    """Yield (period, remainder), according to keys that state a period.
+
+    Layers with experts are those with layer % period == remainder.
+    """
+    has_list = bool(config.get("moe_layers"))  # overrides interleave_moe_layer_step (Llama 4)
     for key in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step"):
         period = config.get(key)
         if type(period) is int and period > 1 and not (has_list and key.startswith("interleave")):

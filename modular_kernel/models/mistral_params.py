@@ -1,10 +1,12 @@
-"""Make the equivalent config.json of a params.json, the description of Mistral's own format.
+"""Conversion of Mistral's params.json to the equivalent config.json.
 
-    config = config_of_params(path, params)   # Mistral-Large-3: an object of model_type "mistral4"
+    config = config_of_params(path, params)  # {"model_type": "mistral4", ...} for Mistral-Large-3
 
-Its files (`consolidated*.safetensors`) have the names `layers.L.experts.E.w1`, `w3` and `w2` for
-gate, up and down. In float8, `qscale_weight` is the scale of a matrix, and `qscale_act` that of its
-input. Only models with experts in a `moe` that has their size are read, unlike Mixtral's.
+Mistral publishes some models in its own format: a params.json with other keys than a config.json,
+and `consolidated*.safetensors`, in which gate, up and down are `layers.L.experts.E.w1`, `w3` and
+`w2`. In float8 files, `qscale_weight` is the scale of a matrix, and `qscale_act` that of its input.
+
+Supported are files whose `moe` has the size of the experts. Those of Mixtral do not have it.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,9 +16,9 @@ from typing import Any
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.quantization_keys import is_empty
 
-NAME = "params.json"
+PARAMS_FILE = "params.json"
 _MODEL_TYPE = "mistral4"
-# Keys of a config.json, and where a params.json has their values.
+# Keys of a config.json: the corresponding keys of a params.json, and of its `moe`.
 _KEYS = {"hidden_size": "dim", "num_hidden_layers": "n_layers"}
 _MOE_KEYS = {
     "n_routed_experts": "num_experts",
@@ -27,8 +29,8 @@ _MOE_DEFAULTS: dict[str, tuple[str, Any]] = {
     "routed_scaling_factor": ("routed_scale", 1.0),
     "first_k_dense_replace": ("first_k_dense_replace", 0),
 }
-# Keys that select another router, with the values of the one that is read. The weights of the top
-# experts, by softmax, are divided by their sum.
+# Keys that select the router, with the values of the supported one: softmax over all experts, and
+# weights of the top-k experts divided by their sum.
 _ALLOWED_MOE: dict[str, tuple[object, ...]] = {
     "route_every_n": (1,),
     "num_expert_groups": (1,),
@@ -44,10 +46,10 @@ _ALLOWED_FP8: dict[str, tuple[object, ...]] = {
 
 
 def config_of_params(path: Path, params: object) -> dict[str, Any]:
-    """Return the equivalent config.json of the object in a params.json.
+    """Convert the object in a params.json to that of the equivalent config.json.
 
-    Raises ConfigurationError for a model without experts, a missing size, and entries that could
-    change the experts or their router and are not implemented.
+    path: path of the params.json, for messages. Raises ConfigurationError for a model without
+    experts, a missing size, and unknown entries that could change the experts or their router.
     """
     if not isinstance(params, Mapping):
         raise _error(path, f"the file = {str(params)[:80]}", "an object")
@@ -73,13 +75,14 @@ def config_of_params(path: Path, params: object) -> dict[str, Any]:
 
 def _quantization(path: Path, params: Mapping[str, Any]) -> Any:
     """Return the equivalent quantization_config, or None for an unquantized model."""
-    given = [params[key] for key in ("quantization", "quantization_config") if params.get(key)]
-    if not given:
+    keys = ("quantization", "quantization_config")
+    candidates = [params[key] for key in keys if params.get(key)]
+    if not candidates:
         return None
-    if given[0] != given[-1]:
+    if candidates[0] != candidates[-1]:
         got = "quantization and quantization_config that differ"
         raise _error(path, got, "one of them, or equal values")
-    quantization = given[0]
+    quantization = candidates[0]
     if not isinstance(quantization, Mapping):
         raise _error(path, f"quantization = {str(quantization)[:80]}", "an object")
     method = str(quantization.get("quant_method", "")).lower().replace("_", "-")

@@ -1,9 +1,10 @@
-"""Matching of module names with the entries of a quantization_config, in linear time.
+"""Matching of module names with the patterns in a quantization_config, in linear time.
 
 A config.json is untrusted, and a regular expression in it may take exponential time in `re`. Here,
-all entries of a list become one nondeterministic automaton (NFA), and a name is read once. The
-states of the equivalent deterministic automaton (DFA) are built on demand, so that the names of a
-model's experts share almost all of them.
+all entries of a list are compiled to one nondeterministic finite automaton (NFA), which reads each
+character of a name once. Sets of NFA states are states of a deterministic automaton (DFA). They are
+computed when they are first reached, and cached: the names of a model's experts share almost all of
+them.
 
 Syntax: literals, `.`, `\\d`, `\\w`, character classes, groups, `|`, `* + ? {m,n}`, `^` and `$`,
 with the meaning that they have in `re`. Lookaround, backreferences and flags are refused.
@@ -16,10 +17,10 @@ from typing import Literal
 
 MAX_LENGTH = 500  # characters of an entry
 _MAX_STATES = 1 << 18  # NFA states of all entries of a list
-_MAX_STATES_OF_ENTRY = 1 << 13
+_MAX_STATES_PER_ENTRY = 1 << 13
 _MAX_REPEAT = 64  # upper bound in {m,n}
-_MAX_NESTING = 20
-_MAX_DFA_STATES = 1 << 15  # kept at a time
+_MAX_NESTING = 20  # nested groups
+_MAX_DFA_STATES = 1 << 15  # cached states
 _REPEAT = re.compile(r"\{(\d{1,3})(,?)(\d{0,3})\}", re.ASCII)
 _REGEX_CHARACTERS = frozenset("\\^$()|+{}")
 
@@ -27,7 +28,7 @@ Kind = Literal["modules", "regex", "search", "module regex"]
 
 
 class PatternError(ValueError):
-    """An entry that cannot be matched. The message says what is needed."""
+    """An entry has unsupported syntax. The message is what a valid entry needs."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class Entry:
     kind: Kind
 
 
-def entry_of(text: str) -> Entry:
+def parse_entry(text: str) -> Entry:
     """Return the entry for a text in a list of modules.
 
-    "re:..." is a regex. Other text is a "module regex" if it has characters that occur only in
-    regular expressions, else "modules".
+    The kind is "regex" for "re:...", "module regex" for text with characters that module names and
+    wildcards do not have, and "modules" for other text.
     """
     if text.startswith("re:"):
         return Entry(text[3:], "regex")
@@ -63,8 +64,8 @@ def entry_of(text: str) -> Entry:
 class _Characters:
     """A set of characters.
 
-    text, ranges: characters, and ranges (first, last), in the set. digits, words: whether the set
-    includes `\\d` and `\\w`. negated: the set consists of all other characters instead.
+    text: characters in the set. ranges: (first, last) of ranges in the set. digits, words: the set
+    includes `\\d`, `\\w`. negated: the set consists of all other characters instead.
     """
 
     text: str = ""
@@ -89,9 +90,11 @@ _ANY_EXCEPT_NEWLINE = _Characters("\n", negated=True)  # `.` of a regular expres
 class _NfaState:
     """A state of the NFA.
 
-    edges: (characters, target). epsilon: targets of transitions without a character. at_start,
-    at_end: targets of such transitions that are taken only at the start or the end of a name.
-    entry: number of the entry that has matched in this state.
+    edges: (characters, target) of transitions that read a character.
+    epsilon: targets of transitions that read none.
+    at_start, at_end: targets of transitions that read none, and are possible only at the start or
+        the end of a name.
+    entry: index of the entry that has matched in this state.
     """
 
     edges: list[tuple[_Characters, int]] = field(default_factory=list)
@@ -105,8 +108,9 @@ class _NfaState:
 class _DfaState:
     """A state of the DFA, that is, a set of NFA states.
 
-    entry: number of the first entry that has matched. end_entry: number of the first entry that has
-    matched if the name, or the name of a module that contains it, ends here.
+    entry: lowest index of an entry that has matched. end_entry: lowest index of an entry that
+    matches if the name, or the name of a module that contains it, ends here. targets: the next
+    states by character, as far as they are known.
     """
 
     states: frozenset[int]
@@ -118,9 +122,10 @@ class _DfaState:
 class ModuleMatcher:
     """Matcher for the entries of one list.
 
-    A regular expression with `$` covers everything inside the modules that it matches, like an
-    entry that names a module. Raises PatternError for an entry with unknown syntax, or if there are
-    too many.
+    An entry that matches the name of a module covers everything inside the module. This includes
+    regular expressions that end with `$`.
+
+    Raises PatternError for an entry with unsupported syntax, or for too many entries.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -129,20 +134,20 @@ class ModuleMatcher:
         self._dfa_states: dict[frozenset[int], _DfaState] = {}
         self._prefixes: dict[str, tuple[_DfaState, int | None]] = {}
         start = self._new_state()
-        # These two states are shared by the entries that may start anywhere, or after any dot.
-        anywhere, at_part = self._new_state(), self._new_state()
-        self._states[start].epsilon += [anywhere, at_part]
-        self._states[anywhere].edges += [(_ANY, anywhere), (_Characters("."), at_part)]
+        # Entries that may start anywhere share a state, and so do those that may start after a dot.
+        anywhere, after_dot = self._new_state(), self._new_state()
+        self._states[start].epsilon += [anywhere, after_dot]
+        self._states[anywhere].edges += [(_ANY, anywhere), (_Characters("."), after_dot)]
         for number, entry in enumerate(entries):
             if len(entry.text) > MAX_LENGTH:
                 raise PatternError(f"at most {MAX_LENGTH} characters")
-            self._limit = min(len(self._states) + _MAX_STATES_OF_ENTRY, _MAX_STATES)
-            source = {"modules": at_part, "search": anywhere}.get(entry.kind, start)
-            self._add(number, entry, source)
+            self._limit = min(len(self._states) + _MAX_STATES_PER_ENTRY, _MAX_STATES)
+            source = {"modules": after_dot, "search": anywhere}.get(entry.kind, start)
+            self._add_entry(number, entry, source)
         self._start_states = self._closure([start], start=True)
 
-    def first(self, names: Iterable[str]) -> int | None:
-        """Return the number of the first entry that matches one of the names; None if none does."""
+    def first_match(self, names: Iterable[str]) -> int | None:
+        """Return the index of the first entry that matches any of the names, or None."""
         numbers = [number for name in names if (number := self._match(name)) is not None]
         return min(numbers, default=None)
 
@@ -150,29 +155,33 @@ class ModuleMatcher:
         if len(self._dfa_states) > _MAX_DFA_STATES:
             self._dfa_states.clear()
             self._prefixes.clear()
-        # Experts of a layer differ only in the last two parts of their names.
+        # Cache the state after all but the last two parts of a name, which is common to the experts
+        # of a layer.
         split = max(name.rfind(".", 0, max(name.rfind("."), 0)), 0)
         prefix = name[:split]
-        reached = self._prefixes.get(prefix)
-        if reached is None:
-            reached = self._read(self._dfa_state(self._start_states), None, prefix)
-            self._prefixes[prefix] = reached
-        state, best = self._read(*reached, name[split:])
-        return _first_of(_first_of(best, state.entry), state.end_entry)
+        after_prefix = self._prefixes.get(prefix)
+        if after_prefix is None:
+            after_prefix = self._read(self._dfa_state(self._start_states), None, prefix)
+            self._prefixes[prefix] = after_prefix
+        state, first = self._read(*after_prefix, name[split:])
+        return _min_entry(_min_entry(first, state.entry), state.end_entry)
 
-    def _read(self, state: _DfaState, best: int | None, text: str) -> tuple[_DfaState, int | None]:
-        """Return the DFA state after `text`, and the first entry that matched before its end."""
+    def _read(self, state: _DfaState, first: int | None, text: str) -> tuple[_DfaState, int | None]:
+        """Read `text`. Returns the next state, and the index of the first entry that has matched.
+
+        first: index of the first entry that has matched before.
+        """
         for character in text:
             if state.entry is not None:
-                best = _first_of(best, state.entry)
+                first = _min_entry(first, state.entry)
             if character == "." and state.end_entry is not None:
-                best = _first_of(best, state.end_entry)
+                first = _min_entry(first, state.end_entry)
             target = state.targets.get(character)
             if target is None:
                 target = self._dfa_state(self._step(state.states, character))
                 state.targets[character] = target
             state = target
-        return state, best
+        return state, first
 
     def _new_state(self) -> int:
         if len(self._states) >= self._limit:
@@ -180,7 +189,8 @@ class ModuleMatcher:
         self._states.append(_NfaState())
         return len(self._states) - 1
 
-    def _add(self, number: int, entry: Entry, source: int) -> None:
+    def _add_entry(self, number: int, entry: Entry, source: int) -> None:
+        """Add the states of an entry. number: its index. source: the state in which it starts."""
         matched = self._new_state()
         self._states[matched].entry = number
         if entry.kind == "modules":
@@ -193,6 +203,7 @@ class ModuleMatcher:
             self._states[end].at_end.append(matched)
 
     def _step(self, states: frozenset[int], character: str) -> frozenset[int]:
+        """Return the NFA states after reading a character."""
         targets = [
             target
             for state in states
@@ -204,9 +215,9 @@ class ModuleMatcher:
     def _closure(
         self, states: Iterable[int], *, start: bool = False, end: bool = False
     ) -> frozenset[int]:
-        """Return the states that are reached without a character.
+        """Return the NFA states that are reachable without reading a character.
 
-        start, end: whether this is at the start or the end of a name.
+        start, end: the position is the start, or the end, of a name.
         """
         reached, pending = set(states), list(states)
         while pending:
@@ -233,54 +244,58 @@ class ModuleMatcher:
         return min((entry for entry in entries if entry is not None), default=None)
 
 
-def _first_of(first: int | None, second: int | None) -> int | None:
-    """Return the smaller of two entry numbers; None stands for no entry."""
+def _min_entry(first: int | None, second: int | None) -> int | None:
+    """Return the smaller of two indices of entries. None stands for no entry."""
     if first is None or second is None:
         return second if first is None else first
     return min(first, second)
 
 
 class _Builder:
-    """A parser of one entry, which adds states to a matcher."""
+    """A parser of one entry, which adds states to a matcher.
+
+    Methods that take a `source` parse at `position`, add states that are reached from the state
+    `source`, and return the state in which the parsed part has matched.
+    """
 
     def __init__(self, matcher: ModuleMatcher, text: str) -> None:
         self.matcher, self.text, self.position = matcher, text, 0
 
-    def edge(self, source: int, characters: _Characters) -> int:
-        """Add a state that is reached from `source` by one character, and return it."""
+    def add_edge(self, source: int, characters: _Characters) -> int:
+        """Add a state that is reached from `source` by reading one character, and return it."""
         target = self.matcher._new_state()
         self.matcher._states[source].edges.append((characters, target))
         return target
 
-    def epsilon(self, source: int, target: int) -> None:
-        """Add a transition without a character."""
+    def add_epsilon(self, source: int, target: int) -> None:
+        """Add a transition that reads no character."""
         self.matcher._states[source].epsilon.append(target)
 
     def character_class(self, negation: str, *, escapes: bool) -> _Characters:
-        """Parse a class after its "[". If its first character is "]", that belongs to the class.
+        """Parse a character class after its "[". A "]" at its start is a member.
 
-        negation: the character that negates it. escapes: whether a backslash escapes the next
+        negation: the character that negates the class. escapes: a backslash escapes the next
         character.
         """
         negated = self._peek() == negation
         self.position += negated
-        begin, classes = self.position, []
+        begin, members = self.position, []
         while self.position == begin or self._peek() != "]":
             first = self._class_member(escapes=escapes)
             if self._peek() != "-" or self.text[self.position + 1 : self.position + 2] in ("", "]"):
-                classes.append(first)
+                members.append(first)
                 continue
             self.position += 1
             last = self._class_member(escapes=escapes)
             if not first.text or not last.text or first.text > last.text:
                 raise PatternError("ranges of characters in order")
-            classes.append(_Characters(ranges=((first.text, last.text),)))
+            members.append(_Characters(ranges=((first.text, last.text),)))
         self.position += 1
         return _Characters(
-            text="".join(each.text for each in classes),
-            ranges=tuple(one for each in classes for one in each.ranges),
-            digits=any(each.digits for each in classes),
-            words=any(each.words for each in classes),
+            text="".join(member.text for member in members),
+            ranges=tuple(each for member in members for each in member.ranges),
+            digits=any(member.digits for member in members),
+            words=any(member.words for member in members),
             negated=negated,
         )
 
@@ -303,7 +318,7 @@ class _Builder:
 
 
 class _Glob(_Builder):
-    """Names of modules with wildcards."""
+    """A parser of names of modules with wildcards."""
 
     def build(self, source: int) -> int:
         text = self.text.strip(".").removesuffix(".*")
@@ -314,22 +329,23 @@ class _Glob(_Builder):
             character = text[self.position]
             self.position += 1
             if character == "*":
-                source = self._loop(source)
+                source = self._any_text(source)
             elif character == "[":
-                source = self.edge(source, self.character_class("!", escapes=False))
+                source = self.add_edge(source, self.character_class("!", escapes=False))
             else:
-                source = self.edge(source, _ANY if character == "?" else _Characters(character))
+                source = self.add_edge(source, _ANY if character == "?" else _Characters(character))
         return source
 
-    def _loop(self, source: int) -> int:
+    def _any_text(self, source: int) -> int:
+        """Add a state that reads any number of characters."""
         state = self.matcher._new_state()
-        self.epsilon(source, state)
+        self.add_epsilon(source, state)
         self.matcher._states[state].edges.append((_ANY, state))
         return state
 
 
 class _Regex(_Builder):
-    """A regular expression."""
+    """A parser of regular expressions by recursive descent."""
 
     def build(self, source: int) -> int:
         end = self._alternatives(source, 0)
@@ -342,7 +358,7 @@ class _Regex(_Builder):
             raise PatternError(f"at most {_MAX_NESTING} nested groups")
         end = self.matcher._new_state()
         while True:
-            self.epsilon(self._sequence(source, nesting), end)
+            self.add_epsilon(self._sequence(source, nesting), end)
             if self._peek() != "|":
                 return end
             self.position += 1
@@ -353,41 +369,43 @@ class _Regex(_Builder):
         return source
 
     def _repeated(self, source: int, nesting: int) -> int:
-        """Parse an atom and its quantifier. The atom is parsed again for each repetition."""
-        begin, atom = self.position, self.matcher._new_state()
-        self.epsilon(source, atom)
-        end = self._atom(atom, nesting)
-        after = self.position
+        """Parse an atom and its quantifier.
+
+        For {m,n}, the atom is parsed n times, so that each repetition has its own states.
+        """
+        atom_position, atom_start = self.position, self.matcher._new_state()
+        self.add_epsilon(source, atom_start)
+        end = self._atom(atom_start, nesting)
+        after_atom = self.position
         low, high = self._quantifier()
-        if self.text[begin] in "^$" and self.position != after:
+        if self.text[atom_position] in "^$" and self.position != after_atom:
             raise PatternError("no quantifier after ^ or $")
-        rest, ends = self.position, [end]
+        after_quantifier, ends = self.position, [end]
         if low == 0:
             ends.append(source)
         for count in range(2, (high or max(low, 1)) + 1):
-            self.position = begin
-            start = self.matcher._new_state()
-            self.epsilon(end, start)
-            end = self._atom(start, nesting)
-            if self.position != after:
+            self.position = atom_position
+            atom_start = self.matcher._new_state()
+            self.add_epsilon(end, atom_start)
+            end = self._atom(atom_start, nesting)
+            if self.position != after_atom:
                 raise PatternError("quantifiers that follow an atom")
             ends = [end] if count <= low else [*ends, end]
-            atom = start
-        if high is None:
-            self.epsilon(end, atom)
-        self.position = rest
-        last = self.matcher._new_state()
-        for each in ends:
-            self.epsilon(each, last)
-        return last
+        if high is None:  # repeat the last atom any number of times
+            self.add_epsilon(end, atom_start)
+        self.position = after_quantifier
+        target = self.matcher._new_state()
+        for end in ends:
+            self.add_epsilon(end, target)
+        return target
 
     def _quantifier(self) -> tuple[int, int | None]:
-        """Parse a quantifier and return (minimum, maximum); the maximum is None for * and +."""
+        """Parse a quantifier, if there is one. Returns (minimum, maximum); None means unlimited."""
         character = self._peek()
-        simple = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-        if character in simple and character:
+        bounds_by_character = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        if character in bounds_by_character:
             self.position += 1
-            bounds: tuple[int, int | None] = simple[character]
+            bounds: tuple[int, int | None] = bounds_by_character[character]
         elif match := _REPEAT.match(self.text, self.position):
             self.position = match.end()
             low = int(match[1])
@@ -410,7 +428,7 @@ class _Regex(_Builder):
         if character == "(":
             return self._group(source, nesting)
         if character == "[":
-            return self.edge(source, self.character_class("^", escapes=True))
+            return self.add_edge(source, self.character_class("^", escapes=True))
         if character in "^$":
             target = self.matcher._new_state()
             state = self.matcher._states[source]
@@ -418,10 +436,10 @@ class _Regex(_Builder):
             return target
         if character == "\\":
             self.position += 1
-            return self.edge(source, _escaped(self.text[self.position - 1 : self.position]))
+            return self.add_edge(source, _escaped(self.text[self.position - 1 : self.position]))
         if character in "*+?{}])":
             raise PatternError(f"no {character} here")
-        return self.edge(
+        return self.add_edge(
             source, _ANY_EXCEPT_NEWLINE if character == "." else _Characters(character)
         )
 
@@ -438,7 +456,7 @@ class _Regex(_Builder):
 
 
 def _escaped(character: str) -> _Characters:
-    """Return the characters that a backslash and `character` stand for."""
+    """Return the characters that a backslash followed by `character` matches."""
     if character in ("d", "w"):
         return _Characters(digits=character == "d", words=character == "w")
     if not character or character.isalnum():

@@ -1,13 +1,14 @@
-"""The quantization of each module of a model, from its quantization_config.
+"""Resolution of a quantization_config for single modules.
 
-A config may exclude modules (`modules_to_not_convert`, `ignored_layers`, `ignore`,
-`exclude_modules`), override options for some (`dynamic`, `extra_config`), or describe several
-groups of modules (`config_groups`, `quantized_layers`). `ModuleQuantization.of` resolves all of
-these for one module to a config without such entries, which `quantization_config.scheme_of` reads.
+A quantization_config may exclude modules (`modules_to_not_convert`, `ignored_layers`, `ignore`,
+`exclude_modules`), override the options of some (`dynamic`, `extra_config`), or describe several
+groups of modules (`config_groups`, `quantized_layers`). `ModuleQuantization.config_of` returns the
+options of one module as a quantization_config without these entries, which
+`quantization_config.scheme_of` reads.
 
 Entries that match no module of the model are accepted, as in vLLM and GPTQModel, because published
-lists name modules of other model classes. The tensors of a checkpoint are checked against the
-result when they are loaded.
+lists also name modules of other model classes. Loading checks the tensors in the files against the
+result.
 """
 
 import json
@@ -18,36 +19,36 @@ from typing import Any, TypeVar
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models import torchao_config
-from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
+from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, parse_entry
 from modular_kernel.models.quantization_config import (
     MIXED,
     UNQUANTIZED_KEYS,
     Config,
-    check_method,
+    canonicalize_config,
     config_error,
     shorten,
 )
 from modular_kernel.models.quantization_keys import is_empty
 
-# Prefixes of the language model's layers, which differ between classes of one model. Lists use the
-# names of one class, files those of another.
+# Prefixes of the language model's layers. They differ between the classes of a model: lists may
+# have the names of one class, and files those of another.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "backbone.")
 _LAYER_NAME = re.compile(
     r"(?:model\.|model\.language_model\.|language_model\.model\.|language_model\.|backbone\.)?"
     r"((?:layers|blocks|h)\.\d+(?:\..*)?)",
     re.ASCII,
 )
-# The module of Mixtral's and MiniMax's experts in files, and in transformers since 5.0.
+# The module of Mixtral's and MiniMax's experts in files, and in transformers 5.0 and newer.
 _OLD_BLOCK, _NEW_BLOCK = ".block_sparse_moe.", ".mlp."
-_MAX_UNKNOWN_LAYER = 100  # layers up to this number are tried if the number of layers is unknown
-_UNQUANTIZED_BITS = 16  # auto-round lists modules with at least this many bits as not quantized
-_LINEAR_CLASSES = ("Linear", "LinearBase")  # names of classes that include experts
-# Digits in an entry that cannot be the number of an expert: those of a layer, or after a letter.
+_MAX_UNKNOWN_LAYER = 100  # highest layer that is tried if the number of layers is unknown
+_UNQUANTIZED_BITS = 16  # auto-round lists unquantized modules with this many bits or more
+_LINEAR_CLASSES = ("Linear", "LinearBase")  # names of classes, which stand for all linear modules
+# Digits that are not the number of an expert: those of a layer, and those after a letter.
 _NON_EXPERT_DIGITS = re.compile(
     r"(?:layers|blocks|h)\.(?:\((?:\?:)?[\d|\[\]\-]+\)|\[[\d\-]+\]|\d+)|(?<!\\)[A-Za-z_]\d+",
     re.ASCII,
 )
-_OTHER_EXPERTS = re.compile(r"shared|mtp|vis(?:ion|ual)", re.ASCII)
+_OTHER_EXPERTS = re.compile(r"shared|mtp|vis(?:ion|ual)", re.ASCII)  # not those of the layers
 
 _Value = TypeVar("_Value")
 
@@ -56,9 +57,9 @@ _Value = TypeVar("_Value")
 class ModuleConfig:
     """The quantization of one module.
 
-    config: a quantization_config without lists of modules; None for an unquantized module.
-    number: id of `config`; equal configs have equal ids. reason: the entry of the
-    quantization_config that determined it, for messages; "" if none did.
+    config: a quantization_config without entries for other modules; None for an unquantized module.
+    number: id of `config`. Equal configs have equal ids.
+    reason: the entry of the model's quantization_config that applies, for messages; "" if none.
     """
 
     config: Config | None
@@ -67,7 +68,7 @@ class ModuleConfig:
 
 
 class _EntryList:
-    """A list of entries with their labels, which messages show, and a matcher for them."""
+    """A list of entries, a matcher for them, and labels that describe them in messages."""
 
     def __init__(self, path: str, entries: Sequence[tuple[str, Entry]]) -> None:
         self.labels = [label for label, _ in entries]
@@ -77,8 +78,8 @@ class _EntryList:
         except PatternError:
             _raise_bad_entry(path, entries)
 
-    def first(self, names: Sequence[str]) -> int | None:
-        return self._matcher.first(names) if self.labels else None
+    def first_match(self, names: Sequence[str]) -> int | None:
+        return self._matcher.first_match(names) if self.labels else None
 
 
 def _raise_bad_entry(path: str, entries: Sequence[tuple[str, Entry]]) -> None:
@@ -92,18 +93,18 @@ def _raise_bad_entry(path: str, entries: Sequence[tuple[str, Entry]]) -> None:
 
 
 class ModuleQuantization:
-    """The quantization of each module of a model.
+    """The quantization of the modules of a model.
 
     path: path of the config.json, for messages. quantization: its quantization_config, or None for
-    an unquantized model. Raises ConfigurationError for an unknown method, unknown keys and patterns
-    that are refused.
+    an unquantized model. Raises ConfigurationError for an unknown method or key, and for patterns
+    with unsupported syntax.
     """
 
     def __init__(self, path: str, quantization: object) -> None:
         self.path = path
         self.config: Config | None = None
         if quantization is not None:
-            self.config = check_method(path, quantization)
+            self.config = canonicalize_config(path, quantization)
         config = self.config or {}
         self._numbers: dict[str, int] = {}
         self._configs_by_entry: dict[object, ModuleConfig] = {}
@@ -127,22 +128,22 @@ class ModuleQuantization:
         texts += [*self._layers, *(text for _, text in self._group_entries)]
         text = "\n".join(texts).replace("\\.", ".")
         self._prefixes = tuple(prefix for prefix in _PREFIXES if prefix in text)
-        # Numbers in entries, which may distinguish layers, or experts of a layer.
+        # Entries with numbers may distinguish layers, or the experts of a layer.
         self._named_numbers = {int(digits[:9]) for digits in re.findall(r"\d+", text, re.ASCII)}
-        rest = _NON_EXPERT_DIGITS.sub("", text)
-        self._names_experts = bool(re.search(r"\d", rest, re.ASCII))
+        without_layers = _NON_EXPERT_DIGITS.sub("", text)
+        self._names_experts = bool(re.search(r"\d", without_layers, re.ASCII))
         self._base = {
             key: value
             for key, value in config.items()
             if key not in (*UNQUANTIZED_KEYS, "dynamic", "extra_config", "layer_quant_config")
-            and key not in ("modules_in_block_to_quantize", torchao_config.NAMES)
+            and key not in ("modules_in_block_to_quantize", torchao_config.OPTIONS_BY_NAME)
             and not (key == "quantized_layers" and self._layers)
         }
 
-    def of(self, module: str) -> ModuleConfig:
-        """Return the quantization of the module with this name.
+    def config_of(self, module: str) -> ModuleConfig:
+        """Return the quantization of a module by its name.
 
-        Raises ConfigurationError if config_groups with different options target it.
+        Raises ConfigurationError if config_groups with different options target the module.
         """
         if self.config is None:
             return ModuleConfig(None, -1)
@@ -152,47 +153,47 @@ class ModuleQuantization:
             names += [prefix + match[1] for prefix in self._prefixes]
         if _OLD_BLOCK in module:
             names += [name.replace(_OLD_BLOCK, _NEW_BLOCK) for name in names]
-        number = self._excluded.first(names)
+        number = self._excluded.first_match(names)
         if number is not None:
             return ModuleConfig(None, -1, self._excluded.labels[number])
         if self._excludes_linear:
             return ModuleConfig(None, -1, "every Linear is excluded")
-        if self._included.labels and self._included.first(names) is None:
+        if self._included.labels and self._included.first_match(names) is None:
             return ModuleConfig(None, -1, "modules_in_block_to_quantize has no entry for it")
         if self._layers:
-            return self._of_quantized_layer(names)
+            return self._find_quantized_layer(names)
         if self._group_entries:
-            return self._of_group(module, names)
-        if torchao_config.NAMES in self.config:
+            return self._find_group(module, names)
+        if torchao_config.OPTIONS_BY_NAME in self.config:
             names += [f"{name}.weight" for name in names]
-        number = self._override_names.first(names)
+        number = self._override_names.first_match(names)
         return self._cached(number, lambda: self._with_overrides(number))
 
-    def layers_to_try(self, layers: Sequence[int] | None) -> Sequence[int]:
-        """Return the numbers of layers that represent all layers of the model.
+    def representative_layers(self, layers: Sequence[int] | None) -> Sequence[int]:
+        """Return the layers to look up in order to find all configs of the model.
 
-        layers: the numbers of the model's layers, which are returned as they are; None if unknown.
+        layers: numbers of the model's layers, which are returned unchanged; None if unknown.
         """
         if layers is not None:
             return layers
-        # If entries have no numbers, they can only distinguish layers by the length of the number.
+        # Patterns without numbers can distinguish layers only by the number of digits.
         numbers = range(_MAX_UNKNOWN_LAYER + 1) if self._named_numbers else (0, 10, 100)
         return sorted({*numbers, *self._named_numbers})
 
-    def experts_to_try(self, experts: int) -> Sequence[int]:
-        """Return the numbers of experts that represent all experts of a layer.
+    def representative_experts(self, experts: int) -> Sequence[int]:
+        """Return the experts to look up in order to find all configs in a layer.
 
-        If entries have no numbers of experts, they can only distinguish experts by the length of
-        the number.
+        Patterns without numbers can distinguish experts only by the number of digits, so one expert
+        for each is enough. experts: number of experts in a layer.
         """
         if self._names_experts:
             return range(experts)
         return [0, *(10**length for length in range(1, len(str(experts - 1))))]
 
-    def check_used(self) -> None:
-        """Raise ConfigurationError for a group that targets experts but has matched no module.
+    def check_groups_used(self) -> None:
+        """Raise ConfigurationError if a config_groups entry for experts has matched no module.
 
-        Call this after `of` was called for the modules of all experts.
+        Call this after `config_of` for the modules of all experts.
         """
         for number, name in enumerate(self._groups):
             targets = [text for index, text in self._group_entries if index == number]
@@ -204,16 +205,19 @@ class ModuleQuantization:
                 got = f"config_groups.{name}: targets {shorten(targets)}, which match none"
                 raise config_error(self.path, got, need)
 
-    def _of_quantized_layer(self, names: Sequence[str]) -> ModuleConfig:
-        """Return the entry of modelopt's quantized_layers for a module or one that contains it."""
+    def _find_quantized_layer(self, names: Sequence[str]) -> ModuleConfig:
+        """Look up a module, or one that contains it, in modelopt's quantized_layers.
+
+        names: alternative names of the module.
+        """
         for name in names:
             while name:
                 if name in self._layers:
-                    return self._of_layer(name)
+                    return self._quantized_layer_config(name)
                 name = name.rpartition(".")[0]
         return ModuleConfig(None, -1, "quantized_layers has no entry for it")
 
-    def _of_layer(self, name: str) -> ModuleConfig:
+    def _quantized_layer_config(self, name: str) -> ModuleConfig:
         options = self._layers[name]
         skipped = ("config_groups", "weights", "input_activations")
         base = {key: value for key, value in self._base.items() if key not in skipped}
@@ -221,22 +225,25 @@ class ModuleQuantization:
         label = f"quantized_layers.{name} = {shorten(options)}"
         return self._cached(json.dumps(options, sort_keys=True), lambda: (config, label))
 
-    def _of_group(self, module: str, names: Sequence[str]) -> ModuleConfig:
-        """Return the config of the group that targets a module.
+    def _find_group(self, module: str, names: Sequence[str]) -> ModuleConfig:
+        """Look up a module in the targets of config_groups.
 
-        An exact name comes before a regex, and a regex before a class, as in compressed-tensors.
+        As in compressed-tensors, an exact name takes precedence over a regex, and a regex over a
+        class. names: alternative names of the module.
         """
         for forward, backward, numbers in self._target_names:
-            first, last = forward.first(names), backward.first(names)
+            first, last = forward.first_match(names), backward.first_match(names)
             if first is not None and last is not None:
-                return self._one_group(module, numbers[first], numbers[len(numbers) - 1 - last])
+                last_group = numbers[len(numbers) - 1 - last]
+                return self._group_config(module, numbers[first], last_group)
         classes = [number for number, text in self._group_entries if text in _LINEAR_CLASSES]
         if not classes:
             return ModuleConfig(None, -1, "no config_groups entry targets it")
         different = [number for number in classes if self._differ(number, classes[0])]
-        return self._one_group(module, classes[0], different[0] if different else classes[0])
+        return self._group_config(module, classes[0], different[0] if different else classes[0])
 
-    def _one_group(self, module: str, first: int, last: int) -> ModuleConfig:
+    def _group_config(self, module: str, first: int, last: int) -> ModuleConfig:
+        """Return the config of two groups that target a module, whose options must be equal."""
         names = list(self._groups)
         if self._differ(first, last):
             got = f"config_groups {names[first]!r} and {names[last]!r} that target {module}"
@@ -257,10 +264,10 @@ class ModuleQuantization:
         return one != other
 
     def _named_targets(self, regex: bool) -> tuple[_EntryList, _EntryList, list[int]]:
-        """Return the targets that are regexes, or names, and the numbers of their groups.
+        """Return the targets of config_groups that are regexes, or those that are names.
 
-        The targets are returned in their order and in reverse order, to find the first and the last
-        one that matches.
+        Returns the targets in their order, the targets in reverse order (to find the last one that
+        matches), and the number of each target's group.
         """
         targets = [
             (number, text)
@@ -268,12 +275,13 @@ class ModuleQuantization:
             if text.startswith("re:") == regex and text not in _LINEAR_CLASSES
         ]
         entries = [
-            (f"config_groups has target {shorten(text)}", entry_of(text)) for _, text in targets
+            (f"config_groups has target {shorten(text)}", parse_entry(text)) for _, text in targets
         ]
         forward, backward = _EntryList(self.path, entries), _EntryList(self.path, entries[::-1])
         return forward, backward, [number for number, _ in targets]
 
     def _with_overrides(self, number: int | None) -> tuple[Config | None, str]:
+        """Return the config with the override of this index, and the override's label."""
         if number is None:
             return self._base, ""
         label, _, options = self._overrides[number]
@@ -284,10 +292,12 @@ class ModuleQuantization:
             return None, label
         return self._base | dict(options), label
 
-    def _cached(self, key: object, make: Callable[[], tuple[Config | None, str]]) -> ModuleConfig:
+    def _cached(
+        self, key: object, make_config: Callable[[], tuple[Config | None, str]]
+    ) -> ModuleConfig:
         module_config = self._configs_by_entry.get(key)
         if module_config is None:
-            config, reason = make()
+            config, reason = make_config()
             text = json.dumps(config, sort_keys=True, default=str)
             number = -1 if config is None else self._numbers.setdefault(text, len(self._numbers))
             module_config = self._configs_by_entry[key] = ModuleConfig(config, number, reason)
@@ -303,7 +313,7 @@ def _excluded_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
             if not isinstance(name, str) or not name.strip("."):
                 raise config_error(path, f"{key} has {shorten(name)}", "names of modules")
             if name not in _LINEAR_CLASSES:
-                yield f"{key} has {shorten(name)}", entry_of(name)
+                yield f"{key} has {shorten(name)}", parse_entry(name)
 
 
 def _included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
@@ -320,18 +330,18 @@ def _included_entries(path: str, config: Config) -> Iterator[tuple[str, Entry]]:
 
 
 def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[str, Any] | None]]:
-    """Yield (label, entry, options) of the options by module. None means not quantized."""
+    """Yield (label, entry, options) for options by module. Options of None mean unquantized."""
     for pattern, options in _objects(path, config, "dynamic"):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         is_skipped = pattern.startswith("-:") or options is False
         label = f"dynamic has {shorten(pattern)}"
         yield label, Entry(text, "regex"), _options(path, label, None if is_skipped else options)
-    for name, options in _objects(path, config, torchao_config.NAMES):
-        label = f"{torchao_config.NAMES} has {shorten(name)}"
+    for name, options in _objects(path, config, torchao_config.OPTIONS_BY_NAME):
+        label = f"{torchao_config.OPTIONS_BY_NAME} has {shorten(name)}"
         yield label, _torchao_entry(name), options or None
     for name, options in _objects(path, config, "layer_quant_config"):
         label = f"layer_quant_config has {shorten(name)}"
-        yield label, entry_of(name), {"global_quant_config": options}
+        yield label, parse_entry(name), {"global_quant_config": options}
     exact, patterns = list[tuple[str, Any]](), list[tuple[str, Any]]()
     for name, options in _objects(path, config, "extra_config"):
         is_pattern = not re.fullmatch(r"[\w.\-]+", name, re.ASCII)
@@ -344,7 +354,11 @@ def _overrides(path: str, config: Config) -> Iterator[tuple[str, Entry, Mapping[
 
 
 def _torchao_entry(name: str) -> Entry:
-    """Return the entry of a name, or of a regex for whole names, of modules or their weights."""
+    """Return the entry for a key of torchao's FqnToConfig.
+
+    A key is the name of a module or of its weight, "re:" and a regex for whole names, or "_default"
+    for all modules.
+    """
     if name == "_default":
         return Entry(".*", "regex")
     pattern = name[3:] if name.startswith("re:") else re.escape(name)
@@ -404,22 +418,22 @@ def _group_entries(path: str, groups: Mapping[str, Config]) -> Iterator[tuple[in
             yield number, target
 
 
-def common_value(
+def find_common_value(
     quantization: ModuleQuantization,
     modules: Iterable[str],
     read: Callable[[Config | None], _Value],
     what: str,
 ) -> _Value:
-    """Return the value that `read` returns for every one of the modules.
+    """Return the value that `read` returns for all of the modules.
 
-    read: function that takes the quantization_config of a module, or None for an unquantized one.
-    what: what the modules are, for messages. Raises ConfigurationError, with two modules and their
-    values, if the values differ.
+    modules: one or more names. read: function of a module's quantization_config, which is None for
+    an unquantized module. what: description of the modules, for messages. Raises
+    ConfigurationError, with two modules and their values, if the values differ.
     """
     first: tuple[str, ModuleConfig] | None = None
     values: dict[int, _Value] = {}
     for module in modules:
-        module_config = quantization.of(module)
+        module_config = quantization.config_of(module)
         if module_config.number not in values:
             values[module_config.number] = read(module_config.config)
         first = first or (module, module_config)

@@ -1,6 +1,7 @@
-"""Quantization methods that are other names of a format, and methods that are refused.
+"""Quantization methods that are aliases of supported ones, and methods that are not supported.
 
-`to_canonical` rewrites a quantization_config to the method that describes the same tensors.
+Some quantizers, such as auto-round, store tensors in the format of another one. `to_canonical`
+rewrites their quantization_config to that of the method whose format they use.
 """
 
 from collections.abc import Mapping
@@ -8,8 +9,8 @@ from typing import Any
 
 from modular_kernel.models import torchao_config
 
-# Packings of auto-round's integers -> GPTQ's checkpoint_format. In "gptq", zero points are stored
-# minus one; in "gptq_v2", as they are.
+# GPTQ's checkpoint_format by auto-round's packing_format. In "gptq", zero points are stored minus
+# one; in "gptq_v2", unchanged.
 _GPTQ_VERSIONS = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptq": "gptq",
@@ -22,7 +23,7 @@ _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _REQUANTIZE = "unquantized files, with quantize= to quantize them while they are loaded"
 _INT4_FP8 = "int4 codes with scales for float8 activations, which no kernel here supports"
 _INT4 = "int4 weights of GPTQ, AWQ or compressed-tensors, with 16-bit activations"
-# Methods that are not supported: (what their files store, the closest supported alternative).
+# Methods that are not supported: (contents of their files, the closest supported alternative).
 REFUSED_METHODS: dict[str, tuple[str, str]] = {
     "hqq": ("half-quadratic codes with zero points of 16 bits along either axis", _REQUANTIZE),
     "aqlm": ("indices of codebooks with vectors of weights", _REQUANTIZE),
@@ -56,15 +57,16 @@ REFUSED_ALGORITHMS: dict[str, tuple[str, str]] = {
 
 
 def to_canonical(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a quantization_config as that of the method that describes the same tensors.
+    """Return the equivalent quantization_config of a method that is not an alias.
 
-    Options of torchao by name become entries of their own (`torchao_config.by_name`). Raises
-    ValueError(got, need) for a variant of auto-round that has no such method, and for options of
+    Options of torchao by module name are expanded (`torchao_config.expand_options_by_name`). Raises
+    ValueError(got, need) for an unsupported packing_format of auto-round, and for options of
     torchao in another form than transformers writes.
     """
     config = dict(config)
     if config.get("quant_method") == torchao_config.METHOD:
-        return config if torchao_config.NAMES in config else torchao_config.by_name(config)
+        is_expanded = torchao_config.OPTIONS_BY_NAME in config
+        return config if is_expanded else torchao_config.expand_options_by_name(config)
     if config.get("quant_method") not in _AUTO_ROUND:
         return config
     packing = config.pop("packing_format", "auto_round:auto_gptq")

@@ -1,9 +1,11 @@
-"""The quantization scheme of the experts, from a config.json's quantization_config.
+"""Reading of a quantization_config: the quantization scheme of the experts.
 
-Every value that determines the scheme must be present and known. Raises ConfigurationError for a
-method, algorithm or layout that no scheme implements, and for unknown keys that could change values
-(`quantization_keys`). `module_quantization` resolves entries that exclude modules or override their
-options; here, such entries are refused if they apply to the experts of a layer.
+`scheme_of` has a function for each quant_method. Every value that determines the scheme must be
+present and known: a method, algorithm or layout without a scheme raises ConfigurationError, and so
+does an unknown key that could change values (`quantization_keys`).
+
+Entries that exclude modules, or override the options of some, must not apply to experts here.
+`module_quantization` resolves them, and calls this module with the options of one module.
 """
 
 import re
@@ -14,7 +16,7 @@ from typing import Any
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models import torchao_config
 from modular_kernel.models.gguf_config import scheme_of_types
-from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
+from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, parse_entry
 from modular_kernel.models.quantization_aliases import (
     REFUSED_ALGORITHMS,
     REFUSED_METHODS,
@@ -42,14 +44,14 @@ UNQUANTIZED_KEYS = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
-# Names of expert modules in the model families, to test patterns with. No model has a layer 77777:
-# a pattern that matches it applies to any layer.
+# Parts of the names of expert modules. Patterns are tested with such names in layer 77777. No model
+# has this layer, so a pattern that matches it does not name single layers.
 _MOE_MODULE_NAMES = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
-_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_FUSED = ("gate_up_proj", "down_proj")
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_STACKED_PROJECTIONS = ("gate_up_proj", "down_proj")
 _MODELS = ("model", "model.language_model", "language_model.model")
 _PREFIXES = tuple(f"{model}.layers.77777" for model in _MODELS)
-# Values of `format` in compressed-tensors, by scheme.
+# Values of the key `format` in compressed-tensors, by scheme.
 _UNPACKED = ("float-quantized", "int-quantized", "naive-quantized")
 _PACKING_FORMATS = {
     "fp8_w8a8_tensor": _UNPACKED,
@@ -66,9 +68,9 @@ _PACKING_FORMATS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
-# FBGEMM's default bound of a token's largest activation, from which its scale is computed.
-_FBGEMM_BOUND = 1200
-_MX_GROUP = 32  # columns that share one scale in mxfp8
+# FBGEMM clips the largest activation of a token to a bound before it computes the token's scale.
+_DEFAULT_FBGEMM_BOUND = 1200
+_MX_GROUP = 32  # columns per scale in mxfp8
 _MXFP8 = "fp8_w8a16_block:block=1x32"
 _GROUP_SIZES = {"FP8_PB_WO": 128, "FP8_BLOCK_SCALES": 128, "MXFP8": _MX_GROUP}
 MIXED = "MIXED_PRECISION"  # modelopt's quant_algo for a format per module
@@ -78,11 +80,14 @@ Config = dict[str, Any]
 
 
 def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | None:
-    """Return the scheme of `config`, an object of a config.json; None for an unquantized model.
+    """Return the quantization scheme of the experts; None for an unquantized model.
 
-    path: path of the file, for messages. depth: the maximum number of columns of a weight matrix,
-    which is the group size of groups that span a row (a group size of -1, or 4-bit weights with
-    per-channel scales). Raises ConfigurationError if no scheme implements the quantization.
+    path: path of the config.json, for messages.
+    config: the object of the config.json that has the quantization_config.
+    depth: the maximum number of columns of a weight matrix. It is the group size if one group spans
+        all columns (a group_size of -1, or 4-bit weights with per-channel scales).
+
+    Raises ConfigurationError if there is no such scheme.
     """
     quantization = config.get("quantization_config", config.get("compression_config"))
     if quantization is None:
@@ -90,7 +95,7 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
             got = f"expert_dtype = {shorten(config['expert_dtype'])}"
             raise config_error(path, got, "a quantization_config, or no expert_dtype")
         return None
-    quantization = check_method(path, quantization)
+    quantization = canonicalize_config(path, quantization)
     method = quantization["quant_method"]
     _check_unquantized(path, quantization)
     _check_overrides(path, quantization)
@@ -115,8 +120,8 @@ def scheme_of(path: str, config: Config, *, depth: int | None = None) -> str | N
     return parse(path, quantization)
 
 
-def check_method(path: str, quantization: object) -> Config:
-    """Return a quantization_config in its canonical form (`quantization_aliases`).
+def canonicalize_config(path: str, quantization: object) -> Config:
+    """Replace the quant_method by the one that it is an alias of (`quantization_aliases`).
 
     Raises ConfigurationError for an unknown method or key.
     """
@@ -141,17 +146,18 @@ def check_method(path: str, quantization: object) -> Config:
 
 
 def _resolve_full_row_groups(config: Config, depth: int) -> Config:
-    """Replace sizes of groups that span a row with `depth`.
+    """Set the size of groups that span all columns to `depth`.
 
-    A scheme has one group size for all matrices. A matrix with fewer columns than `depth` still has
-    one group per row.
+    w1 and w2 have different numbers of columns, but a scheme has only one group size. With the
+    larger number, both have one group per row.
     """
 
     def with_depth(args: Any) -> Any:
         if not isinstance(args, dict):
             return args
         args = {
-            k: depth if k in _GROUP_SIZE_KEYS and _is_minus_one(v) else v for k, v in args.items()
+            key: depth if key in _GROUP_SIZE_KEYS and _is_minus_one(value) else value
+            for key, value in args.items()
         }
         if args.get("strategy") == "channel" and _has_values(args, num_bits=4, type="int"):
             return args | {"strategy": "group", "group_size": depth}
@@ -187,7 +193,7 @@ def quantizes_inputs(config: Mapping[str, Any]) -> bool:
 
 
 def _fp8(path: str, config: Config) -> str:
-    """Return the scheme of fp8: block or tensor scales, dynamic or static activation scales."""
+    """Return the scheme of fp8, with scales per block or matrix, and dynamic or static inputs."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     expert_dtype = _require_one_of(path, config, "expert_dtype", ("fp8", "fp4", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", "float", None))
@@ -209,7 +215,7 @@ def _fp8(path: str, config: Config) -> str:
 
 
 def _mxfp8(path: str, config: Config) -> str:
-    """Return the scheme of mxfp8. Activations stay in 16 bits, although mxfp8 also rounds them."""
+    """Return the scheme of mxfp8 weights. Activations stay in 16 bits, other than in mxfp8."""
     _require_one_of(path, config, "fmt", ("e4m3", "float8_e4m3fn", None))
     _require_one_of(path, config, "activation_scheme", ("dynamic", None))
     _require_one_of(path, config, "scale_fmt", ("ue8m0", None))
@@ -232,9 +238,9 @@ def _quark(path: str, config: Config) -> str:
 
 
 def torchao_format_of(path: str, config: Mapping[str, Any]) -> TorchaoFormat:
-    """Return the format of a module that torchao quantized."""
-    if torchao_config.NAMES in config:
-        need = "one format for all modules; a QuantizationMap has that of each one"
+    """Return the storage format of a module that torchao quantized."""
+    if torchao_config.OPTIONS_BY_NAME in config:
+        need = "one format for all modules; a QuantizationMap looks up that of each one"
         raise config_error(path, "options by name (FqnToConfig)", need)
     try:
         return torchao_format(config)
@@ -243,9 +249,9 @@ def torchao_format_of(path: str, config: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _bitsandbytes(path: str, config: Config) -> str:
-    """Return the scheme of bitsandbytes: none for 4 bits, whose levels no scheme has.
+    """Return the scheme of bitsandbytes: "none" for 4 bits, which are dequantized.
 
-    LLM.int8() also rounds most columns of activations, which stay in 16 bits here.
+    LLM.int8() also quantizes most columns of activations, which stay in 16 bits here.
     """
     return "none" if bitsandbytes_kind(path, config) else "int8_w8a16_channel"
 
@@ -272,10 +278,10 @@ def _fbgemm_fp8(path: str, config: Config) -> str:
     bound = config.get("activation_scale_ub")
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float)):
         raise config_error(path, f"activation_scale_ub = {shorten(bound)}", "a number")
-    if bound is not None and not bound >= _FBGEMM_BOUND:
+    if bound is not None and not bound >= _DEFAULT_FBGEMM_BOUND:
         need = (
-            f"{_FBGEMM_BOUND} or more: a lower bound clips activations that are common, and scales "
-            "of tokens are computed here without a bound"
+            f"{_DEFAULT_FBGEMM_BOUND} or more: a lower bound clips activations that are common, "
+            "and scales of tokens are computed here without a bound"
         )
         raise config_error(path, f"activation_scale_ub = {shorten(bound)}", need)
     return "fp8_w8a8_channel"
@@ -299,9 +305,9 @@ def _gptq(path: str, config: Config) -> str:
 
 
 def gptq_version(path: str, config: Mapping[str, Any]) -> int:
-    """Return 1 if zero points are stored minus one, 2 if they are stored as they are.
+    """Return 1 if zero points are stored minus one, or 2 if they are stored unchanged.
 
-    Newer quantizers write `format`, older ones `checkpoint_format`, and some write both.
+    Newer quantizers write the version as `format`, older ones as `checkpoint_format`.
     """
     versions = {
         _require_one_of(path, dict(config), key, ("gptq", "gptq_v2", None))
@@ -406,7 +412,10 @@ def _compressed_tensors(path: str, config: Config) -> str:
 
 
 def _check_other_groups(path: str, groups: Mapping[str, Config], names: Sequence[str]) -> None:
-    """Raise ConfigurationError for another group that targets some layer's experts, or a few."""
+    """Raise ConfigurationError if another group targets the experts of some layer.
+
+    names: the groups that target all experts.
+    """
     for name, group in groups.items():
         if name not in names:
             for target in group["targets"]:
@@ -416,11 +425,11 @@ def _check_other_groups(path: str, groups: Mapping[str, Config], names: Sequence
 
 
 def _check_packing(path: str, config: Config, group: Config, scheme: str) -> None:
-    """Raise ConfigurationError unless the scheme can be stored in the files' layout."""
+    """Raise ConfigurationError unless the packing format is known for this scheme."""
     source = group if group.get("format") is not None else config
     name = scheme.partition(":")[0]
     _require_one_of(path, source, "format", (*_PACKING_FORMATS[name], None))
-    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns keep their order
+    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns are not reordered
     if name in ("int4_w4a16_group", "int8_w8a16_group"):
         orders = ("group", *orders)
     _require_one_of(path, group["weights"], "actorder", orders)
@@ -550,16 +559,16 @@ def _check_overrides(path: str, config: Config) -> None:
 
 
 def _with_any_number(name: str) -> str:
-    """Return the name or pattern with what can match a digit replaced by a wildcard.
+    """Replace the parts of a name or pattern that can match a digit by a wildcard.
 
-    This includes character classes, which may tell layers with a number of few digits apart.
+    The result matches experts in layer 77777 if the pattern matches those of any layer.
     """
     if name.startswith("re:"):
-        return re.sub(_DIGITS_OF_REGEX, lambda found: found[1] or "[^.]+", name)
+        return re.sub(_DIGITS_OF_REGEX, lambda match: match[1] or "[^.]+", name)
     return re.sub(r"\[!?\]?[^\]]*\]|\?|\d+", "*", name)
 
 
-# Group 1 is an escaped character that is no digit, and stays.
+# Group 1 is an escaped character that does not match digits; it is kept.
 _DIGITS_OF_REGEX = re.compile(
     r"(\\[^d])|(?:\\d|\[\^?\]?(?:\\.|[^\]])*\]|\d+)(?:\{[\d,]*\}|[*+?])?", re.ASCII
 )
@@ -568,22 +577,22 @@ _DIGITS_OF_REGEX = re.compile(
 def _expert_modules() -> Iterator[str]:
     for prefix, block in product(_PREFIXES, _MOE_MODULE_NAMES):
         yield f"{prefix}.{block}.experts"
-        yield from (f"{prefix}.{block}.experts.{leaf}" for leaf in _FUSED)
-        yield from (f"{prefix}.{block}.experts.77777.{leaf}" for leaf in _LEAVES)
+        yield from (f"{prefix}.{block}.experts.{projection}" for projection in _STACKED_PROJECTIONS)
+        yield from (f"{prefix}.{block}.experts.77777.{projection}" for projection in _PROJECTIONS)
 
 
 _EXPERT_MODULES = tuple(_expert_modules())
 
 
 def _matches_experts(path: str, name: Any) -> bool:
-    """Return whether an entry matches experts of any layer, not only of layers that it names."""
+    """Return whether an entry matches experts without naming their layer by number."""
     if not isinstance(name, str):
         raise config_error(path, shorten(name), "names of modules")
     if not name.strip("."):
         return False
-    entry: Entry = entry_of(name)
+    entry: Entry = parse_entry(name)
     try:
-        return ModuleMatcher([entry]).first(_EXPERT_MODULES) is not None
+        return ModuleMatcher([entry]).first_match(_EXPERT_MODULES) is not None
     except PatternError as error:
         raise config_error(path, shorten(name), f"a pattern of names with {error}") from None
 
@@ -600,7 +609,7 @@ def _require_one_of(path: str, config: Config, key: str, allowed: tuple[object, 
 
 
 def shorten(value: Any) -> str:
-    """Return a value as short text, for messages."""
+    """Return the repr of a value in one line of at most 120 characters, for messages."""
     return re.sub(r"\s+", " ", repr(value))[:120]
 
 

@@ -1,8 +1,8 @@
-"""Accepted keys of a quantization_config, by format.
+"""Accepted keys of a quantization_config, by quantization method.
 
-A key that is not read must not affect the values of the experts' weights or the rounding of
-activations. Keys known to be harmless are listed here by reason, some only with certain values.
-Every other key with a nonempty value is refused.
+Ignoring an unknown key could silently change the values of weights, or the rounding of activations.
+Every key with a nonempty value must therefore be one that is read, or one that is listed here as
+harmless. Harmless keys are grouped by reason; some are harmless only with certain values.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -10,8 +10,9 @@ from typing import Any
 
 Mismatch = tuple[str, str]  # (got, need)
 
-# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read.
-_USED_BY_ALL = (
+# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read: for all
+# methods, by method, and in the nested objects of compressed-tensors and modelopt.
+_READ_FOR_ALL = (
     "quant_method",
     "modules_to_not_convert",
     "ignored_layers",
@@ -32,7 +33,6 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
         "expert_dtype",
     ),
     "mxfp8": ("activation_scheme", "weight_block_size", "fmt", "scale_fmt"),
-    # The bound of a token's scale is not applied, so inputs that would saturate do not.
     "fbgemm_fp8": ("activation_scale_ub",),
     "mxfp4": (),
     "bitsandbytes": (
@@ -44,14 +44,14 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
         *("exclude", "algo_config", "export"),
     ),
     "torchao": ("quant_type", "fqn_to_config"),
-    "gguf": ("types", "dynamic"),  # made by `gguf_config`
+    "gguf": ("types", "dynamic"),  # written by `gguf_config`
     "gptq": (*_GPTQ, "extra_config"),
     "awq": (*_AWQ, "extra_config"),
     "compressed-tensors": ("config_groups", "format", "sparsity_config"),
     "modelopt": ("quant_algo", "group_size", "config_groups", "weights", "input_activations"),
 }
-_USED_IN_GROUPS = ("targets", "weights", "input_activations", "format")
-_USED_IN_ARGS = (
+_READ_IN_GROUPS = ("targets", "weights", "input_activations", "format")
+_READ_IN_ARGS = (
     "num_bits",
     "type",
     "strategy",
@@ -72,7 +72,7 @@ _HARMLESS_KEYS = frozenset(
         *("kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec"),
         # Progress and statistics of the quantizer. Dtypes and shapes of tensors are checked.
         *("quantization_status", "global_compression_ratio", "is_checkpoint_fp8_serialized"),
-        # Quantized modules. If experts are not among them, loading fails on their missing tensors.
+        # Lists of quantized modules. If they do not include experts, loading finds no such tensors.
         *("block_name_to_quantize", "to_quant_block_names"),
         *("module_name_preceding_first_block", "modules_to_fuse", "packed_modules_mapping"),
         *("lm_head", "targets"),
@@ -97,8 +97,8 @@ _HARMLESS_KEYS = frozenset(
         *("compute_device_filter", "weight_only_quant_threads"),
         # The dtype of the stored scales, which is checked.
         "scale_dtype",
-        # bitsandbytes: dtypes and double quantization, which the tensors show, the dtype in which
-        # products are computed, and the columns of activations that are not rounded to int8.
+        # bitsandbytes: dtypes and double quantization, which are determined by the tensors; the
+        # dtype of products; the columns of activations that are not rounded to int8.
         *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"),
         *("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"),
         # Details of activation rounding, which the allowed values of `act_bits` below exclude.
@@ -125,21 +125,21 @@ _ALLOWED_VALUES: dict[str, tuple[object, ...]] = {
     "rotation": (False,),
 }
 _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
-    # With true, transformers does not round activations, but the schemes of these formats do.
+    # With True, transformers does not round activations, whereas the schemes of these formats do.
     "fp8": {"dequantize": (False,)},
     "fbgemm_fp8": {"dequantize": (False,)},
     "compressed-tensors": {"dequantize": (False,)},
     # Activations stay in 16 bits in either case.
     "mxfp4": {"dequantize": (False, True)},
     "mxfp8": {"dequantize": (False, True)},
-    # Whether embeddings are quantized, which the tensors show.
+    # About embeddings, not experts.
     "torchao": {
         "include_input_output_embeddings": (False, True),
         "untie_embedding_weights": (False, True),
     },
     "quark": {"quant_mode": ("eager_mode", "fx_graph_mode"), "custom_mode": ("quark",)},
-    # GPTQModel and transformers also write GPTQ's keys for AWQ. `zero_point` states the zero
-    # points; the backend "llm-awq" packs in another order.
+    # GPTQModel and transformers write GPTQ's keys for AWQ, too. The backend "llm-awq" is not
+    # allowed, because it packs in another order. `sym` repeats `zero_point`.
     "awq": {
         "backend": (
             *("autoawq", "auto", "auto_trainable", "machete", "marlin", "exllama_v1"),
@@ -154,22 +154,22 @@ _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
 
 
 def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield every key of a quantization_config that is not read and could change values.
+    """Yield (got, need) for keys of a quantization_config that are unknown and may change values.
 
-    method: a key of `_READ_KEYS`. For keys inside config_groups see `unknown_group_keys`.
+    method: a key of `_READ_KEYS`. `unknown_group_keys` checks the keys inside config_groups.
     """
     allowed_values = _ALLOWED_VALUES | _ALLOWED_VALUES_BY_METHOD.get(method, {})
     yield from _unknown(
-        config, (*_USED_BY_ALL, *_READ_KEYS[method]), _HARMLESS_KEYS, allowed_values
+        config, (*_READ_FOR_ALL, *_READ_KEYS[method]), _HARMLESS_KEYS, allowed_values
     )
     if method == "modelopt":
         yield from _unknown_args(config)
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield the same for one entry of config_groups, and for its weights and activations."""
+    """Yield (got, need) for unknown keys in an entry of config_groups. name: name of the entry."""
     path = f"config_groups.{name}."
-    yield from _unknown(group, _USED_IN_GROUPS, (), {}, path)
+    yield from _unknown(group, _READ_IN_GROUPS, (), {}, path)
     yield from _unknown_args(group, path)
 
 
@@ -177,7 +177,7 @@ def _unknown_args(config: Mapping[str, Any], path: str = "") -> Iterator[Mismatc
     for key in ("weights", "input_activations"):
         args = config.get(key)
         if isinstance(args, Mapping):
-            yield from _unknown(args, _USED_IN_ARGS, _HARMLESS_ARGS, {}, f"{path}{key}.")
+            yield from _unknown(args, _READ_IN_ARGS, _HARMLESS_ARGS, {}, f"{path}{key}.")
 
 
 def _unknown(

@@ -1,7 +1,7 @@
-"""The scheme of one module in a quantization_config of AMD Quark.
+"""Reading of AMD Quark's options in a quantization_config: the scheme of a module.
 
-Each tensor of a module has a specification: dtype, granularity (`qscheme`), and whether its scales
-are computed in each call (`is_dynamic`).
+The weight and the input of a module have a specification each: the dtype, the granularity of scales
+(`qscheme`), and whether scales are computed in each call (`is_dynamic`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,7 @@ from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 _MX_GROUP = 32
 _READ = ("dtype", "qscheme", "group_size", "block_size", "is_dynamic", "scale_format", "scale_type")
-# Keys of the quantizer's search for scales, of its rounding, and of its buffers. The files contain
-# the result.
+# Options of the quantizer itself, such as its search for scales. The files contain the result.
 _HARMLESS = (
     *("observer_cls", "round_method", "scale_calculation_mode", "zero_point_type"),
     *("enable_buffer_reuse", "max_input_numel"),
@@ -21,9 +20,9 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "symmetric": (True,),
     "is_scale_quant": (False,),
 }
-# Axes along which scales differ, by tensor and granularity: of the rows (N) and columns (K) of a
-# weight, and of inputs, for which quantizers give the axis of tokens with and without a batch.
-# The other granularities have no axis, and their value is not used.
+# Allowed values of `ch_axis`, the axis along which scales differ, by tensor and granularity. A
+# weight is (N, K). Inputs have tokens along axis 0, or along axis 1 if there is a batch dimension.
+# For other granularities, the value has no effect.
 _AXES: dict[tuple[str, object], tuple[int, ...]] = {
     ("weight", "per_channel"): (0,),
     ("weight", "per_group"): (1, -1),
@@ -32,14 +31,15 @@ _AXES: dict[tuple[str, object], tuple[int, ...]] = {
 }
 _ANY_AXIS = (0, 1, -1)
 _SPECIFICATIONS = ("weight", "input_tensors")
-_ALGORITHMS = ("gptq",)  # others may also transform activations
+_ALGORITHMS = ("gptq",)  # other algorithms may also transform activations
 
 
 def quark_scheme(options: Mapping[str, Any]) -> str | None:
-    """Return the scheme of a module, or None if it is not supported.
+    """Return the scheme of a module, or None if its options are not supported.
 
-    options: its entry, or the one for all modules (`global_quant_config`). Activations of mxfp4 and
-    mxfp8 stay in 16 bits.
+    With mxfp4 and mxfp8, activations stay in 16 bits.
+
+    options: the entry of the module, or the one for all modules (`global_quant_config`).
     """
     if set(unknown_quark_options(options)):
         return None
@@ -72,7 +72,7 @@ def quark_scheme(options: Mapping[str, Any]) -> str | None:
 
 
 def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield (got, need) for options of a module that may change results and are not implemented."""
+    """Yield (got, need) for unsupported options of a module that may change results."""
     for name, value in options.items():
         if name not in _SPECIFICATIONS:
             if not is_empty(value) and name != "target_device":
@@ -91,7 +91,7 @@ def unknown_quark_options(options: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield (got, need) for top-level entries that may change results and are not implemented."""
+    """Yield (got, need) for unsupported top-level entries that may change results."""
     if not is_empty(config.get("layer_type_quant_config")):
         yield "layer_type_quant_config", "options by module name (layer_quant_config)"
     algorithms = config.get("algo_config") or []
@@ -106,6 +106,6 @@ def unknown_quark_keys(config: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def _single(specification: Any) -> Any:
-    """Return the element of a list of one specification; return other values unchanged."""
+    """Return the specification in a list of one. Other values are returned unchanged."""
     is_single = isinstance(specification, list) and len(specification) == 1
     return specification[0] if is_single else specification

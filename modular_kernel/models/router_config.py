@@ -1,7 +1,7 @@
-"""The RouterSpec of a Hugging Face config.json, for model types whose routing code is known.
+"""Reading of the router that a Hugging Face config.json describes, as a RouterSpec.
 
-A rule for each model_type has the properties that only the model's code determines; the rest is
-read from the file.
+A config.json has only some properties of a router. The others, such as the score function, are in
+the code of the model. `RULES` states them for each supported model_type.
 """
 
 from dataclasses import dataclass, replace
@@ -12,24 +12,24 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.router import RouterSpec
 
 Config = dict[str, Any]
-_DEFAULT_FLOOR = 1e-12  # value of floor_key if the file has none
-_FLOAT_TOLERANCE = 1e-9  # smaller differences of eps and floor do not change the weights
+_DEFAULT_FLOOR = 1e-12  # if the file does not have the key `floor_key`
+_FLOAT_TOLERANCE = 1e-9  # smaller differences of eps and floor do not change router weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingRule:
-    """The routing code of one model_type.
+    """The router in the code of one model_type.
 
-    score, order, group_score, bias, eps: as in RouterSpec, where `bias` is its selection_bias.
-    score_key, bias_key, floor_key: keys of the file with the score, the bias and RouterSpec's
-        floor, which take precedence; "" if the code does not read such a key.
-    renormalize: whether the top-k weights are renormalized. None means the file's norm_topk_prob,
-        or `renormalize_default` if the file has none.
+    score, order, group_score, bias, eps: as in RouterSpec, where `bias` is selection_bias.
+    score_key, bias_key, floor_key: keys whose values in the file replace score, bias, and the floor
+        of RouterSpec; "" if the code does not read such a key.
+    renormalize: top-k weights are divided by their sum. None reads norm_topk_prob from the file,
+        with `renormalize_default` if it is missing.
     groups: default (n_group, topk_group); None if the code has no groups.
-    zero_key: key of the number of zero experts.
-    method_key: key of the topk_method, "greedy" (no groups, the default) or "group_limited_greedy".
-    required_values: (key, value) pairs. A file with another value of a key is refused. The key may
-        be absent.
+    zero_key: key of the number of zero experts, which return their input.
+    method_key: key of the method, "greedy" (no groups, the default) or "group_limited_greedy".
+    required_values: (key, value) pairs. A file with another value is not supported; the key may be
+        missing.
     """
 
     score: str = "softmax"
@@ -136,9 +136,10 @@ RULES: dict[str, RoutingRule] = {
 
 
 def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | None:
-    """Return the router of a parsed config.json, or None if its model_type is not in RULES.
+    """Return the router of a config.json, or None if its model_type is not in RULES.
 
-    top_k: K of the layer. Raises ConfigurationError for a value that the model's code or RouterSpec
+    config: the object with the model_type, from `config_file.config_of_file`. top_k: number of
+    experts per token. Raises ConfigurationError for a value that the model's code or RouterSpec
     does not support.
     """
     rule = RULES.get(config["model_type"])
@@ -156,7 +157,7 @@ def router_of_config(path: Path, config: Config, top_k: int) -> RouterSpec | Non
     if renormalize is None:
         renormalize = _flag(path, config, "norm_topk_prob", default=rule.renormalize_default)
     if score == "softmax" and rule.order == "topk_first":
-        renormalize = False  # the weights of a token already sum to 1
+        renormalize = False  # a softmax over the top-k already sums to 1
     groups, topk_groups = _groups(path, config, rule)
     return RouterSpec(
         top_k,
@@ -229,7 +230,7 @@ def _flag(path: Path, config: Config, key: str, *, default: bool) -> bool:
 
 
 def router_differences(spec: RouterSpec, other: RouterSpec) -> tuple[str, ...]:
-    """Return the names of the fields that differ in a way that changes the routing."""
+    """Return the names of the fields whose difference changes the routing."""
     fields, other_fields = vars(_normalize(spec)), vars(_normalize(other))
     return tuple(n for n, value in fields.items() if not _is_same(value, other_fields[n]))
 

@@ -1,10 +1,13 @@
-"""The scheme of one module in a quantization_config of torchao.
+"""Reading of torchao's options in a quantization_config: the scheme and storage format of a module.
 
-transformers stores the options of `quantize_` as nested objects with a class and its fields:
+transformers stores the options of `torchao.quantization.quantize_` as an object with the name of
+their class and its fields:
 
     "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {...}}}
 
-An `FqnToConfig` has options by the names of modules and parameters; `by_name` takes it apart.
+If modules have different options, the class is `FqnToConfig`, whose field is an object of options
+by the names of modules and parameters. `expand_options_by_name` makes them entries of the
+quantization_config.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,25 +17,26 @@ from typing import Any
 from modular_kernel.models.quantization_keys import Mismatch, is_empty
 
 METHOD = "torchao"
-NAMES = "fqn_to_config"  # key of the options by name, in a quantization_config without FqnToConfig
-_BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
+OPTIONS_BY_NAME = "fqn_to_config"  # key that `expand_options_by_name` adds
+_FQN_CLASSES = ("FqnToConfig", "ModuleFqnToConfig")
 _INT4_GROUPS = (32, 64, 128, 256)
 _MAX_GROUP = 1 << 20
 _E4M3, _E2M1 = "float8_e4m3fn", "float4_e2m1fn_x2"
-BLOCKED = ("NVFP4Tensor", "MXTensor")  # classes whose scales are stored in tiles
+BLOCKED_SCALE_CLASSES = ("NVFP4Tensor", "MXTensor")  # with scales in tiles of 128 x 4
 _NVFP4, _DYNAMIC_NVFP4 = "NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig"
 _MX = "MXDynamicActivationMXWeightConfig"
-_VERSIONS = {_NVFP4: 1, _DYNAMIC_NVFP4: 1, _MX: 1}  # 2 of the others
+_VERSIONS = {_NVFP4: 1, _DYNAMIC_NVFP4: 1, _MX: 1}  # the supported version; 2 for other classes
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class TorchaoFormat:
-    """How torchao stores the weights of a module.
+    """The storage format of a module's weights.
 
-    tensor_class: of the tensors in the files. scheme: that of the weights, "none" for codes that no
-    scheme represents. group: columns per scale; 0 if a scale covers a row or a matrix.
-    matrix_scale: whether a matrix has a scale besides those of its groups.
+    tensor_class: class of the weight tensors, such as "Int8Tensor".
+    scheme: the scheme of the weights; "none" for codes that no scheme can represent.
+    group: columns per scale; 0 if a scale covers a row or a matrix.
+    matrix_scale: a matrix has a scale in addition to those of its groups.
     """
 
     tensor_class: str
@@ -41,14 +45,14 @@ class TorchaoFormat:
     matrix_scale: bool = False
 
 
-# Options that do not change what a module computes, by class. `layout` and the options of zero
-# points and of HQQ apply to version 1 only.
+# Options that do not change the values of weights or the rounding of activations. `layout` and the
+# options of zero points and of HQQ apply to version 1 only.
 _HARMLESS = ("set_inductor_config", "mm_config", "kernel_preference", "alg_id")
 _HARMLESS_INT4 = (
     *("int4_choose_qparams_algorithm", "int4_tile_packed_ntile", "layout"),
     *("use_hqq", "zero_point_domain", "preserve_zero"),
 )
-# Allowed values of other options, as `_plain_value` returns them; a missing one is allowed.
+# Allowed values of other options by class, in the form of `_plain_value`. They may be missing.
 _ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
     "Int4WeightOnlyConfig": {"int4_packing_format": ("PLAIN",)},
     "Int8WeightOnlyConfig": {"group_size": (None,)},
@@ -84,7 +88,7 @@ _HARMLESS_BY_CLASS = {
     _DYNAMIC_NVFP4: ("use_triton_kernel",),
     _MX: ("scaling_mode",),
 }
-# Classes that are not supported: (what they store, the closest supported alternative).
+# Classes that are not supported: (contents of their files, the closest supported alternative).
 _REFUSED = {
     "Float8DynamicActivationInt4WeightConfig": (
         "int4 codes with scales for float8 activations, which no kernel here supports",
@@ -102,63 +106,70 @@ _REFUSED = {
 _ALTERNATIVE = f"{', '.join(_ALLOWED)}, or unquantized files with quantize="
 
 
-def by_name(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a quantization_config with the options of an FqnToConfig under the key `NAMES`.
+def expand_options_by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a quantization_config with options by module name, if it has an FqnToConfig.
 
-    The name "_default", which matches every module, is always among them. Raises ValueError(got,
-    need) for another form of `quant_type` than transformers 4.53 and later write.
+    The key OPTIONS_BY_NAME replaces quant_type. Its value is an object: {name: {"quant_type": ...},
+    or None if unquantized}. The last name is "_default", which stands for all other modules.
+
+    Other configs are returned unchanged. Raises ValueError(got, need) for a `quant_type` in another
+    form than transformers 4.53 and newer write.
     """
     options = _default_options(config)
-    if options.get("_type") not in _BY_NAME:
+    if options.get("_type") not in _FQN_CLASSES:
         return dict(config)
     data = options.get("_data")
     data = data if isinstance(data, Mapping) else {}
-    tables = [data[key] for key in (NAMES, "module_fqn_to_config") if not is_empty(data.get(key))]
+    keys = (OPTIONS_BY_NAME, "module_fqn_to_config")
+    tables = [data[key] for key in keys if not is_empty(data.get(key))]
     if not tables or not all(isinstance(table, Mapping) for table in tables):
-        need = f"{NAMES}: an object of options by name"
+        need = f"{OPTIONS_BY_NAME}: an object of options by name"
         raise ValueError(f"quant_type: {options['_type']} with {sorted(map(str, data))}", need)
     if tables[0] != tables[-1]:
-        need = "one of them, or equal objects"
-        raise ValueError(f"quant_type: {NAMES} and module_fqn_to_config that differ", need)
-    named = {str(name): options for name, options in tables[0].items()}
-    for name, each in named.items():
+        got = f"quant_type: {OPTIONS_BY_NAME} and module_fqn_to_config that differ"
+        raise ValueError(got, "one of them, or equal objects")
+    by_name = {str(name): each for name, each in tables[0].items()}
+    for name, each in by_name.items():
         if not isinstance(each, Mapping | None):
             need = "an object with _type and _data, or null"
             raise ValueError(f"quant_type: {name[:80]} = {each!r}"[:200], need)
-    # Exact names come before regexes, as in torchao; the default comes last.
-    exact = {name: each for name, each in named.items() if not name.startswith("re:")}
+    # As in torchao, exact names take precedence over regexes.
+    exact = {name: each for name, each in by_name.items() if not name.startswith("re:")}
     default = exact.pop("_default", None)
-    ordered = exact | {name: each for name, each in named.items() if name.startswith("re:")}
-    names = {name: quant_type(each) for name, each in ordered.items()}
-    rest = {key: value for key, value in config.items() if key != "quant_type"}
-    return rest | {NAMES: names | {"_default": quant_type(default)}}
-
-
-def quant_type(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the entries of a quantization_config for the options of one module."""
-    return None if options is None else {"quant_type": {"default": dict(options)}}
+    regexes = {name: each for name, each in by_name.items() if name.startswith("re:")}
+    ordered = exact | regexes | {"_default": default}
+    others = {key: value for key, value in config.items() if key != "quant_type"}
+    return others | {
+        OPTIONS_BY_NAME: {
+            name: None if each is None else {"quant_type": {"default": dict(each)}}
+            for name, each in ordered.items()
+        }
+    }
 
 
 def _default_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = config.get("quant_type")
-    if isinstance(given, str):
+    """Return the object with _type, _version and _data in the quant_type of a config."""
+    quant_type = config.get("quant_type")
+    if isinstance(quant_type, str):
         need = (
             "an object with _type, _version and _data, as transformers writes with safetensors: "
             "a name belongs to files of pickled tensors, which are not read"
         )
-        raise ValueError(f"quant_type = {given!r}"[:200], need)
-    options = given.get("default") if isinstance(given, Mapping) and len(given) == 1 else None
+        raise ValueError(f"quant_type = {quant_type!r}"[:200], need)
+    options = None
+    if isinstance(quant_type, Mapping) and len(quant_type) == 1:
+        options = quant_type.get("default")
     if not isinstance(options, Mapping):
         need = "an object with the key default, which has _type, _version and _data"
-        raise ValueError(f"quant_type = {given!r}"[:200], need)
+        raise ValueError(f"quant_type = {quant_type!r}"[:200], need)
     return options
 
 
 def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
-    """Return the format of a module.
+    """Return the storage format of a module.
 
-    config: its quantization_config, without an FqnToConfig. Raises ValueError(got, need) if it is
-    not supported.
+    config: the quantization_config of the module, without an FqnToConfig. Raises
+    ValueError(got, need) for unsupported options.
     """
     options = _default_options(config)
     name, data = options.get("_type"), options.get("_data")
@@ -181,7 +192,7 @@ def torchao_format(config: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
-    """Yield the options that could change values and are not implemented."""
+    """Yield (got, need) for unsupported options that could change values."""
     harmless = (*_HARMLESS, *_HARMLESS_BY_CLASS.get(name, ()))
     for key, value in data.items():
         if key in _ALLOWED[name]:
@@ -197,7 +208,10 @@ def _unknown_options(name: str, data: Mapping[str, Any]) -> Iterator[Mismatch]:
 
 
 def _plain_value(value: object) -> object:
-    """Return the value of an enum or dtype, which are objects with _type and _data."""
+    """Return the name of an enum member or dtype, which is stored as an object; or other values.
+
+    Names are in capital letters, except for float8_e4m3fn.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("_data"), str):
         value = value["_data"]
         return value if value == _E4M3 else str(value).upper()
@@ -205,24 +219,24 @@ def _plain_value(value: object) -> object:
 
 
 def _granularities(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
-    """Return (class, group size or 0) of the granularity, or of both of activations and weights."""
-    given = data.get("granularity")
-    if given is None:
+    """Return [(class, group size or 0)] of the granularity, or of those of inputs and weights."""
+    granularity = data.get("granularity")
+    if granularity is None:
         return [(default, 0)]
-    items: Sequence[object] = given if isinstance(given, list) else [given]
-    found = []
+    items: Sequence[object] = granularity if isinstance(granularity, list) else [granularity]
+    granularities = []
     for item in items:
         kind = item.get("_type") if isinstance(item, Mapping) else None
         fields = item.get("_data", {}) if isinstance(item, Mapping) else None
         fields = fields if isinstance(fields, Mapping) else {"_": _MISSING}
         group = fields.get("group_size", 0)
         row_axis = fields.get("dim", -1)
-        known = set(fields) <= {"group_size", "dim"} and row_axis == -1 and type(group) is int
-        if not isinstance(kind, str) or not known or (kind == "PerGroup") != (group != 0):
+        is_known = set(fields) <= {"group_size", "dim"} and row_axis == -1 and type(group) is int
+        if not isinstance(kind, str) or not is_known or (kind == "PerGroup") != (group != 0):
             need = "PerRow along the last dimension, PerTensor or PerGroup"
-            raise ValueError(f"quant_type {name}: granularity {given!r}"[:200], need)
-        found.append((kind, group))
-    return found
+            raise ValueError(f"quant_type {name}: granularity {granularity!r}"[:200], need)
+        granularities.append((kind, group))
+    return granularities
 
 
 def _int4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
@@ -234,7 +248,7 @@ def _int4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _int8(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    ((kind, group),) = _single(name, data, "PerRow")
+    kind, group = _single_granularity(name, data, "PerRow")
     if kind == "PerRow":
         return TorchaoFormat("Int8Tensor", "int8_w8a16_channel")
     if kind == "PerGroup" and 2 <= group <= _MAX_GROUP and group % 2 == 0:
@@ -250,7 +264,7 @@ def _int8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _float8(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    ((kind, _),) = _single(name, data, "PerRow")
+    kind, _ = _single_granularity(name, data, "PerRow")
     schemes = {"PerRow": "fp8_w8a16_channel", "PerTensor": "fp8_w8a16_tensor"}
     if kind not in schemes:
         raise _granularity_error(name, kind, "PerRow or PerTensor")
@@ -266,25 +280,26 @@ def _float8_dynamic(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
 
 
 def _nvfp4(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    """Return the format of nvfp4 weights; activations stay in 16 bits.
+    """Return the format of nvfp4 weights. Activations stay in 16 bits.
 
-    Weights that were calibrated (`step`) always have a scale of the matrix.
+    Weights that were calibrated (`step`) always have a matrix scale.
     """
     has_scale = data.get("use_dynamic_per_tensor_scale", True) or not is_empty(data.get("step"))
     return TorchaoFormat("NVFP4Tensor", "nvfp4_w4a16", 16, matrix_scale=bool(has_scale))
 
 
 def _mx(name: str, data: Mapping[str, Any]) -> TorchaoFormat:
-    """Return the format of mxfp8 or mxfp4 weights; activations stay in 16 bits."""
+    """Return the format of mxfp8 or mxfp4 weights. Activations stay in 16 bits."""
     is_fp8 = _plain_value(data.get("weight_dtype", _E4M3)) == _E4M3
     return TorchaoFormat("MXTensor", "fp8_w8a16_block:block=1x32" if is_fp8 else "mxfp4_w4a16", 32)
 
 
-def _single(name: str, data: Mapping[str, Any], default: str) -> list[tuple[str, int]]:
-    found = _granularities(name, data, default)
-    if len(found) != 1:
-        raise _granularity_error(name, " and ".join(kind for kind, _ in found), "one granularity")
-    return found
+def _single_granularity(name: str, data: Mapping[str, Any], default: str) -> tuple[str, int]:
+    granularities = _granularities(name, data, default)
+    if len(granularities) != 1:
+        got = " and ".join(kind for kind, _ in granularities)
+        raise _granularity_error(name, got, "one granularity")
+    return granularities[0]
 
 
 def _granularity_error(name: str, got: str, need: str) -> ValueError:

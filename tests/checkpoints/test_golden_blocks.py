@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from modular_kernel.checkpoints import format_of, merge
 from modular_kernel.checkpoints.ggml_blocks import dequantize_blocks, repack_blocks
 from modular_kernel.checkpoints.torchao import check_metadata
-from modular_kernel.models.gguf_config import FLOAT_TYPES, READ_TYPES
+from modular_kernel.models.gguf_config import FLOAT_TYPES, SUPPORTED_TYPES
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS
@@ -50,10 +50,10 @@ def test_bitsandbytes_unpacks_the_same_bits(kind: str) -> None:
 
 
 def test_every_type_but_floats_has_blocks() -> None:
-    assert {name.partition("/")[0] for name in GGUF} == {*READ_TYPES} - {*FLOAT_TYPES}
+    assert {name.partition("/")[0] for name in GGUF} == {*SUPPORTED_TYPES} - {*FLOAT_TYPES}
 
 
-@pytest.mark.parametrize("kind", sorted({*READ_TYPES} - {*FLOAT_TYPES}))
+@pytest.mark.parametrize("kind", sorted({*SUPPORTED_TYPES} - {*FLOAT_TYPES}))
 def test_gguf_unpacks_the_same_bits(kind: str) -> None:
     blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
     assert torch.equal(dequantize_blocks(kind, blocks), want)

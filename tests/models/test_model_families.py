@@ -202,7 +202,7 @@ def test_every_class_with_experts_is_known() -> None:
     assert {name for name, cls in with_experts().items() if not cls.model_type} == NAMELESS
     leaves = {kind for kind in types if kind and mentions(own_fields(kind))}
     assert leaves == set(HERE) - WITHOUT_CLASS
-    assert {kind for kind, family in FAMILIES.items() if family.refused} == REFUSED
+    assert {kind for kind, family in FAMILIES.items() if family.unsupported} == REFUSED
 
 
 def own_fields(kind: str) -> dict[str, None]:
@@ -255,7 +255,7 @@ def test_unsupported_layers_are_refused_by_name(kind: str, tmp_path: Path) -> No
     assert f"class {name}(" in code
     with pytest.raises(ConfigurationError, match=re.escape(kind)) as caught:
         problem_fields_of_file(written(class_of(kind)(), tmp_path / "config.json"))
-    assert family.refused in str(caught.value)
+    assert family.unsupported in str(caught.value)
 
 
 def test_a_model_of_several_inputs_is_read_as_its_language_model(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_model_of_several_inputs_is_read_as_its_language_model(tmp_path: Path)
             continue  # below: its experts are no language model's
         config = made(cls)
         inner = language_of(config)
-        if FAMILIES[inner.model_type].refused:
+        if FAMILIES[inner.model_type].unsupported:
             with pytest.raises(ConfigurationError, match=inner.model_type):
                 problem_fields_of_file(written(config, tmp_path / "outer.json"))
             continue

@@ -27,7 +27,7 @@ from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import load_problem_fields
 from modular_kernel.cli.tune import _make_problems
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.models.config_file import is_file, problem_fields_of_file
+from modular_kernel.models.config_file import is_model_path, problem_fields_of_file
 
 OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
 KNOWN = {
@@ -244,8 +244,8 @@ def test_a_folder_without_a_config_is_refused_with_the_name_of_the_file(tmp_path
 
 
 def test_model_names_are_not_read_as_files() -> None:
-    assert not is_file("mixtral-8x7b")
-    assert is_file("./model")
-    assert is_file("config.json")
+    assert not is_model_path("mixtral-8x7b")
+    assert is_model_path("./model")
+    assert is_model_path("config.json")
     with pytest.raises(ConfigurationError, match=r"need mixtral-8x7b .*path of a config\.json"):
         load_problem_fields("mixtral-8x7")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, entry_of
+from modular_kernel.models.module_matcher import Entry, ModuleMatcher, PatternError, parse_entry
 
 NAMES = [
     f"{prefix}layers.{layer}.mlp.{module}"
@@ -44,7 +44,7 @@ PATTERNS = (
 
 
 def matched(entry: Entry, name: str) -> bool:
-    return ModuleMatcher([entry]).first([name]) is not None
+    return ModuleMatcher([entry]).first_match([name]) is not None
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -129,7 +129,7 @@ def test_generated_regexes_match_as_in_re(pattern: str, names: list[str]) -> Non
         return
     assert compiled is not None, "refused by re"
     for name in names:
-        found = [matcher.first([name]) is not None for matcher in matchers]
+        found = [matcher.first_match([name]) is not None for matcher in matchers]
         assert found == [bool(compiled.match(name)), bool(compiled.search(name))], name
 
 
@@ -165,18 +165,18 @@ EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
     ],
 )
 def test_entries_of_lists(text: str, expected: bool) -> None:
-    assert matched(entry_of(text), EXPERT) == expected
+    assert matched(parse_entry(text), EXPERT) == expected
 
 
 def test_the_first_matching_entry_applies() -> None:
-    entries = [entry_of(text) for text in ("lm_head", "re:.*gate_proj", "mlp", "re:model.*")]
+    entries = [parse_entry(text) for text in ("lm_head", "re:.*gate_proj", "mlp", "re:model.*")]
     matcher = ModuleMatcher(entries)
-    assert matcher.first([EXPERT]) == 1
-    assert matcher.first([EXPERT.replace("gate", "up")]) == 2
-    assert matcher.first(["model.norm"]) == 3
-    assert matcher.first(["lm_head"]) == 0
-    assert matcher.first(["lm_head.bias", EXPERT]) == 0
-    assert matcher.first(["visual.mlp_norm"]) is None
+    assert matcher.first_match([EXPERT]) == 1
+    assert matcher.first_match([EXPERT.replace("gate", "up")]) == 2
+    assert matcher.first_match(["model.norm"]) == 3
+    assert matcher.first_match(["lm_head"]) == 0
+    assert matcher.first_match(["lm_head.bias", EXPERT]) == 0
+    assert matcher.first_match(["visual.mlp_norm"]) is None
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_no_pattern_takes_long() -> None:
     """A backtracking matcher would take years for the first two."""
     patterns = ["(m|m)(o|o)" * 49, "(.*.*)*" * 60 + "x", ".*a" * 160 + "$", "(.?){60}" * 9 + "y"]
     entries = [Entry(pattern, "regex") for pattern in patterns]
-    entries += [entry_of(f"model.layers.{n}.*.gate*") for n in range(200)]
+    entries += [parse_entry(f"model.layers.{n}.*.gate*") for n in range(200)]
     begin = time.process_time()
     matcher = ModuleMatcher(entries)
     for layer in range(20):
         for expert in range(64):
-            matcher.first([f"model.layers.{layer}.mlp.experts.{expert}.down_proj"])
+            matcher.first_match([f"model.layers.{layer}.mlp.experts.{expert}.down_proj"])
     assert time.process_time() - begin < 20
