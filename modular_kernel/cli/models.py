@@ -83,7 +83,7 @@ def _describe_differences(model: Model) -> str:
 
 
 def _print_model_types(as_json: str | None) -> None:
-    types = {name: family.refused or "read" for name, family in FAMILIES.items()}
+    types = {name: family.unsupported or "read" for name, family in FAMILIES.items()}
     rows = [
         (name, "refused" if family.unsupported else "read", family.unsupported or "")
         for name, family in FAMILIES.items()

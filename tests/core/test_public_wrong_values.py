@@ -113,7 +113,7 @@ SEEDS = (
     ("weight_specs", "problem", "text"),
     ("load_experts", "device", "meta"),
     ("inspect", "checkpoint", "None"),
-    ("fit", "format", "None"),
+    ("fit_scheme", "format", "None"),
     ("format_of", "depth", "text"),
     ("destination", "share", "None"),
     ("LoRAManager", "layers", "no dimensions"),

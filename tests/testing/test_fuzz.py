@@ -139,7 +139,7 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
     (
         "stored_files",
         tile_files,
-        "_launch",
+        "_parse_launch",
         lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
         (WRONG_RESULT,),
     ),
