@@ -54,12 +54,12 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     )
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        return BatchedShape(self.problem.e, self.rounded(self.rows_received))
+        return BatchedShape(self.problem.e, self.rounded(self.max_received_tokens))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
         e, capacity, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
-        rows = self.buffer_rows
+        rows = self.max_input_rows
         specs = dict(super().workspace_shapes(tokens))
         if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
@@ -88,7 +88,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     ) -> tuple[Dispatched, RegroupedHandle]:
         take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
         # In a fixed-capacity exchange, some of the rows are unused.
-        capacity = self.rounded(rows if self.fixed_capacity is None else self.rows_received)
+        capacity = self.rounded(rows if self.fixed_capacity is None else self.max_received_tokens)
         row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
         counts_e = take("expert_counts", (e,))
         scratch = assign_rows_scratch(rows, self.problem.top_k, e)

@@ -78,7 +78,7 @@ class CollectivePart(PackedRowsPart):
         super().__init__(problem, group)
         if problem.graph or not self.manager.checked:
             self._check_max_received()
-            rows = self.rows_per_rank
+            rows = self.block_capacity
             self.fixed_capacity = FixedCapacityExchange(
                 self.layer, rows=rows, uses_all_gather=self.uses_all_gather
             )
@@ -92,8 +92,8 @@ class CollectivePart(PackedRowsPart):
             raise ConfigurationError("max_received", got=max_received, need=need)
 
     @property
-    def rows_per_rank(self) -> int:
-        """Number of rows that a rank sends to each rank in a fixed-capacity exchange.
+    def block_capacity(self) -> int:
+        """Number of rows that a rank can send to each rank in a fixed-capacity exchange.
 
         It is problem.tokens, which no routing exceeds, or an equal share of problem.max_received.
         """
@@ -103,7 +103,7 @@ class CollectivePart(PackedRowsPart):
         return min(problem.tokens, problem.max_received // problem.parallel.world_size)
 
     @property
-    def rows_received(self) -> int:
+    def max_received_tokens(self) -> int:
         """Maximum number of tokens that this rank receives, without unused rows."""
         if self.fixed_capacity is None:
             return self.max_rows
@@ -111,12 +111,12 @@ class CollectivePart(PackedRowsPart):
 
     @cached_property
     def _layouts(self) -> dict[bool, BlockLayout]:
-        return make_block_layouts(self.problem, self.rows_per_rank)
+        return make_block_layouts(self.problem, self.block_capacity)
 
     def fixed_capacity_specs(self, exchange: FixedCapacityExchange) -> dict[str, BufferSpec]:
         """Return the buffers of a call with a fixed-capacity exchange."""
         problem, layouts = self.problem, (*self._layouts.values(),)
-        rows, k = exchange.received_rows(layouts), problem.top_k
+        rows, k = exchange.max_received_rows(layouts), problem.top_k
         specs = {
             **token_specs(problem, problem.tokens),
             **exchange.specs(layouts),
@@ -218,7 +218,7 @@ class CollectivePart(PackedRowsPart):
         scale: the scale if all rows share one.
         """
         take, layout = call.workspace.take, sent.layout
-        rows, k = exchange.received_rows((layout,)), layout.top_k
+        rows, k = exchange.max_received_rows((layout,)), layout.top_k
         columns = ReceivedColumns(
             self.problem.e,
             take("rows_ids", (rows, k)),
@@ -237,14 +237,14 @@ class CollectivePart(PackedRowsPart):
         )
 
     @property
-    def buffer_rows(self) -> int:
+    def max_input_rows(self) -> int:
         """Maximum number of rows of the experts' input, including unused rows of blocks."""
         if self.fixed_capacity is None:
             return self.max_rows
-        return self.fixed_capacity.received_rows((*self._layouts.values(),))
+        return self.fixed_capacity.max_received_rows((*self._layouts.values(),))
 
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        return ContiguousShape(self.buffer_rows, self.problem.top_k)
+        return ContiguousShape(self.max_input_rows, self.problem.top_k)
 
     def may_replay(self) -> bool:
         return self.fixed_capacity is not None

@@ -109,7 +109,7 @@ class FixedCapacityExchange:
         self._layout: BlockLayout | None = None
         self._reduces_amax = False
 
-    def received_rows(self, layouts: tuple[BlockLayout, ...]) -> int:
+    def max_received_rows(self, layouts: tuple[BlockLayout, ...]) -> int:
         """Return the maximum number of received rows of activations, including unused ones."""
         return self._ranks.world_size * max(layout.block_rows for layout in layouts)
 

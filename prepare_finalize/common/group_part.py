@@ -72,9 +72,11 @@ class Manager(Protocol):
 
     def __init__(self, group: object | None = None) -> None: ...
 
-    def check_device(self, device: torch.device | str) -> None: ...
+    def check_device(self, device: torch.device | str) -> None:
+        """Raise DeviceError unless tensors on `device` can be exchanged."""
 
-    def destroy(self) -> None: ...
+    def destroy(self) -> None:
+        """Close the connections and free the buffers. Collective."""
 
 
 M = TypeVar("M", bound=Manager)

@@ -43,7 +43,7 @@ def exchanges_call_numbers(part: type[PrepareAndFinalize]) -> bool:
 
 def shares_memory(part: type[PrepareAndFinalize]) -> bool:
     """Return whether the ranks use shared memory, and thus compare problems at construction."""
-    return hasattr(find_manager_class(part), "heap")
+    return hasattr(find_manager_class(part), "allocate_heap")
 
 
 def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
