@@ -1,4 +1,4 @@
-"""No step is started that is not expected to finish within the budget."""
+"""A step starts only if it is expected to finish within the time budget."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ PROBLEM = Problem(8, 64, 32, 4, 2)
 
 
 class Clock:
-    """Stands in for the module `time`; steps of the search advance it."""
+    """Replacement of the module `time`, whose clock the tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,27 +37,30 @@ class Clock:
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    made = Clock()
-    monkeypatch.setattr(budgets, "time", made)
-    return made
+    fake = Clock()
+    monkeypatch.setattr(budgets, "time", fake)
+    return fake
 
 
 Log = list[tuple[int, tuple[str, str]]]
 
 
-def costly(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
-    """Set the time that each pairing takes; NAIVE is the fastest. Returns the pairings started."""
-    begun: Log = []
-    ready = PairingTimer._prepare
+def set_pair_seconds(monkeypatch: pytest.MonkeyPatch, clock: Clock, seconds: float) -> Log:
+    """Make each pairing take `seconds` to prepare, and NAIVE the fastest one in timings.
+
+    Returns a log of (tokens, pairing), to which every started pairing is appended.
+    """
+    started: Log = []
+    prepare = PairingTimer._prepare
 
     def slow(self: PairingTimer, pair: tuple[str, str]):
-        begun.append((self.workload.problem.tokens, pair))
+        started.append((self.workload.problem.tokens, pair))
         clock.now += seconds
-        return ready(self, pair)
+        return prepare(self, pair)
 
     monkeypatch.setattr(PairingTimer, "_prepare", slow)
     monkeypatch.setattr(PairingTimer, "_time_once", lambda _, r: 1.0 if r.pair == TORCH else 0.5)
-    return begun
+    return started
 
 
 def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
@@ -91,9 +94,9 @@ def test_zero_budget_times_nothing(clock: Clock) -> None:
 def test_small_token_counts_come_first_and_others_use_the_default(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = costly(monkeypatch, clock, 2)
+    started = set_pair_seconds(monkeypatch, clock, 2)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
-    assert begun == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
+    assert started == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 8
     assert choice.pair_by_tokens == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
     assert choice.untimed_tokens == (4, 8)
@@ -107,57 +110,57 @@ def test_small_token_counts_come_first_and_others_use_the_default(
 def test_times_measured_within_the_budget_are_kept(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default takes 1 s and others 6 s; none of the latter starts with less time left."""
-    begun = costly(monkeypatch, clock, 1)
-    ready = PairingTimer._prepare
+    """The default takes 1 s and NAIVE 6 s, so NAIVE starts only if 6 s remain."""
+    started = set_pair_seconds(monkeypatch, clock, 1)
+    prepare = PairingTimer._prepare
 
     def slower(self: PairingTimer, pair: tuple[str, str]):
         clock.now += 5 if pair == NAIVE else 0
-        return ready(self, pair)
+        return prepare(self, pair)
 
     monkeypatch.setattr(PairingTimer, "_prepare", slower)
-    told = []
-    terms = Terms(tokens=(1, 2), budget=20, on_bucket=told.append)
+    buckets = []
+    terms = Terms(tokens=(1, 2), budget=20, on_bucket=buckets.append)
     first = choose(PROBLEM, CPU, terms=terms)
-    assert begun == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
+    assert started == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 14
-    assert [bucket.tokens for bucket in told] == [1, 2]
+    assert [bucket.tokens for bucket in buckets] == [1, 2]
     again = choose(PROBLEM, CPU, terms=replace(terms, fresh=True, budget=7.5))
-    assert begun[4:] == [(1, TORCH), (1, NAIVE)]
-    assert again.pair_by_tokens == {1: NAIVE, 2: TORCH}  # what the cache has was not to be used
+    assert started[4:] == [(1, TORCH), (1, NAIVE)]
+    assert again.pair_by_tokens == {1: NAIVE, 2: TORCH}  # fresh=True ignores the cached bucket
     assert (
         choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == first.pair_by_tokens
     )
 
 
 def test_incomplete_bucket_is_continued(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default alone takes 6 of 9 s, more than estimated."""
-    begun = costly(monkeypatch, clock, 6)
+    """Preparing the default takes 6 of 9 s, so no time remains for another pairing."""
+    started = set_pair_seconds(monkeypatch, clock, 6)
     terms = Terms(tokens=(8,), budget=9)
     choice = choose(PROBLEM, CPU, terms=terms)
-    assert begun == [(8, TORCH)]
+    assert started == [(8, TORCH)]
     assert choice.summary == "1 token count: 1 default (budget of 9 s spent)"
     assert "not timed: budget of 9 s spent" in [o.why for o in choice.outcomes(8)]
-    whole = choose(PROBLEM, CPU, terms=replace(terms, budget=20))
-    assert whole.pair_by_tokens == {8: NAIVE}
-    assert begun[1:] == [(8, TORCH), (8, NAIVE)]
-    choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # begins it, and must not replace it
+    complete = choose(PROBLEM, CPU, terms=replace(terms, budget=20))
+    assert complete.pair_by_tokens == {8: NAIVE}
+    assert started[1:] == [(8, TORCH), (8, NAIVE)]
+    choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # incomplete, so the cache is kept
     assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == {8: NAIVE}
 
 
 def test_creating_weights_counts_toward_the_budget(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = costly(monkeypatch, clock, 1)
-    make = search.make_weights
+    started = set_pair_seconds(monkeypatch, clock, 1)
+    make_weights = search.make_weights
 
     def slow(*arguments):
         clock.now += 8.5
-        return make(*arguments)
+        return make_weights(*arguments)
 
     monkeypatch.setattr(search, "make_weights", slow)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=10))
-    assert begun == [(1, TORCH)]  # expected to take 0.1 s; then 1 s is not there any more
+    assert started == [(1, TORCH)]  # 0.5 s are left, less than the 1 s that TORCH took
     assert choice.untimed_tokens == (1, 2, 4, 8)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=5, fresh=True))
     assert choice.summary == (
@@ -169,28 +172,32 @@ def test_creating_weights_counts_toward_the_budget(
 def test_creating_inputs_counts_toward_the_budget(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = costly(monkeypatch, clock, 1)
-    draw = search.make_workload
+    started = set_pair_seconds(monkeypatch, clock, 1)
+    make_workload = search.make_workload
 
     def slow(*arguments, **options):
         clock.now += 3
-        return draw(*arguments, **options)
+        return make_workload(*arguments, **options)
 
     monkeypatch.setattr(search, "make_workload", slow)
     choice = choose(PROBLEM, CPU, terms=Terms(budget=8))
-    assert (begun, clock.now, choice.num_timed) == ([], 3, 0)  # 2 x 3 s are not left
+    assert (started, clock.now, choice.num_timed) == (
+        [],
+        3,
+        0,
+    )  # 5 s are left, less than two steps of 3 s
     choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
-    assert (begun, clock.now, choice.num_timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
+    assert (started, clock.now, choice.num_timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
 
 
 @pytest.mark.parametrize("budget", [0.0, 20.0])
 def test_no_weights_are_created_if_nothing_is_timed(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, budget: float
 ) -> None:
-    def made(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("weights were made")
 
-    monkeypatch.setattr(search, "make_weights", made)
+    monkeypatch.setattr(search, "make_weights", fail)
     if budget:
         monkeypatch.setattr(search.PairingOptions, "pairs_to_time", lambda *_: ())
     assert choose(PROBLEM, CPU, terms=Terms(budget=budget)).num_timed == 0
@@ -204,11 +211,11 @@ def test_steps_of_decreasing_duration_never_exceed_the_budget(
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "time", clock)
-        counted = Budget(budget, SingleProcess(), first_step_seconds=8)
+        limit = Budget(budget, SingleProcess(), first_step_seconds=8)
         for seconds in sorted(steps, reverse=True):
-            if not counted.allows():
+            if not limit.allows():
                 break
-            with counted.step():
+            with limit.step():
                 clock.now += seconds
         assert clock.now <= budget
 

@@ -1,4 +1,4 @@
-"""The cache of choices: shared by processes, written atomically, and validated when read."""
+"""The cache of measurements: shared by processes, written atomically, and validated when read."""
 
 import json
 import os
@@ -16,7 +16,7 @@ IDENTITY = {"device": "D", "problem": "P"}
 VERSIONS = {"torch": "1", "parts": "x"}
 PAIR = ("PrepareX", "ExpertsY")
 OTHER = ("PrepareX", "ExpertsZ")
-ONE = Bucket(
+BUCKET = Bucket(
     4,
     PAIR,
     (
@@ -32,26 +32,26 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path, IDENTITY, VERSIONS)
 
 
-def whole(cache: Cache) -> dict:
+def valid_content(cache: Cache) -> dict:
     """Return the content of a valid file."""
-    cache.save([ONE])
+    cache.save([BUCKET])
     return json.loads(cache.path.read_text())
 
 
 def test_saved_buckets_are_loaded(cache: Cache) -> None:
     assert cache.load().record is None
     assert cache.load().notes == ()
-    assert cache.save([ONE]) == ()
-    found = cache.load()
-    assert found.notes == ()
-    assert found.record is not None
-    assert found.record.buckets == (ONE,)
+    assert cache.save([BUCKET]) == ()
+    lookup = cache.load()
+    assert lookup.notes == ()
+    assert lookup.record is not None
+    assert lookup.record.buckets == (BUCKET,)
 
 
 def test_later_buckets_are_merged(cache: Cache) -> None:
-    cache.save([ONE])
+    cache.save([BUCKET])
     again = Bucket(4, PAIR, (TimedOutcome(PAIR, 9.0, 1.0, mode="cpu"),))
-    two = Bucket(2, PAIR, ONE.outcomes)
+    two = Bucket(2, PAIR, BUCKET.outcomes)
     cache.save([again, two])
     record = cache.load().record
     assert record is not None
@@ -59,19 +59,19 @@ def test_later_buckets_are_merged(cache: Cache) -> None:
 
 
 def test_other_versions_are_noted_and_kept(cache: Cache, tmp_path: Path) -> None:
-    cache.save([ONE])
+    cache.save([BUCKET])
     newer = Cache(tmp_path, IDENTITY, VERSIONS | {"torch": "2"})
-    found = newer.load()
-    assert found.record is None
-    assert found.notes == ("ignoring cached timings: torch 1 -> 2",)
-    newer.save([ONE])
+    lookup = newer.load()
+    assert lookup.record is None
+    assert lookup.notes == ("ignoring cached timings: torch 1 -> 2",)
+    newer.save([BUCKET])
     assert newer.load().record is not None
     assert cache.load().record is not None
 
 
 def test_oldest_versions_are_dropped(tmp_path: Path) -> None:
     for number in range(12):
-        Cache(tmp_path, IDENTITY, {"torch": str(number)}).save([ONE])
+        Cache(tmp_path, IDENTITY, {"torch": str(number)}).save([BUCKET])
     kept = [Cache(tmp_path, IDENTITY, {"torch": str(n)}).load().record for n in range(12)]
     assert [record is not None for record in kept] == [False] * 4 + [True] * 8
 
@@ -79,10 +79,10 @@ def test_oldest_versions_are_dropped(tmp_path: Path) -> None:
 def change(path: str, value: object):
     """Return a function that sets the entry of a file at `path`, such as "records.0.made"."""
 
-    def edit(whole: dict) -> None:
-        *way, last = path.split(".")
-        place: object = whole
-        for step in way:
+    def edit(content: dict) -> None:
+        *parents, last = path.split(".")
+        place: object = content
+        for step in parents:
             place = place[int(step)] if isinstance(place, list) else place[step]  # type: ignore[index]
         place[int(last) if isinstance(place, list) else last] = value  # type: ignore[index]
 
@@ -135,15 +135,15 @@ FORGED = [
 def test_a_forged_entry_is_refused_and_the_file_rebuilt(
     cache: Cache, path: str, value: object
 ) -> None:
-    found = whole(cache)
-    change(path, value)(found)
-    cache.path.write_text(json.dumps(found))
+    content = valid_content(cache)
+    change(path, value)(content)
+    cache.path.write_text(json.dumps(content))
     loaded = cache.load()
     assert loaded.record is None
     (note,) = loaded.notes
     assert "will be replaced" in note
     assert note.isprintable()
-    assert cache.save([ONE]) == ()
+    assert cache.save([BUCKET]) == ()
     assert cache.load().record is not None
 
 
@@ -162,26 +162,26 @@ CORRUPT = {
 
 @pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT.keys())
 def test_a_corrupt_file_is_refused_and_rebuilt(cache: Cache, content: bytes) -> None:
-    whole(cache)
+    valid_content(cache)
     cache.path.write_bytes(content)
-    found = cache.load()
-    assert found.record is None
-    assert len(found.notes) == 1
-    cache.save([ONE])
+    lookup = cache.load()
+    assert lookup.record is None
+    assert len(lookup.notes) == 1
+    cache.save([BUCKET])
     assert cache.load().record is not None
 
 
 def test_links_and_special_files_are_not_read(cache: Cache, tmp_path: Path) -> None:
-    whole(cache)
+    valid_content(cache)
     secret = tmp_path / "elsewhere.json"
     cache.path.rename(secret)
     cache.path.symlink_to(secret)
     assert cache.load().record is None
     assert "a link" in cache.load().notes[0]
-    cache.save([ONE])  # replaces the link, not what it points to
+    cache.save([BUCKET])  # replaces the link, and keeps its target
     assert not cache.path.is_symlink()
     cache.path.unlink()
-    os.mkfifo(cache.path)  # opening one to read would wait for a writer
+    os.mkfifo(cache.path)  # opening a FIFO to read would wait for a writer
     assert "not a regular file" in cache.load().notes[0]
     cache.path.unlink()
     cache.path.mkdir()
@@ -191,7 +191,7 @@ def test_links_and_special_files_are_not_read(cache: Cache, tmp_path: Path) -> N
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    (note,) = cache.save([ONE])
+    (note,) = cache.save([BUCKET])
     tmp_path.chmod(0o700)
     assert note.startswith("not cached: ")
 
@@ -199,40 +199,40 @@ def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path)
 def test_file_permissions_follow_the_umask(cache: Cache) -> None:
     before = os.umask(0o027)
     try:
-        whole(cache)
+        valid_content(cache)
         assert cache.path.stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
 
 
 def test_missing_folder_is_one_note() -> None:
-    nowhere = Cache(None, IDENTITY, VERSIONS)
-    assert nowhere.save([ONE]) == ()
-    assert nowhere.load() == CacheLookup(None, (NO_CACHE_FOLDER,))
-    with nowhere.lock(wait_s=0) as held:
-        assert held
+    uncached = Cache(None, IDENTITY, VERSIONS)
+    assert uncached.save([BUCKET]) == ()
+    assert uncached.load() == CacheLookup(None, (NO_CACHE_FOLDER,))
+    with uncached.lock(wait_s=0) as is_held:
+        assert is_held
 
 
 def test_a_file_where_the_folder_should_be_is_a_note(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (note,) = Cache(tmp_path / "file", IDENTITY, VERSIONS).save([ONE])
+    (note,) = Cache(tmp_path / "file", IDENTITY, VERSIONS).save([BUCKET])
     assert note.startswith("not cached: ")
 
 
 def test_only_one_holds_the_lock(cache: Cache) -> None:
-    taken: list[bool] = []
+    acquired: list[bool] = []
 
     def other() -> None:
-        with cache.lock(wait_s=0.1) as held:
-            taken.append(held)
+        with cache.lock(wait_s=0.1) as is_held:
+            acquired.append(is_held)
 
-    with cache.lock(wait_s=0) as held:
-        assert held
+    with cache.lock(wait_s=0) as is_held:
+        assert is_held
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
     other()
-    assert taken == [False, True]
+    assert acquired == [False, True]
 
 
 def test_written_files_do_not_exceed_the_size_limit(cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""Pairings are timed interleaved with the default, so that drift of the machine cancels."""
+"""Pairings are timed alternately with the default, so that drift affects both."""
 
 from collections.abc import Callable
 from itertools import count
@@ -24,19 +24,21 @@ TERMS = Terms(tokens=(2,))
 
 
 @pytest.fixture(autouse=True)
-def _of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]) -> Choice:
-    """Choose with runs that take `seconds(name of the experts part, number of the run)`."""
+def choose_with_times(
+    monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
+) -> Choice:
+    """Choose, where each run takes `seconds(name of the experts part, index of the run)`."""
     runs = count()
 
-    def once(_self: PairingTimer, ready) -> float:
-        return seconds(type(ready.kernel.experts).__name__, next(runs))
+    def time_once(_self: PairingTimer, prepared) -> float:
+        return seconds(type(prepared.kernel.experts).__name__, next(runs))
 
-    monkeypatch.setattr(PairingTimer, "_time_once", once)
+    monkeypatch.setattr(PairingTimer, "_time_once", time_once)
     return choose(PROBLEM, Machine("cpu"), terms=TERMS)
 
 
@@ -53,24 +55,24 @@ def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(name: str, run: int) -> float:
         return (0.9 if name == "NaiveBatchedExperts" else 1.0) * 1e-6 * (1 + run / 4)
 
-    choice = chosen(monkeypatch, seconds)
-    found = outcome(choice, NAIVE)
-    assert found.ratio == pytest.approx(0.9, abs=0.02)
+    choice = choose_with_times(monkeypatch, seconds)
+    naive = outcome(choice, NAIVE)
+    assert naive.ratio == pytest.approx(0.9, abs=0.02)
     assert choice.pair_by_tokens == {2: NAIVE}
     assert outcome(choice, TORCH).ratio == 1
 
 
 def test_noisy_gain_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median is 5 % faster, with rounds that scatter by half of that."""
+    """The median is 5 % faster, but the ratios of rounds vary between 0.475 and 1.425."""
 
     def seconds(name: str, run: int) -> float:
         scatter = (0.5, 1.0, 1.5)[run * 7 % 3]
         return (0.95 * scatter if name == "NaiveBatchedExperts" else 1.0) * 1e-3
 
-    choice = chosen(monkeypatch, seconds)
-    found = outcome(choice, NAIVE)
-    assert found.ratio == pytest.approx(0.95)
-    assert found.noise > 0.05
+    choice = choose_with_times(monkeypatch, seconds)
+    naive = outcome(choice, NAIVE)
+    assert naive.ratio == pytest.approx(0.95)
+    assert naive.noise > 0.05
     assert choice.pair_by_tokens == {2: TORCH}
 
 
@@ -81,7 +83,7 @@ def test_much_slower_pairing_is_timed_only_twice(monkeypatch: pytest.MonkeyPatch
         runs.append(name)
         return 3e-6 if name == "NaiveBatchedExperts" else 1e-6
 
-    choice = chosen(monkeypatch, seconds)
+    choice = choose_with_times(monkeypatch, seconds)
     assert runs.count("NaiveBatchedExperts") == 2
     assert outcome(choice, NAIVE) == TimedOutcome(
         NAIVE, pytest.approx(3), pytest.approx(3), rough=True, mode="cpu"
@@ -95,7 +97,7 @@ def test_order_alternates_between_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
         names.append(name)
         return 1e-3
 
-    chosen(monkeypatch, seconds)
+    choose_with_times(monkeypatch, seconds)
     rounds = list(zip(names[2::2], names[3::2], strict=True))  # the default runs twice before
     assert all(set(both) == {"TorchExperts", "NaiveBatchedExperts"} for both in rounds)
     first = [both[0] for both in rounds]
@@ -106,17 +108,17 @@ def test_order_alternates_between_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_next_pairing_replaces_a_failed_default(
     monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    """It fails while it is built, or in a later run, after which ratios to it are meaningless."""
+    """The default fails when it is built, or in a later run."""
     runs = count()
 
-    def run(_self: PairingTimer, ready) -> float:
-        if ready.pair == TORCH and next(runs) >= after:
-            raise RuntimeError("no such luck")
+    def run(_self: PairingTimer, prepared) -> float:
+        if prepared.pair == TORCH and next(runs) >= after:
+            raise RuntimeError("failed")
         return 1e-3
 
     monkeypatch.setattr(PairingTimer, "_run", run)
     choice = choose(PROBLEM, Machine("cpu"), terms=TERMS)
-    assert outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: no such luck")
+    assert outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: failed")
     assert outcome(choice, NAIVE).ratio == 1
     assert choice.pair_by_tokens == {2: NAIVE}
     assert choose(PROBLEM, Machine("cpu"), terms=TERMS).pair_by_tokens == {
@@ -132,23 +134,25 @@ def test_ratios_to_a_failed_default_are_measured_again(
     seconds = {a: 4.0, b: 4.0, c: 2.0, d: 4.0}
     built = []
 
-    def ready(_self: PairingTimer, pair: tuple[str, str]):
+    def prepare(_self: PairingTimer, pair: tuple[str, str]):
         built.append(pair)
         kernel = SimpleNamespace(prepare_finalize=None)
         return timing._PreparedPair(pair, kernel, (), "cpu"), ""  # type: ignore[arg-type]
 
-    def run(_self: PairingTimer, one) -> float:
-        if one.pair == a and built[-1] == b:
-            raise RuntimeError("no such luck")
-        return seconds[one.pair]
+    def run(_self: PairingTimer, prepared) -> float:
+        if prepared.pair == a and built[-1] == b:
+            raise RuntimeError("failed")
+        return seconds[prepared.pair]
 
-    monkeypatch.setattr(PairingTimer, "_prepare", ready)
+    monkeypatch.setattr(PairingTimer, "_prepare", prepare)
     monkeypatch.setattr(PairingTimer, "_run", run)
     weights = SimpleNamespace(w1=torch.empty(0))
-    given = SimpleNamespace(weights=weights, flush=False, inputs=(1,), problem=PROBLEM)
+    workload = SimpleNamespace(weights=weights, flush=False, inputs=(1,), problem=PROBLEM)
     budget = Budget(60, SingleProcess(), first_step_seconds=0)
-    watch = PairingTimer(given, (a, b, c, d), frozenset(), Machine("cpu"), SingleProcess(), budget)  # type: ignore[arg-type]
-    bucket = watch.time_bucket((c, b, d))
+    timer = PairingTimer(
+        workload, (a, b, c, d), frozenset(), Machine("cpu"), SingleProcess(), budget
+    )  # type: ignore[arg-type]
+    bucket = timer.time_bucket((c, b, d))
     assert bucket.default == b
     assert {o.pair: o.ratio for o in bucket.outcomes} == {a: None, b: 1.0, c: 0.5, d: 1.0}
-    assert built == [a, c, b, b, c, d]  # d is not built beside what has failed
+    assert built == [a, c, b, b, c, d]  # d is not timed against a default that has failed
