@@ -226,5 +226,5 @@ def test_the_command_line_has_the_same_budget() -> None:
 
 def test_untimed_outcome_has_a_reason(clock: Clock) -> None:
     choice = choose(PROBLEM, CPU, terms=Terms(budget=0))
-    why = "not timed: budget of 0 s spent"
-    assert choice.outcomes(1)[1] == TimedOutcome(NAIVE, why=why)
+    reason = "not timed: budget of 0 s spent"
+    assert choice.outcomes(1)[1] == TimedOutcome(NAIVE, why=reason)

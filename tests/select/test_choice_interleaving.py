@@ -44,9 +44,9 @@ def choose_with_times(
 
 def outcome(choice: Choice, pair: tuple[str, str]) -> TimedOutcome:
     (bucket,) = choice.buckets
-    found = bucket.find_outcome(pair)
-    assert found is not None
-    return found
+    pair_outcome = bucket.find_outcome(pair)
+    assert pair_outcome is not None
+    return pair_outcome
 
 
 def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:

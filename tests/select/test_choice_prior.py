@@ -26,34 +26,34 @@ PROBLEM = Problem(16, 64, 64, 8, 8, quant="fp8_w8a8_block")
 SIZE = 64.0 * 64
 
 
-def prior(*cells: tuple[str, float, float, dict]) -> ShippedRecord:
+def make_record(*cells: tuple[str, float, float, dict]) -> ShippedRecord:
     return ShippedRecord((9, 0), tuple(Cell(*cell) for cell in cells))
 
 
-def near(*ratios: float, scheme: str = "fp8_w8a8_block") -> ShippedRecord:
-    """Return cells at 16, 32, 64, ... rows per expert."""
-    return prior(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
+def record_with_ratios(*ratios: float, scheme: str = "fp8_w8a8_block") -> ShippedRecord:
+    """Return a record with the ratios of B at 16, 32, 64, ... rows per expert."""
+    return make_record(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
 
 
 def test_estimate_uses_the_three_nearest_cells() -> None:
-    found = near(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
+    found = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
     assert found == {B: Estimate(0.8, 1.1, trusted=True)}
-    more = near(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
+    more = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
     assert more == {B: Estimate(0.1, 1.1, trusted=True)}
 
 
 def test_distance_includes_sizes() -> None:
     far = [("none", 16.0, SIZE * 16, {A: 1.0, B: 0.5})] * 3
     close = [("none", 16.0, SIZE * 2, {A: 1.0, B: 2.0})] * 3
-    found = prior(*far, *close).estimates(replace(PROBLEM, quant="none"), [B], A)
+    found = make_record(*far, *close).estimates(replace(PROBLEM, quant="none"), [B], A)
     assert found == {B: Estimate(2.0, 2.0, trusted=True)}
 
 
 def test_ratios_are_relative_to_the_given_default() -> None:
     cell = ("none", 16.0, SIZE, {A: 1.0, B: 0.5, C: 2.0})
-    found = prior(cell).estimates(replace(PROBLEM, quant="none"), [A, C], B)
+    found = make_record(cell).estimates(replace(PROBLEM, quant="none"), [A, C], B)
     assert found == {A: Estimate(2.0, 2.0), C: Estimate(4.0, 4.0)}
-    assert prior(cell).estimates(replace(PROBLEM, quant="none"), [B], ("P", "D")) == {}
+    assert make_record(cell).estimates(replace(PROBLEM, quant="none"), [B], ("P", "D")) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,27 +61,37 @@ def test_ratios_are_relative_to_the_given_default() -> None:
     [
         ({}, True),
         ({"quant": "fp8_w8a8_block:block=64x64"}, False),
-        ({"quant": "fp8_w8a8_channel"}, False),  # of the same family
+        ({"quant": "fp8_w8a8_channel"}, False),  # the same element types
         ({"activation": "gelu"}, False),
         ({"bias": True}, False),
-        ({"tokens": 4096}, False),  # beyond reach
+        ({"tokens": 4096}, False),  # too far from the cells
         ({"hidden": 64 * 64}, False),
         ({"tokens": 0}, False),
     ],
     ids=str,
 )
 def test_only_estimates_of_similar_layers_are_trusted(change: dict, trusted: bool) -> None:
-    found = near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
+    found = record_with_ratios(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
     assert found == {B: Estimate(0.7, 0.9, trusted)}
 
 
 def test_estimates_from_two_cells_are_not_trusted() -> None:
-    assert near(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
+    assert record_with_ratios(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
 
 
 def test_other_scheme_families_have_no_estimate() -> None:
-    assert near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, quant="int8_w8a8_block"), [B], A) == {}
-    assert near(0.9, 0.8, 0.7).estimates(replace(PROBLEM, quant="fp8_w8a16_block"), [B], A) == {}
+    assert (
+        record_with_ratios(0.9, 0.8, 0.7).estimates(
+            replace(PROBLEM, quant="int8_w8a8_block"), [B], A
+        )
+        == {}
+    )
+    assert (
+        record_with_ratios(0.9, 0.8, 0.7).estimates(
+            replace(PROBLEM, quant="fp8_w8a16_block"), [B], A
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,13 +106,13 @@ def test_other_scheme_families_have_no_estimate() -> None:
     ids=str,
 )
 def test_options_of_no_recorded_layer_are_not_covered(change: dict) -> None:
-    found, problem = near(0.9), replace(PROBLEM, quant="none")
+    found, problem = record_with_ratios(0.9), replace(PROBLEM, quant="none")
     assert found.covers(problem, H200, routing="uniform")
     assert not found.covers(replace(problem, **change), H200, routing="uniform")
 
 
 def test_other_machines_and_routings_are_not_covered() -> None:
-    found = near(0.9)
+    found = record_with_ratios(0.9)
     assert not found.covers(PROBLEM, replace(H200, arch=(8, 0)), routing="uniform")
     assert not found.covers(PROBLEM, Machine("cpu"), routing="uniform")
     assert not found.covers(PROBLEM, H200, routing="zipf")
@@ -115,29 +125,31 @@ def test_the_shipped_record_is_what_the_tool_builds() -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, str(root / "tools" / "build_prior.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0
-    found = load_shipped_record()
-    assert found is not None
-    assert found.arch == (9, 0)
-    assert len(found.cells) > 250
+    record = load_shipped_record()
+    assert record is not None
+    assert record.arch == (9, 0)
+    assert len(record.cells) > 250
 
 
 def test_shipped_record_selects_no_slower_pairing() -> None:
     """Each cell is estimated without the records of its layer and of layers of the same size."""
-    found = load_shipped_record()
-    assert found is not None
-    wrong, sure = [], 0
-    for cell in found.cells:
-        rest = ShippedRecord(found.arch, tuple(c for c in found.cells if c.size != cell.size))
+    record = load_shipped_record()
+    assert record is not None
+    wrong, num_selected = [], 0
+    for cell in record.cells:
+        others_record = ShippedRecord(
+            record.arch, tuple(c for c in record.cells if c.size != cell.size)
+        )
         hidden = 64
         tokens, experts = (int(cell.rows), 8) if cell.rows >= 1 else (1, round(8 / cell.rows))
         problem = Problem(tokens, hidden, int(cell.size) // hidden, experts, 8, quant=cell.scheme)
         default = next(pair for pair, ratio in cell.ratios.items() if ratio == 1)
         others = [pair for pair in cell.ratios if pair != default]
-        for pair, estimate in rest.estimates(problem, others, default).items():
+        for pair, estimate in others_record.estimates(problem, others, default).items():
             if estimate.trusted and estimate.pessimistic <= MAX_RATIO_UNTIMED:
-                sure += 1
+                num_selected += 1
                 wrong += [(cell, pair)] * (cell.ratios[pair] > 1)
-    assert sure > 0
+    assert num_selected > 0
     assert wrong == []
 
 
@@ -147,9 +159,9 @@ def test_default_is_not_timed_on_a_recorded_gpu(tmp_path: Path) -> None:
     choice = choose(problem, H200, terms=Terms(folder=tmp_path, tokens=(1, 16, 1024)))
     assert choice.summary == "3 token counts: 3 from the shipped record"
     assert [s.pair for s in choice.segments] == [("MoEPrepareAndFinalizeNoEP", "TritonExperts")]
-    (why,) = (o.why for o in choice.outcomes(16) if o.pair[1] == "TorchExperts")
-    assert why.startswith("not timed: the shipped record expects ")
-    assert why.endswith("x the default's time")
+    (reason,) = (o.why for o in choice.outcomes(16) if o.pair[1] == "TorchExperts")
+    assert reason.startswith("not timed: the shipped record expects ")
+    assert reason.endswith("x the default's time")
     assert all(e.optimistic > MAX_RATIO_TO_TIME for e in choice.options.estimates[16].values())
 
 
@@ -172,21 +184,21 @@ def test_trusted_pairing_runs_without_timing(
     assert kernel.choice.summary == (
         "8 token counts: 6 from the shipped record, 2 default (budget of 0 s spent)"
     )
-    why = "not timed: budget of 0 s spent"
-    assert [o.why for o in kernel.choice.outcomes(16)] == [why, why]
+    reason = "not timed: budget of 0 s spent"
+    assert [o.why for o in kernel.choice.outcomes(16)] == [reason, reason]
     x_TH, weights, routing = random_inputs(problem.with_tokens(3), torch.device("cpu"))
     assert kernel(x_TH, weights, routing).isfinite().all()
     assert list(tmp_path.iterdir()) == []  # nothing is stored
 
 
-GOOD = {
+VALID = {
     "schema": "mk-prior/1",
     "device": "G",
     "arch": [9, 0],
     "pairs": [list(A), list(B)],
     "cells": [["none", 1.0, 64, [1.0, None]]],
 }
-BAD = [
+INVALID_CHANGES = [
     {"schema": "mk-prior/0"},
     {"arch": [9]},
     {"arch": ["9", "0"]},
@@ -205,13 +217,13 @@ BAD = [
 
 
 def test_valid_record_is_parsed() -> None:
-    assert parse(json.dumps(GOOD)) == ShippedRecord((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
+    assert parse(json.dumps(VALID)) == ShippedRecord((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
 
 
-@pytest.mark.parametrize("change", BAD, ids=str)
+@pytest.mark.parametrize("change", INVALID_CHANGES, ids=str)
 def test_a_record_of_another_form_is_refused(change: dict) -> None:
     with pytest.raises(ConfigurationError, match="the shipped record"):
-        parse(json.dumps(GOOD | change))
+        parse(json.dumps(VALID | change))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b'{"schema": NaN}', None])

@@ -40,16 +40,18 @@ def bucket(tokens: int, *, default: Pair = A, **ratios: float | None) -> Bucket:
 
 
 def options(
-    most: int,
+    max_tokens: int,
     tokens: tuple[int, ...] | None = None,
     *,
     valid: dict[int, tuple[Pair, ...]] | None = None,
     estimates: dict[int, dict[Pair, Estimate]] | None = None,
     untimeable: tuple[Pair, ...] = (),
 ) -> PairingOptions:
-    tokens = bucket_tokens(most) if tokens is None else tokens
-    everywhere = dict.fromkeys((*tokens, most), ORDER)
-    return PairingOptions(tokens, most, ORDER, valid or everywhere, untimeable, estimates or {})
+    tokens = bucket_tokens(max_tokens) if tokens is None else tokens
+    everywhere = dict.fromkeys((*tokens, max_tokens), ORDER)
+    return PairingOptions(
+        tokens, max_tokens, ORDER, valid or everywhere, untimeable, estimates or {}
+    )
 
 
 def test_buckets_are_powers_of_two_and_the_maximum() -> None:
@@ -60,59 +62,63 @@ def test_buckets_are_powers_of_two_and_the_maximum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "faster"),
+    ("timed", "is_faster"),
     [
         (outcome(B, 0.97), True),
         (outcome(B, 0.98), True),
-        (outcome(B, 0.985), False),  # less than the least gain
+        (outcome(B, 0.985), False),  # less than MIN_GAIN
         (outcome(B, 0.95, 0.02), True),
         (outcome(B, 0.95, 0.03), False),  # within twice the noise
-        (outcome(B, 0.5, rough=True), False),  # timed twice only
+        (outcome(B, 0.5, rough=True), False),  # timed in two rounds only
         (outcome(B, None), False),
         (outcome(A, 1.0), False),
     ],
 )
-def test_faster_requires_a_gain_beyond_the_noise(found: TimedOutcome, faster: bool) -> None:
-    assert found.is_faster is faster
+def test_faster_requires_a_gain_beyond_the_noise(timed: TimedOutcome, is_faster: bool) -> None:
+    assert timed.is_faster is is_faster
 
 
 DECISIONS = {
     "nothing is faster": (bucket(1, a=1.0, b=0.99, c=1.2), None, Pick(A, Source.TIMED)),
     "the fastest": (bucket(1, a=1.0, b=0.9, c=0.8), None, Pick(C, Source.TIMED)),
-    "what served before, where it is alike": (
+    "the previous pairing if it is about as fast": (
         bucket(1, a=1.0, b=0.9 * MAX_RATIO_TO_KEEP - 1e-6, c=0.9),
         B,
         Pick(B, Source.TIMED),
     ),
-    "not what served before, where it is not": (
+    "not the previous pairing if it is slower": (
         bucket(1, a=1.0, b=0.92, c=0.9),
         B,
         Pick(C, Source.TIMED),
     ),
-    "not what served before, where the default is as fast": (
+    "not the previous pairing if the default is as fast": (
         bucket(1, a=1.0, b=0.99, c=1.0),
         B,
         Pick(A, Source.TIMED),
     ),
-    "the next of the order where the default fails": (
+    "the next pairing if the default fails": (
         bucket(1, default=B, a=None, b=1.0, c=1.0),
         None,
         Pick(B, Source.TIMED),
     ),
-    "the default where not all were timed": (
+    "the default if not all were timed": (
         bucket(1, a=1.0, b=1.0),
         None,
         Pick(A, Source.DEFAULT),
     ),
-    "a winner where not all were timed": (bucket(1, a=1.0, b=0.9), None, Pick(B, Source.TIMED)),
+    "a faster pairing if not all were timed": (
+        bucket(1, a=1.0, b=0.9),
+        None,
+        Pick(B, Source.TIMED),
+    ),
 }
 
 
-@pytest.mark.parametrize(("found", "before", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_pick_of_a_bucket(found: Bucket, before: Pair | None, pick: Pick) -> None:
-    two = Bucket(2, found.default, found.outcomes)
-    first = bucket(1, a=1.0, b=0.5, c=1.0) if before == B else bucket(1, a=1.0, b=1.0, c=1.0)
-    assert select_pairs(options(2), [first, two])[2] == pick
+@pytest.mark.parametrize(("timed", "previous", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
+def test_pick_of_a_bucket(timed: Bucket, previous: Pair | None, pick: Pick) -> None:
+    second = Bucket(2, timed.default, timed.outcomes)
+    first = bucket(1, a=1.0, b=0.5, c=1.0) if previous == B else bucket(1, a=1.0, b=1.0, c=1.0)
+    assert select_pairs(options(2), [first, second])[2] == pick
 
 
 def test_default_is_used_everywhere_without_times() -> None:
@@ -125,8 +131,13 @@ def test_default_is_used_everywhere_without_times() -> None:
 
 
 def test_pairing_between_buckets_requires_both() -> None:
-    won, lost = {"a": 1.0, "b": 0.8, "c": 2.0}, {"a": 1.0, "b": 1.5, "c": 2.0}
-    both = [bucket(4, **won), bucket(8, **won), bucket(16, **lost), bucket(32, **won)]
+    b_faster, b_slower = {"a": 1.0, "b": 0.8, "c": 2.0}, {"a": 1.0, "b": 1.5, "c": 2.0}
+    both = [
+        bucket(4, **b_faster),
+        bucket(8, **b_faster),
+        bucket(16, **b_slower),
+        bucket(32, **b_faster),
+    ]
     assert make_segments(options(64, (4, 8, 16, 32)), both) == (
         Segment(0, 3, A),  # below the smallest
         Segment(4, 8, B),
@@ -137,12 +148,12 @@ def test_pairing_between_buckets_requires_both() -> None:
 
 
 def test_zero_tokens_use_the_pairing_of_one_token() -> None:
-    won = bucket(1, a=1.0, b=0.8, c=1.0)
-    assert make_segments(options(2), [won]) == (Segment(0, 1, B), Segment(2, 2, A))
+    b_faster = bucket(1, a=1.0, b=0.8, c=1.0)
+    assert make_segments(options(2), [b_faster]) == (Segment(0, 1, B), Segment(2, 2, A))
 
 
 def test_one_faster_pairing_is_not_used_at_untimed_buckets() -> None:
-    """As after a short budget, which ended at the largest number of tokens."""
+    """Only the largest bucket was timed."""
     found = make_segments(options(4096), [bucket(4096, a=1.0, b=0.5, c=1.0)])
     assert found == (Segment(0, 4095, A), Segment(4096, 4096, B))
 
@@ -161,14 +172,14 @@ def test_failed_pairing_is_not_the_default_next_to_its_bucket() -> None:
 
 
 def test_challengers_are_promising_pairings_in_order() -> None:
-    def of(b: Estimate | None, c: Estimate | None) -> tuple[Pair, ...]:
-        known = {pair: e for pair, e in ((B, b), (C, c)) if e is not None}
-        return options(1, estimates={1: known}).pairs_to_time(1)
+    def pairs_to_time(b: Estimate | None, c: Estimate | None) -> tuple[Pair, ...]:
+        estimates = {pair: e for pair, e in ((B, b), (C, c)) if e is not None}
+        return options(1, estimates={1: estimates}).pairs_to_time(1)
 
-    assert of(None, None) == (B, C)
-    assert of(Estimate(0.97, 2.0), Estimate(0.9, 2.0)) == (C, B)
-    assert of(None, Estimate(0.98, 2.0)) == (C, B)  # unknown ones last
-    assert of(Estimate(0.981, 0.99), Estimate(1.3, 1.4)) == ()
+    assert pairs_to_time(None, None) == (B, C)
+    assert pairs_to_time(Estimate(0.97, 2.0), Estimate(0.9, 2.0)) == (C, B)
+    assert pairs_to_time(None, Estimate(0.98, 2.0)) == (C, B)  # unknown ones last
+    assert pairs_to_time(Estimate(0.981, 0.99), Estimate(1.3, 1.4)) == ()
     assert options(1, untimeable=(B,)).pairs_to_time(1) == (C,)
 
 
@@ -187,8 +198,8 @@ def test_record_selects_untimed_pairings_only_if_unambiguous() -> None:
 
     assert pick(Estimate(0.8, 0.95, True)) == B
     assert pick(Estimate(0.8, 0.96, True)) == A
-    assert pick(Estimate(0.8, 0.95, False)) == A  # of layers that are not alike
-    assert pick(Estimate(0.8, 0.95, True), bucket(2, a=1.0, b=1.0)) == A  # what is timed counts
+    assert pick(Estimate(0.8, 0.95, False)) == A  # from layers of another kind
+    assert pick(Estimate(0.8, 0.95, True), bucket(2, a=1.0, b=1.0)) == A  # B was timed
     assert pick(Estimate(0.8, 0.95, True), bucket(1, a=1.0, b=None)) == A  # it failed at 1
     assert pick(Estimate(0.8, 0.95, True), bucket(1, a=1.0, b=1.0)) == B
 
@@ -204,12 +215,12 @@ ESTIMATES = st.builds(
 
 
 @st.composite
-def situations(draw) -> tuple[PairingOptions, list[Bucket]]:
+def options_and_buckets(draw) -> tuple[PairingOptions, list[Bucket]]:
     """Draw buckets: some timed, some incomplete, some with a failed default."""
-    most = draw(st.integers(1, 80))
-    tokens = tuple(sorted(draw(st.sets(st.integers(1, most), min_size=1, max_size=8))))
+    max_tokens = draw(st.integers(1, 80))
+    tokens = tuple(sorted(draw(st.sets(st.integers(1, max_tokens), min_size=1, max_size=8))))
     expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}
-    found = options(most, tokens, estimates=expected)
+    found = options(max_tokens, tokens, estimates=expected)
     buckets = []
     for t in draw(st.sets(st.sampled_from(tokens))):
         b, c, noise, fails = draw(OUTCOMES)
@@ -219,49 +230,52 @@ def situations(draw) -> tuple[PairingOptions, list[Bucket]]:
     return found, buckets
 
 
-@given(situations())
+@given(options_and_buckets())
 def test_no_segment_uses_a_pairing_that_may_be_slower(
-    situation: tuple[PairingOptions, list[Bucket]],
+    drawn: tuple[PairingOptions, list[Bucket]],
 ) -> None:
-    found, buckets = situation
-    at = {b.tokens: b for b in buckets}
+    options, buckets = drawn
+    bucket_at = {b.tokens: b for b in buckets}
 
-    def chosen(tokens: int, pair: Pair) -> bool:
-        """Return whether the pairing was faster at the bucket, or the record is unambiguous."""
-        own = at[tokens].find_outcome(pair) if tokens in at else None
-        if own is not None and own.ratio is not None and pair != at[tokens].default:
-            return own.ratio <= 1 - max(0.02, 2 * own.noise)
-        estimate = found.estimates[tokens].get(pair)
+    def is_known_to_be_faster(tokens: int, pair: Pair) -> bool:
+        """Return whether the times of the bucket, or the shipped record, show a gain."""
+        timed = bucket_at[tokens].find_outcome(pair) if tokens in bucket_at else None
+        if timed is not None and timed.ratio is not None and pair != bucket_at[tokens].default:
+            return timed.ratio <= 1 - max(0.02, 2 * timed.noise)
+        estimate = options.estimates[tokens].get(pair)
         return (
-            own is None
+            timed is None
             and estimate is not None
             and estimate.trusted
             and (estimate.pessimistic <= 0.95)
         )
 
-    runs = make_segments(found, buckets)
-    assert (runs[0].first, runs[-1].last) == (0, found.max_tokens)
-    assert all(high.first == low.last + 1 for low, high in pairwise(runs))
-    assert all(run.first <= run.last for run in runs)
-    assert all(low.pair != high.pair for low, high in pairwise(runs))
-    for tokens in range(found.max_tokens + 1):
-        (pair,) = (run.pair for run in runs if run.first <= tokens <= run.last)
-        bucket_of = 1 if tokens == 0 and 1 in found.tokens else tokens
-        if bucket_of in found.tokens:
-            default = default_pair(found, bucket_of, buckets)
-            assert pair == default or chosen(bucket_of, pair)
+    ranges = make_segments(options, buckets)
+    assert (ranges[0].first, ranges[-1].last) == (0, options.max_tokens)
+    assert all(high.first == low.last + 1 for low, high in pairwise(ranges))
+    assert all(r.first <= r.last for r in ranges)
+    assert all(low.pair != high.pair for low, high in pairwise(ranges))
+    for tokens in range(options.max_tokens + 1):
+        (pair,) = (r.pair for r in ranges if r.first <= tokens <= r.last)
+        run_like = 1 if tokens == 0 and 1 in options.tokens else tokens
+        if run_like in options.tokens:
+            default = default_pair(options, run_like, buckets)
+            assert pair == default or is_known_to_be_faster(run_like, pair)
             continue
-        below = max((t for t in found.tokens if t < tokens), default=None)
-        above = min((t for t in found.tokens if t > tokens), default=None)
-        default = default_pair(found, above or found.max_tokens, buckets, above=below)
-        both = below is not None and above is not None
-        assert pair == default or (both and chosen(below, pair) and chosen(above, pair))
+        below = max((t for t in options.tokens if t < tokens), default=None)
+        above = min((t for t in options.tokens if t > tokens), default=None)
+        default = default_pair(options, above or options.max_tokens, buckets, above=below)
+        if pair != default:
+            assert below is not None
+            assert above is not None
+            assert is_known_to_be_faster(below, pair)
+            assert is_known_to_be_faster(above, pair)
 
 
-@pytest.mark.parametrize("most", [1, 2, 17, 4096])
-def test_warm_up_covers_both_ends_and_odd_numbers(most: int) -> None:
-    numbers = warm_up_token_counts(most)
-    assert (numbers[0], numbers[-1]) == (1, most)
+@pytest.mark.parametrize("max_tokens", [1, 2, 17, 4096])
+def test_warm_up_covers_both_ends_and_odd_numbers(max_tokens: int) -> None:
+    numbers = warm_up_token_counts(max_tokens)
+    assert (numbers[0], numbers[-1]) == (1, max_tokens)
     assert all(high <= 2 * low for low, high in pairwise(numbers))
     odd = [n for n in numbers if n % 16]
     assert all(high <= 2 * low + 1 for low, high in pairwise(odd))

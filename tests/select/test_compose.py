@@ -31,14 +31,14 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-CPU = Machine("cpu")  # without the interpreter: parts in plain torch alone
+CPU = Machine("cpu")  # without the interpreter, so only parts in plain torch are valid
 PROBLEM = Problem(8, 64, 32, 4, 2)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # of machines that are described from here on
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # for machines that the tests describe
     return tmp_path
 
 
@@ -47,27 +47,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Set the seconds of a call by experts part and tokens, without noise."""
     per_token = {"TorchExperts": 1e-6, "NaiveBatchedExperts": 3e-6}
 
-    def once(self: PairingTimer, ready) -> float:
+    def time_once(self: PairingTimer, prepared) -> float:
         tokens = self.workload.problem.tokens
-        name = type(ready.kernel.experts).__name__
+        name = type(prepared.kernel.experts).__name__
         return per_token[name] * tokens + (4e-6 if name == "TorchExperts" else 0)
 
-    monkeypatch.setattr(PairingTimer, "_time_once", once)
+    monkeypatch.setattr(PairingTimer, "_time_once", time_once)
     return per_token
 
 
-def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bucket(self: PairingTimer, _pairs: object) -> None:
+def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: PairingTimer, _pairs: object) -> None:
         raise AssertionError("timed again")
 
-    monkeypatch.setattr(PairingTimer, "time_bucket", bucket)
+    monkeypatch.setattr(PairingTimer, "time_bucket", fail)
 
 
 @pytest.mark.parametrize("kind", ["prepare_finalize", "experts"])
 def test_missing_parts_raise_the_error_of_their_entry_point(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """As if a file of the user shadowed a package of parts."""
+    """For example, because a file of the user shadows a package of parts."""
     parts = tuple(part for part in load_catalog().parts if part.kind != kind)
     failed = BrokenEntry(kind, "modular-kernel", f"got /home/me/{kind}.py")
     monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
@@ -84,7 +84,7 @@ def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: di
     choice = choose(PROBLEM, CPU)
     assert set(choice.candidates.order) == {TORCH, NAIVE}
     assert choice.num_timed == 4
-    # 4 + t against 3 t: they meet at 2, where the default stays.
+    # TORCH takes 4 + t us and NAIVE 3 t us. At t = 2 they are equal, and the default is kept.
     assert choice.pair_by_tokens == {1: NAIVE, 2: TORCH, 4: TORCH, 8: TORCH}
     assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 1, NAIVE), (2, 8, TORCH)]
     assert choice.notes == ()
@@ -152,15 +152,15 @@ def test_a_second_call_times_nothing_and_chooses_the_same(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = choose(PROBLEM, CPU)
-    no_timing(monkeypatch)
+    forbid_timing(monkeypatch)
     start = time.perf_counter()
     again = compose(PROBLEM, CPU)
     assert time.perf_counter() - start < 1
     assert again.choice.num_timed == 0
     assert again.choice.segments == first.segments
-    fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are among those of more
+    fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are a subset
     assert (fewer.num_timed, fewer.pair_by_tokens) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
-    # Forced to look at the clock, it would have raised.
+    # With fresh=True, it times again.
     with pytest.raises(AssertionError, match="timed again"):
         choose(PROBLEM, CPU, terms=Terms(fresh=True))
 
@@ -226,10 +226,10 @@ def test_candidate_with_wrong_results_is_never_chosen(
 ) -> None:
     clock["NaiveBatchedExperts"] = 1e-9
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
-    right = part.apply
+    apply = part.apply
 
     def wrong(self, tokens, *, weights, workspace, output) -> None:
-        right(self, tokens, weights=weights, workspace=workspace, output=output)
+        apply(self, tokens, weights=weights, workspace=workspace, output=output)
         output.mul_(1.1)
 
     monkeypatch.setattr(part, "apply", wrong)
@@ -244,12 +244,12 @@ def test_exception_of_a_candidate_is_an_outcome(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_args, **_kwargs):
-        raise RuntimeError("no such luck\nsecond line")
+        raise RuntimeError("failed\nsecond line")
 
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
     monkeypatch.setattr(part, "apply", fails)
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert TimedOutcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
+    assert TimedOutcome(NAIVE, why="RuntimeError: failed") in choice.buckets[0].outcomes
 
 
 def test_weights_that_do_not_fit_in_memory_are_not_created(
@@ -277,9 +277,9 @@ def test_nothing_is_timed_in_the_interpreter(tmp_path: Path) -> None:
 
 
 def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
-    with pytest.raises(IncompatibleError) as caught:
+    with pytest.raises(IncompatibleError) as raised:
         compose(replace(PROBLEM, graph=True), CPU)
-    assert {r.rule for r in caught.value.rejections} >= {"graph"}
+    assert {r.rule for r in raised.value.rejections} >= {"graph"}
 
 
 def test_a_composed_layer_computes_what_its_pairings_do(folder: Path, clock: dict) -> None:
@@ -315,7 +315,7 @@ def test_a_plan_builds_and_times_nothing_when_called(
 ) -> None:
     plan = compose(PROBLEM, CPU).plan()
     weights = make_weights(PROBLEM, torch.device("cpu"))
-    no_timing(monkeypatch)
+    forbid_timing(monkeypatch)
     for name in ("make_kernel", "build_composed_kernel"):
         monkeypatch.setattr(f"modular_kernel.select.composed_kernel.{name}", None)
     assert plan.warm_up(weights) == 8
@@ -381,7 +381,7 @@ def test_group_must_match_the_problem(folder: Path) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
+def run_compose(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
     return run_mk(capsys, "compose", *words)
 
 
@@ -392,17 +392,17 @@ SMALL = ("--tokens-list", "1,8", "--hidden", "64", "--intermediate", "32", "--ex
 def test_the_verb_chooses_explains_and_reuses(
     capsys: pytest.CaptureFixture[str], folder: Path, clock: dict
 ) -> None:
-    code, out, err = ended(capsys, *SMALL, "--explain")
+    code, out, err = run_compose(capsys, *SMALL, "--explain")
     assert code == 0
-    with_it = replace(CPU, packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
-    many = len(choose(PROBLEM, with_it, terms=Terms(budget=0)).candidates.order)
-    assert f" pairings are valid without Triton's interpreter ({many} with it, untimed)" in out
+    with_interpreter = replace(CPU, packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
+    num_valid = len(choose(PROBLEM, with_interpreter, terms=Terms(budget=0)).candidates.order)
+    assert f" pairings are valid without Triton's interpreter ({num_valid} with it, untimed)" in out
     assert "0 to 1 " in out
     assert "2 token counts: 2 timed (" in out
     assert "not measured because they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out
     lines = [line.split() for line in out.splitlines()]
     assert "8 tokens: " in err
-    code, out, _ = ended(capsys, *SMALL, "--json")
+    code, out, _ = run_compose(capsys, *SMALL, "--json")
     record = json.loads(out)
     assert (code, record["timed_now"], record["missing"]) == (0, 0, [])
     assert [segment["pair"] for segment in record["segments"]] == [list(NAIVE), list(TORCH)]
@@ -410,7 +410,7 @@ def test_the_verb_chooses_explains_and_reuses(
     assert [o["pair"] for o in record["buckets"][0]["outcomes"]] == [list(TORCH), list(NAIVE)]
     assert record["summary"] == "2 token counts: 2 from the cache"
     assert max(len(verdict["rejections"]) for verdict in record["refused"]) > 1
-    for verdict in record["refused"]:  # a line each: the first reason, and how many others
+    for verdict in record["refused"]:  # a line each: the first reason, and how num_valid others
         pairing = [verdict["prepare_finalize"], "x", verdict["experts"]]
         (line,) = (words for words in lines if words[:3] == pairing)
         assert line[3] == f"[{verdict['rejections'][0]['rule']}]"
@@ -425,10 +425,10 @@ def test_long_waits_are_logged_once(
     monkeypatch.setattr(search, "_WARN_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(PairingTimer, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
     compose(PROBLEM, CPU, terms=Terms(on_bucket=(lambda _: None) if quiet else None))
-    told = "timing 2 pairings for up to 20 s; the times are cached"
+    message = "timing 2 pairings for up to 20 s; the times are cached"
     # The process also logs once that the interpreter is on, in whichever test comes first.
     logged = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
-    assert logged == ([] if quiet else [told])
+    assert logged == ([] if quiet else [message])
 
 
 def test_exchanges_that_count_rows_are_not_captured() -> None:

@@ -1,4 +1,4 @@
-"""compose over ranks: all choose the same by the slowest rank's times, and no record is lost."""
+"""compose over ranks: all ranks select the same pairings, by the times of the slowest rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 PROBLEM = Problem(8, 64, 32, 4, 2)
 
 
-def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
+def _compose_on_rank(rank: int, world: int, group: object, folder: Path, *more):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     machine = Machine("cpu")
     terms = Terms(tokens=(2,), folder=folder, **dict(more))
@@ -29,7 +29,7 @@ def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
     weights = make_weights(problem, torch.device("cpu"))
     plan = kernel.plan()
     calls = plan.warm_up(weights)
-    if not terms.replicated:  # ranks with unlike numbers of tokens
+    if not terms.replicated:  # ranks may have different numbers of tokens
         x_TH, _, routing = random_inputs(problem.with_tokens(8 if rank else 1), torch.device("cpu"))
         plan(x_TH, weights, routing)
         plan(x_TH, weights, routing, max_tokens=8)
@@ -40,19 +40,19 @@ def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
 
 def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
     pool = rank_pool(2)
-    first, second = pool.run(_on_rank, tmp_path)
+    first, second = pool.run(_compose_on_rank, tmp_path)
     assert first == second
     assert first[2:] == (1, 8)
     names = {outcome.pair[0] for bucket in first[0] for outcome in bucket.outcomes}
     assert "ReplicatedEPPrepareAndFinalize" not in names
     assert names >= {"TorchAll2AllPrepareAndFinalize", "AllGatherReduceScatterPrepareAndFinalize"}
-    again = pool.run(_on_rank, tmp_path)
+    again = pool.run(_compose_on_rank, tmp_path)
     assert again[0] == again[1] == (*first[:2], 0, 8)
-    (same, _) = pool.run(_on_rank, tmp_path, ("replicated", True))
+    (same, _) = pool.run(_compose_on_rank, tmp_path, ("replicated", True))
     assert {segment.pair[0] for segment in same[1]} == {"ReplicatedEPPrepareAndFinalize"}
 
 
-def _choices(rank: int, world: int, group: object, folder: Path, where: str):
+def _choose_with_failure(rank: int, world: int, group: object, folder: Path, where: str):
     """Return the outcomes if one rank has a wrong output, or fails during timing."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, fresh=True)
@@ -60,13 +60,13 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
     owner, name = {"wrong": (TimingWorkload, "find_error"), "run": (PairingTimer, "_run")}[where]
     real = getattr(owner, name)
 
-    def planted(*arguments: object) -> None:
-        real(*arguments)  # the other rank waits for its part of an exchange
+    def fail(*arguments: object) -> None:
+        real(*arguments)  # finish the exchange, for which the other rank waits
         raise ArithmeticError("planted")
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(owner, name, planted)
+            patch.setattr(owner, name, fail)
         choice = choose(problem, Machine("cpu"), group=group, terms=terms)
     return {outcome.why for outcome in choice.buckets[0].outcomes}
 
@@ -76,10 +76,10 @@ def test_failure_on_one_rank_excludes_the_pairing_on_all(
     rank_pool, tmp_path: Path, where: str
 ) -> None:
     pool = rank_pool(2)
-    assert pool.run(_choices, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
+    assert pool.run(_choose_with_failure, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
 
 
-def _times(rank: int, world: int, group: object, folder: Path):
+def _measured_times(rank: int, world: int, group: object, folder: Path):
     """Return all times if each rank takes 1 s longer than the previous one."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     with pytest.MonkeyPatch.context() as patch:
@@ -90,10 +90,10 @@ def _times(rank: int, world: int, group: object, folder: Path):
 
 
 def test_times_are_those_of_the_slowest_rank(rank_pool, tmp_path: Path) -> None:
-    assert rank_pool(2).run(_times, tmp_path) == [{2e6}, {2e6}]
+    assert rank_pool(2).run(_measured_times, tmp_path) == [{2e6}, {2e6}]
 
 
-def _late(rank: int, world: int, group: object, folder: Path):
+def _choose_with_unequal_budgets(rank: int, world: int, group: object, folder: Path):
     """Return what was timed if rank 1's budget ends before rank 0's."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, budget=0 if rank else 60)
@@ -101,17 +101,19 @@ def _late(rank: int, world: int, group: object, folder: Path):
 
 
 def test_ranks_share_one_budget(rank_pool, tmp_path: Path) -> None:
-    assert rank_pool(2).run(_late, tmp_path, timeout=60) == [1, 1]
+    assert rank_pool(2).run(_choose_with_unequal_budgets, tmp_path, timeout=60) == [1, 1]
 
 
-def _unlike(rank: int, world: int, group: object, folder: Path, own: dict, tokens: int) -> str:
+def _choose_with_other_arguments(
+    rank: int, world: int, group: object, folder: Path, own: dict, tokens: int
+) -> str:
     """Return the error if rank 1 passes other arguments."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     problem = problem.with_tokens(tokens) if rank else problem
     terms = Terms(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
-    with pytest.raises(ConfigurationError) as told:
+    with pytest.raises(ConfigurationError) as raised:
         choose(problem, Machine("cpu"), group=group, terms=terms)
-    return str(told.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +127,11 @@ def _unlike(rank: int, world: int, group: object, folder: Path, own: dict, token
 def test_ranks_with_different_arguments_raise(
     rank_pool, tmp_path: Path, own: dict, tokens: int, got: str, need: str
 ) -> None:
-    told = rank_pool(2).run(_unlike, tmp_path, own, tokens, timeout=60)
-    assert told == [f"rank 1's choice: got {got}, need {need} as rank 0"] * 2
+    errors = rank_pool(2).run(_choose_with_other_arguments, tmp_path, own, tokens, timeout=60)
+    assert errors == [f"rank 1's choice: got {got}, need {need} as rank 0"] * 2
 
 
-def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
+def _save_buckets(rank: int, _world: int, _group: object, folder: Path) -> int:
     cache = Cache(folder, {"device": "D"}, {"torch": "1"})
     for number in range(40):
         cache.save(
@@ -140,14 +142,16 @@ def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
 
 
 def test_concurrent_writers_lose_no_records(rank_pool, tmp_path: Path) -> None:
-    assert rank_pool(2).run(_keeps, tmp_path) == [40, 40]
+    assert rank_pool(2).run(_save_buckets, tmp_path) == [40, 40]
     record = Cache(tmp_path, {"device": "D"}, {"torch": "1"}).load().record
     assert record is not None
     assert [bucket.tokens for bucket in record.buckets] == list(range(1, 81))
     assert [path for path in (tmp_path / "choices").iterdir() if ".part" in path.name] == []
 
 
-def _too_little_memory(rank: int, world: int, group: object, folder: Path) -> tuple[str, str]:
+def _run_with_too_little_memory(
+    rank: int, world: int, group: object, folder: Path
+) -> tuple[str, str]:
     """Compose and profile where the weights of one rank fit into memory, but not those of all."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     free = int(1.5 * weight_bytes(problem))
@@ -166,6 +170,6 @@ def _too_little_memory(rank: int, world: int, group: object, folder: Path) -> tu
 
 
 def test_ranks_of_a_host_share_its_memory(rank_pool, tmp_path: Path) -> None:
-    for summary, error in rank_pool(2).run(_too_little_memory, tmp_path):
+    for summary, error in rank_pool(2).run(_run_with_too_little_memory, tmp_path):
         assert "weights of 2 ranks take" in summary
         assert error.startswith("weights of 2 ranks that share memory: got")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_compose import SMALL, ended
+from test_compose import SMALL, run_compose
 
 
 @pytest.mark.cpu
@@ -13,7 +13,7 @@ def test_graph_is_refused_on_a_cpu(
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    code, out, _ = ended(capsys, *SMALL, "--graph", "--json")
+    code, out, _ = run_compose(capsys, *SMALL, "--graph", "--json")
     assert code == 1
     assert json.loads(out)["ok"] is False
 
@@ -22,10 +22,10 @@ def test_the_verb_refuses(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    code, _, err = ended(capsys, *SMALL, "--replicated")
+    code, _, err = run_compose(capsys, *SMALL, "--replicated")
     assert code == 2
     assert "--world-size" in err
-    code, _, err = ended(capsys, *SMALL, "--budget", "-1")
+    code, _, err = run_compose(capsys, *SMALL, "--budget", "-1")
     assert code == 2
     assert "budget: got -1" in err
 
@@ -35,7 +35,7 @@ def test_the_verb_over_ranks(
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     words = ("--world-size", "2", "--backend", "gloo", "--json", "--budget", "60")
-    code, out, _ = ended(capsys, *SMALL, *words)
+    code, out, _ = run_compose(capsys, *SMALL, *words)
     record = json.loads(out)
     assert (code, record["facts"]["world_size"]) == (0, "2")
     assert record["segments"][-1]["last"] == 8
