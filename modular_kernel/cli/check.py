@@ -61,12 +61,12 @@ def check(
     Exits with 0 if the pairing is valid, or if any pairing in the matrix is; with several schemes,
     this must hold for each. Exits with 1 otherwise, and with 2 on bad usage.
     """
-    cluster = machine_options.cluster()
+    cluster = machine_options.parse_cluster()
     options = apply_cluster(apply_launcher(options), cluster)
     checkpoint = _inspect_checkpoint(options)
     problems = _make_problems(options, checkpoint)
     _warn_about_sizes(problems[0][1])
-    machine = machine_options.select(cluster, arch, device)
+    machine = machine_options.resolve_machine(cluster, arch, device)
     from modular_kernel.catalog import load_catalog
     from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 

@@ -24,7 +24,10 @@ def compile_kernels(
     *,
     check: Annotated[
         bool,
-        option("Exit with 1 if a kernel exceeds a limit, or if one or all are not compiled."),
+        option(
+            "Exit with 1 if a kernel exceeds a limit or is left out without a reason, or if "
+            "none is compiled."
+        ),
     ] = False,
     arch: Annotated[
         str, option("Compile for a GPU of this compute capability, such as 9.0 or sm_90.")

@@ -33,7 +33,7 @@ class MachineOptions:
         ),
     ] = None
 
-    def cluster(self) -> "Cluster | None":
+    def parse_cluster(self) -> "Cluster | None":
         """Return the GPUs and links that --machine describes; None without --machine."""
         if self.machine is None:
             return None
@@ -41,7 +41,7 @@ class MachineOptions:
 
         return parse_machine(self.machine)
 
-    def select(
+    def resolve_machine(
         self,
         cluster: "Cluster | None",
         arch: str | None = None,

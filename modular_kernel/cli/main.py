@@ -37,9 +37,9 @@ VERBS = {
     "models": ("models:list_models", "List the models that --model accepts by name."),
     "check": (
         "check:check",
-        "Check whether a pairing, or every pairing, is valid for a problem and a machine.",
+        "Check whether pairings are valid for a problem and a machine.",
     ),
-    "test": ("verify:verify", "Verify a pairing, or every pairing, against a float64 reference."),
+    "test": ("verify:verify", "Verify pairings against a float64 reference."),
     "profile": ("profile:profile", "Trace a pairing and compare each stage with its roofline."),
     "bench": (
         "bench:bench",
@@ -57,7 +57,7 @@ VERBS = {
         "compile:compile_kernels",
         "Compile the kernels for a GPU; show registers and spills.",
     ),
-    "new": ("new:new", "Write a package with a new part or path, to start from."),
+    "new": ("new:new", "Write a package with a new part, path or scheme, to start from."),
     "doctor": ("doctor:doctor", "Show versions, devices, and missing packages."),
     "demo": ("demo:demo", "Run four small models with transformers' experts and ours."),
 }

@@ -48,7 +48,7 @@ _GLOSSARY = {
 
 def list_parts(*, machine_options: MachineOptions, as_json: AsJson = None) -> None:
     """List every part, its requirements, whether it can run on the machine, and its origin."""
-    machine = machine_options.select(machine_options.cluster())
+    machine = machine_options.resolve_machine(machine_options.parse_cluster())
     from modular_kernel.catalog import load_catalog
     from modular_kernel.spec.quantization import load_external_schemes
 

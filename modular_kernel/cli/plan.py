@@ -226,7 +226,7 @@ def _parse_machines(
         name = f"{hosts}x{per_host}x{_DEFAULT_GPU}" if hosts > 1 else f"{per_host}x{_DEFAULT_GPU}"
         return [(name, parse_machine(name))]
     words = list(dict.fromkeys(machine_options.machine.split(",")))
-    described = [(word, replace(machine_options, machine=word).cluster()) for word in words]
+    described = [(word, replace(machine_options, machine=word).parse_cluster()) for word in words]
     return [(word, cluster) for word, cluster in described if cluster is not None]
 
 
@@ -241,7 +241,7 @@ def _make_cases(
     from modular_kernel.perf_model.load import Groups
     from modular_kernel.perf_model.recommend import recommend
 
-    machine = machine_options.select(cluster)
+    machine = machine_options.resolve_machine(cluster)
     problem = apply_cluster(options, cluster).problem()
     estimate = partial(
         estimate_pairings,
