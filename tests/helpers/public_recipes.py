@@ -85,7 +85,7 @@ EXEMPT: Mapping[str, str] = {
     "modular_kernel.layers.adapter_pool.AdapterPool.weights": _BASE,
     "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
     "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply calls it",
-    "modular_kernel.contracts.Call": "a part's record of one call, which the kernel makes",
+    "modular_kernel.contracts.CallState": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.path_name": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.prepare": _PART,
