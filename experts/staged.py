@@ -106,7 +106,7 @@ class AssembledExperts(PickledByProblem, PermuteExpertsUnpermute):
             stages.post(result, call)
 
 
-_CORE_STAGE_NAME = stage_names.fused(stage_names.GEMM1, stage_names.GEMM2)
+_CORE_STAGE_NAME = stage_names.fuse(stage_names.GEMM1, stage_names.GEMM2)
 
 
 class FusedExperts(AssembledExperts):
@@ -125,7 +125,7 @@ class FusedExperts(AssembledExperts):
             type(self).operation(call)
 
 
-_FUSED_STAGE_NAME = stage_names.fused(
+_FUSED_STAGE_NAME = stage_names.fuse(
     stage_names.PERMUTE, stage_names.GEMM1, stage_names.GEMM2, stage_names.UNPERMUTE
 )
 

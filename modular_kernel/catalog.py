@@ -41,11 +41,11 @@ from modular_kernel.spec.problem import Machine, Problem, Reduce
 from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils.argument_checks import check_fields, expect
 from modular_kernel.utils.optional_imports import (
-    OWN_PACKAGES,
+    DISTRIBUTION_PACKAGES,
+    check_not_shadowed,
     describe_error,
+    find_shadow,
     load_with_deadline,
-    require_own_package,
-    shadow_of,
 )
 from modular_kernel.utils.package_probes import PackageProbe
 
@@ -280,7 +280,7 @@ def list_broken_stages() -> tuple[BrokenEntry, ...]:
 def _load_planned() -> tuple[PlannedPart, ...]:
     """Return the parts that this distribution plans but does not implement, ordered by name."""
     entries = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
-    packages = {package for package in OWN_PACKAGES if shadow_of(package) is None}
+    packages = {package for package in DISTRIBUTION_PACKAGES if find_shadow(package) is None}
     own_entries = [entry for _, entry in sorted(entries.items()) if entry.module in packages]
     return tuple(
         part for entry in own_entries for part in entry.load() if isinstance(part, PlannedPart)
@@ -289,11 +289,11 @@ def _load_planned() -> tuple[PlannedPart, ...]:
 
 def _make_source(entry: EntryPoint) -> PartSource:
     package, _, attribute = entry.value.partition(":")
-    is_builtin = package in OWN_PACKAGES and attribute == "COMPONENTS"
+    is_builtin = package in DISTRIBUTION_PACKAGES and attribute == "COMPONENTS"
 
     def load() -> object:
         if is_builtin:
-            require_own_package(package)
+            check_not_shadowed(package)
         return entry.load()
 
     distribution = entry.dist.name if entry.dist else "unknown"

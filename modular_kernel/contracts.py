@@ -11,7 +11,7 @@ through `modular_kernel.replay.launch`, and that the launches depend only on sha
 and alignment. A plan then replays the launches without calling the part. Torch operations and
 interpreted Triton kernels are detected and are not replayed; launches by other libraries are not
 detected. A part over ranks passes its collectives to
-`modular_kernel.replay.recording.repeat_in_replays`.
+`modular_kernel.replay.recording.run_in_replays`.
 """
 
 import math

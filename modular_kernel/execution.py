@@ -37,9 +37,9 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.utils import forks
-from modular_kernel.utils.argument_checks import available_device, format_value
+from modular_kernel.utils.argument_checks import format_value, resolve_device
 from modular_kernel.utils.call_counters import CallCounters, DelayedValue
-from modular_kernel.utils.tensor_checks import MemoryOfTensors
+from modular_kernel.utils.tensor_checks import TensorMemorySnapshot
 from modular_kernel.workspace import (
     EXPERT_OUTPUT,
     BufferSpec,
@@ -100,7 +100,7 @@ class Execution:
         self._delayed_invalid_ids = DelayedValue()
         self.label = ""  # name of the layer, if only one uses this kernel; for warnings
         self.auto_prepare = auto_prepare
-        self._layout_key = prepared.layout_key(type(experts), self.problem)
+        self._layout_key = prepared.make_layout_key(type(experts), self.problem)
         self.known_weights = recording.CheckedWeightsCache(
             WeightPreparer(
                 experts.prepared_specs, experts.prepare, self._layout_key, enabled=auto_prepare
@@ -172,13 +172,15 @@ class Execution:
 
     def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> recording.CheckedWeights:
         """Check weights in their first call, and again if the memory of a tensor was replaced."""
-        checked = self.known_weights.bound(weights, x_TH.device)
+        checked = self.known_weights.lookup(weights, x_TH.device)
         if checked is None:
             validate.check_weights(weights, x_TH, self.problem)
             specs = self.experts.prepared_specs()
             prepared.check_prepared(weights, specs, x_TH.device, self._layout_key)
-            checked = self.known_weights.bind(
-                weights, prepared.source_tensors(weights), prepared.prepared_tensors(weights)
+            checked = self.known_weights.add(
+                weights,
+                prepared.list_source_tensors(weights),
+                prepared.list_prepared_tensors(weights),
             )
         return checked
 
@@ -246,8 +248,8 @@ class Execution:
         Raises ConfigurationError or DeviceError for a device that is unknown or not available.
         """
         if self._invalid_ids is None:
-            device = available_device(device, meta=True)
-            with modes.outside_inference_mode():
+            device = resolve_device(device, meta=True)
+            with modes.disable_inference_mode():
                 counter = torch.zeros(1, dtype=torch.int32, device=device)
             # setdefault is atomic: first calls of two threads share one tensor.
             self._invalid_ids = self._invalid_ids_once.setdefault("invalid_ids", counter)
@@ -272,7 +274,7 @@ class Execution:
         if out is not None and not self.problem.inplace:
             poison_tensor(out, fill)
 
-    @modes.without_autocast
+    @modes.disable_autocast
     def start_checked(
         self,
         x_TH: torch.Tensor,
@@ -320,10 +322,10 @@ class Execution:
             # x is read after the dispatch only if rows do not move.
             read = {"x": None if self._moves_rows else x_TH, "out": out} | vars(weights)
             read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
-            memory = MemoryOfTensors(read | {"adapters": routing.slots_T})
+            memory = TensorMemorySnapshot(read | {"adapters": routing.slots_T})
         return Pending(self, receive, weights, workspace, out, x_TH.shape[0], memory)
 
-    @modes.without_autocast
+    @modes.disable_autocast
     def finish(self, pending: "Pending") -> torch.Tensor:
         """Run the experts and the combine of `pending`; return its output."""
         part, reduce = self.prepare_finalize, self.reduce
@@ -380,11 +382,11 @@ class Pending:
     workspace: Workspace
     out: torch.Tensor | None
     tokens: int
-    memory: MemoryOfTensors | None = None
+    memory: TensorMemorySnapshot | None = None
     # Popped by `finish`. pop is atomic, so a second call, even in another thread, raises.
     _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
-    @modes.untraced
+    @modes.disable_tracing
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine, and return the layer's output.
 

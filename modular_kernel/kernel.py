@@ -28,7 +28,7 @@ from modular_kernel.replay import modes
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
 from modular_kernel.text import render_notebook_html
-from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.argument_checks import Count, expect, resolve_device
 from modular_kernel.utils.call_counters import OWN_WORKSPACE
 from modular_kernel.workspace import Workspace
 
@@ -143,10 +143,10 @@ class FusedMoEModularKernel(Execution):
         reserved for more than 2,048 tokens, because such calls allocate their own workspace.
         """
         expect("tokens", tokens, Count)
-        device = available_device(self.machine.device if device is None else device)
+        device = resolve_device(self.machine.device if device is None else device)
         self._call_plans.reserve(self, device, tokens)
 
-    @modes.untraced_layer_call
+    @modes.disable_tracing_of_layer_call
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -172,7 +172,7 @@ class FusedMoEModularKernel(Execution):
             return output
         return self._check_and_start(x_TH, weights, routing, out, at_once=True).finish()
 
-    @modes.untraced_layer_call
+    @modes.disable_tracing_of_layer_call
     def start(
         self,
         x_TH: torch.Tensor,
@@ -249,7 +249,7 @@ class FusedMoEModularKernel(Execution):
         if device.type != self.machine.device:
             need = f"a {self.machine.device} tensor for this kernel"
             raise DeviceError("w1", got=device, need=need)
-        weights, specs = prepared.without_prepared(weights), self.experts.prepared_specs()
+        weights, specs = prepared.remove_prepared(weights), self.experts.prepared_specs()
         no_tokens = torch.empty(0, problem.hidden, dtype=problem.dtype, device=device)
         validate.check_weights(weights, no_tokens, problem)
         if not specs:

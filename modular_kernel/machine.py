@@ -11,7 +11,7 @@ import torch
 
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine
-from modular_kernel.utils.package_probes import PackageProbe, probe_all
+from modular_kernel.utils.package_probes import PackageProbe, find_packages
 
 _torch_reference: ContextVar[bool] = ContextVar("torch_reference", default=False)
 
@@ -52,7 +52,7 @@ def current_machine(
     probes: probes for packages that share their name with other packages.
     """
     probes = tuple(probes)
-    confirmed, others = probe_all(probes)
+    confirmed, others = find_packages(probes)
     by_name = {"triton", "ml_dtypes", *packages} - {probe.name for probe in probes}
     available, mismatched = find_importable(by_name) | confirmed, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():

@@ -23,11 +23,11 @@ from modular_kernel import validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.execution import Execution, Pending, as_exception
 from modular_kernel.replay import modes, recording
-from modular_kernel.replay.recording import device_index, in_graph_trees, may_keep_buffers
+from modular_kernel.replay.recording import can_keep_buffers, device_index, is_graph_trees_stream
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils import call_counters, forks
-from modular_kernel.utils.tensor_checks import span, wants_gradient
+from modular_kernel.utils.tensor_checks import address_range, needs_gradient
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 
 _C: Any = torch._C
@@ -97,7 +97,7 @@ class BoundCalls(ABC):
         """Check and run a call that `_replay` did not run; replay it if that is possible now."""
         bound, output = self._check_or_refuse(x_TH, weights, routing, out)
         inputs = _tensors(x_TH, routing)
-        signature, _ = recording.signature_and_pointers(inputs, bound)
+        signature, _ = recording.get_signature_and_pointers(inputs, bound)
         key = signature, None if out is None else self._layout_of(out, x_TH)
         if self._recorded.find(key) is not None:  # only the weights were new
             replayed = self._replay(x_TH, weights, routing, out)
@@ -126,7 +126,7 @@ class BoundCalls(ABC):
         """
         if not self._recorded.replayable or type(routing) is not Routing:
             return None
-        bound = self.kernel.known_weights.bound(weights, self._device)
+        bound = self.kernel.known_weights.lookup(weights, self._device)
         if bound is None or (routing.adapters_T is not None) is not self._has_adapters:
             return None
         weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
@@ -135,7 +135,9 @@ class BoundCalls(ABC):
             if type(tensor) not in _TENSOR_TYPES or tensor.is_neg():
                 return None
         try:
-            layout, pointers = recording.layout_and_pointers(inputs, bound.pointers, bound.bits)
+            layout, pointers = recording.get_layout_and_pointers(
+                inputs, bound.pointers, bound.pointer_bits
+            )
             out_layout = None if out is None else self._layout_of(out, x_TH)
         except (RuntimeError, TypeError):  # a tensor without memory or strides, or no tensor
             return None
@@ -145,7 +147,7 @@ class BoundCalls(ABC):
             return None
         if _profiler._is_profiler_enabled:  # stages are measured
             return None
-        for is_active in recorded.hook_checks:  # a profiler would miss the launches
+        for is_active in recorded.bypass_conditions:  # a profiler would miss the launches
             if is_active():
                 return None
         if (out is not None or self._writes_old_memory) and self._overlaps(
@@ -154,7 +156,7 @@ class BoundCalls(ABC):
             return None
         if _is_grad_enabled() or _forward_ad._current_level >= 0:
             tensors = (*inputs, *bound.tensors)
-            if wants_gradient(tensors if out is None else (*tensors, out)):
+            if needs_gradient(tensors if out is None else (*tensors, out)):
                 return None
         if out is None:
             try:
@@ -210,7 +212,7 @@ class BoundCalls(ABC):
             and out.data_ptr() % recording.ALIGNMENT == 0
         ):
             return None
-        layout, _ = recording.layout_and_pointers((out,))
+        layout, _ = recording.get_layout_and_pointers((out,))
         return type(out), layout
 
     def _overlaps(
@@ -230,8 +232,8 @@ class BoundCalls(ABC):
         if out is not None and (inplace or out.is_neg()):
             return True
         read, written = (inputs, out) if out is not None else (inputs[1:], inputs[0])
-        start, stop = span(written)
-        spans = (*map(span, read), *bound.spans)
+        start, stop = address_range(written)
+        spans = (*map(address_range, read), *bound.spans)
         return any(start < other_stop and other_start < stop for other_start, other_stop in spans)
 
     def _check_or_refuse(
@@ -297,7 +299,7 @@ class BoundCalls(ABC):
         if kernel.poison:
             kernel.poison_output(out, workspace.poison())
         if self._makes_output:  # a recording would be of calls with `out` only
-            kernel.call_counters.add(call_counters.ALLOCATES, tokens)
+            kernel.call_counters.add(call_counters.ALLOCATES_OUTPUT, tokens)
             output = out if has_out else None
             return self._start(x_TH, weights, routing, output, workspace).finish()
         reason = self._why_not_recorded(signature, out)
@@ -309,18 +311,18 @@ class BoundCalls(ABC):
             inputs = (*inputs, out)
         if not self._keeps_workspace:
             inputs = (*inputs, workspace.memory)
-        with recording.recording(inputs) as recorder:
+        with recording.record_launches(inputs) as recorder:
             kernel.finish(self._start(x_TH, weights, routing, out, workspace))
-        recorded = recorder.recorded()
+        recorded = recorder.make_recorded_call()
         if recorded is not None:
             is_like_x = x_TH.shape == out.shape and x_TH.dtype is out.dtype
             recorded = replace(
                 recorded,
-                count=self._replay_counts.cell(tokens),
+                count=self._replay_counts.counter(tokens),
                 workspace_bytes=workspace.nbytes,
                 output_like_x=is_like_x and x_TH.is_contiguous(),
             )
-        self._recorded.keep(signature, recorded, recorder.refusal_reason)
+        self._recorded.store(signature, recorded, recorder.refusal_reason)
         if kernel.poison:
             workspace.check_red_zones()
         return out
@@ -328,9 +330,9 @@ class BoundCalls(ABC):
     def _why_not_recorded(self, signature: Hashable, out: torch.Tensor) -> str:
         """Return the reason not to record a call that is not replayed; "" if it can be recorded."""
         if not self.kernel.replayable:
-            return call_counters.NOT_DECLARED
+            return call_counters.NOT_REPLAYABLE
         if not self._recorded.is_new(signature):
-            return self._recorded.why_refused(signature) or call_counters.OBSERVED
+            return self._recorded.refusal_reason(signature) or call_counters.PROFILED_OR_OVERLAPPING
         if not self.kernel.prepare_finalize.may_record():
             return call_counters.FIRST_OF_LAYER
         return call_counters.NO_TOKENS if out.numel() == 0 else ""
@@ -370,7 +372,7 @@ class Plan(BoundCalls):
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(kernel, problem, device)
         specs = kernel.workspace_specs(problem.tokens)
-        with modes.outside_inference_mode():
+        with modes.disable_inference_mode():
             self._workspace = Workspace(specs, device, poison=kernel.poison)
         rows = 0 if self._makes_output else problem.tokens
         shape = (rows, *problem.output_shape[1:])
@@ -401,7 +403,7 @@ class Plan(BoundCalls):
         """Bytes of workspace held, excluding the output."""
         return self._workspace.nbytes
 
-    @modes.untraced_layer_call
+    @modes.disable_tracing_of_layer_call
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -468,10 +470,10 @@ class _Outputs(threading.local):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        with modes.outside_inference_mode():
+        with modes.disable_inference_mode():
             self.buffer = torch.empty(shape, dtype=dtype, device=device)
         self.rows: dict[int, torch.Tensor] = {}
-        self._start, self._stop = span(self.buffer)
+        self._start, self._stop = address_range(self.buffer)
 
     def holds(self, pointers: Sequence[int]) -> bool:
         """Return whether one of the addresses is inside this output."""
@@ -541,7 +543,7 @@ class StreamMemory:
         if memory is None or memory.nbytes < nbytes:
             self.release()
             size = -(-nbytes // _GRANULARITY) * _GRANULARITY
-            with modes.outside_inference_mode():
+            with modes.disable_inference_mode():
                 memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._memory = memory
             _memories.trim(self)
@@ -671,7 +673,7 @@ class CallPlans:
                 return None
             stream = _C._cuda_getCurrentRawStream(index)
             # The default stream, 0, cannot be captured and is not that of graph trees.
-            if stream and (_C._cuda_isCurrentStreamCapturing() or in_graph_trees(index)):
+            if stream and (_C._cuda_isCurrentStreamCapturing() or is_graph_trees_stream(index)):
                 return None
         plan = self._plans.get((index, stream, (shape[0] - 1).bit_length()))
         if plan is None:
@@ -682,7 +684,7 @@ class CallPlans:
 
     def reserve(self, kernel: Execution, device: torch.device, tokens: int) -> None:
         """Make the plan for calls of `tokens` tokens now, if they use the shared workspace."""
-        if tokens <= min(self._max_tokens, MAX_SHARED_TOKENS) and may_keep_buffers(device):
+        if tokens <= min(self._max_tokens, MAX_SHARED_TOKENS) and can_keep_buffers(device):
             stream = 0
             if device.type == "cuda":
                 device = torch.device("cuda", device_index(device))
@@ -723,7 +725,7 @@ class _StreamPlan(BoundCalls):
         self._memory = _memories.of(device, stream)
         self._bound = True  # whether a call has a workspace
         self._waits = self._index is not None  # for the calls of other threads
-        with modes.outside_inference_mode():
+        with modes.disable_inference_mode():
             self._no_output = torch.empty(0, dtype=problem.dtype, device=device)
 
     def run(
@@ -805,7 +807,7 @@ class _CallPlan(_StreamPlan):
             memory = self._memory.reserve(self._nbytes, self)
         except torch.OutOfMemoryError:  # the call on its own may need less
             return False
-        with modes.outside_inference_mode():
+        with modes.disable_inference_mode():
             self._workspace = Workspace(self._specs, self._device, memory=memory)
         self._bound = True
         return True

@@ -13,7 +13,7 @@ import torch
 from modular_kernel.machine import find_importable, interpreted_since_import
 from modular_kernel.settings import find_c_compiler, find_unknown_variables, read_settings
 from modular_kernel.text import escape_nonprintable
-from modular_kernel.utils.optional_imports import OWN_PACKAGES, shadow_of
+from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES, find_shadow
 
 _LOG = logging.getLogger("modular_kernel.process_status")
 _LOGGED: set["ProcessState"] = set()
@@ -79,7 +79,7 @@ def get_interpreter_state() -> ProcessState:
 
 def get_packages_state() -> ProcessState:
     """Return whether the packages with parts belong to this distribution: "ours" or "shadowed"."""
-    shadows = {package: shadow_of(package) for package in OWN_PACKAGES}
+    shadows = {package: find_shadow(package) for package in DISTRIBUTION_PACKAGES}
     reason = ", ".join(
         f"{package} by {path}" for package, path in shadows.items() if path is not None
     )

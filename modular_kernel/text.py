@@ -51,7 +51,7 @@ def format_counts(numbers: Sequence[int], noun: str) -> str:
 
 
 def pluralize(noun: str, number: int) -> str:
-    """Return the noun in the pluralize, or in the singular if the number is 1."""
+    """Return the noun in the plural, or in the singular if the number is 1."""
     return noun if number == 1 else f"{noun}s"
 
 

@@ -26,7 +26,7 @@ from modular_kernel.utils.tensor_checks import (
     check_storage,
     check_strided,
     is_dense,
-    overlap,
+    is_overlapping,
 )
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -385,7 +385,7 @@ def check_no_overlap(
     inputs["adapters"] = routing.slots_T
     inputs |= vars(weights)
     for name, tensor in inputs.items():
-        if tensor is not None and overlap(output, tensor):
+        if tensor is not None and is_overlapping(output, tensor):
             need = "separate memory" + (", or inplace=True" if name == "x" else "")
             raise ConfigurationError(what, got=f"the memory of {name}", need=need)
 

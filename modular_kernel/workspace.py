@@ -277,7 +277,7 @@ class _SharedBuffers:
             ((overlay,), self._over[overlay]) if overlay else (self._over[name], (name,))
         )
         self._dead = (self._dead | set(released)) - set(acquired)
-        with recording.pause_recording():
+        with recording.ignore_torch_operations():
             for other in released:
                 self._saved_zones[other].copy_(self._red_zones[other])
                 poison_tensor(self._buffers[other], self.fill)

@@ -32,7 +32,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.integrations.fused_moe import fused_experts
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.operators.experts import EXPERTS_FORWARD
-from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.operators.pairing import Pairing, serialize_layer
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing
@@ -94,7 +94,7 @@ def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
     layer.set_weights(weights)
     logits = torch.randn(tokens, problem.experts, device="cuda", dtype=problem.dtype)
     fields = {name: t for name, t in vars(weights).items() if t is not None}
-    texts = ",".join(fields), layer_text(problem), str(Pairing(*PAIR))
+    texts = ",".join(fields), serialize_layer(problem), str(Pairing(*PAIR))
     router = routing.topk_ids_TK, routing.topk_weights_TK
     calls: dict[str, Call] = {
         "kernel": lambda: kernel(x_TH, weights, routing),

@@ -33,7 +33,7 @@ from modular_kernel.checkpoints.loading import LoadedExperts
 from modular_kernel.integrations.transformers import from_pretrained, register
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parameters import PARAMETERS
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 
 EXPERTS, HIDDEN, INTERMEDIATE, VOCABULARY, HEADS = 4, 256, 512, 64, 4
 SHAPES = {
@@ -567,7 +567,7 @@ def check(loaded: LoadedExperts, values: Tensors) -> tuple[str, float]:
     for name, matrices in exact.items():
         weights = getattr(loaded.weights, name)
         if problem.scheme.quantized:
-            weights = dequantized_weights(loaded.weights, name, problem)
+            weights = dequantize_weights(loaded.weights, name, problem)
         for expert, matrix in enumerate(matrices):
             difference = (weights[expert].double() - matrix).norm() / matrix.norm()
             worst = max(worst, float(difference))

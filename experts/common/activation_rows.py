@@ -76,7 +76,7 @@ def activate_and_quantize(
         along_rows=column_major_scales,
     )
     if not _has_dynamic_tensor_scale(problem):
-        with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
+        with stages.stage(stages.fuse(stages.GEMM1, stages.QUANTIZE)):
             activation_and_quantize(gate_up_RN, problem.act, scheme, out=out, valid_rows=valid_rows)
         return _values_and_scale(out)
     h_RI = workspace.take("h", shape)

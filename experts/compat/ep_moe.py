@@ -43,7 +43,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, available_device, expect
+from modular_kernel.utils.argument_checks import MAX_INT32, Between, Count, expect, resolve_device
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_output,
@@ -289,7 +289,7 @@ class GroupedGemmRunner(torch.nn.Module):
     def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
         super().__init__()
         expect("use_flashinfer", use_flashinfer, bool)
-        self.device, self.use_flashinfer = available_device(device), use_flashinfer
+        self.device, self.use_flashinfer = resolve_device(device), use_flashinfer
         if use_flashinfer:
             need = "False, because only the Triton grouped GEMM is available"
             raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)

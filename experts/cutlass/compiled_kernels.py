@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
+from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, make_cache_key
 from modular_kernel.text import escape_nonprintable
 
 _LOG = logging.getLogger("modular_kernel.cutlass")
@@ -67,4 +67,4 @@ class CompiledKernel:
     def _stem(self) -> str:
         sources = tuple(sorted(Path(__file__).parent.rglob("*.py")))
         versions = (*map(version, _PACKAGES), platform.machine(), *platform.libc_ver())
-        return f"{self.name}-{key_of(self.arch, *versions, files=sources)}"
+        return f"{self.name}-{make_cache_key(self.arch, *versions, files=sources)}"

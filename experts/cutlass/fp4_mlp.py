@@ -22,7 +22,7 @@ from modular_kernel.ops.fp4_rows import (
     tiled_scale_spec,
 )
 from modular_kernel.quant import nvfp4
-from modular_kernel.quant.quantized_weights import matrices_of
+from modular_kernel.quant.quantized_weights import count_matrices
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.tensors import ExpertWeights
@@ -47,7 +47,7 @@ def mlp_specs(problem: Problem, num_rows: int, max_tiles: int) -> Mapping[str, B
         ("w2", problem.hidden, problem.intermediate),
     ):
         specs[f"{name}_tiled"] = tiled_scale_spec(e, n, k // nvfp4.GROUP)
-        matrices = matrices_of(name, problem)
+        matrices = count_matrices(name, problem)
         specs[f"{name}_global_scales"] = BufferSpec((e, matrices), torch.float32)
     return specs
 
@@ -75,7 +75,7 @@ def run_mlp(
     gate_up_RN = workspace.take("workspace13", (num_rows, problem.w1_rows))
     with stages.stage(stages.GEMM1):
         gemm(x, _prepare_weights("w1", weights, problem, workspace), tiles, gate_up_RN)
-    with stages.stage(stages.fused(stages.GEMM1, stages.QUANTIZE)):
+    with stages.stage(stages.fuse(stages.GEMM1, stages.QUANTIZE)):
         h = take_fp4(workspace, "h", num_rows, problem.intermediate, tiles.numel() // 3)
         assert weights.a2_scale is not None
         quantize_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)

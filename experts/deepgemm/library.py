@@ -14,7 +14,7 @@ import torch
 from experts.common.row_major import to_row_major
 from modular_kernel.errors import StateError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing
+from modular_kernel.utils.package_probes import PackageProbe, import_context, import_from_folder
 
 TILE_M = 128  # rows per tile in the contiguous layout; the masked layout has tiles of 64 or 128
 BLOCK = 128  # elements along K, and weight rows along N, that share a scale
@@ -22,7 +22,7 @@ _NAME = "experts.deepgemm.vendored"
 
 DEEP_GEMM = PackageProbe(
     name="deep_gemm",
-    places=("deep_gemm", "vllm/third_party/deep_gemm"),
+    locations=("deep_gemm", "vllm/third_party/deep_gemm"),
     markers=(
         ("__init__.py", "m_grouped_fp8_gemm_nt_masked"),
         ("__init__.py", "m_grouped_bf16_gemm_nt_contiguous"),
@@ -45,7 +45,7 @@ def load() -> Any:
     toolkit.
     """
     need = "a build for this torch and Python, and the CUDA toolkit (CUDA_HOME)"
-    with importing(DEEP_GEMM, need=need) as folder:
+    with import_context(DEEP_GEMM, need=need) as folder:
         if folder.parent.name == "third_party":  # a plain import would load all of vLLM
             return import_from_folder(folder, _NAME)
         return import_module("deep_gemm")

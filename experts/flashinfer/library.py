@@ -16,13 +16,13 @@ import torch
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.quant.quantized_weights import STORAGE
 from modular_kernel.spec.problem import Problem
-from modular_kernel.utils.package_probes import PackageProbe, importing
+from modular_kernel.utils.package_probes import PackageProbe, import_context
 
 ALIGNMENT_BYTES = 16  # alignment of rows and of tensors that TMA reads
 
 FLASHINFER = PackageProbe(
     name="flashinfer",
-    places=("flashinfer",),
+    locations=("flashinfer",),
     markers=(
         # Since 0.6.16: sums in a fixed order, and a workspace allocated by the caller.
         ("fused_moe/core.py", "def cutlass_fused_moe_workspace_size("),
@@ -57,7 +57,7 @@ def load() -> Any:
 
     Raise ConfigurationError if FlashInfer is missing or cannot be imported.
     """
-    with importing(FLASHINFER, need="a build for this torch and CUDA"):
+    with import_context(FLASHINFER, need="a build for this torch and CUDA"):
         module = import_module("flashinfer.fused_moe")
         return SimpleNamespace(
             cutlass_fused_moe=module.cutlass_fused_moe,

@@ -49,7 +49,7 @@ from topk_reduce import TopKWeightAndReduceNoOp
 
 _WORKSPACE_ALIGNMENT_BYTES = 128  # alignment of FlashInfer's workspace in bytes
 _BLOCK_SCALE_ARCH, _BLOCK_SCALE_MIN_CUDA = (9, 0), (12, 8)
-_FUSED_STAGE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
+_FUSED_STAGE = stages.fuse(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
 
 
 class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):

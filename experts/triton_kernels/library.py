@@ -17,13 +17,18 @@ import torch
 
 from experts.common.row_major import copy_row_major, is_aligned, to_row_major
 from experts.triton_kernels.tile_maps import TILE_ROWS, TileMaps
-from modular_kernel.utils.package_probes import PackageProbe, import_from_folder, importing, unload
+from modular_kernel.utils.package_probes import (
+    PackageProbe,
+    import_context,
+    import_from_folder,
+    unload,
+)
 
 _NAME = "triton_kernels"  # the package imports its own modules by this name
 
 TRITON_KERNELS = PackageProbe(
     name=_NAME,
-    places=(_NAME, "vllm/third_party/triton_kernels"),
+    locations=(_NAME, "vllm/third_party/triton_kernels"),
     markers=(
         ("matmul_ogs.py", "def matmul_ogs("),
         ("routing.py", "block_pid_map: dict[int, torch.Tensor]"),
@@ -44,7 +49,7 @@ def load() -> Any:
     from another folder.
     """
     with (
-        importing(TRITON_KERNELS, need="a version for this triton") as folder,
+        import_context(TRITON_KERNELS, need="a version for this triton") as folder,
         _import_package(folder),
     ):
         ogs, routing = (import_module(f"{_NAME}.{name}") for name in ("matmul_ogs", "routing"))

@@ -44,7 +44,7 @@ from modular_kernel.checkpoints.matrix_layout import (
 )
 from modular_kernel.checkpoints.torchao import check_zero_points, dequantize_int4
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
-from modular_kernel.quant.scale_tiles import from_e8m0, pack_pairs, unpack_pairs
+from modular_kernel.quant.scale_tiles import e8m0_to_float, pack_pairs, unpack_pairs
 from modular_kernel.spec.problem import parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import expect, expect_each
@@ -157,7 +157,7 @@ def _convert_e8m0(spec: StoredTensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype is torch.float8_e8m0fnu and spec.dtypes[0] is torch.uint8:
         return scale.view(torch.uint8)
     if scale.dtype is torch.uint8 and spec.dtypes[0] is not torch.uint8:
-        return from_e8m0(scale)
+        return e8m0_to_float(scale)
     return scale
 
 

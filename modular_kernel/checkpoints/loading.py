@@ -43,8 +43,8 @@ from modular_kernel.spec.problem import Parallel, Problem, dtype_name, parse_dty
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.utils.argument_checks import Count, available_device, expect
-from modular_kernel.utils.progress import logged
+from modular_kernel.utils.argument_checks import Count, expect, resolve_device
+from modular_kernel.utils.progress import log_progress
 
 _VALUES_PER_STEP = 1 << 22  # weights that are read, fused and copied in one step
 
@@ -127,7 +127,7 @@ class LoadedExperts:
         return "linear" if self.placement.is_linear else self.placement
 
 
-@modes.outside_inference_mode()
+@modes.disable_inference_mode()
 def load_experts(  # noqa: PLR0913 (independent options)
     checkpoint: str | Path,
     layer: int,
@@ -186,7 +186,7 @@ def load_experts(  # noqa: PLR0913 (independent options)
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
     expect("quantize_inputs", quantize_inputs, bool)
-    torch_device = available_device(device)
+    torch_device = resolve_device(device)
     with open_tensors(Path(checkpoint)) as files:
         info = read_checkpoint_info(files, config, prefix, quantize_inputs=quantize_inputs)
         source = info.layer_source(request.layer)
@@ -329,7 +329,7 @@ class _ShareReader:
 
     def read(self, experts: Sequence[int], tensors: dict[str, torch.Tensor]) -> ExpertWeights:
         """Read this rank's share of `experts` into the allocated `tensors`."""
-        for slot, expert in enumerate(logged(experts, self.source.what, "experts")):
+        for slot, expert in enumerate(log_progress(experts, self.source.what, "experts")):
             w1_locations, (down,) = self.source.layer.projections(expert)
             orders = self._read_matrices(tensors, slot, w1_locations, down)
             if self.problem.bias:

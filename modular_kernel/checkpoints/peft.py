@@ -53,7 +53,7 @@ _Factors = tuple[torch.Tensor, torch.Tensor]  # A (experts, r, depth) and B (exp
 _Part = tuple[str, torch.Tensor, torch.Tensor]  # ("gate" or "up", A, B)
 
 
-@modes.outside_inference_mode()
+@modes.disable_inference_mode()
 def load_adapter(
     folder: str | Path,
     layer: int,

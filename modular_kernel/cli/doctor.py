@@ -12,7 +12,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.machine_setup import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.utils.package_probes import version_of
+from modular_kernel.utils.package_probes import installed_version
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import BrokenEntry
@@ -124,10 +124,10 @@ def _collect_versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "modular-kernel": version_of("modular-kernel"),
+        "modular-kernel": installed_version("modular-kernel"),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "numpy": version_of("numpy"),
+        "triton": installed_version("triton"),
+        "numpy": installed_version("numpy"),
         "cuda": torch.version.cuda,
         "driver": driver_version(),
         "nccl": _get_nccl_version(),
@@ -171,12 +171,12 @@ def _collect_peer_access() -> list[list[bool]]:
 def _collect_packages() -> list[PackageReport]:
     from modular_kernel.catalog import collect_packages, collect_probes, load_catalog
     from modular_kernel.machine import find_importable
-    from modular_kernel.utils.package_probes import find
+    from modular_kernel.utils.package_probes import find_package
 
     catalog = load_catalog()
     names = sorted({*_EXTRA_PACKAGES, *collect_packages(catalog)})
     present = find_importable(names)
-    probed = {provider.name: find(provider) for provider in collect_probes(catalog)}
+    probed = {provider.name: find_package(provider) for provider in collect_probes(catalog)}
     packages = []
     for name in names:
         dependents = [p for p in catalog.parts if name in _list_required_packages(p.cls)]
@@ -190,7 +190,7 @@ def _collect_packages() -> list[PackageReport]:
             probe = probed[name]
             is_present, version, reason = probe.folder is not None, probe.version, probe.reason
         else:
-            is_present, version, reason = name in present, version_of(name) or "", ""
+            is_present, version, reason = name in present, installed_version(name) or "", ""
         packages.append(
             PackageReport(name, is_present, enables, version if is_present else "", reason, install)
         )

@@ -25,7 +25,7 @@ from modular_kernel.cli.ranks import Backend, make_pool, resolve_world_size
 from modular_kernel.cli.report_files import ReportFiles, load_record
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
-from modular_kernel.utils.package_probes import version_of
+from modular_kernel.utils.package_probes import installed_version
 
 if TYPE_CHECKING:
     from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
@@ -278,7 +278,7 @@ def _describe_environment(
     return {
         **collect_environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
         "world_size": sizes.ranks,
-        "versions": {name: version_of(name) for name in _LIBRARIES},
+        "versions": {name: installed_version(name) for name in _LIBRARIES},
         "link_gbs": method.link,
         "latency_us": method.link_latency,
         "event_gap_us": event_gap_us,

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.utils.optional_imports import OWN_PACKAGES
+from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
 
 _TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 _NAME_PATTERN = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -121,7 +121,10 @@ def check_name(name: str) -> None:
     if not _NAME_PATTERN.fullmatch(name) or len(name) > _MAX_CHARS or keyword.iskeyword(name):
         need = f"a package name such as my_experts: a-z, 0-9 and _, at most {_MAX_CHARS} characters"
         raise ConfigurationError("name", got=repr(name[:100]), need=need)
-    is_taken = name in (*OWN_PACKAGES, "modular_kernel", "tests") or name in sys.stdlib_module_names
+    is_taken = (
+        name in (*DISTRIBUTION_PACKAGES, "modular_kernel", "tests")
+        or name in sys.stdlib_module_names
+    )
     if is_taken or find_spec(name) is not None:
         need = "a name that no module in this environment has"
         raise ConfigurationError("name", got=repr(name), need=need)

@@ -41,14 +41,14 @@ from modular_kernel.spec.problem import MAX_TOP_K, Combine
 from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.utils.argument_checks import expect
-from modular_kernel.utils.operator_library import operator
+from modular_kernel.utils.operator_library import register_operator
 from modular_kernel.utils.tensor_checks import (
     check_no_gradients,
     check_strided,
     check_tensor,
     check_tensors,
     is_dense,
-    wants_gradient,
+    needs_gradient,
 )
 
 __all__ = [
@@ -87,7 +87,7 @@ def fused_experts(
     """
     config, quantization = split_options(moe_runner_config, options)
     call = (hidden_states, w1, w2, topk_output, config, quantization)
-    return modes.run_outside_function_modes(_fused_experts, *call)
+    return modes.run_without_function_modes(_fused_experts, *call)
 
 
 def _fused_experts(
@@ -108,7 +108,7 @@ def _fused_experts(
         device = check_tensor("x", hidden_states, meta=True).device
         named = dict(zip(("w1", "w2", *FIELDS), weights, strict=True))
         check_tensors(named, optional=FIELDS, device=device, meta=True)
-    if wants_gradient(tensors):
+    if needs_gradient(tensors):
         names = ("x", "w1", "w2", *FIELDS)
         check_no_gradients(dict(zip(names, (hidden_states, *weights), strict=True)))
     x_TH = _flatten(hidden_states, inplace=config.inplace)
@@ -196,7 +196,7 @@ def fused_moe(
     routing = route(logits_TE, RouterSpec(top_k, renormalize=renormalize)).routing
     topk_output = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
     call = (hidden_states, w1, w2, topk_output, config, quantization)
-    return modes.run_outside_function_modes(_fused_experts, *call)
+    return modes.run_without_function_modes(_fused_experts, *call)
 
 
 def _format_activation(config: MoeRunnerConfig) -> str:
@@ -242,7 +242,7 @@ def flatten_topk_output(
     if check_memory or not (_has_memory(weights_TK) and _has_memory(ids_TK)):
         named = {"topk_weights": weights_TK, "topk_ids": ids_TK}
         check_tensors(named, device=device, meta=True)
-    if wants_gradient((weights_TK,)):
+    if needs_gradient((weights_TK,)):
         check_no_gradients({"topk_weights": weights_TK})
     if weights_TK.dtype in (torch.bfloat16, torch.float16):
         weights_TK = weights_TK.float()
@@ -294,7 +294,7 @@ def _fake_output(hidden_states, w1, w2, topk_weights, topk_ids, extras, *setting
     return hidden_states.new_empty((tokens, *middle, hidden))
 
 
-@operator("outplace_fused_experts", _fake_output)
+@register_operator("outplace_fused_experts", _fake_output)
 def _run(  # noqa: PLR0913 (the arguments of the operator)
     hidden_states: torch.Tensor,
     w1: torch.Tensor,

@@ -11,7 +11,7 @@ from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quant
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.kernel_cache import NO_EP, Experts
 from modular_kernel.quant.quantized_weights import values_per_word
-from modular_kernel.quant.repacking import VALUES
+from modular_kernel.quant.repacking import VALUES_PER_WORD
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem, parse_dtype
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -76,7 +76,7 @@ def count_values_per_element(quant: str) -> int:
 
     The scheme is not parsed, because torch.compile traces this function but not the parser.
     """
-    return VALUES if "repacked=true" in quant else _VALUES_PER_ELEMENT[quant.split(":")[0]]
+    return VALUES_PER_WORD if "repacked=true" in quant else _VALUES_PER_ELEMENT[quant.split(":")[0]]
 
 
 def count_global_experts(w1: torch.Tensor, options: Quantization) -> int:

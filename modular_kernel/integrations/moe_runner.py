@@ -59,9 +59,9 @@ from modular_kernel.integrations.runner_formats import (
     StandardDispatchOutput,
     expect_format,
 )
-from modular_kernel.operators.experts import traced_experts
+from modular_kernel.operators.experts import call_experts_operator
 from modular_kernel.operators.kernel_cache import NO_EP
-from modular_kernel.operators.pairing import Pairing, layer_text_from_sizes
+from modular_kernel.operators.pairing import Pairing, serialize_layer_from_sizes
 from modular_kernel.ops.routing_data import to_token_major
 from modular_kernel.replay import modes
 from modular_kernel.runner import FORMATS, FUSED, PERMUTES
@@ -433,7 +433,7 @@ class MoeRunner:
         local_experts = weights.w1.shape[0]
         experts = local_experts if expert_map is None else expert_map.shape[0]
         intermediate = weights.w2.shape[2] * count_values_per_element(quant)
-        layer = layer_text_from_sizes(
+        layer = serialize_layer_from_sizes(
             (x_TH.shape[1], intermediate, experts, ids_TK.shape[1]),
             x_TH.dtype,
             quant,
@@ -448,7 +448,7 @@ class MoeRunner:
         )
         names = [name for name in _WEIGHT_FIELDS if getattr(weights, name) is not None]
         params = [getattr(weights, name) for name in names]
-        rows = traced_experts(
+        rows = call_experts_operator(
             x_TH, ids_TK, weights_TK, params, ",".join(names), layer, self._pairings[part]
         )
         return x_TH.copy_(rows) if config.inplace else rows
@@ -466,7 +466,9 @@ class MoeRunner:
                 f"a call in the format {received.format} is not traced: the graph breaks at "
                 "MoeRunner.run"
             )
-            return modes.run_untraced(self._run_received, reason, received, info, quant, part)
+            return modes.run_with_graph_break(
+                self._run_received, reason, received, info, quant, part
+            )
         x, scale, ids = received.hidden_states, received.hidden_states_scale, received.topk_ids
         weights = self._make_checked_weights(info, quant, x)
         batched = isinstance(received, DeepEPLLDispatchOutput)

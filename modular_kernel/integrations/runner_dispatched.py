@@ -80,8 +80,8 @@ def _make_experts(
     return part(problem)
 
 
-@modes.untraced
-@modes.without_autocast
+@modes.disable_tracing
+@modes.disable_autocast
 def run_received(
     part: type[PermuteExpertsUnpermute],
     problem: Problem,

@@ -1,4 +1,4 @@
-"""Memory accesses of interpreted launches, logged for bounds checks, races and the launch cache."""
+"""Log of the memory accesses of interpreted launches, for bounds checks, races and launch cache."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.races import Access, Races
 
-if TYPE_CHECKING:  # importing it would import triton
+if TYPE_CHECKING:  # the module imports triton
     from modular_kernel.interpreter.launch_cache import LaunchCache, Trace
 
 
 class AccessLog:
-    """Log of the memory accesses of one launch at a time.
+    """Log of the memory accesses of the running launch.
 
-    In all methods, `pointers` and `lanes` are numpy arrays of one shape: the addresses of elements
-    (uint64), and the mask of the active ones. `program` is the index of a program in execution
-    order.
+    In all methods, `pointers` and `lanes` are numpy arrays of equal shape: the addresses of
+    elements (uint64), and the mask of elements that are accessed (bool). `program` is the index of
+    a program in execution order.
 
     cache: the active launch cache, or None.
     """
@@ -38,7 +38,8 @@ class AccessLog:
     ) -> None:
         """Run a launch of `kernel`, or replay its writes from the launch cache.
 
-        arguments: by name. run: executes the launch.
+        arguments: of the kernel, by name.
+        run: executes the launch.
         """
         if self.cache is None:
             run()
@@ -51,11 +52,11 @@ class AccessLog:
             finally:
                 self._trace = None
 
-        self.cache.launch(kernel, grid, arguments, run_traced, repeat=self._reports is None)
+        self.cache.launch(kernel, grid, arguments, run_traced, can_replay=self._reports is None)
 
     @contextmanager
     def races(self) -> Iterator[list[str]]:
-        """Check every launch in the block for races; yield a list of distinct reports."""
+        """Check every launch in the block for races. Yield the list of distinct reports."""
         reports: list[str] = []
         outer, self._reports = self._reports, reports
         try:
@@ -64,11 +65,15 @@ class AccessLog:
             self._reports = outer
 
     def begin(self, kernel: str, arguments: Mapping[str, Any]) -> None:
-        """Begin a launch of the kernel of this name. arguments: by name."""
+        """Reset the log at the start of a launch.
+
+        kernel: name of the kernel, for reports.
+        arguments: of the kernel, by name.
+        """
         self._kernel, self._bounds = kernel, Bounds(arguments)
         self._races = None if self._reports is None else Races(self._bounds)
 
-    def forget_launch(self) -> None:
+    def reset_launch(self) -> None:
         """Drop the state of the current launch.
 
         Used after a fork: the thread that was running the launch exists only in the parent process.
@@ -78,9 +83,9 @@ class AccessLog:
     def record_access(
         self, access: Access, pointers: Any, lanes: Any, nbytes: int, program: int
     ) -> None:
-        """Record that `program` is about to access elements of `nbytes` bytes in the active lanes.
+        """Record an access of `program` to elements of `nbytes` bytes, before it happens.
 
-        Raises CorruptionError if an element is outside the launch's arguments.
+        Raises CorruptionError if an element is outside the arguments of the launch.
         """
         range_index = self._bounds.check(pointers, lanes, nbytes)
         if self._trace is not None:
@@ -98,7 +103,7 @@ class AccessLog:
             self._trace.mark_address_cast()
 
     def record_acquire_release(self, pointers: Any, lanes: Any, program: int) -> None:
-        """Record an acquire-release atomic of `program` at each active pointer."""
+        """Record an atomic with acquire-release semantics of `program` at each active pointer."""
         if self._races is not None:
             self._races.record_acquire_release(pointers[lanes], program)
 

@@ -1,9 +1,9 @@
 """Faster constructors of Triton's block types and tensors, which cache the properties of a shape.
 
-Every interpreted operation creates a tensor and its type. Upstream formats the shape into a name
-and constants each time, which took more than a third of a kernel's time although few distinct
-shapes occur. Here it happens once per shape. `modular_kernel.interpreter.patch` replaces upstream's
-functions with these.
+Every interpreted operation creates a tensor and its type. Upstream, which is Triton's interpreter
+as released, formats the shape into a name and constants each time. This took more than a third of
+the time of a kernel, although few distinct shapes occur. The constructors below do it once per
+shape. `modular_kernel.interpreter.patch` installs them in place of upstream's.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _type_for_tuple_values = tl.core._type_for_tuple_values
 
 def init_block_type(self: TritonObject, element_ty: TritonObject, shape: TritonObject) -> None:
     """Replace `tl.block_type.__init__`."""
-    sizes = _sizes(shape)
+    sizes = _unwrap_sizes(shape)
     if sizes is None:
         _block_init(self, element_ty, shape)
         return
@@ -43,21 +43,21 @@ def init_tensor(self: TritonObject, handle: TritonObject, type: TritonObject) ->
     self.shape, self.numel = shape_and_numel
 
 
-def type_of_tuple(values: TritonObject, fields: TritonObject = None) -> TritonObject:
+def make_tuple_type(values: TritonObject, fields: TritonObject = None) -> TritonObject:
     """Replace `tl.core._type_for_tuple_values`."""
-    sizes = None if fields is not None else _sizes(values)
+    sizes = None if fields is not None else _unwrap_sizes(values)
     return _type_for_tuple_values(values, fields) if sizes is None else _type_of_sizes(sizes)
 
 
-def _sizes(values: Iterable[TritonObject]) -> tuple[int, ...] | None:
-    """Return the sizes as plain integers, or None if one of them is not an integer."""
+def _unwrap_sizes(values: Iterable[TritonObject]) -> tuple[int, ...] | None:
+    """Return `values`, integers or constexprs, as integers; None if one is not an integer."""
     sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
     return sizes if set(map(type, sizes)) <= {int} else None
 
 
 @cache
 def _block_shape(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
-    """Return shape, numel and name of Triton's block type of `sizes`.
+    """Return (shape, number of elements, name of the shape) of a block type with these sizes.
 
     Raises Triton's error if the sizes are invalid.
     """
@@ -68,7 +68,7 @@ def _block_shape(sizes: tuple[int, ...]) -> tuple[TritonObject, int, str]:
 
 @cache
 def _tensor_shape(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObject]:
-    """Return shape and numel of a tensor of `sizes`, as Triton constants."""
+    """Return shape and number of elements of a tensor with these sizes, as Triton constants."""
     tensor_type = tl.float32
     if sizes:
         tensor_type = tl.block_type.__new__(tl.block_type)
@@ -79,7 +79,7 @@ def _tensor_shape(sizes: tuple[int, ...]) -> tuple[TritonObject, TritonObject]:
 
 
 def scalar_shape() -> tuple[TritonObject, TritonObject]:
-    """Return shape and numel of scalar tensors."""
+    """Return shape and number of elements of a scalar tensor, as Triton constants."""
     return _tensor_shape(())
 
 

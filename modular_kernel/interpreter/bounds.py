@@ -1,6 +1,6 @@
 """Memory that an interpreted launch may access: its arguments, and memory shared by processes.
 
-A GPU accesses any mapped address, and an access out of bounds often goes unnoticed. In the
+On a GPU, an access out of bounds often goes unnoticed, because it hits other mapped memory. In the
 interpreter, every access is checked against the arguments of its launch.
 """
 
@@ -14,30 +14,29 @@ import torch
 
 from modular_kernel.errors import CorruptionError
 
-# Kernels compute addresses in other ranks' memory from their own, so it is not an argument.
+# Kernels of exchanges compute addresses in the memory of other ranks, which is not an argument.
 _shared: "WeakValueDictionary[int, torch.Tensor]" = WeakValueDictionary()
 
 
-def make_reachable(shared: torch.Tensor) -> None:
-    """Allow every launch to access all of `shared`, as long as that tensor lives."""
+def allow_access(shared: torch.Tensor) -> None:
+    """Allow every launch to access the memory of `shared`, as long as this tensor object lives."""
     _shared[shared.data_ptr()] = shared
 
 
 class Bounds:
-    """Address ranges that a launch may access.
+    """Address ranges that a launch may access, sorted by address.
 
-    Overlapping and adjacent tensors are merged into one range. Ranges are numbered by address.
+    The range of a tensor extends from its first to its last element, including gaps. Ranges that
+    overlap or touch are merged.
 
-    arguments: the launch's arguments by name. Their tensors may also be elements of tuples, or
-    bases of tensor descriptors. A tensor's range extends from its first to its last element,
-    including gaps.
+    arguments: of the launch, by name. Tensors are also found in tuples and in tensor descriptors.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         shared = [("shared memory", tensor) for tensor in _shared.values()]
         self.has_shared = bool(shared)  # whether memory other than the arguments is accessible
-        tensors = [*_tensors(arguments), *shared]
-        self._named_ranges = sorted((*_extent(t), name) for name, t in tensors if t.numel())
+        tensors = [*_list_tensors(arguments), *shared]
+        self._named_ranges = sorted((*_get_extent(t), name) for name, t in tensors if t.numel())
         self._starts: list[int] = []
         self._ends: list[int] = []
         for start, end, _ in self._named_ranges:
@@ -55,97 +54,98 @@ class Bounds:
         """Total size of all ranges in bytes."""
         return int(self._offsets[-1])
 
-    def offsets_of(self, pointers: Any) -> Any:
-        """Return the byte offsets of `pointers` in the concatenated ranges, as int64.
+    def to_offsets(self, pointers: Any) -> Any:
+        """Return the offsets of `pointers` in the concatenation of all ranges, int64 bytes.
 
         All pointers must be in bounds.
         """
         index = np.searchsorted(self._start_array, pointers, "right") - 1
         return self._offsets[index] + (pointers - self._start_array[index]).astype(np.int64)
 
-    def range(self, index: int) -> tuple[int, int]:
-        """Return start and end address of a range, given its index."""
+    def get_range(self, index: int) -> tuple[int, int]:
+        """Return (start address, end address) of the range with this index."""
         return self._starts[index], self._ends[index]
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """Return the index of the range that contains an address, and the address's offset in it.
-
-        Returns None if no range contains it.
-        """
+        """Return (index of the range that contains `address`, byte offset in it), or None."""
         index = self._find_range(address, address + 1)
         return None if index is None else (index, address - self._starts[index])
 
-    def range_indices(self, pointers: Any, lanes: Any) -> list[int]:
-        """Return the indices of the ranges that contain the active pointers, all in bounds."""
+    def find_range_indices(self, pointers: Any, lanes: Any) -> list[int]:
+        """Return the indices of the ranges that contain active pointers.
+
+        All active pointers must be in bounds.
+        """
         active = pointers[lanes]
         indices: list[int] = np.unique(
             np.searchsorted(self._start_array, active, "right") - 1
         ).tolist()
         return indices
 
-    def in_range(self, pointers: Any, index: int) -> Any:
-        """Return a mask of the pointers in the range with this index."""
+    def is_in_range(self, pointers: Any, index: int) -> Any:
+        """Return the mask of the pointers that are in the range with this index."""
         return np.searchsorted(self._start_array, pointers, "right") - 1 == index
 
     def check(self, pointers: Any, lanes: Any, nbytes: int) -> int | None:
-        """Raise CorruptionError unless all elements at active `pointers` are in bounds.
+        """Raise CorruptionError unless all elements at active pointers are in bounds.
 
-        pointers, lanes: numpy arrays of one shape: addresses, and the mask of the active ones.
-        nbytes: size of an element. Returns the index of the range that contains all pointers, or
-        None if they lie in several.
+        Returns the index of the range that contains all pointers; None if there is no such range.
+
+        pointers, lanes: numpy arrays of equal shape: addresses, and the mask of active ones.
+        nbytes: size of an element.
         """
-        index = self._range_around(pointers, nbytes)
+        index = self._find_common_range(pointers, nbytes)
         if index is not None:
-            return index  # the usual case: even inactive pointers are in bounds
+            return index  # the usual case, in which inactive pointers are in bounds, too
         active = pointers[lanes]
-        if active.size and self._range_around(active, nbytes) is None:
+        if active.size and self._find_common_range(active, nbytes) is None:
             for address in np.unique(active).tolist():
                 if self._find_range(address, address + nbytes) is None:
-                    raise CorruptionError(self._message(address, nbytes))
+                    raise CorruptionError(self._format_message(address, nbytes))
         return None
 
-    def _range_around(self, pointers: Any, nbytes: int) -> int | None:
-        """Return the index of the range that contains all elements; None if no range does."""
+    def _find_common_range(self, pointers: Any, nbytes: int) -> int | None:
+        """Return the index of the range that contains all elements; None if there is none."""
         return self._find_range(int(pointers.min()), int(pointers.max()) + nbytes)
 
     def _find_range(self, start: int, end: int) -> int | None:
         index = bisect_right(self._starts, start) - 1
         return index if index >= 0 and end <= self._ends[index] else None
 
-    def name_of(self, address: int) -> str:
+    def find_name(self, address: int) -> str:
         """Return the name of the argument that contains `address`, or of the nearest one."""
-        return self._nearest(address, 1)[2]
+        return self._find_nearest(address, 1)[2]
 
-    def _nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
+    def _find_nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
         return min(
             self._named_ranges,
             key=lambda entry: max(entry[0] - address, address + nbytes - entry[1]),
         )
 
-    def _message(self, address: int, nbytes: int) -> str:
-        """Return a message with the bytes accessed, relative to the nearest argument."""
+    def _format_message(self, address: int, nbytes: int) -> str:
+        """Return an error message with the accessed bytes relative to the nearest argument."""
         if not self._named_ranges:
             return f"kernel memory access: got {nbytes} bytes, need none (no argument has memory)"
-        start, end, name = self._nearest(address, nbytes)
+        start, end, name = self._find_nearest(address, nbytes)
         first = address - start
         got, need = f"bytes {first} to {first + nbytes - 1} of {name}", f"0 to {end - start - 1}"
         return f"kernel memory access: got {got}, need {need}"
 
 
-def _tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _list_tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in arguments.items():
         if isinstance(value, tuple):
-            yield from _tensors(
+            yield from _list_tensors(
                 {f"{name}[{index}]": element for index, element in enumerate(value)}
             )
         elif isinstance(value, torch.Tensor):
             yield name, value
         elif hasattr(value, "base"):  # a tensor descriptor, or a reinterpreted tensor
-            yield from _tensors({name: value.base})
+            yield from _list_tensors({name: value.base})
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte and past the last byte of a non-empty tensor."""
+def _get_extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (address of the first byte, address after the last byte) of a non-empty tensor."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in strides)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

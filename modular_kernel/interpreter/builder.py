@@ -1,7 +1,6 @@
-"""Interpreter operations with a GPU's rounding, which `patch.install` installs.
+"""Operations of Triton's interpreter with the rounding of a GPU, installed by `patch.install`.
 
-`GpuNumericsBuilder` implements every `tl` operation except reductions, which `GpuNumericsReduce`
-implements.
+`GpuNumericsReduce` implements reductions, and `GpuNumericsBuilder` all other `tl` operations.
 """
 
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from triton.runtime import interpreter as upstream
 from modular_kernel.interpreter.access_log import ACCESS_LOG
 from modular_kernel.interpreter.dtypes import (
     BF16,
-    BITS,
+    BIT_DTYPES,
     BOOL,
     FLOAT32,
     FLOAT64,
-    NARROW,
+    NARROW_DTYPES,
     Array,
     Dtype,
     TritonObject,
@@ -29,38 +28,36 @@ from modular_kernel.interpreter.dtypes import (
     convert,
     erf,
     fused_multiply_add,
-    storage_of,
-    tf32,
-    toward_zero,
+    get_storage_dtype,
+    round_toward_zero,
     tree_sum,
+    truncate_to_tf32,
     widen,
 )
 from modular_kernel.interpreter.races import Access
 
-# Triton has no type annotations. A Handle is a builder's operand: numpy data with a triton type.
-# TritonObject stands for all other triton objects: tensors, types, enums, functions, cache
-# policies.
+# A TensorHandle of upstream, which has no type annotations: numpy data with a triton type.
 Handle = Any
 
 
 def _make_handle(data: Array, tl_dtype: TritonObject) -> Handle:
-    """Return a handle of `data` as the scalar type of `tl_dtype`, or as int1 if it is boolean."""
+    """Return a handle of `data` as the scalar type of `tl_dtype`; as int1 if it is boolean."""
     if data.dtype == BOOL:
         return upstream.TensorHandle(data, tl.int1)
     scalar = tl_dtype.scalar
-    return upstream.TensorHandle(convert(data, storage_of(scalar)), scalar)
+    return upstream.TensorHandle(convert(data, get_storage_dtype(scalar)), scalar)
 
 
 def _as_bits(handle: Handle) -> Handle:
-    """Return `handle` with bf16 and fp8 viewed as unsigned integers, which upstream's C++ needs."""
-    bits = BITS.get(handle.data.dtype)
+    """Return `handle` with bf16 and fp8 viewed as unsigned integers, for C++ code of upstream."""
+    bits = BIT_DTYPES.get(handle.data.dtype)
     if bits is None:
         return handle
     return upstream.TensorHandle(np.ascontiguousarray(handle.data).view(bits), handle.dtype)
 
 
-def _nonzero_divisor(handle: Handle) -> Handle:
-    """Return `handle`; raise ZeroDivisionError if it contains 0.
+def _check_divisor(handle: Handle) -> Handle:
+    """Return `handle`. Raise ZeroDivisionError if it contains 0.
 
     numpy would return 0 for a division by 0, and a GPU an undefined value.
     """
@@ -69,23 +66,23 @@ def _nonzero_divisor(handle: Handle) -> Handle:
     return handle
 
 
-def gpu_options(builder: TritonObject) -> TritonObject:
-    """Return the builder's options with device assertions, and without overflow checks.
+def make_gpu_options(builder: TritonObject) -> TritonObject:
+    """Return the options of `builder`, with device assertions and without overflow checks.
 
-    Upstream checks every int32 operation by repeating it in int64, which is slow.
+    Upstream checks an int32 operation for overflow by repeating it in int64, which is slow.
     """
     return replace(builder.options, debug=True, sanitize_overflow=False)
 
 
 class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
-    """Builder of all `tl` operations, with a GPU's rounding instead of numpy's.
+    """Builder of `tl` operations with the rounding of a GPU instead of numpy's.
 
-    Methods named `create_...` override upstream's of the same name.
+    Methods named `create_...` override upstream's methods of the same name.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.options = gpu_options(self)
+        self.options = make_gpu_options(self)
 
     # Constants.
 
@@ -93,19 +90,23 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return upstream.TensorHandle(np.array([value], dtype=BF16), tl.bfloat16)
 
     def get_all_ones_value(self, tl_dtype: TritonObject) -> Handle:
-        return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(tl_dtype))), tl_dtype.scalar)
+        return upstream.TensorHandle(
+            np.invert(np.zeros(1, get_storage_dtype(tl_dtype))), tl_dtype.scalar
+        )
 
     # Conversions.
 
     def cast_impl(self, src: Handle, dst_type: TritonObject) -> Handle:
-        return upstream.TensorHandle(convert(src.data, storage_of(dst_type)), dst_type.scalar)
+        return upstream.TensorHandle(
+            convert(src.data, get_storage_dtype(dst_type)), dst_type.scalar
+        )
 
     def create_fp_to_fp(
         self, src: Handle, dst_type: TritonObject, rounding_mode: TritonObject
     ) -> Handle:
-        data = convert(src.data, storage_of(dst_type))
+        data = convert(src.data, get_storage_dtype(dst_type))
         if rounding_mode == upstream._ir.ROUNDING_MODE.RTZ:
-            data = toward_zero(widen(src.data), data)
+            data = round_toward_zero(widen(src.data), data)
         return upstream.TensorHandle(data, dst_type.scalar)
 
     def create_int_to_ptr(self, src: Handle, dst_type: TritonObject) -> Handle:
@@ -116,8 +117,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         ACCESS_LOG.mark_address_cast()
         return self.create_bitcast(src, dst_type)
 
-    # Elementwise operations. Upstream passes most of them as numpy functions to these three
-    # methods.
+    # Elementwise operations. Most methods of upstream pass a numpy function to one of these three.
 
     def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
         return _make_handle(op(widen(arg.data)), arg.dtype)
@@ -125,7 +125,8 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
         left, right = widen(lhs.data), widen(rhs.data)
         if left.dtype == BOOL and op in (np.add, np.subtract, np.multiply):
-            # int1 wraps around like any integer; numpy's bool saturates, and has no subtraction.
+            # int1 wraps around, as other integers do. numpy's bool saturates and has no
+            # subtraction.
             return _make_handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
         return _make_handle(op(left, right), lhs.dtype)
 
@@ -153,7 +154,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
         if z.data.dtype == FLOAT64:
             return super().create_fma(x, y, z)
-        storage = storage_of(z.dtype)
+        storage = get_storage_dtype(z.dtype)
         return _make_handle(fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
 
     def create_rsqrt(self, arg: Handle) -> Handle:
@@ -163,19 +164,19 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return self.unary_op(arg, erf)
 
     def create_sdiv(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_sdiv(lhs, _nonzero_divisor(rhs))
+        return super().create_sdiv(lhs, _check_divisor(rhs))
 
     def create_udiv(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_udiv(lhs, _nonzero_divisor(rhs))
+        return super().create_udiv(lhs, _check_divisor(rhs))
 
     def create_srem(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_srem(lhs, _nonzero_divisor(rhs))
+        return super().create_srem(lhs, _check_divisor(rhs))
 
     def create_urem(self, lhs: Handle, rhs: Handle) -> Handle:
-        return super().create_urem(lhs, _nonzero_divisor(rhs))
+        return super().create_urem(lhs, _check_divisor(rhs))
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
-        # Before 3.8 upstream converted its operands to signed in place, which changed later uses.
+        # Before 3.8, upstream converted its operands to signed in place, which changed later uses.
         left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
         return _make_handle(np.right_shift(left, right), lhs.dtype)
 
@@ -191,12 +192,12 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     ) -> Handle:
         x, y, accumulator = a.data, b.data, d.data
         if x.dtype.kind in "iu":
-            # float64 enables BLAS, and is exact because sums of int8 products are far below 2**53.
+            # float64 uses BLAS, and is exact: sums of int8 products are far below 2**53.
             total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64)).astype(np.int64)
             return _make_handle(total + accumulator, d.dtype)
         if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
-            x, y = tf32(x), tf32(y)
-        # In float32, BLAS sums in an order that depends on a row's position; a GPU does not.
+            x, y = truncate_to_tf32(x), truncate_to_tf32(y)
+        # float64, because in float32 the result of BLAS depends on the position of a row.
         total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64))
         total = total if x.dtype == FLOAT64 else total.astype(FLOAT32)
         return _make_handle(total + accumulator, d.dtype)
@@ -209,7 +210,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
         return _make_handle(counts.astype(np.int32), tl.int32)
 
-    # Memory. Every access passes through these methods.
+    # Memory. All accesses of kernels use these methods, which log them.
 
     def create_masked_load(
         self,
@@ -224,7 +225,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         volatile = policies.get("is_volatile", policy[-1] if policy else False)
         access = Access.ATOMIC if volatile else Access.READ
         fill = None if other is None else other.data
-        loaded = self.read(ptrs.data, lanes, fill, storage_of(element), access)
+        loaded = self.read(ptrs.data, lanes, fill, get_storage_dtype(element), access)
         return upstream.TensorHandle(loaded, element)
 
     def read(
@@ -235,9 +236,12 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         storage: Dtype,
         access: Access = Access.READ,
     ) -> Array:
-        """Return the elements at `pointers`; inactive lanes get `fill`, or 0."""
+        """Return the elements at `pointers`, and `fill` or 0 in inactive lanes.
+
+        lanes: mask of the active lanes.
+        """
         ACCESS_LOG.record_access(access, pointers, lanes, storage.itemsize, self._program)
-        bits = BITS.get(storage, storage)
+        bits = BIT_DTYPES.get(storage, storage)
         if fill is None:
             fill = _zeros(pointers.shape, bits)
         elif bits is not storage:
@@ -254,12 +258,15 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         **policies: TritonObject,
     ) -> TritonObject:
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
-        return self.write(ptrs.data, value.data, lanes, storage_of(ptrs.get_element_ty()))
+        return self.write(ptrs.data, value.data, lanes, get_storage_dtype(ptrs.get_element_ty()))
 
     def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> TritonObject:
-        """Write elements at `pointers` in the active lanes."""
+        """Write elements at `pointers` in the active lanes.
+
+        lanes: mask of the active lanes.
+        """
         ACCESS_LOG.record_access(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
-        bits = BITS.get(values.dtype)
+        bits = BIT_DTYPES.get(values.dtype)
         if bits is not None:
             values = np.ascontiguousarray(values).view(bits)
         return upstream._interpreter.store(pointers, values, lanes)
@@ -281,7 +288,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         scope: TritonObject,
     ) -> Handle:
         self._record_atomic(ptr, mask.data, val, sem)
-        if val.data.dtype not in NARROW:
+        if val.data.dtype not in NARROW_DTYPES:
             return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
             raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
@@ -295,11 +302,11 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
     @property
     def _program(self) -> int:
-        """Index of the running program, in execution order."""
+        """Index of the running program in execution order."""
         (x, y, z), (_, rows, columns) = self.grid_idx, self.grid_dim
         return int((x * rows + y) * columns + z)
 
-    # Assertions: explicit, because `python -O` removes upstream's `assert` statement.
+    # Raises explicitly, because `python -O` removes the `assert` statement of upstream.
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
@@ -315,10 +322,13 @@ def _zeros(shape: tuple[int, ...], storage: Dtype) -> Array:
 
 
 def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
-    """Add elements one by one, rounding each sum; return the old values, 0 in inactive lanes."""
+    """Add elements one by one, rounding each sum. Return the old values, and 0 in inactive lanes.
+
+    mask: active lanes.
+    """
     addresses, lanes = ptrs.ravel(), np.broadcast_to(mask, ptrs.shape).ravel()
     addends = np.broadcast_to(values, ptrs.shape).ravel().astype(FLOAT32)
-    bits, old = BITS[values.dtype], np.zeros(addresses.shape, values.dtype)
+    bits, old = BIT_DTYPES[values.dtype], np.zeros(addresses.shape, values.dtype)
     lane, fill = np.ones(1, BOOL), np.zeros(1, bits)
     for i in np.flatnonzero(lanes):
         address = addresses[i : i + 1]
@@ -329,16 +339,16 @@ def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
     return old.reshape(ptrs.shape)
 
 
-def scaled_operand(value: Handle) -> Array:
+def convert_scaled_operand(value: Handle) -> Array:
     """Convert an operand of `tl.dot_scaled` to float32, which is exact.
 
-    Upstream unpacks fp4 operands itself.
+    Upstream has unpacked fp4 operands before.
     """
     data: Array = value.data.astype(FLOAT32)
     return data
 
 
-# Triton's combine functions, with numpy's reductions of the values and of the indices. As in PTX,
+# (combine function of triton, numpy reduction of values, numpy reduction to indices). As in PTX,
 # NaN is dropped.
 _NAN_DROPPING_REDUCTIONS = (
     ("_elementwise_max", np.fmax.reduce, None),
@@ -350,13 +360,13 @@ _NAN_DROPPING_REDUCTIONS = (
 )
 
 
-# Combine functions of modular_kernel.ops.kernels.extrema, with numpy equivalents. Upstream would
-# call the Python function for every pair of values.
+# Combine functions of modular_kernel.ops.kernels.extrema, and equivalent numpy reductions. Upstream
+# would call the Python function for every pair of values.
 _NAN_PROPAGATING_REDUCTIONS = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
 
 
 class GpuNumericsReduce(upstream.ReduceOps):  # type: ignore[misc]
-    """Reductions with a GPU's rounding and treatment of NaN, in which upstream's differ."""
+    """Reductions with the rounding and the treatment of NaN of a GPU."""
 
     def apply_impl(self, input: tuple[TritonObject, ...]) -> TritonObject:
         for name, reduce_values, reduce_indices in _NAN_DROPPING_REDUCTIONS:
@@ -369,7 +379,7 @@ class GpuNumericsReduce(upstream.ReduceOps):  # type: ignore[misc]
 
     def sum(self, input: TritonObject) -> TritonObject:
         data = input.handle.data
-        if data.dtype in NARROW or data.dtype == np.float16:
+        if data.dtype in NARROW_DTYPES or data.dtype == np.float16:
             return self.to_tensor(tree_sum(data, self.axis, self.keep_dims), input.dtype)
         total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype)
         return self.to_tensor(total, input.dtype)

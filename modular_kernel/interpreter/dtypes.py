@@ -1,7 +1,7 @@
-"""Storage dtypes and conversions of Triton's CPU interpreter.
+"""Numpy dtypes that store Triton's types in the CPU interpreter, and conversions between them.
 
 `modular_kernel.interpreter.patch` installs these rules in place of Triton's own. In this package,
-*upstream* is Triton's interpreter as released.
+*upstream* means Triton's interpreter as released.
 """
 
 from typing import Any
@@ -25,13 +25,11 @@ _FP8: dict[str, Dtype] = {
     "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-_MAX_FINITE: dict[Dtype, float] = {dtype: float(_finfo(dtype).max) for dtype in _FP8.values()}
-NARROW: frozenset[Dtype] = frozenset({BF16, *_MAX_FINITE})
-# Unsigned integers of the same size, for upstream's C++ loads and stores, which do not support the
-# dtypes of ml_dtypes.
-BITS: dict[Dtype, Dtype] = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in NARROW}
-# Built once, because upstream rebuilds its table in every operation. fp8e4b15 is omitted: a
-# KeyError is better than unverified results.
+_FP8_MAX: dict[Dtype, float] = {dtype: float(_finfo(dtype).max) for dtype in _FP8.values()}
+NARROW_DTYPES: frozenset[Dtype] = frozenset({BF16, *_FP8_MAX})
+# Unsigned integers of equal size. Upstream's C++ loads and stores do not support ml_dtypes.
+BIT_DTYPES: dict[Dtype, Dtype] = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in NARROW_DTYPES}
+# fp8e4b15 is missing, because its conversions were not verified; it raises KeyError.
 _STORAGE: dict[str, Dtype] = {
     "int1": np.dtype(np.bool_),
     **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
@@ -47,20 +45,20 @@ FLOAT64: Dtype = np.dtype(np.float64)
 BOOL: Dtype = np.dtype(np.bool_)
 
 
-def storage_of(tl_dtype: TritonObject) -> Dtype:
-    """Return the numpy dtype that stores a triton scalar, pointer or block type."""
+def get_storage_dtype(tl_dtype: TritonObject) -> Dtype:
+    """Return the numpy dtype that stores elements of a triton scalar, pointer or block type."""
     scalar = tl_dtype.scalar
     return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
 
 
 def convert(data: Array, storage: Dtype) -> Array:
-    """Convert `data` of any shape to the dtype `storage`, rounded and saturated as on a GPU."""
+    """Convert `data` to the dtype `storage`, with the rounding and saturation of a GPU."""
     if data.dtype == storage:
         return data
-    if storage in _MAX_FINITE:
+    if storage in _FP8_MAX:
         wide = data if data.dtype == FLOAT64 else data.astype(FLOAT32)
         # np.clip propagates NaN, as cvt.satfinite does.
-        return np.clip(wide, -_MAX_FINITE[storage], _MAX_FINITE[storage]).astype(storage)
+        return np.clip(wide, -_FP8_MAX[storage], _FP8_MAX[storage]).astype(storage)
     if storage.kind in "iu" and data.dtype.kind not in "iub":
         return _float_to_int(widen(data), storage)
     if storage == BF16 and data.dtype.kind in "iub":
@@ -69,14 +67,14 @@ def convert(data: Array, storage: Dtype) -> Array:
 
 
 def widen(data: Array) -> Array:
-    """Return `data`, converted exactly to float32 if it is bf16 or fp8."""
-    return data.astype(FLOAT32) if data.dtype in NARROW else data
+    """Convert bf16 and fp8 to float32, which is exact. Return other data unchanged."""
+    return data.astype(FLOAT32) if data.dtype in NARROW_DTYPES else data
 
 
 def _float_to_int(data: Array, storage: Dtype) -> Array:
-    """Truncate toward zero and saturate; NaN becomes 0.
+    """Truncate toward zero and saturate. NaN becomes 0.
 
-    8-bit targets saturate to 16 bits and then wrap, because PTX converts to 16-bit registers.
+    8-bit results saturate to 16 bits and then wrap, because PTX converts to 16-bit registers.
     """
     register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
     low, high = np.iinfo(register).min, np.iinfo(register).max
@@ -88,23 +86,24 @@ def _float_to_int(data: Array, storage: Dtype) -> Array:
     return integers.astype(storage)
 
 
-def toward_zero(exact: Array, rounded: Array) -> Array:
-    """Return `exact` rounded toward zero.
+def round_toward_zero(exact: Array, rounded: Array) -> Array:
+    """Return `exact` rounded toward zero, in the dtype of `rounded`.
 
-    rounded: `exact` rounded to nearest even. Where that increased the magnitude, the result is the
-    next value toward zero.
+    rounded: `exact` rounded to nearest even. If this increased the magnitude, the result is the
+        next value toward zero.
     """
     bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
-    grew = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
-    stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)
-    return stepped
+    is_larger = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
+    truncated: Array = (bits - is_larger.astype(bits.dtype)).view(rounded.dtype)
+    return truncated
 
 
 def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
-    """Return `x * y + z` of float32 or narrower operands, rounded once to `storage`.
+    """Return `x * y + z` of operands of at most 32 bits, rounded once to `storage`.
 
-    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it to
-    `storage` afterwards gives the same result as a single rounding.
+    The product is exact in float64. The sum is first rounded to float64, to odd: if it is inexact,
+    the last bit of the mantissa is set. Rounding such a value to `storage` gives the same result as
+    a single rounding.
     """
     product, addend = x.astype(FLOAT64) * y.astype(FLOAT64), z.astype(FLOAT64)
     total = product + addend
@@ -116,16 +115,17 @@ def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
     return convert(np.where(must_become_odd, neighbor, total), storage)
 
 
-def tf32(data: Array) -> Array:
-    """Truncate float32 to tf32 as tensor cores do: the low 13 bits are ignored."""
+def truncate_to_tf32(data: Array) -> Array:
+    """Truncate float32 to tf32 as tensor cores do, by clearing the low 13 bits."""
     truncated: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(FLOAT32)
     return truncated
 
 
 def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Sum along `axis` (None: all axes) by adding halves, rounded to `data.dtype` at each step.
+    """Sum along `axis` (None: all axes), by adding the second half to the first one repeatedly.
 
-    Threads of a GPU reduce in this order, too. A sequential sum of ones in bf16 would stop at 256.
+    Each step rounds to `data.dtype`. The threads of a GPU reduce in this order, too. A sequential
+    sum of ones in bf16 would stop at 256.
     """
     shape = data.shape
     rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
@@ -138,25 +138,19 @@ def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
 
 
 def erf(data: Array) -> Array:
-    """Compute erf in float64, with torch because numpy has no erf."""
+    """Compute erf in float64. This uses torch, because numpy has no erf."""
     values = torch.from_numpy(np.ascontiguousarray(data, dtype=FLOAT64))
     result: Array = torch.special.erf(values).numpy()
     return result
 
 
 def argmax(data: Array, **axis: TritonObject) -> TritonObject:
-    """Return the leftmost index of the maximum.
-
-    NaN is ignored; if all values are NaN, the index is 0.
-    """
+    """Return the index of the first maximum. NaN is ignored; if all values are NaN, return 0."""
     without_nan = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
     return np.argmax(without_nan, **axis)
 
 
 def argmin(data: Array, **axis: TritonObject) -> TritonObject:
-    """Return the leftmost index of the minimum.
-
-    NaN is ignored; if all values are NaN, the index is 0.
-    """
+    """Return the index of the first minimum. NaN is ignored; if all values are NaN, return 0."""
     without_nan = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
     return np.argmin(without_nan, **axis)

@@ -1,6 +1,6 @@
 """Fast paths of `tl.load` and `tl.store` for operands that need no conversion.
 
-As in `fast_paths`, `slow` is upstream's function, which handles all other cases.
+As in `fast_paths`, the parameter `slow` is upstream's function, which handles all other cases.
 """
 
 from collections.abc import Callable
@@ -16,27 +16,27 @@ from modular_kernel.interpreter.dtypes import (
     Dtype,
     TritonObject,
     convert,
-    storage_of,
+    get_storage_dtype,
 )
 from modular_kernel.interpreter.fast_paths import (
     MAX_INT32,
     MIN_INT32,
     FastPath,
-    block_of,
     is_float32,
     is_positive_zero,
+    make_block_type,
     make_tensor,
 )
 
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
 _STORAGE_BY_TYPE = {
-    id(tl_dtype): storage_of(tl_dtype)
+    id(tl_dtype): get_storage_dtype(tl_dtype)
     for tl_dtype in (
         *(tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64),
         *(tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv, tl.float8e5),
     )
 }
-# Conversions before a store that upstream also does in a single rounding.
+# (type of the value, type in memory) of stores that round once in upstream, too.
 _ROUNDING_STORES = frozenset(
     (id(tl.float32), id(tl_dtype)) for tl_dtype in (tl.float16, tl.bfloat16)
 )
@@ -46,7 +46,7 @@ _CACHE_HINTS = frozenset({"cache_modifier", "eviction_policy"})
 _EVICTION_POLICIES = frozenset({"", "evict_first", "evict_last"})
 
 
-def _load(slow: FastPath) -> FastPath:
+def _make_load(slow: FastPath) -> FastPath:
     def fast(
         pointer: TritonObject,
         mask: TritonObject = None,
@@ -54,25 +54,27 @@ def _load(slow: FastPath) -> FastPath:
         *args: TritonObject,
         **kwargs: TritonObject,
     ) -> TritonObject:
-        operands = _memory_operands(pointer, mask)
+        operands = _get_memory_operands(pointer, mask)
         if operands is None or args or not _has_only_cache_hints(kwargs, _LOAD_MODIFIERS):
             return slow(pointer, mask, other, *args, **kwargs)
         addresses, lanes, tl_dtype, storage = operands
         fill = None
         if other is not None:
-            fill = _fill_values(other, tl_dtype, storage, addresses.shape)
+            fill = _get_fill_values(other, tl_dtype, storage, addresses.shape)
             is_compatible = type(other) is not _tensor or _is_block(other) == _is_block(pointer)
             if fill is None or mask is None or not is_compatible:
                 return slow(pointer, mask, other, **kwargs)
         data = upstream.interpreter_builder.read(addresses, lanes, fill, storage)
         return make_tensor(
-            data, tl_dtype, block_of(tl_dtype, data.shape) if _is_block(pointer) else tl_dtype
+            data,
+            tl_dtype,
+            make_block_type(tl_dtype, data.shape) if _is_block(pointer) else tl_dtype,
         )
 
     return fast
 
 
-def _store(slow: FastPath) -> FastPath:
+def _make_store(slow: FastPath) -> FastPath:
     def fast(
         pointer: TritonObject,
         value: TritonObject,
@@ -80,7 +82,7 @@ def _store(slow: FastPath) -> FastPath:
         *args: TritonObject,
         **kwargs: TritonObject,
     ) -> TritonObject:
-        operands = _memory_operands(pointer, mask)
+        operands = _get_memory_operands(pointer, mask)
         if (
             operands is None
             or args
@@ -108,7 +110,7 @@ def _is_block(tensor: TritonObject) -> bool:
 
 
 def _has_only_cache_hints(kwargs: dict[str, TritonObject], modifiers: frozenset[str]) -> bool:
-    """Return whether `kwargs` are cache hints alone, which do not change results."""
+    """Return whether `kwargs` has only cache hints, which do not change results."""
     if not kwargs.keys() <= _CACHE_HINTS:
         return False
     modifier, eviction = kwargs.get("cache_modifier", ""), kwargs.get("eviction_policy", "")
@@ -117,10 +119,10 @@ def _has_only_cache_hints(kwargs: dict[str, TritonObject], modifiers: frozenset[
     )
 
 
-def _memory_operands(
+def _get_memory_operands(
     pointer: TritonObject, mask: TritonObject
 ) -> tuple[Array, Array, TritonObject, Dtype] | None:
-    """Return addresses, active lanes, and the triton and numpy types of the elements.
+    """Return (addresses, mask of active lanes, triton type of the elements, numpy dtype).
 
     Returns None if an operand needs upstream's implementation.
     """
@@ -132,7 +134,7 @@ def _memory_operands(
         return None
     addresses = pointer.handle.data
     if mask is None:
-        return addresses, _all_lanes(addresses.shape), tl_dtype, storage
+        return addresses, _make_all_lanes(addresses.shape), tl_dtype, storage
     if type(mask) is not _tensor or mask.dtype is not tl.int1:
         return None
     lanes = mask.handle.data
@@ -157,34 +159,37 @@ def _broadcast_shape(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int
 
 
 @cache
-def _all_lanes(shape: tuple[int, ...]) -> Array:
+def _make_all_lanes(shape: tuple[int, ...]) -> Array:
     lanes = np.ones(shape, BOOL)
     lanes.flags.writeable = False
     return lanes
 
 
-def _fill_values(
+def _get_fill_values(
     other: TritonObject, tl_dtype: TritonObject, storage: Dtype, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return the values of inactive lanes; None if `other` needs upstream's implementation."""
+    """Return the values for inactive lanes; None if `other` needs upstream's implementation."""
     if type(other) is _tensor:
         data: Array = other.handle.data
         return data if other.dtype is tl_dtype and data.shape == shape else None
     if type(other) is int:
         is_zero = other == 0 and not tl_dtype.is_fp8()  # upstream does not convert integers to fp8
-        is_plain = is_zero or (tl_dtype is tl.int32 and MIN_INT32 <= other <= MAX_INT32)
+        is_exact = is_zero or (tl_dtype is tl.int32 and MIN_INT32 <= other <= MAX_INT32)
     elif type(other) is float:
-        is_plain = is_positive_zero(other) or (tl_dtype is tl.float32 and is_float32(other))
+        is_exact = is_positive_zero(other) or (tl_dtype is tl.float32 and is_float32(other))
     else:
-        is_plain = False
-    return _constant(other, storage, shape) if is_plain else None
+        is_exact = False
+    return _make_constant(other, storage, shape) if is_exact else None
 
 
 @lru_cache(maxsize=1024)
-def _constant(number: float, storage: Dtype, shape: tuple[int, ...]) -> Array:
+def _make_constant(number: float, storage: Dtype, shape: tuple[int, ...]) -> Array:
     data = np.full(shape, number, storage)
     data.flags.writeable = False
     return data
 
 
-MEMORY_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"load": _load, "store": _store}
+MEMORY_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
+    "load": _make_load,
+    "store": _make_store,
+}

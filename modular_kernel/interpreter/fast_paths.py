@@ -1,12 +1,12 @@
 """Fast paths for operations of interpreted kernels whose operands need no conversion.
 
 Upstream inspects both operands several times, broadcasts them, and wraps numpy's result twice. The
-numpy operation alone gives the same result for two operands of one type among int32, int64, float32
-and int1, for such an operand and a Python number, and for a pointer and an offset.
+numpy operation alone gives the same result for two operands of equal type (int32, int64, float32 or
+int1), for an operand of these types and a Python number, and for a pointer and an offset.
 
-Each function of type `FastPath -> FastPath` takes upstream's function (`slow`), and returns a
-replacement that calls it in all other cases, including errors. `modular_kernel.interpreter.patch`
-installs the replacements.
+Each function of type `FastPath -> FastPath` takes upstream's function, `slow`, and returns a faster
+replacement. The replacement calls `slow` in all other cases, including errors.
+`modular_kernel.interpreter.operands` installs the replacements.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter.block_types import scalar_shape
-from modular_kernel.interpreter.dtypes import Array, Dtype, TritonObject, convert, storage_of
+from modular_kernel.interpreter.dtypes import Array, Dtype, TritonObject, convert, get_storage_dtype
 
 FastPath = Callable[..., TritonObject]
 
@@ -26,18 +26,18 @@ _new = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
 # Numpy dtypes of the supported types, keyed by the type's id: triton has one object per type.
 _NUMERIC_STORAGE = {
-    id(tl_dtype): storage_of(tl_dtype) for tl_dtype in (tl.int32, tl.int64, tl.float32)
+    id(tl_dtype): get_storage_dtype(tl_dtype) for tl_dtype in (tl.int32, tl.int64, tl.float32)
 }
-_INTEGER_STORAGE = {id(tl_dtype): storage_of(tl_dtype) for tl_dtype in (tl.int32, tl.int64)}
+_INTEGER_STORAGE = {id(tl_dtype): get_storage_dtype(tl_dtype) for tl_dtype in (tl.int32, tl.int64)}
 _BITWISE_STORAGE = {
-    id(tl_dtype): storage_of(tl_dtype) for tl_dtype in (tl.int1, tl.int32, tl.int64)
+    id(tl_dtype): get_storage_dtype(tl_dtype) for tl_dtype in (tl.int1, tl.int32, tl.int64)
 }
 _OFFSET_TYPES = frozenset(_INTEGER_STORAGE)
 _FULL_SLICE = slice(None)
 MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 _MIN_NORMAL_FLOAT32, _MAX_FLOAT32 = 2.0**-126, (2 - 2**-23) * 2.0**127
-# Conversions that `to` does in one step. All others are left to upstream, which converts between
-# 16-bit types through float32, and has separate code for fp8.
+# Conversions of `to` in one step. Upstream does all others: it converts between 16-bit types
+# through float32, and has separate code for fp8.
 _INTEGER_DTYPES = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
 _DIRECT_CASTS = frozenset(
     (id(a), id(b))
@@ -51,7 +51,11 @@ _DIRECT_CASTS = frozenset(
 
 
 def make_tensor(data: Array, tl_dtype: TritonObject, tensor_type: TritonObject) -> TritonObject:
-    """Return a tensor of type `tensor_type`, with `data` stored as its scalar type `tl_dtype`."""
+    """Return a tensor without calling the constructors of triton.
+
+    data: stored as the scalar type `tl_dtype`.
+    tensor_type: `tl_dtype`, or a block type of it.
+    """
     handle = _new(upstream.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, tl_dtype, {}
     tensor = _new(_tensor)
@@ -61,18 +65,20 @@ def make_tensor(data: Array, tl_dtype: TritonObject, tensor_type: TritonObject) 
     return tensor
 
 
-def _result(
+def _make_result(
     data: Array, tl_dtype: TritonObject, lhs: TritonObject, rhs: TritonObject
 ) -> TritonObject:
     is_block = type(lhs.type) is _block or (type(rhs) is _tensor and type(rhs.type) is _block)
-    return make_tensor(data, tl_dtype, block_of(tl_dtype, data.shape) if is_block else tl_dtype)
+    return make_tensor(
+        data, tl_dtype, make_block_type(tl_dtype, data.shape) if is_block else tl_dtype
+    )
 
 
 _blocks: dict[tuple[int, tuple[int, ...]], TritonObject] = {}
 
 
-def block_of(tl_dtype: TritonObject, shape: tuple[int, ...]) -> TritonObject:
-    """Return triton's type of a block of `tl_dtype` elements, cached."""
+def make_block_type(tl_dtype: TritonObject, shape: tuple[int, ...]) -> TritonObject:
+    """Return the block type of `tl_dtype` elements with this shape, cached."""
     block = _blocks.get((id(tl_dtype), shape))
     if block is None:
         block = _blocks[id(tl_dtype), shape] = _block(tl_dtype, shape)
@@ -80,17 +86,17 @@ def block_of(tl_dtype: TritonObject, shape: tuple[int, ...]) -> TritonObject:
 
 
 @cache
-def _number_array(number: float, storage: Dtype) -> Array:
+def _make_number_array(number: float, storage: Dtype) -> Array:
     data = np.array([number], storage)
     data.flags.writeable = False
     return data
 
 
-def converts_to(tl_dtype: TritonObject, number: object) -> bool:
+def is_convertible(tl_dtype: TritonObject, number: object) -> bool:
     """Return whether upstream converts a number to the type `tl_dtype` of the other operand."""
     if type(number) is int:
-        is_convertible = tl_dtype is tl.int32 or tl_dtype is tl.float32 or tl_dtype is tl.int64
-        return is_convertible and MIN_INT32 <= number <= MAX_INT32
+        is_supported = tl_dtype is tl.int32 or tl_dtype is tl.float32 or tl_dtype is tl.int64
+        return is_supported and MIN_INT32 <= number <= MAX_INT32
     # Only some releases of triton keep the sign of a zero.
     return (
         type(number) is float
@@ -109,13 +115,14 @@ def is_float32(number: float) -> bool:
     return _MIN_NORMAL_FLOAT32 <= abs(number) <= _MAX_FLOAT32 or abs(number) == inf
 
 
-def _operand(
+def _get_operand(
     tl_dtype: TritonObject, other: TritonObject, storages: dict[int, Dtype]
 ) -> tuple[Array, TritonObject] | None:
-    """Return the data of `other`, and the common type of it and a tensor of `tl_dtype`.
+    """Return (data of `other`, common type of `other` and a tensor of `tl_dtype`).
 
-    storages: numpy dtypes of the supported types, by the type's id. Returns None if a type is not
-    supported, or if numpy would convert differently.
+    Returns None if a type is not supported, or if numpy would convert it differently.
+
+    storages: id of each supported triton type -> numpy dtype.
     """
     storage = storages.get(id(tl_dtype))
     if storage is None:
@@ -127,39 +134,41 @@ def _operand(
         # Integers of two sizes: numpy widens as triton does.
         both_integers = id(tl_dtype) in _OFFSET_TYPES and id(other_dtype) in _OFFSET_TYPES
         return (other.handle.data, tl.int64) if both_integers else None
-    return (_number_array(other, storage), tl_dtype) if converts_to(tl_dtype, other) else None
+    return (
+        (_make_number_array(other, storage), tl_dtype) if is_convertible(tl_dtype, other) else None
+    )
 
 
-def arithmetic(
+def make_arithmetic_path(
     op: Callable[..., Array], storages: dict[int, Dtype]
 ) -> Callable[[FastPath], FastPath]:
     """Return the fast path of an operation on a tensor and another tensor or a number.
 
-    storages: as in `_operand`.
+    storages: as in `_get_operand`.
     """
 
     def fast_path(slow: FastPath) -> FastPath:
         def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
-            operand = _operand(self.dtype, other, storages)
+            operand = _get_operand(self.dtype, other, storages)
             if operand is None:
                 return slow(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:  # incompatible shapes, which upstream reports
                 return slow(self, other, **kwargs)
-            return _result(data, operand[1], self, other)
+            return _make_result(data, operand[1], self, other)
 
         return fast
 
     return fast_path
 
 
-def _reversed(op: Callable[..., Array]) -> Callable[..., Array]:
+def _swap_operands(op: Callable[..., Array]) -> Callable[..., Array]:
     return lambda lhs, rhs: op(rhs, lhs)
 
 
-def _add(slow: FastPath) -> FastPath:
-    add_numbers = arithmetic(np.add, _NUMERIC_STORAGE)(slow)
+def _make_add(slow: FastPath) -> FastPath:
+    add_numbers = make_arithmetic_path(np.add, _NUMERIC_STORAGE)(slow)
 
     def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
         tl_dtype = self.dtype
@@ -198,49 +207,49 @@ def _is_block(tensor: TritonObject) -> bool:
     return type(tensor.type) is _block
 
 
-def _comparison(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
+def _make_comparison_path(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
     def fast_path(slow: FastPath) -> FastPath:
         def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
-            operand = _operand(self.dtype, other, _NUMERIC_STORAGE)
+            operand = _get_operand(self.dtype, other, _NUMERIC_STORAGE)
             if operand is None or (type(other) is float and not is_float32(other)):
                 return slow(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:
                 return slow(self, other, **kwargs)
-            return _result(data, tl.int1, self, other)
+            return _make_result(data, tl.int1, self, other)
 
         return fast
 
     return fast_path
 
 
-def _division(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
-    """Return the fast path of integer division toward zero. Division by 0 is left to upstream."""
+def _make_division_path(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
+    """Return the fast path of an integer division toward zero; upstream handles division by 0."""
 
     def fast_path(slow: FastPath) -> FastPath:
         def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
-            operand = _operand(self.dtype, other, _INTEGER_STORAGE)
+            operand = _get_operand(self.dtype, other, _INTEGER_STORAGE)
             if operand is None or not operand[0].all():
                 return slow(self, other, **kwargs)
             try:
                 data = op(self.handle.data, operand[0])
             except ValueError:
                 return slow(self, other, **kwargs)
-            return _result(data, operand[1], self, other)
+            return _make_result(data, operand[1], self, other)
 
         return fast
 
     return fast_path
 
 
-def _quotient(left: Array, right: Array) -> Array:
+def _divide_toward_zero(left: Array, right: Array) -> Array:
     quotient: Array = (left - np.fmod(left, right)) // right
     return quotient
 
 
-def _index(slow: FastPath) -> FastPath:
-    """Return the fast path of `x[:, None]` and the like: one `:` per dimension, and any None."""
+def _make_getitem(slow: FastPath) -> FastPath:
+    """Return the fast path of indexing such as `x[:, None]`: a `:` per dimension, and any None."""
 
     def fast(self: TritonObject, slices: TritonObject, **kwargs: TritonObject) -> TritonObject:
         tl_dtype = self.dtype
@@ -260,13 +269,13 @@ def _index(slow: FastPath) -> FastPath:
         return make_tensor(
             data,
             tl_dtype,
-            _block(tl_dtype, data.shape) if is_pointer else block_of(tl_dtype, data.shape),
+            _block(tl_dtype, data.shape) if is_pointer else make_block_type(tl_dtype, data.shape),
         )
 
     return fast
 
 
-def _to(slow: FastPath) -> FastPath:
+def _make_to(slow: FastPath) -> FastPath:
     def fast(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         tl_dtype = self.dtype
         if len(args) != 1 or kwargs:
@@ -276,21 +285,21 @@ def _to(slow: FastPath) -> FastPath:
             return self
         if (id(tl_dtype), id(target)) not in _DIRECT_CASTS:
             return slow(self, *args, **kwargs)
-        data = convert(self.handle.data, storage_of(target))
+        data = convert(self.handle.data, get_storage_dtype(target))
         return make_tensor(
-            data, target, block_of(target, data.shape) if _is_block(self) else target
+            data, target, make_block_type(target, data.shape) if _is_block(self) else target
         )
 
     return fast
 
 
-def _where(slow: FastPath) -> FastPath:
+def _make_where(slow: FastPath) -> FastPath:
     def fast(
         condition: TritonObject, x: TritonObject, y: TritonObject, **kwargs: TritonObject
     ) -> TritonObject:
         if not (type(condition) is type(x) is _tensor and condition.dtype is tl.int1):
             return slow(condition, x, y, **kwargs)
-        operand_and_dtype = _operand(x.dtype, y, _NUMERIC_STORAGE)
+        operand_and_dtype = _get_operand(x.dtype, y, _NUMERIC_STORAGE)
         if operand_and_dtype is None:
             return slow(condition, x, y, **kwargs)
         operand, tl_dtype = operand_and_dtype
@@ -298,31 +307,31 @@ def _where(slow: FastPath) -> FastPath:
             data = np.where(condition.handle.data, x.handle.data, operand)
         except ValueError:
             return slow(condition, x, y, **kwargs)
-        return _result(data, tl_dtype, condition if _is_block(condition) else x, y)
+        return _make_result(data, tl_dtype, condition if _is_block(condition) else x, y)
 
     return fast
 
 
 # Fast paths by the name of upstream's function: methods of `tl.tensor`, and functions of `tl`.
 TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
-    "__add__": _add,
-    "__radd__": arithmetic(np.add, _NUMERIC_STORAGE),
-    "__sub__": arithmetic(np.subtract, _NUMERIC_STORAGE),
-    "__rsub__": arithmetic(_reversed(np.subtract), _NUMERIC_STORAGE),
-    "__mul__": arithmetic(np.multiply, _NUMERIC_STORAGE),
-    "__rmul__": arithmetic(np.multiply, _NUMERIC_STORAGE),
-    "__floordiv__": _division(_quotient),
-    "__mod__": _division(np.fmod),
-    "__and__": arithmetic(np.bitwise_and, _BITWISE_STORAGE),
-    "__or__": arithmetic(np.bitwise_or, _BITWISE_STORAGE),
-    "__xor__": arithmetic(np.bitwise_xor, _BITWISE_STORAGE),
-    "__lt__": _comparison(np.less),
-    "__le__": _comparison(np.less_equal),
-    "__gt__": _comparison(np.greater),
-    "__ge__": _comparison(np.greater_equal),
-    "__eq__": _comparison(np.equal),
-    "__ne__": _comparison(np.not_equal),
-    "__getitem__": _index,
-    "to": _to,
+    "__add__": _make_add,
+    "__radd__": make_arithmetic_path(np.add, _NUMERIC_STORAGE),
+    "__sub__": make_arithmetic_path(np.subtract, _NUMERIC_STORAGE),
+    "__rsub__": make_arithmetic_path(_swap_operands(np.subtract), _NUMERIC_STORAGE),
+    "__mul__": make_arithmetic_path(np.multiply, _NUMERIC_STORAGE),
+    "__rmul__": make_arithmetic_path(np.multiply, _NUMERIC_STORAGE),
+    "__floordiv__": _make_division_path(_divide_toward_zero),
+    "__mod__": _make_division_path(np.fmod),
+    "__and__": make_arithmetic_path(np.bitwise_and, _BITWISE_STORAGE),
+    "__or__": make_arithmetic_path(np.bitwise_or, _BITWISE_STORAGE),
+    "__xor__": make_arithmetic_path(np.bitwise_xor, _BITWISE_STORAGE),
+    "__lt__": _make_comparison_path(np.less),
+    "__le__": _make_comparison_path(np.less_equal),
+    "__gt__": _make_comparison_path(np.greater),
+    "__ge__": _make_comparison_path(np.greater_equal),
+    "__eq__": _make_comparison_path(np.equal),
+    "__ne__": _make_comparison_path(np.not_equal),
+    "__getitem__": _make_getitem,
+    "to": _make_to,
 }
-LANGUAGE_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"where": _where}
+LANGUAGE_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {"where": _make_where}

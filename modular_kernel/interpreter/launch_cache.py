@@ -1,11 +1,10 @@
 """Cache of interpreted launches, which replays the writes of an equal launch instead of running it.
 
 Programs run one after another, so an interpreted launch is a function of its arguments and of the
-bytes that it reads. If two launches of a kernel have arguments of the same layout and read the same
-bytes, they write the same bytes to the same positions. Every byte that the earlier launch read is
-compared, so a change of any of them, even in memory that no one initialized, makes the launch run
-again. A kernel that casts addresses to integers, or integers to addresses, is
-replayed only at identical addresses.
+bytes that it reads. Two launches of a kernel that have arguments of equal layout and read equal
+bytes write the same bytes to the same positions. The cache compares every byte that the earlier
+launch read. A difference, even in uninitialized memory, makes the launch run. A launch that casts
+addresses to integers, or integers to addresses, is replayed only at identical addresses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -28,20 +27,21 @@ from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.dtypes import BOOL, Array
 from modular_kernel.interpreter.races import Access
 
-_READ, _WRITTEN = range(2)
+_READ, _WRITTEN = range(2)  # kinds of marks of a byte
 _MARK_KINDS = {
     Access.READ: (_READ,),
     Access.WRITE: (_WRITTEN,),
     Access.ATOMIC: (_READ, _WRITTEN),
 }
 _CONSTANT_TYPES = (int, bool, float, str, tl.constexpr)  # types of globals that a kernel may use
-_MAX_OUTCOMES = 8  # outcomes kept per key, for launches that differ only in the bytes they read
+_MAX_OUTCOMES = 8  # per key: outcomes of launches that differ only in the bytes that they read
 
 
 class LaunchCache:
     """Outcomes of launches, cached for the lifetime of this object.
 
-    computed: number of launches that ran. hits: number of launches that were replayed.
+    computed: number of launches that ran.
+    hits: number of launches that were replayed.
     """
 
     def __init__(self) -> None:
@@ -55,31 +55,32 @@ class LaunchCache:
         arguments: Mapping[str, Any],
         run: "Callable[[Trace | None], None]",
         *,
-        repeat: bool,
+        can_replay: bool,
     ) -> None:
         """Replay the writes of an equal launch, or run this one and record its accesses.
 
-        arguments: by name. run: executes the launch and records its accesses in the given trace, if
-        any. repeat: whether a replay is allowed; if False, the launch always runs.
+        arguments: of the kernel, by name.
+        run: executes the launch. It records accesses in the trace that it gets, unless it is None.
+        can_replay: whether a replay is allowed. If not, the launch always runs.
         """
         bounds = Bounds(arguments)
         try:
             argument_key = _ArgumentKey(bounds)
-            values = argument_key.key_of(tuple(arguments.items()))
+            values = argument_key.make_key(tuple(arguments.items()))
             key = (
                 kernel,
                 grid,
-                argument_key.globals_of(kernel, set()),
+                argument_key.make_globals_key(kernel, set()),
                 values,
-                argument_key.ranges(),
+                argument_key.make_ranges_key(),
             )
         except _UncacheableError:
             self.computed += 1
             run(None)
             return
-        outcomes, memory = self._outcomes.setdefault(key, []), argument_key.memory()
+        outcomes, memory = self._outcomes.setdefault(key, []), argument_key.view_memory()
         outcome = next((candidate for candidate in outcomes if candidate.matches(memory)), None)
-        if outcome is not None and repeat:
+        if outcome is not None and can_replay:
             self.hits += 1
             outcome.write(memory)
             return
@@ -87,13 +88,13 @@ class LaunchCache:
         trace = Trace(bounds, argument_key.order, memory)
         run(trace)
         if outcome is None:
-            outcomes.append(trace.outcome())
+            outcomes.append(trace.make_outcome())
             del outcomes[:-_MAX_OUTCOMES]
 
 
 @contextmanager
-def cached_launches() -> Iterator[LaunchCache]:
-    """Cache the launches inside the context, and yield the cache."""
+def cache_launches() -> Iterator[LaunchCache]:
+    """Cache the launches inside the block, and yield the cache."""
     outer, ACCESS_LOG.cache = ACCESS_LOG.cache, LaunchCache()
     try:
         yield ACCESS_LOG.cache
@@ -102,13 +103,13 @@ def cached_launches() -> Iterator[LaunchCache]:
 
 
 class _UncacheableError(Exception):
-    """An argument whose effect on a launch cannot be determined."""
+    """Raised for an argument whose effect on a launch cannot be determined."""
 
 
 class _ArgumentKey:
-    """Builder of hashable keys of arguments. Keys are equal if a launch cannot distinguish them.
+    """Builder of hashable keys of arguments. Equal keys mean that launches cannot differ.
 
-    Keys do not contain addresses: a tensor is identified by its range and its offset in it.
+    Keys do not contain addresses. A tensor is identified by its range and by its offset in it.
 
     order: indices in `bounds` of the ranges that the arguments use, in order of first use.
     """
@@ -119,8 +120,8 @@ class _ArgumentKey:
         self._bounds = bounds
         self.order: list[int] = []
 
-    def key_of(self, value: Any) -> Hashable:
-        """Return the key of a value; raise _UncacheableError for an unsupported type."""
+    def make_key(self, value: Any) -> Hashable:
+        """Return the key of a value. Raise _UncacheableError for an unsupported type."""
         type_ = type(value)
         if value is None or type_ in (int, bool, str):
             return type_, value
@@ -129,33 +130,33 @@ class _ArgumentKey:
         if type_ is torch.Tensor or isinstance(value, torch.Tensor):
             return self._tensor_key(value)
         if isinstance(value, tuple | list):
-            return type_, tuple(map(self.key_of, value))
+            return type_, tuple(map(self.make_key, value))
         if type_ is tl.constexpr:
-            return type_, self.key_of(value.value)
+            return type_, self.make_key(value.value)
         if isinstance(value, tl.dtype | upstream.InterpretedFunction):
             return type_, str(value) if isinstance(value, tl.dtype) else value
         if type_ in (TensorDescriptor, TensorWrapper):
-            return type_, tuple((name, self.key_of(field)) for name, field in vars(value).items())
+            return type_, tuple((name, self.make_key(field)) for name, field in vars(value).items())
         if isinstance(value, torch.dtype | torch.device):
             return type_, str(value)
         raise _UncacheableError
 
-    def globals_of(self, kernel: FunctionType, visited: set[FunctionType]) -> Hashable:
+    def make_globals_key(self, kernel: FunctionType, visited: set[FunctionType]) -> Hashable:
         """Return the key of the global constants and helpers that a kernel and its helpers use.
 
-        visited: functions whose keys are already part of the result; `kernel` is added.
+        visited: functions whose keys are already part of the result. `kernel` is added.
         """
         visited.add(kernel)
         keys: list[Hashable] = []
         for name in kernel.__code__.co_names:
             value = kernel.__globals__.get(name)
             if type(value) in _CONSTANT_TYPES:
-                keys.append((name, self.key_of(value)))
+                keys.append((name, self.make_key(value)))
             elif isinstance(value, upstream.InterpretedFunction):
                 helper = value.rewrite()
                 keys.append((name, helper))
                 if helper not in visited:
-                    keys.append(self.globals_of(helper, visited))
+                    keys.append(self.make_globals_key(helper, visited))
         return tuple(keys)
 
     def _tensor_key(self, tensor: torch.Tensor) -> Hashable:
@@ -164,7 +165,7 @@ class _ArgumentKey:
         if not tensor.numel():
             return tensor.dtype, None
         position = self._bounds.locate(tensor.data_ptr())
-        if position is None:  # a tensor in a list, whose memory launches may not access
+        if position is None:  # a tensor in a list, whose memory the launch may not access
             raise _UncacheableError
         range_index, offset = position
         if range_index not in self.order:
@@ -172,64 +173,72 @@ class _ArgumentKey:
         relative_position = self.order.index(range_index), offset
         return tensor.dtype, relative_position, tensor.shape, tensor.stride()
 
-    def ranges(self) -> Hashable:
-        """Return the size of each range, and its alignment, on which tensor descriptors depend."""
-        bounds = (self._bounds.range(index) for index in self.order)
+    def make_ranges_key(self) -> Hashable:
+        """Return (size in bytes, address modulo 16) of each range.
+
+        Tensor descriptors depend on the alignment.
+        """
+        bounds = (self._bounds.get_range(index) for index in self.order)
         return tuple((end - start, start % 16) for start, end in bounds)
 
-    def memory(self) -> list[Array]:
+    def view_memory(self) -> list[Array]:
         """Return writable views of the bytes of each range."""
-        return [_bytes(*self._bounds.range(index)) for index in self.order]
+        return [_view_bytes(*self._bounds.get_range(index)) for index in self.order]
 
 
 class Trace:
     """Record of the bytes that a running launch accesses.
 
-    memory: the bytes of each range that the arguments use. order: the index in `bounds` of each.
+    order: indices in `bounds` of the ranges that the arguments use.
+    memory: views of the bytes of these ranges.
     """
 
     def __init__(self, bounds: Bounds, order: list[int], memory: list[Array]) -> None:
         self._bounds, self._memory = bounds, memory
         self._memory_index = {range_index: index for index, range_index in enumerate(order)}
         self._initial_memory = [array.copy() for array in memory]
-        # Keyed by (index in `memory`, _READ or _WRITTEN, element size). A value is (marks, offset):
-        # a mark is True if an accessed element starts at its byte, and the address of an element
-        # plus the offset is the address of its mark.
+        # (index in `memory`, _READ or _WRITTEN, element size) -> (marks, offset). There is a mark
+        # per byte, which is True if an accessed element starts at the byte. The address of an
+        # element plus the offset is the address of its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
         self._casts_addresses = False
 
     def mark_address_cast(self) -> None:
-        """Note that the launch depends on the addresses of its arguments."""
+        """Record that the launch depends on the addresses of its arguments."""
         self._casts_addresses = True
 
     def record_access(
         self, access: Access, pointers: Array, lanes: Array, nbytes: int, range_index: int | None
     ) -> None:
-        """Record that elements of `nbytes` bytes in the active lanes are about to be accessed.
+        """Record an access to elements of `nbytes` bytes in the active lanes, before it happens.
 
-        range_index: index of the range that contains all pointers, or None if they lie in several.
+        range_index: index of the range that contains all pointers; None if there is no such range.
         """
         indices = (
-            self._bounds.range_indices(pointers, lanes) if range_index is None else (range_index,)
+            self._bounds.find_range_indices(pointers, lanes)
+            if range_index is None
+            else (range_index,)
         )
         for index in indices:
             lanes_in_range = (
-                lanes if len(indices) == 1 else lanes & self._bounds.in_range(pointers, index)
+                lanes if len(indices) == 1 else lanes & self._bounds.is_in_range(pointers, index)
             )
             for kind in _MARK_KINDS[access]:
-                shift = self._marks_of((self._memory_index[index], kind, nbytes), index)[1]
-                upstream._interpreter.store(pointers + shift, _ones(pointers.shape), lanes_in_range)
+                shift = self._get_marks((self._memory_index[index], kind, nbytes), index)[1]
+                upstream._interpreter.store(
+                    pointers + shift, _make_all_lanes(pointers.shape), lanes_in_range
+                )
 
-    def _marks_of(self, key: tuple[int, int, int], range_index: int) -> tuple[Array, Any]:
+    def _get_marks(self, key: tuple[int, int, int], range_index: int) -> tuple[Array, Any]:
         entry = self._marks.get(key)
         if entry is None:
             marks = np.zeros(len(self._memory[key[0]]), BOOL)
-            distance = marks.ctypes.data - self._bounds.range(range_index)[0]
+            distance = marks.ctypes.data - self._bounds.get_range(range_index)[0]
             entry = self._marks[key] = marks, np.uint64(distance % 2**64)
         return entry
 
-    def outcome(self) -> "_Outcome":
-        """Return the outcome of the launch, after it has ended."""
+    def make_outcome(self) -> "_Outcome":
+        """Return the outcome of the launch. Call this after the launch."""
         masks: dict[tuple[int, int], Array] = {}
         for (index, kind, nbytes), (marks, _) in self._marks.items():
             mask = masks.setdefault((index, kind), np.zeros(len(marks), BOOL))
@@ -245,15 +254,15 @@ class Trace:
             for (index, kind), mask in masks.items()
             if kind == _WRITTEN
         ]
-        addresses = tuple(map(_start, self._memory)) if self._casts_addresses else None
+        addresses = tuple(map(_get_address, self._memory)) if self._casts_addresses else None
         return _Outcome(read, written, addresses)
 
 
 class _Outcome:
-    """Bytes that a launch read and wrote.
+    """The bytes that a launch read and wrote.
 
-    read, written: (index of the range, mask of its bytes, contents of the range) for each range.
-    addresses: start addresses of the ranges if the launch depends on them, else None.
+    read, written: (index of a range, mask of its bytes, contents of the range), for each range.
+    addresses: start addresses of the ranges, if the launch depends on them.
     """
 
     def __init__(
@@ -265,8 +274,8 @@ class _Outcome:
         self._read, self._written, self._addresses = read, written, addresses
 
     def matches(self, memory: list[Array]) -> bool:
-        """Return whether a launch with this memory would read the same bytes."""
-        if self._addresses is not None and self._addresses != tuple(map(_start, memory)):
+        """Return whether a launch would read the same bytes from this memory."""
+        if self._addresses is not None and self._addresses != tuple(map(_get_address, memory)):
             return False
         return not any(
             ((memory[index] != expected) & mask).any() for index, mask, expected in self._read
@@ -278,15 +287,15 @@ class _Outcome:
             np.copyto(memory[index], contents, where=mask)
 
 
-def _bytes(start: int, end: int) -> Array:
+def _view_bytes(start: int, end: int) -> Array:
     return np.ctypeslib.as_array((c_uint8 * (end - start)).from_address(start))
 
 
-def _start(memory: Array) -> int:
+def _get_address(memory: Array) -> int:
     address: int = memory.ctypes.data
     return address
 
 
 @cache
-def _ones(shape: tuple[int, ...]) -> Array:
+def _make_all_lanes(shape: tuple[int, ...]) -> Array:
     return np.ones(shape, BOOL)

@@ -1,11 +1,10 @@
 """Fast type promotion and broadcasting of the two operands of an interpreted operation.
 
 Before each operation, upstream determines the common type of the operands, converts Python numbers
-to constants twice, and compares shapes size by size, which took a third of most kernels' time. Here
-the converted operands are computed directly for operands of equal type, for a pointer and an
-offset, and for a tensor and a number that converts to its type. Upstream handles all other cases,
-including errors. `modular_kernel.interpreter.patch` installs these functions in place of
-upstream's.
+to constants twice, and compares shapes size by size. This took a third of the time of most kernels.
+The functions below convert operands directly if they have equal types, if they are a pointer and an
+offset, or if they are a tensor and a number that converts to its type. Upstream handles all other
+cases, including errors. `modular_kernel.interpreter.patch` installs `REPLACEMENTS`.
 """
 
 import inspect
@@ -17,24 +16,27 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter.dtypes import Array, TritonObject, storage_of
+from modular_kernel.interpreter.dtypes import Array, TritonObject, get_storage_dtype
 from modular_kernel.interpreter.fast_memory import MEMORY_FAST_PATHS
 from modular_kernel.interpreter.fast_paths import (
     LANGUAGE_FAST_PATHS,
     TENSOR_FAST_PATHS,
-    converts_to,
+    is_convertible,
 )
 
 # The original functions, which the replacements below still call.
-_operands: Callable[..., tuple[TritonObject, TritonObject]] = (
+_upstream_promote_operands: Callable[..., tuple[TritonObject, TritonObject]] = (
     TritonSemantic.binary_op_type_checking_impl
 )
-_broadcast: Callable[..., tuple[TritonObject, TritonObject]] = TritonSemantic.broadcast_impl_value
-_to_tensor: Callable[..., TritonObject] = TritonSemantic.to_tensor
-_unwrap = tl.core._unwrap_if_constexpr
-_check_handle = upstream.TensorHandle.__post_init__
+_upstream_broadcast: Callable[..., tuple[TritonObject, TritonObject]] = (
+    TritonSemantic.broadcast_impl_value
+)
+_upstream_to_tensor: Callable[..., TritonObject] = TritonSemantic.to_tensor
+_upstream_unwrap = tl.core._unwrap_if_constexpr
+_upstream_check_handle = upstream.TensorHandle.__post_init__
 
-# Types that no operation promotes if both operands have them; triton has one object per type.
+# Ids of the types that no operation promotes if both operands have them. Triton has one object for
+# each type.
 _UNPROMOTED_TYPES = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
 _INTEGERS = (tl.int32, tl.int64)
 _WRAPPER_TYPES = (list, tuple, tl.tuple, tl.constexpr)
@@ -59,11 +61,13 @@ def promote_operands(
                 allow_lhs_ptr and type(tl_dtype) is tl.pointer_type and other in _INTEGERS
             ):
                 return broadcast(self, lhs, rhs)
-        elif arithmetic_check and converts_to(tl_dtype, rhs):
-            return lhs, _number_like(lhs, rhs)
-    elif type(rhs) is tl.tensor and arithmetic_check and converts_to(rhs.dtype, lhs):
-        return _number_like(rhs, lhs), rhs
-    return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        elif arithmetic_check and is_convertible(tl_dtype, rhs):
+            return lhs, _make_number_tensor(lhs, rhs)
+    elif type(rhs) is tl.tensor and arithmetic_check and is_convertible(rhs.dtype, lhs):
+        return _make_number_tensor(rhs, lhs), rhs
+    return _upstream_promote_operands(
+        self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+    )
 
 
 def broadcast(
@@ -71,24 +75,24 @@ def broadcast(
 ) -> tuple[TritonObject, TritonObject]:
     """Replace `TritonSemantic.broadcast_impl_value`."""
     if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
-        return _broadcast(self, lhs, rhs)
+        return _upstream_broadcast(self, lhs, rhs)
     if lhs.shape is rhs.shape:  # equal shapes are one object, see block_types
         return lhs, rhs
-    left, right = _sizes(lhs), _sizes(rhs)
+    left, right = _get_sizes(lhs), _get_sizes(rhs)
     target = _broadcast_sizes(left, right)
     if target is None:
-        return _broadcast(self, lhs, rhs)
+        return _upstream_broadcast(self, lhs, rhs)
     return _broadcast_to(lhs, left, target), _broadcast_to(rhs, right, target)
 
 
 def unwrap(value: TritonObject) -> TritonObject:
     """Replace `tl.core._unwrap_if_constexpr`."""
-    return _unwrap(value) if isinstance(value, _WRAPPER_TYPES) else value
+    return _upstream_unwrap(value) if isinstance(value, _WRAPPER_TYPES) else value
 
 
 def to_tensor(self: TritonObject, x: TritonObject, check_type: bool = True) -> TritonObject:
     """Replace `TritonSemantic.to_tensor`."""
-    return x if type(x) is tl.tensor else _to_tensor(self, x, check_type)
+    return x if type(x) is tl.tensor else _upstream_to_tensor(self, x, check_type)
 
 
 def check_handle(self: TritonObject) -> None:
@@ -98,12 +102,12 @@ def check_handle(self: TritonObject) -> None:
         type(tl_dtype) is not tl.pointer_type
         and self.data.itemsize * 8 > tl_dtype.primitive_bitwidth
     ):
-        _check_handle(self)
+        _upstream_check_handle(self)
 
 
 def patch_builtins(module: TritonObject, builder: TritonObject, scope: TritonObject) -> None:
-    """Replace the interpreter's `_patch_builtin`, and look up a module's builtins only once."""
-    for name, member, function in _builtins(module, builder):
+    """Replace `_patch_builtin` of upstream. The builtins of a module are looked up only once."""
+    for name, member, function in _find_builtins(module, builder):
         current = getattr(module, name, None)
         if current is member:
             scope.set_attr(module, name, function)
@@ -112,7 +116,7 @@ def patch_builtins(module: TritonObject, builder: TritonObject, scope: TritonObj
 
 
 @cache
-def _builtins(
+def _find_builtins(
     module: TritonObject, builder: TritonObject
 ) -> tuple[tuple[str, TritonObject, TritonObject], ...]:
     semantic = TritonSemantic(builder)
@@ -123,17 +127,17 @@ def _builtins(
     elif module in (tl, tl.core):
         fast_paths = LANGUAGE_FAST_PATHS | MEMORY_FAST_PATHS
     return tuple(
-        (name, member, fast_paths.get(name, _unchanged)(_with_semantic(member, semantic)))
+        (name, member, fast_paths.get(name, _identity)(_with_semantic(member, semantic)))
         for name, member in members
     )
 
 
-def _unchanged(function: TritonObject) -> TritonObject:
+def _identity(function: TritonObject) -> TritonObject:
     return function
 
 
 def _with_semantic(member: TritonObject, semantic: TritonObject) -> TritonObject:
-    # Skip triton's wrapper, which checks for the argument that is passed here.
+    # Skip triton's wrapper, which only checks that `_semantic` is passed.
     is_wrapper = member.__code__.co_qualname == "builtin.<locals>.wrapper"
     inner = member.__wrapped__ if is_wrapper else member
 
@@ -144,20 +148,20 @@ def _with_semantic(member: TritonObject, semantic: TritonObject) -> TritonObject
     return call_with_semantic
 
 
-def _number_like(tensor: TritonObject, number: float) -> TritonObject:
-    data = _full(number, tensor.dtype, _sizes(tensor) or (1,))
+def _make_number_tensor(tensor: TritonObject, number: float) -> TritonObject:
+    data = _make_constant(number, tensor.dtype, _get_sizes(tensor) or (1,))
     return tl.tensor(upstream.TensorHandle(data, tensor.dtype), tensor.type)
 
 
-def _sizes(tensor: TritonObject) -> tuple[int, ...]:
-    """Return the sizes of a block; () for a scalar, whose data may be an array of one element."""
+def _get_sizes(tensor: TritonObject) -> tuple[int, ...]:
+    """Return the shape of a block; () for a scalar, whose data may be an array of one element."""
     sizes: tuple[int, ...] = tensor.handle.data.shape
     return sizes if type(tensor.type) is tl.block_type else ()
 
 
 @cache
 def _broadcast_sizes(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the sizes that both operands are broadcast to; None if they are incompatible."""
+    """Return the shape to which both operands are broadcast; None if they are incompatible."""
     try:
         return np.broadcast_shapes(left, right)
     except ValueError:
@@ -170,14 +174,18 @@ def _broadcast_to(
     if sizes == target:
         return tensor
     tl_dtype, data = tensor.dtype, tensor.handle.data
-    data = np.broadcast_to(data, target) if sizes else np.full(target, data, storage_of(tl_dtype))
+    data = (
+        np.broadcast_to(data, target)
+        if sizes
+        else np.full(target, data, get_storage_dtype(tl_dtype))
+    )
     return tl.tensor(upstream.TensorHandle(data, tl_dtype), tl.block_type(tl_dtype, target))
 
 
 @lru_cache(maxsize=4096)
-def _full(number: float, tl_dtype: TritonObject, shape: tuple[int, ...]) -> Array:
-    """Return a cached, read-only array of equal numbers."""
-    data = np.full(shape, number, storage_of(tl_dtype))
+def _make_constant(number: float, tl_dtype: TritonObject, shape: tuple[int, ...]) -> Array:
+    """Return a read-only array of equal numbers."""
+    data = np.full(shape, number, get_storage_dtype(tl_dtype))
     data.flags.writeable = False
     return data
 

@@ -25,12 +25,12 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.replay import modes
-from modular_kernel.replay.recording import capturing
+from modular_kernel.replay.recording import is_capturing
 from modular_kernel.spec.lora import Adapter
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils import forks
-from modular_kernel.utils.argument_checks import available_device, expect
+from modular_kernel.utils.argument_checks import expect, resolve_device
 from modular_kernel.utils.tensor_checks import check_tensor
 
 _MAX_NAME_LENGTH = 256
@@ -75,13 +75,13 @@ class AdapterPool:
             raise ConfigurationError("lora", got="none", need="a problem with adapters")
         self._problem, self._spec = problem, problem.adapters
         shapes = self._shapes(self._spec.rank)
-        device = available_device(device, what="pool")
+        device = resolve_device(device, what="pool")
         slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
         values_per_slot = self._spec.slot_numel(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = values_per_slot * problem.dtype.itemsize
         with (
             _reporting_out_of_memory(f"pool of {slots} slots", slots * self._slot_bytes, device),
-            modes.outside_inference_mode(),
+            modes.disable_inference_mode(),
         ):
             self._tensors = {
                 name: torch.zeros(slots, *shape, dtype=problem.dtype, device=device)
@@ -231,7 +231,7 @@ class AdapterPool:
         if not 0 < len(name) <= _MAX_NAME_LENGTH:
             need = f"1 to {_MAX_NAME_LENGTH} characters"
             raise ConfigurationError("name of an adapter", got=len(name), need=need)
-        if capturing(self.device):
+        if is_capturing(self.device):
             got = "a stream that is being captured"
             need = "a stream that is not being captured; change adapters between captures"
             raise StateError(f"adapter {name!r}", got=got, need=need)

@@ -41,7 +41,7 @@ from modular_kernel.layers.routing import (
     resolve_top_k,
 )
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
-from modular_kernel.operators.experts import EXPERTS_FORWARD, use_prepared
+from modular_kernel.operators.experts import EXPERTS_FORWARD, register_prepared
 from modular_kernel.operators.kernel_cache import (
     NO_EP,
     Experts,
@@ -51,9 +51,9 @@ from modular_kernel.operators.kernel_cache import (
     PrepareFinalize,
     convert_ids,
     current_device,
-    default_experts,
     describe_pairing,
-    machine_of,
+    detect_machine,
+    select_default_experts,
 )
 from modular_kernel.operators.pairing import Pairing as TracedPairing
 from modular_kernel.ops.route import Routed, RouterTensors, route
@@ -240,7 +240,9 @@ class FusedMoE(ExpertParameters):
         self._counts = [0, 0]  # calls and tokens
         part = load_catalog().prepare_finalize(prepare_finalize)
         self._ids_dtype = part.requires.topk_indices_dtype or torch.int32
-        self._traced_pairing = str(TracedPairing(prepare_finalize, experts, where_served=True))
+        self._traced_pairing = str(
+            TracedPairing(prepare_finalize, experts, fall_back_to_torch=True)
+        )
         self._traced_parts = prepare_finalize, experts
         self._bias_unloaded = False  # True while selection_bias may hold its initial NaN
 
@@ -431,12 +433,12 @@ class FusedMoE(ExpertParameters):
         """
         if is_compiling() and self._find_untraced_reason():
             reason = self._find_untraced_reason()
-            return modes.run_untraced(
+            return modes.run_with_graph_break(
                 self.forward, reason, hidden_states, routing, token_ids=token_ids
             )
         call = (self.computed, hidden_states, routing)
         if self.shared_experts is None:
-            return modes.run_outside_function_modes(self.forward_with, *call, token_ids=token_ids)
+            return modes.run_without_function_modes(self.forward_with, *call, token_ids=token_ids)
         # Shared experts are the caller's code and may rely on a mode such as a default device.
         return self.forward_with(*call, token_ids=token_ids)
 
@@ -498,7 +500,7 @@ class FusedMoE(ExpertParameters):
                 kernel = _plan_cache.kernel(self._select_pairing(device), self.problem, device)
             self.keep_prepared(kernel.prepare_weights(weights))
         if self._layer_text:
-            use_prepared(self.weights(), self._layer_text, self._traced_pairing)
+            register_prepared(self.weights(), self._layer_text, self._traced_pairing)
 
     def counters(self) -> dict[str, object]:
         """Return the numbers of calls and tokens of this layer so far, for monitoring.
@@ -617,7 +619,7 @@ class FusedMoE(ExpertParameters):
         elif x_TH.dtype != self.problem.dtype:
             reason = _WRONG_DTYPE
         if reason:  # the eager call raises its error; torch 2.11 cannot raise it in a graph
-            return modes.run_untraced(self.computed, reason, x_TH, routing)
+            return modes.run_with_graph_break(self.computed, reason, x_TH, routing)
         params, fields = self.operands()
         y_TH: torch.Tensor = EXPERTS_FORWARD(
             x_TH.contiguous(),
@@ -645,7 +647,7 @@ class FusedMoE(ExpertParameters):
             cached = self._default_experts.get(device)
             if cached is not None and cached[0] is problem:
                 return self.prepare_finalize, cached[1]
-            experts = default_experts(self.prepare_finalize, problem, device)
+            experts = select_default_experts(self.prepare_finalize, problem, device)
             self._default_experts[device] = problem, experts
         return self.prepare_finalize, experts
 
@@ -669,7 +671,7 @@ class FusedMoE(ExpertParameters):
             raise ConfigurationError("max_tokens", got=None, need=need)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(kind)
-        machine = machine_of("cuda" if kind == "cuda" else "cpu")
+        machine = detect_machine("cuda" if kind == "cuda" else "cpu")
         return make_kernel(
             *self._select_pairing(device),
             self.problem,

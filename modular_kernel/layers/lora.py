@@ -156,7 +156,7 @@ class LoRAManager:
             )
         self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}
         slots = 0 if spec is None else spec.adapters
-        with modes.outside_inference_mode():
+        with modes.disable_inference_mode():
             self._ranks = {
                 layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
             }
@@ -434,7 +434,7 @@ class FusedMoEWithLoRA(nn.Module):
             return base(hidden_states, routing, token_ids=token_ids)  # type: ignore[no-any-return]
         run = self._run_merged if self._manager.mode == "merged" else self._run_parallel_delta
         if is_compiling():
-            return modes.run_untraced(
+            return modes.run_with_graph_break(
                 self.forward,
                 "a FusedMoEWithLoRA call with adapters is not traced: the graph breaks at the call",
                 hidden_states,

@@ -11,7 +11,7 @@ from modular_kernel.errors import DtypeError, StateError, UnsupportedError, Weig
 from modular_kernel.layers.module_state import move_without_cast, state_is_loaded
 from modular_kernel.layers.parallel import GROUP_FIELDS, LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
-from modular_kernel.operators.pairing import layer_text
+from modular_kernel.operators.pairing import serialize_layer
 from modular_kernel.quant import prepared
 from modular_kernel.quant.auto_prepare import AUTO_PREPARED
 from modular_kernel.quant.quantized_weights import TensorSpec, weight_specs
@@ -19,8 +19,8 @@ from modular_kernel.replay import modes
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import DTYPES, Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights, check_loaded, fill_with_sentinel
-from modular_kernel.utils.argument_checks import available_device, expect
-from modular_kernel.utils.tensor_checks import check_local, check_tensor
+from modular_kernel.utils.argument_checks import expect, resolve_device
+from modular_kernel.utils.tensor_checks import check_not_dtensor, check_tensor
 
 # The parameter that holds each field of ExpertWeights.
 PARAMETERS = {
@@ -65,7 +65,7 @@ class ExpertParameters(nn.Module):
     expert_map: torch.Tensor | None
     _no_bias: torch.Tensor | None
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def __init__(
         self,
         problem: Problem,
@@ -75,9 +75,7 @@ class ExpertParameters(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        device = available_device(
-            torch.get_default_device() if device is None else device, meta=True
-        )
+        device = resolve_device(torch.get_default_device() if device is None else device, meta=True)
         self.problem, self.placement, self.parallel = problem, placement, parallel
         self._loader, self._ready = loader, loader is None or not loader.scheme.quantized
         if loader is not None:
@@ -121,7 +119,7 @@ class ExpertParameters(nn.Module):
             param, loaded_weight, weight_name, shard_id, expert_id
         )
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def process_weights_after_loading(self) -> None:
         """Convert the tensors that `weight_loader` has loaded to the layout of the kernels.
 
@@ -196,7 +194,7 @@ class ExpertParameters(nn.Module):
         if metadata is not None:
             metadata[_READY_KEY] = self._ready
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -278,7 +276,7 @@ class ExpertParameters(nn.Module):
         """Check that no tensor is a DTensor, and that all tensors were loaded."""
         parameters = {PARAMETERS.get(field, field): tensor for field, tensor in tensors.items()}
         for name, tensor in parameters.items():
-            check_local(name, tensor)
+            check_not_dtensor(name, tensor)
         if self._unloaded:
             parameters.pop("expert_map", None)  # its -1 means an expert of another rank
             check_loaded(parameters)
@@ -294,7 +292,7 @@ class ExpertParameters(nn.Module):
             raise _not_ready_error()
         operands = [getattr(self, name) for name in self._operand_names]
         for name, tensor in zip(self._operand_names, operands, strict=True):
-            check_local(name, tensor)
+            check_not_dtensor(name, tensor)
         plain, checked = self._operand_fields
         return operands, checked if self._unloaded else plain
 
@@ -306,13 +304,13 @@ class ExpertParameters(nn.Module):
         self._operand_fields = ",".join(names), ",".join(checked)
         self._described_problem = self.problem
         try:
-            self._layer_text = layer_text(self.problem)
+            self._layer_text = serialize_layer(self.problem)
         except UnsupportedError:  # a problem over several ranks has no operator
             self._layer_text = ""
 
     def plain_weights(self) -> ExpertWeights:
         """Drop prepared tensors, and return `weights` without them."""
-        self.keep_prepared(prepared.without_prepared(self.weights()))
+        self.keep_prepared(prepared.remove_prepared(self.weights()))
         return self.weights()
 
     def keep_prepared(self, weights: ExpertWeights) -> None:

@@ -18,9 +18,9 @@ from modular_kernel.replay import modes
 from modular_kernel.spec.problem import dtype_name, parse_dtype
 from modular_kernel.spec.router import RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import check_loaded, fill_with_sentinel
-from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.argument_checks import Count, expect, resolve_device
 from modular_kernel.utils.matmul import linear
-from modular_kernel.utils.tensor_checks import check_local, check_tensor
+from modular_kernel.utils.tensor_checks import check_not_dtensor, check_tensor
 
 __all__ = ["Routed", "Router", "RouterSpec", "RouterTensors", "StandardTopKOutput", "route",
            "select_experts"]  # fmt: skip
@@ -73,7 +73,7 @@ class Router(nn.Module):
     e_score_correction_bias: nn.Parameter | None
     tid2eid: torch.Tensor | None
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def __init__(
         self,
         spec: RouterSpec,
@@ -94,9 +94,7 @@ class Router(nn.Module):
         if (vocabulary is not None) != spec.table:
             need = "a number if the spec has a table, else None"
             raise ConfigurationError("vocabulary", got=vocabulary, need=need)
-        device = available_device(
-            torch.get_default_device() if device is None else device, meta=True
-        )
+        device = resolve_device(torch.get_default_device() if device is None else device, meta=True)
         self.spec, self.num_experts = spec, num_experts
         columns, gate_dtype = spec.columns(num_experts), parse_dtype(dtype)
 
@@ -135,7 +133,7 @@ class Router(nn.Module):
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
         if self._unloaded and not is_compiling():
             for name, tensor in self._loaded_tensors().items():
-                check_local(f"router.{name}", tensor)
+                check_not_dtensor(f"router.{name}", tensor)
             check_loaded(self._loaded_tensors())
             self._unloaded = self.weight.is_meta
         with torch.autocast(x_TH.device.type, enabled=False):

@@ -46,7 +46,7 @@ from modular_kernel.layers.rank_share import (
 from modular_kernel.replay import modes
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.utils.argument_checks import Count, available_device, expect
+from modular_kernel.utils.argument_checks import Count, expect, resolve_device
 from modular_kernel.utils.tensor_checks import check_output, check_tensor
 
 ParamsMapping = list[tuple[str, str, int, str]]
@@ -167,7 +167,7 @@ class ExpertLoader:
                 shapes[f"{name}_{tensor.name}"] = ((len(share.slots), *shape), dtype)
         return shapes
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -188,9 +188,7 @@ class ExpertLoader:
         expect("layer", layer, torch.nn.Module)
         expect("dtype", dtype, torch.dtype)
         expect("weight_loader", weight_loader, Callable | None)
-        device = available_device(
-            torch.get_default_device() if device is None else device, meta=True
-        )
+        device = resolve_device(torch.get_default_device() if device is None else device, meta=True)
         roles = {
             f"{m}_{name}": tensor.role
             for m in ("w13", "w2")

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from modular_kernel.utils.package_probes import version_of
+from modular_kernel.utils.package_probes import installed_version
 
 Environment = dict[str, str | int | None]
 
@@ -22,10 +22,10 @@ def collect_environment(device: torch.device, command: str) -> Environment:
     fields: Environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
-        "version": version_of("modular-kernel"),
+        "version": installed_version("modular-kernel"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
+        "triton": installed_version("triton"),
         "cuda": torch.version.cuda,
         "host": platform.machine(),
         "device": "cpu",

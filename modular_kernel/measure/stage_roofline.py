@@ -103,8 +103,8 @@ def compute_stage_works(
     names: all stages of the call, including fused ones.
     """
     table = _table(names, problem, scheme, load)
-    in_table = [name for name in names if all(part in table for part in stages.parts(name))]
-    return {name: _fuse([table[part] for part in stages.parts(name)]) for name in in_table}
+    in_table = [name for name in names if all(part in table for part in stages.split_stages(name))]
+    return {name: _fuse([table[part] for part in stages.split_stages(name)]) for name in in_table}
 
 
 def compute_stage_roofline(
@@ -139,7 +139,7 @@ def _table(
 ) -> dict[str, StageWork]:
     """Return the table of this module, by name of the unfused stage."""
     hidden, intermediate, value_bytes = problem.hidden, problem.intermediate, problem.dtype.itemsize
-    fused_stages = [stages.parts(name) for name in names]
+    fused_stages = [stages.split_stages(name) for name in names]
     # If the kernel of a GEMM also quantizes or permutes, it reads an operand in the original form.
     x_quantized = _is_separate_stage(stages.QUANTIZE_INPUT, stages.GEMM1, fused_stages)
     h_quantized = _is_separate_stage(stages.QUANTIZE, stages.GEMM2, fused_stages)

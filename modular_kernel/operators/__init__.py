@@ -1,1 +1,1 @@
-"""Custom torch operators for layer calls; torch.compile and torch.export do not look into them."""
+"""Torch operators for calls of a layer, which torch.compile and torch.export do not trace."""

@@ -1,7 +1,8 @@
-"""Mapping of a module's tensors to ExpertWeights fields, written as text.
+"""Mapping of the tensors of a module to the fields of ExpertWeights, written as text.
 
-For example `w1:t,w2:t,b1,b2` maps four tensors to these fields, the first two transposed. A field
-may be followed by these steps, each after a colon:
+The operators take this text because their arguments can only be tensors and strings. For example,
+`w1:t,w2:t,b1,b2` maps four tensors to these fields, the first two transposed. A field may be
+followed by these steps, each after a colon:
 
     t         transpose the last two dimensions: a view
     flat      flatten the last two dimensions, (e, N, K / 32, 16) to (e, N, K / 2): a view
@@ -13,7 +14,8 @@ may be followed by these steps, each after a colon:
                 T divides B: a copy
     loaded    unchanged; StateError if the tensor still has its initial fill values
 
-Copies are made when weights are bound, and again if a tensor was moved or written to.
+Results are cached (`weights_cache`), so copies are made only in the first call with the tensors,
+and again after a tensor was moved or written.
 """
 
 from collections.abc import Sequence
@@ -26,65 +28,65 @@ from modular_kernel.tensors import ExpertWeights, check_loaded
 _FIELD_NAMES = frozenset(ExpertWeights.__dataclass_fields__)
 
 
-def weights_from(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    """Build ExpertWeights from tensors.
+def make_expert_weights(tensors: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
+    """Make ExpertWeights from tensors.
 
-    Raise ConfigurationError if `fields` is invalid or does not match, and ShapeError if scales do
-    not have the shape that a step requires.
+    Raise ConfigurationError if `fields` is invalid or does not match the tensors, and ShapeError if
+    scales do not have the shape that a step requires.
 
-    fields: the field of each tensor, as the module describes, separated by commas.
+    fields: the field and the steps of each tensor, separated by commas (see above).
     """
     entries = fields.split(",")
     if len(entries) != len(tensors):
         got, need = f"{len(tensors)} tensors", f"as many as fields name: {fields[:80]}"
         raise ConfigurationError("params", got=got, need=need)
     tensors_by_field: dict[str, torch.Tensor] = {}
-    to_check: dict[str, torch.Tensor] = {}
+    tensors_to_check: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for text, tensor in zip(entries, tensors, strict=True):
-            name, *steps = text.split(":")
+        for entry, tensor in zip(entries, tensors, strict=True):
+            name, *steps = entry.split(":")
             if name not in _FIELD_NAMES or name in tensors_by_field:
                 need = f"one of {', '.join(sorted(_FIELD_NAMES))}, each once"
                 raise ConfigurationError("fields", got=name[:80], need=need)
             for step in steps:
                 if step == "loaded":
-                    to_check[name] = tensor
+                    tensors_to_check[name] = tensor
                 else:
                     tensor = _apply_step(step, tensor)
             tensors_by_field[name] = tensor
-        check_loaded(to_check)
+        check_loaded(tensors_to_check)
     if not {"w1", "w2"} <= tensors_by_field.keys():
         raise ConfigurationError("fields", got=fields[:80], need="w1 and w2 among the fields")
     return ExpertWeights(**tensors_by_field)
 
 
-def has_gradient(entry: str, *, quantized: bool) -> bool:
+def can_have_gradient(entry: str, *, quantized: bool) -> bool:
     """Return whether the tensor of an entry of `fields` can have a gradient.
 
-    Biases can have one, and so can weights that are not quantized, unless a step converts them.
+    These are biases and weights that are not quantized, unless a step changes their values.
     """
     name, *steps = entry.split(":")
     names = ("b1", "b2") if quantized else ("w1", "w2", "b1", "b2")
     return name in names and all(s in ("t", "loaded") or s.startswith("first=") for s in steps)
 
 
-def gradient_of(tensor: torch.Tensor, entry: str, gradient: torch.Tensor) -> torch.Tensor:
-    """Map the gradient of an ExpertWeights field back to the tensor that the field is made from.
+def map_gradient(tensor: torch.Tensor, entry: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Map the gradient of a field of ExpertWeights to the tensor from which the field was made.
 
-    entry: the tensor's entry in `fields`; `has_gradient` must be true for it.
+    entry: the entry of the tensor in `fields`; `can_have_gradient(entry)` must be true.
     """
     _, *steps = entry.split(":")
     if steps.count("t") % 2:
         gradient = gradient.transpose(1, 2)
     if gradient.shape[0] == tensor.shape[0]:
         return gradient
-    whole = torch.zeros_like(tensor)
-    whole[: gradient.shape[0]] = gradient
-    return whole
+    padded = torch.zeros_like(tensor)  # the step first=N has removed the other rows
+    padded[: gradient.shape[0]] = gradient
+    return padded
 
 
-def tensor_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a key that changes when the tensor's memory is replaced, reshaped, or written to."""
+def make_tensor_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a key that changes if the tensor is moved, reshaped or written."""
     version = 0 if tensor.is_inference() else tensor._version
     return tensor.data_ptr(), tensor.shape, version
 
@@ -111,12 +113,16 @@ def _apply_step(step: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _expand_tiles(scale: torch.Tensor, rows: int, block: int, tile: int) -> torch.Tensor:
-    """Expand (e, P ceil(rows / block), k) scales of P projections to P ceil(rows / tile) rows."""
+    """Expand scales of blocks of rows to scales of smaller tiles of rows.
+
+    scale: (e, P ceil(rows / block), k), for P projections of `rows` rows each. The result is
+        (e, P ceil(rows / tile), k).
+    """
     blocks = -(-rows // block)
     if scale.dim() != 3 or scale.shape[1] % blocks:
         need = f"(e, P x {blocks}, k): scales of {rows} rows in blocks of {block}"
         raise ShapeError("scales", got=tuple(scale.shape), need=need)
-    e, rows_of_scales, columns = scale.shape
-    scale_by_projection = scale.view(e, rows_of_scales // blocks, blocks, columns)
+    e, scale_rows, columns = scale.shape
+    scale_by_projection = scale.view(e, scale_rows // blocks, blocks, columns)
     scale_by_projection = scale_by_projection.repeat_interleave(block // tile, dim=2)
     return scale_by_projection[:, :, : -(-rows // tile)].flatten(1, 2)

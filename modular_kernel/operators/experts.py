@@ -1,11 +1,12 @@
-"""torch.ops.modular_kernel.experts: a layer call as one operator for torch.compile and export.
+"""torch.ops.modular_kernel.experts: a layer call as one operator for torch.compile and
+torch.export.
 
     experts(x_TH, ids_TK, weights_TK, params, fields, layer, pairing) -> y_TH
     experts_forward(...)  # the same without autograd, and with less overhead per call
 
-x_TH, ids_TK, weights_TK: as in a kernel's call and its Routing.
+x_TH, ids_TK, weights_TK: input, expert ids and router weights, as in `Routing`.
 params, fields: tensors, and the ExpertWeights field of each; see `expert_fields`.
-layer, pairing: see `pairing`.
+layer, pairing: the problem without its tokens, and the parts, as text; see `pairing`.
 
 Arguments that are not tensors are strings, so that an exported program can run in another process.
 That process must import this module, which also registers torch.ops.modular_kernel.route.
@@ -18,9 +19,13 @@ from typing import Any
 import torch
 
 import modular_kernel.ops.route  # noqa: F401 (registers the router's operator)
-from modular_kernel.operators.expert_fields import gradient_of, has_gradient, weights_from
-from modular_kernel.operators.gradients import call_gradients
-from modular_kernel.operators.pairing import pairing_of, problem_of
+from modular_kernel.operators.expert_fields import (
+    can_have_gradient,
+    make_expert_weights,
+    map_gradient,
+)
+from modular_kernel.operators.gradients import compute_gradients
+from modular_kernel.operators.pairing import find_pairing, parse_layer
 from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.replay.modes import is_exporting
 from modular_kernel.spec.problem import Combine
@@ -30,33 +35,33 @@ from modular_kernel.utils import operator_library
 _weights_cache = WeightsCache()
 
 # Prepared weights, by the address of w1, the layer and the pairing. The caller that prepared them
-# keeps them alive. The length of a WeakValueDictionary takes longer to read, in every call.
+# keeps them alive. Not a WeakValueDictionary, whose length takes longer to read in each call.
 _prepared: dict[tuple[int, str, str], "weakref.ref[ExpertWeights]"] = {}
 
 
-def use_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
-    """Use these prepared weights in operator calls with the same w1, layer and pairing.
+def register_prepared(weights: ExpertWeights, layer: str, pairing: str) -> None:
+    """Make operator calls with the same w1, layer and pairing use these prepared weights.
 
-    weights: the result of a kernel's `prepare_weights`, used as long as it is alive.
+    weights: the result of a kernel's `prepare_weights`; used as long as it is alive.
     """
     key = weights.w1.data_ptr(), layer, pairing
 
-    def forget(reference: "weakref.ref[ExpertWeights]") -> None:
+    def discard(reference: "weakref.ref[ExpertWeights]") -> None:
         if _prepared.get(key) is reference:
             _prepared.pop(key, None)
 
-    _prepared[key] = weakref.ref(weights, forget)
+    _prepared[key] = weakref.ref(weights, discard)
 
 
 def _fake_output(x_TH, ids_TK, weights_TK, params, fields, layer, pairing):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
     """Return an empty tensor with the shape and dtype of the output."""
-    if problem_of(layer, 1).combine is Combine.SUM:
+    if parse_layer(layer, 1).combine is Combine.SUM:
         return x_TH.new_empty(x_TH.shape)
     return x_TH.new_empty((x_TH.shape[0], ids_TK.shape[1], x_TH.shape[1]))
 
 
-@operator_library.operator("experts_forward", _fake_output)
-@operator_library.operator("experts", _fake_output)
+@operator_library.register_operator("experts_forward", _fake_output)
+@operator_library.register_operator("experts", _fake_output)
 def experts(
     x_TH: torch.Tensor,
     ids_TK: torch.Tensor,
@@ -66,16 +71,16 @@ def experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Return the layer's output, a new tensor (T, H) or (T, K, H).
+    """Return the output of the layer, a new tensor (T, H) or (T, K, H).
 
-    The arguments are described in the module.
+    The docstring of the module describes the arguments.
     """
     weights = _find_prepared(params, fields, layer, pairing) if _prepared else None
     if weights is None:
         weights = _weights_cache.find(params, fields) if params else None
         if weights is None:
-            weights = _bind_weights(params, fields)
-    return pairing_of(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
+            weights = _make_weights(params, fields)
+    return find_pairing(pairing).run(layer, x_TH, weights, Routing(weights_TK, ids_TK))
 
 
 @torch.library.custom_op("modular_kernel::experts_backward", mutates_args=())
@@ -89,34 +94,36 @@ def experts_backward(  # noqa: PLR0913 (as the operator above)
     fields: str,
     layer: str,
 ) -> list[torch.Tensor]:
-    """Return gradients of x, of weights_TK, and of the params for which `needed` is true.
+    """Return the gradients of x_TH, of weights_TK, and of the params that need one.
 
     grad_TH: gradient of the output.
-    needed: a bool for each of params.
+    needed: for each of params, whether its gradient is needed.
     """
-    weights = _bind_weights(params, fields)
-    routing, problem = Routing(weights_TK, ids_TK), problem_of(layer, len(x_TH))
+    weights = _make_weights(params, fields)
+    routing, problem = Routing(weights_TK, ids_TK), parse_layer(layer, len(x_TH))
     names = [entry.partition(":")[0] for entry in fields.split(",")]
-    of_weights = any(
+    needs_weights = any(
         need and name in ("w1", "w2") for name, need in zip(names, needed, strict=True)
     )
-    found = call_gradients(grad_TH, x_TH, weights, routing, problem, of_weights=of_weights)
+    by_field = compute_gradients(
+        grad_TH, x_TH, weights, routing, problem, needs_weights=needs_weights
+    )
     gradients = [
-        gradient_of(param, entry, getattr(found, name))
+        map_gradient(param, entry, getattr(by_field, name))
         for param, need, entry, name in zip(params, needed, fields.split(","), names, strict=True)
         if need
     ]
-    return [found.x_TH, found.topk_weights_TK, *gradients]
+    return [by_field.x_TH, by_field.topk_weights_TK, *gradients]
 
 
 @experts_backward.register_fake
 def _(grad_TH, x_TH, ids_TK, weights_TK, params, needed, fields, layer):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, PLR0913
     """Return empty tensors with the shapes and dtypes of the gradients."""
-    chosen = [param for param, need in zip(params, needed, strict=True) if need]
-    return [torch.empty_like(each) for each in (x_TH, weights_TK, *chosen)]
+    needed_params = [param for param, need in zip(params, needed, strict=True) if need]
+    return [torch.empty_like(tensor) for tensor in (x_TH, weights_TK, *needed_params)]
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *tensors, params, fields, layer, _pairing = inputs
     ctx.save_for_backward(*tensors, *params)
     ctx.strings = fields, layer
@@ -125,25 +132,25 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[object, ...]:
     x_TH, ids_TK, weights_TK, *params = ctx.saved_tensors
     fields, layer = ctx.strings
-    quantized = problem_of(layer, 1).scheme.quantized
+    quantized = parse_layer(layer, 1).scheme.quantized
     needed = [
-        need and has_gradient(entry, quantized=quantized)
+        need and can_have_gradient(entry, quantized=quantized)
         for need, entry in zip(ctx.needs_input_grad[3], fields.split(","), strict=True)
     ]
     dx, dweights, *gradients = torch.ops.modular_kernel.experts_backward(
         grad_TH.contiguous(), x_TH, ids_TK, weights_TK, params, needed, fields, layer
     )
-    of_params = [gradients.pop(0) if need else None for need in needed]
-    return dx, None, dweights, of_params, None, None, None
+    dparams = [gradients.pop(0) if need else None for need in needed]
+    return dx, None, dweights, dparams, None, None, None
 
 
-operator_library.register_autograd("experts", _backward, setup_context=_keep_inputs)
+operator_library.register_autograd("experts", _backward, setup_context=_setup_context)
 
 EXPERTS = torch.ops.modular_kernel.experts.default
 EXPERTS_FORWARD = torch.ops.modular_kernel.experts_forward.default
 
 
-def traced_experts(
+def call_experts_operator(
     x_TH: torch.Tensor,
     ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
@@ -152,22 +159,23 @@ def traced_experts(
     layer: str,
     pairing: str,
 ) -> torch.Tensor:
-    """Call the operator `experts` in a traced graph, or `experts_forward` if no gradient is needed.
+    """Call the operator `experts`, or `experts_forward` if no gradient is needed.
 
-    If the grad mode changes, torch.compile traces again. An exported program may run in another
-    grad mode than the one it was traced in, so it always gets `experts`.
+    Under torch.compile, the choice is part of the graph, because torch.compile traces again if the
+    grad mode changes. An exported program may run in another grad mode than that of the trace, so
+    it always calls `experts`.
     """
     tensors = (x_TH, weights_TK, *params)
-    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    traced = EXPERTS if needed or is_exporting() else EXPERTS_FORWARD
-    output: torch.Tensor = traced(x_TH, ids_TK, weights_TK, params, fields, layer, pairing)
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    operator = EXPERTS if needs_gradient or is_exporting() else EXPERTS_FORWARD
+    output: torch.Tensor = operator(x_TH, ids_TK, weights_TK, params, fields, layer, pairing)
     return output
 
 
 def _find_prepared(
     params: Sequence[torch.Tensor], fields: str, layer: str, pairing: str
 ) -> ExpertWeights | None:
-    """Return weights that were prepared from exactly these tensors; None if there are none."""
+    """Return the registered weights that were prepared from these tensors, if any."""
     reference = _prepared.get((params[0].data_ptr(), layer, pairing)) if params else None
     prepared = None if reference is None else reference()
     if prepared is None:
@@ -179,11 +187,12 @@ def _find_prepared(
     return prepared
 
 
-def _bind_weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
-    if not params:
-        return weights_from(params, fields)
+def _make_weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
+    """Return the cached weights of these tensors, made on first use."""
+    if not params:  # raises ConfigurationError
+        return make_expert_weights(params, fields)
     weights = _weights_cache.find(params, fields)
     if weights is None:
         aliases = [param.detach() for param in params]
-        weights = _weights_cache.add(params, fields, weights_from(aliases, fields))
+        weights = _weights_cache.add(params, fields, make_expert_weights(aliases, fields))
     return weights

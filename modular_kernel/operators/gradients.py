@@ -1,8 +1,9 @@
-"""Gradients of a call: of x, router weights, biases, and of weights that are not quantized.
+"""Gradients of a layer call, in torch operations.
 
-The forward pass is computed again in float32, one expert at a time. Quantized weights are
-dequantized and have no gradient. Gradients pass through the quantization of activations as if it
-were the identity (straight-through estimator).
+The backward pass computes the forward pass again in float32, one expert at a time. It returns
+gradients of x, router weights, biases, and of weights that are not quantized. Quantized weights are
+dequantized and have no gradient. The gradient of the quantization of activations is the identity
+(straight-through estimator).
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.matmul import matmul
@@ -29,45 +30,46 @@ class CallGradients(NamedTuple):
     b2: torch.Tensor | None
 
 
-def call_gradients(
+def compute_gradients(
     grad_TH: torch.Tensor,
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
     problem: Problem,
     *,
-    of_weights: bool = False,
+    needs_weights: bool = False,
 ) -> CallGradients:
-    """Return gradients of x (T, H), router weights (T, K), b1 (e, N), b2 (e, H), w1 and w2.
+    """Return the gradients of x (T, H), router weights (T, K), b1 (e, N), b2 (e, H), w1 and w2.
 
-    Raise UnsupportedError for a layer that weights its input, keeps top-k, or has an expert map,
-    and for gradients of quantized weights.
+    Raise UnsupportedError for gradients of quantized weights, and for a layer that applies router
+    weights to its input, does not sum over top-k, or has an expert map.
 
     grad_TH: gradient of the output.
-    of_weights: whether to compute those of w1 (e, N, H) and w2 (e, H, I); else they are None.
+    needs_weights: whether to compute the gradients of w1 (e, N, H) and w2 (e, H, I); otherwise they
+        are None.
     """
-    _check_differentiable(problem, of_weights=of_weights)
+    _check_differentiable(problem, needs_weights=needs_weights)
     ids_TK = routing.topk_ids_TK
     dx = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     dweights = torch.zeros_like(routing.topk_weights_TK)
-    dw1, dw2 = (_zeros(w if of_weights else None) for w in (weights.w1, weights.w2))
-    db1, db2 = _zeros(weights.b1), _zeros(weights.b2)
+    dw1, dw2 = (_make_zeros(w if needs_weights else None) for w in (weights.w1, weights.w2))
+    db1, db2 = _make_zeros(weights.b1), _make_zeros(weights.b2)
     used_experts = torch.unique(ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)])
     for expert in used_experts.tolist():
         token, slot = (ids_TK == expert).nonzero(as_tuple=True)
-        w1, w2 = (_matrix(weights, name, expert, problem) for name in ("w1", "w2"))
+        w1, w2 = (_get_matrix(weights, name, expert, problem) for name in ("w1", "w2"))
         rows_RH, grad_RH = x_TH[token].float(), grad_TH[token].float()
         gate_up_RN = matmul(rows_RH, w1.T)
         if weights.b1 is not None:
             gate_up_RN = gate_up_RN + weights.b1[expert].float()
-        h_RI, backward = _activation(gate_up_RN, problem.act)
+        h_RI, activation_backward = _activate(gate_up_RN, problem.act)
         y_RH = matmul(h_RI, w2.T)
         if weights.b2 is not None:
             y_RH = y_RH + weights.b2[expert].float()
         dweights[token, slot] = (y_RH * grad_RH).sum(1) * problem.routed_scaling_factor
         scaled = routing.topk_weights_TK[token, slot, None] * problem.routed_scaling_factor
         dy_RH = grad_RH * scaled
-        dgate_up_RN = backward(matmul(dy_RH, w2))
+        dgate_up_RN = activation_backward(matmul(dy_RH, w2))
         dx.index_add_(0, token, matmul(dgate_up_RN, w1))
         if dw1 is not None and dw2 is not None:
             dw1[expert] = matmul(dgate_up_RN.T, rows_RH)
@@ -79,7 +81,7 @@ def call_gradients(
     return CallGradients(dx.to(x_TH.dtype), dweights, dw1, dw2, db1, db2)
 
 
-def _check_differentiable(problem: Problem, *, of_weights: bool) -> None:
+def _check_differentiable(problem: Problem, *, needs_weights: bool) -> None:
     if problem.apply_router_weight_on_input:
         got = "router weights on the input"
         raise UnsupportedError("gradients", got=got, need="router weights on the output")
@@ -88,73 +90,75 @@ def _check_differentiable(problem: Problem, *, of_weights: bool) -> None:
     if problem.expert_map:
         got = "experts of this rank alone"
         raise UnsupportedError("gradients", got=got, need="a layer that holds all experts")
-    if of_weights and problem.scheme.quantized:
+    if needs_weights and problem.scheme.quantized:
         need = "weights that are not quantized"
         raise UnsupportedError("gradients of weights", got=str(problem.scheme), need=need)
 
 
-def _zeros(like: torch.Tensor | None) -> torch.Tensor | None:
+def _make_zeros(like: torch.Tensor | None) -> torch.Tensor | None:
     return None if like is None else torch.zeros_like(like)
 
 
-def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
+def _get_matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
     """Return w1 or w2 of one expert in float32, (N, K)."""
     if not problem.scheme.quantized:
         weight: torch.Tensor = getattr(weights, name)[expert]
         return weight.float()
-    return dequantized_weights(weights, name, problem, slice(expert, expert + 1))[0]
+    return dequantize_weights(weights, name, problem, slice(expert, expert + 1))[0]
 
 
-def _activation(
+def _activate(
     rows_RN: torch.Tensor, spec: ActivationSpec
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the activation of float32 rows, (R, N) -> (R, I), and its backward function.
 
-    The backward function maps the gradient of the result to that of the rows.
+    A gated activation is the product of a function of the gate values and one of the up values. The
+    backward function maps the gradient of the result to the gradient of the rows.
     """
     if not spec.gated:
-        value, derivative = _curve(rows_RN, spec)
+        value, derivative = _activate_elementwise(rows_RN, spec)
         return value, lambda grad: grad * derivative
     gate, up = (rows_RN[:, ::2], rows_RN[:, 1::2]) if spec.interleaved else rows_RN.chunk(2, 1)
-    value, derivative = _gate(gate, spec)
-    factor, up_derivative = _up(up, spec)
+    gate_factor, gate_derivative = _activate_gate(gate, spec)
+    up_factor, up_derivative = _activate_up(up, spec)
 
     def backward(grad_RI: torch.Tensor) -> torch.Tensor:
-        gradients = (grad_RI * factor * derivative, grad_RI * value * up_derivative)
-        return torch.stack(gradients, 2).flatten(1) if spec.interleaved else torch.cat(gradients, 1)
+        dgate = grad_RI * up_factor * gate_derivative
+        dup = grad_RI * gate_factor * up_derivative
+        if spec.interleaved:
+            return torch.stack((dgate, dup), 2).flatten(1)
+        return torch.cat((dgate, dup), 1)
 
-    return value * factor, backward
+    return gate_factor * up_factor, backward
 
 
-def _gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor that the activation computes from gate values, and its derivative."""
+def _activate_gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factor of the activation that depends on the gate values, and its derivative."""
     if spec.limit is None or spec.kind == "situ":
-        return _curve(gate, spec)
+        return _activate_elementwise(gate, spec)
     if spec.kind == "swiglu_clamp_after":
-        value, derivative = _curve(gate, spec)
+        value, derivative = _activate_elementwise(gate, spec)
         return value.clamp(max=spec.limit), derivative * (value <= spec.limit)
-    value, derivative = _curve(gate.clamp(max=spec.limit), spec)
+    value, derivative = _activate_elementwise(gate.clamp(max=spec.limit), spec)
     return value, derivative * (gate <= spec.limit)
 
 
-def _up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factor that the activation computes from up values, and its derivative."""
+def _activate_up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factor of the activation that depends on the up values, and its derivative."""
     if spec.limit is None:
         return up, torch.ones_like(up)
     if spec.kind == "situ":
         tanh = torch.tanh(up / spec.limit)
         return spec.limit * tanh, 1 - tanh.square()
     clamped = up.clamp(-spec.limit, spec.limit)
-    return clamped + 1 if spec.kind == "swiglu_oai" else clamped, (up.abs() <= spec.limit).to(
-        up.dtype
-    )
+    derivative = (up.abs() <= spec.limit).to(up.dtype)
+    return clamped + 1 if spec.kind == "swiglu_oai" else clamped, derivative
 
 
-def _curve(v: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the activation's scalar function of v and its derivative.
-
-    For silu, for example, the function is v sigmoid(v).
-    """
+def _activate_elementwise(
+    v: torch.Tensor, spec: ActivationSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an elementwise function of v, such as v sigmoid(v), and its derivative."""
     kind = spec.kind.removesuffix("_no_mul")
     if kind == "relu2":
         return v.relu().square(), 2 * v.relu()
@@ -164,9 +168,8 @@ def _curve(v: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.T
     if kind == "gelu_tanh":
         tanh = torch.tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))
         inner_derivative = sqrt(2 / pi) * (1 + 3 * 0.044715 * v.square())
-        return 0.5 * v * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * v * (
-            1 - tanh.square()
-        ) * inner_derivative
+        derivative = 0.5 * (1 + tanh) + 0.5 * v * (1 - tanh.square()) * inner_derivative
+        return 0.5 * v * (1 + tanh), derivative
     alpha = 1.0 if spec.alpha is None else spec.alpha
     if kind == "situ":
         tanh, sigmoid = torch.tanh(v / alpha), torch.sigmoid(v)

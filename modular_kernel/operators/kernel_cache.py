@@ -3,8 +3,8 @@
     cache = KernelCache()
     y_TH = cache.run((NO_EP, "TorchExperts"), problem, x_TH, weights, routing)
 
-A call of T tokens runs on the kernel for the next power of two. Pairing means the two parts of a
-kernel, by name or class.
+A call of T tokens runs on the kernel whose number of tokens is the next power of two, at least 16.
+A pairing consists of the two parts of a kernel, by name or class.
 """
 
 import threading
@@ -22,7 +22,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import StateError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import plan_capacity
-from modular_kernel.replay.recording import capturing
+from modular_kernel.replay.recording import is_capturing
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils import forks
@@ -37,31 +37,33 @@ _Key = tuple[Pairing, Problem, torch.device]
 
 @lru_cache(maxsize=1 << 12)
 def _with_tokens(problem: Problem, tokens: int) -> Problem:
-    """Return `problem` for `tokens` tokens.
+    """Return `problem` with another number of tokens.
 
-    Equal arguments give the same object, so that lookups by it compare by identity.
+    Equal arguments return the same object, so that dict lookups by it compare identities.
     """
     return problem.with_tokens(tokens)
 
 
 @cache
-def machine_of(kind: Literal["cuda", "cpu"]) -> Machine:
-    """Describe this machine with its GPU ("cuda") or its CPU only ("cpu")."""
+def detect_machine(kind: Literal["cuda", "cpu"]) -> Machine:
+    """Return the description of this machine with its GPU ("cuda") or with its CPU only ("cpu")."""
     return this_machine(device=kind)
 
 
-def default_experts(prepare: PrepareFinalize, problem: Problem, device: torch.device) -> Experts:
+def select_default_experts(
+    prepare: PrepareFinalize, problem: Problem, device: torch.device
+) -> Experts:
     """Return TritonExperts if they support `problem` on this GPU, else TorchExperts."""
     if device.type != "cuda":
         return "TorchExperts"
-    supported = check(prepare, "TritonExperts", problem, machine_of("cuda")).ok
+    supported = check(prepare, "TritonExperts", problem, detect_machine("cuda")).ok
     return "TritonExperts" if supported else "TorchExperts"
 
 
 def describe_pairing(
     pairing: tuple[PrepareFinalize, Experts | None], problem: Problem, device: torch.device
 ) -> str:
-    """Return the names of both parts; the name of `default_experts` for None."""
+    """Return the names of both parts. For experts of None, use `select_default_experts`."""
     prepare, experts = pairing
     if experts is not None:
         experts_text = _name(experts)
@@ -69,7 +71,7 @@ def describe_pairing(
         experts_text = "experts not chosen yet (parameters are on the meta device)"
     else:
         experts_text = (
-            f"{_name(default_experts(prepare, problem, device))} (default on {device.type})"
+            f"{_name(select_default_experts(prepare, problem, device))} (default on {device.type})"
         )
     return f"{_name(prepare)}, {experts_text}"
 
@@ -79,10 +81,10 @@ def _name(part: PrepareFinalize | Experts) -> str:
 
 
 class KernelsBySize:
-    """Kernels of one pairing and layer on one device, by power of two of tokens.
+    """Kernels of one pairing and layer on one device, by number of tokens (powers of two).
 
-    It looks up the kernel of a call without hashing its problem. The cache owns the kernels; an
-    evicted kernel is made again.
+    It finds the kernel of a call without hashing a problem. It holds weak references to kernels of
+    the cache. A kernel that the cache has evicted is made again.
     """
 
     def __init__(
@@ -91,15 +93,15 @@ class KernelsBySize:
         self.problem = problem
         self._cache, self._pairing, self._device = cache, pairing, device
         self._index: int | None = device.index if device.type == "cuda" else None
-        # By the bit length of the largest token index: the kernel, and the dtype of its ids.
+        # Bit length of (number of tokens - 1) -> kernel, dtype of its ids.
         self._kernels: dict[int, tuple[weakref.ref[FusedMoEModularKernel], torch.dtype | None]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelsBySize":
-        """Return the same object: the kernels are the cache's, and hold nothing of a layer."""
+        """Return the same object: the kernels belong to the cache, and have no state of a layer."""
         return self
 
     def kernels(self) -> list[FusedMoEModularKernel]:
-        """Return the kernels that calls have used and that the cache still has."""
+        """Return the kernels of past calls that the cache has not evicted."""
         kernels = (reference() for reference, _ in tuple(self._kernels.values()))
         return [kernel for kernel in kernels if kernel is not None]
 
@@ -112,7 +114,7 @@ class KernelsBySize:
     ) -> torch.Tensor:
         """Run a call; see `KernelCache.run`.
 
-        counts: [number of calls, number of tokens], to which this call is added.
+        counts: [number of calls, number of tokens]; incremented by this call.
         """
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
@@ -131,7 +133,7 @@ class KernelsBySize:
             self._kernels[(tokens - 1).bit_length()] = weakref.ref(kernel), dtype
         else:
             dtype, cache = entry[1], self._cache
-            cache._last_use[id(kernel)] = cache._next_use()  # as mark_used does, without a call
+            cache._last_use[id(kernel)] = cache._next_use()  # `record_use`, inlined for speed
         if dtype is not None and routing.topk_ids_TK.dtype is not dtype:
             routing = _with_ids_of(dtype, routing)
         return kernel(x_TH, weights, routing)
@@ -152,42 +154,42 @@ class KernelCache:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, release locks held by threads that no longer exist."""
+        """In a forked child, reset the lock, which a thread of the parent may have held."""
         forks.reset_lock(self._lock)
 
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device
     ) -> FusedMoEModularKernel:
-        """Return the kernel for exactly this problem.
+        """Return the kernel for this problem, including its number of tokens. Make it if needed.
 
-        Raise IncompatibleError if the pairing cannot run it, and StateError if a kernel would have
-        to be made during CUDA graph capture.
+        Raise IncompatibleError if the pairing cannot run the problem, and StateError if a kernel
+        would have to be made during CUDA graph capture.
         """
         key = (pairing, problem, device)
         with self._lock:
             kernel = self.kernels.get(key)
             if kernel is None:
-                if capturing(device):  # making a kernel compiles and loads code
+                if is_capturing(device):  # making a kernel may compile and load code
                     got, need = "a call during CUDA graph capture", "warm_up, or an earlier call"
                     raise StateError("a kernel of a new size", got=got, need=need)
                 kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
-                kernel = make_kernel(*pairing, problem, machine=machine_of(kind))
+                kernel = make_kernel(*pairing, problem, machine=detect_machine(kind))
                 kernel.count_invalid_ids_on(device)
                 self.kernels[key] = kernel
-            self.mark_used(kernel)
+            self.record_use(kernel)
             while len(self.kernels) > self._max_kernels:
                 oldest = min(self.kernels, key=lambda key: self._last_use[id(self.kernels[key])])
                 del self._last_use[id(self.kernels.pop(oldest))]
         return kernel
 
-    def mark_used(self, kernel: FusedMoEModularKernel) -> None:
-        """Record a use of a kernel, so that those used least recently are evicted."""
+    def record_use(self, kernel: FusedMoEModularKernel) -> None:
+        """Record a use of a kernel, so that the least recently used kernels are evicted first."""
         self._last_use[id(kernel)] = self._next_use()
 
     def kernels_by_size(
         self, pairing: Pairing, problem: Problem, device: torch.device
     ) -> KernelsBySize:
-        """Return a lookup of this cache's kernels for calls of one layer on one device."""
+        """Return the kernels of one layer on one device, which are made on first use."""
         return KernelsBySize(self, pairing, problem, device)
 
     def run(
@@ -198,7 +200,7 @@ class KernelCache:
         weights: ExpertWeights,
         routing: Routing,
     ) -> torch.Tensor:
-        """Run a call of `problem` with any number of tokens; return a new tensor.
+        """Run a call of `problem`, with any number of tokens. Return a new tensor.
 
         Raise every InputError of a kernel's call, and IncompatibleError if the pairing cannot run
         the problem.
@@ -206,9 +208,10 @@ class KernelCache:
         return KernelsBySize(self, pairing, problem, x_TH.device).run(x_TH, weights, routing)
 
     def warm_up(self, pairing: Pairing, problem: Problem, device: torch.device) -> None:
-        """Make the kernel and plan for problem.tokens; such calls then allocate only their outputs.
+        """Make the kernel and the plan for calls of `problem.tokens` tokens.
 
-        Calls of more than 2,048 tokens allocate their workspace, too (see `modular_kernel.plan`).
+        Later calls allocate only their outputs. Calls of more than 2,048 tokens allocate their
+        workspace, too (see `modular_kernel.plan`).
         """
         problem = _with_tokens(problem, plan_capacity(problem.tokens))
         with current_device(device):
@@ -229,5 +232,5 @@ def _with_ids_of(dtype: torch.dtype | None, routing: Routing) -> Routing:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current GPU, where kernels are launched. Does nothing for the CPU."""
+    """Return a context manager that makes `device` the current GPU. For a CPU, it does nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

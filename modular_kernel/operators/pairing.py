@@ -1,8 +1,8 @@
-"""Layers and pairings as strings, and the kernels that run them with any number of tokens.
+"""Layers and pairings as strings, which operators take as arguments.
 
-A layer is a string, so that it can be an operator argument and survive an export: `layer_text`
-writes it, `problem_of` parses it. A pairing, the two parts of a kernel, is a string too: the names
-of both, separated by " x ".
+A string can be saved in an exported program. The string of a layer is the JSON of its problem
+without the number of tokens (`serialize_layer`, `parse_layer`). The string of a pairing is the
+names of the two parts of a kernel, separated by " x " (`Pairing`, `find_pairing`).
 """
 
 import json
@@ -18,18 +18,19 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, IncompatibleError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.operators.kernel_cache import KernelCache, KernelsBySize, default_experts
+from modular_kernel.operators.kernel_cache import KernelCache, KernelsBySize, select_default_experts
 from modular_kernel.operators.kernel_cache import Pairing as Parts
 from modular_kernel.plan import MIN_CAPACITY, plan_capacity
 from modular_kernel.spec.problem import DTYPES, Combine, Problem, dtype_name, parse_dtype
 from modular_kernel.tensors import ExpertWeights, Routing
 
+# Names of experts=None in the string of a pairing, without and with `fall_back_to_torch`.
 _DEFAULT_EXPERTS = "default"
 _SUPPORTED_EXPERTS = "where served"
 _REQUIRED_FIELDS = frozenset(
     {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
 )
-# Written only if different from Problem's defaults.
+# Serialized only if they differ from the defaults of Problem.
 _OPTIONAL_FIELDS = frozenset(
     {
         "lora",
@@ -46,15 +47,15 @@ _OPTIONAL_FIELDS = frozenset(
 )
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_LOOKUPS = 1 << 12
-_CALL_FIELDS = frozenset({"tokens", "ids_dtype"})  # of a call, not of a layer
+_CALL_FIELDS = frozenset({"tokens", "ids_dtype"})  # not serialized: they differ between calls
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
 
-def layer_text(problem: Problem) -> str:
-    """Serialize a problem's layer, without its tokens.
+def serialize_layer(problem: Problem) -> str:
+    """Serialize the layer of a problem, that is, the problem without its number of tokens.
 
-    Raise UnsupportedError for a layer that the operator cannot run: on several ranks, or in place.
+    Raise UnsupportedError for a layer over several ranks or in place, which operators cannot run.
     """
     values: dict[str, object] = {name: getattr(problem, name) for name in _REQUIRED_FIELDS}
     values |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
@@ -69,13 +70,13 @@ def layer_text(problem: Problem) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def layer_text_from_sizes(
+def serialize_layer_from_sizes(
     sizes: Sequence[int], dtype: torch.dtype, quant: str, activation: str, **options: object
 ) -> str:
-    """Serialize a layer from its sizes, using operations that torch.compile can trace.
+    """Serialize a layer from its sizes, in operations that torch.compile can trace.
 
     sizes: hidden, intermediate, experts and top_k.
-    options: `bias`, and other Problem fields that `layer_text` writes.
+    options: `bias`, and other fields of Problem that `serialize_layer` writes.
     """
     hidden, intermediate, experts, top_k = sizes
     size_items = [
@@ -101,11 +102,11 @@ def layer_text_from_sizes(
 
 
 @lru_cache(maxsize=1024)
-def problem_of(layer: str, tokens: int) -> Problem:
-    """Return the problem of a layer with at most `tokens` tokens.
+def parse_layer(layer: str, tokens: int) -> Problem:
+    """Return the problem of a serialized layer with `tokens` tokens.
 
-    chunk_tokens is dropped if no call of this size reaches it. Raise ConfigurationError if `layer`
-    is not a string of `layer_text`.
+    Raise ConfigurationError if `layer` is not a string of `serialize_layer`. The field chunk_tokens
+    is None if it is not smaller than `tokens`, so that equal problems share a kernel.
     """
     try:
         values = json.loads(layer)
@@ -128,13 +129,13 @@ def problem_of(layer: str, tokens: int) -> Problem:
 
 
 class Pairing:
-    """A pair of parts, and the kernels made from it.
+    """A pair of parts, and the kernels that were made from them.
 
-    Layers of equal shape share kernels, one per power of two of tokens.
+    Layers of equal shape share kernels, one for each power of two of tokens.
 
-    experts: None means TritonExperts on a GPU and TorchExperts on a CPU.
-    where_served: whether None means TorchExperts on a GPU, too, for layers that TritonExperts do
-        not support.
+    experts: None selects TritonExperts on a GPU and TorchExperts on a CPU.
+    fall_back_to_torch: for experts=None, whether to select TorchExperts also on a GPU, for layers
+        that TritonExperts does not support.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Pairing:
         prepare_finalize: str | type[PrepareAndFinalize],
         experts: str | type[PermuteExpertsUnpermute] | None,
         *,
-        where_served: bool = False,
+        fall_back_to_torch: bool = False,
     ) -> None:
         catalog = load_catalog()
         catalog.prepare_finalize(prepare_finalize)
@@ -150,9 +151,9 @@ class Pairing:
             catalog.experts(experts)
         self.prepare_finalize = prepare_finalize
         self.experts = experts
-        self.where_served = where_served and experts is None
+        self.fall_back_to_torch = fall_back_to_torch and experts is None
         self._kernel_cache = KernelCache()
-        # By layer, device, and bit length of the largest token index.
+        # By layer, device, and bit length of (number of tokens - 1).
         self._kernels = dict[tuple[str, torch.device, int], KernelsBySize]()
         self._refused_layers = set[tuple[str, torch.device]]()
         _PAIRINGS[str(self)] = self
@@ -163,25 +164,25 @@ class Pairing:
         return self._kernel_cache.kernels
 
     def __str__(self) -> str:
-        default = _SUPPORTED_EXPERTS if self.where_served else _DEFAULT_EXPERTS
+        default = _SUPPORTED_EXPERTS if self.fall_back_to_torch else _DEFAULT_EXPERTS
         experts = default if self.experts is None else _part_text(self.experts)
         return f"{_part_text(self.prepare_finalize)} x {experts}"
 
     def run(
         self, layer: str, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
     ) -> torch.Tensor:
-        """Run a call of `layer`; return a new tensor (T, H) like x, or (T, K, H).
+        """Run a call of a serialized layer. Return a new tensor, (T, H) or (T, K, H).
 
         Raise every InputError of a kernel's call, and IncompatibleError if the pairing cannot run
         the layer.
 
-        routing: ids of int32 or int64; converted if the parts need the other.
+        routing: with int32 or int64 ids, which are converted if the parts need the other dtype.
         """
         tokens, device = x_TH.shape[0], x_TH.device
         key = layer, device, (tokens - 1).bit_length()
         kernels = self._kernels.get(key)
         if kernels is None:
-            problem = problem_of(layer, plan_capacity(tokens))
+            problem = parse_layer(layer, plan_capacity(tokens))
             kernels = self._kernel_cache.kernels_by_size(
                 self._parts(device, problem), problem, device
             )
@@ -191,12 +192,15 @@ class Pairing:
         return kernels.run(x_TH, weights, routing)
 
     def check(self, layer: str, device: torch.device) -> None:
-        """Raise IncompatibleError if the pairing cannot run the layer on a device."""
-        problem = problem_of(layer, MIN_CAPACITY)
+        """Raise IncompatibleError if the pairing cannot run a serialized layer on a device."""
+        problem = parse_layer(layer, MIN_CAPACITY)
         self._kernel_cache.kernel(self._parts(device, problem), problem, device)
 
-    def serves(self, layer: str, device: torch.device) -> bool:
-        """Return whether the pairing can run a layer on a device. A negative result is cached."""
+    def can_run(self, layer: str, device: torch.device) -> bool:
+        """Return whether the pairing can run a serialized layer on a device.
+
+        A negative result is cached. After a positive one, the kernel is cached.
+        """
         if (layer, device) not in self._refused_layers:
             try:
                 self.check(layer, device)
@@ -208,19 +212,19 @@ class Pairing:
         experts = self.experts
         if experts is None:
             experts = "TritonExperts" if device.type == "cuda" else "TorchExperts"
-            if self.where_served:
-                experts = default_experts(self.prepare_finalize, problem, device)
+            if self.fall_back_to_torch:
+                experts = select_default_experts(self.prepare_finalize, problem, device)
         return self.prepare_finalize, experts
 
 
 _PAIRINGS: dict[str, Pairing] = {}
 
 
-def pairing_of(text: str) -> Pairing:
-    """Return the pairing of a text that `str(pairing)` made, in this process or another one.
+def find_pairing(text: str) -> Pairing:
+    """Return the pairing with the string `text`, which is `str(pairing)` in any process.
 
-    Parts of the catalog are found by name. Other classes must already have been used in a Pairing;
-    else UnknownPartError is raised.
+    Parts of the catalog are found by name. Raise UnknownPartError for other classes, unless this
+    process has made a Pairing of them.
     """
     pairing = _PAIRINGS.get(text)
     if pairing is None:
@@ -229,7 +233,7 @@ def pairing_of(text: str) -> Pairing:
         pairing = Pairing(
             prepare_finalize,
             None if is_default else experts,
-            where_served=experts == _SUPPORTED_EXPERTS,
+            fall_back_to_torch=experts == _SUPPORTED_EXPERTS,
         )
     return pairing
 
@@ -242,7 +246,7 @@ _DEFAULTS = {
 
 
 def _part_text(part: Part) -> str:
-    """Return the name of a catalog part, or module:qualname of another class."""
+    """Return the name of a part of the catalog, or "module:qualname" of another class."""
     if isinstance(part, str):
         return part
     if part in {part_entry.cls for part_entry in load_catalog().parts}:

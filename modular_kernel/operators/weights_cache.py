@@ -1,4 +1,4 @@
-"""ExpertWeights made from the tensors of a call, kept between calls."""
+"""Cache of the ExpertWeights that operators make from the tensors of a call."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -8,50 +8,54 @@ import torch
 
 from modular_kernel.tensors import ExpertWeights, FixedWeights
 
-# Of a tensor: id, pointer, shape, stride, dtype and version. The version is None for inference
-# tensors, which have no counter.
-_Facts = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, int | None]
+# State of a tensor: id, address, shape, stride, dtype and version. The version is None for
+# inference tensors, which have no counter.
+_TensorState = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, int | None]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Weights and what identifies them.
+    """Weights, and the tensors and the key for which they are valid.
 
-    first: first tensor of the call.
-    key: of the caller.
-    facts: of each tensor.
+    first: the first tensor of the call.
+    key: the key that the caller passed.
+    states: the state of each tensor of the call.
     """
 
     first: "weakref.ref[torch.Tensor]"
     key: Hashable
-    facts: tuple[_Facts, ...]
+    states: tuple[_TensorState, ...]
     weights: ExpertWeights
 
 
 class WeightsCache:
-    """ExpertWeights by the first tensor of a call, as long as that object is alive.
+    """Cache of ExpertWeights by the first tensor of a call.
 
-    An entry is not found if a tensor is another object, or was moved, reshaped or written to.
-    Writes that torch does not track, to `.data` and to inference tensors, are not noticed. An entry
-    must hold aliases of the tensors, not the tensors, so that it is freed with the first one.
+    An entry is invalid if a tensor of the call is another object, or was moved, reshaped or
+    written. Writes that torch does not track, to `.data` and to inference tensors, are not
+    detected. An entry is dropped when the first tensor is deleted. It must therefore hold detached
+    aliases of the tensors, because references would keep the first tensor alive.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
     def find(self, tensors: Sequence[torch.Tensor], key: Hashable) -> ExpertWeights | None:
-        """Return the weights for these tensors, at least one, and `key`; None if there are none."""
+        """Return the weights for these tensors and `key`; None if there is no valid entry.
+
+        tensors: at least one.
+        """
         first = tensors[0]
         entry = self._entries.get(id(first))
         if (
             entry is None
             or entry.first() is not first
             or entry.key != key
-            or len(tensors) != len(entry.facts)
+            or len(tensors) != len(entry.states)
         ):
             return None
         for tensor, (number, pointer, shape, stride, dtype, version) in zip(
-            tensors, entry.facts, strict=True
+            tensors, entry.states, strict=True
         ):
             if (
                 id(tensor) != number
@@ -67,20 +71,20 @@ class WeightsCache:
     def add(
         self, tensors: Sequence[torch.Tensor], key: Hashable, weights: ExpertWeights
     ) -> ExpertWeights:
-        """Add weights that were made from detached aliases of these tensors, and return them.
+        """Add weights that were made from detached aliases of `tensors`, and return them.
 
-        The aliases must not be held elsewhere.
+        Nothing else may reference the aliases: they are not checked again (`FixedWeights`).
         """
         weights = FixedWeights(**vars(weights))
         first, entries = tensors[0], self._entries
         number = id(first)
-        facts = tuple(map(_facts, tensors))
-        alive = weakref.ref(first, lambda _: entries.pop(number, None))
-        entries[number] = _Entry(alive, key, facts, weights)
+        states = tuple(map(_get_state, tensors))
+        first_ref = weakref.ref(first, lambda _: entries.pop(number, None))
+        entries[number] = _Entry(first_ref, key, states, weights)
         return weights
 
 
-def _facts(tensor: torch.Tensor) -> _Facts:
+def _get_state(tensor: torch.Tensor) -> _TensorState:
     version = None if tensor.is_inference() else tensor._version
-    place = id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
-    return *place, tensor.dtype, version
+    memory = id(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *memory, tensor.dtype, version

@@ -231,7 +231,7 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 
     launch(
         tile_scales_kernel,
-        (experts * blocks, scale_layout.num_steps(groups)),
+        (experts * blocks, scale_layout.count_steps(groups)),
         scale_ptr=scale_eNG.view(torch.uint8),
         out_ptr=out,
         num_rows=rows,

@@ -8,7 +8,7 @@ import torch
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantize import dequantize_rows, quantize_values
 from modular_kernel.quant import nvfp4
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.replay import stages
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
@@ -150,7 +150,7 @@ def _get_matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem
     scheme = problem.scheme
     if not scheme.quantized:
         return weight[expert]
-    values = dequantized_weights(weights, name, problem, slice(expert, expert + 1))[0]
+    values = dequantize_weights(weights, name, problem, slice(expert, expert + 1))[0]
     return values if scheme.quantizes_activations else values.to(problem.dtype)
 
 

@@ -28,12 +28,12 @@ from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.replay.operation import ReplayedOperation
-from modular_kernel.replay.recording import storage_of
+from modular_kernel.replay.recording import weak_storage_ref
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import Routing, check_loaded
 from modular_kernel.utils.argument_checks import format_value
-from modular_kernel.utils.operator_library import operator
+from modular_kernel.utils.operator_library import register_operator
 from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,7 +157,7 @@ def _fake_routing(logits_TE, bias_E, table_VK, token_ids_T, unloaded, spec, wide
     )
 
 
-@operator("route", _fake_routing)
+@register_operator("route", _fake_routing)
 def route_op(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -258,7 +258,7 @@ def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
 
     Memory that was found to be loaded is not checked again while its storage exists.
     """
-    storages, cache = [storage_of(tensor) for tensor in tensors], _loaded_locations
+    storages, cache = [weak_storage_ref(tensor) for tensor in tensors], _loaded_locations
     locations = [
         (storage.cdata, tensor.storage_offset(), tensor.shape)
         for storage, tensor in zip(storages, tensors, strict=True)

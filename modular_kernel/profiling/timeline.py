@@ -32,7 +32,7 @@ def stage_color(stage: str) -> str:
 
     A fused stage has the color of its GEMM or exchange, or else of its first stage.
     """
-    names = stages.parts(stage)
+    names = stages.split_stages(stage)
     main = next((name for name in names if name in _MAIN_STAGES), names[0])
     return _COLORS.get(main, _OTHER_COLOR)
 

@@ -1,10 +1,10 @@
-"""Automatic preparation: a kernel prepares weights the first time it uses them.
+"""Automatic preparation of 4-bit weights, when a kernel uses them for the first time.
 
-`AUTO_PREPARED.find(...)` returns the weights with prepared tensors (see
-`modular_kernel.quant.prepared`), which it derives on first use. The prepared tensors are freed with
-the storages of the weights. All kernels whose experts read the same layout share them. After a
-write that torch tracks, they are derived again in the same memory, so that CUDA graphs that read
-them stay valid.
+Prepared tensors are copies of weights in a layout that kernels read faster
+(`modular_kernel.quant.prepared`). All kernels whose experts read the same layout share them. They
+are freed with the storages of the weights. If the weights are written, they are computed again in
+the same memory, so that CUDA graphs that read them stay valid. Only writes that torch tracks are
+detected.
 """
 
 import logging
@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from modular_kernel.quant import prepared
-from modular_kernel.replay.recording import Prepared, may_keep_buffers, storage_of
+from modular_kernel.replay.recording import PreparedWeights, can_keep_buffers, weak_storage_ref
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.utils import forks
 from modular_kernel.workspace import BufferSpec
@@ -27,33 +27,34 @@ from modular_kernel.workspace import BufferSpec
 _LOG = logging.getLogger("modular_kernel.weights")
 
 # Fraction of a GPU's memory that must stay free, for activations, caches and other weights.
-_MIN_FREE = 0.2
+_MIN_FREE_FRACTION = 0.2
 
-Prepare = Callable[[ExpertWeights, Mapping[str, torch.Tensor]], None]
+# (weights, tensors by prepared field) -> None: writes the prepared tensors.
+PrepareFunction = Callable[[ExpertWeights, Mapping[str, torch.Tensor]], None]
 _Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Prepared tensors, the function that derives them, and what the cache tracks about them.
+    """Prepared tensors by field, and the function that computes them.
 
-    storages: those of the source tensors. If one of them is freed, the entry is dropped.
+    storage_refs: the storages of the source tensors. The entry is dropped when one is freed.
     token: identifies the entry without keeping its tensors alive.
-    finalizers: one for each storage, which frees the entry.
+    finalizers: one for each storage; drops the entry.
     """
 
     tensors: dict[str, torch.Tensor]
-    prepare: Prepare
-    storages: tuple[StorageWeakRef, ...]
+    prepare: PrepareFunction
+    storage_refs: tuple[StorageWeakRef, ...]
     token: object
     finalizers: list[Any]
 
     def is_alive(self) -> bool:
         """Return whether all source storages exist."""
-        return not any(storage.expired() for storage in self.storages)  # type: ignore[no-untyped-call]
+        return not any(ref.expired() for ref in self.storage_refs)  # type: ignore[no-untyped-call]
 
 
-class AutoPrepared:
+class PreparedTensorCache:
     """Cache of prepared tensors, keyed by layout and by the addresses of their sources."""
 
     def __init__(self) -> None:
@@ -62,32 +63,29 @@ class AutoPrepared:
         forks.on_fork(self)
 
     def after_fork(self) -> None:
-        """In a forked child, renew the lock and drop tensors on GPUs.
-
-        A forked child cannot use the CUDA context of its parent.
-        """
+        """In a forked child, reset the lock, and drop tensors on GPUs, which it cannot use."""
         forks.reset_lock(self._lock)
         for key, entry in tuple(self._entries.items()):
             if any(tensor.is_cuda for tensor in entry.tensors.values()):
                 del self._entries[key]
 
-    def find(
+    def get_or_prepare(
         self,
         weights: ExpertWeights,
         specs: Mapping[str, BufferSpec],
         layout: str,
-        prepare: Prepare,
+        prepare: PrepareFunction,
     ) -> ExpertWeights | None:
         """Return `weights` with prepared tensors; None if there is not enough memory for them.
 
-        Deriving the tensors synchronizes with the current stream, so that calls on other streams
-        can use them.
+        Computing the tensors synchronizes the current stream, so that calls on other streams can
+        read them.
 
-        weights: have passed the kernel's checks, and have no prepared tensors.
+        weights: weights that passed the checks of the kernel, without prepared tensors.
         specs, prepare: `prepared_specs` and `prepare` of the experts.
-        layout: see `prepared.layout_key`.
+        layout: see `prepared.make_layout_key`.
         """
-        sources = prepared.sources_of(weights, specs)
+        sources = prepared.list_sources(weights, specs)
         key = layout, *_addresses(sources)
         with self._lock:
             entry = self._entries.get(key)
@@ -98,8 +96,8 @@ class AutoPrepared:
                 if tensors is None:
                     return None
                 try:
-                    _derive(weights, tensors, layout, prepare)
-                except torch.OutOfMemoryError:  # of temporary tensors
+                    _compute(weights, tensors, layout, prepare)
+                except torch.OutOfMemoryError:  # while `prepare` allocated temporary tensors
                     _warn_low_memory(sum(t.nbytes for t in tensors.values()), 0, weights.w1.device)
                     return None
                 token = object()
@@ -107,11 +105,11 @@ class AutoPrepared:
                 finalizers = [weakref.finalize(s, self._discard, key, token) for s in storages]
                 for finalizer in finalizers:
                     finalizer.atexit = False
-                storage_refs = tuple(map(storage_of, sources))
+                storage_refs = tuple(map(weak_storage_ref, sources))
                 entry = _Entry(tensors, prepare, storage_refs, token, finalizers)
                 self._entries[key] = entry
             elif not prepared.is_current(weights, entry.tensors):
-                _derive(weights, entry.tensors, layout, prepare)
+                _compute(weights, entry.tensors, layout, prepare)
         return replace(weights, **entry.tensors)
 
     def refresh(self, weights: ExpertWeights) -> None:
@@ -122,11 +120,11 @@ class AutoPrepared:
         """
         with self._lock:
             for (layout, *addresses), entry in tuple(self._entries.items()):
-                sources = prepared.sources_of(weights, entry.tensors)
+                sources = prepared.list_sources(weights, entry.tensors)
                 if tuple(addresses) != _addresses(sources) or not entry.is_alive():
                     continue
                 if not prepared.is_current(weights, entry.tensors):
-                    _derive(weights, entry.tensors, str(layout), entry.prepare)
+                    _compute(weights, entry.tensors, str(layout), entry.prepare)
 
     def held_bytes(self) -> dict[torch.device, int]:
         """Return the bytes of the prepared tensors by device."""
@@ -139,7 +137,7 @@ class AutoPrepared:
         return nbytes_by_device
 
     def _discard(self, key: _Key, token: object) -> None:
-        """Free an entry. Runs in any thread when one of the entry's source storages is freed."""
+        """Drop an entry. Called in any thread when a storage of its sources is freed."""
         entry = self._entries.get(key)
         if entry is not None and entry.token is token:
             self._entries.pop(key, None)
@@ -149,7 +147,7 @@ class AutoPrepared:
     def _allocate(
         self, weights: ExpertWeights, specs: Mapping[str, BufferSpec], layout: str
     ) -> dict[str, torch.Tensor] | None:
-        """Allocate the prepared tensors; None, with a warning, if too little memory is free."""
+        """Allocate the prepared tensors. If too little memory is free, warn and return None."""
         device, nbytes = weights.w1.device, sum(spec.nbytes for spec in specs.values())
         free = 0
         if device.type == "cuda":
@@ -166,8 +164,11 @@ class AutoPrepared:
 
 
 def has_free_memory(nbytes: int, free: int, total: int) -> bool:
-    """Return whether `_MIN_FREE` of `total` bytes stay free after `nbytes` more are used."""
-    return free - nbytes >= _MIN_FREE * total
+    """Return whether enough memory stays free after `nbytes` more are allocated.
+
+    free, total: bytes of the GPU's memory.
+    """
+    return free - nbytes >= _MIN_FREE_FRACTION * total
 
 
 def _addresses(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
@@ -177,10 +178,13 @@ def _addresses(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
     )
 
 
-def _derive(
-    weights: ExpertWeights, tensors: Mapping[str, torch.Tensor], layout: str, prepare: Prepare
+def _compute(
+    weights: ExpertWeights,
+    tensors: Mapping[str, torch.Tensor],
+    layout: str,
+    prepare: PrepareFunction,
 ) -> None:
-    """Write prepared tensors, and wait until they are complete."""
+    """Write the prepared tensors, and wait until the GPU has finished."""
     prepared.record_sources(weights, tensors, layout)
     prepare(weights, tensors)
     prepared.mark_complete(tensors)
@@ -192,25 +196,27 @@ def _warn_low_memory(nbytes: int, free: int, device: torch.device) -> None:
     _LOG.warning(
         "4-bit weights stay as loaded, which is slower: preparing them takes %d MiB; %d MiB are "
         "free on %s, and %d%% of its memory must stay free",
-        nbytes >> 20, free >> 20, device, round(100 * _MIN_FREE),
+        nbytes >> 20, free >> 20, device, round(100 * _MIN_FREE_FRACTION),
     )  # fmt: skip
 
 
-AUTO_PREPARED = AutoPrepared()
+AUTO_PREPARED = PreparedTensorCache()
 
 
 class WeightPreparer:
-    """Preparation of the weights of one kernel, on their first use.
+    """Prepares the weights of one kernel on their first use.
+
+    Implements `modular_kernel.replay.recording.Preparer`.
 
     specs, prepare: `prepared_specs` and `prepare` of the experts.
-    layout: see `prepared.layout_key`.
-    enabled: None prepares weights on GPUs only.
+    layout: see `prepared.make_layout_key`.
+    enabled: whether weights are prepared; None means on GPUs only.
     """
 
     def __init__(
         self,
         specs: Callable[[], Mapping[str, BufferSpec]],
-        prepare: Prepare,
+        prepare: PrepareFunction,
         layout: str,
         *,
         enabled: bool | None,
@@ -222,31 +228,34 @@ class WeightPreparer:
     def _specs(self) -> Mapping[str, BufferSpec]:
         return self._make_specs()
 
-    def enabled_on(self, device: torch.device) -> bool:
-        """Return whether weights on this device are to be prepared."""
+    def is_enabled_on(self, device: torch.device) -> bool:
+        """Return whether weights on `device` are prepared."""
         return device.type == "cuda" if self._enabled is None else self._enabled
 
     def is_postponed(self, device: torch.device) -> bool:
-        """Return whether weights are to be prepared in a later call.
+        """Return whether weights are prepared by a later call instead of now.
 
-        That is the case while a CUDA graph is captured, because its memory cannot be kept.
+        This is the case while a CUDA graph is captured: replays of the graph overwrite memory that
+        is allocated during the capture.
         """
-        return self.enabled_on(device) and bool(self._specs) and not may_keep_buffers(device)
+        return self.is_enabled_on(device) and bool(self._specs) and not can_keep_buffers(device)
 
-    def __call__(self, weights: ExpertWeights) -> Prepared | None:
-        """Return the weights with prepared tensors, the sources of these tensors, and the tensors.
+    def __call__(self, weights: ExpertWeights) -> PreparedWeights | None:
+        """Return (weights with prepared tensors, the sources of these tensors, these tensors).
 
-        Return None if the experts prepare nothing, if memory is short, or while a CUDA graph is
-        captured.
+        Return None if the experts prepare nothing, if there is not enough memory, or while a CUDA
+        graph is captured.
         """
         device = weights.w1.device
-        if not (self.enabled_on(device) and self._specs and may_keep_buffers(device)):
+        if not (self.is_enabled_on(device) and self._specs and can_keep_buffers(device)):
             return None
-        prepared_weights = AUTO_PREPARED.find(weights, self._specs, self._layout, self._prepare)
+        prepared_weights = AUTO_PREPARED.get_or_prepare(
+            weights, self._specs, self._layout, self._prepare
+        )
         if prepared_weights is None:
             return None
         return (
             prepared_weights,
-            prepared.source_tensors(prepared_weights),
-            prepared.prepared_tensors(prepared_weights),
+            prepared.list_source_tensors(prepared_weights),
+            prepared.list_prepared_tensors(prepared_weights),
         )

@@ -1,11 +1,12 @@
-"""Quantization of one expert's matrix in pieces of rows.
+"""Quantization of a matrix of one expert, a few rows at a time, while a checkpoint is loaded.
 
     out = {field: tensor[slot] for field, tensor in tensors.items()}   # of one expert
     quantize_expert("w1", [gate, up], problem, out)
 
-The results are those of `quantize_weights`. Only one piece at a time is converted to float32, so
-the temporary memory is a few times the size of a piece. The weights may be views of a memory-mapped
-file. They are read twice if a scale, or the column order, depends on all rows.
+The results are equal to those of `quantize_weights`. Only one piece of rows at a time is converted
+to float32, so the temporary memory is a few times the size of a piece. The weights may be views of
+a memory-mapped file. They are read twice if a scale or the order of the columns depends on all
+rows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,36 +16,36 @@ from math import lcm
 import torch
 
 from modular_kernel.quant import nvfp4
-from modular_kernel.quant.quantized_weights import column_order, matrices_of, quantize_rows
+from modular_kernel.quant.quantized_weights import compute_act_order, count_matrices, quantize_rows
 from modular_kernel.quant.scale_tiles import pack_pairs
 from modular_kernel.spec.problem import Problem
 
 _VALUES_PER_PIECE = 1 << 18
-_ROW_ALIGNMENT = 8  # a multiple of the rows that share a byte of zero points
+_ROW_ALIGNMENT = 8  # rows; two rows share a byte of 4-bit zero points
 
 
 def quantize_expert(
     name: str, parts: Sequence[torch.Tensor], problem: Problem, out: Mapping[str, torch.Tensor]
 ) -> None:
-    """Quantize w1 or w2 of one expert, in the scheme of `problem`, into the tensors of `out`.
+    """Quantize w1 or w2 of one expert in the scheme of `problem`.
 
     name: "w1" or "w2".
-    parts: the rows of the matrix in order, each part (rows, K) in any floating dtype, with any
+    parts: the matrix, split along its rows: tensors (rows, K) in any floating dtype, with any
         strides, on any device.
-    out: the tensors of this expert by field of ExpertWeights, such as w1 (N, K) and w1_scale, on
-        the device that quantizes. Scales get the dtype of their tensor in `out`, unless the weights
-        are fp4: their scales have only one dtype.
+    out: the tensors to write by field of ExpertWeights, such as w1 (N, K) and w1_scale, on the
+        device that quantizes. Scales are converted to the dtype of their tensor in `out`, except
+        those of fp4 weights, which have one dtype only.
     """
-    scheme, matrix = problem.scheme, _Rows(parts, out[name].device, problem)
+    scheme, matrix = problem.scheme, _MatrixRows(parts, out[name].device, problem)
     if scheme.act_order and name == "w1":
-        order = column_order(matrix.column_amax()[None])[0]
+        order = compute_act_order(matrix.compute_column_amax()[None])[0]
         out["w1_order"].copy_(order)
-        matrix = _Rows(parts, matrix.device, problem, order)
+        matrix = _MatrixRows(parts, matrix.device, problem, order)
     if scheme.matrix_scales:
         _quantize_nvfp4(name, matrix, problem, out)
         return
     scale_dtype = out[f"{name}_scale"].dtype
-    bounds = matrix.extremes() if scheme.granularity == "tensor" else None
+    bounds = matrix.compute_bounds() if scheme.granularity == "tensor" else None
     for first, rows in matrix.pieces():
         w, scale, zero = quantize_rows(rows[None].float(), scheme, scale_dtype, bounds=bounds)
         _copy_rows(out[name], w[0], first, 1)
@@ -58,11 +59,13 @@ def quantize_expert(
 
 
 def _quantize_nvfp4(
-    name: str, matrix: "_Rows", problem: Problem, out: Mapping[str, torch.Tensor]
+    name: str, matrix: "_MatrixRows", problem: Problem, out: Mapping[str, torch.Tensor]
 ) -> None:
-    matrices, interleaved = matrices_of(name, problem), problem.act.interleaved
-    global_scale = nvfp4.matrix_scales(matrix.row_amax()[None], matrices, interleaved=interleaved)
-    matrix_of_row = nvfp4.matrix_of_rows(matrix.rows, matrices, interleaved=interleaved)
+    matrices, interleaved = count_matrices(name, problem), problem.act.interleaved
+    global_scale = nvfp4.compute_global_scales(
+        matrix.compute_row_amax()[None], matrices, interleaved=interleaved
+    )
+    matrix_of_row = nvfp4.matrix_index_of_rows(matrix.rows, matrices, interleaved=interleaved)
     inverse_N = (1 / global_scale[0])[matrix_of_row.to(matrix.device)]
     for first, rows in matrix.pieces():
         codes, scale = nvfp4.quantize(rows, inverse_N[first : first + len(rows), None])
@@ -72,20 +75,21 @@ def _quantize_nvfp4(
 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, first_row: int, step: int) -> None:
-    """Copy `source` to where row `first_row` of the matrix belongs.
+    """Copy values or scales of consecutive rows of a matrix.
 
-    Each row of `source` and `target` belongs to `step` rows of the matrix.
+    first_row: the row of the matrix at which `source` starts.
+    step: the number of rows of the matrix that one row of `source` and `target` stands for.
     """
     start = first_row // step
     target[start : start + len(source)] = source
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """A matrix as parts of its rows, read in pieces.
+class _MatrixRows:
+    """A matrix that is split along its rows, and read in pieces of rows.
 
-    device: where the pieces are moved to.
-    order: indices of the columns in the order in which they are read; None keeps their order.
+    device: to which the pieces are moved.
+    order: the column indices in the order in which columns are read; None keeps their order.
     """
 
     parts: Sequence[torch.Tensor]
@@ -98,24 +102,27 @@ class _Rows:
         return sum(map(len, self.parts))
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, rows) of pieces of whole scale tiles, in the dtype of the parts."""
+        """Yield (index of the first row, rows) of each piece, in the dtype of the parts.
+
+        A piece consists of whole tiles of scales.
+        """
         scheme, rows = self.problem.scheme, self.rows
         tile_rows = scheme.group[0] if scheme.granularity == "block" else 1
-        tile = lcm(_ROW_ALIGNMENT, tile_rows)
-        step = max(_VALUES_PER_PIECE // self.parts[0].shape[1] // tile, 1) * tile
+        alignment = lcm(_ROW_ALIGNMENT, tile_rows)
+        step = max(_VALUES_PER_PIECE // self.parts[0].shape[1] // alignment, 1) * alignment
         for start in range(0, rows, step):
             piece = self._read(start, min(start + step, rows)).to(self.device)
             yield start, piece if self.order is None else piece.index_select(1, self.order)
 
-    def row_amax(self) -> torch.Tensor:
+    def compute_row_amax(self) -> torch.Tensor:
         """Return the largest magnitude of each row, (N,) float32."""
         return torch.cat([piece.abs().amax(1).float() for _, piece in self.pieces()])
 
-    def column_amax(self) -> torch.Tensor:
+    def compute_column_amax(self) -> torch.Tensor:
         """Return the largest magnitude of each column, (K,)."""
         return torch.stack([piece.abs().amax(0) for _, piece in self.pieces()]).amax(0)
 
-    def extremes(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest and the smallest weight, (1,) float32."""
         bounds = [(piece.amax(), piece.amin()) for _, piece in self.pieces()]
         maximum = torch.stack([piece_max for piece_max, _ in bounds]).amax()

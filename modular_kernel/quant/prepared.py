@@ -1,10 +1,10 @@
-"""Prepared weights: derived tensors in the layout that kernels read, made once at load time.
+"""Prepared weights: copies of 4-bit weights in a tiled layout, which some kernels read faster.
 
-    weights = kernel.prepare_weights(weights)   # in addition to w1 and w2, which other calls read
+    weights = kernel.prepare_weights(weights)   # adds tensors; w1 and w2 are unchanged
 
-For each prepared tensor, a record stores its layout, and the memory and version of the tensor and
-of its sources. A call is refused after any of them was written to. A copy of a prepared tensor has
-no such record, so a call with a copy is also refused.
+A prepared tensor must match its source tensors. A record of each prepared tensor stores its layout,
+and the memory and version of the tensor and of its sources. A call raises WeightsError if one of
+them was written after the preparation, or if a prepared tensor has no record, as a copy has none.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.replay import modes
-from modular_kernel.replay.recording import storage_of
+from modular_kernel.replay.recording import weak_storage_ref
 from modular_kernel.spec.problem import Problem, dtype_name
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
@@ -41,47 +41,53 @@ _PREPARE_AGAIN = (
 )
 
 
-class _Source(NamedTuple):
-    """Identity of a tensor's content: its storage, address, layout and version counter.
+class _TensorState(NamedTuple):
+    """Storage, address, layout and version counter of a tensor: they change if its values do.
 
     The address alone is not sufficient: after a storage is resized to 0, another one can have its
     address.
     """
 
     memory_key: tuple[object, ...]
-    storage: StorageWeakRef
+    storage_ref: StorageWeakRef
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> "_TensorState":
+        return cls(_make_memory_key(tensor), weak_storage_ref(tensor))
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        expired: bool = self.storage.expired()  # type: ignore[no-untyped-call]
-        return self.memory_key == _memory_key(tensor) and not expired
+        is_expired: bool = self.storage_ref.expired()  # type: ignore[no-untyped-call]
+        return self.memory_key == _make_memory_key(tensor) and not is_expired
 
 
 class _Record(NamedTuple):
     """Record of a prepared tensor.
 
-    layout_key: see the function `layout_key`.
-    source_tensors: what the tensor is derived from.
-    state: its own identity once it is complete; None before.
+    layout_key: see `make_layout_key`.
+    sources: states of the source tensors when the tensor was derived from them.
+    state: state of the tensor itself after it was written; None before.
     """
 
     layout_key: str
-    source_tensors: tuple[_Source, ...]
-    state: _Source | None = None
+    sources: tuple[_TensorState, ...]
+    state: _TensorState | None = None
 
-    def matches(self, weights: ExpertWeights, name: str) -> bool:
-        current = _tensors(weights, SOURCE_FIELDS[name])
-        recorded = self.source_tensors
-        return len(current) == len(recorded) and all(map(_Source.matches, recorded, current))
+    def matches_sources(self, weights: ExpertWeights, name: str) -> bool:
+        """Return whether the sources of the prepared field `name` are unchanged in `weights`."""
+        tensors = _list_tensors(weights, SOURCE_FIELDS[name])
+        if len(tensors) != len(self.sources):
+            return False
+        return all(map(_TensorState.matches, self.sources, tensors))
 
 
 _records: Any = WeakIdKeyDictionary()  # tensor -> _Record
 
 
-def layout_key(experts: type, problem: Problem) -> str:
+def make_layout_key(experts: type, problem: Problem) -> str:
     """Return a text that identifies the layout of the tensors that `experts` prepare.
 
-    It names the class that prepares, the scheme and the row order. Tensors of equal shape can
-    differ in layout, so shapes alone do not identify it.
+    It consists of the class that prepares, the scheme and the row order. Shapes would not identify
+    the layout: tensors of equal shape can have different layouts.
     """
     owner = next(cls for cls in experts.__mro__ if "prepare" in vars(cls))
     act = problem.act
@@ -93,17 +99,17 @@ def layout_key(experts: type, problem: Problem) -> str:
 def allocate_prepared(
     weights: ExpertWeights, specs: Mapping[str, BufferSpec], expected_layout: str
 ) -> dict[str, torch.Tensor]:
-    """Allocate a tensor for each spec, on the weights' device, and record its sources.
+    """Allocate a tensor for each spec, on the device of the weights, and record its sources.
 
     Raise ConfigurationError if a part declares a field that is not in SOURCE_FIELDS.
 
-    expected_layout: from `layout_key`.
+    expected_layout: see `make_layout_key`.
     """
     tensors = {}
     if unknown := sorted(specs.keys() - SOURCE_FIELDS.keys()):
         need = f"some of {', '.join(SOURCE_FIELDS)}"
         raise ConfigurationError("prepared_specs", got=", ".join(unknown), need=need)
-    with modes.outside_inference_mode():
+    with modes.disable_inference_mode():
         for name, spec in specs.items():
             tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=weights.w1.device)
     record_sources(weights, tensors, expected_layout)
@@ -113,27 +119,26 @@ def allocate_prepared(
 def record_sources(
     weights: ExpertWeights, tensors: Mapping[str, torch.Tensor], layout: str
 ) -> None:
-    """Record that prepared tensors, about to be written, are derived from these weights."""
+    """Record the sources of prepared tensors that are going to be written.
+
+    tensors: by field. layout: see `make_layout_key`.
+    """
     for name, tensor in tensors.items():
-        sources = (
-            _Source(_memory_key(t), storage_of(t)) for t in _tensors(weights, SOURCE_FIELDS[name])
-        )
+        sources = map(_TensorState.from_tensor, _list_tensors(weights, SOURCE_FIELDS[name]))
         _records[tensor] = _Record(layout, tuple(sources))
 
 
 def mark_complete(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Record that tensors of `allocate_prepared` are complete; later writes to them are refused.
+    """Record that prepared tensors have been written; after later writes, calls refuse them.
 
-    Writes that torch does not track are not detected: those to `.data`, and those by kernels
-    launched outside torch.
+    Writes that torch does not track are not detected: writes to `.data`, and writes by kernels that
+    were not launched by torch.
     """
     for tensor in tensors.values():
-        _records[tensor] = _records[tensor]._replace(
-            state=_Source(_memory_key(tensor), storage_of(tensor))
-        )
+        _records[tensor] = _records[tensor]._replace(state=_TensorState.from_tensor(tensor))
 
 
-def without_prepared(weights: ExpertWeights) -> ExpertWeights:
+def remove_prepared(weights: ExpertWeights) -> ExpertWeights:
     """Return the weights without prepared tensors."""
     if any(getattr(weights, name) is not None for name in SOURCE_FIELDS):
         cleared: dict[str, Any] = dict.fromkeys(SOURCE_FIELDS)
@@ -147,13 +152,13 @@ def check_prepared(
     device: torch.device,
     expected_layout: str,
 ) -> None:
-    """Check the prepared tensors, if there are any: present, valid, and derived from these weights.
+    """Check that prepared tensors, if there are any, are complete and match their sources.
 
-    Tensors that the kernel does not read must be valid, too. Raise WeightsError, ShapeError,
+    Prepared tensors that the kernel does not read are checked, too. Raise WeightsError, ShapeError,
     DtypeError, DeviceError or LayoutError if a check fails.
 
-    specs, expected_layout: of the kernel's experts.
-    device: where x is.
+    specs, expected_layout: of the experts of the kernel; see `make_layout_key`.
+    device: the device of x.
     """
     present = {name: t for name in SOURCE_FIELDS if (t := getattr(weights, name)) is not None}
     for name, tensor in present.items():
@@ -161,7 +166,7 @@ def check_prepared(
         if record is None:
             got = "a tensor that no kernel prepared in this process"
             raise WeightsError(name, got=got, need=f"None, or {_PREPARE_AGAIN}")
-        if not record.matches(weights, name):
+        if not record.matches_sources(weights, name):
             raise WeightsError(
                 name,
                 got="derived from other weights, or before they were written",
@@ -194,42 +199,42 @@ def _check_spec(name: str, tensor: torch.Tensor, spec: BufferSpec, device: torch
 
 
 def is_current(weights: ExpertWeights, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether complete prepared tensors were derived from the weights' current values."""
+    """Return whether prepared tensors are complete and match the current values of the weights."""
     for name, tensor in tensors.items():
         record = _records.get(tensor)
         if record is None or record.state is None:
             return False
-        if not (record.matches(weights, name) and record.state.matches(tensor)):
+        if not (record.matches_sources(weights, name) and record.state.matches(tensor)):
             return False
     return True
 
 
-def sources_of(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
+def list_sources(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
     """Return the tensors that the prepared fields `names` are derived from, without duplicates."""
-    return _tensors(weights, sorted({source for name in names for source in SOURCE_FIELDS[name]}))
+    source_names = {source for name in names for source in SOURCE_FIELDS[name]}
+    return _list_tensors(weights, sorted(source_names))
 
 
-def source_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
-    """Return the tensors that prepared tensors are derived from, without duplicates."""
-    return sources_of(weights, [n for n in SOURCE_FIELDS if getattr(weights, n) is not None])
+def list_source_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
+    """Return the sources of the prepared tensors in `weights`, without duplicates."""
+    return list_sources(weights, [n for n in SOURCE_FIELDS if getattr(weights, n) is not None])
 
 
-def prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
-    """Return the prepared tensors."""
-    return _tensors(weights, SOURCE_FIELDS)
+def list_prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
+    return _list_tensors(weights, SOURCE_FIELDS)
 
 
-def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
+def _make_memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
     storage = tensor.untyped_storage()._cdata
     layout = tensor.shape, tensor.stride(), tensor.dtype
-    return storage, tensor.data_ptr(), _version(tensor), *layout
+    return storage, tensor.data_ptr(), _get_version(tensor), *layout
 
 
-def _tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
+def _list_tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
     tensors = (getattr(weights, name) for name in names)
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _get_version(tensor: torch.Tensor) -> int:
     """Return torch's version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version

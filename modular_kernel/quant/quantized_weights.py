@@ -4,14 +4,13 @@ With stored value q, scale s and zero point z, a weight is
 
     float8_e4m3fn, int8    q s
     uint8, uint4           (q - z) s              z is 128 or 8 if the scheme has no zero points
-    table8, table4         values[q] s            values: the table of another package's scheme
+    table8, table4         values[q] s            values: a table of a scheme of another package
     float4_e2m1            e2m1(q) 2^(s - 127)    mxfp4: s is a byte, E8M0
                            (e2m1(q) s) g          nvfp4: s is e4m3, g float32 per matrix
 
-For nvfp4 see `modular_kernel.quant.nvfp4`. Two 4-bit values share a byte. The low nibble holds the
-even k of weights and the even n of zero points; for repacked e2m1 weights see
-`modular_kernel.quant.repacking`. The last tile of a matrix may be partial; it has a scale like any
-other.
+Two 4-bit values share a byte. The low nibble holds the value with the even index: k for weights, n
+for zero points. Repacked e2m1 weights have another order (`modular_kernel.quant.repacking`). Scales
+cover tiles of a matrix. The last tile of a row or column may be partial.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +31,9 @@ from modular_kernel.errors import (
 from modular_kernel.quant import nvfp4, repacking
 from modular_kernel.quant.scale_tiles import (
     ceil_div,
+    compute_tile_bounds,
+    e8m0_to_float,
     expand_scales,
-    extremes,
-    from_e8m0,
     pack_pairs,
     unpack_pairs,
 )
@@ -43,12 +42,11 @@ from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights, check_weight_tensors
 from modular_kernel.utils.argument_checks import expect
 
-# Names of all built-in schemes; of those that dispatch quantized activations; of those whose
-# activations have at least 8 bits.
-SCHEMES = frozenset(QUANT_SCHEMES)
+SCHEMES = frozenset(QUANT_SCHEMES)  # names of the built-in schemes
+# Names of the schemes whose activations are quantized before dispatch.
 ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].dispatched_quantized)
-UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
 
+# Format of weights -> dtype of the tensor that stores them.
 STORAGE = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
@@ -58,11 +56,11 @@ STORAGE = {
     "table4": torch.uint8,
     "table8": torch.uint8,
 }
-# The largest magnitude of q - z in quantization without zero points, and z in that case.
+# Largest magnitude of q, or of q - z, if the scheme has no zero points.
 QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
-IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}
+IMPLICIT_ZERO_POINT = {"uint8": 128, "uint4": 8}  # z of schemes without zero points
 _MAX_CODE = {"uint8": 255, "uint4": 15}
-# Lower bound of computed scales: zeros stay zeros, and 1 / scale stays finite.
+# Lower bound of computed scales, so that weights of zero stay zero and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
 _Quantize = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
@@ -98,12 +96,12 @@ class TensorSpec:
 
 
 def values_per_word(scheme: QuantScheme) -> int:
-    """Return how many values of a row are packed together, in a byte or a repacked word.
+    """Return how many values of a row are packed together, in a byte or in a repacked word.
 
-    The length of a row must be a multiple of this number.
+    The length of a row must be a multiple of it.
     """
     if scheme.repacked:
-        return repacking.VALUES
+        return repacking.VALUES_PER_WORD
     return 2 if scheme.packed else 1
 
 
@@ -116,7 +114,7 @@ def indivisible_sizes(problem: Problem) -> tuple[str, ...]:
 
 
 def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
-    """Return the specs of the ExpertWeights fields that the scheme uses; others must be None.
+    """Return the specs of the ExpertWeights fields that the scheme uses. Other fields must be None.
 
     Biases and expert_map are not included. Raise ConfigurationError if a size is not a multiple of
     `values_per_word`.
@@ -179,14 +177,14 @@ def _matrix_specs(
             specs[f"{name}_zero_point"] = TensorSpec(shape, (torch.uint8,), legend)
     specs[f"{name}_scale"] = TensorSpec(shape, _scale_dtypes(problem), legend)
     if scheme.matrix_scales:
-        count = matrices_of(name, problem)
+        count = count_matrices(name, problem)
         legend = f"(e, {count})"
         specs[f"{name}_global_scale"] = TensorSpec((e, count), (torch.float32,), legend)
     return specs
 
 
-def matrices_of(name: str, problem: Problem) -> int:
-    """Return the number of matrices stored in w1 or w2: two if it holds gate and up, else one."""
+def count_matrices(name: str, problem: Problem) -> int:
+    """Return the number of matrices stored in w1 or w2: 2 for w1 with gate and up, else 1."""
     return 2 if name == "w1" and problem.act.gated else 1
 
 
@@ -196,9 +194,8 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
         return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
     if scheme.quantizes_activations or problem.dtype is torch.float32:
         return (torch.float32,)
-    if (
-        scheme.weight in IMPLICIT_ZERO_POINT
-    ):  # checkpoints use either 16-bit dtype, independently of the layer's dtype
+    if scheme.weight in IMPLICIT_ZERO_POINT:
+        # Checkpoints use either 16-bit dtype, independently of the dtype of the layer.
         return (torch.float32, torch.float16, torch.bfloat16)
     return (torch.float32, problem.dtype)
 
@@ -206,10 +203,10 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
     """Check w1, w2, their scales, zero points and static scales against the scheme.
 
-    w1 and w2 may be strided; the other tensors must be contiguous. Raise the InputError of the
-    first tensor that does not match.
+    w1 and w2 may have any strides. The other tensors must be contiguous. Raise the InputError of
+    the first tensor that does not match.
 
-    device: where x is.
+    device: the device of x.
     """
     specs = weight_specs(problem)
     for name in ("w1", "w2", *SCALE_FIELDS):
@@ -237,36 +234,36 @@ def _check_spec(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch
 # ------------------------------------------------------------------------------ dequantization
 
 
-def dequantized_weights(
+def dequantize_weights(
     weights: ExpertWeights, name: str, problem: Problem, experts: slice = slice(None)
 ) -> torch.Tensor:
-    """Return w1 or w2 of some experts in float32 (e, N, K), from all of its fields.
+    """Return w1 or w2 of some experts in float32 (e, N, K).
 
-    Columns of w1 are in the order of x, even if they are stored in another (act-order). Columns of
-    w2 are in stored order.
+    Columns of w1 are in the order of x, even if they are stored in another order (act-order).
+    Columns of w2 are in the order in which they are stored.
 
     name: "w1" or "w2".
     experts: the local experts to return.
     """
 
-    def field(suffix: str) -> torch.Tensor | None:
+    def get_field(suffix: str) -> torch.Tensor | None:
         tensor: torch.Tensor | None = getattr(weights, f"{name}{suffix}")
         return None if tensor is None else tensor[experts]
 
-    w_eNK, scale = field(""), field("_scale")
+    w_eNK, scale = get_field(""), get_field("_scale")
     assert w_eNK is not None
     assert scale is not None
-    values = dequantize(w_eNK, scale, field("_zero_point"), problem.scheme)
+    values = dequantize(w_eNK, scale, get_field("_zero_point"), problem.scheme)
     if name == "w1" and weights.w1_order is not None:
         order, columns = weights.w1_order[experts].long(), values.shape[2]
-        # Columns whose index is out of range go to an extra column, which is dropped.
+        # Columns with an index out of range are moved to an extra column, which is dropped.
         order = torch.where((order < 0) | (order >= columns), columns, order)[:, None]
         padded = values.new_zeros(*values.shape[:2], columns + 1)
         values = padded.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
-    global_scale = field("_global_scale")
+    global_scale = get_field("_global_scale")
     if global_scale is None:
         return values
-    matrix_of_row = nvfp4.matrix_of_rows(
+    matrix_of_row = nvfp4.matrix_index_of_rows(
         values.shape[1], global_scale.shape[1], interleaved=problem.act.interleaved
     )
     return values * global_scale[:, matrix_of_row.to(global_scale.device), None]
@@ -278,9 +275,9 @@ def dequantize(
     zero_point: torch.Tensor | None,
     scheme: QuantScheme,
 ) -> torch.Tensor:
-    """Return the float32 values (e, N, K) of weights stored as `weight_specs` declares.
+    """Return the float32 values (e, N, K) of stored weights, without the global scale of nvfp4.
 
-    For nvfp4 the global scale is not applied; `dequantized_weights` applies it.
+    The tensors have the shapes and dtypes that `weight_specs` declares.
     """
     if scheme.repacked:
         w_eNK = repacking.unrepack(w_eNK)
@@ -288,9 +285,9 @@ def dequantize(
         w_eNK = unpack_pairs(w_eNK, 2)
     depth = w_eNK.shape[2]
     if scheme.weight == "float4_e2m1":
-        values = nvfp4.e2m1_values(w_eNK)
+        values = nvfp4.decode_e2m1(w_eNK)
         if not scheme.matrix_scales:
-            scale = from_e8m0(scale)
+            scale = e8m0_to_float(scale)
     elif scheme.external:
         values = w_eNK.new_tensor(scheme.values, dtype=torch.float32)[w_eNK.long()]
     else:
@@ -311,10 +308,10 @@ def dequantize(
 def quantize_weights(
     weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype = torch.float32
 ) -> ExpertWeights:
-    """Quantize the weights of `problem`, rounding each value to the nearest representable one.
+    """Quantize weights in the scheme of `problem`. Each value is rounded to the nearest one.
 
-    Results are bitwise reproducible. Besides the result, memory for float32 copies of a few experts
-    is needed. A NaN or an infinity makes all weights that share its scale NaN or infinite.
+    Results are bitwise reproducible. Temporary tensors are float32 copies of a few experts. A NaN
+    or an infinity makes all weights that share its scale NaN or infinite.
 
     Raise an InputError if a tensor cannot be read (see `modular_kernel.utils.tensor_checks`) or
     does not match the problem, and ConfigurationError if a scale is infinite in float16.
@@ -322,8 +319,8 @@ def quantize_weights(
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype of at least 16 bits, with any
         strides. Biases, expert_map and, for a static scheme, a1_scale and a2_scale are passed
         through.
-    scale_dtype: dtype of the scales, one that the scheme allows. For fp4 it is ignored, because the
-        scheme determines it.
+    scale_dtype: dtype of the scales, which the scheme must allow. It is ignored for fp4 schemes,
+        which allow only one dtype.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     expect("weights", weights, ExpertWeights)
@@ -349,7 +346,7 @@ def quantize_weights(
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
         if scheme.act_order and name == "w1":
-            order = column_order(w_eNK.abs().amax(1))
+            order = compute_act_order(w_eNK.abs().amax(1))
             w_eNK = w_eNK.gather(2, order[:, None].expand_as(w_eNK))
             fields["w1_order"] = order.int()
         field_names = (name, f"{name}_scale", f"{name}_zero_point")
@@ -357,7 +354,7 @@ def quantize_weights(
             field_names = (name, f"{name}_scale", f"{name}_global_scale")
             quantize: _Quantize = partial(
                 nvfp4.quantize_matrices,
-                matrices=matrices_of(name, problem),
+                matrices=count_matrices(name, problem),
                 interleaved=problem.act.interleaved,
             )
         else:
@@ -371,8 +368,10 @@ def quantize_weights(
     return quantized
 
 
-def column_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
-    """Return the columns of w1 in the order of act-order, (e, K) int64: the largest one first.
+def compute_act_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
+    """Return the order in which act-order stores the columns of w1: column indices (e, K) int64.
+
+    The column with the largest magnitude is first.
 
     column_amax_eK: the largest magnitude of each column.
     """
@@ -380,7 +379,7 @@ def column_order(column_amax_eK: torch.Tensor) -> torch.Tensor:
 
 
 def _quantize_in_chunks(w_eNK: torch.Tensor, quantize: _Quantize) -> list[torch.Tensor | None]:
-    """Quantize weights of any floating dtype, converting a few experts at a time to float32."""
+    """Convert a few experts at a time to float32 and quantize them. Return the joined results."""
     step = max(1, _MAX_WEIGHTS // w_eNK[0].numel())
     results: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
@@ -401,37 +400,36 @@ def quantize_rows(
     *,
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return stored weights, scales and zero points of float32 weights, in any scheme but nvfp4.
+    """Quantize float32 weights in any scheme except nvfp4. Return (codes, scales, zero points).
 
     Zero points are None if the scheme has none.
 
-    w_eNK: all rows of the matrices, or a part of them that begins and ends with whole tiles.
-    bounds: the largest and smallest weight of each tile, as `extremes` returns them; None computes
-        them.
+    w_eNK: the rows of the matrices, or some of their rows that consist of whole tiles.
+    bounds: the result of `compute_tile_bounds`; None computes it.
     """
     if scheme.weight == "float4_e2m1":
         return _quantize_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
-    maximum, minimum = extremes(w_eNK, scheme) if bounds is None else bounds
-    # Divide by tensors: on a GPU, torch turns division by a Python number into a multiplication by
-    # its reciprocal.
+    maximum, minimum = compute_tile_bounds(w_eNK, scheme) if bounds is None else bounds
+    # Divisors are tensors because torch, on a GPU, replaces a division by a Python number by a
+    # multiplication by its reciprocal, which rounds differently.
     if scheme.zero_points:
         width = maximum.clamp(min=0) - minimum.clamp(max=0)
         scale = width / width.new_tensor(_MAX_CODE[scheme.weight])
     else:
-        largest = max(map(abs, scheme.values)) if scheme.external else QMAX[scheme.weight]
-        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(largest)
-    floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
-    scale = scale.clamp(min=floor).to(scale_dtype)
+        qmax = max(map(abs, scheme.values)) if scheme.external else QMAX[scheme.weight]
+        scale = torch.maximum(maximum, -minimum) / maximum.new_tensor(qmax)
+    min_scale = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
+    scale = scale.clamp(min=min_scale).to(scale_dtype)
     q_eNK = w_eNK / expand_scales(scale.float(), scheme, rows, depth)
     if scheme.external:
         codes = _nearest_codes(q_eNK, scheme.values)
         return pack_pairs(codes, 2) if scheme.packed else codes, scale, None
     if scheme.weight in ("float8_e4m3fn", "int8"):
-        max_value = QMAX[scheme.weight]
+        qmax = QMAX[scheme.weight]
         if scheme.weight == "int8":
             q_eNK = q_eNK.round()
-        return q_eNK.clamp(-max_value, max_value).to(STORAGE[scheme.weight]), scale, None
+        return q_eNK.clamp(-qmax, qmax).to(STORAGE[scheme.weight]), scale, None
     max_code = _MAX_CODE[scheme.weight]
     zero = None
     zero_point: torch.Tensor | int = IMPLICIT_ZERO_POINT[scheme.weight]
@@ -444,10 +442,10 @@ def quantize_rows(
 
 
 def _nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
-    """Return the code of the nearest value, uint8. Ties go to the smaller value.
+    """Return the uint8 codes of the nearest table values. Ties go to the smaller value.
 
-    Of equal values the smallest code is taken. A NaN gets the code of the largest value: its scale
-    is NaN.
+    If a value occurs more than once, its smallest code is used. A NaN gets the code of the largest
+    value; it stays NaN, because its scale is NaN.
     """
     code_of = {value: code for code, value in reversed(list(enumerate(values)))}
     ordered = sorted(code_of)
@@ -461,38 +459,39 @@ def _nearest_codes(q_eNK: torch.Tensor, values: tuple[float, ...]) -> torch.Tens
 def _quantize_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """Quantize with the smallest power-of-two scale s for which no value exceeds 7 s.
+    """Quantize to mxfp4, with the smallest power of two s for which no magnitude exceeds 7 s.
 
-    Values between 6 s and 7 s become 6 s. Ties go to the even code. The scale of a group with a NaN
-    or an infinity is NaN (255), because no code is.
+    Magnitudes between 6 s and 7 s become 6 s. Ties go to the even code. A group with a NaN or an
+    infinity gets the scale NaN (255), because e2m1 has no NaN.
     """
-    maximum, minimum = extremes(w_eNK, scheme)
+    maximum, minimum = compute_tile_bounds(w_eNK, scheme)
     ratio = (torch.maximum(maximum, -minimum) / maximum.new_tensor(7.0)).clamp(min=MIN_SCALE)
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     scale = (exponent + 127).clamp(1, 254).masked_fill(~ratio.isfinite(), 255).to(torch.uint8)
-    scaled = w_eNK / expand_scales(from_e8m0(scale), scheme, *w_eNK.shape[1:])
-    packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
+    scaled = w_eNK / expand_scales(e8m0_to_float(scale), scheme, *w_eNK.shape[1:])
+    packed = pack_pairs(nvfp4.encode_e2m1(scaled), 2)
     return repacking.repack(packed) if scheme.repacked else packed, scale, None
 
 
 # -------------------------------------------------------------------- static activation scales
 
 
-def largest_value(scheme: QuantScheme) -> float:
-    """Return the largest activation magnitude that a static scale of 1 can represent."""
+def max_static_magnitude(scheme: QuantScheme) -> float:
+    """Return the largest activation magnitude that is representable with a static scale of 1."""
     return nvfp4.MAX_VALUE * nvfp4.MAX_SCALE if scheme.scales_by_expert else 448.0
 
 
 def static_scale(
     problem: Problem, max_magnitude: float, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Return an a1_scale or a2_scale, float32: (1,), or (e,) if scales are per expert.
+    """Return a float32 scale for activations with magnitudes up to `max_magnitude`.
 
-    It represents every magnitude up to `max_magnitude`. Per-expert scales range from the smallest
-    that does to twice it, so that tests detect the use of another expert's scale.
+    It is the smallest scale that can represent them, (1,). If the scheme has a scale per expert,
+    (e,), the scales increase from this scale to twice this scale, so that a test detects when the
+    scale of another expert is used.
     """
-    unit = max_magnitude / largest_value(problem.scheme)
+    unit = max_magnitude / max_static_magnitude(problem.scheme)
     if not problem.scheme.scales_by_expert:
         return torch.full((1,), unit, dtype=torch.float32, device=device)
     return torch.linspace(unit, 2 * unit, problem.e, dtype=torch.float32, device=device)

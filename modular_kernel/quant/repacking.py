@@ -1,21 +1,21 @@
-"""Repacking of e2m1 weights into the bit order that takes the fewest instructions to unpack.
+"""Repacking of e2m1 weights into a bit order that takes fewer instructions to unpack.
 
-A 32-bit word holds eight codes in four pairs; pair i has the values k = 2i and k = 2i + 1. The
-lower value of a pair is in the lower half of the word and the upper one in the upper half, at the
-same bit positions, because a GEMM takes a pair as bf16x2. `unpack_words` moves a pair to the bits
-of PAIR_MASK, which has in each half bit 15 for the sign of a code and bits 8 to 6 for its
-magnitude:
+A 32-bit word holds eight 4-bit codes, as four pairs. Pair i has the values k = 2i and k = 2i + 1:
+the first in the lower half of the word, the second in the upper half, at the same bit positions,
+because a GEMM takes a pair as bf16x2. `unpack_words` moves a pair to the bits of PAIR_MASK. In each
+half of the word, these are bit 15 for the sign of a code and bits 8 to 6 for its magnitude:
 
     pair 0   w & PAIR_MASK                      pair 2   ((w << 6) ^ (w << 1)) & PAIR_MASK
     pair 1   (w << 3) & PAIR_MASK               pair 3   ((w >> 3) ^ (w << 2)) & PAIR_MASK
 
 This takes nine instructions for eight values: four masks, which include the XORs, and five shifts.
-The four left shifts run in the multiply pipe. Codes in their natural order take thirteen, nine of
-them in the slower of the two pipes.
+The four left shifts run in the multiply pipe. Codes in their natural order take thirteen
+instructions, nine of them in the slower of the two pipes.
 
-A single shift cannot bring each of four pairs to the mask, hence the XORs. In pairs 2 and 3 each of
-the two shifted words also brings bits of other pairs to the mask. They are known when a word is
-packed, so `_pack_words` stores bits that cancel them.
+Only two of the four pairs fit at positions from which a single shift moves them to the mask. The
+sign and the magnitude of pairs 2 and 3 need different shifts, which an XOR combines.
+Each of the two shifted words also moves bits of other pairs to the mask. They are known when a word
+is packed, so `_pack_words` stores bits that cancel them.
 """
 
 from collections.abc import Callable
@@ -29,33 +29,34 @@ from modular_kernel.utils.tensor_checks import check_output, check_tensor
 _SIGN_MASK = 0x80008000
 _MAGNITUDE_MASK = 0x01C001C0
 PAIR_MASK = _SIGN_MASK | _MAGNITUDE_MASK
-VALUES = 8  # in a 32-bit word
-_BYTES_PER_WORD = VALUES // 2
+VALUES_PER_WORD = 8  # in a 32-bit word
+_BYTES_PER_WORD = VALUES_PER_WORD // 2
 _MAX_WORDS = 1 << 22  # words per step, to limit the 64-bit temporaries
 _Pack = Callable[[list[torch.Tensor]], torch.Tensor]
 _Unpack = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Repack e2m1 weights, packed two per byte with the low nibble first, for `repacked=true`.
+    """Repack e2m1 weights for a scheme with the option `repacked=true`. Return `out`.
 
-    Return `out`. Raise ShapeError or DtypeError if a tensor does not have the form below. Repacking
-    twice corrupts the weights.
+    Raise ShapeError or DtypeError if a tensor does not have the form below. Repacking twice
+    corrupts the weights.
 
-    w_eNK: uint8 (e, N, K / 2) with K a multiple of 8, any strides.
+    w_eNK: uint8 (e, N, K / 2), two codes per byte with the first in the low nibble, K a multiple of
+        8, any strides.
     out: of the same shape and dtype; None allocates it. If it is w_eNK itself, the weights are
         repacked in place.
     """
-    return _rewrite(w_eNK, out, _pack_words, _split_nibbles)
+    return _convert(w_eNK, out, _pack_words, _split_nibbles)
 
 
 def unrepack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Invert `repack`: return the codes packed two per byte."""
-    return _rewrite(w_eNK, out, _join_nibbles, unpack_words)
+    return _convert(w_eNK, out, _join_nibbles, unpack_words)
 
 
 def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Pack four pairs, at the bits of PAIR_MASK, into words; all int64."""
+    """Pack four pairs, which are at the bits of PAIR_MASK, into words. All tensors are int64."""
     p0, p1, p2, p3 = pairs
     w = p0 | p1 >> 3
     w |= ((p3 ^ w << 2) & _MAGNITUDE_MASK) << 3
@@ -66,7 +67,7 @@ def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
-    """Return the four pairs of each word, at the bits of PAIR_MASK; all int64."""
+    """Return the four pairs of each word, at the bits of PAIR_MASK. All tensors are int64."""
     return [
         w & PAIR_MASK,
         (w << 3) & PAIR_MASK,
@@ -76,14 +77,14 @@ def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _split_nibbles(w: torch.Tensor) -> list[torch.Tensor]:
-    """Split words of nibbles into pairs at the bits of PAIR_MASK."""
+    """Split words of eight nibbles into pairs at the bits of PAIR_MASK."""
     packed = [(w >> 8 * i) & 0xFF for i in range(_BYTES_PER_WORD)]
     codes = [(b & 0xF) | (b & 0xF0) << 12 for b in packed]
     return [(c & 0x00080008) << 12 | (c & 0x00070007) << 6 for c in codes]
 
 
 def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Join pairs at the bits of PAIR_MASK into words of nibbles."""
+    """Join pairs at the bits of PAIR_MASK into words of eight nibbles."""
     w = torch.zeros_like(pairs[0])
     for i, pair in enumerate(pairs):
         code = (pair & _SIGN_MASK) >> 12 | (pair & _MAGNITUDE_MASK) >> 6
@@ -91,15 +92,15 @@ def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
     return w
 
 
-def _rewrite(
+def _convert(
     w_eNK: torch.Tensor, out: torch.Tensor | None, pack: _Pack, unpack: _Unpack
 ) -> torch.Tensor:
-    """Return pack(unpack(words)) of all words, computed for a few experts at a time."""
+    """Write pack(unpack(words)) of all words to `out`, a few experts at a time."""
     check_tensor("w", w_eNK)
     if w_eNK.dtype is not torch.uint8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need="uint8")
     if w_eNK.dim() != 3 or w_eNK.shape[2] % _BYTES_PER_WORD:
-        need = f"(e, N, K / 2) with K a multiple of {VALUES}"
+        need = f"(e, N, K / 2) with K a multiple of {VALUES_PER_WORD}"
         raise ShapeError("w", got=tuple(w_eNK.shape), need=need)
     if out is None:
         out = torch.empty(w_eNK.shape, dtype=torch.uint8, device=w_eNK.device)
@@ -114,7 +115,7 @@ def _rewrite(
         return out
     step = max(1, _MAX_WORDS * _BYTES_PER_WORD // w_eNK[0].numel())
     for start in range(0, len(w_eNK), step):
-        # Clone: a view might not start at a word boundary.
+        # A copy, because a view may start between two words.
         chunk = w_eNK[start : start + step].clone(memory_format=torch.contiguous_format)
         words = chunk.view(torch.int32).long() & 0xFFFFFFFF
         out[start : start + step] = pack(unpack(words)).int().view(torch.uint8)

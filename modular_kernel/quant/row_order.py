@@ -1,9 +1,9 @@
-"""Reordering of w1 to put the up rows before the gate rows, as some libraries require.
+"""Reordering of the rows of w1, for libraries that require the up rows before the gate rows.
 
     weights, problem = up_rows_first(weights, problem)     # once, when weights are loaded
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "FlashInferExperts", problem)
 
-Use both results together: the problem's activation declares the row order.
+The results belong together: the activation of the returned problem declares the new order.
 """
 
 from dataclasses import replace
@@ -15,24 +15,25 @@ from modular_kernel.quant.quantized_weights import check_weights_quantized
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
-_GRANULARITIES = ("none", "tensor", "channel", "block")
+_SUPPORTED_GRANULARITIES = ("none", "tensor", "channel", "block")
 
 
 def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeights, Problem]:
-    """Return the layer with up rows first: w1, b1 and w1_scale are copied, other tensors shared.
+    """Return weights with up rows first, and a problem that declares this order.
 
-    If up rows are first already, both arguments are returned unchanged. Raise ConfigurationError
-    for an ungated activation, or if a scale covers both gate and up rows or only a group of
-    columns. Raise the InputError of a tensor that does not match the problem.
+    w1, b1 and w1_scale are copied, other tensors are shared. If up rows are first already, both
+    arguments are returned unchanged. Raise ConfigurationError for an ungated activation, for scales
+    per group of columns, or if a scale covers both gate and up rows. Raise the InputError of a
+    tensor that does not match the problem.
 
-    weights: as `problem` declares, with gate rows first or interleaved.
+    weights: as `problem` declares, with gate rows first or interleaved with up rows.
     """
     act, scheme = problem.act, problem.scheme
     if act.up_first:
         return weights, problem
     if not act.gated:
         raise ConfigurationError("activation", got=act.kind, need="a gated one")
-    if scheme.granularity not in _GRANULARITIES:
+    if scheme.granularity not in _SUPPORTED_GRANULARITIES:
         need = "unquantized weights, or scales of a tensor, of channels or of blocks"
         raise ConfigurationError("quant", got=problem.quant, need=need)
     check_weights_quantized(weights, problem, weights.w1.device)
@@ -47,8 +48,8 @@ def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeigh
         reordered["b1"] = reorder(weights.b1)
     if weights.w1_scale is not None and weights.w1_scale.dim() > 1:
         reordered["w1_scale"] = reorder(weights.w1_scale)
-    ordered = replace(act, interleaved=False, up_first=True)
-    return replace(weights, **reordered), replace(problem, activation=ordered)
+    new_activation = replace(act, interleaved=False, up_first=True)
+    return replace(weights, **reordered), replace(problem, activation=new_activation)
 
 
 def _swap_halves(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,5 +63,5 @@ def _deinterleave(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View float8 as uint8, which every device can copy."""
+    """View float8 as uint8: not every device can concatenate float8 tensors."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

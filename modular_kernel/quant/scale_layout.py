@@ -1,51 +1,53 @@
 """Layout of nvfp4 scales for Blackwell's block-scaled MMA.
 
-An instruction multiplies 64 values of a row (4 groups) and reads the scales of 128 rows from a
-block of 512 bytes. A block has 32 lines of 16 bytes: line `row % 32` holds 4 bytes, one per group,
-for each of the rows with that remainder. The 4 blocks of a step (16 groups, 256 values) are
-consecutive. The steps of 128 rows follow each other, then come the next 128 rows:
+A scale covers a group of 16 values. An instruction multiplies 64 values of each row (4 groups), and
+reads the scales of 128 rows from a block of 512 bytes. A block has 32 lines of 16 bytes. Line r
+holds the scales of rows r, r + 32, r + 64 and r + 96, 4 bytes for each row, one per group. Four
+consecutive blocks form a step (16 groups, 256 values). All steps of 128 rows precede those of the
+next 128 rows:
 
     byte = ((row // 128) steps + group // 16) 2048 + (group % 16 // 4) 512
            + (row % 32) 16 + (row % 128 // 32) 4 + group % 4
 
-Rows are padded to a multiple of 128 and groups to one of 16, with zeros. CUTLASS's scale factor
-layout of SM100, `tile_atom_to_shape_SF`, is the same except that it pads groups to a multiple of 4
-only.
+Rows are padded with zeros to a multiple of 128, and groups to a multiple of 16. CUTLASS's scale
+factor layout of SM100, `tile_atom_to_shape_SF`, is the same except that it pads groups to a
+multiple of 4 only.
 """
 
 import torch
 
 ROWS = 128  # per block
 STEP = 16  # groups per step
-STEP_BYTES = ROWS * STEP
+STEP_BYTES = ROWS * STEP  # bytes of a step of 128 rows
 
 
-def num_steps(groups: int) -> int:
-    """Return the number of steps for a row of `groups` groups."""
+def count_steps(groups: int) -> int:
+    """Return the number of steps of a row with `groups` groups."""
     return -(-groups // STEP)
 
 
 def tiled_shape(rows: int, groups: int) -> tuple[int, int]:
-    """Return the shape of (rows, groups) scales in this layout: (row blocks, bytes of each)."""
-    return -(-rows // ROWS), num_steps(groups) * STEP_BYTES
+    """Return the shape of scales (rows, groups) in this layout: (ceil(rows / 128), bytes)."""
+    return -(-rows // ROWS), count_steps(groups) * STEP_BYTES
 
 
 def scale_offset(row: int, group: int, groups: int) -> int:
-    """Return the byte offset of the scale of a row and group."""
-    step = row // ROWS * num_steps(groups) + group // STEP
+    """Return the byte offset of the scale of a row and a group.
+
+    groups: number of groups of a row.
+    """
+    step = row // ROWS * count_steps(groups) + group // STEP
     line = group % STEP // 4 * 512 + row % 32 * 16
     return step * STEP_BYTES + line + row % ROWS // 32 * 4 + group % 4
 
 
 def to_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """Convert one-byte scales (..., N, G) to this layout: uint8 (..., row blocks, bytes).
-
-    Padding is 0.
-    """
+    """Convert scales of one byte, (..., N, G), to this layout, uint8 (..., blocks, bytes)."""
     *batch, rows, groups = scale.shape
     padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % STEP, 0, -rows % ROWS))
     blocks, steps = padded.shape[-2] // ROWS, padded.shape[-1] // STEP
-    # Dimensions: block, quarter of 32 rows, row in it; step, block of 4 groups, group in it.
+    # Dimensions of rows: 128 rows, quarter of 32 rows, row. Dimensions of groups: step, block of 4
+    # groups, group.
     tiles = padded.reshape(-1, blocks, 4, 32, steps, 4, 4).permute(0, 1, 4, 5, 3, 2, 6)
     return tiles.reshape(*batch, blocks, steps * STEP_BYTES)
 

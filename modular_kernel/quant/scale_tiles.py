@@ -1,4 +1,4 @@
-"""Helpers for weight tiles that share a scale, and for two 4-bit values packed in a byte."""
+"""Tiles of weights that share a scale, E8M0 scales, and packing of two 4-bit values per byte."""
 
 import torch
 
@@ -9,21 +9,21 @@ from modular_kernel.utils.tensor_checks import check_tensor
 
 
 def unpack_pairs(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unpack uint8 along `dim` to one 4-bit value per byte, low nibble first."""
+    """Unpack uint8 along `dim` into one 4-bit value per byte, low nibble first."""
     return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
 
 
 def pack_pairs(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pack pairs of 4-bit values along `dim` into bytes, the even one in the low nibble."""
+    """Pack pairs of 4-bit values along `dim` into bytes, the first one in the low nibble."""
     shape = values.shape
     pairs = values.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
     return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
 
 
-def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return 2^(s - 127) in float32: exact, subnormal for s = 0, NaN for s = 255.
+def e8m0_to_float(scale: torch.Tensor) -> torch.Tensor:
+    """Convert E8M0 scales s to float32: exactly 2^(s - 127), and NaN for s = 255.
 
-    Raise DtypeError for a scale of another dtype, and the errors of `check_tensor`.
+    Raise DtypeError for another dtype, and the errors of `check_tensor`.
 
     scale: uint8 or float8_e8m0fnu of any shape.
     """
@@ -31,12 +31,12 @@ def from_e8m0(scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         raise DtypeError("scale", got=dtype_name(scale.dtype), need="uint8 or float8_e8m0fnu")
     exponent = scale.view(torch.uint8).int()
-    bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
+    bits = torch.where(exponent == 0, 0x00400000, exponent << 23)  # 2^-127 is subnormal
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def expand_scales(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
-    """Expand one value per tile to one per weight, broadcastable to (e, rows, depth)."""
+    """Expand one value per tile to a tensor that broadcasts to the weights (e, rows, depth)."""
     if scheme.granularity == "tensor":
         return tiles[:, None, None]
     if scheme.granularity == "channel":
@@ -46,11 +46,13 @@ def expand_scales(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: in
     return tiles.repeat_interleave(min(scheme.group[-1], depth), 2)[:, :, :depth]
 
 
-def extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest and the smallest weight of each tile.
+def compute_tile_bounds(
+    w_eNK: torch.Tensor, scheme: QuantScheme
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the maximum and the minimum of each tile of weights.
 
-    Their shape is that of `tiles` of `expand_scales`. A partial tile is padded with zeros, which
-    count.
+    Both have the shape of the argument `tiles` of `expand_scales`. Partial tiles are padded with
+    zeros, so their maximum is at least 0 and their minimum at most 0.
     """
     e, rows, depth = w_eNK.shape
     if scheme.granularity == "tensor":

@@ -1,4 +1,8 @@
-"""Isolation of calls from torch's modes: tracing, torch functions, autocast, inference."""
+"""Isolation of calls from torch's modes: tracing, torch function modes, autocast, inference mode.
+
+Kernels and plans launch with raw pointers and cache tensors between calls. Tracing cannot follow
+that, and the other modes would add host time, change dtypes, or make cached tensors read-only.
+"""
 
 import sys
 from collections.abc import Callable
@@ -14,19 +18,18 @@ from modular_kernel.errors import StateError, UnsupportedError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Message of torch.compile(fullgraph=True).
-_NOT_TRACED = (
+# Reason that torch.compile(fullgraph=True) shows.
+_GRAPH_BREAK_REASON = (
     "calls of a kernel or plan are not traced and break the graph. "
     "modular_kernel.integrations.fused_moe.fused_experts is an operator that needs no break"
 )
-
 
 _C: Any = torch._C
 _is_finalizing = sys.is_finalizing
 
 
-def untraced(function: F) -> F:
-    """Break torch.compile's graph at a call instead of tracing it.
+def disable_tracing(function: F) -> F:
+    """Make torch.compile break its graph at calls of `function` instead of tracing them.
 
     Under fullgraph=True, torch raises an error with the reason. The call runs outside torch
     function modes, such as that of torch.set_default_device, which would add microseconds to every
@@ -36,10 +39,10 @@ def untraced(function: F) -> F:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            torch._dynamo.graph_break(msg=_NOT_TRACED)
+            torch._dynamo.graph_break(msg=_GRAPH_BREAK_REASON)
             eager = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
             return eager(*args, **kwargs)
-        if _is_finalizing():  # torch may abort the process
+        if _is_finalizing():  # operations of torch may abort the process now
             need = "a call before the interpreter exits, such as one of atexit"
             raise StateError("a kernel", got="a call while objects are deleted at exit", need=need)
         if _C._len_torch_function_stack():
@@ -50,8 +53,8 @@ def untraced(function: F) -> F:
     return cast("F", call)
 
 
-def untraced_layer_call(function: F) -> F:
-    """Do what `untraced` does for a method (x_TH, weights, routing, *, out=None).
+def disable_tracing_of_layer_call(function: F) -> F:
+    """Apply `disable_tracing` to a method with the arguments (x_TH, weights, routing, *, out=None).
 
     The explicit signature saves the host time of packing and unpacking the arguments.
     """
@@ -62,15 +65,15 @@ def untraced_layer_call(function: F) -> F:
             return isolated(self, x_TH, weights, routing, out=out)
         return function(self, x_TH, weights, routing, out=out)
 
-    isolated = untraced(function)
+    isolated = disable_tracing(function)
     return cast("F", call)
 
 
-def run_outside_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def run_without_function_modes(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run an eager call outside torch function modes, such as that of torch.set_default_device.
 
-    Traced calls, and calls with a tensor subclass among the arguments, run inside the modes: a
-    subclass needs its own `__torch_function__`.
+    Traced calls, and calls with a tensor subclass among the arguments, run inside the modes:
+    disabling modes would also disable the `__torch_function__` of the subclass.
     """
     if is_compiling() or not _C._len_torch_function_stack() or any(map(_is_subclass, args)):
         return function(*args, **kwargs)
@@ -85,24 +88,23 @@ def _is_subclass(value: object) -> bool:
 def is_exporting() -> bool:
     """Return whether torch.export traces this call.
 
-    Under torch.compile, torch 2.11 replaces the result of torch.compiler.is_exporting() by True. It
-    does not look into a function whose result it assumes to be constant, so this one is declared as
-    such.
+    While torch.compile traces, torch 2.11 replaces torch.compiler.is_exporting() by True. It does
+    not trace into a function whose result is marked as constant, so this function is marked.
     """
     return torch.compiler.is_exporting()
 
 
-# The decorator torch._dynamo.assume_constant_result sets the same attribute, but using it would
-# import torch._dynamo, and with it triton, in processes that compile nothing.
+# torch._dynamo.assume_constant_result would set this attribute, too. But it would import
+# torch._dynamo, and with it triton, in processes that compile nothing.
 is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
-    """Break the graph of torch.compile and call a function eagerly.
+def run_with_graph_break(function: Callable[..., T], reason: str, *args: Any, **kwargs: Any) -> T:
+    """Break the graph of torch.compile and call `function` eagerly.
 
     Raise UnsupportedError under torch.export, which has no graph breaks.
 
-    reason: shown by that error, and under fullgraph=True.
+    reason: shown in that error, and in the error of torch.compile(fullgraph=True).
     """
     if is_exporting():
         raise UnsupportedError("torch.export", got=reason, need="a call that is an operator")
@@ -112,13 +114,13 @@ def run_untraced(function: Callable[..., T], reason: str, *args: Any, **kwargs: 
     return result
 
 
-def without_autocast(function: F) -> F:
-    """Make a call compute in its problem's dtypes even if autocast is enabled."""
+def disable_autocast(function: F) -> F:
+    """Disable autocast in calls of `function`, so that they use the dtypes of the problem."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch._C._is_any_autocast_enabled():
-            with _no_autocast():
+            with _disabled_autocast():
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -126,7 +128,7 @@ def without_autocast(function: F) -> F:
 
 
 @contextmanager
-def _no_autocast() -> Any:
+def _disabled_autocast() -> Any:
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -134,6 +136,10 @@ def _no_autocast() -> Any:
         yield
 
 
-def outside_inference_mode() -> torch.inference_mode:
-    """Disable inference mode, so that tensors that outlive the call can be written later."""
+def disable_inference_mode() -> torch.inference_mode:
+    """Return a context manager or decorator that disables inference mode.
+
+    Tensors that are made in inference mode cannot be written outside of it. Tensors that outlive a
+    call are therefore made inside this context.
+    """
     return torch.inference_mode(False)  # positional: torch.compile does not accept a keyword

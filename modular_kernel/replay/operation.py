@@ -1,4 +1,4 @@
-"""Replay of an operation's launches outside a plan, such as the router's."""
+"""Replay of the launches of a single operation outside a plan, such as the router."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -6,7 +6,12 @@ from typing import Any
 import torch
 
 from modular_kernel.replay import stages
-from modular_kernel.replay.recording import RecordedCall, layout_and_pointers, recorder, recording
+from modular_kernel.replay.recording import (
+    RecordedCall,
+    get_active_recorder,
+    get_layout_and_pointers,
+    record_launches,
+)
 
 _MAX_SIGNATURES = 256
 _UNSEEN, _SEEN_ONCE, _NOT_REPLAYABLE = "unseen", "seen once", "not replayable"
@@ -18,8 +23,8 @@ class ReplayedOperation:
     """Records an operation's launches in the second call with a signature, and replays them later.
 
     A signature consists of a key, and of the shape, strides, dtype, device and alignment of each
-    tensor. Because the first call is not recorded, a number of tokens that occurs only once costs
-    nothing. At most 256 signatures are kept; the oldest is dropped first.
+    tensor. The first call is not recorded, to save the time of a recording for a number of tokens
+    that occurs only once. At most 256 signatures are kept; the oldest is dropped first.
     """
 
     def __init__(self) -> None:
@@ -28,26 +33,28 @@ class ReplayedOperation:
     def run(
         self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Callable[[], None]
     ) -> None:
-        """Call `launch`, or replay its kernels, which use `tensors`, on the current stream.
+        """Call `launch`, or replay the kernels that it launched in an earlier call.
 
-        key: everything besides the tensors that determines the launches.
+        key: everything that determines the launches besides the layouts of `tensors`.
+        tensors: all tensors that the launches use and whose addresses may differ between calls.
+        launch: launches the kernels on the current stream.
         """
         index = _get_device(tensors[0])
-        if index < 0 or index != _C._cuda_getDevice() or recorder() is not None:
+        if index < 0 or index != _C._cuda_getDevice() or get_active_recorder() is not None:
             launch()
             return
-        layout, pointers = layout_and_pointers(tensors)
+        layout, pointers = get_layout_and_pointers(tensors)
         signature, calls = (key, layout), self._calls
         call = calls.get(signature, _UNSEEN)
         if isinstance(call, RecordedCall):
-            if 0 in pointers or stages.profiling() or call.hooks_active():
+            if 0 in pointers or stages.is_profiling() or call.is_bypassed():
                 launch()
             else:
                 call.replay(_C._cuda_getCurrentRawStream(index), pointers)
         elif call is _SEEN_ONCE:
-            with recording(tensors) as recorded:
+            with record_launches(tensors) as recorder:
                 launch()
-            calls[signature] = recorded.recorded() or _NOT_REPLAYABLE
+            calls[signature] = recorder.make_recorded_call() or _NOT_REPLAYABLE
         else:
             launch()
             if call is _UNSEEN:

@@ -1,10 +1,13 @@
-"""Records the launches of a planned call, so that later calls skip the parts' host code.
+"""Recording of the kernel launches of a call, so that later calls skip the host code of the parts.
 
-The first call of each signature in a plan runs the parts' host code inside `recording`. Every
-launch made through `modular_kernel.replay.launch` is recorded, together with the input that each of
-its pointers points into. Later calls with the same signature launch the same kernels with their own
-pointers. A call that runs a torch operation other than a view cannot be replayed; the recorder
-detects this.
+The first call of each signature in a plan runs the host code inside `record_launches`. Every launch
+made by `modular_kernel.replay.launch.launch` is recorded, and each of its pointers is stored as an
+offset into an input of the call. Later calls with the same signature launch the same kernels with
+the addresses of their own inputs. A call that runs a torch operation other than a view cannot be
+replayed, because the operation would be missing in the replay. The recorder detects this.
+
+This module also holds the cache of checked weights: a replay skips the checks of weights, so it has
+to recognize weights that passed them.
 """
 
 import weakref
@@ -23,51 +26,55 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from modular_kernel.tensors import ExpertWeights, FixedWeights
-from modular_kernel.utils.tensor_checks import is_dense, span
+from modular_kernel.utils.tensor_checks import address_range, is_dense
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
-Replayer = Callable[[Sequence[Any], int], Replay]  # (recorded launches, number of inputs) -> Replay
-HookCheck = Callable[
-    [], bool
-]  # whether a profiler's launch hooks are active; replay bypasses hooks
+# (recorded launches, number of inputs) -> Replay
+ReplayFactory = Callable[[Sequence[Any], int], Replay]
+# Returns whether a call has to run the host code although it was recorded.
+BypassCondition = Callable[[], bool]
 
-_MAX_LAYOUTS = 1024  # remembered layouts of checked weights: more than the layers of any model
+_MAX_LAYOUTS = 1024  # cached layouts of checked weights: more than the layers of any model
 _MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
-ALIGNMENT = 16  # bytes; triton specializes kernels on pointers divisible by it
-_pointer, _version = torch.Tensor.data_ptr, attrgetter("_version")
-_expired: Any = torch.UntypedStorage._expired
-_recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
+ALIGNMENT = 16  # bytes; triton specializes kernels on pointers that are divisible by it
+_data_ptr, _get_version = torch.Tensor.data_ptr, attrgetter("_version")
+_is_expired: Any = torch.UntypedStorage._expired
+_active_recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
 
 
 @dataclass(frozen=True)
 class RecordedCall:
     """The recorded launches of one signature.
 
-    replays: each replays adjacent launches, or runs host code between them, in order.
-    hook_checks: see `hooks_active`; also other conditions under which the call is not replayed.
+    replays: run in order. Each replays a series of adjacent launches, or runs the host code between
+        two series.
+    bypass_conditions: see `is_bypassed`.
     kept_tensors: tensors that the launches use besides the inputs; referenced to keep them alive.
-    count: a list with one number, the count of replays. A plan replaces it
-        (modular_kernel.utils.call_counters).
+    count: the number of replays, in a list of one element. A plan passes a list that it shares with
+        its counters (modular_kernel.utils.call_counters).
     workspace_bytes: size of the workspace that the launches use.
     output_like_x: whether a new output has the shape, layout and dtype of x.
     """
 
     replays: tuple[Replay, ...]
-    hook_checks: tuple[HookCheck, ...]
+    bypass_conditions: tuple[BypassCondition, ...]
     kept_tensors: tuple[torch.Tensor, ...]
     count: list[int] = field(default_factory=lambda: [0])
     workspace_bytes: int = 0
     output_like_x: bool = False
 
-    def hooks_active(self) -> bool:
-        """Return whether a profiler is active, which would miss launches that bypass its hooks."""
-        for is_active in self.hook_checks:  # noqa: SIM110  runs in every call; a generator is slower
-            if is_active():
+    def is_bypassed(self) -> bool:
+        """Return whether the call has to run the host code now.
+
+        Example: a profiler has set Triton's launch hooks, which a replay does not call.
+        """
+        for is_met in self.bypass_conditions:  # noqa: SIM110  per call; a generator is slower
+            if is_met():
                 return True
         return False
 
     def replay(self, stream: int, pointers: Sequence[int]) -> None:
-        """Launch everything on `stream`, for inputs at `pointers`."""
+        """Launch the recorded kernels on `stream`, with inputs at the addresses `pointers`."""
         for replay in self.replays:
             replay(stream, pointers)
 
@@ -75,18 +82,18 @@ class RecordedCall:
 class Recorder(TorchDispatchMode):
     """Records the launches of one call.
 
-    A call that cannot be replayed is marked: `refusal_reason` is the reason, or "".
+    `refusal_reason` is the reason why the call cannot be replayed, or "".
 
-    inputs: the call's tensors, in the order in which `replay` takes their pointers.
+    inputs: the tensors of the call, in the order of the pointers of `RecordedCall.replay`.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal_reason = ""
-        self.paused = False
-        self._spans = [span(tensor) for tensor in inputs]
-        self._launches: list[tuple[Replayer, Any]] = []
-        self._hook_checks: list[HookCheck] = []
+        self.is_paused = False
+        self._spans = [address_range(tensor) for tensor in inputs]
+        self._launches: list[tuple[ReplayFactory, Any]] = []
+        self._bypass_conditions: list[BypassCondition] = []
         self._kept_tensors: list[torch.Tensor] = []
         ordered = sorted(self._spans)
         if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
@@ -95,7 +102,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not (func.is_view or self.paused):
+        if not (func.is_view or self.is_paused):
             self.refuse(f"{func} is not a launch of modular_kernel")
         return func(*args, **(kwargs or {}))
 
@@ -104,10 +111,10 @@ class Recorder(TorchDispatchMode):
         self.refusal_reason = self.refusal_reason or reason
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (index of the input, byte offset) of the memory of `tensor`.
+        """Return the position of `tensor` in the inputs: (index of the input, byte offset).
 
-        Return None for memory outside all inputs, and keep the tensor alive for replays. An empty
-        tensor is not kept, because nothing reads it.
+        If its memory is outside all inputs, return None and keep the tensor alive for replays. An
+        empty tensor is not kept, because no kernel reads it.
         """
         pointer = tensor.data_ptr()
         for index, (start, stop) in enumerate(self._spans):
@@ -117,38 +124,39 @@ class Recorder(TorchDispatchMode):
             self._kept_tensors.append(tensor)
         return None
 
-    def note(self, launch: Any, replayer: Replayer, hooks_active: HookCheck) -> None:
+    def add_launch(
+        self, launch: Any, make_replay: ReplayFactory, must_bypass: BypassCondition
+    ) -> None:
         """Record a launch.
 
-        launch: in the form that `replayer` takes.
-        replayer: combines adjacent launches with the same replayer into one Replay.
-        hooks_active: see `HookCheck`.
+        launch: in the form that `make_replay` takes.
+        make_replay: combines adjacent launches that have the same factory into one Replay.
         """
-        self._launches.append((replayer, launch))
-        if hooks_active not in self._hook_checks:
-            self._hook_checks.append(hooks_active)
+        self._launches.append((make_replay, launch))
+        if must_bypass not in self._bypass_conditions:
+            self._bypass_conditions.append(must_bypass)
 
-    def note_step(self, step: Callable[[], object]) -> None:
+    def add_host_step(self, step: Callable[[], object]) -> None:
         """Record host code that every replay runs, after the launches recorded so far."""
-        self._launches.append((_replay_steps, step))
+        self._launches.append((_make_host_replay, step))
 
-    def note_obstacle(self, is_present: HookCheck) -> None:
-        """Record a condition under which later calls run the parts' host code, not a replay."""
-        self._hook_checks.append(is_present)
+    def add_bypass_condition(self, must_bypass: BypassCondition) -> None:
+        """Record a condition under which later calls run the host code instead of a replay."""
+        self._bypass_conditions.append(must_bypass)
 
-    def recorded(self) -> RecordedCall | None:
+    def make_recorded_call(self) -> RecordedCall | None:
         """Return the recorded call; None if it cannot be replayed."""
         if self.refusal_reason:
             return None
         replays = tuple(
-            replayer([launch for _, launch in launches], len(self._spans))
-            for replayer, launches in groupby(self._launches, key=itemgetter(0))
+            make_replay([launch for _, launch in launches], len(self._spans))
+            for make_replay, launches in groupby(self._launches, key=itemgetter(0))
         )
-        return RecordedCall(replays, tuple(self._hook_checks), tuple(self._kept_tensors))
+        return RecordedCall(replays, tuple(self._bypass_conditions), tuple(self._kept_tensors))
 
 
-def _replay_steps(steps: Sequence[Callable[[], object]], inputs: int) -> Replay:
-    """Return a function that runs host code in order; a Replayer."""
+def _make_host_replay(steps: Sequence[Callable[[], object]], num_inputs: int) -> Replay:
+    """Return a Replay that runs host code and launches nothing."""
 
     def replay(stream: int, pointers: Sequence[int]) -> None:
         for step in steps:
@@ -157,82 +165,91 @@ def _replay_steps(steps: Sequence[Callable[[], object]], inputs: int) -> Replay:
     return replay
 
 
-# recorder(): the active Recorder of this thread, or None. Called for every launch.
-recorder = _recorder.get
+# Returns the Recorder of this thread, or None. Bound directly because every launch calls it.
+get_active_recorder = _active_recorder.get
 
 
 @contextmanager
-def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
-    """Record the launches of this thread inside the block."""
+def record_launches(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
+    """Record the launches of this thread inside the block.
+
+    inputs: the tensors whose addresses differ between replays.
+    """
     recorder = Recorder(inputs)
-    token = _recorder.set(recorder)
+    token = _active_recorder.set(recorder)
     try:
         with recorder:
             yield recorder
     finally:
-        _recorder.reset(token)
+        _active_recorder.reset(token)
 
 
-def repeat_in_replays(step: Callable[[], object]) -> None:
-    """If this thread records a call, run `step` at this point in every replay of it.
+def run_in_replays(step: Callable[[], object]) -> None:
+    """Run `step` at this point of every replay, if this thread is recording a call.
 
-    For host code that launches nothing by itself, such as a collective. The caller runs the code of
-    the recorded call, with `unrecorded` around torch operations.
+    This is for host code that is not a launch, such as a collective. It does not run `step` in the
+    recorded call: the caller does, inside `hide_from_recorder` if it runs torch operations.
     """
-    recorder = _recorder.get()
+    recorder = _active_recorder.get()
     if recorder is not None:
-        recorder.note_step(step)
+        recorder.add_host_step(step)
 
 
-def replay_unless(is_present: HookCheck) -> None:
-    """If this thread records a call, do not replay it while `is_present()` is true."""
-    recorder = _recorder.get()
+def bypass_replay_while(must_bypass: BypassCondition) -> None:
+    """Make later calls run the host code while `must_bypass()` is true, if this thread records."""
+    recorder = _active_recorder.get()
     if recorder is not None:
-        recorder.note_obstacle(is_present)
+        recorder.add_bypass_condition(must_bypass)
 
 
 @contextmanager
-def pause_recording() -> Iterator[None]:
-    """Ignore torch operations inside the block, which only observe the call."""
-    recorder = _recorder.get()
+def ignore_torch_operations() -> Iterator[None]:
+    """Let torch operations inside the block run in recorded calls without preventing their replay.
+
+    Replays omit these operations, so they may only inspect the call.
+    """
+    recorder = _active_recorder.get()
     if recorder is None:
         yield
         return
-    recorder.paused = True
+    recorder.is_paused = True
     try:
         yield
     finally:
-        recorder.paused = False
+        recorder.is_paused = False
 
 
 @contextmanager
-def unrecorded() -> Iterator[None]:
-    """Hide the torch operations of the block from the recorder of this thread, if there is one.
+def hide_from_recorder() -> Iterator[None]:
+    """Disable the dispatch mode of the recorder inside the block.
 
-    Also those that threads of torch run for it, as gloo does.
+    Unlike `ignore_torch_operations`, this also covers operations that threads of torch run for the
+    block, such as those of gloo.
     """
-    if _recorder.get() is None:
+    if _active_recorder.get() is None:
         yield
         return
     with _disable_current_modes():
         yield
 
 
-def capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of a device is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def may_keep_buffers(device: torch.device) -> bool:
+def can_keep_buffers(device: torch.device) -> bool:
     """Return whether memory allocated now can be kept for later calls.
 
     During a capture, and during the warm-up of torch.compile's CUDA graphs, allocations come from
     the memory pool of the graph, and every replay of it overwrites them.
     """
-    return device.type != "cuda" or not (in_graph_trees(device_index(device)) or capturing(device))
+    return device.type != "cuda" or not (
+        is_graph_trees_stream(device_index(device)) or is_capturing(device)
+    )
 
 
-def in_graph_trees(index: int) -> bool:
+def is_graph_trees_stream(index: int) -> bool:
     """Return whether the current stream of GPU `index` is that of torch.compile's CUDA graphs.
 
     With mode="reduce-overhead", Inductor warms up and captures a model on this stream. Memory
@@ -257,64 +274,65 @@ def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
-def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+def weak_storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
     """Return a weak reference to the storage of a tensor."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 # A tensor and its pointer, shape, stride and dtype.
-_Place = tuple[torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
+_Snapshot = tuple[torch.Tensor, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
-def _place(tensor: torch.Tensor) -> _Place:
+def _take_snapshot(tensor: torch.Tensor) -> _Snapshot:
     return tensor, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-@dataclass(eq=False, slots=True)  # one is made for each call with new ExpertWeights: not frozen
+# Not frozen, although it is never modified: a call with new ExpertWeights makes one, and the
+# constructor of a frozen dataclass is slower.
+@dataclass(eq=False, slots=True)
 class CheckedWeights:
     """Weights that passed the checks, and everything about them that a recording depends on.
 
-    It is not modified.
-
     tensors: the distinct tensors of the weights.
     signature: number that identifies the layouts and dtypes of the tensors.
-    places: each tensor, with its pointer, shape, stride and dtype at the time of the check. Empty
-        for `FixedWeights`.
-    spans: address range of each tensor.
-    pointers, bits: address of each tensor, and the bitwise OR of all addresses.
-    unwritten, versions: prepared tensors and their sources, which must not be written to, and their
-        version counters. Inference tensors have no counter and are not tracked.
-    sources, storages: tensors that the prepared ones were derived from, and their storages.
-        Storages are compared, too, because after one is resized to 0, another can have its address.
-    prepared: the weights to use instead, if the kernel prepared them on its own; else None.
-    postponed: whether the kernel will prepare them in a later call, outside of the capture of a
-        CUDA graph.
+    snapshots: each tensor, with its pointer, shape, stride and dtype at the time of the check.
+        Empty for `FixedWeights`.
+    spans: (start, stop) addresses of each tensor.
+    pointers, pointer_bits: address of each tensor, and the bitwise OR of all addresses.
+    versioned_tensors, versions: prepared tensors and their sources, which must not be written to,
+        and their version counters. Inference tensors have no counter and are not tracked.
+    sources, storage_refs: tensors that the prepared ones were derived from, and references to
+        their storages. Storages are compared, too, because after one is resized to 0, another can
+        have its address.
+    prepared: the weights to use instead, if the kernel prepared `weights` automatically.
+    is_postponed: whether the kernel will prepare them in a later call, because memory allocated now
+        belongs to a CUDA graph.
     """
 
     weights: "weakref.ref[ExpertWeights]"
     device: torch.device
     tensors: tuple[torch.Tensor, ...]
     signature: int
-    places: tuple[_Place, ...]
+    snapshots: tuple[_Snapshot, ...]
     spans: tuple[tuple[int, int], ...]
     pointers: tuple[int, ...]
-    bits: int
-    unwritten: tuple[torch.Tensor, ...]
+    pointer_bits: int
+    versioned_tensors: tuple[torch.Tensor, ...]
     versions: list[int]
     sources: tuple[torch.Tensor, ...]
-    storages: tuple[StorageWeakRef, ...]
+    storage_refs: tuple[StorageWeakRef, ...]
     prepared: ExpertWeights | None = None
-    postponed: bool = False
+    is_postponed: bool = False
 
     def is_valid(self) -> bool:
         """Return whether no tensor has moved, and no tracked tensor has been written."""
-        if self.unwritten and self.versions != [*map(_version, self.unwritten)]:
+        if self.versioned_tensors and self.versions != [*map(_get_version, self.versioned_tensors)]:
             return False
         if self.sources:
-            for source, storage in zip(self.sources, self.storages, strict=True):
-                if _expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
+            for source, storage in zip(self.sources, self.storage_refs, strict=True):
+                if _is_expired(storage.cdata) or source.untyped_storage()._cdata != storage.cdata:
                     return False
-        for tensor, pointer, shape, stride, dtype in self.places:
+        for tensor, pointer, shape, stride, dtype in self.snapshots:
             if (
                 tensor.data_ptr() != pointer
                 or tensor.shape != shape
@@ -326,28 +344,28 @@ class CheckedWeights:
 
 
 @dataclass(frozen=True)
-class _LayoutFacts:
+class _LayoutInfo:
     """Fields of `CheckedWeights` that depend only on the layout, if no tensor occurs twice."""
 
     signature: int
     spans: tuple[tuple[int, int], ...]
     pointers: tuple[int, ...]
-    bits: int
+    pointer_bits: int
 
 
 # The result of a Preparer: weights that include the prepared tensors, the sources of these tensors,
 # and the prepared tensors.
-Prepared = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+PreparedWeights = tuple[ExpertWeights, Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Preparer(Protocol):
-    """Preparation of a kernel's weights on their first use."""
+    """Function that prepares a kernel's weights on their first use."""
 
-    def __call__(self, weights: ExpertWeights) -> Prepared | None:
+    def __call__(self, weights: ExpertWeights) -> PreparedWeights | None:
         """Prepare checked weights; return None to use them as they are."""
 
     def is_postponed(self, device: torch.device) -> bool:
-        """Return whether a later call shall prepare weights that were not prepared now."""
+        """Return whether weights that were not prepared now are prepared by a later call."""
 
 
 class CheckedWeightsCache:
@@ -362,37 +380,38 @@ class CheckedWeightsCache:
 
     def __init__(self, prepare: Preparer | None = None) -> None:
         self._prepare = prepare
-        self._bound: dict[int, CheckedWeights] = {}
-        # Layouts that passed the checks; they consist of numbers and keep nothing alive. The facts
-        # are None if weights of the layout had duplicate or prepared tensors.
-        self._passed: dict[tuple[Hashable, ...], _LayoutFacts | None] = {}
-        # Number of each signature. An int is faster to hash.
-        self._signatures: dict[Hashable, int] = {}
-        self._next_number = count().__next__  # atomic; the dict's length could be read twice
+        self._entries: dict[int, CheckedWeights] = {}
+        # Layouts that passed the checks. They hold addresses, not tensors, so they keep nothing
+        # alive. The value is None if a tensor of the weights occurred twice or was prepared.
+        self._checked_layouts: dict[tuple[Hashable, ...], _LayoutInfo | None] = {}
+        # Signatures are numbered because an int is faster to hash than a tuple of layouts.
+        self._signature_numbers: dict[Hashable, int] = {}
+        # Atomic. Two threads could read the same length of the dict and give one number twice.
+        self._next_number = count().__next__
 
     def __reduce__(self) -> tuple[type["CheckedWeightsCache"], tuple[Any]]:
         return CheckedWeightsCache, (self._prepare,)
 
-    def bind(
+    def add(
         self,
         weights: ExpertWeights,
         sources: Sequence[torch.Tensor] = (),
         prepared_tensors: Sequence[torch.Tensor] = (),
     ) -> CheckedWeights:
-        """Add checked weights to the cache, and prepare them if the kernel does so on its own.
+        """Add checked weights to the cache. Prepare them if the kernel does so automatically.
 
         A write to `sources` or `prepared_tensors` invalidates the entry.
 
-        sources, prepared_tensors: if `weights` have been prepared: the tensors that were read, and
-            those that were written.
+        sources, prepared_tensors: for weights that the caller has prepared: the tensors that the
+            preparation read, and those that it wrote.
         """
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
-        # Explicitly prepared tensors are identified by object, not by memory.
-        return self._bind(
+        # Weights that the caller prepared are identified by object, not by memory.
+        return self._add(
             weights, by_name, sources, prepared_tensors, None if sources else _layout(by_name)
         )
 
-    def _bind(
+    def _add(
         self,
         weights: ExpertWeights,
         by_name: dict[str, torch.Tensor],
@@ -400,10 +419,10 @@ class CheckedWeightsCache:
         prepared_tensors: Sequence[torch.Tensor],
         layout: tuple[Hashable, ...] | None,
     ) -> CheckedWeights:
-        """Do what `bind` does.
+        """Implement `add`.
 
         by_name: the tensors of `weights` by field.
-        layout: see `_layout`. It is remembered as one that passed the checks, unless it is None.
+        layout: see `_layout`. It is stored as a layout that passed the checks, unless it is None.
         """
         auto_prepared = (
             None if prepared_tensors or self._prepare is None else self._prepare(weights)
@@ -416,82 +435,86 @@ class CheckedWeightsCache:
         if run_weights is not weights:
             by_name = {name: t for name, t in vars(run_weights).items() if t is not None}
         prepare, device = self._prepare, weights.w1.device
-        postponed = not prepared_tensors and prepare is not None and prepare.is_postponed(device)
-        versioned = tuple(
+        is_postponed = not prepared_tensors and prepare is not None and prepare.is_postponed(device)
+        versioned_tensors = tuple(
             tensor for tensor in (*sources, *prepared_tensors) if not tensor.is_inference()
         )
         unique = {id(tensor): tensor for tensor in by_name.values()}
         tensors = tuple(unique.values())
         has_distinct_tensors = run_weights is weights and len(unique) == len(by_name)
-        facts = self._passed.get(layout) if layout is not None and has_distinct_tensors else None
-        if facts is None:
-            facts = self._facts(by_name, tensors, list(unique))
-            if layout is not None and self._passed.get(layout) is None:
-                self._remember(layout, facts if has_distinct_tensors else None)
-        key, bound = id(weights), self._bound
-        bound[key] = entry = CheckedWeights(
-            weakref.ref(weights, lambda _: bound.pop(key, None)),
+        info = (
+            self._checked_layouts.get(layout)
+            if layout is not None and has_distinct_tensors
+            else None
+        )
+        if info is None:
+            info = self._make_layout_info(by_name, tensors, list(unique))
+            if layout is not None and self._checked_layouts.get(layout) is None:
+                self._store_layout(layout, info if has_distinct_tensors else None)
+        key, entries = id(weights), self._entries
+        entries[key] = entry = CheckedWeights(
+            weakref.ref(weights, lambda _: entries.pop(key, None)),
             device,
             tensors,
-            signature=facts.signature,
-            places=() if type(weights) is FixedWeights else tuple(map(_place, tensors)),
-            spans=facts.spans,
-            pointers=facts.pointers,
-            bits=facts.bits,
-            unwritten=versioned,
-            versions=[*map(_version, versioned)],
+            signature=info.signature,
+            snapshots=() if type(weights) is FixedWeights else tuple(map(_take_snapshot, tensors)),
+            spans=info.spans,
+            pointers=info.pointers,
+            pointer_bits=info.pointer_bits,
+            versioned_tensors=versioned_tensors,
+            versions=[*map(_get_version, versioned_tensors)],
             sources=tuple(sources),
-            storages=tuple(map(storage_of, sources)),
+            storage_refs=tuple(map(weak_storage_ref, sources)),
             prepared=None if auto_prepared is None else run_weights,
-            postponed=postponed,
+            is_postponed=is_postponed,
         )
         return entry
 
-    def _facts(
-        self, by_name: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], order: list[int]
-    ) -> _LayoutFacts:
-        """Return the facts of weights.
+    def _make_layout_info(
+        self, by_name: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], ids: list[int]
+    ) -> _LayoutInfo:
+        """Return the info of weights.
 
         by_name: their tensors by field.
-        tensors, order: the same without duplicates, and their object ids.
+        tensors, ids: the same tensors without duplicates, and their object ids.
         """
-        pointers = tuple(map(_pointer, tensors))
-        fields = tuple((name, order.index(id(tensor))) for name, tensor in by_name.items())
+        pointers = tuple(map(_data_ptr, tensors))
+        fields = tuple((name, ids.index(id(tensor))) for name, tensor in by_name.items())
         signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        return _LayoutFacts(
-            self._signatures.setdefault(signature, self._next_number()),
-            tuple(map(span, tensors)),
+        return _LayoutInfo(
+            self._signature_numbers.setdefault(signature, self._next_number()),
+            tuple(map(address_range, tensors)),
             pointers,
             reduce(or_, pointers, 0),
         )
 
-    def _remember(self, layout: tuple[Hashable, ...], facts: _LayoutFacts | None) -> None:
-        while len(self._passed) >= _MAX_LAYOUTS:
-            self._passed.pop(next(iter(self._passed)), None)
-        self._passed[layout] = facts
+    def _store_layout(self, layout: tuple[Hashable, ...], info: _LayoutInfo | None) -> None:
+        while len(self._checked_layouts) >= _MAX_LAYOUTS:
+            self._checked_layouts.pop(next(iter(self._checked_layouts)), None)
+        self._checked_layouts[layout] = info
 
-    def _bind_known_layout(
+    def _add_known_layout(
         self, weights: ExpertWeights, device: torch.device
     ) -> CheckedWeights | None:
-        """Add weights whose layout has passed the checks before; return None if it has not."""
+        """Add weights that have the layout of weights that passed the checks, else return None."""
         if type(weights) is not ExpertWeights and type(weights) is not FixedWeights:
             return None
         by_name = {name: t for name, t in vars(weights).items() if t is not None}
         layout = _layout(by_name)
-        if layout is None or layout not in self._passed or weights.w1.device != device:
+        if layout is None or layout not in self._checked_layouts or weights.w1.device != device:
             return None
-        return self._bind(weights, by_name, (), (), layout)
+        return self._add(weights, by_name, (), (), layout)
 
-    def bound(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
-        """Return the entry of these weights, or None if it is missing or no longer valid.
+    def lookup(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
+        """Return the entry of these weights, or None if there is no valid entry.
 
         It is valid if the weights were checked with tokens on `device`, and if their tensors still
         have the same memory. An assignment to `.data` changes the memory.
         """
-        checked = self._bound.get(id(weights))
+        checked = self._entries.get(id(weights))
         if checked is None or checked.weights() is not weights:
-            return self._bind_known_layout(weights, device)
-        if checked.postponed and may_keep_buffers(device):
+            return self._add_known_layout(weights, device)
+        if checked.is_postponed and can_keep_buffers(device):
             return None
         return checked if checked.device == device and checked.is_valid() else None
 
@@ -509,18 +532,18 @@ class RecordedCalls:
         self.replayable = False
         self._recorded: dict[Hashable, RecordedCall | None] = {}
         self._refused: dict[Hashable, str] = {}
-        # find(signature): its recording, or None. Called in every call.
+        # find(signature) returns its recording, or None. Bound directly because every call uses it.
         self.find = self._recorded.get
 
     def is_new(self, signature: Hashable) -> bool:
         """Return whether no call with this signature has been recorded or refused."""
         return signature not in self._recorded
 
-    def why_refused(self, signature: Hashable) -> str:
+    def refusal_reason(self, signature: Hashable) -> str:
         """Return why calls of this signature cannot be replayed; "" if they can."""
         return self._refused.get(signature, "")
 
-    def keep(
+    def store(
         self, signature: Hashable, recorded: RecordedCall | None, refusal_reason: str = ""
     ) -> None:
         """Store a recording, or None and the reason if the signature cannot be replayed."""
@@ -535,44 +558,53 @@ class RecordedCalls:
             self.replayable = True
 
 
-def signature_and_pointers(
-    tensors: Sequence[torch.Tensor], bound: CheckedWeights
+def get_signature_and_pointers(
+    tensors: Sequence[torch.Tensor], weights: CheckedWeights
 ) -> tuple[Hashable, list[int]]:
-    """Return the signature of a call with these tensors and weights, and its pointers."""
-    layout, pointers = layout_and_pointers(tensors, bound.pointers, bound.bits)
-    return (bound.signature, layout), pointers
+    """Return the signature of a call and the addresses of its tensors.
 
-
-def layout_and_pointers(
-    tensors: Sequence[torch.Tensor], others: Sequence[int] = (), bits: int = 0
-) -> tuple[Hashable, list[int]]:
-    """Return (layouts of the tensors, as far as a recording depends on them; their addresses).
-
-    others: further addresses, appended to those of `tensors`.
-    bits: bitwise OR of `others`.
+    tensors: those besides the weights.
+    weights: the weights of the call.
     """
-    if len(tensors) == 3:  # a call without adapters; a third faster than the loop below
+    layout, pointers = get_layout_and_pointers(tensors, weights.pointers, weights.pointer_bits)
+    return (weights.signature, layout), pointers
+
+
+def get_layout_and_pointers(
+    tensors: Sequence[torch.Tensor], others: Sequence[int] = (), pointer_bits: int = 0
+) -> tuple[Hashable, list[int]]:
+    """Return a hashable layout of tensors, and their addresses followed by `others`.
+
+    The layout has everything that a recording depends on: shapes, strides, dtypes, devices, and
+    alignment. Alignment is True if all addresses are divisible by 16, else a tuple of remainders.
+
+    others: addresses of further tensors.
+    pointer_bits: bitwise OR of `others`. All addresses are aligned if the low bits of the OR are 0.
+    """
+    if len(tensors) == 3:  # a call without adapters: unrolled, which takes a third less time
         a, b, c = tensors
         p, q, r = a.data_ptr(), b.data_ptr(), c.data_ptr()
-        pointers, bits = [p, q, r, *others], bits | p | q | r
-        aligned = True if bits % ALIGNMENT == 0 else tuple(p % ALIGNMENT for p in pointers)
+        pointers, pointer_bits = [p, q, r, *others], pointer_bits | p | q | r
+        aligned = True if pointer_bits % ALIGNMENT == 0 else tuple(p % ALIGNMENT for p in pointers)
         return (
             aligned, a.shape, b.shape, c.shape, a.stride(), b.stride(), c.stride(),
             a.dtype, b.dtype, c.dtype, a.device, b.device, c.device,
         ), pointers  # fmt: skip
-    pointers = [*map(_pointer, tensors)]
+    pointers = [*map(_data_ptr, tensors)]
     for pointer in pointers:
-        bits |= pointer
+        pointer_bits |= pointer
     pointers += others
-    aligned = True if bits % ALIGNMENT == 0 else tuple(p % ALIGNMENT for p in pointers)
+    aligned = True if pointer_bits % ALIGNMENT == 0 else tuple(p % ALIGNMENT for p in pointers)
     return (aligned, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors]), pointers
 
 
 def _layout(tensors: Mapping[str, torch.Tensor]) -> tuple[Hashable, ...] | None:
-    """Return everything that the checks of weights depend on, by field.
+    """Return everything that the checks of weights depend on, as a hashable tuple.
 
-    Return None if a tensor has no memory of its own that identifies it: a tensor subclass, or one
-    whose storage was freed.
+    Return None if the memory of a tensor does not identify its values: for a tensor subclass, and
+    for a tensor whose storage was freed.
+
+    tensors: by field of ExpertWeights.
     """
     entries: list[Hashable] = []
     for name, tensor in tensors.items():

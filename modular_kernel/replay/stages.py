@@ -1,7 +1,7 @@
-"""Named profiler ranges around the stages of a layer, without overhead while nothing is profiled.
+"""Named profiler ranges around the stages of a layer. They cost nothing while no profiler runs.
 
-A launch belongs to the innermost range around it. A kernel that covers several stages has a range
-with their joined names, made by `fused`: "mk::gemm2+unpermute".
+`mk profile` assigns each launch to the innermost range around it. A kernel that covers several
+stages has a range with the joined names of the stages, for example "mk::gemm2+unpermute".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +12,8 @@ import torch
 
 PREFIX = "mk::"
 
-# Ranges that contain stages. Reports show the time in them outside any stage separately.
-CALL = "mk::call"  # set by the caller of the kernel
+# Ranges that contain stages. Reports list time that is in a scope but in no stage separately.
+CALL = "mk::call"  # the range around a call of the kernel, which the profiler opens
 PREPARE = "mk::prepare"
 RECEIVE = "mk::receive"  # end of an asynchronous dispatch
 EXPERTS = "mk::experts"
@@ -21,17 +21,17 @@ FINALIZE = "mk::finalize"
 SCOPES = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
 
 # The stages of a layer, in order.
-QUANTIZE_INPUT = "mk::quantize_input"  # of x, for GEMM 1
-DISPATCH = "mk::dispatch"  # of rows to the ranks that need them
-SORT = "mk::sort"  # assignment of rows to pairs; no row is moved
-PERMUTE = "mk::permute"  # of rows into the order of their experts
-SHRINK = "mk::shrink"  # product A x of adapters, before each GEMM
+QUANTIZE_INPUT = "mk::quantize_input"  # quantize x for GEMM 1
+DISPATCH = "mk::dispatch"  # send rows to the ranks that need them
+SORT = "mk::sort"  # assign a row to each pair of token and expert; no row is moved
+PERMUTE = "mk::permute"  # move rows into the order of their experts
+SHRINK = "mk::shrink"  # LoRA: the product A x of adapters, before each GEMM
 GEMM1 = "mk::gemm1_activation"  # every part runs the activation with GEMM 1
-QUANTIZE = "mk::quantize"  # of h, for GEMM 2
+QUANTIZE = "mk::quantize"  # quantize the activations h for GEMM 2
 GEMM2 = "mk::gemm2"
-UNPERMUTE = "mk::unpermute"  # of rows back into the order of the pairs
-REDUCE = "mk::weight_and_reduce"  # of a token's rows, over top-k
-COMBINE = "mk::combine"  # of sums on the ranks that own the tokens
+UNPERMUTE = "mk::unpermute"  # move rows back into the order of the pairs
+REDUCE = "mk::weight_and_reduce"  # multiply by router weights and sum over top-k
+COMBINE = "mk::combine"  # sum on the ranks that own the tokens
 STAGES = (
     *(QUANTIZE_INPUT, DISPATCH, SORT, PERMUTE, SHRINK, GEMM1),
     *(QUANTIZE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
@@ -42,45 +42,49 @@ Watcher = Callable[[str], AbstractContextManager[object]]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher of stages", default=None)
 
 
-def fused(*names: str) -> str:
-    """Return the range name of a kernel that covers these stages, given in their order."""
+def fuse(*names: str) -> str:
+    """Return the range name of a kernel that covers these stages.
+
+    fuse(GEMM2, UNPERMUTE) is "mk::gemm2+unpermute".
+    """
     return "+".join((names[0], *(name.removeprefix(PREFIX) for name in names[1:])))
 
 
-def parts(name: str) -> tuple[str, ...]:
-    """Return the stages that `name` joins, or `name` alone."""
-    return tuple(PREFIX + part for part in name.removeprefix(PREFIX).split("+"))
+def split_stages(name: str) -> tuple[str, ...]:
+    """Return the stages of a range, in their order: the inverse of `fuse`."""
+    return tuple(PREFIX + stage for stage in name.removeprefix(PREFIX).split("+"))
 
 
-def matching_stage(name: str, names: Sequence[str]) -> str | None:
-    """Return the first of `names` that `name` contains, alone or fused; None if none."""
-    return next((part for part in parts(name) if part in names), None)
+def find_stage(name: str, names: Sequence[str]) -> str | None:
+    """Return the first stage of the range `name` that is one of `names`; None if there is none."""
+    return next((stage for stage in split_stages(name) if stage in names), None)
 
 
-# For ranges in which a part names no stage: the stage that stands for the whole range.
+# The stage of all launches in a scope, for a part that opens no ranges for stages.
 DEFAULT_STAGES = {
     PREPARE: "mk::all_of_prepare",
     RECEIVE: "mk::all_of_receive",
-    EXPERTS: fused(GEMM1, GEMM2),  # with the roofline of both GEMMs
+    EXPERTS: fuse(GEMM1, GEMM2),  # with the roofline of both GEMMs
     FINALIZE: "mk::all_of_finalize",
 }
 
-GATHER_GEMM1 = fused(PERMUTE, GEMM1)
-GEMM2_SCATTER = fused(GEMM2, UNPERMUTE)
-GATHER_REDUCE = fused(UNPERMUTE, REDUCE)
-PERMUTE_QUANTIZED = fused(PERMUTE, QUANTIZE_INPUT)
-QUANTIZE_DISPATCH = fused(QUANTIZE_INPUT, DISPATCH)
+GATHER_GEMM1 = fuse(PERMUTE, GEMM1)
+GEMM2_SCATTER = fuse(GEMM2, UNPERMUTE)
+GATHER_REDUCE = fuse(UNPERMUTE, REDUCE)
+PERMUTE_QUANTIZED = fuse(PERMUTE, QUANTIZE_INPUT)
+QUANTIZE_DISPATCH = fuse(QUANTIZE_INPUT, DISPATCH)
 
 
-def profiling() -> bool:
+def is_profiling() -> bool:
     """Return whether torch's profiler is running."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 def stage(name: str) -> AbstractContextManager[object]:
-    """Return a profiler range called `name`; a shared no-op unless torch's profiler is running.
+    """Return a context manager for the range `name`.
 
-    If this thread has a watcher, its context manager is used instead of the no-op.
+    It is a profiler range while torch's profiler runs, else the range of this thread's watcher
+    (`watch_stages`), else a shared no-op.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
@@ -90,9 +94,9 @@ def stage(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def watch_stages(watcher: Watcher) -> Iterator[None]:
-    """Inside the block, in this thread, enter each stage as `watcher(name)`.
+    """Inside the block, enter `watcher(name)` for each stage that this thread runs.
 
-    A replayed plan runs no stages, so this is for a kernel's own calls.
+    A replay enters no stages.
     """
     token = _watcher.set(watcher)
     try:

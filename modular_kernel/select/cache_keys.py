@@ -15,7 +15,7 @@ import torch
 from modular_kernel.catalog import collect_probes, load_catalog
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Machine, Problem
-from modular_kernel.utils.package_probes import find, version_of
+from modular_kernel.utils.package_probes import find_package, installed_version
 
 _DIGITS = 16
 
@@ -83,10 +83,10 @@ def _version(name: str) -> str:
     """Return the version of a package, by its distribution name or import name, or "none"."""
     # A probe may find a copy of the package that another package contains.
     for probe in collect_probes(load_catalog()):
-        if probe.name == name and (version := find(probe).version):
+        if probe.name == name and (version := find_package(probe).version):
             return version
     spellings = (name, name.replace("_", "-"), name.replace("_", ""))
-    return next(filter(None, map(version_of, spellings)), "none")
+    return next(filter(None, map(installed_version, spellings)), "none")
 
 
 def _digest_of_files(folder: Path | None) -> str:

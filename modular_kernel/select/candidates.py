@@ -10,7 +10,7 @@ from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.select.selection import Pair
 from modular_kernel.spec.problem import Machine, Problem
 
-# Must match modular_kernel.operators.kernel_cache.default_experts.
+# Must match modular_kernel.operators.kernel_cache.select_default_experts.
 _DEFAULT_EXPERTS = {"cuda": ("TritonExperts", "TorchExperts"), "cpu": ("TorchExperts",)}
 _INTERPRETED = "Triton's interpreter is enabled in this process, so times are not meaningful"
 

@@ -24,10 +24,10 @@ from modular_kernel.utils.argument_checks import (
     MAX_INT32,
     Between,
     Count,
-    available_device,
     check_fields,
     expect,
     expect_each,
+    resolve_device,
 )
 
 # The number of experts is limited because tables on the host have one entry per expert.
@@ -231,7 +231,7 @@ class Placement:
         holds a copy of an expert would compute all of its pairs.
         """
         expect("rank", rank, Annotated[int, Between(0, self.world_size - 1)])
-        target = available_device(device, meta=True)
+        target = resolve_device(device, meta=True)
         slots = dict.fromkeys(range(self.experts), -1)
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
         slot_of_expert = [slots[i] for i in range(self.experts)]
@@ -245,7 +245,7 @@ class Placement:
         tiers: sets of ranks, nearest first (`rank_tiers`). A pair goes to a copy of its expert in
             the first set that has a copy. With (), pairs are spread over all copies.
         """
-        target = available_device(device, meta=True)
+        target = resolve_device(device, meta=True)
         for ranks in expect_each("tiers", tiers, Sequence):
             expect_each("tiers: ranks", ranks, int)
         max_copies = max(map(len, self.locations))

@@ -75,7 +75,7 @@ class StageTimer:
             flush_l2()
 
         def watch(name: str) -> AbstractContextManager[object]:
-            stage = stages.matching_stage(name, self._names)
+            stage = stages.find_stage(name, self._names)
             return _NO_SPAN if stage is None else span(stage)
 
         with stages.watch_stages(watch):

@@ -1,4 +1,7 @@
-"""Calls that are deferred until another package has been imported."""
+"""Deferral of a call until another package has been imported.
+
+Integrations use it to register with a package, such as transformers, without importing it.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +23,7 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Adds the call to the loader that other finders return for a module."""
+    """Finder that adds the call to the loader of the module, once, and otherwise finds nothing."""
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
         self._name, self._function = name, function
@@ -30,7 +33,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
+        sys.meta_path.remove(self)  # so that the other finders provide the spec
         spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
             self._add_call(spec.loader)

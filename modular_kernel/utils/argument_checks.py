@@ -25,7 +25,8 @@ from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError
 
-MAX_INT32 = 2**31 - 1  # kernels index rows, columns, experts and a token's pairs with 32 bits
+# Kernels index rows, columns, experts, and the top-k of a token with 32-bit integers.
+MAX_INT32 = 2**31 - 1
 
 Predicate = Callable[[object], bool]
 
@@ -56,35 +57,39 @@ Count = Annotated[int, Between(1, MAX_INT32)]
 def check_fields(record: Any, prefix: str = "") -> None:
     """Check every field of a dataclass instance against its annotation.
 
-    prefix: text before the field's name in messages. Raises ConfigurationError for the first
-    invalid field.
+    Raises ConfigurationError for the first invalid field.
+
+    prefix: text before the name of the field in messages.
     """
     if is_compiling():
         return
     values, cls = vars(record), cast("Any", type(record))
-    for name, test, need in _field_tests(cls):
+    for name, test, need in _make_field_tests(cls):
         value = values[name]
         if not test(value):
             raise ConfigurationError(prefix + name, got=format_value(value), need=need)
 
 
 def expect(what: str, value: object, kind: Any) -> None:
-    """Raise ConfigurationError unless `value` matches the annotation `kind`."""
+    """Raise ConfigurationError unless `value` matches the annotation `kind`.
+
+    what: name of the value in messages.
+    """
     if is_compiling():
         return
-    test, need = _test(kind)
+    test, need = _make_test(kind)
     if not test(value):
         raise ConfigurationError(what, got=format_value(value), need=need)
 
 
 def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
-    """Return `values` as a tuple. Raises ConfigurationError unless each matches `kind`.
+    """Return `values` as a tuple. Raises ConfigurationError unless each matches the annotation.
 
-    kind: an annotation. The error shows the first invalid value, or the type of a non-iterable.
+    The error shows the first invalid value, or the type of `values` if it is not a sequence.
     """
-    test, need = _test(kind)
+    test, need = _make_test(kind)
     is_sequence = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
-    # A 0-d tensor is an instance of Iterable too.
+    # A 0-d tensor is an instance of Iterable but cannot be iterated.
     if not is_sequence or getattr(values, "ndim", 1) == 0:
         raise ConfigurationError(what, got=format_value(values), need=f"a sequence, each {need}")
     items = tuple(cast("Iterable[object]", values))
@@ -112,12 +117,14 @@ def parse_device(device: object) -> torch.device:
     raise ConfigurationError("device", got=format_value(device), need=need)
 
 
-def available_device(device: object, *, meta: bool = False, what: str = "device") -> torch.device:
-    """Return a device on which torch can allocate tensors, with its index.
+def resolve_device(device: object, *, meta: bool = False, what: str = "device") -> torch.device:
+    """Return `device` as a torch.device with an index, after allocating an empty tensor on it.
 
-    meta: accept the meta device, whose tensors have no memory. what: the argument's name in
-    messages. Raises ConfigurationError if `device` does not name a device, and DeviceError if the
-    device is not available.
+    Raises ConfigurationError if `device` does not name a device, and DeviceError if torch cannot
+    allocate tensors on it.
+
+    meta: accept the meta device, whose tensors have no memory.
+    what: name of the argument in messages.
     """
     parsed = parse_device(device)
     try:
@@ -144,48 +151,49 @@ def format_value(value: object) -> object:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kind = type(value)
-    # The text of a dtype is short and informative, unlike that of a tensor or a list.
-    return str(value) if kind.__module__ == "torch" and kind.__name__ == "dtype" else kind.__name__
+    if kind.__module__ == "torch" and kind.__name__ == "dtype":
+        return str(value)
+    return kind.__name__  # the text of a tensor or a list would be long
 
 
 @cache
-def _field_tests(cls: Any) -> tuple[tuple[str, Predicate, str], ...]:
+def _make_field_tests(cls: Any) -> tuple[tuple[str, Predicate, str], ...]:
     hints = get_type_hints(cls, include_extras=True)
-    return tuple((field.name, *_test(hints[field.name])) for field in fields(cls))
+    return tuple((field.name, *_make_test(hints[field.name])) for field in fields(cls))
 
 
 @cache
-def _test(kind: Any) -> tuple[Predicate, str]:
-    """Return a predicate for values of `kind`, and its description for messages."""
+def _make_test(kind: Any) -> tuple[Predicate, str]:
+    """Return (a predicate for values of the annotation `kind`, a description of these values)."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _test_annotated(*args)
+        return _make_annotated_test(*args)
     if origin in (Union, UnionType):
-        return _test_union(args)
+        return _make_union_test(args)
     if origin is Literal:
         return lambda value: isinstance(value, str) and value in args, " or ".join(args)
     if origin is tuple:
-        return _test_tuple(args)
+        return _make_tuple_test(args)
     if origin is list:
-        test_item, item_description = _test(args[0])
+        test_item, item_description = _make_test(args[0])
         return (
             lambda value: isinstance(value, list) and all(map(test_item, value)),
             f"a list, each {item_description}",
         )
     if origin is frozenset:
-        return _test_frozenset(args[0])
+        return _make_frozenset_test(args[0])
     if origin is Callable:
         return callable, "a function"
-    return _test_class(kind)
+    return _make_class_test(kind)
 
 
-def _test_union(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
-    tests, descriptions = zip(*map(_test, kinds), strict=True)
-    first, rest = tests[0], tests[1] if len(tests) == 2 else _test_union(kinds[1:])[0]
+def _make_union_test(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
+    tests, descriptions = zip(*map(_make_test, kinds), strict=True)
+    first, rest = tests[0], tests[1] if len(tests) == 2 else _make_union_test(kinds[1:])[0]
     return lambda value: first(value) or rest(value), " or ".join(descriptions)
 
 
-def _test_class(kind: type) -> tuple[Predicate, str]:
+def _make_class_test(kind: type) -> tuple[Predicate, str]:
     if kind is NoneType:
         return lambda value: value is None, "None"
     if kind is bool:
@@ -204,8 +212,8 @@ def _is_finite(value: object) -> bool:
     return -float_info.max <= value <= float_info.max  # a huge int must not overflow in isfinite
 
 
-def _test_annotated(kind: Any, limit: Between | OneOf) -> tuple[Predicate, str]:
-    test, description = _test(kind)
+def _make_annotated_test(kind: Any, limit: Between | OneOf) -> tuple[Predicate, str]:
+    test, description = _make_test(kind)
     if isinstance(limit, OneOf):
         allowed = limit.values
         return lambda value: test(value) and value in allowed, " or ".join(map(str, allowed))
@@ -213,8 +221,8 @@ def _test_annotated(kind: Any, limit: Between | OneOf) -> tuple[Predicate, str]:
     return lambda value: test(value) and low <= value <= high, f"{description} {limit}"
 
 
-def _test_frozenset(kind: Any) -> tuple[Predicate, str]:
-    test, description = _test(kind)
+def _make_frozenset_test(kind: Any) -> tuple[Predicate, str]:
+    test, description = _make_test(kind)
 
     def test_value(value: object) -> bool:
         return isinstance(value, frozenset) and all(map(test, value))
@@ -222,14 +230,14 @@ def _test_frozenset(kind: Any) -> tuple[Predicate, str]:
     return test_value, f"a frozenset, each {description}"
 
 
-def _test_tuple(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
+def _make_tuple_test(kinds: tuple[Any, ...]) -> tuple[Predicate, str]:
     if kinds[-1] is Ellipsis:
-        test_item, item = _test(kinds[0])
+        test_item, item = _make_test(kinds[0])
         return (
             lambda value: isinstance(value, tuple) and all(map(test_item, value)),
             f"a tuple of {item}",
         )
-    tests, descriptions = zip(*map(_test, kinds), strict=True)
+    tests, descriptions = zip(*map(_make_test, kinds), strict=True)
 
     def test_value(value: object) -> bool:
         if not isinstance(value, tuple) or len(value) != len(tests):

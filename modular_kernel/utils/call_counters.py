@@ -1,7 +1,8 @@
-"""Counters of a kernel's calls, on the host and without synchronization.
+"""Counters of the calls of a kernel, on the host and without synchronization.
 
-A replayed call only increments a number that its recording holds, because it must be fast. Other
-calls run the parts' host code, which takes many times longer than counting.
+A replayed call must be fast. It only increments an int in a list that its recording holds. Other
+calls run the host code of the parts, and add to a Counter under a lock, by the reason why they were
+not replayed.
 """
 
 import threading
@@ -14,15 +15,18 @@ import torch
 # later calls replay.
 RECORDED = "recorded"
 OWN_WORKSPACE = "own workspace"
-ALLOCATES = "a part allocates its output"
-NOT_DECLARED = "a part is not replayable"
+ALLOCATES_OUTPUT = "a part allocates its output"
+NOT_REPLAYABLE = "a part is not replayable"
 NO_TOKENS = "no tokens"
 FIRST_OF_LAYER = "first call of a layer over ranks"
-OBSERVED = "profiled, or an output overlaps an input"
+PROFILED_OR_OVERLAPPING = "profiled, or an output overlaps an input"
 
 
 class CallCounters:
-    """Calls and tokens of one kernel: replayed calls by plan, and other calls by their reason."""
+    """Numbers of calls and tokens of one kernel.
+
+    Replayed calls are counted by plan, other calls by the reason why they were not replayed.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,11 +39,11 @@ class CallCounters:
         return CallCounters, ()
 
     def after_fork(self) -> None:
-        """In a forked child, renew the lock, which a lost thread may hold."""
+        """In a forked child, renew the lock, which a thread of the parent may have held."""
         self._lock = threading.Lock()
 
     def add(self, reason: str, tokens: int) -> None:
-        """Count a call that ran the parts' host code."""
+        """Count a call that ran the host code of the parts."""
         with self._lock:
             self._calls[reason] += 1
             self._tokens += tokens
@@ -54,63 +58,71 @@ class CallCounters:
     def totals(self) -> dict[str, object]:
         """Return calls, tokens, replayed and recorded calls, fallbacks by reason, and plans."""
         with self._lock:
-            calls, tokens = dict(self._calls), self._tokens
+            other_calls, other_tokens = dict(self._calls), self._tokens
             replayed = [counts.totals() for counts in self._replayed]
-        replayed_calls = sum(calls_ for calls_, _ in replayed)
+        replayed_calls = sum(calls for calls, _ in replayed)
         return {
-            "calls": sum(calls.values()) + replayed_calls,
-            "tokens": tokens + sum(tokens_ for _, tokens_ in replayed),
+            "calls": sum(other_calls.values()) + replayed_calls,
+            "tokens": other_tokens + sum(tokens for _, tokens in replayed),
             "replayed_calls": replayed_calls,
-            "recorded_calls": calls.pop(RECORDED, 0),
-            "fallback_calls": calls,
+            "recorded_calls": other_calls.pop(RECORDED, 0),
+            "fallback_calls": other_calls,
             "plans": len(replayed),
         }
 
 
 class ReplayCounts:
-    """Replayed calls of one plan, by number of tokens. The plan's lock guards them."""
+    """Numbers of replayed calls of one plan, by number of tokens, guarded by its lock."""
 
     def __init__(self) -> None:
-        self._cells: dict[int, list[int]] = {}
+        self._counters: dict[int, list[int]] = {}
 
-    def cell(self, tokens: int) -> list[int]:
-        """Return a list with one number: the count of replayed calls of `tokens` tokens."""
-        return self._cells.setdefault(tokens, [0])
+    def counter(self, tokens: int) -> list[int]:
+        """Return a list of one int, the number of replayed calls with `tokens` tokens.
+
+        Replays increment the int in place.
+        """
+        return self._counters.setdefault(tokens, [0])
 
     def totals(self) -> tuple[int, int]:
         """Return (calls, tokens)."""
-        cells = [(tokens, cell[0]) for tokens, cell in tuple(self._cells.items())]
-        return sum(calls for _, calls in cells), sum(tokens * calls for tokens, calls in cells)
+        counts = [(tokens, calls) for tokens, (calls,) in tuple(self._counters.items())]
+        return sum(calls for _, calls in counts), sum(tokens * calls for tokens, calls in counts)
 
 
 class DelayedValue:
-    """Reads an integer tensor without waiting; on a GPU, the value is that of an earlier read."""
+    """Reads an integer tensor on a GPU without synchronization, with a delay.
+
+    A read starts an asynchronous copy to the host, and returns the value of the last copy that has
+    finished.
+    """
 
     def __init__(self) -> None:
         self._value = 0
         self._copy: torch.Tensor | None = None
-        self._copied: Any = None  # torch.cuda.Event, which has no annotations
+        self._copy_event: Any = None  # torch.cuda.Event, which has no annotations
 
     def __reduce__(self) -> tuple[type["DelayedValue"], tuple[()]]:
         return DelayedValue, ()
 
     def read(self, tensor: torch.Tensor) -> int:
-        """Return the value of `tensor`, (1,).
+        """Return the value of `tensor`, of shape (1,): the current one on a CPU, else a delayed
+        one.
 
-        On a GPU, return the value that was copied last, and start another copy.
+        During CUDA graph capture, no copy is started.
         """
         if not tensor.is_cuda:
             return int(tensor.item())
         if torch.cuda.is_current_stream_capturing():
             return self._value
-        if self._copy is not None and self._copied is not None and self._copied.query():
+        if self._copy is not None and self._copy_event is not None and self._copy_event.query():
             self._value = int(self._copy.item())
-            self._copied = None
-        if self._copied is None:
+            self._copy_event = None
+        if self._copy_event is None:
             if self._copy is None:
                 self._copy = torch.zeros_like(tensor, device="cpu").pin_memory()
             with torch.cuda.device(tensor.device):
                 self._copy.copy_(tensor, non_blocking=True)
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied.record()
+                self._copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copy_event.record()
         return self._value

@@ -1,10 +1,10 @@
-"""Fork safety: repair of state that a forked child inherits (locks, thread pools, GPUs, groups).
+"""Fork safety: repair of locks, thread pools, CUDA contexts and process groups in a forked child.
 
-`os.fork` copies the parent's memory but only the calling thread. In the child, a lock that another
-thread held stays locked, data that it was writing stays incomplete, and a CUDA context or a
-connection to other ranks cannot be used. Each object with such state is either registered with
-`on_fork`, which calls its `after_fork` in the child, or records `generation()` when it is created
-and calls `check_process` before use.
+`os.fork` copies the memory of the parent, but only the calling thread. In the child, a lock that
+another thread held stays locked, data that it was writing stays incomplete, and a CUDA context or a
+connection to other ranks cannot be used. An object that owns such a resource either registers with
+`on_fork`, which calls its `after_fork` in the child, or stores `generation()` when it is created
+and calls `check_process` before each use.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import torch
 from modular_kernel.errors import StateError
 
 _PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
-_PROPERTIES_HAVE_LOCKS = sys.version_info < (3, 12)  # cached_property holds a lock before 3.12
+_CACHED_PROPERTY_HAS_LOCK = sys.version_info < (3, 12)
 
 
 class Forkable(Protocol):
@@ -31,24 +31,25 @@ class Forkable(Protocol):
         """Repair the state, before any other code runs in the child. Must not raise."""
 
 
-_generation = [0]
-_registered: set["weakref.ref[Forkable]"] = set()
+_generation = [0]  # in a list, so that it can be changed without `global`
+_forkables: set["weakref.ref[Forkable]"] = set()
 
 
 def generation() -> int:
-    """Return the number of forks (by `os.fork`) between the first ancestor and this process."""
+    """Return the number of forks between the first process with this module and this process."""
     return _generation[0]
 
 
 def on_fork(owner: Forkable) -> None:
     """Call `owner.after_fork()` in every forked child, as long as `owner` is alive."""
-    _registered.add(weakref.ref(owner, _registered.discard))
+    _forkables.add(weakref.ref(owner, _forkables.discard))
 
 
 def reset_lock(lock: Any) -> bool:
-    """Reset an RLock in a child, unless the forking thread holds it. Returns whether it does.
+    """Reset an RLock in a forked child. If the forking thread holds it, only return True.
 
-    A thread that forks inside its own `with lock` block exits that block in the child as well.
+    A thread that forks inside a `with lock` block also leaves that block in the child, and releases
+    the lock there.
     """
     if lock._is_owned():
         return True
@@ -59,7 +60,8 @@ def reset_lock(lock: Any) -> bool:
 def check_process(created_in: int, what: str, need: str) -> None:
     """Raise StateError if `what` was created before this process was forked.
 
-    created_in: `generation()` at creation. need: what to do instead.
+    created_in: `generation()` at the creation.
+    need: what to use instead, for the message.
     """
     if created_in != _generation[0]:
         raise StateError(what, got="a use in a forked child", need=need)
@@ -84,10 +86,10 @@ class UnusableLock:
 
 
 def use_one_thread() -> None:
-    """Run torch on one thread in a child, as DataLoader does in its workers.
+    """Run torch on one thread in a forked child, as DataLoader does in its workers.
 
-    Needed after the parent has computed on the CPU with GNU OpenMP, which would wait forever for
-    the parent's threads. Other OpenMP runtimes start new threads in the child.
+    This is needed if the parent has computed on the CPU with GNU OpenMP, which would wait forever
+    for the threads of the parent. Other OpenMP runtimes start new threads in the child.
     """
     if torch.get_num_threads() > 1 and _runs_on_gnu_openmp():
         torch.set_num_threads(1)
@@ -111,15 +113,16 @@ def leak(value: object) -> None:
 
 def _after_fork_in_child() -> None:
     _generation[0] += 1
-    if _PROPERTIES_HAVE_LOCKS:
-        _renew_cached_properties()
-    for reference in tuple(_registered):
+    if _CACHED_PROPERTY_HAS_LOCK:
+        _reset_cached_property_locks()
+    for reference in tuple(_forkables):
         owner = reference()
         if owner is not None:
             owner.after_fork()
 
 
-def _renew_cached_properties() -> None:
+def _reset_cached_property_locks() -> None:
+    """Reset the lock of every cached_property in classes of this distribution."""
     for name, module in tuple(sys.modules.items()):
         if name.partition(".")[0] not in _PACKAGES:
             continue

@@ -1,4 +1,4 @@
-"""Identification of the memory that processes share: a host's, or a GPU's."""
+"""Identifiers of hosts and GPUs, by which processes find out whether they share memory."""
 
 import socket
 from pathlib import Path
@@ -9,7 +9,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return an identifier of the running machine, or its host name if there is none."""
+    """Return the boot id of this host; on a system without boot ids, its host name."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -17,7 +17,7 @@ def boot_id() -> str:
 
 
 def memory_id(device: torch.device) -> str:
-    """Return an identifier that is equal for processes whose `device` has the same memory."""
+    """Return an identifier of the memory of `device` that is equal in all processes."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return boot_id()

@@ -1,6 +1,7 @@
-"""JSON files, read completely or rejected, and written atomically.
+"""Strict reading and atomic writing of JSON files.
 
-An invalid file raises ValueError with a short reason; the caller raises a typed error with context.
+An invalid file raises ValueError with a short reason. Callers convert it to a typed error that
+names the file.
 """
 
 import json
@@ -17,10 +18,12 @@ from modular_kernel.errors import ConfigurationError
 
 
 def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
-    """Read a regular file of at most `max_bytes`. A pipe does not block.
+    """Read a regular file of at most `max_bytes` bytes.
 
-    follow_links: whether the path may be a symbolic link. Raises OSError if the file cannot be
-    opened, ValueError if it is not a regular file or too large.
+    Raises OSError if the file cannot be opened, and ValueError if it is larger or is not a regular
+    file. Opening a pipe does not block.
+
+    follow_links: whether `path` may be a symbolic link.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     handle = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
@@ -35,25 +38,24 @@ def read_file(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes
 
 
 def parse(text: str | bytes, *, allow_constants: bool = False) -> Any:
-    """Parse UTF-8 JSON whose objects have unique keys.
+    """Parse JSON text in UTF-8. Raises ValueError for invalid text and for duplicate keys.
 
-    allow_constants: accept NaN and Infinity, which are not standard JSON. Raises ValueError with
-    the reason for other text.
+    allow_constants: accept NaN and Infinity, which are not standard JSON.
     """
     if isinstance(text, bytes):
         try:
             text = text.decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError("not UTF-8") from None
-    constant = float if allow_constants else _no_constant
+    parse_constant = float if allow_constants else _refuse_constant
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=constant)
+        return json.loads(text, object_pairs_hook=_make_unique_dict, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
-    """Parse an object. Raises ConfigurationError unless its "schema" equals `schema`.
+    """Parse a JSON object whose field "schema" must equal `schema`, else raise ConfigurationError.
 
     what: name of the record in messages.
     """
@@ -66,17 +68,18 @@ def parse_record(text: str, schema: str, what: str) -> dict[str, Any]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file atomically. On failure, it is unchanged."""
+    """Write a file atomically: on an error, the file is unchanged."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and move the file to `path` at the end.
+    """Yield a temporary path for the block to write to, then move the file to `path`.
 
-    The temporary file has the suffix of `path` and is in the same folder. On an error it is removed
-    and `path` is unchanged. A pipe, a device, or a file in a read-only folder is written directly.
+    The temporary file has the suffix of `path` and is in the same folder. On an error, it is
+    removed and `path` is unchanged. A pipe, a device, or a file in a read-only folder cannot be
+    replaced: then `path` itself is yielded.
     """
     path = path.resolve()
     if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
@@ -93,12 +96,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a duplicate key in one object")
     return result
 
 
-def _no_constant(name: str) -> Never:
+def _refuse_constant(name: str) -> Never:
     raise ValueError(f"{name} is not a number")

@@ -1,10 +1,11 @@
-"""Matrix multiplication that reads no values besides its operands on a CPU.
+"""Matrix multiplication on a CPU that never reads memory outside of its operands.
 
-On a CPU with AMX, oneDNN multiplies 16-bit matrices in tiles of 32 columns. If K is not a multiple
-of 32, it reads past the end of a row, into a gap between rows or the next row, and multiplies those
-values by zero. A NaN or infinity of one token, or a stale value in a buffer, then makes another
-token's results NaN. These functions pad K with zeros and remove gaps from operands. On a GPU, they
-pass the operands to torch unchanged.
+On a CPU with AMX, oneDNN multiplies 16-bit matrices in tiles of 32 columns. If the inner dimension
+K is not a multiple of 32, it reads past the end of a row, into the next row or a gap between rows,
+and multiplies these values by zero. A NaN or infinity there turns the product into NaN, so the
+values of one token, or old values in a buffer, would change the results of another token. The
+functions below pad K with zeros and remove gaps between rows. On a GPU, they pass the operands to
+torch unchanged.
 """
 
 import torch
@@ -16,10 +17,10 @@ _TILE = 32  # 16-bit columns per row of an AMX tile
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b, (M, N), for matrices (M, K) and (K, N) of any strides.
 
-    Copies an operand only if it has gaps between its rows, or has 16 bits and K is not a multiple
-    of 32; a transposed view of contiguous weights is not copied.
+    Copies an operand only if it has gaps between its rows, or if it has 16-bit elements and K is
+    not a multiple of 32. A transposed view of contiguous weights is not copied.
     """
-    a, b = _operands(a, b)
+    a, b = _prepare_operands(a, b)
     return a @ b
 
 
@@ -28,14 +29,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     bias: (N,), added before the result is rounded. Copies operands as `matmul` does.
     """
-    x, weight_KN = _operands(x, weight.T)
+    x, weight_KN = _prepare_operands(x, weight.T)
     return x @ weight_KN if bias is None else torch.addmm(bias, x, weight_KN)
 
 
 def compact(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix with contiguous rows or columns.
+    """Return a matrix without gaps between its rows (row-major) or columns (column-major).
 
-    A matrix that is compact already, or is not on a CPU, is returned unchanged; others are copied.
+    A matrix on a CPU that has gaps is copied. Others are returned unchanged.
     """
     if matrix.device.type != "cpu" or _is_compact(matrix):
         return matrix
@@ -50,7 +51,7 @@ def _is_compact(matrix: torch.Tensor) -> bool:
     return matrix.stride() in ((columns, 1), (1, rows))
 
 
-def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _prepare_operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return compact (M, K) and (K, N) operands, with K padded with zeros if necessary."""
     if a.device.type != "cpu":
         return a, b
@@ -58,9 +59,10 @@ def _operands(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     if not padding:
         if is_compiling():
             return compact(a), compact(b)
-        (m, k), n = a.shape, b.shape[1]  # without calls, which take longer than small products
-        dense_a, dense_b = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
-        return a if dense_a else compact(a), b if dense_b else compact(b)
+        # `_is_compact` inlined: calls would take longer than small products.
+        (m, k), n = a.shape, b.shape[1]
+        is_a_compact, is_b_compact = a.stride() in ((k, 1), (1, m)), b.stride() in ((n, 1), (1, k))
+        return a if is_a_compact else compact(a), b if is_b_compact else compact(b)
     pad = torch.nn.functional.pad
     is_row_major = b.is_contiguous() if is_compiling() else b.stride(1) == 1
     b = pad(b, (0, 0, 0, padding)) if is_row_major else pad(b.T, (0, padding)).T

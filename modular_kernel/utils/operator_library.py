@@ -2,7 +2,7 @@
 
 `torch.library.custom_op` wraps a function in several Python layers (autograd, aliasing checks,
 disabling of torch.compile), which run in every call. Here, the dispatcher calls the function
-directly. On a CPU, a call of `experts_forward` takes 7 us instead of 14, without the kernel's time.
+directly. On a CPU, the overhead of a call of `experts_forward` is 7 us instead of 14 us.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,46 @@ from modular_kernel.errors import LayoutError
 NAMESPACE = "modular_kernel"
 F = TypeVar("F", bound=Callable[..., Any])
 
-# By name of the operator. They are kept, because deleting a Library removes its registrations.
+# By name of the operator. Referenced because deleting a Library removes its registrations.
 _libraries: dict[str, Any] = {}
 _make_library: Any = torch.library.Library
 # The dispatch key that is active only inside vmap, grad, jvp and functionalize.
-_TRANSFORM = "FuncTorchDynamicLayerFrontMode"
+_TRANSFORM_KEY = "FuncTorchDynamicLayerFrontMode"
 _C: Any = torch._C._functorch
+
+
+def register_operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
+    """Register the decorated function as the operator `torch.ops.modular_kernel.<name>`.
+
+    The function must return new tensors, must not mutate its arguments, and needs annotations that
+    `torch.library.infer_schema` accepts. It runs on every device. Without an autograd formula (see
+    `register_autograd`), callers must not pass tensors that require gradients. Tensors wrapped by
+    vmap, grad or jvp raise LayoutError, because torch would silently return zero gradients.
+
+    fake: implementation for fake tensors. It returns empty tensors of the right shape and dtype.
+    """
+
+    def register(function: F) -> F:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        if name in _libraries:  # the module of the function was imported again
+            _libraries.pop(name)._destroy()
+        library = _libraries[name] = _make_library(NAMESPACE, "FRAGMENT")
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+        library.impl(name, lambda *args: _call_in_transform(name, args), _TRANSFORM_KEY)
+        return function
+
+    return register
+
+
+def register_autograd(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> None:
+    """Register the autograd formula of an operator; see `torch.library.register_autograd`."""
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_libraries[name]
+    )
 
 
 def _call_in_transform(name: str, args: tuple[Any, ...]) -> Any:
@@ -49,37 +83,3 @@ def _call_in_transform(name: str, args: tuple[Any, ...]) -> Any:
     if interpreter.key() is not _C.TransformType.Functionalize:
         return output
     return tree_map_only(torch.Tensor, lambda t: _C._wrap_functional_tensor(t, level), output)
-
-
-def operator(name: str, fake: Callable[..., Any]) -> Callable[[F], F]:
-    """Register the decorated function as the operator `torch.ops.modular_kernel.<name>`.
-
-    The function must return new tensors, must not mutate its arguments, and needs annotations that
-    `torch.library.infer_schema` accepts. It is used on every device. Without an autograd formula
-    (see `register_autograd`), callers must not pass tensors that require gradients. Tensors wrapped
-    by vmap, grad or jvp raise LayoutError, because torch would silently return zero gradients.
-
-    fake: implementation for fake tensors, which returns empty outputs.
-    """
-
-    def register(function: F) -> F:
-        schema = torch.library.infer_schema(function, mutates_args=())
-        if name in _libraries:  # the module of the function was imported again
-            _libraries.pop(name)._destroy()
-        library = _libraries[name] = _make_library(NAMESPACE, "FRAGMENT")
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-        library.impl(name, lambda *args: _call_in_transform(name, args), _TRANSFORM)
-        return function
-
-    return register
-
-
-def register_autograd(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]
-) -> None:
-    """Register the autograd formula of an operator; see `torch.library.register_autograd`."""
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_libraries[name]
-    )

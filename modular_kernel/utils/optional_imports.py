@@ -1,8 +1,8 @@
-"""Imports of third-party packages, with a deadline and validation.
+"""Imports of the packages that provide parts, with a deadline and a check against shadowing.
 
-A package can raise, exit or hang while it is imported. To protect other parts from this, each
-import runs in its own thread with a deadline. A thread that does not finish is abandoned; it is a
-daemon and ends with the process.
+A package can raise, exit or hang while it is imported. So that this does not affect the parts of
+other packages, each import runs in its own thread with a deadline. A thread that does not finish is
+abandoned. It is a daemon thread, so it ends with the process.
 """
 
 import logging
@@ -17,18 +17,20 @@ from modular_kernel.text import escape_nonprintable
 
 _LOG = logging.getLogger("modular_kernel.parts")
 _WARN_AFTER_S = 5.0
-_MAX_CHARS = 500  # characters of another package's message
+_MAX_MESSAGE_CHARS = 500  # of a third-party exception
 
 # Import packages of this distribution other than modular_kernel.
-OWN_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
+DISTRIBUTION_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
 
 
 def load_with_deadline(load: Callable[[], object], seconds: float, origin: str) -> object:
-    """Run `load` in its own thread, and return its result or raise its exception.
+    """Run `load` in its own thread. Return its result or raise its exception.
 
-    origin: the entry point, for the log. Raises TimeoutError, with the line at which it hangs, if
-    `load` does not finish within `seconds`. KeyboardInterrupt, SystemExit and other exceptions that
-    are not an Exception are raised as RuntimeError, because they must not stop this process.
+    Raises TimeoutError, with the line that `load` was executing, if it does not finish within
+    `seconds`. An exception that would stop this process, such as SystemExit or KeyboardInterrupt,
+    is raised as RuntimeError.
+
+    origin: the entry point, for the log.
     """
     results: list[object] = []
     failures: list[BaseException] = []
@@ -65,36 +67,34 @@ def _current_line(ident: int | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return another package's exception as one printable line of at most about 500 characters."""
+    """Return a third-party exception as one printable line of at most about 500 characters."""
     try:
         text = str(error)
     except Exception:  # noqa: BLE001  its __str__ is third-party code too
         text = "(no text)"
-    return (
-        f"{escape_nonprintable(type(error).__name__)}: "
-        f"{escape_nonprintable(text, max_chars=_MAX_CHARS)}"
-    )
+    text = escape_nonprintable(text, max_chars=_MAX_MESSAGE_CHARS)
+    return f"{escape_nonprintable(type(error).__name__)}: {text}"
 
 
-def require_own_package(package: str) -> None:
-    """Raise ConfigurationError if importing `package` would not load this distribution's package.
+def check_not_shadowed(package: str) -> None:
+    """Raise ConfigurationError if another module shadows a package of this distribution.
 
-    For example, a user's experts.py would be imported instead of the package `experts`.
+    For example, Python imports a user's experts.py instead of the package `experts`.
     """
-    shadow = shadow_of(package)
+    shadow = find_shadow(package)
     if shadow is not None:
         need = "this distribution's package: rename or move the shadowing module"
         raise ConfigurationError(f"package {package}", got=escape_nonprintable(shadow), need=need)
 
 
-def shadow_of(package: str) -> str | None:
-    """Return the file that shadows this distribution's `package`; None if none does."""
-    own_file = Path(__file__).resolve().parents[2] / package / "__init__.py"
+def find_shadow(package: str) -> str | None:
+    """Return the file that Python would import instead of this distribution's `package`, if any."""
+    expected = Path(__file__).resolve().parents[2] / package / "__init__.py"
     try:
         spec = find_spec(package)
     except (ImportError, ValueError):  # a stub in sys.modules, which no file shadows
         return None
-    if spec is None or spec.origin is None or not own_file.exists():
+    if spec is None or spec.origin is None or not expected.exists():
         return None
     actual = Path(spec.origin)
-    return None if actual.exists() and actual.samefile(own_file) else spec.origin
+    return None if actual.exists() and actual.samefile(expected) else spec.origin

@@ -1,7 +1,8 @@
-"""Identification of optional packages by their content, for names that are not unique.
+"""Identification of optional packages by the content of their files.
 
-A package index may have an unrelated package of the same name, or an old version; another project
-may contain a copy. Only files are inspected; nothing is imported before a package is selected.
+A name is not enough: a package index may have an unrelated package of the same name, the installed
+version may be too old, and another project may contain a copy. A probe searches text in files, and
+imports nothing.
 """
 
 import re
@@ -17,9 +18,9 @@ from types import ModuleType
 from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
-_MAX_BYTES = 1 << 20  # read at most this much of each inspected file
-# Exceptions seen when a package built for another torch, GPU or toolkit is imported.
-_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+_MAX_BYTES = 1 << 20  # read from each file
+# Exceptions that the import of a package raises if it was built for another torch, GPU or toolkit.
+_IMPORT_ERRORS = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,16 @@ class PackageProbe:
     """An optional package, identified by its content.
 
     name: its name in `Requirements.packages`.
-    places: candidate folders in order of preference. Each is an importable package, optionally with
-        a subfolder, such as "deep_gemm" or "vllm/third_party/deep_gemm".
-    markers: pairs of a file in the folder and a text in that file. All must be present.
+    locations: candidate folders in order of preference. Each is an importable package, optionally
+        with a subfolder, such as "deep_gemm" or "vllm/third_party/deep_gemm".
+    markers: pairs (file in the folder, text in this file). All of them must be present.
     need: the package that the markers identify, for messages.
     source: how to install it, for messages.
     version_file: the file that defines `__version__`.
     """
 
     name: str
-    places: tuple[str, ...]
+    locations: tuple[str, ...]
     markers: tuple[tuple[str, str], ...]
     need: str
     source: str
@@ -47,7 +48,8 @@ class PackageProbe:
 class ProbeResult:
     """The location of a package.
 
-    folder: None if no candidate matches; `reason` then says why, or is "" without candidates.
+    folder: None if no candidate matches.
+    reason: why none matches; "" if one matches or if there are no candidates.
     """
 
     folder: Path | None = None
@@ -55,15 +57,15 @@ class ProbeResult:
     reason: str = ""
 
 
-def find(probe: PackageProbe) -> ProbeResult:
-    """Search a probe's locations in order, without importing anything."""
+def find_package(probe: PackageProbe) -> ProbeResult:
+    """Return the first folder among the locations of a probe that has all markers."""
     reasons = []
-    for location in probe.places:
+    for location in probe.locations:
         for folder in _folders(location):
             missing = next(
                 filter(None, (_missing_marker(folder, *marker) for marker in probe.markers)), ""
             )
-            found_version = version_in(folder, probe.version_file)
+            found_version = read_version(folder, probe.version_file)
             if not missing:
                 return ProbeResult(folder, found_version)
             reasons.append(f"another {f'{location} {found_version}'.strip()}: {missing}")
@@ -71,25 +73,27 @@ def find(probe: PackageProbe) -> ProbeResult:
 
 
 @contextmanager
-def importing(probe: PackageProbe, *, need: str) -> Iterator[Path]:
-    """Yield the folder of a probed package, to import it from there.
+def import_context(probe: PackageProbe, *, need: str) -> Iterator[Path]:
+    """Yield the folder of a package to a block that imports it.
 
-    need: description of a usable copy, for messages. Raises ConfigurationError if the package is
-    missing, or if the block raises an exception that a build for another machine raises.
+    Raises ConfigurationError if the package is missing, or if its import fails, for example because
+    it was built for another machine.
+
+    need: description of a usable build, for messages.
     """
-    result = find(probe)
+    result = find_package(probe)
     if result.folder is None:
         raise ConfigurationError(probe.name, got=result.reason or "nothing", need=probe.need)
     try:
         yield result.folder
-    except _FAILURES as error:
+    except _IMPORT_ERRORS as error:
         got = f"{type(error).__name__}: {error}"[:300]
-        what = f"{probe.places[0]} in {result.folder}"
+        what = f"{probe.locations[0]} in {result.folder}"
         raise ConfigurationError(what, got=got, need=need) from error
 
 
 def import_from_folder(folder: Path, name: str) -> ModuleType:
-    """Import the package in a folder under `name`. If that fails, `name` is not in sys.modules."""
+    """Import the package in `folder` under `name`. On an error, remove it from sys.modules."""
     spec = spec_from_file_location(
         name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -113,20 +117,20 @@ def unload(name: str) -> None:
         del sys.modules[module]
 
 
-def probe_all(probes: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
-    """Return the names of the packages that are available, and by name why others do not match."""
-    results = {probe.name: find(probe) for probe in probes}
+def find_packages(probes: Iterable[PackageProbe]) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the names of available packages, and the reasons why others do not match by name."""
+    results = {probe.name: find_package(probe) for probe in probes}
     available = frozenset(name for name, result in results.items() if result.folder is not None)
     return available, {name: result.reason for name, result in results.items() if result.reason}
 
 
-def version_in(folder: Path, file: str = "__init__.py") -> str:
+def read_version(folder: Path, file: str = "__init__.py") -> str:
     """Return the `__version__` in a file of a package; "" if it has none."""
     match = _VERSION.search(_text(folder / file) or "")
     return match[1] if match else ""
 
 
-def version_of(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     """Return the version of a distribution, without importing it; None if it is not installed."""
     try:
         return version(distribution)

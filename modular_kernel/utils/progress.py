@@ -1,6 +1,6 @@
-"""Progress of long loops in the log, at most one line every five seconds.
+"""Logging of the progress of long loops, at most one line every five seconds.
 
-for expert in logged(experts, "model.layers.3.mlp.experts", "experts"):
+for expert in log_progress(experts, "model.layers.3.mlp.experts", "experts"):
     ...   # INFO modular_kernel.loading: model.layers.3.mlp.experts: 40 of 128 experts in 5.1 s
 """
 
@@ -15,10 +15,11 @@ _INTERVAL_S = 5.0
 T = TypeVar("T")
 
 
-def logged(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
+def log_progress(items: Sequence[T], what: str, unit: str) -> Iterator[T]:
     """Yield the items, and log the number of finished ones every five seconds.
 
-    what: name of what is processed. unit: name of its items, in the pluralize.
+    what: name of the object that consists of the items.
+    unit: name of the items, in the plural.
     """
     start = last = time.monotonic()
     for done, item in enumerate(items):

@@ -12,6 +12,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.utils.argument_checks import expect
 
 PREFIX = "modular_kernel_"
+# Key of `counters()` -> (metric, type of the metric, help text).
 _LAYER_METRICS = {
     "calls": ("layer_calls_total", "counter", "Calls of the layer."),
     "tokens": ("layer_tokens_total", "counter", "Tokens of these calls."),
@@ -27,22 +28,23 @@ _KERNEL_METRICS = {
     "invalid_ids": ("invalid_ids_total", "counter", "Expert ids outside [-1, E) skipped."),
 }
 _PROCESS_METRIC = ("workspace_bytes", "gauge", "Workspace held between calls by the process.")
-_Sample = tuple[dict[str, str], int]
+_Sample = tuple[dict[str, str], int]  # (labels, value)
 
 
-class Counted(Protocol):
-    """A kernel, or a layer that also has `kernels()`."""
+class HasCounters(Protocol):
+    """A kernel, or a layer, which also has `kernels()`."""
 
     def counters(self) -> dict[str, object]: ...
 
 
-def prometheus_text(counted: Mapping[str, Counted]) -> str:
-    """Return the counters in Prometheus's text exposition format, version 0.0.4.
+def prometheus_text(counted: Mapping[str, HasCounters]) -> str:
+    """Return counters in Prometheus's text exposition format, version 0.0.4.
+
+    Metrics of a layer have the label "layer", those of a kernel the label "kernel". A kernel that
+    several layers use appears once, under the name of the first one. Raises ConfigurationError for
+    other values, such as the dict that `counters()` returns.
 
     counted: kernels (`FusedMoEModularKernel`) and layers (`FusedMoE`, `FusedMoEWithLoRA`) by name.
-    Metrics of a layer have the label "layer", those of a kernel the label "kernel". A kernel that
-    several layers use is counted once, under the name of the first one. Raises ConfigurationError
-    for other values, such as the dict that `counters()` returns.
     """
     expect("counted", counted, Mapping)
     for name, owner in counted.items():
@@ -61,42 +63,43 @@ def prometheus_text(counted: Mapping[str, Counted]) -> str:
         ):
             label = name if number == 0 else f"{name}/{number}"
             kernels.setdefault(id(kernel), (label, kernel.counters()))
-    labelled = dict(kernels.values())
+    kernel_counters = dict(kernels.values())
     lines = [
-        *_lines("layer", _LAYER_METRICS, layers),
-        *_lines("kernel", _KERNEL_METRICS, labelled),
+        *_format_metrics("layer", _LAYER_METRICS, layers),
+        *_format_metrics("kernel", _KERNEL_METRICS, kernel_counters),
     ]
-    workspace = [values["workspace_bytes"] for values in labelled.values()]
+    # Every kernel reports the workspace of the whole process.
+    workspace = [values["workspace_bytes"] for values in kernel_counters.values()]
     if workspace and isinstance(workspace[0], int):
-        lines += _metric(*_PROCESS_METRIC, [({}, workspace[0])])
+        lines += _format_metric(*_PROCESS_METRIC, [({}, workspace[0])])
     return "".join(f"{line}\n" for line in lines)
 
 
-def _lines(
+def _format_metrics(
     label: str,
     metrics: Mapping[str, tuple[str, str, str]],
     counters: Mapping[str, Mapping[str, object]],
 ) -> Iterator[str]:
-    for key, (name, kind, about) in metrics.items():
+    for key, (name, kind, help_text) in metrics.items():
         samples = list[_Sample]()
         for owner, values in counters.items():
             value = values.get(key)
             if isinstance(value, Mapping):
-                samples += [({label: owner, "reason": why}, n) for why, n in value.items()]
+                samples += [({label: owner, "reason": reason}, n) for reason, n in value.items()]
             elif isinstance(value, int):
                 samples.append(({label: owner}, value))
         if samples:
-            yield from _metric(name, kind, about, samples)
+            yield from _format_metric(name, kind, help_text, samples)
 
 
-def _metric(name: str, kind: str, about: str, samples: Iterable[_Sample]) -> list[str]:
+def _format_metric(name: str, kind: str, help_text: str, samples: Iterable[_Sample]) -> list[str]:
     name = f"{PREFIX}{name}"
-    lines = [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+    lines = [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
     for labels, value in samples:
-        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
         lines.append(f"{name}{{{pairs}}} {value}" if pairs else f"{name} {value}")
     return lines
 
 
-def _escaped(value: str) -> str:
+def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,11 +1,11 @@
-"""Checks that public functions apply to every tensor before reading any values.
+"""Checks that public functions apply to every tensor before kernels read it.
 
     check_tensor("logits", logits_TE)                        # dense, with memory for all elements
     check_output("out", out, {"rows": rows})                 # shares no memory with inputs
     check_no_gradients({"x": x_TH, "w1": w1_eNH})            # kernels are forward only
 
-Nothing here synchronizes with a device. Calls of a plan repeat only `check_strided` for every
-tensor. They also compare addresses, which makes the other checks unnecessary.
+No check synchronizes with a device. Later calls of a plan repeat only `check_strided`, because they
+compare addresses and layouts with those of a checked call.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -45,7 +45,10 @@ def compile_only() -> Iterator[None]:
 
 
 def is_dense(value: object) -> bool:
-    """Return True if `check_strided` accepts `value`. False means that it may or may not."""
+    """Return True only if `check_strided` accepts `value`. It may also accept others.
+
+    This is the fast path of the check.
+    """
     return (
         type(value) in _PLAIN_TYPES
         and value.layout is torch.strided  # type: ignore[attr-defined]
@@ -55,17 +58,17 @@ def is_dense(value: object) -> bool:
 
 
 def check_strided(what: str, value: object) -> None:
-    """Check that `value` is a dense tensor. Its memory is not checked (see `check_tensor`).
+    """Check that `value` is a dense tensor, without checking its memory as `check_tensor` does.
 
-    Raises DtypeError for a non-tensor, an uninitialized parameter or a quantized tensor,
-    LayoutError for a nested, sparse or lazily negated tensor or a DTensor.
+    Raises DtypeError for a value that is no tensor, an uninitialized parameter, or a quantized
+    tensor. Raises LayoutError for a nested, sparse or lazily negated tensor, or a DTensor.
     """
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
     if type(value) not in _PLAIN_TYPES:
         if is_lazy(value):
             raise DtypeError(what, got="an uninitialized parameter", need="a tensor")
-        check_local(what, value)
+        check_not_dtensor(what, value)
     if value.is_nested:
         raise LayoutError(what, got="a nested tensor", need="a dense tensor (torch.strided)")
     if value.is_quantized:
@@ -76,7 +79,7 @@ def check_strided(what: str, value: object) -> None:
         raise LayoutError(what, got="a lazily negated view", need="tensor.resolve_neg()")
 
 
-def check_local(what: str, value: torch.Tensor) -> None:
+def check_not_dtensor(what: str, value: torch.Tensor) -> None:
     """Raise LayoutError for a DTensor: kernels read raw memory, which holds only a shard."""
     if type(value).__name__ == "DTensor":
         need = "a plain tensor: .to_local() of a shard, or .full_tensor().detach()"
@@ -88,14 +91,18 @@ def check_tensor(
 ) -> torch.Tensor:
     """Return `value`. Raises an InputError unless it is a plain tensor whose values can be read.
 
-    what: the tensor's name in messages. device: required device; None accepts any.
-    meta: accept a tensor without memory (meta or fake), for functions that read no values.
+    - DtypeError: `value` is no tensor.
+    - LayoutError: the tensor is sparse, lazily negated or conjugated, or wrapped by a function
+      transform (vmap, grad, jvp), or its storage is too small for its shape and strides, because it
+      was freed or resized.
+    - UnsupportedError: the tensor is a dual tensor, whose tangent would be lost.
+    - DeviceError: the tensor is on another device.
 
-    Raises DtypeError for a non-tensor; LayoutError for a tensor that is sparse, lazily negated or
-    conjugated, wrapped by a function transform (vmap, grad, jvp), or whose storage is smaller than
-    its shape and strides reach (freed or resized); UnsupportedError for a dual tensor, whose
-    tangent would be lost; DeviceError for another device. Under torch.compile, memory and tangents
-    are not checked, because nothing is launched while tracing.
+    Under torch.compile, memory and tangents are not checked, because tracing launches nothing.
+
+    what: name of the tensor in messages.
+    device: required device; None accepts any.
+    meta: accept a tensor without memory (meta or fake), for functions that read no values.
     """
     compiling = is_compiling()
     if not compiling and _is_plain(value) and (device is None or value.device == device):
@@ -123,9 +130,9 @@ def check_tensor(
 
 
 def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True if `check_tensor` accepts `value`. False means that it may or may not.
+    """Return True only if `check_tensor` accepts `value`. It may also accept others.
 
-    A fast path for contiguous tensors that start at the beginning of their storage.
+    This is the fast path of the check, for contiguous tensors without storage offset.
     """
     return (
         forward_ad._current_level < 0
@@ -157,10 +164,11 @@ def check_tensors(
 def check_output(
     what: str, output: torch.Tensor, inputs: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Raise ConfigurationError if the tensor to write shares memory with one that is read.
+    """Raise ConfigurationError if `output` shares memory with an input.
 
-    output, inputs: tensors that passed `check_tensor`. Raises LayoutError if elements of `output`
-    overlap, as those of an expanded tensor do.
+    Raises LayoutError if elements of `output` share memory, as those of an expanded tensor do.
+
+    output, inputs: tensors that passed `check_tensor`.
     """
     if is_compiling() or output.is_meta or isinstance(output, FakeTensor):
         return
@@ -169,12 +177,12 @@ def check_output(
         got = f"strides {output.stride()}"
         raise LayoutError(what, got=got, need="elements that do not overlap")
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.device == output.device and overlap(output, tensor):
+        if tensor is not None and tensor.device == output.device and is_overlapping(output, tensor):
             raise ConfigurationError(what, got=f"memory of {name}", need="separate memory")
 
 
 def check_storage(what: str, tensor: torch.Tensor) -> None:
-    """Raise LayoutError unless a tensor's storage covers its shape and strides."""
+    """Raise LayoutError if the storage of a tensor is too small for its shape and strides."""
     if tensor.is_meta or not tensor.numel():
         return  # device checks reject meta tensors where necessary
     try:
@@ -182,15 +190,15 @@ def check_storage(what: str, tensor: torch.Tensor) -> None:
     except (RuntimeError, NotImplementedError):
         got = "a tensor without memory (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor") from None
-    start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
+    start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else address_range(tensor)
     required = tensor.storage_offset() * tensor.element_size() + stop - start
     if not pointer or available < required:
         got = f"{available if pointer else 0} bytes of memory (freed or resized?)"
         raise LayoutError(what, got=got, need=f"the {required} that its shape and strides reach")
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last."""
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return (address of the first byte of a tensor, address after its last byte)."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -200,37 +208,40 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def is_overlapping(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether the address ranges of two tensors, from first to last byte, intersect."""
-    (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
+    (a_start, a_stop), (b_start, b_stop) = address_range(a), address_range(b)
     return max(a_start, b_start) < min(a_stop, b_stop)
 
 
-class MemoryOfTensors:
-    """The addresses, sizes and layouts of tensors, to notice later that their memory was changed.
+class TensorMemorySnapshot:
+    """The addresses, sizes and layouts of tensors, by which later changes of memory are detected.
 
     tensors: by name, each with memory or on the meta device; None is skipped.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        self._places = {name: (tensor, _place(tensor)) for name, tensor in present.items()}
+        self._snapshots = {name: (tensor, _memory_of(tensor)) for name, tensor in present.items()}
 
     def check_unchanged(self, since: str) -> None:
-        """Raise StateError if a tensor was freed, resized or given other memory. since: when."""
-        for name, (tensor, place) in self._places.items():
-            if _place(tensor) != place:
+        """Raise StateError if a tensor was freed or resized, or has another address or layout.
+
+        since: name of the function that made the snapshot, for the message.
+        """
+        for name, (tensor, memory) in self._snapshots.items():
+            if _memory_of(tensor) != memory:
                 need = f"the memory and layout that it had at the call of {since}"
                 raise StateError(name, got="freed, resized or replaced memory", need=need)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     memory = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     return *memory, tensor.shape, tensor.stride(), tensor.dtype
 
 
-def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a gradient would be lost: of a tensor that requires grad, or a tangent."""
+def needs_gradient(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether a tensor requires grad, or has a tangent (forward-mode gradient)."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -243,9 +254,9 @@ def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
 def check_no_gradients(tensors: Mapping[str, torch.Tensor | None]) -> None:
     """Raise UnsupportedError if a tensor requires a gradient: kernels are forward only."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if not wants_gradient(present.values()):
+    if not needs_gradient(present.values()):
         return
-    names = ", ".join(name for name, tensor in present.items() if wants_gradient((tensor,)))
+    names = ", ".join(name for name, tensor in present.items() if needs_gradient((tensor,)))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present.values()):
         got, need = f"{names} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)

@@ -7,20 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_REPEAT_S = 1.0  # code that ignores all exceptions, such as a finalizer, may swallow the first
+# The timer fires again, because code that ignores all exceptions, such as a finalizer, may swallow
+# the first one.
+_REPEAT_INTERVAL_S = 1.0
 
 
 class TimeLimitReached(BaseException):
-    """Raised inside `time_limit` when the time is over. `except Exception` does not catch it."""
+    """Raised inside `time_limit` when the time is over. Not caught by `except Exception`."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise TimeLimitReached inside the block once `seconds` have passed; None sets no limit.
 
-    An operation that does not return to Python, such as a matrix product, is not interrupted but
-    finishes first. Outside the main thread, and on systems without SIGALRM, nothing is raised. A
-    timer of the caller continues afterwards.
+    An operation outside Python, such as a matrix product, finishes before the error is raised.
+    Outside the main thread, and on systems without SIGALRM, there is no limit. A timer of the
+    caller continues after the block.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if seconds is None or not in_main_thread or not hasattr(signal, "SIGALRM"):
@@ -28,7 +30,9 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         return
     start = time.perf_counter()
     handler = signal.signal(signal.SIGALRM, _raise)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _REPEAT_S)
+    remaining, interval = signal.setitimer(
+        signal.ITIMER_REAL, max(seconds, 1e-6), _REPEAT_INTERVAL_S
+    )
     try:
         yield
     finally:

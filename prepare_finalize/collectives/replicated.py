@@ -15,7 +15,7 @@ from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.replay import stages
-from modular_kernel.replay.recording import repeat_in_replays
+from modular_kernel.replay.recording import run_in_replays
 from modular_kernel.spec.placement import pairs_to_slots
 from modular_kernel.spec.problem import Problem, Reduce
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
@@ -208,7 +208,7 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
         handshake.status.verify(sent.headers_WF, sent.local_header_F, handshake.limits)
         if self.manager.device == "cpu":
             handshake.raise_failure()
-            repeat_in_replays(handshake.raise_failure)
+            run_in_replays(handshake.raise_failure)
 
     def _local_pairs(
         self, routing: Routing, call: CallState, first_token: int

@@ -14,7 +14,7 @@ import torch
 
 from modular_kernel.contracts import CallState
 from modular_kernel.errors import CommunicationError, StateError
-from modular_kernel.replay.recording import repeat_in_replays, unrecorded
+from modular_kernel.replay.recording import hide_from_recorder, run_in_replays
 from prepare_finalize.common.device_status import (
     CALL,
     FIELDS,
@@ -90,7 +90,7 @@ class DeviceHandshake:
                 self.raise_failure()
                 self.next_step(sizes)
 
-            repeat_in_replays(begin_call)
+            run_in_replays(begin_call)
             self.raise_failure()
             call.peers_notified = manager.device == "cpu"  # by check_equal_sizes
             return self.next_step(sizes)
@@ -113,7 +113,7 @@ class DeviceHandshake:
         layer = self.layer
         step = layer.manager.next_step(layer.number, layer.calls + 1)
         if layer.manager.device == "cpu":
-            with unrecorded():
+            with hide_from_recorder():
                 check_equal_sizes(layer, sizes, step)
         layer.calls += 1
         return step

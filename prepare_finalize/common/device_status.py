@@ -64,7 +64,7 @@ class DeviceStatus:
     failed: (1,) int32 on the device. The first call that fails sets it to 1. It is never reset.
     """
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def __init__(self, world_size: int, device: torch.device) -> None:
         self.failed = torch.zeros(1, dtype=torch.int32, device=device)
         # The headers of the first failed call, the capacity, and, last, whether a call has failed.
@@ -85,7 +85,7 @@ class DeviceStatus:
         if pinned:
             self._side_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def limits(self, capacity: Capacity) -> torch.Tensor:
         """Return `capacity` as a tensor for `verify`: tokens, rows, equal_tokens, 1; (4,) int64."""
         words = [capacity.tokens, capacity.rows, int(capacity.equal_tokens), 1]
@@ -215,7 +215,7 @@ class CallCounter:
     - calls: (1,) int64, number of calls so far.
     """
 
-    @modes.outside_inference_mode()
+    @modes.disable_inference_mode()
     def __init__(self, status: DeviceStatus, layer: int) -> None:
         self.status, self.layer = status, layer
         self.calls = torch.zeros(1, dtype=torch.int64, device=status.failed.device)

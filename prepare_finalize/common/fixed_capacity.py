@@ -18,7 +18,7 @@ from modular_kernel.errors import CommunicationError, UnsupportedError
 from modular_kernel.ops.expert_slots import count_slots_per_rank
 from modular_kernel.ops.quantize import scale_shape
 from modular_kernel.quant.quantized_weights import STORAGE
-from modular_kernel.replay.recording import unrecorded
+from modular_kernel.replay.recording import hide_from_recorder
 from modular_kernel.spec.problem import Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.blocks import (
@@ -149,7 +149,8 @@ class FixedCapacityExchange:
         self._handshake.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        with unrecorded():  # this call is not replayed, and gloo's threads must not be recorded
+        # This call is not replayed, and the threads of gloo must not be recorded.
+        with hide_from_recorder():
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # propagates NaN, unlike an all-reduce with MAX
 

@@ -6,7 +6,7 @@ host code of the parts.
 
 from collections.abc import Callable
 
-from modular_kernel.replay.recording import repeat_in_replays, unrecorded
+from modular_kernel.replay.recording import hide_from_recorder, run_in_replays
 from prepare_finalize.common.torch_group import Exchange, TorchGroup
 
 
@@ -25,14 +25,14 @@ class ReplayableExchange:
 
     def start(self, step: int) -> None:
         """Start the exchange. It may be started again once it has been waited for."""
-        with unrecorded():
+        with hide_from_recorder():
             self._exchange = self._start_exchange(step)
-        repeat_in_replays(self._start_again)
+        run_in_replays(self._start_again)
 
     def wait(self) -> None:
         """Make later work on the current CUDA stream wait for the exchange, but not the host."""
         self._wait()
-        repeat_in_replays(self._wait)
+        run_in_replays(self._wait)
 
     def _start_again(self) -> None:
         self._exchange = self._start_exchange(self._manager.step)

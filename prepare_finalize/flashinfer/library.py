@@ -5,11 +5,11 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from modular_kernel.utils.package_probes import PackageProbe, importing
+from modular_kernel.utils.package_probes import PackageProbe, import_context
 
 FLASHINFER_ALL2ALL = PackageProbe(
     name="flashinfer.comm",
-    places=("flashinfer",),
+    locations=("flashinfer",),
     markers=(
         ("comm/trtllm_moe_alltoall.py", "class MoeAlltoAll"),
         ("comm/trtllm_moe_alltoall.py", "expert_id_payload_index"),
@@ -28,7 +28,7 @@ def load() -> Any:
 
     Raise ConfigurationError if it is missing or cannot be imported.
     """
-    with importing(FLASHINFER_ALL2ALL, need="a build for this torch and CUDA"):
+    with import_context(FLASHINFER_ALL2ALL, need="a build for this torch and CUDA"):
         comm, mnnvl, moe = (
             import_module(f"flashinfer.comm{submodule}")
             for submodule in ("", ".mnnvl", ".trtllm_moe_alltoall")

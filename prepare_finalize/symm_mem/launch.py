@@ -176,7 +176,7 @@ class SymmetricExchange:
         quantized: quantized tokens; None if the kernel quantizes them, or nothing is quantized.
         wait: whether the kernel also waits until the rows of all ranks have arrived.
         """
-        from modular_kernel.replay.launch.triton_versions import for_programs  # imports Gluon
+        from modular_kernel.replay.launch.triton_versions import occupancy_options  # imports Gluon
         from prepare_finalize.symm_mem.kernels.dispatch import dispatch_kernel
 
         problem, buffers = self.problem, self.buffers
@@ -214,7 +214,7 @@ class SymmetricExchange:
             CHUNK=chunk,
             BLOCK=shape.block,
             num_warps=shape.warps,
-            **for_programs(shape.programs),
+            **occupancy_options(shape.programs),
             **self._scales(quantized),
             **self._adapters(routing),
             **self._peer_rows(),

@@ -14,7 +14,7 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantize import QuantizedRows, quantize_rows, quantize_specs, take_quantized
 from modular_kernel.quant.quantized_weights import ACTIVATION_SCHEMES
 from modular_kernel.replay import stages
-from modular_kernel.replay.recording import repeat_in_replays, replay_unless
+from modular_kernel.replay.recording import bypass_replay_while, run_in_replays
 from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Reduce, RowContents
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.workspace import BufferSpec
@@ -178,14 +178,14 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         index = self._free_indices[0]  # removed below, once there is a handle that releases it
         # Every rank must use the same buffers, the first free ones. A replay always uses those of
         # the recorded call.
-        replay_unless(lambda: index not in self._free_indices[:1])
+        bypass_replay_while(lambda: index not in self._free_indices[:1])
         nbytes = x_TH.nbytes
 
         def begin_replay() -> None:
             manager.next_step()
             manager.log_launch("dispatch", nbytes)
 
-        repeat_in_replays(begin_replay)
+        run_in_replays(begin_replay)
         buffers = self._buffers[index]
         rank_bits_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
@@ -253,7 +253,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             manager.log_launch("combine", nbytes)
             manager.check_open()  # raises an error that has reached the host already
 
-        repeat_in_replays(end_call)
+        run_in_replays(end_call)
         self._finalizers.pop(part_handle.buffer_index)()
         end_call()
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from modular_kernel.interpreter.bounds import make_reachable
+from modular_kernel.interpreter.bounds import allow_access
 from prepare_finalize.rendezvous.memory_files import memory_file
 from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
@@ -36,5 +36,5 @@ def share_memory(
 
 def _map_file(name: str, nbytes: int) -> torch.Tensor:
     block = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
-    make_reachable(block)
+    allow_access(block)
     return block

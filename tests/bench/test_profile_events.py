@@ -98,7 +98,7 @@ def test_a_part_without_stages_has_default_ones() -> None:
     ]
     work = [launch(20, 1), ran("gemm", 100, 50, 1), launch(75, 2), ran("sum", 160, 10, 2)]
     call = only([*ranges, *work])
-    experts = stages.fused(stages.GEMM1, stages.GEMM2)
+    experts = stages.fuse(stages.GEMM1, stages.GEMM2)
     staged = {time.stage: time.device_us for time in call.times if time.is_stage}
     assert staged == {experts: 50.0, stages.REDUCE: 10.0}
     assert call.coverage == 1.0
@@ -116,7 +116,7 @@ def test_short_scopes_on_a_cpu_are_no_stages() -> None:
     ]
     times = only(ranges, on_gpu=False).times
     staged = {time.stage: time.host_us for time in times if time.is_stage}
-    experts = stages.fused(stages.GEMM1, stages.GEMM2)
+    experts = stages.fuse(stages.GEMM1, stages.GEMM2)
     assert staged == {experts: 890.0, "mk::all_of_finalize": 50.0}
 
 

@@ -60,7 +60,7 @@ def test_gemms_read_the_output_of_the_previous_stage() -> None:
 
 
 def test_fused_stage_has_no_intermediate_traffic() -> None:
-    name = stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)
+    name = stages.fuse(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)
     (work,) = works(name).values()
     assert work == StageWork(2 * 18 * 64 * 32, 18 * 128, 3 * 32 * 64 * 2, 9 * 64)
     gathered = works(stages.GATHER_GEMM1)[stages.GATHER_GEMM1]
@@ -70,14 +70,14 @@ def test_fused_stage_has_no_intermediate_traffic() -> None:
 
 
 def test_rows_that_experts_quantize_are_dispatched_unquantized() -> None:
-    quantizes = stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
+    quantizes = stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
     late = works(stages.DISPATCH, stages.PERMUTE, quantizes, quant="fp8_w8a8_channel")
     assert late[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
     assert late[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
 
 
 def test_unknown_stages_have_no_work() -> None:
-    assert works("mk::mine", stages.fused(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
+    assert works("mk::mine", stages.fuse(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
 
 
 def test_floor_is_the_maximum_of_three_limits() -> None:

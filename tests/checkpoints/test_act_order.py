@@ -19,7 +19,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, We
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
-    dequantized_weights,
+    dequantize_weights,
     quantize_weights,
 )
 from modular_kernel.reference import oracle
@@ -47,11 +47,11 @@ def test_columns_lie_by_their_size() -> None:
     assert not torch.equal(weights.w1_order[0], weights.w1_order[1])
     largest = plain.w1.abs().amax(1).gather(1, weights.w1_order.long())
     assert (largest.diff(dim=1) <= 0).all()
-    error = (dequantized_weights(weights, "w1", problem) - plain.w1).abs().max()
+    error = (dequantize_weights(weights, "w1", problem) - plain.w1).abs().max()
     assert error < plain.w1.abs().max() / 7
     # The same weights in their order are other ones.
     there = torch.arange(96).int().expand(3, 96).contiguous()
-    other = dequantized_weights(replace(weights, w1_order=there), "w1", problem)
+    other = dequantize_weights(replace(weights, w1_order=there), "w1", problem)
     assert (other - plain.w1).abs().max() > 1
 
 
@@ -87,11 +87,11 @@ def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() ->
     _, weights, problem = made()
     weights = moved(weights, DEVICE)
     assert weights.w1_order is not None
-    order, want = weights.w1_order.clone(), dequantized_weights(weights, "w1", problem)
+    order, want = weights.w1_order.clone(), dequantize_weights(weights, "w1", problem)
     order[0, 5], order[1, 7] = 96, -1
     want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
     wrong = replace(weights, w1_order=order)
-    assert torch.equal(dequantized_weights(wrong, "w1", problem), want)
+    assert torch.equal(dequantize_weights(wrong, "w1", problem), want)
     some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(DEVICE, problem.dtype)
     both = moved(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
     plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)

@@ -23,7 +23,7 @@ from modular_kernel.errors import (
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.rank_share import Share
 from modular_kernel.layers.weight_loading import ExpertLoader
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.testing.checkpoints.published_formats import BLOCK_FORMATS, CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
@@ -100,7 +100,7 @@ def test_int8_keeps_its_codes(tmp_path: Path) -> None:
     loaded = mk.load_experts(tmp_path, 0)
     stored = load_file(tmp_path / "model.safetensors")
     assert torch.equal(loaded.weights.w2[1], stored[f"{AT}.1.w2.weight"])
-    w1 = dequantized_weights(loaded.weights, "w1", loaded.problem(1)).double()
+    w1 = dequantize_weights(loaded.weights, "w1", loaded.problem(1)).double()
     torch.testing.assert_close(w1, sample.w1, rtol=2.0**-22, atol=0)
 
 
@@ -161,7 +161,7 @@ def test_levels_are_quantized_on_request(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "nf4")
     quantized = mk.load_experts(tmp_path, 0, quantize="int8_w8a16_group:group=32")
     exact = mk.load_experts(tmp_path, 0, dtype="float32").weights.w2
-    values = dequantized_weights(quantized.weights, "w2", quantized.problem(1))
+    values = dequantize_weights(quantized.weights, "w2", quantized.problem(1))
     step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
     assert bool(((values - exact).unflatten(-1, (-1, 32)).abs() <= 0.52 * step).all())
     assert "nf4 (bitsandbytes; dequantized), quantized to int8" in repr(quantized)

@@ -14,7 +14,7 @@ import torch
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints.loading import LoadedExperts
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
@@ -60,7 +60,7 @@ def numbers(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
     for name in ("w1", "w2"):
         stored = getattr(w, name)
         if scheme.quantized:
-            stored = dequantized_weights(w, name, loaded.problem(1))
+            stored = dequantize_weights(w, name, loaded.problem(1))
         found.append(stored.double())
     if loaded.problem_fields["activation"].interleaved:
         found[0] = torch.cat([found[0][:, 0::2], found[0][:, 1::2]], 1)

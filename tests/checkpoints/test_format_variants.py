@@ -17,7 +17,7 @@ from modular_kernel.checkpoints.inspection import inspect
 from modular_kernel.checkpoints.quantization_map import QuantizationMap
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.models.quantization_aliases import REFUSED_ALGORITHMS, REFUSED_METHODS
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import (
@@ -51,10 +51,10 @@ def test_fbgemm_scales_of_llama4_have_the_shapes_that_transformers_writes(tmp_pa
     sample = write(tmp_path, "llama4_text", "fbgemm fp8, fused", change=reshape)
     loaded = mk.load_experts(tmp_path, 0)
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
-        values = dequantized_weights(loaded.weights, name, loaded.problem(1)).double()
+        values = dequantize_weights(loaded.weights, name, loaded.problem(1)).double()
         torch.testing.assert_close(values, exact, rtol=1e-6, atol=1e-12)
     share = mk.load_experts(tmp_path, 0, tp=(1, 2))
-    w1 = dequantized_weights(share.weights, "w1", share.problem(1)).double()
+    w1 = dequantize_weights(share.weights, "w1", share.problem(1)).double()
     exact = torch.cat([sample.w1[:, 128:256], sample.w1[:, 384:512]], 1)
     torch.testing.assert_close(w1, exact, rtol=1e-6, atol=1e-12)
 
@@ -271,7 +271,7 @@ def test_layers_of_quark_have_options_of_their_own(tmp_path: Path) -> None:
         quant = str(loaded.problem_fields["quant"])
         assert quant == CHECKPOINT_FORMATS[kind].scheme
         if quant != "none":
-            w1 = dequantized_weights(loaded.weights, "w1", loaded.problem(1)).double()
+            w1 = dequantize_weights(loaded.weights, "w1", loaded.problem(1)).double()
             torch.testing.assert_close(w1, samples[layer].w1, rtol=1e-6, atol=1e-12)
 
 
@@ -318,7 +318,7 @@ def test_experts_of_stacked_families_may_be_modules(
         for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
             stored = getattr(loaded.weights, name)
             if quant != "none":
-                stored = dequantized_weights(loaded.weights, name, loaded.problem(1))
+                stored = dequantize_weights(loaded.weights, name, loaded.problem(1))
             torch.testing.assert_close(stored.double(), exact[first:], rtol=1e-6, atol=1e-12)
     assert inspect(tmp_path).layers == (0,)
 

@@ -19,7 +19,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.rank_share import Share
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.models.gguf_header import read_header
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.testing.checkpoints.gguf import ARCHITECTURES, file_bytes, write_gguf
 from modular_kernel.testing.checkpoints.samples import Sample
 from modular_kernel.text import format_layers
@@ -69,7 +69,7 @@ SUMS = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
 def values(loaded: LoadedExperts, name: str) -> torch.Tensor:
     if not loaded.problem(1).scheme.quantized:
         return getattr(loaded.weights, name).double()
-    return dequantized_weights(loaded.weights, name, loaded.problem(1)).double()
+    return dequantize_weights(loaded.weights, name, loaded.problem(1)).double()
 
 
 def error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:

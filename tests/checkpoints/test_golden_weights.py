@@ -12,7 +12,7 @@ from modular_kernel import ExpertWeights, Problem
 from modular_kernel.checkpoints.formats import format_of
 from modular_kernel.checkpoints.fusing import merge
 from modular_kernel.quant import nvfp4
-from modular_kernel.quant.quantized_weights import dequantized_weights, weight_specs
+from modular_kernel.quant.quantized_weights import dequantize_weights, weight_specs
 from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 
@@ -58,7 +58,7 @@ def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
     weights = ExpertWeights(w1=given["w2"], **given)
     for name, spec in weight_specs(problem).items():
         assert name.startswith("w1") or given[name].shape == spec.shape
-    got = dequantized_weights(weights, "w2", problem)[0]
+    got = dequantize_weights(weights, "w2", problem)[0]
     if made.order is not None:
         assert made.order.tolist() != list(range(96))
         got = torch.empty_like(got).index_copy_(1, made.order.long(), got)

@@ -21,23 +21,23 @@ def test_dead_weights_are_forgotten() -> None:
         recording.CheckedWeightsCache(),
         replace(make_inputs(BASE, "uniform", CPU).weights),
     )
-    known.bind(weights)
-    assert known.bound(weights, CPU) is not None
+    known.add(weights)
+    assert known.lookup(weights, CPU) is not None
     del weights
     gc.collect()
-    assert not known._bound
+    assert not known._entries
 
 
 def test_a_number_of_dead_weights_is_no_proof() -> None:
     """Even where a record outlives its weights: the object is asked for, not its number alone."""
     known, first = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
     second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
-    known._bound[id(second)] = known.bind(first)
-    assert known.bound(first, CPU) is not None
-    assert known.bound(second, CPU) is None
+    known._entries[id(second)] = known.add(first)
+    assert known.lookup(first, CPU) is not None
+    assert known.lookup(second, CPU) is None
     del first
     gc.collect()
-    assert known.bound(second, CPU) is None
+    assert known.lookup(second, CPU) is None
 
 
 def test_less_memory_at_an_address_is_checked_again() -> None:
@@ -48,9 +48,9 @@ def test_less_memory_at_an_address_is_checked_again() -> None:
     storage = torch._C._construct_storage_from_data_pointer(short.data_ptr(), CPU, nbytes)
     whole = torch.empty(0, dtype=short.dtype).set_(storage, 0, short.shape, short.stride())
     first, second = replace(weights, w1=whole), replace(weights, w1=short)
-    known.bind(first)
-    assert known.bound(replace(first), CPU) is not None
-    assert known.bound(second, CPU) is None
+    known.add(first)
+    assert known.lookup(replace(first), CPU) is not None
+    assert known.lookup(second, CPU) is None
 
 
 def test_a_plan_reads_the_weights_that_it_is_given() -> None:

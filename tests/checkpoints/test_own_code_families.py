@@ -14,7 +14,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.checkpoints.inspection import inspect
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.fused_moe import FusedMoE
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import (
     FAMILIES,
@@ -67,7 +67,7 @@ def test_the_experts_are_read(family: str, kind: str, tmp_path: Path) -> None:
         for name, values in exact.items():
             stored = getattr(loaded.weights, name)
             if kind != "bf16":
-                stored = dequantized_weights(loaded.weights, name, loaded.partial(1)[0])
+                stored = dequantize_weights(loaded.weights, name, loaded.partial(1)[0])
             torch.testing.assert_close(stored.double(), values, rtol=1e-6, atol=1e-12)
 
 

@@ -43,4 +43,4 @@ def test_a_dispatch_says_how_many_programs_share_a_multiprocessor(
 def test_options_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "RELEASE", "3.9")
     monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", "--verbose")
-    assert compat.for_programs(2) == {"ptx_options": "--verbose --minnctapersm=2"}
+    assert compat.occupancy_options(2) == {"ptx_options": "--verbose --minnctapersm=2"}

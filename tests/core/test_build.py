@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from modular_kernel.replay.launch import build, cuda_replay
-from modular_kernel.replay.launch.build import BuildError, module_of
+from modular_kernel.replay.launch.build import BuildError, load_module
 from modular_kernel.settings import find_c_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,8 +28,8 @@ PyMODINIT_FUNC PyInit_mk_answer(void) { return PyModule_Create(&definition); }
 LOAD = """
 import sys
 from pathlib import Path
-from modular_kernel.replay.launch.build import module_of
-print(module_of(Path(sys.argv[1]), "mk_answer", ()).answer())
+from modular_kernel.replay.launch.build import load_module
+print(load_module(Path(sys.argv[1]), "mk_answer", ()).answer())
 """
 
 
@@ -151,7 +151,7 @@ def test_the_error_of_a_failing_compiler_is_reported(
 ) -> None:
     monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
     with pytest.raises(BuildError, match=r"failed with 3: no \\x1b\[31msuch flag"):
-        module_of(source, "mk_answer", ())
+        load_module(source, "mk_answer", ())
 
 
 def test_a_missing_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_missing_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PATH", str(source.parent))
     assert find_c_compiler() is None
     with pytest.raises(BuildError, match="no C compiler found"):
-        module_of(source, "mk_answer", ())
+        load_module(source, "mk_answer", ())
 
 
 def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(build, "build_cached", full)
     with pytest.raises(BuildError, match=r"mk_answer could not be written: .*No space left"):
-        module_of(source, "mk_answer", ())
+        load_module(source, "mk_answer", ())
 
 
 def test_a_compiler_that_hangs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_compiler_that_hangs(source: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CC", str(path))
     monkeypatch.setattr(build, "_TIMEOUT_SECONDS", 0.3)
     with pytest.raises(BuildError, match=r"hanging-cc did not end within 0\.3 s"):
-        module_of(source, "mk_answer", ())
+        load_module(source, "mk_answer", ())
 
 
 def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
@@ -191,7 +191,7 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
     cuda_replay._build_module.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel"):
-            assert [cuda_replay.module() for _ in range(3)] == [None] * 3
+            assert [cuda_replay.get_module() for _ in range(3)] == [None] * 3
         assert "failed with 3" in cuda_replay.why_no_module()
         assert [record.getMessage() for record in caplog.records] == [
             f"launches are not replayed: {cuda_replay.why_no_module()}"

@@ -208,7 +208,7 @@ def test_chosen_tiles_are_cached_by_everything_that_determines_them() -> None:
 
 
 def kind(x: torch.Tensor, weights: ExpertWeights, known: recording.CheckedWeightsCache) -> Any:
-    return recording.signature_and_pointers((x,), known.bind(weights))[0]
+    return recording.get_signature_and_pointers((x,), known.add(weights))[0]
 
 
 def test_a_recording_is_for_one_signature() -> None:
@@ -246,7 +246,7 @@ def test_a_recording_is_for_one_signature() -> None:
 def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
     known = recording.CheckedWeightsCache()
     weights = ExpertWeights(w1=torch.zeros(2, 8, 16), w2=torch.zeros(2, 16, 4))
-    known.bind(weights)
+    known.add(weights)
     return known, weights
 
 
@@ -262,21 +262,21 @@ def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
 )
 def test_weights_are_recognized_while_their_memory_is_the_same(data: torch.Tensor) -> None:
     known, weights = known_and_weights()
-    assert known.bound(weights, torch.device("cpu")) is not None
+    assert known.lookup(weights, torch.device("cpu")) is not None
     weights.w1.data = data
-    assert known.bound(weights, torch.device("cpu")) is None
+    assert known.lookup(weights, torch.device("cpu")) is None
 
 
 def test_weights_are_recognized_by_memory_and_device() -> None:
     known, weights = known_and_weights()
-    assert known.bound(weights, torch.device("meta")) is None
-    assert known.bound(replace(weights), torch.device("meta")) is None
-    assert known.bound(replace(weights), torch.device("cpu")) is not None
-    assert known.bound(replace(weights, w1=weights.w1.clone()), torch.device("cpu")) is None
-    assert deepcopy(known).bound(weights, torch.device("cpu")) is None
+    assert known.lookup(weights, torch.device("meta")) is None
+    assert known.lookup(replace(weights), torch.device("meta")) is None
+    assert known.lookup(replace(weights), torch.device("cpu")) is not None
+    assert known.lookup(replace(weights, w1=weights.w1.clone()), torch.device("cpu")) is None
+    assert deepcopy(known).lookup(weights, torch.device("cpu")) is None
     weights.w2.untyped_storage().resize_(0)
-    assert known.bound(weights, torch.device("cpu")) is None
-    assert known.bound(replace(weights), torch.device("cpu")) is None
+    assert known.lookup(weights, torch.device("cpu")) is None
+    assert known.lookup(replace(weights), torch.device("cpu")) is None
 
 
 def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,9 +286,9 @@ def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPa
 
     names: list[str] = []
     monkeypatch.setattr(build, "find_cached", lambda name, _: names.append(name) or Path("kept"))
-    monkeypatch.setattr(build, "_load_module", lambda name, path: name)
+    monkeypatch.setattr(build, "_import_extension", lambda name, path: name)
     monkeypatch.setattr(cuda_replay, "_build_module", cuda_replay._build_module.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
-        assert cuda_replay.module() == "modular_kernel_replay"
+        assert cuda_replay.get_module() == "modular_kernel_replay"
     assert names[0] == names[2] != names[1]

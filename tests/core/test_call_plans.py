@@ -28,7 +28,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import StreamMemories, StreamMemory, held_bytes
-from modular_kernel.replay.recording import in_graph_trees
+from modular_kernel.replay.recording import is_graph_trees_stream
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.random_inputs import random_inputs
@@ -419,10 +419,10 @@ def test_only_the_warm_up_of_graph_trees_has_no_plan(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
     stream = 7
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
-    assert in_graph_trees(0)
-    assert not in_graph_trees(1)
+    assert is_graph_trees_stream(0)
+    assert not is_graph_trees_stream(1)
     stream = 0
-    assert not in_graph_trees(0)
+    assert not is_graph_trees_stream(0)
 
 
 class Tokens:
@@ -450,7 +450,7 @@ def test_a_stream_that_is_captured_or_warms_up_has_no_plan(
         return state == which
 
     monkeypatch.setattr(plan, "_TENSOR_TYPES", (Tokens,))
-    monkeypatch.setattr(plan, "in_graph_trees", lambda index: is_in("warm-up"))
+    monkeypatch.setattr(plan, "is_graph_trees_stream", lambda index: is_in("warm-up"))
     for name, result in {
         "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentRawStream": lambda index: stream,

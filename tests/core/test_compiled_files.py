@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experts.cutlass import compiled_kernels
-from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
+from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, make_cache_key
 
 STEM, SUFFIX = "kernel-0", ".o"
 
@@ -82,7 +82,7 @@ def test_keys_distinguish_sources_and_options(tmp_path: Path) -> None:
     def of(*facts: object, **contents: bytes) -> str:
         for name, content in contents.items():
             (tmp_path / name).write_bytes(content)
-        return key_of(*facts, files=tuple(tmp_path / name for name in contents))
+        return make_cache_key(*facts, files=tuple(tmp_path / name for name in contents))
 
     unlike = [
         of(a=b"xy", b=b"z"), of(a=b"x", b=b"yz"), of(a=b"xyz", b=b""), of(a=b"xyz"), of(b=b"xyz"),

@@ -45,7 +45,7 @@ def test_calls_tokens_and_fallbacks_of_a_kernel() -> None:
     found = kernel.counters()
     assert (found["calls"], found["tokens"], found["plans"]) == (4, 20, 2)
     assert found["fallback_calls"] == {
-        call_counters.NOT_DECLARED: 3,
+        call_counters.NOT_REPLAYABLE: 3,
         call_counters.OWN_WORKSPACE: 1,
     }
     assert copy.copy(kernel).counters()["calls"] == 0
@@ -59,7 +59,7 @@ def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPa
     plan(*call)
     replays: list[int] = []
     recorded = RecordedCall(
-        (lambda stream, pointers: replays.append(stream),), (), (), plan._replay_counts.cell(5)
+        (lambda stream, pointers: replays.append(stream),), (), (), plan._replay_counts.counter(5)
     )
     plan._recorded.replayable = True
     monkeypatch.setattr(plan._recorded, "find", lambda signature: recorded)
@@ -173,6 +173,6 @@ def test_prometheus_text_is_in_the_exposition_format() -> None:
     of_kernels = metrics["modular_kernel_calls_total"]
     assert set(of_kernels) == {(("kernel", "0"),), (("kernel", "draft"),)}  # shared: counted once
     reasons = metrics["modular_kernel_fallback_calls_total"]
-    assert reasons[("kernel", "draft"), ("reason", call_counters.NOT_DECLARED)] == 1
+    assert reasons[("kernel", "draft"), ("reason", call_counters.NOT_REPLAYABLE)] == 1
     assert list(metrics["modular_kernel_workspace_bytes"]) == [()]
     assert prometheus_text({}) == ""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from stand_in_driver import run_with_stand_in
 
-from modular_kernel.replay.launch.cuda_replay import map_values, pack_value
+from modular_kernel.replay.launch.cuda_replay import pack_tensor_map, pack_value
 
 ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both inputs
 
@@ -78,9 +78,9 @@ def test_it_falls_back_to_launches_if_graphs_fail(found: dict[str, Any]) -> None
         ("failed", "RuntimeError: CUDA error in a replayed launch: launch failed"),
         ("pointers", "ValueError: 1 pointers for 2 inputs"),
         ("no recorded", "ValueError: PyCapsule_GetPointer"),
-        ("slot", "ValueError: a slot for a parameter or an input that is not there"),
-        ("place", "ValueError: a parameter whose value is not there"),
-        ("parameters", "ValueError: a launch has parameters that are not there"),
+        ("slot", "ValueError: a slot has parameter 5 of 0, input 0 of 1"),
+        ("word offset", "ValueError: got a parameter at word 5, need one of 5 words"),
+        ("parameters", "ValueError: a launch has parameters beyond the 5 given"),
         ("inputs", "ValueError: 65 inputs"),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_tensor_map_is_recorded_with_its_sizes_and_strides(
     encoded.word14 = encoded.word29 = encoded  # type: ignore[attr-defined]
     address = id(encoded).to_bytes(8, "little")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [encoded, 64, 2880, 2880, 1])
-    found = map_values("descriptor", {"swizzle": 3})
+    found = pack_tensor_map("descriptor", {"swizzle": 3})
     assert found == [address + bytes(112) + address, *map(word, (64, 2880, 2880, 1))]
 
 
@@ -115,8 +115,8 @@ def test_tensor_maps_in_another_layout_are_not_replayed(monkeypatch: pytest.Monk
     """
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [object(), 64, 1])
-    assert map_values("descriptor", {"swizzle": 3}) is None
-    assert map_values("descriptor", None) is None
+    assert pack_tensor_map("descriptor", {"swizzle": 3}) is None
+    assert pack_tensor_map("descriptor", None) is None
 
 
 def word(number: int) -> bytes:

@@ -22,7 +22,7 @@ from modular_kernel.layers.lora import (
     MoELoRALayer,
 )
 from modular_kernel.ops.route import route
-from modular_kernel.quant.quantized_weights import dequantized_weights, quantize_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights, quantize_weights
 from modular_kernel.spec.lora import Adapter
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.router import RouterSpec
@@ -46,7 +46,7 @@ def floats(*shape: int) -> torch.Tensor:
 def nvfp4() -> list[torch.Tensor]:
     problem = mk.Problem(3, 32, 32, 4, 2, dtype=torch.float32, quant="nvfp4_w4a16")
     weights = quantize_weights(ExpertWeights(floats(4, 64, 32), floats(4, 32, 32)), problem)
-    return [dequantized_weights(weights, name, problem) for name in ("w1", "w2")]
+    return [dequantize_weights(weights, name, problem) for name in ("w1", "w2")]
 
 
 def tables() -> list[torch.Tensor]:

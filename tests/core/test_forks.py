@@ -121,7 +121,7 @@ def test_the_interpreter_works_in_a_child_forked_during_a_launch(
 ) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch = pytest.importorskip("modular_kernel.interpreter.patch")
-    if not patch.active():
+    if not patch.is_active():
         pytest.skip("kernels are compiled here")
     gate, given = Gate(), arguments()
     kernel = mk.make_kernel(NO_EP, "TritonExperts", PROBLEM, machine=mk_cpu())
@@ -288,10 +288,10 @@ def test_a_temporary_build_folder_is_removed_by_the_process_that_made_it(tmp_pat
     done = run_python("""
 import os, sys
 from modular_kernel.replay.launch import compiled_files
-folder = compiled_files._own_process_folder()
+folder = compiled_files._get_process_folder()
 pid = os.fork()
 if pid == 0:
-    assert compiled_files._own_process_folder() != folder
+    assert compiled_files._get_process_folder() != folder
     sys.exit(0)
 os.waitpid(pid, 0)
 assert folder.is_dir()

@@ -25,7 +25,7 @@ from experts.triton.grouped_w4 import grouped_w4_config as grouped_w4
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from modular_kernel import plan
 from modular_kernel.operators.experts import EXPERTS_FORWARD
-from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.operators.pairing import Pairing, serialize_layer
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.sample import Sample
@@ -118,7 +118,7 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-    texts = "w1,w2", layer_text(SMALL), str(pairing)
+    texts = "w1,w2", serialize_layer(SMALL), str(pairing)
 
     def operator() -> torch.Tensor:
         output: torch.Tensor = EXPERTS_FORWARD(

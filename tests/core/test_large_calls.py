@@ -192,7 +192,7 @@ def test_parts_that_are_not_replayable_have_no_plan_for_large_calls() -> None:
         args = inputs(tokens=tokens)
         assert_right(kernel(*args), args)
     assert kernel._call_plans.capacities == (4,)
-    reasons = {call_counters.OWN_WORKSPACE: 3, call_counters.NOT_DECLARED: 1}
+    reasons = {call_counters.OWN_WORKSPACE: 3, call_counters.NOT_REPLAYABLE: 1}
     assert kernel.counters()["fallback_calls"] == reasons
     assert part.host_calls == 4
 
@@ -329,7 +329,7 @@ def test_streams_have_recordings_of_their_own() -> None:
 
 def test_an_empty_buffer_does_not_keep_its_workspace_alive() -> None:
     memory = torch.empty(64, dtype=torch.uint8)
-    with recording.recording((memory,)) as recorder:
+    with recording.record_launches((memory,)) as recorder:
         assert recorder.locate(memory[16:]) == (0, 16)
         assert recorder.locate(memory[64:]) is None
         other = torch.empty(4)

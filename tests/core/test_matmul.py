@@ -14,7 +14,7 @@ from modular_kernel import reference
 from modular_kernel.catalog import this_machine
 from modular_kernel.layers.router import Router
 from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.operators.gradients import call_gradients
+from modular_kernel.operators.gradients import compute_gradients
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.tensors import ExpertWeights
@@ -144,12 +144,14 @@ def test_gradients_of_a_call() -> None:
     apart = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]
     views = [both[..., : both.shape[2] // 2] for both in apart]
     with WatchedProducts() as watched:
-        found = call_gradients(
-            torch.ones_like(x_TH), x_TH, ExpertWeights(*views), routing, problem, of_weights=True
+        found = compute_gradients(
+            torch.ones_like(x_TH), x_TH, ExpertWeights(*views), routing, problem, needs_weights=True
         )
     assert watched.products
     assert watched.faults == []
-    want = call_gradients(torch.ones_like(x_TH), x_TH, weights, routing, problem, of_weights=True)
+    want = compute_gradients(
+        torch.ones_like(x_TH), x_TH, weights, routing, problem, needs_weights=True
+    )
     assert found.b1 is found.b2 is want.b1 is want.b2 is None
     for got, expected in zip(found[:4], want[:4], strict=True):
         torch.testing.assert_close(got, expected)

@@ -14,12 +14,12 @@ for module in (route, experts, fused_moe):
     importlib.reload(module)
 
 import modular_kernel as mk
-from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.operators.pairing import Pairing, serialize_layer
 
 problem = mk.Problem(4, 16, 8, 4, 2, dtype=torch.float32)
 w1, w2 = torch.randn(4, 16, 16, requires_grad=True), torch.randn(4, 16, 8)
 x, ids, scores = torch.randn(4, 16), torch.arange(8).view(4, 2) % 4, torch.rand(4, 2)
-texts = "w1,w2", layer_text(problem), str(Pairing("MoEPrepareAndFinalizeNoEP", "TorchExperts"))
+texts = "w1,w2", serialize_layer(problem), str(Pairing("MoEPrepareAndFinalizeNoEP", "TorchExperts"))
 y = experts.EXPERTS(x, ids, scores, [w1, w2], *texts)
 y.sum().backward()
 assert w1.grad is not None and w1.grad.abs().sum() > 0

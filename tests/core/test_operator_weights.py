@@ -8,7 +8,7 @@ from replay_samples import SMALL, AddExperts, Prepare, assert_right, inputs
 
 from modular_kernel.errors import InputError
 from modular_kernel.operators.experts import EXPERTS_FORWARD
-from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.operators.pairing import Pairing, serialize_layer
 from modular_kernel.operators.weights_cache import WeightsCache
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -32,7 +32,7 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(
 ) -> None:
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = inputs(tokens=4)
-    texts = "w1,w2", layer_text(SMALL), str(pairing)
+    texts = "w1,w2", serialize_layer(SMALL), str(pairing)
 
     def call(routing: Routing) -> torch.Tensor:
         ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK

@@ -11,7 +11,12 @@ from modular_kernel.compatibility.support import ExpertsRequirements
 from modular_kernel.machine import current_machine
 from modular_kernel.select import cache_keys
 from modular_kernel.spec.problem import ActivationFormat, Reduce
-from modular_kernel.utils.package_probes import PackageProbe, ProbeResult, find, probe_all
+from modular_kernel.utils.package_probes import (
+    PackageProbe,
+    ProbeResult,
+    find_package,
+    find_packages,
+)
 
 WANTED = PackageProbe(
     "swift_gemm",
@@ -43,47 +48,47 @@ def put(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
 
 
 def test_an_absent_package() -> None:
-    assert find(WANTED) == ProbeResult()
+    assert find_package(WANTED) == ProbeResult()
 
 
 def test_a_package_is_identified_by_its_interface_without_import(site: Path) -> None:
     folder = put(site, "swift_gemm", api=RIGHT)
-    assert find(WANTED) == ProbeResult(folder, "2.0")
+    assert find_package(WANTED) == ProbeResult(folder, "2.0")
     assert "swift_gemm" not in sys.modules
 
 
 def test_a_package_inside_another_is_found_without_import(site: Path) -> None:
     folder = put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    assert find(WANTED) == ProbeResult(folder, "2.5.0")
+    assert find_package(WANTED) == ProbeResult(folder, "2.5.0")
     assert "engine" not in sys.modules
 
 
 def test_another_package_of_the_same_name(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
-    assert find(WANTED) == ProbeResult(reason="another swift_gemm 0.1: no api.py")
+    assert find_package(WANTED) == ProbeResult(reason="another swift_gemm 0.1: no api.py")
 
 
 def test_a_package_that_is_too_old(site: Path) -> None:
     put(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
-    assert find(WANTED).reason == "another swift_gemm 1.0.0: no psum in api.py"
+    assert find_package(WANTED).reason == "another swift_gemm 1.0.0: no psum in api.py"
 
 
 def test_a_copy_inside_another_package_is_used_if_the_name_is_taken(site: Path) -> None:
     put(site, "swift_gemm", version="0.1")
     folder = put(site, "engine/third_party/swift_gemm", api=RIGHT)
-    assert find(WANTED) == ProbeResult(folder, "2.0")
+    assert find_package(WANTED) == ProbeResult(folder, "2.0")
 
 
 def test_a_single_file_of_the_same_name_is_not_accepted(site: Path) -> None:
     (site / "swift_gemm.py").write_text(RIGHT)
-    assert find(WANTED) == ProbeResult()
+    assert find_package(WANTED) == ProbeResult()
 
 
 def test_the_machine_states_which_package_it_found(site: Path) -> None:
-    other = replace(WANTED, name="calm", places=("calm",))
+    other = replace(WANTED, name="calm", locations=("calm",))
     put(site, "calm", api=RIGHT)
     put(site, "swift_gemm", version="0.1")
-    here, others = probe_all((WANTED, other))
+    here, others = find_packages((WANTED, other))
     assert here == {"calm"}
     assert others == {"swift_gemm": "another swift_gemm 0.1: no api.py"}
     machine = current_machine(("swift_gemm", "calm"), probes=(WANTED, other), device="cpu")

@@ -126,7 +126,7 @@ SEEDS = (
     ("modular_kernel.ops.route.route", "logits_TE", "meta"),
     ("modular_kernel.quant.quantized_weights.quantize_weights", "weights", "None"),
     ("modular_kernel.quant.quantized_weights.quantize_weights", "weights.w1", "None"),
-    ("modular_kernel.quant.scale_tiles.from_e8m0", "scale", "text"),
+    ("modular_kernel.quant.scale_tiles.e8m0_to_float", "scale", "text"),
     ("modular_kernel.tensors.Routing.of", "tokens", "bools"),
     ("modular_kernel.tensors.Routing.of", "routing.topk_ids_TK", "no values"),
     ("modular_kernel.spec.lora.slots_from_sequences", "tokens", "2**70"),

@@ -294,7 +294,7 @@ def test_red_zones_are_checked_in_a_replay() -> None:
 
     (kind, recorded) = next(iter(plan._recorded._recorded.items()))
     assert recorded is not None
-    plan._recorded.keep(kind, replace(recorded, replays=(*recorded.replays, overrun)))
+    plan._recorded.store(kind, replace(recorded, replays=(*recorded.replays, overrun)))
     with pytest.raises(CorruptionError, match="workspace13"):
         plan(*args)
 
@@ -326,7 +326,7 @@ def test_an_error_during_recording_leaves_no_recording() -> None:
     part.launch = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="no such device"):
         plan(*args)
-    assert recording.recorder() is None
+    assert recording.get_active_recorder() is None
     del part.launch  # type: ignore[method-assign]
     assert_right(plan(*args), args)
 
@@ -353,7 +353,7 @@ class StepExperts(AddExperts):
         self.busy = False
 
     def apply(self, tokens: Any, **arguments: Any) -> None:
-        recording.replay_unless(lambda: self.busy)
+        recording.bypass_replay_while(lambda: self.busy)
         self.run_step("before")
         super().apply(tokens, **arguments)
         self.run_step("after")
@@ -364,12 +364,12 @@ class StepExperts(AddExperts):
 
     def run_step(self, name: str) -> None:
         def step() -> None:
-            with recording.unrecorded():
+            with recording.hide_from_recorder():
                 torch.zeros(1).add_(1)
             self.steps.append(name)
 
         step()
-        recording.repeat_in_replays(step)
+        recording.run_in_replays(step)
 
 
 def test_a_replay_runs_host_code_between_launches() -> None:

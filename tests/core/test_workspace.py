@@ -179,12 +179,12 @@ def test_poisoning_is_not_part_of_a_recorded_call() -> None:
     would not be detected.
     """
     workspace = Workspace(OVER, CPU, poison=True)
-    with recording.recording(()) as recorder:
+    with recording.record_launches(()) as recorder:
         workspace.take("rows", (1,))
         later = workspace.take("sums", (256,))
     assert bool(later.isnan().all())
     assert recorder.refusal_reason == ""
-    with recording.recording(()) as recorder:
+    with recording.record_launches(()) as recorder:
         later.fill_(0)
     assert recorder.refusal_reason != ""
 

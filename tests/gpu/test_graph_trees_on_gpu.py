@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modular_kernel.operators.experts import EXPERTS_FORWARD
-from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.operators.pairing import Pairing, serialize_layer
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -19,7 +19,7 @@ def test_eager_calls_beside_cuda_graphs_of_torch_compile_are_replayed() -> None:
     problem = Problem(16, 512, 384, experts=16, top_k=4)
     x_TH, weights, routing = random_inputs(problem, CUDA)
     pairing = Pairing(*PAIR)
-    texts = "w1,w2", layer_text(problem), str(pairing)
+    texts = "w1,w2", serialize_layer(problem), str(pairing)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
     params = [weights.w1, weights.w2]
 

@@ -9,7 +9,12 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from modular_kernel.replay.launch import record
-from modular_kernel.replay.recording import Recorder, Replay, pause_recording, recorder
+from modular_kernel.replay.recording import (
+    Recorder,
+    Replay,
+    get_active_recorder,
+    ignore_torch_operations,
+)
 
 
 def _tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
@@ -38,7 +43,7 @@ def _record_interpreted(
         }
         kernel[grid](**(arguments | located))
 
-    recording.note(relaunch, _relaunch_all, _no_hooks)
+    recording.add_launch(relaunch, _relaunch_all, _no_hooks)
 
 
 def _relaunch_all(launches: Sequence[Any], inputs: int) -> Replay:
@@ -59,9 +64,9 @@ def interpreted_replays() -> Iterator[None]:
     record_launch, run = record.record_launch, InterpretedFunction.run
 
     def run_paused(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder() is None:
+        if get_active_recorder() is None:
             return run(self, *args, **kwargs)
-        with pause_recording():  # the interpreter uses torch operations itself
+        with ignore_torch_operations():  # the interpreter uses torch operations itself
             return run(self, *args, **kwargs)
 
     record.record_launch, InterpretedFunction.run = _record_interpreted, run_paused

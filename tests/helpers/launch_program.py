@@ -22,7 +22,7 @@ from experts.triton.kernels.tma_descriptors import tma_descriptor
 from modular_kernel.replay import recording
 from modular_kernel.replay.launch import triton_versions as compat
 from modular_kernel.replay.launch.launch import launch
-from modular_kernel.replay.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import tma_async_load
 from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
@@ -73,7 +73,7 @@ def boxes_kernel(x_desc, out_ptr, rows, SIZE: gl.constexpr, num_warps: gl.conste
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, x_desc.block_type.nbytes)
-    load_box(x_desc, [gl.program_id(0) * SIZE, 0], ready, shared)
+    tma_async_load(x_desc, [gl.program_id(0) * SIZE, 0], ready, shared)
     mbarrier.wait(ready, 0)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -106,13 +106,13 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
 
     Returns {"refused": reason} if the launch cannot be replayed.
     """
-    with recording.recording(first) as recorder:
+    with recording.record_launches(first) as recorder:
         call(*first)
     before = last_launch()["number"] - 1
     triton_first = last_launch()
     call(*second)
     triton_second = last_launch()
-    recorded = recorder.recorded()
+    recorded = recorder.make_recorded_call()
     if recorded is None:
         return {"refused": recorder.refusal_reason}
     replayed = []

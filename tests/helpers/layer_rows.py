@@ -21,7 +21,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router
 from modular_kernel.ops.route import Routed, RouterTensors, route
-from modular_kernel.quant.quantized_weights import dequantized_weights, quantize_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights, quantize_weights
 from modular_kernel.reference import oracle
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Problem
@@ -324,7 +324,7 @@ def _exact_weights(row: Values) -> ExpertWeights:
             ):
                 values = getattr(weights, name)
                 if row["quant"] != "none":
-                    values = dequantized_weights(weights, name, problem)
+                    values = dequantize_weights(weights, name, problem)
                 for slot, e in enumerate(slots):
                     target[e][index] = values[slot].float()
     global_weights = _global_weights(row)

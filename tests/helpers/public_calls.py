@@ -41,7 +41,7 @@ NAMES = (
     "modular_kernel.ops.align: moe_align_block_size, batched_moe_align_block_size",
     "modular_kernel.ops.reduce: moe_sum_reduce",
     "modular_kernel.quant.repacking: repack, unrepack",
-    "modular_kernel.quant.scale_tiles: from_e8m0",
+    "modular_kernel.quant.scale_tiles: e8m0_to_float",
 )
 PACKAGES = ("modular_kernel.layers",)
 OPTIONAL = "modular_kernel.integrations.transformers"

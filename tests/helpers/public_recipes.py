@@ -517,8 +517,8 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.quant.quantized_weights.quantize_weights": lambda: Call(
         quantize_weights, {"weights": plain(), "problem": QUANTIZED}
     ),
-    "modular_kernel.quant.scale_tiles.from_e8m0": lambda: Call(
-        scale_tiles.from_e8m0, {"scale": integers(3, 4, high=256, dtype=torch.uint8)}
+    "modular_kernel.quant.scale_tiles.e8m0_to_float": lambda: Call(
+        scale_tiles.e8m0_to_float, {"scale": integers(3, 4, high=256, dtype=torch.uint8)}
     ),
     "modular_kernel.quant.repacking.repack": lambda: _repacked(repacking.repack),
     "modular_kernel.quant.repacking.unrepack": lambda: _repacked(repacking.unrepack),

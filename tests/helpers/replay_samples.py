@@ -43,7 +43,7 @@ def add_kernel(out: int, x: int, w: int, weights: int, count: int) -> None:
 def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
     """Launch `add_kernel` and record it, as `modular_kernel.replay.launch.launch` does."""
     add_kernel(*(tensor.data_ptr() for tensor in tensors), count)
-    recorder = recording.recorder()
+    recorder = recording.get_active_recorder()
     if recorder is None:
         return
     places = [recorder.locate(tensor) for tensor in tensors]
@@ -56,7 +56,7 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
         ]
         add_kernel(*addresses, count)
 
-    recorder.note(relaunch, play_all, watched)
+    recorder.add_launch(relaunch, play_all, watched)
 
 
 def play_all(launches: Sequence[Any], inputs: int) -> recording.Replay:

@@ -71,7 +71,7 @@ def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) ->
     first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)], mapped=mapped)
     second = scale((0, between.pointer), -0.5, 1, [(0, 1, 0)], dependent=dependent)
     described = (first, second)[:launches]
-    recorded = replayer.module().pack(0, 2, *replayer.describe(described), described)
+    recorded = replayer.get_module().pack(0, 2, *replayer.make_pack_arguments(described), described)
     return recorded, between
 
 
@@ -85,18 +85,20 @@ def make_movable(*, mapped: bool = False) -> tuple[Any, Buffer]:
     first = scale((between, 0), 2.0, -3, [(0, 2, 4), (1, 0, 4)])
     second = scale((0, between), -0.5, 1, [(0, 1, 0), (1, 2, 4)], mapped=mapped)
     described = (first, second)
-    return replayer.module().pack(0, 3, *replayer.describe(described), described), memory
+    return replayer.get_module().pack(
+        0, 3, *replayer.make_pack_arguments(described), described
+    ), memory
 
 
 def replay_in(recorded: Any, x: Buffer, out: Buffer, memory: Buffer) -> list[float]:
     out.memory[:] = [float("nan")] * 4
-    replayer.module().replay(recorded, 7, [x.pointer - 4, out.pointer, memory.pointer])
+    replayer.get_module().replay(recorded, 7, [x.pointer - 4, out.pointer, memory.pointer])
     return list(out.memory)
 
 
 def replay(recorded: Any, x: Buffer, out: Buffer, stream: int = 7) -> list[float]:
     out.memory[:] = [float("nan")] * 4
-    replayer.module().replay(recorded, stream, [x.pointer - 4, out.pointer])
+    replayer.get_module().replay(recorded, stream, [x.pointer - 4, out.pointer])
     return list(out.memory)
 
 
@@ -155,7 +157,7 @@ def main() -> dict[str, Any]:
     set_to("capturing", 1)
     results["failed"] = error(lambda: replay(make()[0], one, out))
     set_to("fail", 0)
-    module = replayer.module()
+    module = replayer.get_module()
     results["pointers"] = error(lambda: module.replay(recorded, 0, [1]))
     results["no recorded"] = error(lambda: module.replay(None, 0, [1, 2]))
     results["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0, 0)], [], b"", None))
@@ -163,7 +165,7 @@ def main() -> dict[str, Any]:
         lambda: module.pack(0, 1, [(1, (1, 1, 1), 32, 0, 0, 0, 3, 4)], [], [0] * 5, bytes(40), None)
     )
     results["inputs"] = error(lambda: module.pack(0, 65, [], [], [], b"", None))
-    results["place"] = error(lambda: module.pack(0, 1, [], [], [0, 5], bytes(40), None))
+    results["word offset"] = error(lambda: module.pack(0, 1, [], [], [0, 5], bytes(40), None))
     return results
 
 

@@ -20,7 +20,7 @@ from modular_kernel.cli.demo_models import SMALL_MODELS, build_small_model
 from modular_kernel.integrations.transformers import register, registration
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.operators import experts as experts_op
-from modular_kernel.operators.pairing import layer_text
+from modular_kernel.operators.pairing import serialize_layer
 from modular_kernel.plan import held_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,7 +143,7 @@ def test_opcheck_passes() -> None:
     )
     weights = [module.gate_up_proj.detach(), module.down_proj.detach()]
     text = str(registration().pairing)
-    arguments = (x, ids, scores, weights, "w1,w2", layer_text(problem), text)
+    arguments = (x, ids, scores, weights, "w1,w2", serialize_layer(problem), text)
     torch.library.opcheck(experts_op.EXPERTS, arguments)
     torch.library.opcheck(experts_op.EXPERTS_FORWARD, arguments)
 
@@ -267,7 +267,7 @@ def test_invalid_text_arguments_are_refused(place, value, match) -> None:
         tokens=9, hidden=H, intermediate=I, experts=E, top_k=K, dtype=torch.float32
     )
     weights = [module.gate_up_proj.detach(), module.down_proj.detach()]
-    arguments = [*given, weights, "w1,w2", layer_text(problem), str(registration().pairing)]
+    arguments = [*given, weights, "w1,w2", serialize_layer(problem), str(registration().pairing)]
     arguments[place] = value
     with pytest.raises(mk.errors.InputError, match=match):
         torch.ops.modular_kernel.experts(*arguments)

@@ -7,6 +7,6 @@ from modular_kernel.interpreter import patch as interpreter
 
 @pytest.fixture(autouse=True, scope="session")
 def _installed() -> None:
-    assert interpreter.active(), "TRITON_INTERPRET=1 must be set before triton is imported"
+    assert interpreter.is_active(), "TRITON_INTERPRET=1 must be set before triton is imported"
     interpreter.install()
     interpreter.install()  # idempotent: the second call must not stack a second layer

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter.dtypes import storage_of
+from modular_kernel.interpreter.dtypes import get_storage_dtype
 from modular_kernel.interpreter.fast_memory import MEMORY_FAST_PATHS
 from modular_kernel.interpreter.fast_paths import LANGUAGE_FAST_PATHS, TENSOR_FAST_PATHS
 from modular_kernel.interpreter.operands import _with_semantic
@@ -45,7 +45,7 @@ def tensor(kind, shape, seed=0, largest=9):
     random = np.random.default_rng(seed)
     data = random.integers(-largest, largest, shape or (1,))
     data = np.abs(data) if "u" in kind.name or kind.is_ptr() else data
-    data = (data % 2 == 0) if kind is tl.int1 else data.astype(storage_of(kind))
+    data = (data % 2 == 0) if kind is tl.int1 else data.astype(get_storage_dtype(kind))
     whole = tl.block_type(kind, list(shape)) if shape else kind
     return tl.tensor(upstream.TensorHandle(data, kind), whole)
 

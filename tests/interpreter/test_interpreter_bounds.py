@@ -11,7 +11,7 @@ from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.errors import CorruptionError
-from modular_kernel.interpreter.bounds import Bounds, make_reachable
+from modular_kernel.interpreter.bounds import Bounds, allow_access
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def test_shared_memory_is_accessible_while_it_lives():
     distance = shared.data_ptr() - y.data_ptr()
     with pytest.raises(InterpreterError, match="CorruptionError"):
         distant_kernel[(1,)](y, distance)
-    make_reachable(shared)
+    allow_access(shared)
     distant_kernel[(1,)](y, distance)
     assert shared[0] == 7
     with pytest.raises(InterpreterError, match="of shared memory"):

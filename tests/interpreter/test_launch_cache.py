@@ -11,10 +11,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.interpreter.access_log import ACCESS_LOG
-from modular_kernel.interpreter.bounds import make_reachable
+from modular_kernel.interpreter.bounds import allow_access
 from modular_kernel.interpreter.launch_cache import LaunchCache
-from modular_kernel.interpreter.launch_cache import cached_launches as noted_launches
-from modular_kernel.replay.launch.runtime import launch_cache
+from modular_kernel.interpreter.launch_cache import cache_launches as noted_launches
+from modular_kernel.replay.launch.runtime import cache_interpreted_launches
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 
@@ -284,7 +284,7 @@ def test_launches_with_race_checks_or_shared_memory_are_computed():
         gathered(*arguments())
         assert (known.computed, known.hits) == (2, 1)
         shared = torch.zeros(8)
-        make_reachable(shared)
+        allow_access(shared)
         gathered(*arguments())
         del shared
         gc.collect()
@@ -293,7 +293,7 @@ def test_launches_with_race_checks_or_shared_memory_are_computed():
 
 def test_launches_outside_the_context_are_computed():
     x, at, y = arguments()
-    with launch_cache():
+    with cache_interpreted_launches():
         gathered(x, at, y)
     y.fill_(0)
     x[3] = 4

@@ -12,7 +12,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
 from modular_kernel.interpreter import operands, patch
-from modular_kernel.interpreter.dtypes import storage_of
+from modular_kernel.interpreter.dtypes import get_storage_dtype
 
 KINDS = (
     tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64,
@@ -29,7 +29,7 @@ FLAGS = tuple(itertools.product((False, True), repeat=4))
 
 def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
     values = np.arange(1, 1 + int(np.prod(shape)), dtype=np.int64).reshape(shape or (1,))
-    handle = upstream.TensorHandle(values.astype(storage_of(kind)), kind)
+    handle = upstream.TensorHandle(values.astype(get_storage_dtype(kind)), kind)
     return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
 
 
@@ -57,8 +57,10 @@ def exp_kernel(y_ptr):
 @pytest.fixture
 def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A semantic object with upstream's functions."""
-    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", operands._operands)
-    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", operands._broadcast)
+    monkeypatch.setattr(
+        TritonSemantic, "binary_op_type_checking_impl", operands._upstream_promote_operands
+    )
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", operands._upstream_broadcast)
     return TritonSemantic(upstream.interpreter_builder)
 
 
@@ -68,7 +70,7 @@ def test_promotion_of_two_tensors(semantic: Any, left: Any) -> None:
     shapes = (((), ()), ((4,), (4,)), ((4,), ()), ((2, 4), (4, 1)))
     for right, flags, (a, b) in itertools.product((*KINDS, *POINTERS), FLAGS, shapes):
         given = tensor(left, a), tensor(right, b), *flags
-        want = outcome(operands._operands, semantic, *given)
+        want = outcome(operands._upstream_promote_operands, semantic, *given)
         assert outcome(operands.promote_operands, semantic, *given) == want, (
             left,
             right,
@@ -82,8 +84,8 @@ def test_promotion_of_two_tensors(semantic: Any, left: Any) -> None:
 def test_promotion_of_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
     for number, flags, shape in itertools.product(NUMBERS, FLAGS, ((), (4,), (2, 4))):
         for given in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
-            want = outcome(operands._operands, semantic, *given, *flags)
-            operands._full.cache_clear()  # -0.0 and 0 are one key
+            want = outcome(operands._upstream_promote_operands, semantic, *given, *flags)
+            operands._make_constant.cache_clear()  # -0.0 and 0 are one key
             got = outcome(operands.promote_operands, semantic, *given, *flags)
             assert got == want, (kind, number, flags, shape)
 
@@ -92,7 +94,7 @@ def test_promotion_of_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
 def test_broadcasting_of_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
     for right, kind in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
         given = tensor(tl.int32, left), tensor(kind, right)
-        want = outcome(operands._broadcast, semantic, *given)
+        want = outcome(operands._upstream_broadcast, semantic, *given)
         assert outcome(operands.broadcast, semantic, *given) == want, (left, right, kind)
 
 
@@ -102,7 +104,7 @@ def test_scalar_in_a_zero_dimensional_array(semantic: Any, kind: Any) -> None:
     scalar.handle.data = scalar.handle.data.reshape(())
     for other, flags in itertools.product((*NUMBERS, tensor(kind, ()), tensor(kind, (4,))), FLAGS):
         for given in ((scalar, other), (other, scalar)):
-            want = outcome(operands._operands, semantic, *given, *flags)
+            want = outcome(operands._upstream_promote_operands, semantic, *given, *flags)
             assert outcome(operands.promote_operands, semantic, *given, *flags) == want, (
                 other,
                 flags,
@@ -120,10 +122,10 @@ OPERATIONS: dict[str, tuple[object, ...]] = {
 
 
 ORIGINALS = {
-    "binary_op_type_checking_impl": operands._operands,
-    "broadcast_impl_value": operands._broadcast,
-    "__post_init__": operands._check_handle,
-    "_unwrap_if_constexpr": operands._unwrap,
+    "binary_op_type_checking_impl": operands._upstream_promote_operands,
+    "broadcast_impl_value": operands._upstream_broadcast,
+    "__post_init__": operands._upstream_check_handle,
+    "_unwrap_if_constexpr": operands._upstream_unwrap,
 }
 
 
@@ -135,7 +137,7 @@ def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
     if isinstance(like, tl.tensor) and numbers.random() < 0.5:
         kind = like.dtype
     found = tensor(kind, SHAPES[numbers.integers(len(SHAPES))])
-    storage, data = storage_of(kind), found.handle.data
+    storage, data = get_storage_dtype(kind), found.handle.data
     if storage.kind in "iu":
         limits = np.iinfo(storage)
         few = np.array([limits.min, limits.max, limits.max // 3, 1], storage)
@@ -191,7 +193,7 @@ def test_replaced_builtin_is_called(
 def test_broadcasting_of_non_tensors_raises(semantic: Any) -> None:
     plain = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
     for given in itertools.product(plain, plain[:-1]):
-        for spread in (operands._broadcast, operands.broadcast):
+        for spread in (operands._upstream_broadcast, operands.broadcast):
             with pytest.raises(AttributeError):
                 spread(semantic, *given)
 
@@ -211,7 +213,7 @@ def test_cached_numbers_are_read_only(semantic: Any) -> None:
     ids=repr,
 )
 def test_unwrapping_of_constexprs(semantic: Any, value: object) -> None:
-    assert repr(operands.unwrap(value)) == repr(operands._unwrap(value))
+    assert repr(operands.unwrap(value)) == repr(operands._upstream_unwrap(value))
 
 
 def test_handle_with_too_wide_data_is_refused(semantic: Any) -> None:

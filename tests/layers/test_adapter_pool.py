@@ -227,7 +227,7 @@ def test_a_name_can_be_loaded_once() -> None:
 def test_nothing_changes_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = AdapterPool(PROBLEM)
     pool.load("a", adapter())
-    monkeypatch.setattr(adapter_pool, "capturing", lambda device: True)
+    monkeypatch.setattr(adapter_pool, "is_capturing", lambda device: True)
     with pytest.raises(StateError, match="adapter 'b': got a stream that is being captured"):
         unchanged(pool, "b", adapter())
     with pytest.raises(StateError, match="adapter 'a': got a stream that is being captured"):

@@ -311,7 +311,7 @@ def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(layer(sample.x_TH, sample.logits), sample.expected_output()) < 1e-5
     layer.warm_up(9)
     with monkeypatch.context() as capture:
-        capture.setattr(planning, "capturing", lambda device: True)
+        capture.setattr(planning, "is_capturing", lambda device: True)
         layer(sample.x_TH[:9], sample.logits[:9])
         with pytest.raises(
             StateError, match="a kernel of a new size: got a call during CUDA graph"

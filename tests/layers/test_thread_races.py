@@ -102,18 +102,18 @@ def test_weights_bound_by_two_threads_at_once_have_different_signatures() -> Non
         def setdefault(self, key: Hashable, number: int) -> int:  # type: ignore[override]
             if not bound:  # another thread comes in between
                 bound.append(None)
-                bound.append(known.bind(narrow))
+                bound.append(known.add(narrow))
             return super().setdefault(key, number)
 
-    known._signatures = Interleaved()
-    bound.append(known.bind(wide))
+    known._signature_numbers = Interleaved()
+    bound.append(known.add(wide))
     assert bound[1].signature != bound[2].signature
 
 
 def test_the_interpreter_is_ready_only_after_its_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     upstream = pytest.importorskip("triton.runtime.interpreter")
     patch = pytest.importorskip("modular_kernel.interpreter.patch")
-    if not patch.active():
+    if not patch.is_active():
         pytest.skip("kernels are compiled here")
     patch.install()
     ready, options = [], patch.gpu_options

@@ -81,7 +81,7 @@ def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
     kernel, i = auto_kernel()
     plan = kernel.plan()
     called(kernel, i)
-    bound = kernel.known_weights.bound(i.weights, CPU)
+    bound = kernel.known_weights.lookup(i.weights, CPU)
     assert bound is not None
     assert bound.prepared is not None
     tiles = bound.prepared.w1_tiles
@@ -93,7 +93,7 @@ def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
     for run in (plan, kernel):
         assert torch.equal(run(i.x_TH, i.weights, i.routing), expected)
     assert prepared_counts == [0]
-    bound = kernel.known_weights.bound(i.weights, CPU)
+    bound = kernel.known_weights.lookup(i.weights, CPU)
     assert bound is not None
     assert bound.prepared is not None
     assert bound.prepared.w1_tiles is tiles
@@ -168,7 +168,7 @@ def test_loading_a_state_prepares_weights_at_once(
     monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
 ) -> None:
     layer, i = made_layer()
-    monkeypatch.setattr(auto_prepare.WeightPreparer, "enabled_on", lambda *_: True)
+    monkeypatch.setattr(auto_prepare.WeightPreparer, "is_enabled_on", lambda *_: True)
     layer(i.x_TH, i.routing)
     assert prepared_counts == [0]
     state = {name: tensor.roll(1, 0) for name, tensor in layer.state_dict().items()}
@@ -188,7 +188,7 @@ def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
     kernel, i = auto_kernel()
     with pytest.MonkeyPatch.context() as capture:
         for module in (auto_prepare, recording):
-            capture.setattr(module, "may_keep_buffers", lambda _: False)
+            capture.setattr(module, "can_keep_buffers", lambda _: False)
         called(kernel, i)
         called(kernel, i)
     assert not prepared_counts

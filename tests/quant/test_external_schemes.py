@@ -20,7 +20,7 @@ from modular_kernel.errors import BrokenPartError, ConfigurationError, Duplicate
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.quant.quantized_weights import (
     dequantize,
-    dequantized_weights,
+    dequantize_weights,
     quantize_weights,
     weight_specs,
 )
@@ -277,7 +277,7 @@ def test_weights_become_the_nearest_values(quant: str) -> None:
     scheme = problem.scheme
     for name in ("w1", "w2"):
         w, scale = getattr(weights, name), getattr(stored, f"{name}_scale")
-        rounded = dequantized_weights(stored, name, problem)
+        rounded = dequantize_weights(stored, name, problem)
         codes = getattr(stored, name)
         codes = unpack_pairs(codes, 2) if scheme.packed else codes
         # The scale of each weight, from weights whose code has the value 1.
@@ -309,7 +309,7 @@ def test_the_reference_and_the_oracle_decode_the_same_weights(quant: str) -> Non
     }
     weights = ExpertWeights(**stored, **scales)
     for name in ("w1", "w2"):
-        ours = dequantized_weights(weights, name, problem).double()
+        ours = dequantize_weights(weights, name, problem).double()
         by_oracle = oracle.dequantize_matrix(stored[name], scales[f"{name}_scale"], None, problem)
         torch.testing.assert_close(ours, by_oracle, rtol=1e-6, atol=0)
         for expert in range(problem.e):
@@ -322,7 +322,7 @@ def test_a_nan_makes_the_weights_that_share_its_scale_nan() -> None:
     problem = problem_of("four_group")
     weights = random_weights(problem)
     weights.w1[1, 3, 40] = torch.nan
-    is_nan = dequantized_weights(quantize_weights(weights, problem), "w1", problem).isnan()
+    is_nan = dequantize_weights(quantize_weights(weights, problem), "w1", problem).isnan()
     assert is_nan[1, 3, 32:64].all()
     assert is_nan.sum() == 32
 
@@ -374,9 +374,9 @@ def test_padding_of_a_share_is_zero(quant: str, tmp_path: Path) -> None:
     )
     for share in shares:
         problem, columns = share.problem(1), share.columns[1] - share.columns[0]
-        w2 = dequantized_weights(share.weights, "w2", problem)
+        w2 = dequantize_weights(share.weights, "w2", problem)
         assert not w2[..., columns:].any()
-        gate, up = dequantized_weights(share.weights, "w1", problem).chunk(2, dim=1)
+        gate, up = dequantize_weights(share.weights, "w1", problem).chunk(2, dim=1)
         assert not gate[:, columns:].any()
         assert not up[:, columns:].any()
         assert w2[..., :columns].any()

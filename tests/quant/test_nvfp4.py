@@ -22,7 +22,7 @@ from modular_kernel.errors import DtypeError, InputError, ShapeError, WeightsErr
 from modular_kernel.quant import nvfp4
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
-    dequantized_weights,
+    dequantize_weights,
     quantize_weights,
     weight_specs,
 )
@@ -174,11 +174,11 @@ def test_codes_on_both_sides_of_every_midpoint() -> None:
     ).flatten()
     for size in (*near.tolist(), *MAGNITUDES, 1e-45, 5.9, 7.0, 3e38):
         code = searched(size, list(MAGNITUDES))
-        got = nvfp4.e2m1_codes(torch.tensor([size, -size])).tolist()
+        got = nvfp4.encode_e2m1(torch.tensor([size, -size])).tolist()
         assert got == [code, code + 8 * (size > 0)]
     others = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0])
     before = others.clone()
-    assert nvfp4.e2m1_codes(others).tolist() == [7, 15, 7, 0]
+    assert nvfp4.encode_e2m1(others).tolist() == [7, 15, 7, 0]
     assert torch.equal(bits(others), bits(before))
 
 
@@ -207,7 +207,7 @@ def test_each_matrix_is_scaled_to_its_maximum() -> None:
         weights = quantize_weights(ExpertWeights(w1, w2), problem)
         largest = torch.stack([gate, up], 1).abs().amax((2, 3))
         assert torch.equal(weights.w1_global_scale, largest / 2688)
-        values = dequantized_weights(weights, "w1", problem)
+        values = dequantize_weights(weights, "w1", problem)
         error = (values - w1).abs().amax((1, 2))
         assert (error <= largest.amax(1) / 6).all()
         halves = (values[:, ::2], values[:, 1::2]) if "true" in text else values.chunk(2, 1)
@@ -272,6 +272,6 @@ def test_tiny_weights_stay_finite(magnitude: float, dtype: torch.dtype) -> None:
     w1[:, ::3, :16] = 0  # whole groups, whose scale would be 0 times infinity
     weights = quantize_weights(ExpertWeights(w1=w1, w2=w1[:, :32].clone()), problem)
     for name, exact in (("w1", w1), ("w2", w1[:, :32])):
-        values = dequantized_weights(weights, name, problem)
+        values = dequantize_weights(weights, name, problem)
         assert values.isfinite().all()
         torch.testing.assert_close(values.double(), exact.double(), rtol=0.2, atol=2.0**-126)

@@ -23,7 +23,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
-from modular_kernel.quant.prepared import SOURCE_FIELDS, layout_key
+from modular_kernel.quant.prepared import SOURCE_FIELDS, make_layout_key
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
@@ -157,7 +157,7 @@ def test_tensors_prepared_by_a_kernel_of_the_same_layer_are_accepted(
     other(j.x_TH, replace(j.weights, **given), routing)
     assert launched == ([64, 64] if "tokens" in others else [32, 32])
     mine = type("Mine", (TritonExperts,), {})
-    assert layout_key(mine, kernel.problem) == layout_key(TritonExperts, other.problem)
+    assert make_layout_key(mine, kernel.problem) == make_layout_key(TritonExperts, other.problem)
 
 
 @pytest.mark.parametrize("w1", [None, [1], torch.empty(1, device="meta")], ids=str)

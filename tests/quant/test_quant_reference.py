@@ -14,7 +14,7 @@ from modular_kernel.ops.quantize import dequantize_rows, quantize_values
 from modular_kernel.quant.quantized_weights import (
     ACTIVATION_SCHEMES,
     SCHEMES,
-    dequantized_weights,
+    dequantize_weights,
     quantize_weights,
 )
 from modular_kernel.spec.problem import Problem
@@ -83,7 +83,7 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
 def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """Return unquantized weights with the same values, by
     modular_kernel.quant.quantized_weights."""
-    values = {name: dequantized_weights(weights, name, problem) for name in ("w1", "w2")}
+    values = {name: dequantize_weights(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 
 

@@ -24,7 +24,7 @@ from modular_kernel.quant.quantized_weights import (
     SCHEMES,
     check_weights_quantized,
     dequantize,
-    dequantized_weights,
+    dequantize_weights,
     quantize_weights,
     weight_specs,
 )
@@ -121,10 +121,10 @@ def test_quantized_nan_is_nan(text: str, value: float) -> None:
     """As are all values with the same scale; all others are as without it."""
     problem = problem_of(text)
     plain = plain_weights(problem)
-    expected = dequantized_weights(quantize_weights(plain, problem), "w1", problem)
+    expected = dequantize_weights(quantize_weights(plain, problem), "w1", problem)
     w1 = plain.w1.clone()
     w1[1, 5, 0] = value
-    got = dequantized_weights(quantize_weights(replace(plain, w1=w1), problem), "w1", problem)
+    got = dequantize_weights(quantize_weights(replace(plain, w1=w1), problem), "w1", problem)
     finite = got.isfinite()
     assert not bool(finite[1, 5, 0])
     assert bool(finite[0].all())

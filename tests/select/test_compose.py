@@ -20,7 +20,7 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.operators.kernel_cache import NO_EP, default_experts
+from modular_kernel.operators.kernel_cache import NO_EP, select_default_experts
 from modular_kernel.select import candidates, search, timing
 from modular_kernel.select.autotune import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
@@ -94,13 +94,13 @@ def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.Monke
     """It has the default experts, whether or not they support the problem on a GPU."""
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     monkeypatch.setattr(
-        "modular_kernel.operators.kernel_cache.machine_of", {"cpu": CPU, "cuda": gpu}.get
+        "modular_kernel.operators.kernel_cache.detect_machine", {"cpu": CPU, "cuda": gpu}.get
     )
     for machine in (CPU, gpu):
         for quant in ("none", "fp8_w8a8_block", "nvfp4_w4a4"):
             problem = replace(PROBLEM, quant=quant, hidden=256, intermediate=256)
             order = candidates.find_candidates(problem, machine, (1, 8)).order
-            usual = default_experts(NO_EP, problem, torch.device(machine.device))
+            usual = select_default_experts(NO_EP, problem, torch.device(machine.device))
             assert order[0] == (NO_EP, usual), (machine, quant)
 
 

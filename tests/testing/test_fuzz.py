@@ -112,7 +112,7 @@ def _input_error(*_: Any, **__: Any) -> Any:
 
 
 REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
-    ("changed_call", tensor_checks, "wants_gradient", lambda *_: False, (INVALID_ACCEPTED,)),
+    ("changed_call", tensor_checks, "needs_gradient", lambda *_: False, (INVALID_ACCEPTED,)),
     (
         "changed_call",
         validate,

@@ -12,7 +12,7 @@ from modular_kernel.spec.problem import Parallel
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.stress.fuzz import public_functions, samples
 from modular_kernel.testing.stress.fuzz.public_functions import JunkCall
-from modular_kernel.utils.argument_checks import available_device
+from modular_kernel.utils.argument_checks import resolve_device
 from modular_kernel.utils.tensor_checks import check_tensor
 
 pytestmark = pytest.mark.cpu
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.cpu
 
 def test_a_device_whose_package_is_not_installed_is_refused() -> None:
     with pytest.raises(DeviceError, match="hpu"):
-        available_device("hpu")
+        resolve_device("hpu")
 
 
 @pytest.mark.parametrize("device", [torch.tensor(3), 2.5, "moon", None])

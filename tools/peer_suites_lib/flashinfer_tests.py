@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modular_kernel.ops.route import RouterTensors, route
-from modular_kernel.quant.quantized_weights import dequantized_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights
 from peer_suites_lib.checkout import EnumStandIn, Params, Source
 from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.outcomes import (
@@ -175,7 +175,7 @@ def _plain(inputs: LayerInputs, name: str) -> torch.Tensor:
     if inputs.problem.quant == "none":
         stored: torch.Tensor = getattr(inputs.weights, name)
         return stored
-    return dequantized_weights(inputs.weights, name, inputs.problem).to(inputs.x.dtype)
+    return dequantize_weights(inputs.weights, name, inputs.problem).to(inputs.x.dtype)
 
 
 def _check_expert_parallel(source: Source, p: Any) -> CaseOutcome:

@@ -31,7 +31,7 @@ from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import format_count
-from modular_kernel.utils.package_probes import version_of
+from modular_kernel.utils.package_probes import installed_version
 
 _PACKAGED_FOLDER = Path(__file__).parent / "data"
 _override: ContextVar[TunedConfigs | None] = ContextVar("config override", default=None)
@@ -280,7 +280,7 @@ def _machine_lookup() -> ConfigLookup:
 
 def triton_version() -> str | None:
     """Return the version of the installed Triton without importing it."""
-    return version_of("triton")
+    return installed_version("triton")
 
 
 class _Context(NamedTuple):

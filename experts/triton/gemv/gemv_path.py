@@ -205,7 +205,7 @@ class GemvPath(Path):
         The launch quantizes x that is not quantized yet.
         """
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
-        return stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
+        return stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
     def _second_stage(self) -> str:
@@ -214,7 +214,7 @@ class GemvPath(Path):
         The launch also quantizes h and sums over top-k.
         """
         before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
-        return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
+        return stages.fuse(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
 
     def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""

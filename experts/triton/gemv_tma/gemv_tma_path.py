@@ -142,7 +142,7 @@ class GemvTmaPath(Path):
                 **common_arguments,
             )
         num_tokens, slots = len(call.output), next_power_of_2(problem.top_k)
-        with stages.stage(stages.fused(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
+        with stages.stage(stages.fuse(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)):
             launch(
                 gemv_tma_down_kernel,
                 (min(num_sms, num_tokens * -(-problem.hidden // (ROWS // slots))),),
@@ -160,7 +160,7 @@ class GemvTmaPath(Path):
         The launch also quantizes x if x is not quantized yet.
         """
         is_quantized = call.tokens.scale is not None
-        return stages.GEMM1 if is_quantized else stages.fused(stages.QUANTIZE_INPUT, stages.GEMM1)
+        return stages.GEMM1 if is_quantized else stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
 
     def _gate_up_arguments(self, call: PathCall) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""

@@ -91,7 +91,7 @@ class GemvW4Path(Path):
         self._words_stay_in_lanes = WORDS_STAY_IN_LANES
         self._sums_topk = problem.combine is Combine.SUM
         reduce_stage = (stages.REDUCE,) if self._sums_topk else ()
-        self._second_stage = stages.fused(stages.GEMM2, *reduce_stage)
+        self._second_stage = stages.fuse(stages.GEMM2, *reduce_stage)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens. block_m is ignored."""

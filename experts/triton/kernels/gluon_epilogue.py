@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from modular_kernel.ops.kernels.extrema import clamp_nan, maximum_nan, minimum_nan
-from modular_kernel.replay.launch.triton_versions import store_box
+from modular_kernel.replay.launch.triton_versions import tma_async_store
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def store_rows(
     buffer.store(values.to(out_desc.dtype))
     if row + ROWS <= end:
         fence_async_shared()
-        store_box(out_desc, [row, first_column], buffer)
+        tma_async_store(out_desc, [row, first_column], buffer)
     else:
         LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modular_kernel.integrations.transformers.activations import unsupported_error
-from modular_kernel.operators.expert_fields import weights_from
+from modular_kernel.operators.expert_fields import make_expert_weights
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -119,7 +119,7 @@ def weights_of(module: torch.nn.Module) -> ExpertWeights:
     w1 is (e, N, H) and w2 is (e, H, I). They are views if the module stores them transposed.
     """
     tensors = read_tensors(module)
-    return weights_from(tensors, read_layout(module, tensors).fields)
+    return make_expert_weights(tensors, read_layout(module, tensors).fields)
 
 
 def read_tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
@@ -144,7 +144,7 @@ def make_problem_factory(
     or the module.
     """
     meta = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-    weights = weights_from(meta, layout.fields)
+    weights = make_expert_weights(meta, layout.fields)
     w1, w2, gated = weights.w1, weights.w2, getattr(module, "has_gate", True)
     per_byte = 2 if QuantScheme.parse(layout.quant).packed else 1
     if w1.dim() != 3 or w2.dim() != 3 or w1.shape[1] != w2.shape[2] * per_byte * (1 + gated):

@@ -25,8 +25,8 @@ from modular_kernel.integrations.transformers.modules import (
     read_tensor,
 )
 from modular_kernel.integrations.transformers.register import Registration, normalize_call
-from modular_kernel.operators.expert_fields import weights_from
-from modular_kernel.operators.pairing import layer_text
+from modular_kernel.operators.expert_fields import make_expert_weights
+from modular_kernel.operators.pairing import serialize_layer
 from modular_kernel.spec.lora import MAX_RANK, AdapterSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.tensor_checks import check_tensors
@@ -75,7 +75,7 @@ class AdaptedExperts:
 
     def make_weights(self) -> tuple[AdapterSpec, ExpertWeights]:
         """Return an AdapterSpec with one slot, and the weights with the adapter's matrices."""
-        weights = weights_from(self.tensors, self.layout.fields)
+        weights = make_expert_weights(self.tensors, self.layout.fields)
         transposed = self.layout.fields.startswith("w1:t")
         rank = max(item.rhs.shape[1] for item in self.factors.values())
         gated = weights.w1.shape[1] != weights.w2.shape[2]
@@ -147,8 +147,8 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
         activation=registration.activation(module),
         lora=str(spec),
     )
-    layer = layer_text(problem)
-    if not registration.pairing.serves(layer, x_TH.device):
+    layer = serialize_layer(problem)
+    if not registration.pairing.can_run(layer, x_TH.device):
         return None
     slots_T = torch.zeros(len(x_TH), dtype=torch.int32, device=x_TH.device)
     return registration.pairing.run(layer, x_TH, weights, Routing(weights_TK, ids_TK, slots_T))

@@ -79,7 +79,7 @@ from modular_kernel.spec.problem import ActivationSpec, dtype_name, parse_dtype
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils import json_files
 from modular_kernel.utils.argument_checks import expect, format_value, parse_device
-from modular_kernel.utils.progress import logged
+from modular_kernel.utils.progress import log_progress
 
 METHOD = "modular_kernel"
 _MAX_CONFIG_BYTES = 1 << 24
@@ -537,7 +537,7 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         options = self.quantization_config
         checkpoint, device_option = options.checkpoint, options.device
-        for number, module in logged(
+        for number, module in log_progress(
             list(_find_experts_modules(model).items()), checkpoint, "layers"
         ):
             device = (

@@ -37,9 +37,9 @@ from modular_kernel.integrations.transformers.modules import (
     read_tensors,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.operators.expert_fields import tensor_key, weights_from
-from modular_kernel.operators.experts import EXPERTS, traced_experts
-from modular_kernel.operators.pairing import Pairing, layer_text
+from modular_kernel.operators.expert_fields import make_expert_weights, make_tensor_key
+from modular_kernel.operators.experts import EXPERTS, call_experts_operator
+from modular_kernel.operators.pairing import Pairing, serialize_layer
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.utils.argument_checks import expect
@@ -274,14 +274,20 @@ class Registration:
                 need = f"the {path[-1]} of the traced call"
                 raise StateError("experts module", got=f"another {path[-1]}", need=need)
         texts = fields, layer, _get_pairing_text(owner)
-        return traced_experts(x_TH, ids_TK, weights_TK, list(tensors), *texts)
+        return call_experts_operator(x_TH, ids_TK, weights_TK, list(tensors), *texts)
 
     def _bind_weights(
         self, module: torch.nn.Module, names: tuple[str, ...], dtype: torch.dtype, top_k: int
     ) -> BoundWeights:
         tensors = tuple([read_tensor(module, name) for name in names])
         layer = self._get_module_state(module)
-        key = (dtype, top_k, layer.activation, read_flags(module), tuple(map(tensor_key, tensors)))
+        key = (
+            dtype,
+            top_k,
+            layer.activation,
+            read_flags(module),
+            tuple(map(make_tensor_key, tensors)),
+        )
         bound = layer.bound
         if bound is None or bound.key != key or any(map(is_not, bound.tensors, tensors)):
             check_tensors(dict(zip(names, tensors, strict=True)))
@@ -289,9 +295,9 @@ class Registration:
             problem = make_problem_factory(module, tensors, layout)(
                 dtype=dtype, top_k=top_k, activation=layer.activation
             )
-            weights = weights_from(tensors, layout.fields)
+            weights = make_expert_weights(tensors, layout.fields)
             bound = layer.bound = BoundWeights(
-                key, tensors, weights, layout.fields, layer_text(problem)
+                key, tensors, weights, layout.fields, serialize_layer(problem)
             )
         return bound
 
@@ -321,7 +327,7 @@ class Registration:
         problem = make_problem_factory(module, tensors, layout)(
             dtype=dtype, top_k=top_k, activation=self._get_module_state(module).activation
         )
-        return layout.fields, layer_text(problem)
+        return layout.fields, serialize_layer(problem)
 
 
 def normalize_call(

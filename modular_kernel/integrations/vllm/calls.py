@@ -47,7 +47,7 @@ class StandardCalls:
         """Return the size of the workspace that a call needs, in bytes."""
         return workspace_bytes(self.kernel(tokens, top_k).workspace_specs(tokens))
 
-    @modes.untraced
+    @modes.disable_tracing
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -85,8 +85,8 @@ class BatchedCalls:
         """Return the size of the workspace of a call with `capacity` rows per expert, in bytes."""
         return workspace_bytes(self._specs(experts, capacity))
 
-    @modes.untraced
-    @modes.without_autocast
+    @modes.disable_tracing
+    @modes.disable_autocast
     def __call__(
         self,
         tokens: BatchedTokens,

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, key_of
+from modular_kernel.replay.launch.compiled_files import build_cached, find_cached, make_cache_key
 from modular_kernel.settings import find_c_compiler
 from modular_kernel.text import escape_nonprintable
 
-_TIMEOUT_SECONDS = 120.0  # timeout of the compiler, which usually takes one or two
-_MAX_CHARS = 300
+_TIMEOUT_SECONDS = 120.0  # of the compiler, which usually takes one or two seconds
+_MAX_ERROR_CHARS = 300  # of the compiler's output in a message
 _SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")
 
@@ -23,24 +23,24 @@ class BuildError(ModularKernelError):
     """A C file could not be compiled or loaded; the message gives the reason."""
 
 
-def module_of(
+def load_module(
     source: Path, name: str, include_dirs: Sequence[str], release: str = ""
 ) -> ModuleType:
-    """Return the extension module `name` built from the C file `source`, compiling it if needed.
+    """Load the extension module of the C file `source`. Compile it if it is not cached.
 
-    The module is cached in MK_CACHE_DIR, or in a temporary folder of this process if that is not
-    possible. Raise BuildError if there is no compiler, if it fails, or if the result cannot be
+    The compiled file is stored in MK_CACHE_DIR, or in a temporary folder of this process if that is
+    not possible. Raise BuildError if there is no compiler, if it fails, or if the result cannot be
     loaded.
 
-    name: must match the name that the C file gives the module.
+    name: of the module; must match the C file.
     include_dirs: folders of the headers that the C file includes, besides Python's.
-    release: version of the library that owns include_dirs. Part of the cache key, because headers
-        may change with it.
+    release: version of the library that owns `include_dirs`. It is part of the cache key, because
+        the headers may change with it.
     """
     compiler = find_c_compiler()
     flags = (*_FLAGS, *(f"-I{folder}" for folder in (*include_dirs, *_python_include_dirs())))
     facts = (release, compiler, *flags, _SUFFIX, platform.machine(), *platform.libc_ver())
-    stem = f"{name}-{key_of(*facts, files=(source,))}"
+    stem = f"{name}-{make_cache_key(*facts, files=(source,))}"
     library = find_cached(stem, _SUFFIX)
     if library is None:
         if compiler is None:
@@ -50,14 +50,14 @@ def module_of(
             library = build_cached(stem, _SUFFIX, lambda output: _compile(command, output))
         except OSError as error:
             raise BuildError(f"{name} could not be written: {_one_line(str(error))}") from None
-    return _load_module(name, library)
+    return _import_extension(name, library)
 
 
 def _python_include_dirs() -> tuple[str, ...]:
     """Return the folders of Python's headers.
 
-    The default scheme on Debian is posix_local, the one of local packages, whose folder has no
-    headers.
+    On Debian, the default scheme is posix_local, the scheme of local packages. Its include folder
+    has no headers.
     """
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     return (sysconfig.get_paths(scheme=scheme)["include"],)
@@ -87,7 +87,7 @@ def _compile(command: list[str], output: Path) -> None:
         )
 
 
-def _load_module(name: str, path: Path) -> ModuleType:
+def _import_extension(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -100,4 +100,4 @@ def _load_module(name: str, path: Path) -> ModuleType:
 
 
 def _one_line(text: str) -> str:
-    return escape_nonprintable(" ".join(text.split()), max_chars=_MAX_CHARS)
+    return escape_nonprintable(" ".join(text.split()), max_chars=_MAX_ERROR_CHARS)

@@ -1,8 +1,9 @@
-"""Cache of compiled code that this process executes, kept across processes.
+"""Cache of compiled code on disk, which processes of one user share.
 
-A file is trusted only if nobody else can have written it: folder and file belong to this user and
-are not writable by others. Its name contains the hash of its bytes, which is verified before use.
-Any other file is removed and built again. Files are written atomically.
+Processes execute these files, so a file is trusted only if no other user can have written it:
+folder and file belong to this user and are not writable by others. The name of a file contains the
+hash of its bytes, which is verified before use. Any other file is removed and built again. Files
+are written atomically.
 """
 
 import atexit
@@ -20,13 +21,17 @@ from pathlib import Path
 from modular_kernel.settings import read_settings
 from modular_kernel.utils import forks
 
-DIGITS = 32  # of each hash in a file name
+HASH_DIGITS = 32  # hexadecimal digits of each hash in a file name
 
 
-def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
-    """Return the hash of a file's inputs: facts as strings, and names and bytes of files."""
-    sources = [(path.name, _digest(path.read_bytes())) for path in files]
-    return _digest(repr(([*map(str, facts)], sources)).encode())
+def make_cache_key(*facts: object, files: tuple[Path, ...] = ()) -> str:
+    """Return the hash of everything that a compiled file depends on.
+
+    facts: versions and options, hashed as strings.
+    files: sources, hashed by name and bytes.
+    """
+    sources = [(path.name, _hash(path.read_bytes())) for path in files]
+    return _hash(repr(([*map(str, facts)], sources)).encode())
 
 
 def find_cached(stem: str, suffix: str) -> Path | None:
@@ -34,64 +39,64 @@ def find_cached(stem: str, suffix: str) -> Path | None:
 
     Files with this stem whose bytes do not match their name are removed.
 
-    stem: a name and the `key_of` the file's inputs.
+    stem: a name and the `make_cache_key` of the file.
     """
-    for path in sorted(_folder().glob(f"{escape(stem)}-*{suffix}")):
+    for path in sorted(_find_folder().glob(f"{escape(stem)}-*{suffix}")):
         # Only regular files are opened: opening a pipe would block.
         if _is_private(path, stat.S_ISREG):
             with suppress(OSError):
-                if path.name == f"{stem}-{_digest(path.read_bytes())}{suffix}":
+                if path.name == f"{stem}-{_hash(path.read_bytes())}{suffix}":
                     return path
         with suppress(OSError):
             path.unlink()
     return None
 
 
-def build_cached(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
-    """Return the file that `make` writes, cached in MK_CACHE_DIR.
+def build_cached(stem: str, suffix: str, build: Callable[[Path], None]) -> Path:
+    """Build a file with `build`, store it in MK_CACHE_DIR, and return its path.
 
-    Its name contains the hash of its bytes. If it cannot be cached, it is placed in a temporary
-    folder of this process. Exceptions of `make` propagate, and nothing is kept. Raise OSError if
-    the file cannot be written anywhere.
+    If it cannot be stored there, it is placed in a temporary folder of this process. Exceptions of
+    `build` propagate, and nothing is stored. Raise OSError if the file cannot be written anywhere.
 
-    stem: a name and the `key_of` the file's inputs.
-    make: writes the file to the path that it is given.
+    stem: a name and the `make_cache_key` of the file.
+    build: called with a path; writes the file to it.
     """
-    temporary = _own_process_folder()
-    with tempfile.TemporaryDirectory(dir=temporary) as temporary_folder:
-        output = Path(temporary_folder) / f"made{suffix}"
-        make(output)
+    process_folder = _get_process_folder()
+    with tempfile.TemporaryDirectory(dir=process_folder) as build_folder:
+        output = Path(build_folder) / f"built{suffix}"
+        build(output)
         content = output.read_bytes()
-    name = f"{stem}-{_digest(content)}{suffix}"
+    name = f"{stem}-{_hash(content)}{suffix}"
     try:
-        return _write_atomically(content, _folder() / name)
-    except OSError:  # disk full, folder removed, or the name is taken by something else
-        return _write_atomically(content, temporary / name)
+        return _write_atomically(content, _find_folder() / name)
+    except OSError:  # disk full, folder removed, or `name` is a folder
+        return _write_atomically(content, process_folder / name)
 
 
 def _write_atomically(content: bytes, path: Path) -> Path:
-    """Write a file atomically."""
-    with tempfile.TemporaryDirectory(
-        prefix=".part-", dir=path.parent
-    ) as temporary_folder:  # mode 0700
-        written = Path(temporary_folder) / "written"
-        with written.open("wb") as file:
+    # A temporary folder has mode 0700, so no other user can replace the file before it is moved.
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as temporary_folder:
+        temporary = Path(temporary_folder) / "written"
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # the name must not reach the disk before the bytes
-        written.chmod(0o600)
-        return written.replace(path)
+        temporary.chmod(0o600)
+        return temporary.replace(path)
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:DIGITS]
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:HASH_DIGITS]
 
 
-def _folder() -> Path:
-    """Return the folder of cached files, which only this user can have written."""
+def _find_folder() -> Path:
+    """Return the folder of cached files, to which only this user can write.
+
+    It is a temporary folder of this process if MK_CACHE_DIR is not set or not usable.
+    """
     cache_dir = read_settings().cache_dir
     if cache_dir is not None:
-        # Per user: a cache may be shared, and nobody may run another user's code.
+        # One folder per user: users may share a cache, but must not run each other's code.
         folder = cache_dir / f"built-{os.geteuid()}"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,16 +105,20 @@ def _folder() -> Path:
         else:
             if _is_private(folder, stat.S_ISDIR) and os.access(folder, os.W_OK | os.X_OK):
                 return folder
-    return _own_process_folder()
+    return _get_process_folder()
 
 
-def _own_process_folder() -> Path:
-    return _process_folder(forks.generation())
+def _get_process_folder() -> Path:
+    return _make_process_folder(forks.generation())
 
 
 @cache
-def _process_folder(generation: int) -> Path:
-    """Make a folder that is removed when this process ends, but not when a forked child does."""
+def _make_process_folder(generation: int) -> Path:
+    """Make a temporary folder for this process, which is removed when the process exits.
+
+    A forked child inherits the exit handler, but has another generation (`forks.generation`). It
+    removes only the folder that it made itself.
+    """
     folder = Path(tempfile.mkdtemp(prefix="modular_kernel-built-"))
     atexit.register(_remove, folder, generation)
     return folder
@@ -121,7 +130,10 @@ def _remove(folder: Path, generation: int) -> None:
 
 
 def _is_private(path: Path, kind: Callable[[int], bool]) -> bool:
-    """Return whether `path` has this kind, is no link, and only this user owns and can write it."""
+    """Return whether this user owns `path`, no other user can write to it, and it has this kind.
+
+    kind: stat.S_ISREG or stat.S_ISDIR. A symbolic link is neither.
+    """
     try:
         status = path.lstat()
     except OSError:

@@ -1,15 +1,18 @@
 /* Launches the kernels of a recording in one call; see modular_kernel/replay/launch/cuda_replay.py.
  *
- *     recorded = pack(device, inputs, launches, slots, places, values, owner)
+ *     recorded = pack(device, num_inputs, launches, slots, word_offsets, values, owner)
  *     replay(recorded, stream, [pointer of each input])
  *
- * values: the parameters of all launches, in eight-byte words; places: the first word of each.
- * A slot (at, input, offset, map) means that parameter `at` is the pointer of an input plus `offset`
- * bytes, or a TMA map of that address. owner: keeps the kernels loaded.
+ * values: the parameters of all launches, as words of eight bytes.
+ * word_offsets: the first word of each parameter.
+ * slots: (parameter, input, offset, is_map). A replay sets the parameter to the pointer of the input
+ *     plus `offset` bytes, or writes this address into the TMA map that the parameter is.
+ * owner: a reference that keeps the kernels loaded.
  *
- * The driver needs two to four microseconds per launch, and little more for a graph of many. So a
- * replayed recording is turned into a graph, whose nodes are updated when pointers change. On a
- * capturing stream it is replayed launch by launch, as nodes of the caller's graph.
+ * The driver needs two to four microseconds per launch, and little more for a graph of many
+ * launches. A recording of several launches is therefore turned into a graph, whose nodes are
+ * updated when pointers change. On a stream that is being captured, it is replayed launch by launch
+ * instead, as nodes of the caller's graph.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,18 +22,19 @@
 #include <stdint.h>
 #include <string.h>
 
-#define MOST_INPUTS 64 /* bits of Launch.reads */
+#define MAX_INPUTS 64 /* bits of Launch.input_mask */
 #define MAP_ALIGNMENT 128 /* bytes, for a CUtensorMap; CUDA 12 requires 64 */
 
 typedef struct {
-  unsigned long long function;
-  unsigned grid[3], threads, shared, dependent, cooperative, first, count;
-  uint64_t reads; /* bit i: the launch has a slot for input i */
+  unsigned long long function; /* a CUfunction */
+  unsigned grid[3], threads, shared, dependent, cooperative;
+  unsigned first, count; /* its parameters: [first, first + count) */
+  uint64_t input_mask;   /* bit i: the launch has a slot for input i */
   CUgraphNode node;
 } Launch;
 
 typedef struct {
-  unsigned at, input, map;
+  unsigned parameter, input, is_map;
   unsigned long long offset;
 } Slot;
 
@@ -43,13 +47,13 @@ typedef struct {
   void *memory; /* allocation of the values */
   void **parameter; /* address of each value */
   pthread_mutex_t lock; /* guards all following fields, and the values in slots */
-  int graphable;
+  int can_be_graph;
   CUgraph graph;
   CUgraphExec exec;
-  uint64_t seen[MOST_INPUTS]; /* pointers currently in `exec` */
+  uint64_t graph_pointers[MAX_INPUTS]; /* pointers that `exec` currently uses */
 } RecordedCall;
 
-/* Looked up when the module is loaded, so that it is not linked against a driver. */
+/* Functions of the driver, loaded by name so that the module is not linked against a driver. */
 static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
 static CUresult (*error_string)(CUresult, const char **);
 static CUresult (*get_context)(CUcontext *);
@@ -100,7 +104,7 @@ static void drop_graph(RecordedCall *recorded) {
   recorded->graph = NULL;
 }
 
-static void release(PyObject *capsule) {
+static void free_recorded(PyObject *capsule) {
   RecordedCall *recorded = PyCapsule_GetPointer(capsule, "recorded");
   drop_graph(recorded);
   pthread_mutex_destroy(&recorded->lock);
@@ -112,22 +116,23 @@ static void release(PyObject *capsule) {
   PyMem_Free(recorded);
 }
 
-/* Sets the address of each parameter's value, within `words` words from `value`. */
-static int point(RecordedCall *recorded, PyObject *places, uint64_t *value, Py_ssize_t words) {
+/* Sets the address of each parameter. `values` has `words` words. */
+static int set_parameter_addresses(RecordedCall *recorded, PyObject *word_offsets, uint64_t *values,
+                                   Py_ssize_t words) {
   for (unsigned i = 0; i < recorded->parameters; ++i) {
-    Py_ssize_t word = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
+    Py_ssize_t word = PyLong_AsSsize_t(PyList_GET_ITEM(word_offsets, i));
     if (word == -1 && PyErr_Occurred())
       return 0;
     if (word < 0 || word >= words) {
-      PyErr_SetString(PyExc_ValueError, "a parameter whose value is not there");
+      PyErr_Format(PyExc_ValueError, "got a parameter at word %zd, need one of %zd words", word, words);
       return 0;
     }
-    recorded->parameter[i] = value + word;
+    recorded->parameter[i] = values + word;
   }
   return 1;
 }
 
-static int fill(RecordedCall *recorded, PyObject *launches, PyObject *slots) {
+static int parse_launches_and_slots(RecordedCall *recorded, PyObject *launches, PyObject *slots) {
   for (unsigned i = 0; i < recorded->launches; ++i) {
     Launch *l = recorded->launch + i;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(launches, i), "K(III)IIIIII", &l->function, &l->grid[0],
@@ -135,24 +140,27 @@ static int fill(RecordedCall *recorded, PyObject *launches, PyObject *slots) {
                           &l->cooperative, &l->first, &l->count))
       return 0;
     if (l->first > recorded->parameters || l->count > recorded->parameters - l->first) {
-      PyErr_SetString(PyExc_ValueError, "a launch has parameters that are not there");
+      PyErr_Format(PyExc_ValueError, "a launch has parameters beyond the %u given", recorded->parameters);
       return 0;
     }
     if (l->cooperative)
-      recorded->graphable = 0;
+      recorded->can_be_graph = 0;
   }
   for (unsigned i = 0; i < recorded->slots; ++i) {
     Slot *s = recorded->slot + i;
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(slots, i), "IIKI", &s->at, &s->input, &s->offset,
-                          &s->map))
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(slots, i), "IIKI", &s->parameter, &s->input, &s->offset,
+                          &s->is_map))
       return 0;
-    if (s->at >= recorded->parameters || s->input >= recorded->inputs) {
-      PyErr_SetString(PyExc_ValueError, "a slot for a parameter or an input that is not there");
+    if (s->parameter >= recorded->parameters || s->input >= recorded->inputs) {
+      PyErr_Format(PyExc_ValueError, "a slot has parameter %u of %u, input %u of %u", s->parameter,
+                   recorded->parameters, s->input, recorded->inputs);
       return 0;
     }
-    for (unsigned j = 0; j < recorded->launches; ++j)
-      if (s->at >= recorded->launch[j].first && s->at - recorded->launch[j].first < recorded->launch[j].count)
-        recorded->launch[j].reads |= (uint64_t)1 << s->input;
+    for (unsigned j = 0; j < recorded->launches; ++j) {
+      Launch *l = recorded->launch + j;
+      if (s->parameter >= l->first && s->parameter - l->first < l->count)
+        l->input_mask |= (uint64_t)1 << s->input;
+    }
   }
   return 1;
 }
@@ -160,19 +168,19 @@ static int fill(RecordedCall *recorded, PyObject *launches, PyObject *slots) {
 static PyObject *pack(PyObject *self, PyObject *args) {
   int device;
   unsigned inputs;
-  PyObject *launches, *slots, *places, *owner;
+  PyObject *launches, *slots, *word_offsets, *owner;
   const char *values;
   Py_ssize_t bytes;
   if (!PyArg_ParseTuple(args, "iIO!O!O!y#O", &device, &inputs, &PyList_Type, &launches,
-                        &PyList_Type, &slots, &PyList_Type, &places, &values, &bytes, &owner))
+                        &PyList_Type, &slots, &PyList_Type, &word_offsets, &values, &bytes, &owner))
     return NULL;
-  if (inputs > MOST_INPUTS)
-    return PyErr_Format(PyExc_ValueError, "%u inputs: at most %d", inputs, MOST_INPUTS);
+  if (inputs > MAX_INPUTS)
+    return PyErr_Format(PyExc_ValueError, "%u inputs: at most %d", inputs, MAX_INPUTS);
   RecordedCall *recorded = PyMem_Calloc(1, sizeof(RecordedCall));
   if (!recorded)
     return PyErr_NoMemory();
-  *recorded = (RecordedCall){.owner = owner, .device = device, .inputs = inputs, .graphable = 1};
-  PyObject *capsule = PyCapsule_New(recorded, "recorded", release);
+  *recorded = (RecordedCall){.owner = owner, .device = device, .inputs = inputs, .can_be_graph = 1};
+  PyObject *capsule = PyCapsule_New(recorded, "recorded", free_recorded);
   if (!capsule) {
     PyMem_Free(recorded);
     return NULL;
@@ -181,7 +189,7 @@ static PyObject *pack(PyObject *self, PyObject *args) {
   pthread_mutex_init(&recorded->lock, NULL);
   recorded->launches = PyList_GET_SIZE(launches);
   recorded->slots = PyList_GET_SIZE(slots);
-  recorded->parameters = PyList_GET_SIZE(places);
+  recorded->parameters = PyList_GET_SIZE(word_offsets);
   recorded->launch = PyMem_Calloc(recorded->launches + 1, sizeof(Launch));
   recorded->slot = PyMem_Calloc(recorded->slots + 1, sizeof(Slot));
   recorded->memory = PyMem_Calloc(bytes + MAP_ALIGNMENT, 1);
@@ -192,15 +200,16 @@ static PyObject *pack(PyObject *self, PyObject *args) {
   }
   uintptr_t aligned = ((uintptr_t)recorded->memory + MAP_ALIGNMENT - 1) & ~(uintptr_t)(MAP_ALIGNMENT - 1);
   memcpy((void *)aligned, values, bytes);
-  if (!point(recorded, places, (uint64_t *)aligned, bytes / 8) || !fill(recorded, launches, slots)) {
+  if (!set_parameter_addresses(recorded, word_offsets, (uint64_t *)aligned, bytes / 8) ||
+      !parse_launches_and_slots(recorded, launches, slots)) {
     Py_DECREF(capsule);
     return NULL;
   }
   return capsule;
 }
 
-/* A thread that has not used the device yet has no context. */
-static CUresult have_context(int ordinal) {
+/* Makes the primary context of the device current: a thread that has not used it has none. */
+static CUresult ensure_context(int ordinal) {
   CUcontext context = NULL;
   CUdevice device;
   CUresult result = get_context(&context);
@@ -242,7 +251,7 @@ static CUresult launch_all(RecordedCall *recorded, CUstream stream) {
   return result;
 }
 
-static CUDA_KERNEL_NODE_PARAMS node_of(const RecordedCall *recorded, const Launch *l) {
+static CUDA_KERNEL_NODE_PARAMS make_node_params(const RecordedCall *recorded, const Launch *l) {
   return (CUDA_KERNEL_NODE_PARAMS){.func = (CUfunction)(uintptr_t)l->function,
                                    .gridDimX = l->grid[0],
                                    .gridDimY = l->grid[1],
@@ -254,12 +263,13 @@ static CUDA_KERNEL_NODE_PARAMS node_of(const RecordedCall *recorded, const Launc
                                    .kernelParams = recorded->parameter + l->first};
 }
 
-/* Kernels in sequence; a dependent one starts when its predecessor permits it. */
+/* Builds a graph of the kernels in sequence. With programmatic dependent launch, a kernel starts when
+ * its predecessor permits it. */
 static CUresult build_graph(RecordedCall *recorded) {
   CUresult result = graph_create(&recorded->graph, 0);
   for (unsigned i = 0; i < recorded->launches && result == CUDA_SUCCESS; ++i) {
     Launch *l = recorded->launch + i;
-    CUDA_KERNEL_NODE_PARAMS parameters = node_of(recorded, l);
+    CUDA_KERNEL_NODE_PARAMS parameters = make_node_params(recorded, l);
     result = graph_add_kernel(&l->node, recorded->graph, NULL, 0, &parameters);
     if (i == 0 || result != CUDA_SUCCESS)
       continue;
@@ -275,59 +285,60 @@ static CUresult build_graph(RecordedCall *recorded) {
   return result;
 }
 
-/* Updates the graph's kernels that read changed pointers. */
+/* Updates the nodes of kernels that use changed pointers. */
 static CUresult update_graph(RecordedCall *recorded, const uint64_t *pointers) {
   uint64_t changed = 0;
   for (unsigned i = 0; i < recorded->inputs; ++i)
-    if (recorded->seen[i] != pointers[i])
+    if (recorded->graph_pointers[i] != pointers[i])
       changed |= (uint64_t)1 << i;
   CUresult result = CUDA_SUCCESS;
   for (unsigned i = 0; changed && i < recorded->launches && result == CUDA_SUCCESS; ++i) {
     const Launch *l = recorded->launch + i;
-    CUDA_KERNEL_NODE_PARAMS parameters = node_of(recorded, l);
-    if (l->reads & changed)
+    CUDA_KERNEL_NODE_PARAMS parameters = make_node_params(recorded, l);
+    if (l->input_mask & changed)
       result = exec_set(recorded->exec, l->node, &parameters);
   }
   return result;
 }
 
-/* Returns whether the recording is now a graph with these pointers; a failure is permanent. */
-static int as_graph(RecordedCall *recorded, const uint64_t *pointers) {
-  if (recorded->graphable) {
+/* Returns whether `exec` is now a graph with these pointers. After a failure, it is never tried
+ * again. */
+static int update_or_build_graph(RecordedCall *recorded, const uint64_t *pointers) {
+  if (recorded->can_be_graph) {
     CUresult result = recorded->exec ? update_graph(recorded, pointers) : build_graph(recorded);
-    memcpy(recorded->seen, pointers, sizeof(*pointers) * recorded->inputs);
+    memcpy(recorded->graph_pointers, pointers, sizeof(*pointers) * recorded->inputs);
     if (result != CUDA_SUCCESS) {
       drop_graph(recorded);
-      recorded->graphable = 0;
+      recorded->can_be_graph = 0;
     }
   }
-  return recorded->graphable;
+  return recorded->can_be_graph;
 }
 
 static CUresult replay_locked(RecordedCall *recorded, CUstream stream, const uint64_t *pointers) {
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_ACTIVE;
-  CUresult result = have_context(recorded->device);
+  CUresult result = ensure_context(recorded->device);
   if (result != CUDA_SUCCESS)
     return result;
   for (unsigned i = 0; i < recorded->slots && result == CUDA_SUCCESS; ++i) {
     const Slot *s = recorded->slot + i;
     uint64_t pointer = pointers[s->input] + s->offset;
-    if (s->map)
-      result = replace_address(recorded->parameter[s->at], (void *)(uintptr_t)pointer);
+    if (s->is_map)
+      result = replace_address(recorded->parameter[s->parameter], (void *)(uintptr_t)pointer);
     else
-      memcpy(recorded->parameter[s->at], &pointer, sizeof(pointer));
+      memcpy(recorded->parameter[s->parameter], &pointer, sizeof(pointer));
   }
   if (result != CUDA_SUCCESS)
     return result;
-  /* If the status cannot be queried, some capture is active. */
+  /* If the query fails, a capture on another stream forbids it; do not launch a graph. */
   if (recorded->launches > 1 && is_capturing(stream, &capturing) == CUDA_SUCCESS &&
-      capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(recorded, pointers))
+      capturing == CU_STREAM_CAPTURE_STATUS_NONE && update_or_build_graph(recorded, pointers))
     return graph_launch(recorded->exec, stream);
   return launch_all(recorded, stream);
 }
 
 static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-  uint64_t pointers[MOST_INPUTS];
+  uint64_t pointers[MAX_INPUTS];
   if (count != 3 || !PyList_Check(args[2]))
     return PyErr_Format(PyExc_TypeError, "replay(recorded, stream, [pointer, ...])");
   RecordedCall *recorded = PyCapsule_GetPointer(args[0], "recorded");

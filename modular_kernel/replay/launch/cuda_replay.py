@@ -1,9 +1,9 @@
-"""cuda_replay: run all launches of a recorded call with one C call (cuda_replay.c).
+"""`cuda_replay`: runs all launches of a recorded call with one call of C code (cuda_replay.c).
 
 Triton's launchers handle one launch each, with some 50 arguments passed through Python. The C file
 is compiled on first use, with the compiler that triton uses for its launchers, and cached
-(modular_kernel.replay.launch.build). All driver functions are looked up by name when the module is
-loaded.
+(modular_kernel.replay.launch.build). It loads the functions of the CUDA driver by name, so that it
+is not linked against a driver.
 """
 
 import logging
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.replay.launch.build import BuildError, module_of
+from modular_kernel.replay.launch.build import BuildError, load_module
 from modular_kernel.replay.recording import Replay
 
 # Triton has no type annotations.
@@ -28,7 +28,7 @@ _NAME = "modular_kernel_replay"  # must match cuda_replay.c
 MAP_BYTES = 128  # size of a CUtensorMap
 _MAP_ALIGNMENT = 128  # declared by CUDA 13; CUDA 12 requires 64
 # Triton appends two pointers to scratch memory to each kernel's parameters. They are null here.
-_SCRATCH = 2
+_NUM_SCRATCH_POINTERS = 2
 _INTEGERS = {f"{sign}{bits}" for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
 
@@ -37,13 +37,13 @@ _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # struct formats
 class LaunchRecord:
     """A launch in the form of cuda_replay.c.
 
-    kernel: owner of the function, kept alive with this record.
+    kernel: owner of the function; referenced to keep it alive.
     function: address of the CUfunction.
     threads: number of threads per program.
     shared: bytes of shared memory per program.
     dependent: whether programmatic dependent launch is enabled.
     cooperative: whether all programs must be resident at once.
-    values: the kernel's parameters, each a TMA map or eight bytes.
+    values: the parameters of the kernel, each a TMA map (CUtensorMap) or eight bytes.
     slots: (index in `values`, input, byte offset) of each parameter that a replay replaces by the
         address of an input plus the offset.
     """
@@ -60,45 +60,45 @@ class LaunchRecord:
 
 
 def pack_value(kind: str, value: TritonObject) -> bytes | None:
-    """Pack a parameter of triton type `kind` into eight bytes; None for an unknown type.
+    """Pack a parameter of triton type `kind` into eight bytes; return None for an unknown type.
 
-    The value is in the first bytes. A kernel reads as many of them as its type has.
+    The value is in the first bytes. A kernel reads only as many bytes as the type has.
     """
     if kind.startswith("*") or kind in _INTEGERS:
-        return _word(value or 0)
+        return _to_word(value or 0)
     return struct.pack(_FLOATS[kind], value) if kind in _FLOATS else None
 
 
-def map_values(descriptor: TritonObject, meta: TritonObject) -> list[bytes] | None:
-    """Return the kernel parameters of a triton TensorDescriptor: its map, sizes and strides.
+def pack_tensor_map(descriptor: TritonObject, meta: TritonObject) -> list[bytes] | None:
+    """Return the kernel parameters of a triton TensorDescriptor: its TMA map, sizes and strides.
 
-    Return None if triton stores maps in an unknown way.
+    Return None if the kernel builds the map itself, or if triton stores maps in an unknown format.
 
     meta: triton's metadata of this parameter; None if the kernel builds the map itself.
     """
-    from modular_kernel.replay.launch.triton_versions import encoded_map
+    from modular_kernel.replay.launch.triton_versions import encode_tensor_map
 
-    if not meta:  # the kernel builds the map itself
+    if not meta:
         return None
-    encoded = encoded_map(descriptor, meta)
-    return None if encoded is None else [encoded[0], *map(_word, encoded[1])]
+    encoded = encode_tensor_map(descriptor, meta)
+    return None if encoded is None else [encoded[0], *map(_to_word, encoded[1])]
 
 
-def _word(number: int) -> bytes:
+def _to_word(number: int) -> bytes:
     return (int(number) & (2**64 - 1)).to_bytes(8, "little")
 
 
-def pack(
+def pack_launch(
     compiled: TritonObject,
     grid: tuple[int, ...],
     arguments: Sequence[TritonObject],
     slots: dict[int, tuple[int, int]],
 ) -> LaunchRecord | None:
-    """Pack a launch of a compiled kernel; None if one of its arguments has an unknown type.
+    """Pack a launch of a compiled kernel; return None if an argument has an unknown type.
 
     compiled: triton's CompiledKernel.
-    arguments: in the order of the kernel's parameters. Tensors are given as integer pointers, or as
-        triton descriptors.
+    arguments: in the order of the kernel's parameters. A tensor is an integer address or a triton
+        TensorDescriptor.
     slots: index of an argument -> (input, byte offset).
     """
     metadata, values, slot_entries = compiled.metadata, list[bytes](), list[tuple[int, int, int]]()
@@ -111,7 +111,7 @@ def pack(
             slot_entries.append((len(values), *slots[index]))
         packed = None
         if isinstance(kind, str) and kind.startswith("tensordesc"):
-            packed = map_values(argument, next(maps, None))
+            packed = pack_tensor_map(argument, next(maps, None))
         elif isinstance(kind, str):
             value = pack_value(kind, argument)
             packed = None if value is None else [value]
@@ -126,29 +126,26 @@ def pack(
         shared=metadata.shared,
         dependent=bool(metadata.launch_pdl),
         cooperative=bool(metadata.launch_cooperative_grid),
-        values=(*values, *[bytes(8)] * _SCRATCH),
+        values=(*values, *[bytes(8)] * _NUM_SCRATCH_POINTERS),
         slots=tuple(slot_entries),
     )
 
 
 @cache
 def _build_module() -> tuple[TritonObject, str]:
-    """Return cuda_replay.c as a module, or None and the reason.
-
-    It is built once, and a failure is logged once.
-    """
+    """Return (cuda_replay.c as a module, ""), or (None, the reason why it cannot be built)."""
     try:
         import triton
         from triton.backends.nvidia.driver import include_dirs
 
         source, release = Path(__file__).with_suffix(".c"), f"triton {triton.__version__}"
-        return module_of(source, _NAME, tuple(include_dirs), release), ""
+        return load_module(source, _NAME, tuple(include_dirs), release), ""
     except (BuildError, ImportError, OSError) as error:
         _LOG.warning("launches are not replayed: %s", error)
         return None, str(error)
 
 
-def module() -> TritonObject:
+def get_module() -> TritonObject:
     """Return cuda_replay.c as a module; None without a compiler or a suitable driver."""
     return _build_module()[0]
 
@@ -163,34 +160,35 @@ PackArguments = tuple[
 ]
 
 
-def describe(launches: Sequence[LaunchRecord]) -> PackArguments:
-    """Return launches, slots, places and values: the arguments of `pack` in cuda_replay.c.
+def make_pack_arguments(launches: Sequence[LaunchRecord]) -> PackArguments:
+    """Return (launches, slots, word_offsets, values), which are arguments of `pack` in C.
 
-    All values are concatenated, with maps aligned to 128 bytes. A place is the position of a value,
-    in words of eight bytes.
+    values: the concatenated values of all launches, with maps aligned to 128 bytes.
+    word_offsets: the position of each value, in words of eight bytes.
     """
-    described, slots = list[tuple[TritonObject, ...]](), list[tuple[int, int, int, bool]]()
-    places, values = list[int](), b""
-    for p in launches:
-        first = len(places)
-        launch = (p.function, p.grid, p.threads, p.shared, p.dependent, p.cooperative)
-        described.append((*launch, first, len(p.values)))
-        slots += [
-            (first + index, i, offset, len(p.values[index]) > 8) for index, i, offset in p.slots
-        ]
-        for value in p.values:
+    packed, slots = list[tuple[TritonObject, ...]](), list[tuple[int, int, int, bool]]()
+    word_offsets, values = list[int](), b""
+    for record in launches:
+        first = len(word_offsets)
+        launch = (record.function, record.grid, record.threads, record.shared)
+        flags = (record.dependent, record.cooperative)
+        packed.append((*launch, *flags, first, len(record.values)))
+        for index, input_index, offset in record.slots:
+            is_map = len(record.values[index]) > 8
+            slots.append((first + index, input_index, offset, is_map))
+        for value in record.values:
             if len(value) == MAP_BYTES:
                 values += bytes(-len(values) % _MAP_ALIGNMENT)
-            places.append(len(values) // 8)
+            word_offsets.append(len(values) // 8)
             values += value
-    return described, slots, places, values
+    return packed, slots, word_offsets, values
 
 
-def replayer(launches: Sequence[LaunchRecord], inputs: int) -> Replay:
+def make_replay(launches: Sequence[LaunchRecord], num_inputs: int) -> Replay:
     """Return a function that replays `launches` in order on the current device.
 
-    inputs: the number of input pointers.
+    num_inputs: the number of pointers that each replay takes.
     """
-    compiled, device = module(), torch.cuda.current_device()
-    recorded = compiled.pack(device, inputs, *describe(launches), tuple(launches))
-    return partial(compiled.replay, recorded)
+    module, device = get_module(), torch.cuda.current_device()
+    recorded = module.pack(device, num_inputs, *make_pack_arguments(launches), tuple(launches))
+    return partial(module.replay, recorded)

@@ -1,10 +1,10 @@
-"""launch: launch a Triton kernel so that a plan can replay it.
+"""`launch`: launches a Triton kernel, and records the launch while a plan records.
 
     launch(kernel, (programs,), x_ptr=x, num_rows=rows, BLOCK=128, num_warps=4)
 
-is `kernel[grid](...)`. While a plan records (see modular_kernel.replay.recording), the compiled
-kernel and its arguments are recorded as well, with slots for pointers to the call's inputs. Replay
-runs all recorded launches with a single call of modular_kernel.replay.launch.cuda_replay.
+does the same as `kernel[grid](...)`. While a call is recorded (modular_kernel.replay.recording),
+the compiled kernel and its arguments are recorded as well. A replay repeats all recorded launches
+with one call of C code (modular_kernel.replay.launch.cuda_replay).
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel.replay.launch import cuda_replay
 from modular_kernel.replay.launch.runtime import HAS_TRITON, patch_interpreter_once
-from modular_kernel.replay.recording import recorder
+from modular_kernel.replay.recording import get_active_recorder
 
 _NO_GPU = "no NVIDIA GPU"
 # Triton has no type annotations.
@@ -31,13 +31,12 @@ def launch(kernel: TritonObject, grid: tuple[int, ...], **arguments: TritonObjec
     if not isinstance(kernel, JITFunction):  # interpreted, possibly before any operation ran
         patch_interpreter_once()
     compiled = kernel[grid](**arguments)
-    recording = recorder()
-    if recording is not None:
-        from modular_kernel.replay.launch.record import (
-            record_launch,  # imports Gluon, which is slow
-        )
+    recorder = get_active_recorder()
+    if recorder is not None:
+        # Imported late because it imports Gluon, which is slow.
+        from modular_kernel.replay.launch.record import record_launch
 
-        record_launch(recording, kernel, compiled, grid, arguments)
+        record_launch(recorder, kernel, compiled, grid, arguments)
 
 
 def why_not_replayed() -> str:
@@ -47,11 +46,12 @@ def why_not_replayed() -> str:
     import triton
 
     if triton.knobs.runtime.interpret:
-        gpu = torch.cuda.is_available()  # without a GPU, `mk` itself has set the variable
-        return "TRITON_INTERPRET is 1: nothing is compiled" if gpu else _NO_GPU
+        # Without a GPU, `mk` has set TRITON_INTERPRET itself: the missing GPU is the reason.
+        has_gpu = torch.cuda.is_available()
+        return "TRITON_INTERPRET is 1: nothing is compiled" if has_gpu else _NO_GPU
     from modular_kernel.replay.launch import triton_versions
 
-    if triton_versions.RELEASE not in triton_versions.REPLAYED:
+    if triton_versions.RELEASE not in triton_versions.REPLAYABLE_RELEASES:
         return f"launchers of triton {triton.__version__} are unknown"
     if not torch.cuda.is_available():
         return _NO_GPU

@@ -1,17 +1,18 @@
 """Programmatic dependent launch (PDL): a kernel starts while its predecessor finishes.
 
-Between two launches of a CUDA graph, the GPU idles for one or two microseconds. With PDL, a kernel
-is set up in that time. It calls `pdl_wait` before it reads the results of its predecessor. In a
-normal launch, `pdl_wait` does nothing.
+Between two kernels of a CUDA graph, the GPU idles for one or two microseconds. With PDL, the second
+kernel is set up before the first one has finished, and calls `pdl_wait`
+(modular_kernel/ops/kernels) before it reads results of the first. In a launch without PDL,
+`pdl_wait` does nothing.
 """
 
 from modular_kernel.replay.launch.runtime import HAS_TRITON
 
 
 def pdl_arguments() -> dict[str, object]:
-    """Return the launch arguments that enable PDL.
+    """Return the launch arguments that enable PDL; {} in the interpreter and before sm_90.
 
-    They are {} in the interpreter and on GPUs before sm_90.
+    OVERLAP is the constexpr by which kernels of this project enable `pdl_wait`.
     """
     if not HAS_TRITON:
         return {}

@@ -1,4 +1,4 @@
-"""Recording of a launch's kernel and arguments, so that `cuda_replay` can repeat it."""
+"""Recording of the kernel and the arguments of a launch, so that `cuda_replay` can repeat it."""
 
 import logging
 from functools import cache
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("modular_kernel.replay")
 
 
 def record_launch(
-    recording: Recorder,
+    recorder: Recorder,
     kernel: TritonObject,
     compiled: TritonObject,
     grid: tuple[int, ...],
@@ -28,11 +28,12 @@ def record_launch(
 ) -> None:
     """Record a launch of `kernel`, or the reason why it cannot be replayed.
 
-    Pointers to the call's inputs become slots that each replay fills.
+    Pointers into the inputs of the call become slots, to which each replay writes the addresses of
+    its own inputs.
     """
     reason = _why_not_replayable(kernel, compiled)
     if reason:
-        recording.refuse(reason)
+        recorder.refuse(reason)
         return
     values: list[TritonObject] = []
     slots: dict[int, tuple[int, int]] = {}
@@ -40,29 +41,29 @@ def record_launch(
         value = arguments.get(parameter.name, parameter.default)
         tensor = value.base if isinstance(value, TensorDescriptor) else value
         if isinstance(tensor, torch.Tensor):
-            slot = recording.locate(tensor)
+            slot = recorder.locate(tensor)
             if slot is not None:
                 slots[len(values)] = slot
             value = value.data_ptr() if value is tensor else value
         elif not parameter.is_constexpr and not isinstance(value, int | float | None):
-            recording.refuse(f"{parameter.name} is a {type(value).__name__}")
+            recorder.refuse(f"{parameter.name} is a {type(value).__name__}")
             return
         values.append(value)
-    packed = cuda_replay.pack(compiled, grid, values, slots)
+    packed = cuda_replay.pack_launch(compiled, grid, values, slots)
     if packed is None:
-        recording.refuse(f"{kernel} has a parameter of unknown type")
-    elif 0 not in packed.grid:
-        recording.note(packed, cuda_replay.replayer, _hooks_active)
+        recorder.refuse(f"{kernel} has a parameter of unknown type")
+    elif 0 not in packed.grid:  # an empty grid launches nothing
+        recorder.add_launch(packed, cuda_replay.make_replay, _has_launch_hooks)
 
 
 def _why_not_replayable(kernel: TritonObject, compiled: TritonObject) -> str:
-    """Return why a launch cannot be replayed without triton's own code; "" if it can."""
+    """Return why a launch cannot be replayed without triton's launcher; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
         return f"{kernel} is interpreted or not a plain @triton.jit function"
     if kernel.pre_run_hooks:
         return f"{kernel} has pre-run hooks"
     reason = triton_versions.why_not_replayed(compiled.metadata)
-    if triton_versions.RELEASE not in triton_versions.REPLAYED:
+    if triton_versions.RELEASE not in triton_versions.REPLAYABLE_RELEASES:
         _warn_once(reason)
     if reason:
         return f"{kernel}: {reason}"
@@ -71,12 +72,13 @@ def _why_not_replayable(kernel: TritonObject, compiled: TritonObject) -> str:
 
 @cache
 def _warn_once(reason: str) -> None:
-    """Log a reason once; it applies to every launch of this process."""
+    """Log a reason that applies to every launch of this process."""
     _LOG.warning("launches are not replayed: %s", reason)
 
 
-def _hooks_active() -> bool:
-    """Return whether a profiler has hooked into triton's launches."""
+def _has_launch_hooks() -> bool:
+    """Return whether a profiler has set triton's launch hooks, which a replay does not call."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # A hook is a HookChain, whose `calls` may be empty, or a function, or None.
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

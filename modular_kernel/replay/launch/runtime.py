@@ -1,6 +1,6 @@
-"""Choice between an operation's Triton kernel and its torch reference.
+"""Selection between the Triton kernel and the torch reference of an operation.
 
-Other modules read HAS_TRITON from here.
+Triton is optional. Other modules read HAS_TRITON from here instead of importing it.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in find_importable({"ml_dtypes"})
 
 
 def patch_interpreter() -> bool:
-    """Make Triton's interpreter produce a GPU's numbers; return whether it is active."""
+    """Patch Triton's interpreter to compute as a GPU does. Return whether it is active."""
     patch = _patch()
-    if patch is None or not patch.active():
+    if patch is None or not patch.is_active():
         return False
     patch.install()
     return True
@@ -28,7 +28,7 @@ def patch_interpreter() -> bool:
 
 @cache
 def patch_interpreter_once() -> None:
-    """Make Triton's interpreter produce a GPU's numbers, at the first interpreted launch."""
+    """Patch Triton's interpreter to compute as a GPU does. Later calls do nothing."""
     patch = _patch()
     if patch is not None:
         patch.install()
@@ -36,16 +36,16 @@ def patch_interpreter_once() -> None:
 
 @cache
 def _patch() -> ModuleType | None:
-    """Return the module that patches the interpreter, imported on first use."""
+    """Return the module that patches the interpreter; None without triton or ml_dtypes."""
     return import_module("modular_kernel.interpreter.patch") if HAS_INTERPRETER else None
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether operations on `tensor` launch Triton kernels.
 
-    On a GPU they do if triton is installed. On a CPU they do if Triton's interpreter is active; it
-    is then patched to a GPU's numerics. A meta tensor counts as one on a GPU, because compile
-    reports record launches made with meta tensors.
+    On a GPU they do if triton is installed. On a CPU they do if Triton's interpreter is active,
+    which this function then patches to compute as a GPU does. A meta tensor counts as one on a GPU,
+    because compile reports record launches with meta tensors.
     """
     if not HAS_TRITON:
         return False
@@ -58,9 +58,9 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def record_races() -> Iterator[list[str]]:
-    """Yield a list that collects races between programs of one launch inside the block.
+    """Yield a list of the data races between programs of one launch inside the block.
 
-    It stays empty unless kernels are interpreted.
+    The list stays empty unless kernels are interpreted.
     """
     if patch_interpreter():
         from modular_kernel.interpreter.access_log import ACCESS_LOG
@@ -72,16 +72,17 @@ def record_races() -> Iterator[list[str]]:
 
 
 @contextmanager
-def launch_cache() -> Iterator[None]:
-    """Inside the block, skip interpreted launches whose result is cached from an equal launch.
+def cache_interpreted_launches() -> Iterator[None]:
+    """Inside the block, replace interpreted launches by the cached writes of an equal launch.
 
-    A launch is equal if it has the same kernel, arguments of equal layout, and equal bytes at every
-    address that it reads: it then writes the same bytes. Compiled kernels are not affected.
+    Two launches are equal if they have the same kernel, arguments of equal layout, and equal bytes
+    at every address that they read. They then write the same bytes. Compiled kernels are not
+    affected.
     """
     if patch_interpreter():
         from modular_kernel.interpreter import launch_cache as interpreted
 
-        with interpreted.cached_launches():
+        with interpreted.cache_launches():
             yield
     else:
         yield

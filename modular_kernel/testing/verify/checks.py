@@ -29,7 +29,7 @@ from modular_kernel.testing.verify.without_adapters import (
     check_alternating_adapters,
     check_without_adapters,
 )
-from modular_kernel.utils.optional_imports import OWN_PACKAGES
+from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -228,7 +228,7 @@ def check_reducer_arguments(trial: Trial) -> Findings:
     other packages may rely on the kernel that calls them.
     """
     reduce, problem = trial.kernel.experts.finalize_weight_and_reduce_impl(), trial.first.problem
-    is_own = type(reduce).__module__.partition(".")[0] in OWN_PACKAGES
+    is_own = type(reduce).__module__.partition(".")[0] in DISTRIBUTION_PACKAGES
     if reduce.kind is Reduce.DELEGATE or not is_own:
         return
     tokens, top_k, hidden = trial.first.x_TH().shape[0], problem.top_k, problem.hidden

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import CorruptionError, ModularKernelError
 from modular_kernel.path_log import EnteredPath, record_paths
-from modular_kernel.replay.launch.runtime import launch_cache
+from modular_kernel.replay.launch.runtime import cache_interpreted_launches
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.path_coverage import PathCell, list_cells
@@ -73,7 +73,7 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
         )
     trial = Trial(case, machine, build)
     # The launch cache skips interpreted launches that repeat an earlier one.
-    with launch_cache(), record_paths() as entered_paths:
+    with cache_interpreted_launches(), record_paths() as entered_paths:
         failures = tuple(dict.fromkeys(run_all_checks(trial)))
     error, bound = _measure_accuracy(trial)
     seconds = time.perf_counter() - start

@@ -30,7 +30,7 @@ from experts.triton.gemv_tma.kernels.pipeline import (
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
-from modular_kernel.replay.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import tma_async_load
 
 _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -80,7 +80,7 @@ def _load(
                         rows = ring.index(stage * PANELS_PER_STAGE + p).slice(
                             slot * ROWS_PER_SLOT, ROWS_PER_SLOT, 0
                         )
-                        load_box(w_desc, [row, start + p * PANEL], full_barrier, rows)
+                        tma_async_load(w_desc, [row, start + p * PANEL], full_barrier, rows)
             step += 1
 
 

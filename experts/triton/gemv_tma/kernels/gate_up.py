@@ -28,7 +28,7 @@ from experts.triton.kernels.gluon_epilogue import activate
 from modular_kernel.ops.kernels.extrema import max_nan
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantize import scale_of
-from modular_kernel.replay.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import tma_async_load
 
 _COLUMNS = gl.constexpr(32)  # output columns per tile, which has 32 gate rows and 32 up rows
 _GATE_UP_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
@@ -83,11 +83,11 @@ def _load(
                 for p in gl.static_range(PANELS_PER_STAGE):
                     panel, k = ring.index(stage * PANELS_PER_STAGE + p), start + p * PANEL
                     if STEP == 2:
-                        load_box(w_desc, [first_row, k], full_barrier, panel)
+                        tma_async_load(w_desc, [first_row, k], full_barrier, panel)
                     else:
                         gate, up = panel.slice(0, HALF, 0), panel.slice(HALF, HALF, 0)
-                        load_box(w_desc, [first_row, k], full_barrier, gate)
-                        load_box(w_desc, [first_row + up_rows, k], full_barrier, up)
+                        tma_async_load(w_desc, [first_row, k], full_barrier, gate)
+                        tma_async_load(w_desc, [first_row + up_rows, k], full_barrier, up)
                 step += 1
 
 

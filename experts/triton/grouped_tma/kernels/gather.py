@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from modular_kernel.replay.launch.triton_versions import copy_rows
+from modular_kernel.replay.launch.triton_versions import async_load_rows
 
 _COPY_BYTES = gl.constexpr(16)  # bytes per cp.async
 
@@ -52,7 +52,7 @@ def copy_step(ptrs, mask, step, depth, buffer, COPIES: gl.constexpr, EVEN_K: gl.
         columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
         # The limit is rounded so that the compiler knows that no 16-byte copy is partial.
         mask = mask & (columns < depth // WIDTH * WIDTH)[None, :]
-    copy_rows(buffer, ptrs, mask=mask)
+    async_load_rows(buffer, ptrs, mask=mask)
     async_copy.commit_group()
 
 

@@ -27,7 +27,7 @@ from experts.triton.grouped_tma.kernels.gather import (
 )
 from experts.triton.kernels.gluon_epilogue import finish
 from experts.triton.kernels.gluon_ring import allocate_barriers
-from modular_kernel.replay.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import tma_async_load
 
 ROWS = gl.constexpr(64)  # rows per warpgroup
 
@@ -102,10 +102,12 @@ def _load(
             full_barrier = full.index(stage)
             mbarrier.expect(full_barrier, BYTES)
             if not GATHER:
-                load_box(a_desc, [row, start], full_barrier, a_ring.index(stage))
+                tma_async_load(a_desc, [row, start], full_barrier, a_ring.index(stage))
             b = b_ring.index(stage)
-            load_box(b_desc, [row_b, start], full_barrier, b.slice(0, HALF, 0))
-            load_box(b_desc, [row_b + right_rows, start], full_barrier, b.slice(HALF, HALF, 0))
+            tma_async_load(b_desc, [row_b, start], full_barrier, b.slice(0, HALF, 0))
+            tma_async_load(
+                b_desc, [row_b + right_rows, start], full_barrier, b.slice(HALF, HALF, 0)
+            )
             iteration += 1
         if LORA_STEPS > 0:
             # Extra K steps add u times B of each slot. The columns of u for up follow those for
@@ -121,11 +123,11 @@ def _load(
                 mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
                 full_barrier = full.index(stage)
                 mbarrier.expect(full_barrier, BYTES)
-                load_box(u_desc, [row, step * BLOCK_K], full_barrier, a_ring.index(stage))
+                tma_async_load(u_desc, [row, step * BLOCK_K], full_barrier, a_ring.index(stage))
                 b = b_ring.index(stage)
                 row_b = slot * slot_rows + expert * expert_rows + n * STRIDE_N
-                load_box(lora_b_desc, [row_b, column], full_barrier, b.slice(0, HALF, 0))
-                load_box(
+                tma_async_load(lora_b_desc, [row_b, column], full_barrier, b.slice(0, HALF, 0))
+                tma_async_load(
                     lora_b_desc, [row_b + right_rows, column - u_up], full_barrier,
                     b.slice(HALF, HALF, 0),
                 )  # fmt: skip

@@ -25,7 +25,7 @@ from experts.triton.grouped_tma.kernels.gemm import load_tile_info
 from experts.triton.grouped_w4.kernels.unpack import BLOCK, load_block_scales, unpack
 from experts.triton.kernels.gluon_epilogue import activate, store_masked, store_rows
 from experts.triton.kernels.gluon_ring import allocate_barriers
-from modular_kernel.replay.launch.triton_versions import load_box
+from modular_kernel.replay.launch.triton_versions import tma_async_load
 
 
 @gluon.jit
@@ -54,9 +54,9 @@ def _load(
             mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
             full_barrier = full.index(stage)
             mbarrier.expect(full_barrier, BYTES)
-            load_box(x_desc, [row, step * BLOCK], full_barrier, x_ring.index(stage))
-            load_box(w_desc, [(box + step) * LINES, 0], full_barrier, w_ring.index(stage))
-            load_box(
+            tma_async_load(x_desc, [row, step * BLOCK], full_barrier, x_ring.index(stage))
+            tma_async_load(w_desc, [(box + step) * LINES, 0], full_barrier, w_ring.index(stage))
+            tma_async_load(
                 scale_desc, [(box + step) * SCALE_LINES, 0], full_barrier, scale_ring.index(stage)
             )
             iteration += 1

@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from modular_kernel.quant.quantized_weights import (
     check_weights_quantized,
-    dequantized_weights,
+    dequantize_weights,
     quantize_weights,
 )
 from modular_kernel.spec.placement import Placement
@@ -321,7 +321,7 @@ def _find_weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem:
 def _dequantize(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     if not problem.scheme.quantized:
         return weights.w1, weights.w2
-    return dequantized_weights(weights, "w1", problem), dequantized_weights(weights, "w2", problem)
+    return dequantize_weights(weights, "w1", problem), dequantize_weights(weights, "w2", problem)
 
 
 _DEVICES: tuple[Any, ...] = (

@@ -170,8 +170,8 @@ _CALLS: dict[str, Callable[[], Call]] = {
         "modular_kernel.quant.quantized_weights:weight_specs",
         problem=replace(PROBLEM, quant="int8_w8a8_channel"),
     ),
-    "from_e8m0": _call_of(
-        "modular_kernel.quant.scale_tiles:from_e8m0",
+    "e8m0_to_float": _call_of(
+        "modular_kernel.quant.scale_tiles:e8m0_to_float",
         scale=lambda: torch.full((2, 3), 127, dtype=torch.uint8),
     ),
     "route": _call_of(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modular_kernel.quant.quantized_weights import dequantized_weights, quantize_weights
+from modular_kernel.quant.quantized_weights import dequantize_weights, quantize_weights
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
@@ -81,7 +81,7 @@ def _run_quantized() -> list[torch.Tensor]:
         lambda: samples.make_call_inputs(0, replace(problem, quant="none"))
     )
     weights = quantize_weights(call_inputs.weights, problem)
-    return [dequantized_weights(weights, name, problem) for name in ("w1", "w2")]
+    return [dequantize_weights(weights, name, problem) for name in ("w1", "w2")]
 
 
 def _make_tables() -> list[torch.Tensor]:
