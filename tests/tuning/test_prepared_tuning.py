@@ -54,7 +54,7 @@ def rows(number: int) -> int:
     return number * LAYER.experts // LAYER.top_k
 
 
-def preparing(problem: Problem) -> set[str]:
+def preparing_paths(problem: Problem) -> set[str]:
     """Return the paths that prepare weights of `problem` on this machine."""
     return {name for name in supported_paths(problem) if BY_NAME[name].prepared_configs(problem)}
 
@@ -67,7 +67,9 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
 ) -> None:
     def times(tokens: int, choice: Choice) -> float:
         assert isinstance(choice, MoEConfig)
-        return 1.0 if choice.path in preparing(LAYER) and choice.gemm1.block_m == 64 else 100.0
+        return (
+            1.0 if choice.path in preparing_paths(LAYER) and choice.gemm1.block_m == 64 else 100.0
+        )
 
     own = space()
     (kernel, i), tokens = made(tokens=rows(60), **SIZES), rows(60)
@@ -107,7 +109,7 @@ def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
         tiles.clear_caches()
         assert choose_config(LAYER, rows(700), own.paths) == other
         for tokens, config in before.items():
-            assert config.path in preparing(LAYER)
+            assert config.path in preparing_paths(LAYER)
             assert choose_config(LAYER, tokens, own.paths, prepared=True) == config
         # With fewer rows nothing is said of prepared weights, and they are as others.
         assert choose_config(LAYER, rows(5), own.paths, prepared=True) == other
@@ -121,7 +123,7 @@ def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None
         rows(12)
     )
     other = BASE.default_config(LAYER, 1, current_lookup().device)
-    assert wide.path in preparing(LAYER)
+    assert wide.path in preparing_paths(LAYER)
     own.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
     own.save(
         {
@@ -178,28 +180,28 @@ def test_candidates_depend_on_rows_per_expert(here: Path, number: int) -> None:
     tried = {choice.path for choice in own.candidates(tokens) if isinstance(choice, MoEConfig)}
     untuned = own.untuned(tokens)
     assert isinstance(untuned, MoEConfig)
-    assert (untuned.path in preparing(LAYER)) is (number >= 12)
-    assert bool(tried & preparing(LAYER)) is (number >= 12)
-    assert tried - preparing(LAYER), "others may be faster"
+    assert (untuned.path in preparing_paths(LAYER)) is (number >= 12)
+    assert bool(tried & preparing_paths(LAYER)) is (number >= 12)
+    assert tried - preparing_paths(LAYER), "others may be faster"
 
 
 def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
     machine = this_machine()
     if not machine.interpreter:
-        pytest.skip("no Triton here")
+        pytest.skip("Triton's interpreter is off")
     problem, nothing = replace(LAYER, tokens=40), SimpleNamespace()
     pair = TunedPair(*PAIR, machine, prepared=True)
     search: Any = DeviceBenchmarker(pair, problem, nothing, tokens=(40,), target_ms=1.0)  # type: ignore[arg-type]
-    given = search.weights
-    assert given.w1_tiles is not None
+    weights = search.weights
+    assert weights.w1_tiles is not None
     choice = search.space.untuned(40)
-    took = search.screen(40, choice)
-    assert isinstance(took, StageTimes), took
+    times = search.screen(40, choice)
+    assert isinstance(times, StageTimes), times
     assert set(launched) == {32}
     (seconds,) = search.compare(40, [choice]).values()
     assert isinstance(seconds, float)
     # Were they not read, words of zeros would give the same numbers.
-    given.w1_tiles.data.zero_()  # which torch does not count
+    weights.w1_tiles.data.zero_()  # does not change the version counter
     assert search.screen(40, choice).is_wrong
 
 
@@ -247,7 +249,7 @@ def test_device_name_may_be_spelled_as_in_file_names(mk: Mk, here: Path) -> None
 def test_output_and_records_show_prepared_weights(tmp_path: Path) -> None:
     machine = replace(this_machine(), device="cpu")
     if not machine.interpreter:
-        pytest.skip("no Triton here")
+        pytest.skip("Triton's interpreter is off")
     plain, *_ = verb._select_valid([("a", LAYER)], machine, None, "TritonExperts")
     ((name, problem, pair),) = verb._select_valid(
         [("a", LAYER)], machine, None, None, prepared=True

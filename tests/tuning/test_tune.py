@@ -6,7 +6,7 @@ from tune_samples import FOLDER, TIMES, Fake, Space, job, only
 from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.tuning.search import Refusal, remaining_token_counts, tune
 
-# ------------------------------------------------------------------------------------ what it picks
+# ----------------------------------------------------------------------------- selected choices
 
 
 def test_fastest_correct_choice_wins() -> None:
@@ -17,7 +17,7 @@ def test_fastest_correct_choice_wins() -> None:
     assert (len(tuned.times), tuned.finished, tuned.refused) == (4, True, {})
     assert tuned.file == FOLDER / "file"
     assert space.kept == {64: tuned.best}
-    assert bench.compared == [2, 1, 0], "finalists, and the untuned one beside them"
+    assert bench.compared == [2, 1, 0], "the finalists and the untuned choice"
 
 
 def test_wrong_choices_never_win_and_are_reported() -> None:
@@ -53,9 +53,9 @@ def test_gain_below_one_percent_is_noise() -> None:
     assert only(Space(), Fake({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == TunedChoice(
         0, 10.0, 10.0
     )
-    found = only(Space(), Fake({**TIMES, 2: 9.85, 1: 10.2, 3: 11})).best
-    assert found is not None
-    assert found.choice == 2
+    best = only(Space(), Fake({**TIMES, 2: 9.85, 1: 10.2, 3: 11})).best
+    assert best is not None
+    assert best.choice == 2
 
 
 def test_failed_untuned_choice_is_not_a_baseline() -> None:
@@ -110,32 +110,32 @@ def test_fresh_ignores_saved_results() -> None:
 def test_budget_is_shared_and_unused_time_is_passed_on() -> None:
     space = Space(tuple(range(1, 100)))
     bench = Fake(lambda tokens, choice: 5.0)
-    found = list(tune(job(space, bench, 1, 2, 3, 4, budget=80.0)))
-    assert [tuned.finished for tuned in found] == [False] * 4
-    tried = [len(tuned.times) for tuned in found]
-    assert all(8 <= count <= 20 for count in tried), tried
+    results = list(tune(job(space, bench, 1, 2, 3, 4, budget=80.0)))
+    assert [tuned.finished for tuned in results] == [False] * 4
+    num_timed = [len(tuned.times) for tuned in results]
+    assert all(8 <= count <= 20 for count in num_timed), num_timed
     quick = Space((1,))
     bench = Fake(lambda tokens, choice: 5.0)
-    found = list(tune(job(quick, bench, *range(1, 9), budget=60.0)))
-    assert [tuned.finished for tuned in found] == [True] * 8
+    results = list(tune(job(quick, bench, *range(1, 9), budget=60.0)))
+    assert [tuned.finished for tuned in results] == [True] * 8
 
 
 def test_a_spent_budget_ends_the_run_and_another_continues() -> None:
     space = Space()
-    found = list(tune(job(space, Fake(TIMES, cost=100.0), 1, 2, 3, budget=90.0)))
-    assert [tuned.tokens for tuned in found] == [1]
-    assert found[0].best is not None, "what is best so far counts"
+    results = list(tune(job(space, Fake(TIMES, cost=100.0), 1, 2, 3, budget=90.0)))
+    assert [tuned.tokens for tuned in results] == [1]
+    assert results[0].best is not None, "the best choice so far is saved"
     assert [t.tokens for t in tune(job(space, Fake(TIMES), 1, 2, 3))] == [2, 3]
 
 
 def test_the_next_number_of_tokens_is_compiled_ahead() -> None:
     bench = Fake(TIMES)
     list(tune(job(Space(), bench, 1, 2, 3)))
-    for now, soon in ((1, 2), (2, 3)):
-        assert bench.events.index(("compile", soon)) < bench.events.index(("time", now))
+    for current, following in ((1, 2), (2, 3)):
+        assert bench.events.index(("compile", following)) < bench.events.index(("time", current))
 
 
 def test_each_measurement_calls_on_measurement() -> None:
     bench, ticks = Fake(TIMES), list[int]()
     only(Space(), bench, on_measurement=lambda: ticks.append(1))
-    assert len(ticks) == len(bench.timed) + 1, "the comparison is one"
+    assert len(ticks) == len(bench.timed) + 1, "the comparison is one measurement"

@@ -1,4 +1,4 @@
-"""Times of stages, measured after a pause in which the host queues all calls."""
+"""Times of stages. The GPU sleeps while the host queues all calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 class Time:
-    """Stands in for the module `time`; advances as the test says."""
+    """Replacement of the module `time`, whose clock the tests advance."""
 
     now = 0.0
 
@@ -30,10 +30,10 @@ class Time:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    made = Time()
+    fake = Time()
     for module in (stage_timer, method):
-        monkeypatch.setattr(module, "time", made)
-    return made
+        monkeypatch.setattr(module, "time", fake)
+    return fake
 
 
 def layer(time: Time) -> None:
@@ -47,46 +47,46 @@ def layer(time: Time) -> None:
 
 
 def test_stage_times_are_summed_by_stage(time: Time) -> None:
-    wiped: list[int] = []
-    made = StageTimer((stages.GEMM1, stages.GEMM2), CPU)
-    found = made.time_calls([lambda: layer(time)] * 3, lambda: wiped.append(1))
-    assert len(found) == len(wiped) == 3
-    took = median_stage_times(found)
-    assert took.stages == pytest.approx({stages.GEMM1: 0.004, stages.GEMM2: 0.002})
-    assert took.seconds == pytest.approx(0.008)
+    flushes: list[int] = []
+    timer = StageTimer((stages.GEMM1, stages.GEMM2), CPU)
+    times = timer.time_calls([lambda: layer(time)] * 3, lambda: flushes.append(1))
+    assert len(times) == len(flushes) == 3
+    medians = median_stage_times(times)
+    assert medians.stages == pytest.approx({stages.GEMM1: 0.004, stages.GEMM2: 0.002})
+    assert medians.seconds == pytest.approx(0.008)
 
 
 def test_watching_ends_after_the_call(time: Time) -> None:
-    seen: list[str] = []
+    watched: list[str] = []
 
     @contextmanager
     def watch(name: str) -> Iterator[None]:
-        seen.append(name)
+        watched.append(name)
         yield
 
     with stages.watch_stages(watch):
         layer(time)
     layer(time)
-    assert seen == [stages.GEMM1, stages.GEMM2, stages.GEMM2, stages.REDUCE]
+    assert watched == [stages.GEMM1, stages.GEMM2, stages.GEMM2, stages.REDUCE]
     with pytest.raises(ValueError, match="inside"), stages.watch_stages(watch):
         raise ValueError("inside")
     assert stages.stage(stages.GEMM1) is stages.stage(stages.GEMM2)
 
 
 def test_pause_grows_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch, time: Time) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: pauses.append(cycles / 2.0e9))
+    sleeps: list[float] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: sleeps.append(cycles / 2.0e9))
     monkeypatch.setattr(stage_timer, "make_clock", lambda device: WallClock())
-    made = StageTimer((), GPU)
-    made.time_calls([lambda: time.sleep(0.002)])
-    assert len(pauses) == 2, "the first was too short"
-    assert pauses[0] < 0.002 < pauses[1]
-    made.time_calls([lambda: time.sleep(0.002)])
-    assert len(pauses) == 3, "and the second is kept"
+    timer = StageTimer((), GPU)
+    timer.time_calls([lambda: time.sleep(0.002)])
+    assert len(sleeps) == 2, "the first sleep was too short"
+    assert sleeps[0] < 0.002 < sleeps[1]
+    timer.time_calls([lambda: time.sleep(0.002)])
+    assert len(sleeps) == 3, "the second sleep is reused"
 
 
 def test_medians_are_by_stage() -> None:
-    took = median_stage_times(
+    medians = median_stage_times(
         [StageTimes(3.0, {"a": 1.0}), StageTimes(1.0, {"a": 9.0}), StageTimes(2.0, {"a": 2.0})]
     )
-    assert took == StageTimes(2.0, {"a": 2.0})
+    assert medians == StageTimes(2.0, {"a": 2.0})
