@@ -24,7 +24,7 @@ from experts.triton.paths import BASE, BY_NAME
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import tune as verb
-from modular_kernel.cli.tune_output import TunedLayer, TuneRecorder, record
+from modular_kernel.cli.tune_output import TunedLayer, TuneRecorder, make_record
 from modular_kernel.contracts import Choice, StageTimes, TunedChoice
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
@@ -261,4 +261,4 @@ def test_output_and_records_show_prepared_weights(tmp_path: Path) -> None:
     tuned = TuneResult(64, TunedChoice(choice, 1e-5, 2e-5), {}, {}, finished=True)
     TuneRecorder(layer, tmp_path / "times.jsonl").append(tuned)
     assert json.loads((tmp_path / "times.jsonl").read_text())["prepared"] is True
-    assert record(layer, [tuned], [])["prepared"] is True
+    assert make_record(layer, [tuned], [])["prepared"] is True
