@@ -219,8 +219,9 @@ class BatchedTokens:
     x_eCH: (e, C, H). The first counts_e[i] rows of expert i are tokens. The other rows and their
         scales are undefined and never read.
     counts_e: (e,) int32, number of tokens of each expert.
-    scale: float32 scale of quantized rows, with any strides: (1,) per tensor, (e, C, 1) per row, or
-        (e, C, ceil(H / g)) per group of g values of a row. None if unquantized.
+    scale: float32 scale of quantized rows, with any strides: (1,) or (e, C, 1) per tensor,
+        (e, C, 1) per row, or (e, C, ceil(H / g)) per group of g values of a row. None if
+        unquantized.
     adapters_eC: (e, C) int32, adapter slot of each row, or -1 for no adapter; None if no row has an
         adapter.
     unquantized_eCH: (e, C, H) in the problem's dtype, if rows are quantized and adapters need

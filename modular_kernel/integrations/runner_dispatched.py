@@ -96,7 +96,7 @@ def run_received(
     """
     batched = isinstance(tokens, BatchedTokens)
     x = tokens.x_eCH if isinstance(tokens, BatchedTokens) else tokens.x_TH
-    _check_rows(x, tokens.scale, problem)
+    check_rows(x, tokens.scale, problem)
     validate.check_weights(weights, x, problem)
     experts = _make_experts(part, problem, x.device.type)
     if isinstance(tokens, BatchedTokens):
@@ -135,8 +135,12 @@ def _weight_and_reduce(
     return out
 
 
-def _check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
-    """Check the dtype and sizes of rows and of their scales."""
+def check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
+    """Raise DtypeError or ShapeError unless rows and their scales match the problem.
+
+    x: (R, H), or (e, C, H) of rows grouped by expert.
+    scale: as in `ContiguousTokens` or `BatchedTokens`.
+    """
     scheme = problem.scheme
     dtype = STORAGE[scheme.activation] if scheme.dispatched_quantized else problem.dtype
     if x.dtype is not dtype:
@@ -153,10 +157,13 @@ def _check_rows(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -
     if scale is None:
         need = f"the scales of the {problem.quant} rows"
         raise ShapeError("hidden_states_scale", got=None, need=need)
+    allowed: tuple[tuple[int, ...], ...]
     if scheme.activation_granularity == "tensor":
-        shape: tuple[int, ...] = (1,)
+        # Batched parts also read a scale for each row.
+        allowed = ((1,),) if x.dim() == 2 else ((1,), (*x.shape[:-1], 1))
     else:
-        shape = (*x.shape[:-1], scale_shape(scheme, 1, problem.hidden)[1])
-    if tuple(scale.shape) != shape or scale.dtype is not torch.float32:
+        allowed = ((*x.shape[:-1], scale_shape(scheme, 1, problem.hidden)[1]),)
+    if tuple(scale.shape) not in allowed or scale.dtype is not torch.float32:
         got = f"{scale.dtype} {tuple(scale.shape)}"
-        raise ShapeError("hidden_states_scale", got=got, need=f"torch.float32 {shape}")
+        need = f"torch.float32 {' or '.join(map(str, allowed))}"
+        raise ShapeError("hidden_states_scale", got=got, need=need)

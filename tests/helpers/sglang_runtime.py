@@ -227,3 +227,65 @@ def run_core(problem: Problem, inputs: Inputs, info: Any, **options: Any) -> tor
     runner = MoeRunner(resolve_moe_runner_backend(NAME), config)
     output: torch.Tensor = runner.run(dispatch_output(inputs), info).hidden_states
     return output
+
+
+# --------------------------------------------------------------------- SGLang's own Triton kernel
+
+_TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+
+
+def interpret_triton_backend(monkeypatch: Any) -> None:
+    """Replace the functions around SGLang's fused MoE kernel that need a GPU or its packages.
+
+    The kernel itself is interpreted by Triton.
+    """
+    from sglang.kernels.ops.moe import fused_moe_triton_kernels as kernels
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe as module
+
+    def fused_experts_impl(*arguments: Any, **options: Any) -> torch.Tensor:
+        return module.fused_experts_impl(*arguments[:7], False, *arguments[7:], **options)
+
+    replacements: dict[str, Any] = {
+        "moe_align_block_size": _align_blocks,
+        "try_get_optimal_moe_config": lambda *_, **__: (_TILES, (None, None)),
+        "moe_sum_reduce_triton": lambda rows, out, scale: out.copy_(rows.float().sum(1) * scale),
+        "outplace_fused_experts": fused_experts_impl,
+    }
+    compiled = (
+        "swiglu_gpt_oss_sigmoid_alpha",
+        "swiglu_no_interleaved_with_alpha_and_limit",
+        "_swiglu_silu_clamp_mul",
+    )
+    for name in compiled:
+        replacements[name] = getattr(module, name)._torchdynamo_orig_callable
+    for name, function in replacements.items():
+        monkeypatch.setattr(module, name, function)
+    monkeypatch.setattr(kernels, "scaled_fp8_quant", _scaled_fp8_quant)
+
+
+def _align_blocks(
+    ids_TK: torch.Tensor, block: int, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return pairs sorted by expert and padded to blocks, the expert of each block, and a count."""
+    ids = ids_TK.flatten()
+    pairs, owners = [], []
+    for expert in (-1, *range(experts)):
+        found = (ids == expert).nonzero().flatten().tolist()
+        found += [len(ids)] * (-len(found) % block)
+        pairs += found
+        owners += [expert] * (len(found) // block)
+    return (
+        torch.tensor(pairs, dtype=torch.int32),
+        torch.tensor(owners, dtype=torch.int32),
+        torch.tensor([len(pairs)], dtype=torch.int32),
+    )
+
+
+def _scaled_fp8_quant(
+    x: torch.Tensor, scale: torch.Tensor | None = None, use_per_token_if_dynamic: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if scale is None and use_per_token_if_dynamic:
+        scale = x.float().abs().amax(-1, keepdim=True) / 448
+    elif scale is None:
+        scale = x.float().abs().max().reshape(1) / 448
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale

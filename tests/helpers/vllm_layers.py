@@ -1,7 +1,7 @@
 """MoE layers of vLLM itself on a CPU, filled with the tensors of a checkpoint.
 
 vLLM is used without its compiled extension. `scaled_fp8_quant` is the only operator of it that
-loading a layer calls; `stand_in_operators` computes it in torch.
+loading a layer or quantizing rows to fp8 calls; `stand_in_operators` computes it in torch.
 """
 
 import socket
@@ -31,6 +31,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 
@@ -98,7 +99,13 @@ def vllm_process(
 def stand_in_operators(monkeypatch: Any) -> None:
     """Compute vLLM's compiled operators that loading needs in torch."""
 
-    def scaled_fp8_quant(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scaled_fp8_quant(
+        x: torch.Tensor, scale: torch.Tensor | None = None, use_per_token_if_dynamic: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if scale is None and use_per_token_if_dynamic:
+            scale = x.float().abs().amax(-1, keepdim=True) / 448
+        elif scale is None:
+            scale = x.float().abs().max().reshape(1) / 448
         return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
     monkeypatch.setattr(vllm_operators, "scaled_fp8_quant", scaled_fp8_quant)
@@ -119,15 +126,61 @@ def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None, f
     return CompressedTensorsConfig.from_config(config | {"quant_method": "compressed-tensors"})
 
 
+def compressed_tensors_fp8(problem: Problem) -> Any:
+    """Return vLLM's configuration of fp8 per tensor with static scales, or per block."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights, inputs = common | {"dynamic": False}, common | {"dynamic": not problem.scheme.static}
+    if problem.scheme.granularity == "block":
+        rows, columns = problem.scheme.group
+        weights |= {"strategy": "block", "block_structure": [rows, columns]}
+        inputs |= {"strategy": "group", "group_size": columns}
+    else:
+        weights |= {"strategy": "tensor"}
+        inputs |= {"strategy": "tensor"}
+    return compressed_tensors(weights, inputs, "float-quantized")
+
+
+def modelopt(scheme: str) -> Any:
+    """Return vLLM's configuration of a ModelOpt checkpoint."""
+    config, algorithm = ModelOptFp8Config, "FP8"
+    if scheme == "nvfp4_w4a16":
+        config, algorithm = ModelOptNvFp4Config, "NVFP4"
+    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": []}
+    return config.from_config({"quantization": quantization | {"group_size": 16}})
+
+
+def group_config(problem: Problem, form: str) -> Any:
+    """Return vLLM's configuration of int4 or int8 weights with a scale per group of a row."""
+    scheme = problem.scheme
+    bits = 4 if scheme.packed else 8
+    options = {"bits": bits, "group_size": scheme.group[0]}
+    if form == "gptq":
+        options |= {"desc_act": False, "sym": True, "quant_method": "gptq"}
+        return Gptq.from_config(options)
+    if form == "moe_wna16":
+        options |= {"desc_act": False, "sym": not scheme.zero_points, "quant_method": "gptq"}
+        return MoeWNA16Config.from_config(options)
+    if form == "awq":
+        return Awq.from_config(options | {"zero_point": scheme.zero_points, "quant_method": "awq"})
+    weights = {"num_bits": bits, "type": "int", "strategy": "group"}
+    weights |= {"group_size": scheme.group[0], "symmetric": not scheme.zero_points}
+    return compressed_tensors(weights, None, "pack-quantized")
+
+
 def quant_config(problem: Problem, form: str = "") -> Any:
     """Return vLLM's configuration of a checkpoint in the problem's scheme; None if unquantized.
 
-    form: "gptq", "awq" or "moe_wna16" (GPTQ's, repacked while loading) for groups of 4-bit weights;
-    compressed-tensors otherwise.
+    form: "gptq", "awq" or "moe_wna16" (GPTQ's, repacked while loading) for weights in groups;
+    "modelopt" or "compressed-tensors". By default, vLLM's own format for mxfp4 and for fp8 per
+    tensor or block, otherwise compressed-tensors.
     """
     scheme, name = problem.scheme, problem.scheme.name
     if name == "none":
         return None
+    if form == "modelopt":
+        return modelopt(name)
+    if form == "compressed-tensors":
+        return compressed_tensors_fp8(problem)
     if name == "fp8_w8a8_tensor":
         return Fp8Config(True, "static" if scheme.static else "dynamic")
     if name == "fp8_w8a8_block":
@@ -138,19 +191,8 @@ def quant_config(problem: Problem, form: str = "") -> Any:
         common = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
         weights, inputs = common | {"dynamic": False}, common | {"dynamic": "local"}
         return compressed_tensors(weights, inputs, "nvfp4-pack-quantized")
-    if form == "gptq":
-        options = {"bits": 4, "group_size": scheme.group[0], "desc_act": False, "sym": True}
-        return Gptq.from_config(options | {"quant_method": "gptq"})
-    if form == "moe_wna16":
-        options = {"bits": 4, "group_size": scheme.group[0], "desc_act": False, "sym": True}
-        return MoeWNA16Config.from_config(options | {"quant_method": "gptq"})
-    if form == "awq":
-        options = {"bits": 4, "group_size": scheme.group[0], "zero_point": scheme.zero_points}
-        return Awq.from_config(options | {"quant_method": "awq"})
     if scheme.granularity == "group":
-        weights = {"num_bits": 4 if scheme.packed else 8, "type": "int", "strategy": "group"}
-        weights |= {"group_size": scheme.group[0], "symmetric": not scheme.zero_points}
-        return compressed_tensors(weights, None, "pack-quantized")
+        return group_config(problem, form)
     kind = "int" if name == "int8_w8a8_channel" else "float"
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     weights = {**common, "strategy": "channel", "dynamic": False}
@@ -160,12 +202,17 @@ def quant_config(problem: Problem, form: str = "") -> Any:
 
 def vllm_layer(problem: Problem, form: str = "", **options: Any) -> Any:
     """Return the RoutedExperts of a new layer of vLLM; its parameters are not set."""
+    return vllm_runner(problem, form, **options).routed_experts
+
+
+def vllm_runner(problem: Problem, form: str = "", **options: Any) -> Any:
+    """Return a new layer of vLLM with its router; its parameters are not set."""
     # As a model's configuration, of which vLLM reads no more here.
     model = SimpleNamespace(dtype=problem.dtype, quantization_config=None, hf_config=None)
     get_current_vllm_config().model_config = model
     torch.set_default_dtype(problem.dtype)
     try:
-        runner = make_layer(
+        return make_layer(
             num_experts=problem.experts,
             top_k=problem.top_k,
             hidden_size=problem.hidden,
@@ -180,7 +227,6 @@ def vllm_layer(problem: Problem, form: str = "", **options: Any) -> Any:
     finally:
         torch.set_default_dtype(torch.float32)
         get_current_vllm_config().model_config = None
-    return runner.routed_experts
 
 
 def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
@@ -204,6 +250,7 @@ def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -
         elif form == "moe_wna16":
             copy(layer, f"{theirs}_qweight", fields["weight"])
             copy(layer, f"{theirs}_scales", fields["scale"])
+            copy(layer, f"{theirs}_qzeros", fields["zeros"])
         elif form == "gptq":
             _fill_gptq(layer, theirs, fields)
         elif scheme.granularity == "group" and scheme.name.startswith("int"):
@@ -212,13 +259,18 @@ def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -
             if fields["zeros"] is not None:
                 words = _words(fields["zeros"].mT).mT
                 copy(layer, f"{theirs}_weight_zero_point", words)
+        elif scheme.name == "nvfp4_w4a16" and form == "modelopt":
+            copy(layer, f"{theirs}_weight", fields["weight"])
+            copy(layer, f"{theirs}_weight_scale", fields["scale"])
+            copy(layer, f"{theirs}_weight_scale_2", fields["global"])
+            getattr(layer, f"{theirs}_input_scale").data.fill_(0.25)
         elif scheme.name == "nvfp4_w4a16":
             copy(layer, f"{theirs}_weight_packed", fields["weight"])
             copy(layer, f"{theirs}_weight_scale", fields["scale"])
             copy(layer, f"{theirs}_weight_global_scale", 1 / fields["global"])
-            getattr(layer, f"{theirs}_input_global_scale").data.fill_(1)
+            getattr(layer, f"{theirs}_input_global_scale").data.fill_(4)
         else:
-            suffix = "_scale_inv" if scheme.name == "fp8_w8a8_block" else "_scale"
+            suffix = "_scale_inv" if hasattr(layer, f"{theirs}_weight_scale_inv") else "_scale"
             scale = fields["scale"]
             if scheme.granularity == "tensor" and ours == "1":
                 scale = scale[:, None].expand(-1, 2)  # of gate and of up

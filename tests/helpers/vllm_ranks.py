@@ -24,6 +24,7 @@ CASES = {
     "tp": (_BASE, False),
     "tp_fp8_block": (_WIDE, False),
     "ep": (_BASE, True),
+    "ep_uneven": (replace(_BASE, experts=5), True),
     "ep_fp8_block": (_WIDE, True),
     "ep_int4": (replace(_BASE, quant="int4_w4a16_group:group=32"), True),
 }

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from modular_kernel.integrations.vllm.layers import (
     select_scheme,
     select_weight_only_scheme,
 )
-from modular_kernel.integrations.vllm.weights import convert_weights
+from modular_kernel.integrations.vllm.weights import convert_biases, convert_scales
 from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
@@ -169,16 +170,47 @@ def test_the_compatibility_check_selects_parts() -> None:
 
 def test_scales_are_reshaped() -> None:
     problem = Problem(9, 64, 32, 4, 2, quant="fp8_w8a8_channel")
-    w1, w2 = torch.zeros(4, 64, 64, dtype=E4M3), torch.zeros(4, 64, 32, dtype=E4M3)
     per_expert, per_row = torch.arange(4.0), torch.rand(4, 64, 1)
-    weights = convert_weights(problem, w1, w2, w1_scale=per_expert, w2_scale=per_row, a1_scale=None)
-    assert weights.w1_scale is not None
-    assert weights.w2_scale is not None
-    assert torch.equal(weights.w1_scale, per_expert[:, None].expand(4, 64))
-    assert weights.w2_scale.data_ptr() == per_row.data_ptr()
-    assert weights.w1.data_ptr() == w1.data_ptr()
+    copies: dict[str, torch.Tensor] = {}
+    sources = {"w1_scale": per_expert, "w2_scale": per_row, "a1_scale": None, "w1_zero_point": None}
+    scales = convert_scales(problem, sources, copies)
+    assert scales.keys() == {"w1_scale", "w2_scale"}
+    assert torch.equal(scales["w1_scale"], per_expert[:, None].expand(4, 64))
+    assert scales["w2_scale"].data_ptr() == per_row.data_ptr()
     with pytest.raises(ShapeError, match="w1_scale: got"):
-        convert_weights(problem, w1, w2, w1_scale=torch.rand(4, 2), w2_scale=per_row)
+        convert_scales(problem, sources | {"w1_scale": torch.rand(4, 2)}, copies)
+
+
+def test_converted_scales_keep_their_memory() -> None:
+    problem = Problem(9, 64, 32, 4, 2, quant="fp8_w8a8_channel")
+    copies: dict[str, torch.Tensor] = {}
+    sources = {"w1_scale": torch.arange(4.0), "w2_scale": torch.rand(4, 64)}
+    first = convert_scales(problem, sources, copies)
+    second = convert_scales(problem, sources | {"w1_scale": torch.arange(4.0) + 1}, copies)
+    assert copies.keys() == {"w1_scale"}
+    assert second["w1_scale"] is first["w1_scale"]
+    assert torch.equal(first["w1_scale"], (torch.arange(4.0) + 1)[:, None].expand(4, 64))
+    other = replace(problem, intermediate=64)
+    third = convert_scales(other, sources, copies)
+    assert third["w1_scale"].shape == (4, 128)
+
+
+@pytest.mark.parametrize("given", [("b1", "b2"), ("b1",), ("b2",), ()])
+def test_one_bias_is_completed_with_zeros(given: tuple[str, ...]) -> None:
+    biases = {"b1": torch.ones(4, 64), "b2": torch.ones(4, 64)}
+    sources = [biases[name] if name in given else None for name in ("b1", "b2")]
+    converted = convert_biases(BASE, *sources, {})
+    assert converted.keys() == (biases.keys() if given else set())
+    for name, bias in converted.items():
+        assert torch.equal(bias, biases[name] if name in given else torch.zeros(4, 64))
+
+
+def test_schemes_have_the_block_shape_of_loaded_weights() -> None:
+    assert layers.set_block_shape("fp8_w8a8_block", [64, 32]) == "fp8_w8a8_block:block=64x32"
+    assert layers.set_block_shape("fp8_w8a8_block:block=64x64", [128, 128]) == "fp8_w8a8_block"
+    for scheme in ("none", "int4_w4a16_group:group=32"):
+        assert layers.set_block_shape(scheme, [0, 32]) == scheme
+    assert layers.set_block_shape("fp8_w8a8_block", None) == "fp8_w8a8_block"
 
 
 def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:

@@ -6,6 +6,7 @@ module does not import SGLang.
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class LayerRunner:
     def __init__(self, config: Any, fallback: Callable[[Any, Any, Any], Any]) -> None:
         self.config, self._fallback = config, fallback
         self._runner: MoeRunner | None = None
+        self._runner_config: Any = None  # a copy of the config that `_runner` was made of
         self._interleaved = False
         self.refusal: str | None = None
 
@@ -37,12 +39,12 @@ class LayerRunner:
         """Return the output tensor, or the result of the fallback.
 
         A call that this package does not support runs on the fallback. If the first call of the
-        layer is not supported, all later calls run on the fallback, too. Errors of supported calls
-        are raised.
+        layer, or the first one after the config has changed, is not supported, all later calls run
+        on the fallback, too. Errors of supported calls are raised.
         """
         if self.refusal is None:
             reason = find_unsupported_reason(dispatch_output)
-            if reason is None and self._runner is not None:
+            if reason is None and self._runner is not None and config == self._runner_config:
                 return self._run(dispatch_output, quant_info)
             if reason is None:
                 return self._run_first(dispatch_output, quant_info, config)
@@ -53,6 +55,8 @@ class LayerRunner:
         try:
             info, self._interleaved = translation.convert_quant_info(quant_info)
             our_config = translation.convert_runner_config(config, interleaved=self._interleaved)
+            translation.check_biases(our_config, info)
+            self._runner_config = copy(config)
             device = dispatch_output.hidden_states.device
             self._runner = MoeRunner(select_backend(device), our_config)
             output = self._run(dispatch_output, quant_info)

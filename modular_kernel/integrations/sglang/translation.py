@@ -55,6 +55,17 @@ def convert_quant_info(info: Any) -> tuple[MoeQuantInfo, bool]:
     return MoeQuantInfo(**values), interleaved
 
 
+def check_biases(config: MoeRunnerConfig, info: MoeQuantInfo) -> None:
+    """Raise UnsupportedError if SGLang multiplies the first bias by the router weights.
+
+    With apply_router_weight_on_input, w is the router weight of a token x: SGLang computes
+    w (w13 x + b13), and this package w13 (w x) + b13.
+    """
+    if config.apply_router_weight_on_input and info.b13 is not None:
+        need = "None, because apply_router_weight_on_input is True"
+        raise UnsupportedError("b13", got="a tensor", need=need)
+
+
 def _read_fields(record: Any, known: set[str], what: str) -> dict[str, Any]:
     """Return the values of the known fields of a dataclass instance.
 

@@ -12,6 +12,7 @@ import torch
 from modular_kernel import validate
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.integrations.runner_dispatched import check_rows
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.plan import plan_capacity
@@ -99,9 +100,10 @@ class BatchedCalls:
 
         memory: uint8, at least `workspace_bytes` long.
 
-        Raises an InputError if a weight does not match.
+        Raises an InputError if rows, their scales or a weight do not match.
         """
         x_eCH = tokens.x_eCH
+        check_rows(x_eCH, tokens.scale, self.problem)
         if weights is not self._checked:
             validate.check_weights(weights, x_eCH, self.problem)
             self._checked = weights

@@ -113,6 +113,21 @@ def _select_fp8_scheme(group: tuple[int, int], activation: Operand | None) -> st
     return f"fp8_w8a8_block{option}" if activation in allowed else None
 
 
+def set_block_shape(scheme: str, block: Sequence[int] | None) -> str:
+    """Return a scheme with the block shape of loaded weights; other schemes are not changed.
+
+    vLLM selects experts for blocks of 128x128 if the checkpoint is in compressed-tensors' format,
+    whatever its blocks are.
+
+    block: rows and columns that a weight scale covers; None if there are no blocks.
+    """
+    parsed = QuantScheme.parse(scheme)
+    if block is None or parsed.granularity != "block":
+        return scheme
+    rows, columns = block
+    return str(replace(parsed, group=(rows, columns)))
+
+
 def select_weight_only_scheme(
     bits: int, group_size: int, *, zero_points: bool, act_order: bool = False
 ) -> str:

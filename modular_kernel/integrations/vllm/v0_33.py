@@ -6,7 +6,6 @@ plain backend: a backend of vLLM that keeps weights in the layout of the checkpo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
@@ -31,7 +30,7 @@ from modular_kernel.errors import UnsupportedError
 from modular_kernel.integrations.vllm import layers
 from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
 from modular_kernel.integrations.vllm.hooks import log_once
-from modular_kernel.integrations.vllm.weights import convert_weights
+from modular_kernel.integrations.vllm.weights import convert_biases, convert_scales
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
 
@@ -57,6 +56,7 @@ CONFIG_FIELDS = (
     "swiglu_alpha",
     "swiglu_beta",
     "swiglu_limit",
+    "use_deepep_ll_kernels",
 )
 # Attributes of moe_parallel_config that select an exchange which our experts do not support.
 REFUSED_EXCHANGES = (
@@ -76,6 +76,7 @@ PARALLEL_FIELDS = (
 QUANT_FIELDS = (
     "a1_scale",
     "a2_scale",
+    "block_shape",
     "g1_alphas",
     "g2_alphas",
     "gemm1_alpha",
@@ -106,7 +107,9 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
     config: the layer's FusedMoEConfig.
     scheme: quantization scheme.
     quant_config: the layer's FusedMoEQuantConfig, whose activation options take precedence, as in
-        vLLM. None while an experts class is selected, because it does not exist yet.
+        vLLM. Its biases are those that were loaded: a GPTQ checkpoint may have biases that the
+        model does not declare, and many quantization methods do not load declared biases. None
+        while an experts class is selected, because it does not exist yet.
 
     Raises ConfigurationError or UnsupportedError for a layer that a Problem cannot describe.
     """
@@ -121,6 +124,9 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
         situ_beta=getattr(config, "activation_situ_beta", None),  # not in 0.26
         situ_linear_beta=getattr(config, "activation_situ_linear_beta", None),
     )
+    bias = config.has_bias
+    if quant_config is not None:
+        bias = quant_config.w1_bias is not None or quant_config.w2_bias is not None
     use_ep = config.moe_parallel_config.use_ep
     return Problem(
         tokens=config.max_num_tokens,
@@ -131,7 +137,7 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
         dtype=config.in_dtype,
         quant=scheme,
         activation=activation,
-        bias=config.has_bias,
+        bias=bias,
         local_experts=config.num_local_experts if use_ep else None,
         expert_map=use_ep,
         batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
@@ -141,10 +147,9 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
 # ------------------------------------------------------------------------------------- experts
 
 
-@cache
 def make_experts_class(base: type, scheme: str, part: str) -> Any:
-    """Return a subclass of StandardExperts or BatchedExperts for one part and scheme."""
-    members = {"scheme": scheme, "part": part, "__module__": base.__module__}
+    """Return a subclass of StandardExperts or BatchedExperts for one layer."""
+    members = {"scheme": scheme, "part": part, "copies": {}, "__module__": base.__module__}
     return type(f"ModularKernel{part}", (base,), members)
 
 
@@ -153,11 +158,14 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
     scheme: quantization scheme, which `make_experts_class` sets.
     part: name of the experts part, which `make_experts_class` sets.
+    copies: converted scales and biases that do not share memory with vLLM's tensors, by name. They
+        belong to the class, because vLLM makes new experts of this class when it reloads the layer.
     refused_exchanges: attributes of FusedMoEParallelConfig that must not be True.
     """
 
     scheme = "none"
     part = ""
+    copies: dict[str, torch.Tensor]
     refused_exchanges: tuple[str, ...] = REFUSED_EXCHANGES
 
     def __init__(self, moe_config: Any, quant_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +173,23 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         self._sources: tuple[Any, ...] = ()
         self._weights: ExpertWeights | None = None
         # All sizes are final, because vLLM creates the experts after it has loaded the weights.
-        self._calls = self._make_calls(make_layer_problem(moe_config, self.scheme, quant_config))
+        scheme = layers.set_block_shape(self.scheme, quant_config.block_shape)
+        problem = make_layer_problem(moe_config, scheme, quant_config)
+        self._calls = self._make_calls(problem)
+        sources = {
+            "w1_scale": quant_config.w1_scale,
+            "w2_scale": quant_config.w2_scale,
+            "w1_zero_point": quant_config.w1_zp,
+            "w2_zero_point": quant_config.w2_zp,
+            "a1_scale": quant_config.a1_scale,
+            "a2_scale": quant_config.a2_scale,
+            "w1_global_scale": quant_config.g1_alphas,
+            "w2_global_scale": quant_config.g2_alphas,
+        }
+        copies = type(self).copies
+        biases = quant_config.w1_bias, quant_config.w2_bias
+        self._converted = convert_scales(problem, sources, copies)
+        self._converted |= convert_biases(problem, *biases, copies)
 
     @staticmethod
     def activation_format() -> Any:
@@ -218,32 +242,18 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         assert machine is not None  # otherwise `Oracle.handle` would not have returned the class
         return StandardCalls(problem, self.part, machine)
 
-    def _convert_weights_once(
+    def _get_weights(
         self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
     ) -> ExpertWeights:
-        """Return the layer's weights. They are converted when they are first used or replaced."""
-        sources = self._sources
+        """Return the layer's weights: the same object for the same tensors."""
+        sources = (w1, w2, expert_map)
         if self._weights is None or not all(
-            new is old for new, old in zip((w1, w2, expert_map), sources, strict=True)
+            new is old for new, old in zip(sources, self._sources, strict=True)
         ):
-            quant = self.quant_config
-            self._weights = convert_weights(
-                self._calls.problem,
-                w1,
-                w2,
-                b1=quant.w1_bias,
-                b2=quant.w2_bias,
-                expert_map=expert_map,
-                w1_scale=quant.w1_scale,
-                w2_scale=quant.w2_scale,
-                w1_zero_point=quant.w1_zp,
-                w2_zero_point=quant.w2_zp,
-                a1_scale=quant.a1_scale,
-                a2_scale=quant.a2_scale,
-                w1_global_scale=quant.g1_alphas,
-                w2_global_scale=quant.g2_alphas,
+            self._weights = ExpertWeights(
+                w1.detach(), w2.detach(), expert_map=expert_map, **self._converted
             )
-            self._sources = (w1, w2, expert_map)
+            self._sources = sources
         return self._weights
 
     def _workspace_shape(self, nbytes: int) -> tuple[int, ...]:
@@ -290,7 +300,7 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
             topk_weights = torch.ones_like(topk_weights)
         self._calls(
             hidden_states,
-            self._convert_weights_once(w1, w2, expert_map),
+            self._get_weights(w1, w2, expert_map),
             Routing(topk_weights.float().contiguous(), topk_ids.contiguous()),
             memory=workspace2.view(torch.uint8),
             out=output,
@@ -354,9 +364,11 @@ class BatchedExperts(StandardExperts):
         apply_router_weight_on_input: bool,
     ) -> None:
         """Write the unweighted rows of the experts. The base class describes the arguments."""
+        if a1q_scale is not None and a1q_scale.shape[1] == 1:  # (e, 1, 1): one scale per expert
+            a1q_scale = a1q_scale.expand(-1, hidden_states.shape[1], -1)
         self._calls(
             BatchedTokens(hidden_states, expert_tokens_meta.expert_num_tokens, a1q_scale),
-            self._convert_weights_once(w1, w2, None),
+            self._get_weights(w1, w2, None),
             memory=workspace2.view(torch.uint8),
             out=output,
         )
@@ -413,8 +425,11 @@ def _select_mxfp4_scheme(arguments: Arguments) -> str:
 def _select_nvfp4_scheme(arguments: Arguments) -> str:
     """Return nvfp4_w4a16 on GPUs before sm_100, which have no MMA for 4-bit activations.
 
-    On sm_100 and newer, return the scheme that the keys of weights and activations describe.
+    On sm_100 and newer, return the scheme that the keys of weights and activations describe. Raises
+    UnsupportedError if DeepEP sends 4-bit rows.
     """
+    if envs.VLLM_DEEPEPLL_NVFP4_DISPATCH and arguments["config"].use_deepep_ll_kernels:
+        raise UnsupportedError("VLLM_DEEPEPLL_NVFP4_DISPATCH", got=1, need="0, for 16-bit rows")
     weight, activation = (
         layers.make_operand(arguments[f"{x}_key"]) for x in ("weight", "activation")
     )

@@ -1,4 +1,4 @@
-"""Converts a layer's tensors to ExpertWeights, after vLLM has processed them.
+"""Converts a layer's scales and biases to those of ExpertWeights, after vLLM has processed them.
 
 The tensors belong to vLLM's plain backend, which keeps the layout of the checkpoint: w13 is
 (e, N, H) with gate rows first, w2 is (e, H, I), and both are packed along rows. Tensors whose
@@ -10,40 +10,65 @@ import torch
 from modular_kernel.errors import ShapeError
 from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.spec.problem import Problem
-from modular_kernel.tensors import ExpertWeights
 
 
-def convert_weights(
+def convert_scales(
     problem: Problem,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    *,
-    b1: torch.Tensor | None = None,
-    b2: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    **extras: torch.Tensor | None,
-) -> ExpertWeights:
-    """Return the weights in the layout that the scheme of `problem` requires.
+    sources: dict[str, torch.Tensor | None],
+    copies: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Return the scales and zero points in the shapes that the scheme of `problem` requires.
 
-    extras: w1_scale, w2_scale, w1_zero_point, w2_zero_point, a1_scale, a2_scale, w1_global_scale
+    sources: w1_scale, w2_scale, w1_zero_point, w2_zero_point, a1_scale, a2_scale, w1_global_scale
         and w2_global_scale as vLLM stores them. Tensors that the scheme does not use are ignored,
         because vLLM computes some of these tensors for every scheme.
+    copies: tensors of earlier conversions for the same layer, which are overwritten, because CUDA
+        graphs that were captured before vLLM reloaded the layer read them. New copies are added.
 
     Raises ShapeError for a tensor that cannot be reshaped or repeated to the required shape.
     """
-    fields: dict[str, torch.Tensor] = {}
+    scales: dict[str, torch.Tensor] = {}
     for name, spec in weight_specs(problem).items():
-        tensor = extras.get(name)
-        if tensor is not None:
-            fields[name] = _reshape_or_repeat(name, tensor.detach(), spec.shape)
-    return ExpertWeights(
-        w1.detach(),
-        w2.detach(),
-        b1=None if b1 is None else b1.detach(),
-        b2=None if b2 is None else b2.detach(),
-        expert_map=expert_map,
-        **fields,
-    )
+        source = sources.get(name)
+        if source is None:
+            continue
+        scale = _reshape_or_repeat(name, source.detach(), spec.shape)
+        if scale.data_ptr() != source.data_ptr():
+            scale = _keep_copy(name, scale, copies)
+        scales[name] = scale
+    return scales
+
+
+def convert_biases(
+    problem: Problem,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    copies: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Return b1 (e, N) and b2 (e, H), or nothing if the checkpoint has no biases.
+
+    If it has only one of them, the other is zero.
+
+    copies: as in `convert_scales`.
+    """
+    biases = {name: bias.detach() for name, bias in (("b1", b1), ("b2", b2)) if bias is not None}
+    if len(biases) == 1:
+        (bias,) = biases.values()
+        columns = {"b1": problem.w1_rows, "b2": problem.hidden}
+        (missing,) = columns.keys() - biases.keys()
+        zeros = bias.new_zeros(problem.e, columns[missing])
+        biases[missing] = _keep_copy(missing, zeros, copies)
+    return biases
+
+
+def _keep_copy(name: str, scale: torch.Tensor, copies: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Write a scale to the copy of an earlier conversion, if it fits. Returns the copy."""
+    copy = copies.get(name)
+    facts = scale.shape, scale.dtype, scale.device
+    if copy is None or (copy.shape, copy.dtype, copy.device) != facts:
+        copies[name] = scale
+        return scale
+    return copy.copy_(scale)
 
 
 def _reshape_or_repeat(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

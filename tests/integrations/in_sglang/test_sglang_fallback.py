@@ -3,6 +3,7 @@ once.
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,14 @@ def triton_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "SGLang's triton" in r.getMessage()]
+
+
+def quant_info(layer: Any) -> Any:
+    """Return SGLang's record of an unquantized layer."""
+    from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
+
+    biases = (getattr(layer, f"{name}_weight_bias", None) for name in ("w13", "w2"))
+    return TritonMoeQuantInfo(layer.w13_weight, layer.w2_weight, *biases)
 
 
 BUILT: dict[str, tuple[dict[str, Any], str]] = {
@@ -78,6 +87,43 @@ def test_a_layer_refused_in_its_first_call_runs_on_triton_afterwards(
     (line,) = refusals(caplog)
     assert line.startswith("MoE layer 3 runs on SGLang's triton, not modular_kernel: ")
     assert "got (4, 64, 32), need (E, N, H) with H = 64" in line
+
+
+def test_weights_on_the_input_with_a_bias_run_on_triton(
+    triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang multiplies the bias by the router weights, too."""
+    problem = replace(BASE, bias=True, top_k=1, apply_router_weight_on_input=True)
+    inputs = layer_inputs(problem)
+    layer = fused_moe(problem)
+    fill(layer, inputs.weights)
+    assert torch.all(
+        layer.runner.run(dispatch_output(inputs), quant_info(layer)).hidden_states == 7
+    )
+    (line,) = refusals(caplog)
+    assert line.endswith(
+        "b13: got a tensor, need None, because apply_router_weight_on_input is True"
+    )
+    assert len(triton_calls) == 1
+
+
+def test_a_config_that_has_changed_is_converted_again(
+    triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = layer_inputs(BASE)
+    layer = fused_moe(BASE)
+    fill(layer, inputs.weights)
+    layer.moe_runner_config.inplace = False
+    given = dispatch_output(inputs)
+    once = layer.runner.run(given, quant_info(layer)).hidden_states
+    layer.moe_runner_config.routed_scaling_factor = 2.0
+    twice = layer.runner.run(given, quant_info(layer)).hidden_states
+    torch.testing.assert_close(twice, 2 * once)
+    layer.moe_runner_config.activation = "silu_rounded"
+    assert torch.all(layer.runner.run(given, quant_info(layer)).hidden_states == 7)
+    (line,) = refusals(caplog)
+    assert "activation: got silu_rounded" in line
+    assert len(triton_calls) == 1
 
 
 def test_unsupported_records_and_calls_run_on_triton(

@@ -16,6 +16,7 @@ from sglang_runtime import (
     fused_moe,
     group_config,
     int8_block_config,
+    interpret_triton_backend,
     layer_inputs,
     run_core,
 )
@@ -181,3 +182,77 @@ def test_int4_weights_of_compressed_tensors() -> None:
     problem = replace(BASE, quant="int4_w4a16_group:group=32")
     inputs = layer_inputs(problem)
     check_numbers(run_core(problem, inputs, compressed_tensors_info(inputs)), inputs, problem)
+
+
+# Fields of the problem, options of SGLang's runner config, and fields of its quantization record.
+COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "bias": ({"bias": True}, {}, {}),
+    "gelu": ({}, {"activation": "gelu"}, {}),
+    "situ": ({}, {"activation": "situ", "gemm1_alpha": 2.0, "gemm1_clamp_limit": 0.3}, {}),
+    "gpt-oss": ({"bias": True}, {"gemm1_alpha": 1.3, "gemm1_clamp_limit": 0.5}, {}),
+    "split": (
+        {"bias": True},
+        {"gemm1_alpha": 1.3, "gemm1_clamp_limit": 0.5, "gate_up_interleaved": False},
+        {},
+    ),
+    "limit": ({}, {"gemm1_clamp_limit": 0.2}, {}),
+    "no gate": ({"activation": "silu_no_mul"}, {"is_gated": False}, {}),
+    "weights on input": ({}, {"apply_router_weight_on_input": True}, {}),
+    "weights on input and bias": ({"bias": True}, {"apply_router_weight_on_input": True}, {}),
+    "not combined": ({"bias": True}, {"no_combine": True}, {}),
+    "weighted": ({}, {"no_combine": True, "no_combine_keep_router_weight": True}, {}),
+    "fp8": ({"quant": "fp8_w8a8_tensor", "bias": True}, {}, {"use_fp8_w8a8": True}),
+    "fp8 by channel": (
+        {"quant": "fp8_w8a8_channel"}, {}, {"use_fp8_w8a8": True, "per_channel_quant": True},
+    ),
+    "fp8 by block": (
+        {"quant": "fp8_w8a8_block:block=32x32", "bias": True}, {},
+        {"use_fp8_w8a8": True, "block_shape": [32, 32]},
+    ),
+    "int4": (
+        {"quant": "int4_w4a16_group:group=32,zero_points=true"}, {},
+        {"use_int4_w4a16": True, "block_shape": [0, 32]},
+    ),
+    "int8": (
+        {"quant": "int8_w8a16_group:group=32"}, {},
+        {"use_int8_w8a16": True, "block_shape": [0, 32]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_runner_returns_what_the_triton_backend_returns(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with ids of -1, which are experts of other ranks."""
+    from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton import (
+        TritonMoeQuantInfo,
+        fused_experts_none_to_triton,
+    )
+    from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
+
+    interpret_triton_backend(monkeypatch)
+    facts, options, fields = COMPARED[name]
+    inputs = layer_inputs(replace(BASE, **facts))
+    ids_TK = inputs.routing.topk_ids_TK.clone()
+    ids_TK[::3, 0] = -1
+    inputs = replace(inputs, routing=replace(inputs.routing, topk_ids_TK=ids_TK))
+    weights = inputs.weights
+    info = TritonMoeQuantInfo(
+        weights.w1, weights.w2, weights.b1, weights.b2,
+        w13_scale=weights.w1_scale, w2_scale=weights.w2_scale,
+        w13_zp=weights.w1_zero_point, w2_zp=weights.w2_zero_point, **fields,
+    )  # fmt: skip
+    config = MoeRunnerConfig(
+        num_experts=2 * BASE.experts, num_local_experts=BASE.experts, top_k=BASE.top_k, layer_id=1,
+        inplace=False, routed_scaling_factor=1.5, **options,
+    )  # fmt: skip
+    ours = MoeRunner(resolve_moe_runner_backend("modular_kernel"), config)
+    got = ours.run(dispatch_output(inputs), info).hidden_states.double()
+    want = fused_experts_none_to_triton(dispatch_output(inputs), info, config).hidden_states
+    assert got.shape == want.shape
+    # The two round activations to fp8 with scales that differ in their last bits.
+    tolerance = 0.05 if "use_fp8_w8a8" in fields else 0.02
+    assert (got - want.double()).norm() < tolerance * want.double().norm()

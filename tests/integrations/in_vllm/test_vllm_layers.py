@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe import layer as layer_module
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.modular_kernel import ExpertTokensMetadata, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 from vllm_layers import (
     call,
@@ -16,8 +20,10 @@ from vllm_layers import (
     version_module,
     vllm_layer,
     vllm_process,
+    vllm_runner,
 )
 
+from modular_kernel.errors import DtypeError
 from modular_kernel.integrations.vllm import register
 from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import oracle, recipe
@@ -50,9 +56,17 @@ PROBLEMS = (
 ALL_CASES = (
     *((problem, "") for problem in PROBLEMS),
     (replace(BASE, intermediate=64, quant="int4_w4a16_group:group=32"), "gptq"),
+    (replace(BASE, intermediate=64, quant="int8_w8a16_group:group=32"), "gptq"),
     (replace(BASE, quant="int4_w4a16_group:group=32"), "moe_wna16"),
+    (replace(WIDE, quant="int4_w4a16_group:group=32,zero_points=true"), "moe_wna16"),
+    (replace(BASE, quant="int8_w8a16_group:group=32"), "moe_wna16"),
     (replace(BASE, quant="int4_w4a16_group:group=32,zero_points=true"), "awq"),
     (replace(BASE, quant="int4_w4a16_group:group=32"), "awq"),
+    (replace(WIDE, quant="fp8_w8a8_tensor:static=true"), "compressed-tensors"),
+    (replace(WIDE, quant="fp8_w8a8_block"), "compressed-tensors"),
+    (replace(WIDE, quant="fp8_w8a8_block:block=64x64"), "compressed-tensors"),
+    (replace(WIDE, quant="fp8_w8a8_tensor:static=true"), "modelopt"),
+    (replace(BASE, quant="nvfp4_w4a16"), "modelopt"),
 )
 HAS_GROUPS = "int_wna16" in version_module().ORACLES
 CASES = [
@@ -126,29 +140,178 @@ def test_router_weights_on_the_input(part: str, monkeypatch: pytest.MonkeyPatch)
     assert comparison.ok, comparison.problems
 
 
-@pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
-def test_batched_experts(part: str) -> None:
-    """In vLLM's kernel, with its own dispatch into rows by expert."""
-    version = version_module()
+def check(got: torch.Tensor, inputs: tuple[Any, ...], problem: Problem) -> None:
+    comparison = compare(got, oracle(*inputs, problem), recipe(*inputs, problem), problem)
+    assert comparison.ok, comparison.problems
+
+
+@pytest.mark.skipif(not HAS_GROUPS, reason="0.26 runs GPTQ's layers on its own kernels")
+@pytest.mark.parametrize("loaded", [("w13_bias", "w2_bias"), ("w13_bias",), ("w2_bias",), ()])
+@pytest.mark.parametrize("declared", [False, True])
+def test_biases_are_those_of_the_checkpoint(
+    loaded: tuple[str, ...], declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads biases of GPTQ checkpoints, whether or not the model declares them."""
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    problem = replace(BASE, intermediate=64, quant="int4_w4a16_group:group=32", bias=True)
+    x_TH, weights, routing = tensors(problem)
+    layer = vllm_layer(replace(problem, bias=declared), "gptq")
+    fill(layer, problem, weights, "gptq")
+    layer._loaded_expert_biases |= set(loaded)
+    layer.quant_method.process_weights_after_loading(layer)
+    got = call(layer, x_TH, routing)
+    absent = {
+        name: torch.zeros_like(getattr(weights, name))
+        for name, theirs in (("b1", "w13_bias"), ("b2", "w2_bias"))
+        if theirs not in loaded
+    }
+    check(got, (x_TH, replace(weights, **absent), routing), problem)
+
+
+def test_declared_biases_that_are_not_loaded_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM, whose method for this format has no biases."""
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    problem = replace(WIDE, quant="fp8_w8a8_channel")
+    x_TH, weights, routing = tensors(problem)
+    layer = vllm_layer(replace(problem, bias=True))
+    fill(layer, problem, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    check(call(layer, x_TH, routing), (x_TH, weights, routing), problem)
+
+
+@pytest.mark.parametrize("quant", ["nvfp4_w4a16", "fp8_w8a8_tensor"])
+def test_a_reload_keeps_the_memory_of_scales(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph that was captured before the reload reads the memory of its scales."""
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    problem = replace(BASE, quant=quant)
+    _, weights, _ = tensors(problem)
+    layer = vllm_layer(problem)
+    fill(layer, problem, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    config, tensors_of_vllm = (
+        layer.quant_method.moe_quant_config,
+        (layer.w13_weight, layer.w2_weight),
+    )
+    experts = layer.quant_method.moe_kernel.fused_experts
+    name = "w1_global_scale" if quant == "nvfp4_w4a16" else "w1_scale"
+    captured = getattr(experts._get_weights(*tensors_of_vllm, None), name)
+    before = captured.clone()
+    source = config.g1_alphas if quant == "nvfp4_w4a16" else config.w1_scale
+    source.data.mul_(0.5)
+    experts = type(experts)(layer.moe_config, config)  # as vLLM does after it has loaded weights
+    assert (
+        getattr(experts._get_weights(*tensors_of_vllm, None), name).data_ptr()
+        == captured.data_ptr()
+    )
+    assert torch.equal(captured, before / 2)
+
+
+class SharedExpert(torch.nn.Module):
+    def __init__(self, weight_HH: torch.Tensor) -> None:
+        super().__init__()
+        self.weight_HH = weight_HH
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return x_TH @ self.weight_HH
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "not renormalized": {"renormalize": False},
+    "groups": {"use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1},
+    "sigmoid with a correction": {
+        "use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1,
+        "scoring_func": "sigmoid", "e_score_correction_bias": torch.linspace(-1, 1, 4),
+        "routed_scaling_factor": 2.5,
+    },
+    "scaled output": {
+        "use_grouped_topk": True, "num_expert_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 2.5, "apply_routed_scale_to_output": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(layer_module, "FusedMoEFactory"), reason="0.26 needs its extension")
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_layer_with_its_router_and_a_shared_expert(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
     x_TH, weights, routing = tensors(BASE)
-    config = vllm_layer(BASE).moe_config
-    experts = version.make_experts_class(version.BatchedExperts, "none", part)(
-        config, FusedMoEQuantConfig.make(), max_num_tokens=BASE.tokens, num_dispatchers=1
+    options = ROUTERS[name]
+    shared = SharedExpert(torch.eye(BASE.hidden, dtype=BASE.dtype).roll(1, 0))
+    runner = vllm_runner(BASE, shared_experts=shared, **options)
+    layer = runner.routed_experts
+    fill(layer, BASE, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    g = torch.Generator().manual_seed(11)
+    logits_TE = torch.randn(BASE.tokens, BASE.experts, generator=g).to(BASE.dtype)
+    config = get_current_vllm_config()
+    with torch.inference_mode(), set_forward_context(None, config, num_tokens=BASE.tokens):
+        got = runner(x_TH.clone(), logits_TE)
+        weights_TK, ids_TK = runner.router.select_experts(x_TH, logits_TE)
+    routing = Routing(weights_TK.float(), ids_TK.long())
+    scale = 2.5 if "apply_routed_scale_to_output" in options else 1
+    want = oracle(x_TH, weights, routing, BASE) * scale + shared(x_TH)
+    torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.02)
+
+
+BATCHED = (
+    BASE,
+    replace(WIDE, quant="fp8_w8a8_tensor"),
+    replace(WIDE, quant="fp8_w8a8_tensor:static=true"),
+    replace(WIDE, quant="fp8_w8a8_channel"),
+    replace(BASE, quant="mxfp4_w4a16"),
+)
+
+
+@pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
+@pytest.mark.parametrize("problem", BATCHED, ids=str)
+def test_batched_experts(problem: Problem, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM's kernel, with its own dispatch into rows by expert, which quantizes them."""
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    version = version_module()
+    x_TH, weights, routing = tensors(problem)
+    if problem.scheme.activation_granularity == "tensor" and not problem.scheme.static:
+        x_TH *= torch.logspace(-2, 2, problem.tokens)[:, None].to(problem.dtype)
+    layer = vllm_layer(problem)
+    fill(layer, problem, weights)
+    layer.quant_method.process_weights_after_loading(layer)
+    experts = version.make_experts_class(version.BatchedExperts, problem.quant, part)(
+        layer.moe_config,
+        layer.quant_method.moe_quant_config,
+        max_num_tokens=problem.tokens,
+        num_dispatchers=1,
     )
     prepare = BatchedPrepareAndFinalize(
-        max_num_tokens=BASE.tokens, num_local_experts=BASE.experts, num_dispatchers=1, rank=0
+        max_num_tokens=problem.tokens, num_local_experts=problem.experts, num_dispatchers=1, rank=0
     )
     got = FusedMoEKernel(prepare, experts).apply(
         x_TH.clone(),
-        weights.w1,
-        weights.w2,
+        layer.w13_weight,
+        layer.w2_weight,
         routing.topk_weights_TK,
         routing.topk_ids_TK,
         MoEActivation.SILU,
-        BASE.experts,
+        problem.experts,
         None,
         False,
     )
-    exact = oracle(x_TH, weights, routing, BASE)
-    comparison = compare(got, exact, recipe(x_TH, weights, routing, BASE), BASE)
-    assert comparison.ok, comparison.problems
+    check(got, (x_TH, weights, routing), problem)
+
+
+def test_batched_rows_that_do_not_match_the_scheme_are_refused() -> None:
+    version = version_module()
+    _, weights, _ = tensors(BASE)
+    config = vllm_layer(BASE).moe_config
+    experts = version.make_experts_class(version.BatchedExperts, "none", "NaiveBatchedExperts")(
+        config, FusedMoEQuantConfig.make(), max_num_tokens=3, num_dispatchers=1
+    )
+    x_eCH = torch.zeros(4, 3, 64, dtype=torch.float8_e4m3fn)
+    meta = ExpertTokensMetadata(torch.tensor([3, 0, 1, 2], dtype=torch.int32), None)
+    memory, out = torch.empty(1 << 20, dtype=torch.bfloat16), torch.empty(4, 3, 64)
+    with pytest.raises(DtypeError, match=r"hidden_states for none: got torch.float8_e4m3fn"):
+        experts.apply(
+            out, x_eCH, weights.w1, weights.w2, None, None, MoEActivation.SILU, 4, None,
+            torch.ones(4, 1, 1), None, memory[:0], memory, meta, False,
+        )  # fmt: skip

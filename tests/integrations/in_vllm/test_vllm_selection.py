@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import LoRAConfig, get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     FusedMoEQuantConfig,
 )
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
+from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 from vllm_layers import version_module, vllm_layer, vllm_process
 
+from modular_kernel.errors import UnsupportedError
 from modular_kernel.integrations import vllm as plugin
 from modular_kernel.integrations.vllm import hooks
 from modular_kernel.settings import make_child_environment
@@ -155,6 +158,29 @@ def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     oracle = version.ORACLES["fp8"]
     config = type("Config", (), {"moe_backend": "marlin"})()
     assert oracle.handle("select_fp8_moe_backend", {"config": config}) is None
+
+
+def test_a_layer_with_adapters_runs_on_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_VLLM", "TorchExperts")
+    monkeypatch.setattr(get_current_vllm_config(), "lora_config", LoRAConfig())
+    assert not served(BASE)
+
+
+def test_four_bit_rows_of_deepep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", "1")
+    monkeypatch.setenv("MK_VLLM", "NaiveBatchedExperts")
+    config = vllm_layer(BASE).moe_config
+    parallel = replace(
+        config.moe_parallel_config, use_ep=True, dp_size=2, all2all_backend="deepep_low_latency"
+    )
+    config = replace(config, moe_parallel_config=parallel)
+    arguments = {"config": config, "weight_key": kNvfp4Static, "activation_key": kNvfp4Dynamic}
+    oracle = version.ORACLES["nvfp4"]
+    with pytest.raises(UnsupportedError, match="VLLM_DEEPEPLL_NVFP4_DISPATCH: got 1, need 0"):
+        oracle.handle("select_nvfp4_moe_backend", arguments)
+    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", "0")
+    _, experts = oracle.handle("select_nvfp4_moe_backend", arguments)
+    assert experts.scheme == "nvfp4_w4a16"
 
 
 def test_a_moved_name_leaves_vllm_unchanged(
