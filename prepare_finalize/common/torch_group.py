@@ -160,6 +160,7 @@ class TorchGroup:
 
     def next_layer(self) -> int:
         """Return the number of a new layer. Every rank must create its layers in the same order."""
+        self._check_open()
         self.layers += 1
         return self.layers
 

@@ -405,6 +405,10 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     block = "fp8_w8a8_block:block=48x64"
     yield _make_variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
     yield _make_variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
+    # The last group of columns has one column, and the only row has one value.
+    yield _make_variant(wide, hidden=65, quant="fp8_w8a8_block:block=32x32", tokens=(3, 2))
+    one_value = replace(base, hidden=1, intermediate=1, dtype=_BF16)
+    yield _make_variant(one_value, quant="fp8_w8a8_channel", tokens=(1,))
     # More rows than one program quantizes. The group size divides I, but not H.
     yield _make_variant(wide, intermediate=128, quant=block, tokens=(35, 2))
 
@@ -482,6 +486,8 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
     # of a row at once.
     long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
     yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
+    short_rows = replace(one_expert_each, hidden=64, intermediate=16)
+    yield Variant(short_rows, "linear", (3, 1), "uniform", max_tokens=513)
     peaks, faint = InputVariation(values="peaks"), InputVariation(values="faint")
     wide = replace(
         one_expert_each, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16

@@ -32,6 +32,14 @@ from modular_kernel.testing.verify.call_scenarios import (
     move_routing,
 )
 from modular_kernel.testing.verify.host_scenarios import check_host_assignment, check_host_records
+from modular_kernel.testing.verify.manager_scenarios import (
+    check_calls_without_agreement,
+    check_dropped_manager,
+    check_manager_arguments,
+    check_max_received,
+    check_too_many_tokens,
+    check_undeclared_hosts,
+)
 from modular_kernel.testing.verify.problem_scenarios import (
     NEED_SAME_CALL,
     PROBLEM_CHANGES,
@@ -50,6 +58,7 @@ from modular_kernel.testing.verify.scenario_context import (
 from modular_kernel.testing.verify.wait_scenarios import run_absent_rank, run_late_rank
 
 DEFAULT_HISTORY = 1024  # exchanges that a manager records by default
+MAX_QUOTED_CHARS = 200  # errors quote this many characters of a library's message
 NUM_NAMED_STEPS = 64  # errors name layer and call for this many of the last steps
 _FAILED_CALL = "aborted its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
@@ -190,14 +199,21 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
     yield check_meta_tokens_rejected(context, kernel_on_manager)
     yield from check_in_flight_limit(context, kernel_on_manager)
     yield from check_nearest_copies(context, manager)
+    yield from check_max_received(context, manager)
+    yield from check_too_many_tokens(context, kernel_on_manager)
     manager.destroy()
     yield (
         capture_outcome(lambda: context.compare(context.call(kernel_on_manager))),
         "UnsupportedError",
     )
+    yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "UnsupportedError"
     host_manager = getattr(manager, "host_memory", None)  # memory that the ranks of a host share
     if host_manager is not None:
         yield capture_outcome(lambda: str(host_manager.check_open())), "UnsupportedError"
+    yield from check_manager_arguments(context)
+    yield from check_calls_without_agreement(context)
+    yield from check_dropped_manager(context)
+    yield from check_undeclared_hosts(context)
     yield from check_host_assignment(context)
 
 
@@ -264,21 +280,26 @@ def run_failing_experts(context: ScenarioContext) -> Outcomes:
         for _ in range(steps):
             get_manager(kernel.prepare_finalize).next_step()
         yield _call_failing_experts(context, kernel, pending.finish, position=(layer, layer, 1))
-    yield _fail_without_message(context)
+    for message in ("", "x" * (MAX_QUOTED_CHARS + 50)):
+        yield _fail_in_library(context, message)
     yield context.make_correct_call(context.make_kernel())
 
 
-def _fail_without_message(context: ScenarioContext) -> tuple[str, str]:
-    """Make an exchange fail on every rank with a library error that has no message."""
+def _fail_in_library(context: ScenarioContext, message: str) -> tuple[str, str]:
+    """Make an exchange fail on every rank with a library error. Errors quote its first characters.
+
+    message: the message of the error, a single word.
+    """
     manager = get_manager(context.make_kernel().prepare_finalize)
     dist.barrier()  # all ranks must be connected first
-    manager._communicator.group = _FailingCommunicator()
+    manager._communicator.group = _FailingCommunicator(message)
 
     def exchange() -> torch.Tensor:
         manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine").wait()
         return torch.empty(0)
 
-    got = "failed too; after N s: RuntimeError"
+    quoted = message[:MAX_QUOTED_CHARS] or "RuntimeError"
+    got = f"failed too; after N s: {quoted}"
     need = f"every rank within {manager.deadline_s:g} s"
     outcome = capture_outcome(lambda: context.compare(exchange()))
     expected = context.expected_error_text(
@@ -288,10 +309,13 @@ def _fail_without_message(context: ScenarioContext) -> tuple[str, str]:
 
 
 class _FailingCommunicator:
-    """A communicator that raises an error without a message."""
+    """A communicator that raises an error with a message."""
+
+    def __init__(self, message: str) -> None:
+        self._error = RuntimeError(message) if message else RuntimeError()
 
     def allreduce(self, _tensors: list[torch.Tensor]) -> None:
-        raise RuntimeError
+        raise self._error
 
 
 def _call_failing_experts(

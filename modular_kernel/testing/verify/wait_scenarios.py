@@ -1,5 +1,6 @@
 """Fault scenarios in which one rank is late or absent."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from modular_kernel.testing.cases.scenario_names import (
     find_manager_class,
     shares_memory,
 )
+from modular_kernel.testing.verify.manager_scenarios import check_threads_ended
 from modular_kernel.testing.verify.problem_scenarios import Outcomes, cut_before
 from modular_kernel.testing.verify.scenario_context import (
     CORRECT,
@@ -39,6 +41,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
         exchanges_call_numbers(context.part),
     )
     yield context.make_correct_call(kernel)
+    threads = threading.enumerate()
     dist.barrier()
     if context.is_faulty_rank:
         time.sleep(_SHORT_DELAY_S)
@@ -82,6 +85,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
             yield cut_before(outcome, ", need"), cut_before(expected, ", need")
     if wait_alone is not None:
         yield wait_alone()
+    yield check_threads_ended(threads)
     dist.barrier()
     if not has_counts:
         yield from check_absent_rank_0(context, DEADLINE_S)
