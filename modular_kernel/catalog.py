@@ -45,7 +45,7 @@ from modular_kernel.utils.optional_imports import (
     check_not_shadowed,
     describe_error,
     find_shadow,
-    load_with_deadline,
+    load_with_timeout,
 )
 from modular_kernel.utils.package_probes import PackageProbe
 
@@ -219,7 +219,7 @@ def build_catalog(sources: Iterable[PartSource]) -> Catalog:
 def _load_source(source: PartSource) -> object:
     if source.is_builtin:
         return source.load()
-    return load_with_deadline(source.load, read_settings().import_deadline_s, source.origin)
+    return load_with_timeout(source.load, read_settings().import_timeout_s, source.origin)
 
 
 def _check_classes(value: object) -> tuple[type, ...]:

@@ -14,9 +14,9 @@ from modular_kernel.errors import ConfigurationError
 VARIABLES = (
     "MK_CACHE_DIR",
     "MK_CONFIG_DIR",
-    "MK_DEADLINE_S",
+    "MK_TIMEOUT_S",
     "MK_HOST_ID",
-    "MK_IMPORT_DEADLINE_S",
+    "MK_IMPORT_TIMEOUT_S",
     "MK_SGLANG",
     "MK_VLLM",
 )
@@ -31,20 +31,20 @@ class Settings:
         is cached.
     config_dir: MK_CONFIG_DIR, or the user's configuration directory, for tuned configurations. None
         if neither is known.
-    deadline_s: MK_DEADLINE_S, 10 by default. Number of seconds that an exchange between ranks may
+    timeout_s: MK_TIMEOUT_S, 10 by default. Number of seconds that an exchange between ranks may
         take, unless its manager sets another deadline.
     host_id: MK_HOST_ID, "" by default. Name of this process's host. Ranks with different host names
         treat each other as remote, so that one machine can simulate several hosts.
-    import_deadline_s: MK_IMPORT_DEADLINE_S, 60 by default. Number of seconds that importing the
+    import_timeout_s: MK_IMPORT_TIMEOUT_S, 60 by default. Number of seconds that importing the
         parts of a package may take.
     """
 
     triton_interpret: bool
     cache_dir: Path | None
     config_dir: Path | None
-    deadline_s: float
+    timeout_s: float
     host_id: str
-    import_deadline_s: float
+    import_timeout_s: float
 
 
 def read_settings() -> Settings:
@@ -54,9 +54,9 @@ def read_settings() -> Settings:
         triton_interpret=interpret,
         cache_dir=_user_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
         config_dir=_user_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
-        deadline_s=_read_seconds("MK_DEADLINE_S", 10.0),
+        timeout_s=_read_seconds("MK_TIMEOUT_S", 10.0),
         host_id=os.environ.get("MK_HOST_ID", ""),
-        import_deadline_s=_read_seconds("MK_IMPORT_DEADLINE_S", 60.0),
+        import_timeout_s=_read_seconds("MK_IMPORT_TIMEOUT_S", 60.0),
     )
 
 
@@ -208,8 +208,8 @@ def is_sglang_plugin_disabled() -> bool:
 
 @contextmanager
 def use_deadline(seconds: float) -> Iterator[None]:
-    """Set MK_DEADLINE_S to `seconds` inside the block, for the managers that parts create in it."""
-    with _set_variable("MK_DEADLINE_S", str(seconds)):
+    """Set MK_TIMEOUT_S to `seconds` inside the block, for the managers that parts create in it."""
+    with _set_variable("MK_TIMEOUT_S", str(seconds)):
         yield
 
 

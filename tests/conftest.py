@@ -16,7 +16,7 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 # Interpreted ranks that share a busy processor may wait long for each other, and prove the same;
 # defects that make a rank wait in vain take as long.
-os.environ.setdefault("MK_DEADLINE_S", "20")
+os.environ.setdefault("MK_TIMEOUT_S", "20")
 
 import hypothesis
 import pytest

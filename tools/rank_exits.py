@@ -33,14 +33,14 @@ WORLD_SIZE = 2
 class Start:
     """One start of all ranks.
 
-    deadline_s: reading of time.monotonic() at which running ranks are killed. running_ranks: ranks
+    timeout_s: reading of time.monotonic() at which running ranks are killed. running_ranks: ranks
     by process id. codes: exit codes of finished ranks by rank, or "hung".
     """
 
     number: int
     part: str
     folder: Path
-    deadline_s: float
+    timeout_s: float
     running_ranks: dict[int, int] = field(default_factory=dict)
     codes: dict[int, int | str] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class Start:
         """Collect the exit codes of finished ranks; kill ranks that exceed the time limit."""
         for pid, rank in list(self.running_ranks.items()):
             exited, status = os.waitpid(pid, os.WNOHANG)
-            is_late = time.monotonic() > self.deadline_s
+            is_late = time.monotonic() > self.timeout_s
             if not exited and is_late:
                 os.kill(pid, 9)
                 os.waitpid(pid, 0)

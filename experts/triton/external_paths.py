@@ -20,7 +20,7 @@ from experts.triton.path import Path
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
 from modular_kernel.text import escape_nonprintable
-from modular_kernel.utils.optional_imports import describe_error, load_with_deadline
+from modular_kernel.utils.optional_imports import describe_error, load_with_timeout
 
 GROUP = "modular_kernel.triton_paths"
 _LOG = logging.getLogger("modular_kernel.parts")
@@ -101,7 +101,7 @@ def _describe_origin(entry: EntryPoint) -> str:
 
 
 def _load(entry: EntryPoint, origin: str) -> object:
-    return load_with_deadline(entry.load, read_settings().import_deadline_s, origin)
+    return load_with_timeout(entry.load, read_settings().import_timeout_s, origin)
 
 
 def _check_paths(value: object) -> Iterator[type[Path]]:

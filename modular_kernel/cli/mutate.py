@@ -327,9 +327,12 @@ def _compare_bits(
     def print_text() -> None:
         for mutant in mutants:
             output.print_line(mutant.diff())
-        output.print_line(f"no bit differs in {format_count(bits.problems, 'problem')}")
+        equal_problems = format_count(bits.problems, "problem")
         if differing:
+            output.print_line(f"no bit differs in the first {equal_problems}")
             output.print_line(f"a bit differs in: {differing}")
+        else:
+            output.print_line(f"no bit differs in {equal_problems}")
 
     record = {"id": _join_ids(mutants), "problems": bits.problems, "differing": differing}
     output.print_result(record, as_json, print_text)

@@ -26,7 +26,7 @@ from modular_kernel.settings import read_settings
 from modular_kernel.text import escape_nonprintable
 from modular_kernel.utils import forks
 from modular_kernel.utils.argument_checks import expect
-from modular_kernel.utils.optional_imports import describe_error, load_with_deadline
+from modular_kernel.utils.optional_imports import describe_error, load_with_timeout
 
 GROUP = "modular_kernel.schemes"
 _LOG = logging.getLogger("modular_kernel.parts")
@@ -259,7 +259,7 @@ def _load(entry: EntryPoint, origin: str) -> object:
         return attrgetter(entry.attr)(module)
     if entry.module in sys.modules:
         return entry.load()
-    return load_with_deadline(load, read_settings().import_deadline_s, origin)
+    return load_with_timeout(load, read_settings().import_timeout_s, origin)
 
 
 def _origin(entry: EntryPoint) -> str:

@@ -23,7 +23,7 @@ _MAX_MESSAGE_CHARS = 500  # of a third-party exception
 DISTRIBUTION_PACKAGES = ("prepare_finalize", "experts", "topk_reduce")
 
 
-def load_with_deadline(load: Callable[[], object], seconds: float, origin: str) -> object:
+def load_with_timeout(load: Callable[[], object], seconds: float, origin: str) -> object:
     """Run `load` in its own thread. Return its result or raise its exception.
 
     Raises TimeoutError, with the line that `load` was executing, if it does not finish within
@@ -51,7 +51,7 @@ def load_with_deadline(load: Callable[[], object], seconds: float, origin: str) 
         return results[0]
     if not failures:
         location = _current_line(thread.ident)
-        raise TimeoutError(f"did not end within {seconds:g} s (MK_IMPORT_DEADLINE_S){location}")
+        raise TimeoutError(f"did not end within {seconds:g} s (MK_IMPORT_TIMEOUT_S){location}")
     error = failures[0]
     if isinstance(error, Exception):
         raise error

@@ -54,13 +54,13 @@ class All2AllManager(ABC, Generic[Shape]):
         group: object | None = None,
         *,
         in_flight: int = 2,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
         library: Any = None,
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
         self._generation = forks.generation()
-        self.deadline_s = resolve_deadline(deadline_s)
+        self.timeout_s = resolve_deadline(timeout_s)
         self._group = resolve_process_group(group)
         self._library = library or self.load_library()
         self.rank, self.world_size = self._group.rank(), self._group.size()
@@ -68,11 +68,11 @@ class All2AllManager(ABC, Generic[Shape]):
         self._buffers: dict[Shape, list[All2AllBuffers[Shape]]] = {}
         self._destroyed = False
         try:
-            self._store = new_prefix_store(self._group, self.deadline_s, prefix=self.store_prefix)
+            self._store = new_prefix_store(self._group, self.timeout_s, prefix=self.store_prefix)
         except RuntimeError as error:
             raise self._error(first_sentence(error), "the group's store to answer") from error
         self._store_collectives = StoreCollectives(
-            self._store, self.rank, self.world_size, self.deadline_s
+            self._store, self.rank, self.world_size, self.timeout_s
         )
         self.hosts = find_hosts(self._store_collectives, self.rank)
         check_one_host(self.hosts, self.package)

@@ -1,6 +1,6 @@
 """TorchGroup: the manager of one process group, for the parts over torch.distributed.
 
-    manager = TorchGroup(group, deadline_s=2.0)
+    manager = TorchGroup(group, timeout_s=2.0)
     kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
     ...
     manager.destroy()
@@ -62,7 +62,7 @@ class TorchGroup:
     """Collectives over one process group, each with a deadline.
 
     - group: a ProcessGroup of torch.distributed; None is the default group.
-    - deadline_s: timeout of an exchange from its start, in seconds; None is MK_DEADLINE_S, or 10 s.
+    - timeout_s: timeout of an exchange from its start, in seconds; None is MK_TIMEOUT_S, or 10 s.
     - device: "cpu" (a gloo backend) or "cuda" (NCCL); None is "cuda" if the group supports it.
     - history: number of exchanges that `last_calls` keeps.
     - checked: whether every call begins with a handshake on the host, so that errors are raised
@@ -80,7 +80,7 @@ class TorchGroup:
         self,
         group: object | None = None,
         *,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
         device: str | None = None,
         history: int = 1024,
         checked: bool = True,
@@ -88,7 +88,7 @@ class TorchGroup:
         expect("checked", checked, bool)
         self._generation = forks.generation()
         self.checked = checked
-        self.deadline_s = resolve_deadline(deadline_s)
+        self.timeout_s = resolve_deadline(timeout_s)
         process_group = resolve_process_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = select_device_type(process_group, device)
@@ -123,12 +123,12 @@ class TorchGroup:
 
     def _open_store(self, process_group: dist.ProcessGroup) -> PrefixStore:
         try:
-            return new_prefix_store(process_group, self.deadline_s)
+            return new_prefix_store(process_group, self.timeout_s)
         except RuntimeError as error:
             raise CommunicationError(
                 "process group's store",
                 got=first_sentence(error),
-                need=f"an answer within {self.deadline_s:g} s",
+                need=f"an answer within {self.timeout_s:g} s",
                 rank=self.rank,
                 phase="construct",
                 peers=self._store_rank,
@@ -138,7 +138,7 @@ class TorchGroup:
         record = self.last_calls.begin(0, "construct", 0)
         started = time.monotonic()
         try:
-            group = connect(self.device, store, self.rank, self.world_size, self.deadline_s)
+            group = connect(self.device, store, self.rank, self.world_size, self.timeout_s)
         except RuntimeError as error:
             raise self._handle_failure(record, started, error) from error
         self.last_calls.end(record)
@@ -146,7 +146,7 @@ class TorchGroup:
 
     def _find_hosts(self, store: Store) -> Hosts:
         collectives = StoreCollectives(
-            PrefixStore("hosts", store), self.rank, self.world_size, self.deadline_s
+            PrefixStore("hosts", store), self.rank, self.world_size, self.timeout_s
         )
         try:
             return find_hosts(collectives, self.rank)
@@ -285,10 +285,10 @@ class TorchGroup:
 
     def _wait_for_calls(self) -> None:
         """Wait until the calls on the device have ended, or the manager has failed."""
-        status, end = self.device_status, time.monotonic() + self.deadline_s
+        status, end = self.device_status, time.monotonic() + self.timeout_s
         while status is not None and not self.failed and len(set(status.progress())) > 1:
             if time.monotonic() > end:
-                self.close_after_timeout(self.deadline_s)
+                self.close_after_timeout(self.timeout_s)
                 return
             time.sleep(_POLL_S)
 
@@ -377,7 +377,7 @@ class TorchGroup:
         was_destroyed, self._destroyed = self._destroyed, True
         if self.device == "cuda" and group is not None and not was_destroyed:
             try:
-                run_with_timeout(group.shutdown, max(self.deadline_s, _ABORT_TIMEOUT_S))
+                run_with_timeout(group.shutdown, max(self.timeout_s, _ABORT_TIMEOUT_S))
             except RuntimeError as error:
                 raise StateError(
                     "destroy",
@@ -401,7 +401,7 @@ class TorchGroup:
         Return `failure` if this is the thread that determines them, or after a timeout.
         """
         if self._failure_thread not in (None, threading.get_ident()):
-            self._culprits_known.wait(self.deadline_s + _GRACE_S + _ABORT_TIMEOUT_S)
+            self._culprits_known.wait(self.timeout_s + _GRACE_S + _ABORT_TIMEOUT_S)
             failure = self._failure or failure
         return failure
 
@@ -434,7 +434,7 @@ class TorchGroup:
     def _wait(self, exchange: "Exchange") -> None:
         self._check_open()
         try:
-            self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
+            self._wait_for(exchange.work, exchange.started_s + self.timeout_s)
         except RuntimeError as error:
             raise self._handle_failure(exchange.record, exchange.started_s, error) from error
         self._finish(exchange)
@@ -511,7 +511,7 @@ class TorchGroup:
         error: error of the backend.
         """
         reason, position = first_sentence(error), (record["phase"], record["step"])
-        need = f"every rank within {self.deadline_s:g} s"
+        need = f"every rank within {self.timeout_s:g} s"
         preliminary = self._make_error("exchange between ranks", reason, need, *position, ())
         with self._lock:
             is_first = self._failure_thread is None
@@ -531,11 +531,11 @@ class TorchGroup:
         elapsed_s = record["waited_s"] = time.monotonic() - started_s
         reason = first_sentence(error)
         self.last_calls.end(record, f"failed: {reason}")
-        need = f"every rank within {self.deadline_s:g} s"
+        need = f"every rank within {self.timeout_s:g} s"
         position = record["phase"], record["step"]
         clear_frames(error.__traceback__)  # frames may refer to the communicator
         self._close_connections()
-        end_time = max(time.monotonic() + _MIN_GRACE_S, started_s + self.deadline_s + _GRACE_S)
+        end_time = max(time.monotonic() + _MIN_GRACE_S, started_s + self.timeout_s + _GRACE_S)
         records = self._failure_records.publish_and_collect(record, end_time)
         peers = self._store_rank
         cause = "the group's store, which may run on that rank, does not answer"
@@ -543,7 +543,7 @@ class TorchGroup:
             peers = self._unreachable_ranks(peers[0])
         if records is not None:
             records.setdefault(self.rank, record)
-            peers, cause = find_culprits(self.rank, self.world_size, records, self.deadline_s)
+            peers, cause = find_culprits(self.rank, self.world_size, records, self.timeout_s)
         got = f"{cause}; after {elapsed_s:.2f} s: {reason}"
         self._failure = self._make_error("exchange between ranks", got, need, *position, peers)
         return self._failure

@@ -26,14 +26,14 @@ class Progress(Protocol):
 class WatchedManager(Protocol):
     """The part of `TorchGroup` that a watchdog uses."""
 
-    deadline_s: float
+    timeout_s: float
 
     def close_after_timeout(self, waited_s: float) -> None:
         """Close the manager because a call has not ended for `waited_s` seconds."""
 
 
 class Watchdog:
-    """Thread that closes a manager if a call has not ended within `manager.deadline_s`.
+    """Thread that closes a manager if a call has not ended within `manager.timeout_s`.
 
     It calls `manager.close_after_timeout` once, when a call is unfinished and none has begun or
     ended for this time. The time of a call includes its experts, and everything else between its
@@ -42,7 +42,7 @@ class Watchdog:
 
     def __init__(self, manager: WatchedManager, status: Progress) -> None:
         self._manager, self._status = weakref.ref(manager), status
-        self._deadline_s = manager.deadline_s
+        self._timeout_s = manager.timeout_s
         self._stopped = threading.Event()
         self._thread = run_in_thread(self._run)
         _watchdogs.add(self)
@@ -55,12 +55,12 @@ class Watchdog:
 
     def _run(self) -> None:
         last_progress, changed_at = self._status.progress(), time.monotonic()
-        while not self._stopped.wait(min(_MAX_POLL_S, self._deadline_s / 4)):
+        while not self._stopped.wait(min(_MAX_POLL_S, self._timeout_s / 4)):
             progress, now = self._status.progress(), time.monotonic()
             begun, ended = progress
             if progress != last_progress or begun == ended:
                 last_progress, changed_at = progress, now
-            elif now - changed_at > self._deadline_s:
+            elif now - changed_at > self._timeout_s:
                 if (manager := self._manager()) is not None:
                     manager.close_after_timeout(now - changed_at)
                 return

@@ -78,8 +78,8 @@ class DeepEPGroup:
     """DeepEP's buffers for one process group, whose backend for GPUs is NCCL.
 
     group: a ProcessGroup of torch.distributed; None is the default group.
-    deadline_s: timeout of collective steps that create or free buffers, in seconds; None is
-        MK_DEADLINE_S, or 10 s. Calls have the timeout of the library, about 100 s.
+    timeout_s: timeout of collective steps that create or free buffers, in seconds; None is
+        MK_TIMEOUT_S, or 10 s. Calls have the timeout of the library, about 100 s.
     num_sms: number of SMs, even, for kernels with this option; None is the library's default.
 
     Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
@@ -93,22 +93,22 @@ class DeepEPGroup:
         self,
         group: object | None = None,
         *,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
         num_sms: int | None = None,
     ) -> None:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
         self._generation = forks.generation()
-        self.deadline_s = resolve_deadline(deadline_s)
+        self.timeout_s = resolve_deadline(timeout_s)
         self.process_group = _nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.num_sms = num_sms
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._destroyed = False
         try:
-            store = new_prefix_store(self.process_group, self.deadline_s, prefix="/deepep")
+            store = new_prefix_store(self.process_group, self.timeout_s, prefix="/deepep")
         except RuntimeError as error:
-            need = f"an answer within {self.deadline_s:g} s"
+            need = f"an answer within {self.timeout_s:g} s"
             raise CommunicationError(
                 "process group's store",
                 got=first_sentence(error),
@@ -117,7 +117,7 @@ class DeepEPGroup:
                 phase="construct",
             ) from error
         self._store_collectives = StoreCollectives(
-            store, self.rank, self.world_size, self.deadline_s
+            store, self.rank, self.world_size, self.timeout_s
         )
         # Compare num_sms before any other collective, so that all ranks raise in the same one.
         self.check_equal({"num_sms": num_sms})
@@ -271,7 +271,7 @@ class DeepEPGroup:
             raise ConfigurationError("DeepEP's elastic buffer", got="EP_DISABLE_GIN=1", need=need)
         # The library uses the NCCL communicator of the group, which its first collective creates.
         dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
-        seconds = math.ceil(max(_MIN_LIBRARY_TIMEOUT_S, self.deadline_s))
+        seconds = math.ceil(max(_MIN_LIBRARY_TIMEOUT_S, self.timeout_s))
         return buffer_class(
             self.process_group,
             num_max_tokens_per_rank=tokens,

@@ -52,8 +52,8 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
         None is the default group.
     in_flight: maximum number of calls of one shape between dispatch and combine. Each uses a
         workspace, which is allocated when it is first needed.
-    deadline_s: timeout of the steps before the library is called, in seconds; None is
-        MK_DEADLINE_S, or 10 s. The library's kernels wait for peers, and after about 300 s they
+    timeout_s: timeout of the steps before the library is called, in seconds; None is
+        MK_TIMEOUT_S, or 10 s. The library's kernels wait for peers, and after about 300 s they
         stop the device permanently.
     library: replacement for flashinfer.comm, for tests.
 

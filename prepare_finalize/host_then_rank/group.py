@@ -1,6 +1,6 @@
 """HostThenRankGroup: a TorchGroup, and memory that the ranks of each host share.
 
-    manager = HostThenRankGroup(group, deadline_s=2.0)
+    manager = HostThenRankGroup(group, timeout_s=2.0)
     kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
@@ -40,13 +40,13 @@ class HostMemory(SharedMemory):
     store: a store of the group that only this manager uses.
     rank: rank in the group.
     hosts: hosts of the group's ranks.
-    device, deadline_s, history: see `SymmetricGroup`.
+    device, timeout_s, history: see `SymmetricGroup`.
 
     ranks: ranks in the group that are on this host.
     """
 
     def __init__(
-        self, store: Store, rank: int, hosts: Hosts, *, device: str, deadline_s: float, history: int
+        self, store: Store, rank: int, hosts: Hosts, *, device: str, timeout_s: float, history: int
     ) -> None:
         self.ranks = hosts.ranks_on(hosts.index_W[rank])
         self._store, self._hosts, self._group_rank = store, hosts, rank
@@ -55,7 +55,7 @@ class HostMemory(SharedMemory):
             self.ranks.index(rank),
             len(self.ranks),
             device=device,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             last_calls=ExchangeLog(rank, history),
         )
         self.reported_rank = rank
@@ -88,7 +88,7 @@ class HostMemory(SharedMemory):
     def _open_store_collectives(self) -> StoreCollectives:
         self._num_heaps += 1
         store = PrefixStore(f"memory/{self._num_heaps}", self._store)
-        return StoreCollectives(store, self._group_rank, len(self._hosts.index_W), self.deadline_s)
+        return StoreCollectives(store, self._group_rank, len(self._hosts.index_W), self.timeout_s)
 
     def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
         return share_memory(collectives, self._group_rank, nbytes, NAN_BYTE, self.ranks)
@@ -121,12 +121,12 @@ class HostThenRankGroup(TorchGroup):
         self,
         group: object | None = None,
         *,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
         device: str | None = None,
         history: int = 1024,
     ) -> None:
         self.host_memory: HostMemory | None = None  # set once the hosts are known
-        super().__init__(group, deadline_s=deadline_s, device=device, history=history)
+        super().__init__(group, timeout_s=timeout_s, device=device, history=history)
         self.ranks_per_host = self.world_size // len(self.hosts)
         if not self.hosts.has_consecutive_ranks(self.ranks_per_host):
             self.destroy()
@@ -138,7 +138,7 @@ class HostThenRankGroup(TorchGroup):
                 self.rank,
                 self.hosts,
                 device=self.device,
-                deadline_s=self.deadline_s,
+                timeout_s=self.timeout_s,
                 history=history,
             )
         except CommunicationError:

@@ -66,7 +66,7 @@ class PplxGroup(All2AllManager[PplxShape]):
         handles through a separate gloo group.
     in_flight: maximum number of calls of one shape between dispatch and combine. Each uses a set of
         buffers, which is allocated when it is first needed.
-    deadline_s: timeout of the methods of this class, in seconds; None is MK_DEADLINE_S, or 10 s. A
+    timeout_s: timeout of the methods of this class, in seconds; None is MK_TIMEOUT_S, or 10 s. A
         dispatch or combine waits on the GPU for its peers without a timeout.
     library: replacement for the package pplx_kernels, for tests.
 
@@ -96,7 +96,7 @@ class PplxGroup(All2AllManager[PplxShape]):
         )
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unique in this process
         self._communicator = Communicator(self, device="cpu")
-        self._connect(self._store, self.deadline_s)
+        self._connect(self._store, self.timeout_s)
 
     def check_device(self, device: torch.device | str) -> None:
         """Raise DeviceError if `device` is a GPU other than the process's current one."""
@@ -117,14 +117,14 @@ class PplxGroup(All2AllManager[PplxShape]):
     def _free(self, buffers: PplxBuffers) -> None:
         buffers.all_to_all.destroy()
 
-    def _connect(self, store: Any, deadline_s: float) -> None:
+    def _connect(self, store: Any, timeout_s: float) -> None:
         """Create a gloo group, and register it with torch under the name that the library gets."""
         try:
-            backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
+            backend = connect("cpu", store, self.rank, self.world_size, timeout_s)
         except RuntimeError as error:
             store.set(failure_key(self.rank), "{}")
             raise self._error(
-                first_sentence(error), f"every rank within {deadline_s:g} s"
+                first_sentence(error), f"every rank within {timeout_s:g} s"
             ) from error
         group: Any = dist.ProcessGroup(store, self.rank, self.world_size)
         gloo = dist.ProcessGroup.BackendType.GLOO

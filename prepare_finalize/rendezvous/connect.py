@@ -24,17 +24,17 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later deadlines are short
 
 
-def resolve_deadline(deadline_s: Any) -> float:
-    """Return `deadline_s` in seconds, or the deadline of `read_settings` for None.
+def resolve_deadline(timeout_s: Any) -> float:
+    """Return `timeout_s` in seconds, or the deadline of `read_settings` for None.
 
     Raise ConfigurationError unless it is a finite number above 0.
     """
-    if deadline_s is None:
-        return read_settings().deadline_s
-    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-    if is_number and 0 < deadline_s < float("inf"):
-        return float(deadline_s)
-    raise ConfigurationError("deadline_s", got=repr(deadline_s), need="seconds > 0")
+    if timeout_s is None:
+        return read_settings().timeout_s
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if is_number and 0 < timeout_s < float("inf"):
+        return float(timeout_s)
+    raise ConfigurationError("timeout_s", got=repr(timeout_s), need="seconds > 0")
 
 
 def check_process(generation: int) -> None:
@@ -43,14 +43,14 @@ def check_process(generation: int) -> None:
     forks.check_process(generation, "exchange between ranks", need)
 
 
-def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
+def connect(device: str, store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
     """Open a new communicator over `store`: gloo for "cpu", NCCL for "cuda".
 
-    Raise RuntimeError if a rank does not connect within `deadline_s`, or within half a minute for
+    Raise RuntimeError if a rank does not connect within `timeout_s`, or within half a minute for
     NCCL if that is longer.
     """
     if device == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
+        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
     # The thread below does not inherit the current device.
     current_device = torch.device("cuda", torch.cuda.current_device())
 
@@ -58,12 +58,12 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
         # At its timeout, NCCL's watchdog aborts the process. It is much longer than the timeout of
         # run_with_timeout, which raises instead.
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
+        options._timeout = timedelta(seconds=max(600.0, 10 * timeout_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
         group.eager_connect_single_device(current_device)
         return group
 
-    return run_with_timeout(create, max(deadline_s, _NCCL_CONNECT_S))
+    return run_with_timeout(create, max(timeout_s, _NCCL_CONNECT_S))
 
 
 def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
@@ -115,7 +115,7 @@ def _parse_counter(key: str, value: bytes) -> int:
 
 
 def new_prefix_store(
-    group: dist.ProcessGroup, deadline_s: float, *, prefix: str = ""
+    group: dist.ProcessGroup, timeout_s: float, *, prefix: str = ""
 ) -> PrefixStore:
     """Return the group's store, with a prefix of keys for a new manager (`agree_on_prefix`).
 
@@ -123,7 +123,7 @@ def new_prefix_store(
     """
     store = distributed_c10d._get_process_group_store(group)
     attempt = run_with_timeout(
-        lambda: agree_on_prefix(store, group.rank(), group.size()), deadline_s
+        lambda: agree_on_prefix(store, group.rank(), group.size()), timeout_s
     )
     return PrefixStore(f"{attempt}{prefix}", store)
 

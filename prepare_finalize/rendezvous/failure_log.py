@@ -127,13 +127,13 @@ def failure_key(rank: int) -> str:
 
 
 def find_culprits(
-    rank: int, world_size: int, records: Mapping[int, Mapping[str, Any]], deadline_s: float
+    rank: int, world_size: int, records: Mapping[int, Mapping[str, Any]], timeout_s: float
 ) -> tuple[tuple[int, ...], str]:
     """Return the ranks that probably caused a failure, and the reason.
 
     rank: this rank, which does not blame itself.
     records: the published failure records by rank.
-    deadline_s: timeout of an exchange.
+    timeout_s: timeout of an exchange.
 
     The result is the first group of this list that is not empty:
 
@@ -161,9 +161,9 @@ def find_culprits(
         return tuple(earlier), "still in an earlier exchange"
     longest_s = max(record["waited_s"] for record in records.values())
     delay_s = {r: longest_s - record["waited_s"] for r, record in records.items()}
-    late_ranks = tuple(r for r in others if delay_s[r] > deadline_s / 2)
+    late_ranks = tuple(r for r in others if delay_s[r] > timeout_s / 2)
     if late_ranks:
         return late_ranks, f"at least {max(delay_s[r] for r in late_ranks):.1f} s late"
-    if delay_s[rank] > deadline_s / 2:
+    if delay_s[rank] > timeout_s / 2:
         return others, f"gave up on this rank, which was at least {delay_s[rank]:.1f} s late"
     return others, "failed too"

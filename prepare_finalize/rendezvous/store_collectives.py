@@ -25,18 +25,18 @@ class StoreCollectives:
     raise CommunicationError with the missing ranks.
 
     store: a store with a prefix that no other object uses, from `connect.new_prefix_store`.
-    deadline_s: timeout of one collective, in seconds.
+    timeout_s: timeout of one collective, in seconds.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, deadline_s: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._num_gathers = 0  # part of the keys, so that every collective has its own
 
     def all_gather(self, properties: Properties) -> tuple[dict[str, str], ...]:
         """Publish `properties` and return those of every rank, by rank, with values as strings."""
         self._num_gathers += 1
-        end_time = time.monotonic() + self._deadline_s
+        end_time = time.monotonic() + self._timeout_s
         payload = json.dumps({name: str(value) for name, value in properties.items()})
         received: dict[int, dict[str, str]] = {}
         try:
@@ -97,7 +97,7 @@ class StoreCollectives:
     def _error(
         self, got: str, peers: list[int] | tuple[int, ...], need: str | None = None
     ) -> CommunicationError:
-        need = need or f"every rank within {self._deadline_s:g} s"
+        need = need or f"every rank within {self._timeout_s:g} s"
         subject = "ranks that share buffers"
         return CommunicationError(
             subject, got=got, need=need, rank=self._rank, phase="construct", peers=peers

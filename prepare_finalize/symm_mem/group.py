@@ -1,6 +1,6 @@
 """SymmetricGroup: memory of the ranks of a process group that all of them can access.
 
-    manager = SymmetricGroup(group, deadline_s=2.0)
+    manager = SymmetricGroup(group, timeout_s=2.0)
     kernel = make_kernel("SymmMemPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
@@ -96,16 +96,16 @@ class SharedMemory(ABC):
 
     rank, world_size: index of this rank among the ranks that share the memory, and their number.
     device: "cpu" or "cuda".
-    deadline_s: timeout of a wait for other ranks in a kernel, in seconds.
+    timeout_s: timeout of a wait for other ranks in a kernel, in seconds.
     last_calls: log of the last exchanges.
     """
 
     def __init__(
-        self, rank: int, world_size: int, *, device: str, deadline_s: float, last_calls: ExchangeLog
+        self, rank: int, world_size: int, *, device: str, timeout_s: float, last_calls: ExchangeLog
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.reported_rank = rank  # rank in error messages
-        self.device, self.deadline_s, self.last_calls = device, deadline_s, last_calls
+        self.device, self.timeout_s, self.last_calls = device, timeout_s, last_calls
         self.step = 0
         self._generation = forks.generation()
         self._destroyed = False
@@ -123,7 +123,7 @@ class SharedMemory(ABC):
     @property
     def timeout_ns(self) -> int:
         """Timeout of a wait in a kernel, in nanoseconds."""
-        return int(self.deadline_s * 1e9)
+        return int(self.timeout_s * 1e9)
 
     @abstractmethod
     def _open_store_collectives(self) -> StoreCollectives:
@@ -160,7 +160,7 @@ class SharedMemory(ABC):
             collectives.barrier()  # no rank writes before all heaps are initialized
         except RuntimeError as error:  # the store is unreachable
             self.last_calls.end(record, str(error))
-            need = f"a store that answers within {self.deadline_s:g} s"
+            need = f"a store that answers within {self.timeout_s:g} s"
             raise self._error(first_sentence(error), need, "construct", ()) from error
         except CommunicationError as error:
             self.last_calls.end(record, str(error))
@@ -231,7 +231,7 @@ class SharedMemory(ABC):
         peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
         ranks = f"{pluralize('rank', len(peers))} {', '.join(map(str, peers))}"
         got = f"no flag of call {word & 0xFFFFFFFF} from {ranks}"
-        need = f"every rank within {self.deadline_s:g} s"
+        need = f"every rank within {self.timeout_s:g} s"
         return self._error(got, need, _PHASES[word >> 56], peers)
 
     def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
@@ -256,7 +256,7 @@ class SymmetricGroup(SharedMemory):
 
     group: a ProcessGroup of torch.distributed; None is the default group. Parts over symmetric
         memory reject ranks on several hosts.
-    deadline_s: timeout of a wait for other ranks in a kernel, in seconds; None is MK_DEADLINE_S, or
+    timeout_s: timeout of a wait for other ranks in a kernel, in seconds; None is MK_TIMEOUT_S, or
         10 s.
     device: "cpu" or "cuda"; None is "cuda" if the group supports it.
     history: number of exchanges that `last_calls` keeps.
@@ -268,18 +268,18 @@ class SymmetricGroup(SharedMemory):
         self,
         group: object | None = None,
         *,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        seconds = resolve_deadline(deadline_s)
+        seconds = resolve_deadline(timeout_s)
         self._group = resolve_process_group(group)
         rank = self._group.rank()
         super().__init__(
             rank,
             self._group.size(),
             device=select_device_type(self._group, device),
-            deadline_s=seconds,
+            timeout_s=seconds,
             last_calls=ExchangeLog(rank, history),
         )
         self.hosts = self._find_hosts()
@@ -297,11 +297,11 @@ class SymmetricGroup(SharedMemory):
 
     def _open_store_collectives(self) -> StoreCollectives:
         try:
-            store = new_prefix_store(self._group, self.deadline_s)
+            store = new_prefix_store(self._group, self.timeout_s)
         except RuntimeError as error:  # the store is unreachable
-            need = f"a store that answers within {self.deadline_s:g} s"
+            need = f"a store that answers within {self.timeout_s:g} s"
             raise self._error(first_sentence(error), need, "construct", ()) from error
-        return StoreCollectives(store, self.rank, self.world_size, self.deadline_s)
+        return StoreCollectives(store, self.rank, self.world_size, self.timeout_s)
 
     def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
         return share_memory(collectives, self.rank, nbytes, NAN_BYTE)

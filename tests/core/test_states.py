@@ -202,8 +202,8 @@ def test_doctor_and_profile_report_all_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
-    monkeypatch.setenv("MK_DEADLINE", "3")
-    why = "MK_DEADLINE (did you mean MK_DEADLINE_S?)"
+    monkeypatch.setenv("MK_TIMEOUT", "3")
+    why = "MK_TIMEOUT (did you mean MK_TIMEOUT_S?)"
     told: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
     assert [state["name"] for state in told] == NAMES
     assert told[-1] == {"name": "variables", "word": "unknown", "why": why, "loud": True}

@@ -192,7 +192,7 @@ def test_ctrl_c_during_the_import_of_our_parts_is_raised() -> None:
 
 
 def test_an_import_that_hangs_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "0.2")
+    monkeypatch.setenv("MK_IMPORT_TIMEOUT_S", "0.2")
     release = threading.Event()
     try:
         catalog = catalog_of(
@@ -203,7 +203,7 @@ def test_an_import_that_hangs_is_reported_with_its_line(monkeypatch: pytest.Monk
         release.set()
     assert catalog.names("experts") == ("TorchExperts",)
     (broken,) = catalog.broken
-    assert broken.error.startswith("TimeoutError: did not end within 0.2 s (MK_IMPORT_DEADLINE_S)")
+    assert broken.error.startswith("TimeoutError: did not end within 0.2 s (MK_IMPORT_TIMEOUT_S)")
     assert "threading.py:" in broken.error
 
 
@@ -284,7 +284,7 @@ HOSTILE = {
 def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package, source in HOSTILE.items():
         install(site, package, source)
-    monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "2")
+    monkeypatch.setenv("MK_IMPORT_TIMEOUT_S", "2")
     code, listed = mk("list")
     assert code == 0
     assert {"TorchExperts", "MyExperts"} <= {part["name"] for part in listed["parts"]}

@@ -36,18 +36,18 @@ class RankCommands:
         self.layer = Layer(ALL2ALL, TOKENS)
         self.manager: TorchGroup | None = None
         self.kernel: Any = None
-        self.deadline_s = 3.0
+        self.timeout_s = 3.0
 
     def make(self, deadline: str, copies: str = "") -> dict[str, Any]:
         placement = Placement.linear(8, 4)
         if copies:
             placement = placement.with_copies({4: [0], 5: [0], 6: [1], 7: [1]})
         self.layer = replace(self.layer, placement=placement)
-        self.deadline_s = float(deadline)
+        self.timeout_s = float(deadline)
         return self._make_layer(self.group)
 
     def _make_layer(self, group: Any) -> dict[str, Any]:
-        self.manager = TorchGroup(group, deadline_s=self.deadline_s)
+        self.manager = TorchGroup(group, timeout_s=self.timeout_s)
         self.kernel = self.layer.kernel(self.rank, self.manager)
         return {"hosts": str(self.manager.hosts)}
 

@@ -212,7 +212,7 @@ def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
     sys.modules["deep_ep"] = ModuleType("deep_ep")
     vars(sys.modules["deep_ep"])["Buffer"] = Buffer
     deepep.has_rdma_nic = lambda: False
-    manager = DeepEPGroup(group, deadline_s=5)
+    manager = DeepEPGroup(group, timeout_s=5)
     manager.check_equal({"hidden": 64})
     tries = (
         lambda: manager.check_equal({"hidden": 64, "tokens": 4 + rank}),

@@ -176,7 +176,7 @@ def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGro
     vars(library)["Buffer"] = stand_in.OneRankOfAHost
     deepep.load_deepep = lambda generation: library
     stand_in.DEEP_EP_V1.Buffer.made.clear()
-    return DeepEPGroup(group, deadline_s=5)
+    return DeepEPGroup(group, timeout_s=5)
 
 
 def told(attempt: Any) -> str:
@@ -214,7 +214,7 @@ def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
     )
     deepep.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
     manager = manager_between(rank, group, True)
-    other = DeepEPGroup(group, deadline_s=5)
+    other = DeepEPGroup(group, timeout_s=5)
     tries = (
         lambda: manager.high_throughput(2048),
         lambda: manager.high_throughput(2048),

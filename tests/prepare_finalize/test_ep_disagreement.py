@@ -34,7 +34,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     mine = replace(layer, part=part, tokens_W=tokens_W, fields=options)
     given = mine.inputs_of(rank)
     dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
-    manager = TorchGroup(group, deadline_s=LONG_S)
+    manager = TorchGroup(group, timeout_s=LONG_S)
     kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
     report = run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
     given = layer.inputs_of(rank)
@@ -80,7 +80,7 @@ def have_adapters_on_one_rank(rank: int, world: int, group: object, part: str) -
     if rank == FAULTY_RANK:
         problem = replace(problem, lora="adapters=2,rank=8")
     given = make_inputs(problem, "uniform", torch.device("cpu"))
-    manager = TorchGroup(group, deadline_s=LONG_S)
+    manager = TorchGroup(group, timeout_s=LONG_S)
     kernel = make_kernel(part, "TorchExperts", problem, group=manager)
     return run_calls(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
 
@@ -117,7 +117,7 @@ def second_of_two(
 ) -> tuple[RankReport, RankReport] | None:
     given = fault.layer.inputs_of(rank)
     dist.barrier(group)
-    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    manager = TorchGroup(group, timeout_s=DEADLINE_S)
     kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     if rank == FAULTY_RANK:
@@ -138,7 +138,7 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> RankRep
     layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
     given = layer.inputs_of(rank)
     dist.barrier(group)
-    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    manager = TorchGroup(group, timeout_s=DEADLINE_S)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     for each in reversed(pending) if rank == FAULTY_RANK else pending:
@@ -153,7 +153,7 @@ def test_a_concurrent_call_of_a_failing_manager_raises(pool: RankPool) -> None:
 
 
 def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
-    manager = TorchGroup(group, deadline_s=0.5)
+    manager = TorchGroup(group, timeout_s=0.5)
     if rank:
         return []  # and comes to no exchange
     post, found = manager._failure_records.publish_and_collect, []

@@ -45,7 +45,7 @@ def test_a_rank_that_exits(pool: RankPool, part: str, kind: str, point: str) -> 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) -> None:
-    result = run_scenario(Scenario(part, "raises", deadline_s=LONG_S), pool)
+    result = run_scenario(Scenario(part, "raises", timeout_s=LONG_S), pool)
     assert result.findings() == []
     assert result.reports[FAULTY_RANK].error == "RuntimeError"
     assert result.reports[FAULTY_RANK].message == "these experts are broken"
@@ -57,7 +57,7 @@ def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
-    result = run_scenario(Scenario(part, "overflow", deadline_s=LONG_S), pool)
+    result = run_scenario(Scenario(part, "overflow", timeout_s=LONG_S), pool)
     assert result.findings() == []
     assert result.reports[FAULTY_RANK].error == CapacityError.__name__
     assert result.reports[FAULTY_RANK].seconds < AT_ONCE_S
@@ -75,7 +75,7 @@ def test_a_rank_that_makes_no_exchange_notifies_the_others(
     pool: RankPool, part: str, kind: str
 ) -> None:
     point = "before dispatch" if kind == "raises" else ""
-    result = run_scenario(Scenario(part, kind, point, deadline_s=LONG_S), pool)
+    result = run_scenario(Scenario(part, kind, point, timeout_s=LONG_S), pool)
     assert result.findings() == []
     for rank in (0, 2):
         assert result.reports[rank].phase == "counts"

@@ -111,10 +111,10 @@ def test_a_group_is_needed() -> None:
 )
 def test_timeouts_are_in_seconds(manager: Any, deadline: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        manager(None, deadline_s=deadline)
-    assert str(caught.value) == f"deadline_s: got {deadline!r}, need seconds > 0"
+        manager(None, timeout_s=deadline)
+    assert str(caught.value) == f"timeout_s: got {deadline!r}, need seconds > 0"
     with pytest.raises(ConfigurationError, match="init_process_group first"):
-        manager(None, deadline_s=2)
+        manager(None, timeout_s=2)
 
 
 def test_a_handle_of_another_kernel_is_refused(pair: RankPool) -> None:
@@ -142,7 +142,7 @@ def test_a_rank_that_misses_the_construction(pair: RankPool) -> None:
 def come_alone(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
     start, text = time.monotonic(), ""
     if rank == 0:
-        error = raised_by(lambda: TorchGroup(group, deadline_s=1.0))
+        error = raised_by(lambda: TorchGroup(group, timeout_s=1.0))
         assert isinstance(error, CommunicationError)
         text = str(error)
     seconds = time.monotonic() - start
@@ -178,11 +178,11 @@ def test_problems_are_refused_before_construction(part: str) -> None:
 
 
 def test_the_environment_can_set_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MK_DEADLINE_S", raising=False)
-    assert read_settings().deadline_s == 10.0
-    monkeypatch.setenv("MK_DEADLINE_S", "2.5")
-    assert read_settings().deadline_s == 2.5
+    monkeypatch.delenv("MK_TIMEOUT_S", raising=False)
+    assert read_settings().timeout_s == 10.0
+    monkeypatch.setenv("MK_TIMEOUT_S", "2.5")
+    assert read_settings().timeout_s == 2.5
     for text in ("0", "-1", "inf", "nan", "soon"):
-        monkeypatch.setenv("MK_DEADLINE_S", text)
-        with pytest.raises(ConfigurationError, match="MK_DEADLINE_S"):
+        monkeypatch.setenv("MK_TIMEOUT_S", text)
+        with pytest.raises(ConfigurationError, match="MK_TIMEOUT_S"):
             read_settings()

@@ -42,7 +42,7 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
 
 def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> RankReport:
     given = layer.inputs_of(rank)
-    manager = TorchGroup(group, deadline_s=LONG_S)
+    manager = TorchGroup(group, timeout_s=LONG_S)
     kernel = make_kernel(layer.part, "TorchExperts", layer.problem(rank), group=manager)
     call = kernel.plan() if by == "plan" else kernel
     good = call(given.x_TH, given.weights, given.routing).clone()
@@ -67,7 +67,7 @@ def test_layers_of_one_manager_called_in_different_orders(pool: RankPool, part: 
 
 def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankReport:
     given, problem = layer.inputs_of(rank), layer.problem(rank)
-    manager = TorchGroup(group, deadline_s=LONG_S)
+    manager = TorchGroup(group, timeout_s=LONG_S)
     first, second = (
         make_kernel(layer.part, "TorchExperts", problem, group=manager) for _ in range(2)
     )

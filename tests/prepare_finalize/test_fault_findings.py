@@ -121,7 +121,7 @@ def test_the_faulty_rank_is_determined(
     rank: int, records: dict[int, tuple[int, str, float]], peers: tuple[int, ...], why: str
 ) -> None:
     told = {each: failed(*record) for each, record in records.items()}
-    blamed, reason = find_culprits(rank, 3, told, deadline_s=1.0)
+    blamed, reason = find_culprits(rank, 3, told, timeout_s=1.0)
     assert blamed == peers
     assert why in reason
 

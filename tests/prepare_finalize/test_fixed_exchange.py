@@ -154,7 +154,7 @@ def test_ranks_agree_on_the_host_once(pool: RankPool, part: str, by_manager: boo
 
 def fail_second_call(rank: int, world: int, group: object, layer: Layer, failure: str):
     """Make a good call and a bad one; return its output or error, and what later calls raise."""
-    manager = TorchGroup(group, deadline_s=5.0, checked=False)
+    manager = TorchGroup(group, timeout_s=5.0, checked=False)
     kernel = layer.kernel(rank, manager)
     given = layer.inputs_of(rank)
     first = kernel(given.x_TH, given.weights, given.routing)
@@ -233,7 +233,7 @@ def test_too_many_rows_for_a_rank_fail_the_call(pool: RankPool, part: str) -> No
 
 
 def fail_rows(rank: int, world: int, group: object, layer: Layer):
-    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=5.0, checked=False))
+    kernel = layer.kernel(rank, TorchGroup(group, timeout_s=5.0, checked=False))
     given = layer.inputs_of(rank)
     even = torch.arange(len(given.x_TH), dtype=torch.int32)[:, None] % world
     first = kernel(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=even))
@@ -317,7 +317,7 @@ def test_headers_of_an_earlier_call_are_wrong() -> None:
 
 
 def differ_in_tokens(rank: int, world: int, group: object, layer: Layer) -> str:
-    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=3.0, checked=False))
+    kernel = layer.kernel(rank, TorchGroup(group, timeout_s=3.0, checked=False))
     given = layer.inputs_of(rank)
     kernel(given.x_TH, given.weights, given.routing)
     rows = slice(0, len(given.x_TH) - rank)
@@ -403,7 +403,7 @@ def test_another_order_of_finishing_fails_a_later_call(pool: RankPool, part: str
 
 def finish_two_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> str:
     """Finish calls of two layers in another order on rank 0."""
-    manager = TorchGroup(group, deadline_s=5.0, checked=False)
+    manager = TorchGroup(group, timeout_s=5.0, checked=False)
     problem = layers[0].problem(rank)
     kernels = [make_kernel(layers[0].part, "TorchExperts", problem, group=manager) for _ in layers]
     given = layers[0].inputs_of(rank)
@@ -418,7 +418,7 @@ def finish_two_layers(rank: int, world: int, group: object, layers: tuple[Layer,
 
 
 def interrupt(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
-    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=20.0, checked=False))
+    kernel = layer.kernel(rank, TorchGroup(group, timeout_s=20.0, checked=False))
     given = layer.inputs_of(rank)
     kernel(given.x_TH, given.weights, given.routing)
     if rank == 1:
@@ -445,7 +445,7 @@ def test_an_interrupted_call_is_reported_at_once(pool: RankPool, part: str) -> N
 
 def fail_between_agreement_and_rows(rank: int, world: int, group: object, layer: Layer) -> str:
     """Make a first call that fails on rank 1 once ranks have agreed; return what is raised."""
-    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=20.0, checked=False))
+    kernel = layer.kernel(rank, TorchGroup(group, timeout_s=20.0, checked=False))
     given, part = layer.inputs_of(rank), kernel.prepare_finalize
 
     def fail(*_args, **_options):
@@ -501,7 +501,7 @@ def open_layer(rank: int, world: int, group: object, layer: Layer) -> str:
 
 
 def expire_and_check(rank: int, world: int, group: object, layer: Layer) -> tuple[bool, str]:
-    manager = TorchGroup(group, deadline_s=2.0, checked=False)
+    manager = TorchGroup(group, timeout_s=2.0, checked=False)
     kernel, given = layer.kernel(rank, manager), layer.inputs_of(rank)
     kernel(given.x_TH, given.weights, given.routing)
     manager.device_status.mark_failed()
@@ -521,7 +521,7 @@ def test_check_raises_after_a_call_that_did_not_end(pool: RankPool) -> None:
 
 def expire_in_two_threads(rank: int, world: int, group: object) -> tuple[int, bool]:
     """Detect a failure in two threads at once; return how many times it is posted."""
-    manager = TorchGroup(group, deadline_s=2.0, checked=False)
+    manager = TorchGroup(group, timeout_s=2.0, checked=False)
     post, find_sentence = manager._failure_records.publish_and_collect, torch_group.first_sentence
     both_failed, posts = threading.Barrier(2), []
 
@@ -556,7 +556,7 @@ def call_layers_of_other_sizes(
     rank: int, world: int, group: object, layers: tuple[Layer, Layer], case: str
 ) -> tuple[str, list[torch.Tensor]]:
     """Call another layer on rank 1 than on the others; return the error, and later outputs."""
-    manager = TorchGroup(group, deadline_s=5.0, checked=False)
+    manager = TorchGroup(group, timeout_s=5.0, checked=False)
     kernels = [layer.kernel(rank, manager) for layer in layers]
     inputs = [layer.inputs_of(rank) for layer in layers]
 

@@ -149,7 +149,7 @@ def test_too_many_ranks_per_host_are_refused() -> None:
 def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, float]:
     """Rank 1 is late for the exchange within its host."""
     simulated(rank, "aabb")
-    manager = HostThenRankGroup(group, deadline_s=3.0)
+    manager = HostThenRankGroup(group, timeout_s=3.0)
     case = case_of("zipf", 2).of_rank(rank)
     kernel = make_kernel(PART, "TorchExperts", case.problem, group=manager)
     part: Any = kernel.prepare_finalize
@@ -262,7 +262,7 @@ def test_shared_memory_files_are_removed(four: RankPool) -> None:
 def call_other_layer(rank: int, world: int, group: object, ids: str, other: str) -> tuple[str, int]:
     """Call another layer on rank 1 than on the others; return the error and the counts' number."""
     simulated(rank, ids)
-    manager, kernels = HostThenRankGroup(group, deadline_s=5.0), []
+    manager, kernels = HostThenRankGroup(group, timeout_s=5.0), []
     for part, tokens in ((PART, 4), (other, 9)):
         parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
         problem = Problem(
@@ -298,7 +298,7 @@ def call_after_a_failed_constructor(
 ) -> tuple[str, bool]:
     """Make a layer with other sizes on some ranks, then call a good layer of the same manager."""
     simulated(rank, ids)
-    manager = HostThenRankGroup(group, deadline_s=5.0)
+    manager = HostThenRankGroup(group, timeout_s=5.0)
     parallel = Parallel(world, "linear", rank, ranks_per_host=ids.count("a"))
     problem = Problem(3, 32, 16, experts=8, top_k=2, dtype=torch.float32, parallel=parallel)
     other = replace(problem, tokens=3 if rank % 2 else 11)

@@ -174,7 +174,7 @@ def late(rank: int, world: int, group: object, skew_s: float) -> str:
     if rank >= 2:
         time.time = lambda: clock() + skew_s
     try:
-        manager = TorchGroup(group, deadline_s=3.0)
+        manager = TorchGroup(group, timeout_s=3.0)
         if rank == 2:
             time.sleep(3.3)
         manager.all_reduce(torch.ones(1), step=1, phase="counts").wait()
@@ -198,7 +198,7 @@ def test_a_skewed_clock_causes_no_wrong_accusation(four: RankPool, skew_s: float
 def gone(rank: int, world: int, group: object) -> str:
     """Host b misses an exchange."""
     simulated(rank, "aabb")
-    manager = TorchGroup(group, deadline_s=1.0)
+    manager = TorchGroup(group, timeout_s=1.0)
     if rank >= 2:
         time.sleep(2.5)
         return ""
@@ -217,7 +217,7 @@ def test_a_missing_host_is_named(four: RankPool) -> None:
 def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
     """An exchange fails, with a store that does not answer or whose process has exited."""
     simulated(rank, "aabb")
-    manager = TorchGroup(group, deadline_s=1.0)
+    manager = TorchGroup(group, timeout_s=1.0)
     manager._failure_records.is_closed = ended
     manager._failure_records.publish_and_collect = lambda record, until_s: None
     if rank == 3:

@@ -209,7 +209,7 @@ def test_ranks_that_call_different_layers_all_raise(name: str, rank_pool: Pool) 
 def come_alone(rank: int, world: int, group: object) -> float:
     """Rank 1 never makes its layer."""
     start = time.monotonic()
-    manager = stand_in.GlooGroup(group, deadline_s=0.5)
+    manager = stand_in.GlooGroup(group, timeout_s=0.5)
     dist.barrier(group)  # a manager that is gone already would end the other's connecting
     if rank == 0:
         with pytest.raises(CommunicationError, match="no sign of life") as caught:
@@ -224,7 +224,7 @@ def try_again(rank: int, world: int, group: object) -> None:
     dist.barrier(group)  # whoever imported this later
     if rank == 0:
         with pytest.raises(CommunicationError, match="no sign of life") as caught:
-            stand_in.GlooGroup(group, deadline_s=0.3)
+            stand_in.GlooGroup(group, timeout_s=0.3)
         assert caught.value.peers == (1,)
     else:
         time.sleep(0.8)

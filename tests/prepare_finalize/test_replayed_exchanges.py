@@ -100,7 +100,7 @@ def replayed_plan(rank: int, group: object, layer: Layer, **options) -> tuple[Pl
 def refuse_in_replay(rank: int, world: int, group: object, layer: Layer) -> list[str]:
     """Refuse a call on rank 1 that the others replay; return what this call and two more raise."""
     with interpreted_replays():
-        plan, (x_TH, *others) = replayed_plan(rank, group, layer, deadline_s=5.0)
+        plan, (x_TH, *others) = replayed_plan(rank, group, layer, timeout_s=5.0)
         raised = []
         for x in (x_TH.double() if rank == 1 else x_TH, x_TH, x_TH):
             try:
@@ -128,7 +128,7 @@ def test_a_refusal_reaches_ranks_that_replay(pool: RankPool, part: str) -> None:
 def interrupt_replay(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
     """Interrupt a replay on rank 1 between its launches and the combine."""
     with interpreted_replays():
-        plan, arguments = replayed_plan(rank, group, layer, deadline_s=20.0)
+        plan, arguments = replayed_plan(rank, group, layer, timeout_s=20.0)
         manager = plan.kernel.prepare_finalize.manager
         start = manager._start
 

@@ -37,8 +37,8 @@ def error_of(call: Callable[[], object]) -> ModularKernelError | None:
     return None
 
 
-def made(rank: int, group: object, deadline_s: float = 5.0):
-    manager = SymmetricGroup(group, deadline_s=deadline_s)
+def made(rank: int, group: object, timeout_s: float = 5.0):
+    manager = SymmetricGroup(group, timeout_s=timeout_s)
     kernel = make_kernel(PART, "TorchExperts", LAYER.problem(rank), group=manager, machine=MACHINE)
     given = LAYER.inputs_of(rank)
     return kernel, (given.x_TH, given.weights, given.routing)
@@ -103,7 +103,7 @@ def test_unfinished_calls_release_their_slots(part: str, method: str, rank_pool:
 
 def absent(rank: int, world: int, group: object, phase: str) -> list:
     """A correct call; then rank 1 misses a call, or only its dispatch."""
-    kernel, given = made(rank, group, deadline_s=0.5)
+    kernel, given = made(rank, group, timeout_s=0.5)
     good = kernel(*given).clone()
     if rank == 1:
         if phase == "combine":
@@ -155,7 +155,7 @@ def test_a_refused_call_can_be_repeated_within_the_timeout(rank_pool: Pool, by: 
 
 def disagreeing(rank: int, world: int, group: object) -> ModularKernelError | None:
     problem = replace(LAYER.problem(rank), hidden=48 if rank else 64)
-    manager = SymmetricGroup(group, deadline_s=5)
+    manager = SymmetricGroup(group, timeout_s=5)
     return error_of(
         lambda: make_kernel(PART, "TorchExperts", problem, group=manager, machine=MACHINE)
     )
@@ -194,11 +194,11 @@ def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
 def lonely(rank: int, world: int, group: object) -> ModularKernelError | None:
     if rank == 1:
         return None
-    return error_of(lambda: SymmetricGroup(group, deadline_s=0.3))
+    return error_of(lambda: SymmetricGroup(group, timeout_s=0.3))
 
 
 def without_the_other(rank: int, world: int, group: object) -> ModularKernelError | None:
-    manager = SymmetricGroup(group, deadline_s=3.0)  # both ranks must be in time here
+    manager = SymmetricGroup(group, timeout_s=3.0)  # both ranks must be in time here
     if rank == 1:
         return None
     return error_of(lambda: manager.allocate_heap(256, "nothing", lambda _heap: None))

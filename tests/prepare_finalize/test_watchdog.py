@@ -12,7 +12,7 @@ DEADLINE_S = 0.2
 
 
 class Manager:
-    deadline_s = DEADLINE_S
+    timeout_s = DEADLINE_S
 
     def __init__(self) -> None:
         self.waited_s: list[float] = []

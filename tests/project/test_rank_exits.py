@@ -11,7 +11,7 @@ import sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 from prepare_finalize import TorchGroup
-manager = TorchGroup(deadline_s=5.0)
+manager = TorchGroup(timeout_s=5.0)
 def exchange():
     out, given = torch.zeros(1 << 20), torch.ones(1 << 20)
     manager.all_gather(out, given, step=1, phase="counts")

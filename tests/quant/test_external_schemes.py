@@ -236,7 +236,7 @@ def test_a_package_that_asks_for_its_own_scheme_does_not_wait(
         code, listed = mk("list")
         assert code == 0
         assert [each["scheme"]["name"] for each in listed["schemes"]] == ["my_scheme"]
-    assert time.monotonic() - started < 50, "waited for MK_IMPORT_DEADLINE_S"
+    assert time.monotonic() - started < 50, "waited for MK_IMPORT_TIMEOUT_S"
 
 
 def test_the_packages_of_mk_new_are_listed_and_a_broken_one_is_not_used(

@@ -291,7 +291,7 @@ def test_a_crash_and_a_hang_do_not_end_the_run(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(isolated_runs, "_WORKER", "fuzz_stub")
     monkeypatch.setattr(isolated_runs, "_START_TIMEOUT_S", 20.0)
-    report = isolated_runs.run("s", range(5), deadline_s=1.0)
+    report = isolated_runs.run("s", range(5), timeout_s=1.0)
     assert report.counts == {CORRECT: 3, CRASH: 1, HANG: 1}
     assert [(finding.number, finding.kind) for finding in report.findings] == [
         (1, CRASH),

@@ -21,7 +21,7 @@ def test_invalid_facts_raise(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set("gather/1/1", garbage)
     with pytest.raises(CommunicationError, match="a store that fails"):
-        StoreCollectives(store, 0, 2, deadline_s=0.5).all_gather({"a": 1})
+        StoreCollectives(store, 0, 2, timeout_s=0.5).all_gather({"a": 1})
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -48,7 +48,7 @@ def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str
     dist.barrier()
     for kind in (TorchGroup, SymmetricGroup):
         try:
-            manager = kind(group, deadline_s=2.0)
+            manager = kind(group, timeout_s=2.0)
             if kind is SymmetricGroup:
                 manager.allocate_heap(256, "nothing", lambda heap: None)
         except CommunicationError as error:

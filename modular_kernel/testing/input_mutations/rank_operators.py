@@ -31,7 +31,7 @@ class RankMutant:
         name, description: name and description of the defect.
         applies: returns whether the defect must be visible in a case.
         make: maps the problem of a rank to the defect of its kernel.
-        deadline_s: deadline of exchanges in seconds, for a defect with which a rank may wait for a
+        timeout_s: deadline of exchanges in seconds, for a defect with which a rank may wait for a
             peer that never answers; None for the default.
     """
 
@@ -39,7 +39,7 @@ class RankMutant:
     description: str
     applies: Callable[[RankCase], bool]
     make: Callable[[Problem], CallMutant]
-    deadline_s: float | None = None
+    timeout_s: float | None = None
 
 
 def build_mutant(
@@ -50,7 +50,7 @@ def build_mutant(
     `partial(build_mutant, name)` is a RankBuild.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
-    with nullcontext() if mutant.deadline_s is None else use_deadline(mutant.deadline_s):
+    with nullcontext() if mutant.timeout_s is None else use_deadline(mutant.timeout_s):
         return mutant.make(case.problem).build(case, machine, poison, group)
 
 
@@ -267,7 +267,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
         _has_uneven_counts,
         _on_last_rank("peer_counts_swapped", _swap_counts),
-        deadline_s=6.0,
+        timeout_s=6.0,
     ),
     RankMutant(
         "weights_on_both_sides",

@@ -133,7 +133,7 @@ class Ranks(Closeable):
         """
         assert isinstance(case, RankCase)
         timeout, run_timeout = self._timeouts(case)
-        build = rank_tasks.build_with_deadline(timeout)
+        build = rank_tasks.build_with_timeout(timeout)
         first_checks = (check_numeric, check_faults) if case.fault else (check_numeric,)
         seconds = 0.0
         for checks in (first_checks, RANK_CHECKS):  # most failures occur in the first call

@@ -148,6 +148,6 @@ def build(
         return over_ranks.build_kernel(case, machine, poison, group)
 
 
-def build_with_deadline(timeout: float) -> over_ranks.RankBuild:
+def build_with_timeout(timeout: float) -> over_ranks.RankBuild:
     """Return `build` with this deadline in seconds."""
     return partial(build, timeout)

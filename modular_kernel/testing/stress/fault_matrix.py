@@ -83,7 +83,7 @@ class FaultResult:
             yield f"the error names the peers {report.peers}: {report.message[:200]}"
         if report.phase not in self.scenario.phases:
             yield f"the error is in phase {report.phase!r}: {report.message[:200]}"
-        max_seconds = self.scenario.deadline_s + SLACK_S
+        max_seconds = self.scenario.timeout_s + SLACK_S
         if report.seconds > max_seconds:
             yield f"took {report.seconds:.1f} s, more than {max_seconds:g} s"
 
@@ -168,7 +168,7 @@ def run_matrix(
     start_deadline, results_lock = time.monotonic() + start_limit_s, threading.Lock()
 
     def run_pool() -> None:
-        grace = max(scenario.deadline_s for scenario in ordered) + 2 * SLACK_S
+        grace = max(scenario.timeout_s for scenario in ordered) + 2 * SLACK_S
         with RankPool(world_size, backend, grace=grace) as pool:
             while True:
                 try:

@@ -1,7 +1,7 @@
 """Run the ranks of a fault scenario: one rank fails, and the others must raise in time.
 
 This works for any distributed part that creates its communicator from a process group and reads its
-deadline from MK_DEADLINE_S. A part whose calls do not wait for the device, and which thus reports
+deadline from MK_TIMEOUT_S. A part whose calls do not wait for the device, and which thus reports
 errors later, must provide `check()`, which waits and raises CommunicationError.
 """
 
@@ -71,7 +71,7 @@ class Scenario:
         faulty_changes: fields of the problem that rank 1 changes, with kind "disagrees".
         layer: fields of the problem.
         experts_part: name of an experts part; None means the first one that is compatible.
-        deadline_s: deadline of exchanges.
+        timeout_s: deadline of exchanges.
         checked: if False, the ranks check only in the first call on the host that they agree.
     """
 
@@ -81,7 +81,7 @@ class Scenario:
     faulty_changes: tuple[tuple[str, object], ...] = ()
     layer: tuple[tuple[str, object], ...] = CPU_LAYER
     experts_part: str | None = None
-    deadline_s: float = DEADLINE_S
+    timeout_s: float = DEADLINE_S
     checked: bool = True
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ class FaultContext:
 
     def wait_for_others(self) -> None:
         """Wait until all ranks except the faulty one have finished, or a timeout expires."""
-        end = time.monotonic() + self.scenario.deadline_s + 2 * SLACK_S
+        end = time.monotonic() + self.scenario.timeout_s + 2 * SLACK_S
         others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != FAULTY_RANK]
         while not all(path.exists() for path in others) and time.monotonic() < end:
             time.sleep(0.01)
@@ -245,7 +245,7 @@ def _run_with_fault(context: FaultContext) -> RankReport:
     if inputs.x_TH.is_cuda:  # compile the kernels now, because this may exceed the deadline
         _is_usable(context)
     context.synchronize_ranks()
-    with use_deadline(scenario.deadline_s):
+    with use_deadline(scenario.timeout_s):
         kernel = context.make_kernel(problem, context.choose_experts(problem))
     expected = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     _raise_pending_errors(kernel)
@@ -276,7 +276,7 @@ def _run_with_other_layer(context: FaultContext) -> RankReport:
     context.synchronize_ranks()
     started = time.monotonic()
     try:
-        with use_deadline(context.scenario.deadline_s):
+        with use_deadline(context.scenario.timeout_s):
             kernel = context.make_kernel(
                 problem, experts or context.choose_experts(context.make_problem())
             )

@@ -35,13 +35,13 @@ _THREADS_END_S = 2.0  # threads of a failed exchange must end within this time
 def check_manager_arguments(context: ScenarioContext) -> Outcomes:
     """Make managers with invalid deadlines, which must be refused before ranks connect."""
     manager_class = find_manager_class(context.part)
-    for deadline_s in _INVALID_DEADLINES:
-        outcome = capture_outcome(partial(_describe_manager, manager_class, deadline_s))
-        yield f"{deadline_s!r}: {outcome}", f"{deadline_s!r}: ConfigurationError"
+    for timeout_s in _INVALID_DEADLINES:
+        outcome = capture_outcome(partial(_describe_manager, manager_class, timeout_s))
+        yield f"{timeout_s!r}: {outcome}", f"{timeout_s!r}: ConfigurationError"
 
 
-def _describe_manager(manager_class: Any, deadline_s: Any) -> str:
-    return str(manager_class(None, deadline_s=deadline_s))
+def _describe_manager(manager_class: Any, timeout_s: Any) -> str:
+    return str(manager_class(None, timeout_s=timeout_s))
 
 
 def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:

@@ -68,9 +68,9 @@ class ScenarioContext:
         """Make a kernel with a new manager."""
         return self.build(self.case, self.machine, True)
 
-    def make_kernel_with_deadline(self, deadline_s: float) -> FusedMoEModularKernel:
-        """Make a kernel whose exchanges time out after `deadline_s` seconds."""
-        return self.make_kernel_on(find_manager_class(self.part)(None, deadline_s=deadline_s))
+    def make_kernel_with_timeout(self, timeout_s: float) -> FusedMoEModularKernel:
+        """Make a kernel whose exchanges time out after `timeout_s` seconds."""
+        return self.make_kernel_on(find_manager_class(self.part)(None, timeout_s=timeout_s))
 
     def make_kernel_on_manager_of(
         self, kernel: FusedMoEModularKernel, **changes: Any

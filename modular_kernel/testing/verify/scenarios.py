@@ -184,8 +184,8 @@ def _pass_fewer_tokens(
 def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
     """Check a manager that the caller creates, with options that differ from the defaults."""
     yield _count_records(kernel), str(DEFAULT_HISTORY)
-    deadline_s = get_manager(kernel.prepare_finalize).deadline_s
-    options = {"deadline_s": deadline_s, "device": context.machine.device, "history": 3}
+    timeout_s = get_manager(kernel.prepare_finalize).timeout_s
+    options = {"timeout_s": timeout_s, "device": context.machine.device, "history": 3}
     manager = find_manager_class(context.part)(None, **options)
     kernel_on_manager = context.make_kernel_on(manager)
     yield context.make_correct_call(kernel_on_manager)
@@ -300,7 +300,7 @@ def _fail_in_library(context: ScenarioContext, message: str) -> tuple[str, str]:
 
     quoted = message[:MAX_QUOTED_CHARS] or "RuntimeError"
     got = f"failed too; after N s: {quoted}"
-    need = f"every rank within {manager.deadline_s:g} s"
+    need = f"every rank within {manager.timeout_s:g} s"
     outcome = capture_outcome(lambda: context.compare(exchange()))
     expected = context.expected_error_text(
         "exchange between ranks", got, need, (0, 0, 1), context.peers, "combine"
@@ -331,9 +331,9 @@ def _call_failing_experts(
     """
     if context.is_faulty_rank:
         kernel.experts.apply = _raise_error  # type: ignore[method-assign]
-    start, deadline_s = time.monotonic(), get_manager(kernel.prepare_finalize).deadline_s
+    start, timeout_s = time.monotonic(), get_manager(kernel.prepare_finalize).timeout_s
     outcome = capture_outcome(lambda: context.compare(call()))
-    if time.monotonic() - start > 0.9 * deadline_s:
+    if time.monotonic() - start > 0.9 * timeout_s:
         return "the error came late", "the error came at once"
     expected = context.expected_error_text(
         "exchange between ranks", _FAILED_CALL, "", position, (FAULTY_RANK,), "combine"

@@ -37,7 +37,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
     must report them.
     """
     kernel, has_counts = (
-        context.make_kernel_with_deadline(DEADLINE_S),
+        context.make_kernel_with_timeout(DEADLINE_S),
         exchanges_call_numbers(context.part),
     )
     yield context.make_correct_call(kernel)
@@ -98,7 +98,7 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     The function must be called after the deadline, when the period in which other ranks may report
     errors is over, too. It checks that the exchange still reads their reports.
     """
-    manager = find_manager_class(context.part)(None, deadline_s=DEADLINE_S)
+    manager = find_manager_class(context.part)(None, timeout_s=DEADLINE_S)
     if context.rank:
         return lambda: (CORRECT, CORRECT)
     exchange = manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine")
@@ -130,7 +130,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
     only when the others construct a kernel with this manager.
     """
     if shares_memory(context.part):
-        manager = find_manager_class(context.part)(None, deadline_s=_SHORT_DEADLINE_S)
+        manager = find_manager_class(context.part)(None, timeout_s=_SHORT_DEADLINE_S)
         if not context.is_faulty_rank:
             outcome = capture_outcome(lambda: str(context.make_kernel_on(manager)))
             expected = context.expected_error_text(
@@ -145,7 +145,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
         dist.barrier()
         manager.destroy()
     if not context.is_faulty_rank:
-        outcome = capture_outcome(lambda: str(context.make_kernel_with_deadline(_SHORT_DEADLINE_S)))
+        outcome = capture_outcome(lambda: str(context.make_kernel_with_timeout(_SHORT_DEADLINE_S)))
         has_counts = exchanges_call_numbers(context.part)
         subject = "exchange between ranks" if has_counts else "ranks that share buffers"
         expected = context.expected_error_text(
@@ -163,7 +163,7 @@ def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
     manager_type = find_manager_class(context.part)
     if context.is_faulty_rank:
         manager_type = type(manager_type.__name__, (manager_type,), {"_find_hosts": _raise_lost})
-    outcome = capture_outcome(lambda: str(manager_type(None, deadline_s=DEADLINE_S)))
+    outcome = capture_outcome(lambda: str(manager_type(None, timeout_s=DEADLINE_S)))
     dist.barrier()
     subject, reason, need = "ranks that share buffers", "no sign of life", "every rank within 1.5 s"
     expected = context.expected_error_text(
@@ -176,9 +176,9 @@ def _raise_lost(*_: object) -> None:
     raise RuntimeError("this rank goes away")
 
 
-def check_absent_rank_0(context: ScenarioContext, deadline_s: float) -> Outcomes:
+def check_absent_rank_0(context: ScenarioContext, timeout_s: float) -> Outcomes:
     """Make a call on all ranks except rank 0. They must report rank 0 like any absent rank."""
-    kernel = context.make_kernel_with_deadline(deadline_s)
+    kernel = context.make_kernel_with_timeout(timeout_s)
     yield context.make_correct_call(kernel)
     dist.barrier()
     if context.rank:

@@ -79,23 +79,23 @@ def run(
     *,
     interpreted: bool = False,
     only: str = "",
-    deadline_s: float = 60.0,
+    timeout_s: float = 60.0,
 ) -> FuzzReport:
     """Run the configurations `numbers` of a seed.
 
     numbers: -1 stands for the explicit examples and saved failures.
     interpreted: whether kernels are interpreted.
     only: the name of the only target; "" means all targets.
-    deadline_s: timeout for each configuration in seconds.
+    timeout_s: timeout for each configuration in seconds.
     """
     report = FuzzReport(seed, interpreted, only)
     first = numbers.start
     while first < numbers.stop:
-        first = _run_process(report, range(first, numbers.stop), deadline_s)
+        first = _run_process(report, range(first, numbers.stop), timeout_s)
     return report
 
 
-def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
+def _run_process(report: FuzzReport, numbers: range, timeout_s: float) -> int:
     """Run configurations in one process until it ends; return the number to continue with."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
@@ -111,7 +111,7 @@ def _run_process(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     try:
         while (line := lines.get(timeout=timeout)) is not None:
             number, target, kind, description = json.loads(line)
-            current, timeout = number + 1, deadline_s
+            current, timeout = number + 1, timeout_s
             if kind == "smaller":
                 report.findings[-1] = replace(report.findings[-1], smallest=description)
             elif kind != "saved":
