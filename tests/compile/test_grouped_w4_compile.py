@@ -66,7 +66,7 @@ def test_every_launch_is_clean(
             room = grouped_w4_config._shared_bytes(
                 tiles.gemm1, record.config["SLOTS"], packed_format
             )
-            assert room - grouped_w4_config._BARRIERS <= record.shared <= room
+            assert room - grouped_w4_config._MAX_BARRIER_BYTES <= record.shared <= room
 
 
 def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:

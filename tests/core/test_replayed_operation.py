@@ -26,13 +26,13 @@ class Recording:
         )
         monkeypatch.setattr(operation, "_C", driver)
         monkeypatch.setattr(operation, "_get_device", lambda _: 0)
-        monkeypatch.setattr(operation, "recording", self.record)
+        monkeypatch.setattr(operation, "record_launches", self.record)
 
     @contextmanager
     def record(self, _tensors: Any) -> Iterator[Any]:
         self.recorded_calls += 1
         call = RecordedCall((self.replay,), (lambda: self.watched,), ())
-        yield SimpleNamespace(recorded=lambda: call if self.replayable else None)
+        yield SimpleNamespace(make_recorded_call=lambda: call if self.replayable else None)
 
     def replay(self, stream: int, pointers: Any) -> None:
         self.replays.append((stream, [*pointers]))

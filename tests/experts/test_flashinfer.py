@@ -26,7 +26,7 @@ from modular_kernel.reference import oracle
 from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
-from modular_kernel.utils.package_probes import find
+from modular_kernel.utils.package_probes import find_package
 
 STATIC, BLOCK = "fp8_w8a8_tensor:static=true", "fp8_w8a8_block"
 BASE = Problem(
@@ -304,7 +304,7 @@ RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
 def test_loaded(site: Path) -> None:
     names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
     put(site, RIGHT, names)
-    assert find(library.FLASHINFER).version == "0.7.2.post1"
+    assert find_package(library.FLASHINFER).version == "0.7.2.post1"
     assert library.load().cutlass_fused_moe == 1
 
 

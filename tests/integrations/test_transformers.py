@@ -84,7 +84,7 @@ def test_the_replayed_routing_is_that_of_the_model(name, baseline_of) -> None:
     base, own = baseline_of(name), demo.RoutingRecorder()
     with own.record(base.model):
         demo.compute_logits(base.model, base.ids)
-    assert own.by_module.keys() == base.routing.of_module.keys() != set()
+    assert own.by_module.keys() == base.routing.by_module.keys() != set()
     for module, (ids, _) in own.by_module.items():
         assert torch.equal(ids, base.routing.by_module[module][0])
 

@@ -116,13 +116,13 @@ def test_the_interpreter_is_ready_only_after_its_setup(monkeypatch: pytest.Monke
     if not patch.is_active():
         pytest.skip("kernels are compiled here")
     patch.install()
-    ready, options = [], patch.gpu_options
+    ready, options = [], patch.make_gpu_options
 
     def looking(builder: object) -> object:
         ready.append(upstream.InterpreterBuilder is patch.GpuNumericsBuilder)
         return options(builder)
 
-    monkeypatch.setattr(patch, "gpu_options", looking)
+    monkeypatch.setattr(patch, "make_gpu_options", looking)
     monkeypatch.setattr(upstream, "InterpreterBuilder", object)
     patch.install()
     assert ready == [False]

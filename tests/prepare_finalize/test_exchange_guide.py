@@ -27,7 +27,7 @@ def test_the_harness_verifies_it(site: Path) -> None:
 
 
 def test_a_defect_is_reported_in_one_line(site: Path) -> None:
-    wrong = SOURCE.replace("first = sum(counts[: self.manager.rank])", "first = 0")
+    wrong = SOURCE.replace("start = sum(counts[: self.manager.rank])", "start = 0")
     assert wrong != SOURCE
     install(site, "my_exchange", wrong)
     case = ("--tokens", "6", "--hidden", "48", "--intermediate", "32", "--experts", "4")
