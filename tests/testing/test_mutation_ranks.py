@@ -192,8 +192,9 @@ def test_drawn_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
 
 
 def test_a_refused_valid_case_kills(coverage: Coverage, tmp_path: Path) -> None:
-    start = "replace(CONTIGUOUS, "
-    outcome = run_replacement(start, f"{start}world_sizes=(3, None), ", coverage, tmp_path)
+    arguments = "CONTIGUOUS, padding="
+    changed = "CONTIGUOUS, world_sizes=(3, None), padding="
+    outcome = run_replacement(arguments, changed, coverage, tmp_path)
     assert outcome.status == "refused"
     assert outcome.finding.startswith("3 valid cases, first AllGatherReduceScatter")
 
