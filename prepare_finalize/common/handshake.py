@@ -214,7 +214,7 @@ def check_max_received(layer: Layer, metadata: CallMetadata, received_W: Sequenc
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
     """Return this rank's values of `_FIELDS`.
 
-    others: hash of the further properties that must be equal, `_hash_hash_other_properties`.
+    others: hash of the further properties that must be equal, from `_hash_other_properties`.
     """
     problem_fields = [getattr(layer.problem, name) for name in _PROBLEM_FIELDS]
     return [*problem_fields, layer.number, layer.calls + 1, step, layer.manager.order, others]

@@ -153,7 +153,7 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         lambda _: {},
         (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
     ),
-    ("checkpoints", slices.LayerSource, "_check_extra", _nothing, (INVALID_ACCEPTED,)),
+    ("checkpoints", slices.LayerSource, "_check_no_others", _nothing, (INVALID_ACCEPTED,)),
     (
         "checkpoints",
         importers_stored.StoredTensor,

@@ -101,14 +101,14 @@ def test_ranks_run_a_case_that_this_process_refuses() -> None:
 
 def test_an_equivalent_mutant_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
     outcome = run_replacement(
-        "max_tokens = max(agreement.tokens_W)",
-        "max_tokens = max(*agreement.tokens_W)",
+        "max_tokens = max(metadata.tokens_W)",
+        "max_tokens = max(*metadata.tokens_W)",
         coverage,
         tmp_path,
     )
     assert (outcome.status, outcome.num_cases, outcome.differing) == ("survived", 3, 0)
     mutant = replacement(
-        "max_tokens = max(agreement.tokens_W)", "max_tokens = max(*agreement.tokens_W)", tmp_path
+        "max_tokens = max(metadata.tokens_W)", "max_tokens = max(*metadata.tokens_W)", tmp_path
     )
     assert compare_bits([mutant], coverage, 4, backend=BACKEND).problems >= 4
     survey_of_one = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, BACKEND)

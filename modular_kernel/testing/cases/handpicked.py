@@ -172,9 +172,6 @@ def _list_few_token_cases() -> Iterator[HandpickedCase]:
     yield zeros.with_tokens(4), "skips", InputVariation()
     ragged = replace(zeros, hidden=51, intermediate=47, experts=1, bias=False)
     yield ragged, "uniform", InputVariation()
-    # Both GEMMs have a single value as input, which must be quantized, too.
-    one_value = replace(_BASE, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
-    yield one_value, "uniform", InputVariation()
 
 
 def _list_packed_cases() -> Iterator[HandpickedCase]:

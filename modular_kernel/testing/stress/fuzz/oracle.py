@@ -135,7 +135,11 @@ class Oracle:
         norms = torch.zeros(tokens, slots, dtype=torch.float64)
         # By (token, slot), because the activations of all pairs may share one scale.
         h_by_pair: dict[tuple[int, int], tuple[int, torch.Tensor, float]] = {}
-        x_error = self._shared_scale_error(x_TH.double())
+        # The rows that are quantized: one for each pair, because router weights may be applied first.
+        x_TKH = x_TH.double()[:, None].expand(tokens, slots, -1)
+        if problem.apply_router_weight_on_input:
+            x_TKH = x_TKH * routing.topk_weights_TK.double()[:, :, None]
+        x_error = self._shared_scale_error(x_TKH)
         for t in range(tokens):
             for k in range(slots):
                 expert = int(routing.topk_ids_TK[t, k])
@@ -145,12 +149,9 @@ class Oracle:
                     expert = int(weights.expert_map[expert])
                 if not 0 <= expert < problem.e:  # remote, or mapped to no row
                     continue
-                weight = float(routing.topk_weights_TK[t, k])
                 h_by_pair[t, k] = (
                     expert,
-                    *self._compute_activation(
-                        x_TH[t].double(), x_error, w1[expert], expert, weight, weights
-                    ),
+                    *self._compute_activation(x_TKH[t, k], x_error, w1[expert], expert, weights),
                 )
         h_error = 0.0
         if h_by_pair:
@@ -183,19 +184,17 @@ class Oracle:
         x_error: float,
         w1: torch.Tensor,
         expert: int,
-        weight: float,
         weights: ExpertWeights,
     ) -> tuple[torch.Tensor, float]:
         """Return the activations h of one pair, and the typical size of one of them.
 
+        x: the row of the pair, times its router weight if that is applied on the input.
         x_error: the error of each value of x, in units of the tolerance.
         """
         problem = self.problem
         value = w1 @ x
         x_norm = float(x.norm()) + x_error * math.sqrt(len(x))
         typical = x_norm * float(w1.norm()) / math.sqrt(w1.numel())
-        if problem.apply_router_weight_on_input:
-            value, typical = value * weight, typical * abs(weight)
         if weights.b1 is not None:
             value = value + weights.b1[expert].double()
         if problem.act.kind != "swiglu_oai":

@@ -244,7 +244,7 @@ def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
     entry = import_object(f"{module}:Entry")(text, kind)
     try:
         result_or_outcome = (
-            import_object(f"{module}:ModuleMatcher")([entry]).first([name]) is not None
+            import_object(f"{module}:ModuleMatcher")([entry]).first_match([name]) is not None
         )
     except import_object(f"{module}:PatternError"):
         return FuzzOutcome(TYPED_ERROR, description)
