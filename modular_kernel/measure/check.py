@@ -1,9 +1,10 @@
 """Check the outputs of a layer before it is timed: compare some rows with a float64 reference.
 
-The reference (`reference.oracle`) uses unquantized weights, even for quantized layers. The error of
-a layer may be at most twice that of a plain torch implementation of its quantization scheme
-(`reference.recipe`). Both errors are root mean squares over at least 512 values, if necessary from
-several calls. Over only 32 values, the error of plain torch would vary by a factor of two.
+The reference (`reference.float64_reference`) uses unquantized weights, even for quantized layers.
+The error of a layer may be at most twice that of a plain torch implementation of its quantization
+scheme (`reference.rounded_reference`). Both errors are root mean squares over at least 512 values,
+if necessary from several calls. Over only 32 values, the error of plain torch would vary by a
+factor of two.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 
 from modular_kernel.measure.cases import Input, LayerCase, quantize
 from modular_kernel.measure.timing import Call
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -85,9 +86,9 @@ def compute_expected_output(
     selected_weights, problem = _select_touched_experts(
         weights, routing, cell.problem.with_tokens(len(rows))
     )
-    exact = oracle(x_TH, selected_weights, routing, problem)
+    exact = float64_reference(x_TH, selected_weights, routing, problem)
     problem = replace(problem, quant=str(scheme))
-    torch_rows = recipe(x_TH, quantize(selected_weights, problem), routing, problem)
+    torch_rows = rounded_reference(x_TH, quantize(selected_weights, problem), routing, problem)
     return ExpectedOutput(rows, exact, float((torch_rows - exact).norm()))
 
 

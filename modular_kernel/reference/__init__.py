@@ -1,8 +1,9 @@
 """Reference implementations of the layer in plain PyTorch, which share no code with any part.
 
-- `oracle` computes in float64 from the dequantized weights.
-- `recipe` rounds where plain PyTorch rounds in the problem's dtype, and quantizes activations if
-  the scheme does. A correct part may deviate from the oracle about as much as `recipe` does.
+- `float64_reference` computes in float64 from the dequantized weights.
+- `rounded_reference` rounds where plain PyTorch rounds in the problem's dtype, and quantizes
+  activations if the scheme does. A correct part may deviate from the float64 reference about as
+  much as `rounded_reference` does.
 - `bitwise_reference` rounds exactly where a part declares that it rounds, so its output differs
   from the part's output only because of the order of float32 sums.
 
@@ -71,7 +72,7 @@ _ROUNDINGS = (
 )
 
 
-def oracle(
+def float64_reference(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> torch.Tensor:
     """Return the output without rounding, (T, H) or (T, K, H), float64.
@@ -90,7 +91,7 @@ def oracle(
     return _compute_layer(x_TH, weights, routing, problem, exact, weights_after_gemm1=False)
 
 
-def recipe(
+def rounded_reference(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
@@ -181,7 +182,7 @@ def _make_arithmetic(
 
     matmul: the matrix product of a bitwise reference. A bitwise reference also quantizes by
         multiplying by reciprocals of scales, as the parts do. None returns the arithmetic of
-        `recipe`.
+        `rounded_reference`.
     num_copies: number of copies of a call whose tokens are concatenated. A scale of all pairs is
         computed for each copy separately.
     """

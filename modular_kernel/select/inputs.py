@@ -15,7 +15,7 @@ from modular_kernel.measure.check import MAX_ERROR_RATIO
 from modular_kernel.measure.roofline import compute_work, expert_bytes
 from modular_kernel.measure.routing_patterns import RoutingKind, count_load, draw_routing
 from modular_kernel.measure.timing import choose_rotation, l2_bytes
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -214,6 +214,10 @@ def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows
     )
     row_problem = replace(single_rank, tokens=len(rows), expert_map=True, local_experts=len(ids))
     unquantized = replace(_draw_weights(problem, ids, device), expert_map=expert_map)
-    exact = oracle(x_TH[rows], unquantized, row_routing, replace(row_problem, quant="none"))
-    reference = recipe(x_TH[rows], quantize(unquantized, row_problem), row_routing, row_problem)
+    exact = float64_reference(
+        x_TH[rows], unquantized, row_routing, replace(row_problem, quant="none")
+    )
+    reference = rounded_reference(
+        x_TH[rows], quantize(unquantized, row_problem), row_routing, row_problem
+    )
     return ExpectedRows(call_inputs, rows, exact, float((reference - exact).norm()))

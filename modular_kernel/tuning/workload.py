@@ -15,7 +15,7 @@ from modular_kernel.measure.roofline import compute_work
 from modular_kernel.measure.routing_patterns import RoutingKind, count_load, draw_routing
 from modular_kernel.measure.timing import choose_rotation, l2_bytes
 from modular_kernel.quant.quantized_weights import SCALE_FIELDS
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import (
@@ -149,8 +149,10 @@ class WorkloadFactory:
         x_TH, routing = self._largest_input
         rows_routing = routing.of(rows)
         problem = self.problem.with_tokens(len(rows))
-        exact = oracle(x_TH[rows], self.weights, rows_routing, problem)
-        return ExpectedRows(rows, exact, recipe(x_TH[rows], self.weights, rows_routing, problem))
+        exact = float64_reference(x_TH[rows], self.weights, rows_routing, problem)
+        return ExpectedRows(
+            rows, exact, rounded_reference(x_TH[rows], self.weights, rows_routing, problem)
+        )
 
     def _needs_l2_flush(self, problem: Problem, routing: Routing) -> bool:
         """Return whether the L2 cache could still hold data that the previous call loaded."""

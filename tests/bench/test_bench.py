@@ -29,7 +29,7 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.records import Report, Row, add_peer_ratios, min_time_us
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.reference import recipe
+from modular_kernel.reference import rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -53,7 +53,7 @@ class Reference(Layer):
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         self.calls += 1
-        out = recipe(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+        out = rounded_reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
         changed = self.defect(out, x_TH) if self.defect else None
         return out if changed is None else changed
 

@@ -26,7 +26,7 @@ from modular_kernel.measure.check import (
 )
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import Rotation, choose_rotation, measure_host_cost, time_calls
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Combine, Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -262,7 +262,7 @@ def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, Ex
 def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, Any]) -> None:
     one = cell(routing, **changes)
     given, weights, answer = asked(one)
-    right = recipe(given.x_TH, weights, given.routing, one.problem).to(one.problem.dtype)
+    right = rounded_reference(given.x_TH, weights, given.routing, one.problem).to(one.problem.dtype)
     finding = judge_output(right, answer, one.problem)
     assert not finding.failure
     assert finding.error is not None
@@ -295,19 +295,19 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
     given, weights, answer = asked(one, quant)
     problem = replace(one.problem, quant=quant)
     stored = quantize(weights, problem)
-    out = recipe(given.x_TH, stored, given.routing, problem).to(problem.dtype)
+    out = rounded_reference(given.x_TH, stored, given.routing, problem).to(problem.dtype)
     finding = judge_output(out, answer, problem)
     assert least < finding.bound / 2 < most
     assert not finding.failure
     swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
-    out = oracle(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
+    out = float64_reference(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
     assert judge_output(out, answer, problem).failure
 
 
 def test_calls_are_checked_together() -> None:
     one = cell(tokens=40)
     given, weights, answer = asked(one)
-    right = recipe(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
+    right = rounded_reference(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
     off = right + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
 
     def judged(*outs: torch.Tensor) -> CheckedCalls:

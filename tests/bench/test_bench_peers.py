@@ -10,7 +10,7 @@ import torch
 
 from modular_kernel.bench.candidates import peer_candidates
 from modular_kernel.measure.cases import make_weights
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -140,7 +140,7 @@ class Plain:
         self.problem, self.weights = problem, weights
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return oracle(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+        return float64_reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
 
 
 def test_padding_does_not_change_the_output(peers: ModuleType) -> None:
@@ -152,7 +152,9 @@ def test_padding_does_not_change_the_output(peers: ModuleType) -> None:
     layer.setup(problem, weights)
     assert tuple(layer.layer.weights.w1.shape) == (4, 256, 128)
     got = layer.call(x_TH, routing)
-    torch.testing.assert_close(got, oracle(x_TH, weights, routing, problem).to(got.dtype))
+    torch.testing.assert_close(
+        got, float64_reference(x_TH, weights, routing, problem).to(got.dtype)
+    )
 
 
 def test_flashinfer_up_rows_come_first(peers: ModuleType) -> None:

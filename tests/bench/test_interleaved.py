@@ -44,7 +44,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.records import BASELINE, OURS, PEER, Report, Row
 from modular_kernel.measure.routing_patterns import RoutingKind
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -101,7 +101,7 @@ class Scaled(Layer):
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         self.log.append(self.name)
-        y_TH = oracle(x_TH, self.weights, routing, self.problem.with_tokens(len(x_TH)))
+        y_TH = float64_reference(x_TH, self.weights, routing, self.problem.with_tokens(len(x_TH)))
         return (y_TH * self.factor).to(x_TH.dtype)
 
 

@@ -22,7 +22,7 @@ from modular_kernel.quant.quantized_weights import (
     dequantize_weights,
     quantize_weights,
 )
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.testing.checkpoints.published_formats import ACT_ORDER_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
@@ -95,7 +95,7 @@ def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() ->
     some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(DEVICE, problem.dtype)
     both = moved(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
     plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
-    exact = oracle(some, wrong, both, problem)
+    exact = float64_reference(some, wrong, both, problem)
     assert exact.norm() > 0
     difference = plain(some, wrong, both).double() - exact
     assert difference.norm() < 0.02 * exact.norm()

@@ -78,22 +78,24 @@ def judged(experts: str, problem: mk.Problem) -> tuple[float, tuple[str, ...]]:
     for slot, each in enumerate((None, *adapters), start=-1):
         mine = slots_T == slot
         its = merged(problem, base, each)
-        want[mine] = reference.oracle(i.x_TH, its, without, plain)[mine]
-    recipe = reference.recipe(i.x_TH, weights, routing, problem)
-    found = compare(got, want, recipe, problem)
+        want[mine] = reference.float64_reference(i.x_TH, its, without, plain)[mine]
+    rounded_reference = reference.rounded_reference(i.x_TH, weights, routing, problem)
+    found = compare(got, want, rounded_reference, problem)
     if found.problems:  # as the rule has it: these may be few tokens
-        found = compare(got, want, recipe, problem, recipe_error=fair_of_more(problem, weights))
+        found = compare(
+            got, want, rounded_reference, problem, rounding_error=fair_of_more(problem, weights)
+        )
     return found.error, found.problems
 
 
 def fair_of_more(problem: mk.Problem, weights: ExpertWeights) -> float:
-    """The recipe's relative error over 64 tokens of the same layer."""
+    """The rounded reference's relative error over 64 tokens of the same layer."""
     more = problem.with_tokens(64)
     i = make_inputs(more, "uniform", DEVICE)
     slots_T = (torch.arange(64, device=DEVICE) % 4 - 1).int()
     given = i.x_TH, weights, replace(i.routing, adapters_T=slots_T), more
-    exact = reference.oracle(*given)
-    return float((reference.recipe(*given) - exact).norm() / exact.norm())
+    exact = reference.float64_reference(*given)
+    return float((reference.rounded_reference(*given) - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("experts", PARTS)

@@ -229,7 +229,7 @@ def test_failure_is_noted_at_once(
         for case in cases:
             errors.append(capsys.readouterr().err)
             verified.append(case)
-            failures = ("oracle: no",) if len(verified) % 2 else ()
+            failures = ("float64 reference: no",) if len(verified) % 2 else ()
             yield Proof(case, executor.machine, 0.0, 1.0, failures, 0.0)
 
     monkeypatch.setattr(Executor, "verify_cases", fail_every_second)

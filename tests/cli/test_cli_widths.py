@@ -113,7 +113,11 @@ def make_compile_result() -> compiled.CompileResult:
 
 def make_kills() -> list[SimpleNamespace]:
     case = SimpleNamespace(prepare_finalize=PARTS[0], experts=PARTS[1])
-    outcomes = [("oracle: 2 of 64 values", True), ("guard: written beyond", True), (None, False)]
+    outcomes = [
+        ("float64 reference: 2 of 64 values", True),
+        ("guard: written beyond", True),
+        (None, False),
+    ]
     return [
         SimpleNamespace(
             mutant="the scales of w1 are those of another expert",

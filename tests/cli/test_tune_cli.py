@@ -409,10 +409,10 @@ def test_tuning_weights_differ_by_expert(quant: str) -> None:
 def compute_reference(
     benchmarker: DeviceBenchmarker, x_TH: torch.Tensor, routing: Any
 ) -> torch.Tensor:
-    from modular_kernel.reference import recipe
+    from modular_kernel.reference import rounded_reference
 
     problem = benchmarker.problem.with_tokens(len(x_TH))
-    return recipe(x_TH, benchmarker.weights, routing, problem).to(problem.dtype)
+    return rounded_reference(x_TH, benchmarker.weights, routing, problem).to(problem.dtype)
 
 
 def test_failed_launch_is_refused_with_its_reason() -> None:

@@ -46,7 +46,7 @@ def ids_of(routing: str, problem: Problem = BASE) -> torch.Tensor:
 def rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """Return the output of GEMM 2 for every pair, unweighted."""
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
-    return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, unweighted)
+    return reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, unweighted)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -86,7 +86,9 @@ def test_activation_limits_clamp_many_values(act: object) -> None:
 @pytest.mark.parametrize(("problem", "routing"), VARIANTS, ids=[f"{p}-{r}" for p, r in VARIANTS])
 def test_outputs_are_neither_tiny_nor_huge(problem: Problem, routing: str) -> None:
     inputs = made(problem, routing)
-    out = reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, problem).flatten(0, -2)
+    out = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, problem).flatten(
+        0, -2
+    )
     live = out[(out != 0).any(1)]
     if len(live) >= 10:
         assert 0.2 < float(live.std()) < 6
@@ -125,8 +127,8 @@ def test_inputs_are_equal_only_for_equal_arguments() -> None:
 
 
 def test_a_strided_call_has_an_equivalent_expert_map() -> None:
-    """Any map entry outside the rows of the weights skips; the oracle computes the same for both
-    maps.
+    """Any map entry outside the rows of the weights skips; the float64 reference computes the same
+    for both maps.
     """
     problem = replace(BASE, experts=17, top_k=5, local_experts=3, expert_map=True)
     plain, strided = made(problem), made(problem, strided=True)
@@ -140,7 +142,7 @@ def test_a_strided_call_has_an_equivalent_expert_map() -> None:
     assert {3, -1, 10, -2, 2**31 - 1, -(2**31)} == away
     weights = replace(plain.weights, expert_map=new)
     told = [
-        reference.oracle(plain.x_TH, each, plain.routing, problem)
+        reference.float64_reference(plain.x_TH, each, plain.routing, problem)
         for each in (plain.weights, weights)
     ]
     assert torch.equal(*told)
@@ -341,16 +343,18 @@ def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
     if faintest:  # as the reason says
         assert not bool(inputs.x_TH.any())
         return
-    recipe = reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
-    finite = recipe.isfinite().all(1)
+    rounded_reference = reference.rounded_reference(
+        inputs.x_TH, inputs.weights, inputs.routing, problem
+    )
+    finite = rounded_reference.isfinite().all(1)
     groups = assign_token_groups(values, problem.tokens)
     assert bool(finite[groups == 0].all())
     assert (groups > 0).any() == (values in ("large", "nan_token", "inf_token"))
     if values == "large":
-        assert not bool(recipe[groups == 2].isfinite().all(1).any())
-        assert float(recipe[groups == 1].abs().amax()) > 1e4
+        assert not bool(rounded_reference[groups == 2].isfinite().all(1).any())
+        assert float(rounded_reference[groups == 1].abs().amax()) > 1e4
     elif values in ("nan_token", "inf_token"):
-        assert not bool(recipe[groups == 1].isfinite().any())
+        assert not bool(rounded_reference[groups == 1].isfinite().any())
     weights = inputs.routing.topk_weights_TK
     assert bool((weights < 0).any()) is bool((weights == 0).any()) is (values == "signed")
     assert bool((inputs.x_TH == 0).all(1).any()) is (values == "zero_rows")

@@ -104,8 +104,9 @@ def test_the_check_detects_a_read_outside_the_operands() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parts_and_references(case: Case) -> None:
-    """Covers the calls of a case, the oracle, the recipe, and the torch references of
-    operations."""
+    """Covers the calls of a case, the float64 reference, the rounded reference, and the torch
+    references of operations.
+    """
     with WatchedProducts() as watched, prefer_torch_reference():
         proof = prove(case, this_machine(device="cpu"))
     assert proof.passed, str(proof)
@@ -183,7 +184,7 @@ ELSEWHERE = {
     "experts/cutlass/scaled_mm.py": "a GPU alone has it",
     "modular_kernel/bench/candidates.py": "torch's grouped product, a peer on a GPU",
     "modular_kernel/testing/checkpoints/samples.py": "float64",
-    "modular_kernel/testing/stress/fuzz/oracle.py": "float64",
+    "modular_kernel/testing/stress/fuzz/independent_reference.py": "float64",
     "modular_kernel/testing/verify/rank_differences.py": "similarity of rows, for a message",
 }
 

@@ -129,8 +129,8 @@ def test_every_rule_has_its_edges() -> None:
 
 @pytest.mark.parametrize(("pf", "experts"), HERE)
 def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> None:
-    """Problems that pass are called and compared with the oracle; those that fail are refused for
-    the same reason when a kernel is made.
+    """Problems that pass are called and compared with the float64 reference; those that fail are
+    refused for the same reason when a kernel is made.
     """
     machine, cases = this_machine(), passing(walk(pf, experts))
     for edge in walk(pf, experts).edges:

@@ -11,7 +11,7 @@ from ep_moe_steps import DEVICE, ep_moe, poison, values
 from experts.compat.ep_moe import post_reorder, run_moe_ep_preproess
 from experts.grouped_gemm import GroupedGemmExperts
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.random_inputs import random_inputs
@@ -61,7 +61,7 @@ def test_the_example_on_two_ranks() -> None:
     assert torch.equal(ranks[0] + ranks[1], whole)
     problem = Problem(10, 48, 32, 4, 1, torch.float32)
     routing = Routing(weights, ids)
-    exact = oracle(inputs[0], ExpertWeights(*inputs[1:]), routing, problem)
+    exact = float64_reference(inputs[0], ExpertWeights(*inputs[1:]), routing, problem)
     assert torch.allclose(whole.double(), exact, atol=1e-6)
 
 
@@ -82,7 +82,7 @@ def test_expert_parallel_ranks_equal_tensor_parallel_ranks(world: int, dtype: to
     ids_TK[5] = -1
     routing = Routing(routing.topk_weights_TK, ids_TK)
     alone = replace(problem, expert_map=False)
-    exact = oracle(x_TH, weights, routing, alone)
+    exact = float64_reference(x_TH, weights, routing, alone)
     single = make_kernel(NO_EP, "TritonExperts", alone)(x_TH, weights, routing)
     by_experts, by_columns = torch.zeros_like(exact), torch.zeros_like(exact)
     for rank in range(world):

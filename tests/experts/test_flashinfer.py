@@ -22,7 +22,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.quant.row_order import up_rows_first
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import IdSpace, Machine, Problem
 from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import InputVariation, make_inputs
@@ -100,9 +100,9 @@ def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
     other, its = up_rows_first(weights, problem)
     assert str(its.act) == "silu:up_first=true"
     assert up_rows_first(other, its) == (other, its)
-    want = oracle(call[0], weights, call[1], problem)
-    assert torch.equal(oracle(call[0], other, call[1], its), want)
-    assert not torch.equal(oracle(call[0], weights, call[1], its), want)
+    want = float64_reference(call[0], weights, call[1], problem)
+    assert torch.equal(float64_reference(call[0], other, call[1], its), want)
+    assert not torch.equal(float64_reference(call[0], weights, call[1], its), want)
 
 
 @pytest.mark.parametrize(

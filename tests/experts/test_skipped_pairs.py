@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.errors import WeightsError
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.random_inputs import random_inputs
@@ -65,7 +65,7 @@ def test_every_pairing(pf: str, experts: str, facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("facts", FACTS, ids=str)
-@pytest.mark.parametrize("authority", [oracle, recipe])
+@pytest.mark.parametrize("authority", [float64_reference, rounded_reference])
 def test_the_reference(authority: Any, facts: dict[str, Any]) -> None:
     problem = replace(BASE, **facts)
     x_TH, weights, routing, skipped = skipping(problem)

@@ -12,7 +12,7 @@ from experts.triton.configs.select import buffer_kinds_up_to, choose_config, ove
 from experts.triton.launch_config import MoEConfig
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -107,7 +107,7 @@ def test_outputs_do_not_depend_on_an_override(pair: MoEConfig) -> None:
         pytest.skip("no Triton here")
     problem = Problem(tokens=37, hidden=64, intermediate=48, experts=5, top_k=2)
     inputs = random_inputs(problem, torch.device(machine.device))
-    exact, fair = oracle(*inputs, problem), recipe(*inputs, problem)
+    exact, fair = float64_reference(*inputs, problem), rounded_reference(*inputs, problem)
     with override_config(pair):
         kernel = make_kernel(
             "MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine=machine, poison=True

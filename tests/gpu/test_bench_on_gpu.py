@@ -16,7 +16,7 @@ from modular_kernel.measure.cases import LayerCase
 from modular_kernel.measure.roofline import measure_peaks
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import l2_bytes, time_calls
-from modular_kernel.reference import recipe
+from modular_kernel.reference import rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -58,7 +58,7 @@ class _Looping(Layer):
         self.problem, self.weights = problem, weights
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        return recipe(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+        return rounded_reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
 
 
 def test_what_cannot_be_captured_is_timed_eagerly() -> None:

@@ -55,7 +55,7 @@ def test_merged_is_the_exact_rule(halves: int) -> None:
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     weights, routing = on_host(layer, x, logits)
-    want = reference.oracle(x.cpu(), weights, routing, layer.problem)
+    want = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in NAMED:
         own = layers.adapter(rank, rank, halves=halves)
         a13, b13, a2, b2 = (getattr(own, f"lora_{name}").double() for name in layers.NAMES)
@@ -63,7 +63,7 @@ def test_merged_is_the_exact_rule(halves: int) -> None:
         merged = ExpertWeights(
             weights.w1 + scaling * torch.cat([gate, up], 1), weights.w2 + scaling * (b2 @ a2)
         )
-        want[rows] = reference.oracle(x.cpu(), merged, routing, layer.problem)[rows]
+        want[rows] = reference.float64_reference(x.cpu(), merged, routing, layer.problem)[rows]
     near(got, want)
     assert torch.equal(got[4:9], layer(x, logits)[4:9])
 
@@ -74,7 +74,7 @@ def test_parallel_adds_the_branch_alone() -> None:
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     weights, routing = on_host(layer, x, logits)
-    want = reference.oracle(x.cpu(), weights, routing, layer.problem)
+    want = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in NAMED:
         own = layers.adapter(rank, rank)
         for t in range(rows.start, rows.stop):

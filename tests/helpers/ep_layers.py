@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -78,22 +78,24 @@ class Layer:
         )
 
     def exact(self) -> torch.Tensor:
-        """Return the oracle's output for all tokens, as on one rank."""
+        """Return the float64 reference's output for all tokens, as on one rank."""
         inputs = self.inputs()
-        return oracle(inputs.x_TH, inputs.weights, inputs.routing, self.global_problem)
+        return float64_reference(inputs.x_TH, inputs.weights, inputs.routing, self.global_problem)
 
     def compare(self, outputs: list[torch.Tensor]) -> Comparison:
-        """Compare the outputs of all ranks with the oracle on one rank."""
+        """Compare the outputs of all ranks with the float64 reference on one rank."""
         inputs = self.inputs()
         exact = self.exact()
-        recipe_output = recipe(inputs.x_TH, inputs.weights, inputs.routing, self.global_problem)
+        rounded_reference_output = rounded_reference(
+            inputs.x_TH, inputs.weights, inputs.routing, self.global_problem
+        )
         if self.part == REPLICATED:
             for output in outputs[1:]:
                 assert torch.equal(output, outputs[0]), "ranks differ in their last bits"
             out = outputs[0]
         else:
             out = torch.cat(outputs)
-        return compare(out, exact, recipe_output, self.global_problem)
+        return compare(out, exact, rounded_reference_output, self.global_problem)
 
     def invalid(self, rank: int) -> int:
         return count_invalid_ids(self.inputs_of(rank).routing, self.global_problem)

@@ -22,7 +22,7 @@ from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.quant.quantized_weights import dequantize_weights, quantize_weights
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.spec.router import RouterSpec
@@ -335,7 +335,7 @@ def expected_output(row: Values) -> torch.Tensor:
     """Return the exact output for all tokens, (T, H) float64."""
     problem = replace(problem_of(row), quant="none", dtype=torch.float32)
     x_TH, routed = _x(row).float(), routed_of(row)
-    total = oracle(x_TH, _exact_weights(row), routed.routing, problem)
+    total = float64_reference(x_TH, _exact_weights(row), routed.routing, problem)
     if routed.identity_T is not None:
         total += routed.identity_T[:, None].double() * x_TH.double() * row["scaling"]
     return total if row["shared"] == "none" else total + shared_of(x_TH).double()

@@ -9,7 +9,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RouterSpec
@@ -75,7 +75,7 @@ class Sample:
         weights = self.plain
         if problem.scheme.quantized:
             weights = quantize_weights(weights, problem)
-        total = oracle(x_TH, weights, routed.routing, problem)
+        total = float64_reference(x_TH, weights, routed.routing, problem)
         if routed.identity_T is not None:
             total = total + (
                 routed.identity_T[:, None].double() * x_TH.double() * problem.routed_scaling_factor

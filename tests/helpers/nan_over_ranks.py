@@ -96,18 +96,18 @@ def _call_each(
 def _failures(sample: RankSample, out: torch.Tensor, case: RankCase) -> tuple[str, ...]:
     """Compare the output of a rank.
 
-    If the first comparison fails, the tolerance is taken from the recipe's errors over the tokens
-    of all ranks.
+    If the first comparison fails, the tolerance is taken from the rounded reference's errors over
+    the tokens of all ranks.
     """
-    if not bool(sample.global_recipe.isnan().any()):
+    if not bool(sample.global_rounded_reference.isnan().any()):
         return ("no value is expected to be NaN",)
     failures = sample.compare(out).problems
     if failures:
         one_rank = Case(*LOCAL_PAIR, case.global_problem, case.routing, case.seed, case.variation)
         tokens = len(sample.global_inputs.x_TH)
-        errors = Sample(one_rank, CPU, tokens=tokens, seed_offset=0).recipe_errors
-        args = out, sample.exact, sample.recipe, sample.problem
-        failures = compare_with_nan(*args, recipe_errors=errors).problems
+        errors = Sample(one_rank, CPU, tokens=tokens, seed_offset=0).rounding_errors
+        args = out, sample.exact, sample.rounded_reference, sample.problem
+        failures = compare_with_nan(*args, rounding_errors=errors).problems
     return failures
 
 

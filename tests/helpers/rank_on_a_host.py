@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ep_layers import ALL2ALL, Layer
 
 from modular_kernel.errors import ModularKernelError
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.placement import Placement
 from prepare_finalize import TorchGroup
 
@@ -55,7 +55,9 @@ class RankCommands:
         local = self.layer.inputs_of(self.rank)
         out = self.kernel(local.x_TH, local.weights, local.routing)
         inputs = self.layer.inputs()
-        exact = oracle(inputs.x_TH, inputs.weights, inputs.routing, self.layer.global_problem)
+        exact = float64_reference(
+            inputs.x_TH, inputs.weights, inputs.routing, self.layer.global_problem
+        )
         error = (out.double() - exact[self.layer.rows(self.rank)]).abs()
         return {"right": bool((error < 1e-4).all())}
 

@@ -28,7 +28,7 @@ from modular_kernel.integrations.fused_moe import (
     outplace_fused_experts,
     quant_of,
 )
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -59,7 +59,7 @@ def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> 
     x_TH, weights, routing = layer(problem, device)
     before = x_TH.clone()
     got = run(x_TH, weights, routing, **flags)
-    close(got, oracle(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
+    close(got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
     assert torch.equal(x_TH, before)
 
 
@@ -103,7 +103,7 @@ def test_every_field_of_the_config_has_an_effect(
     problem = replace(BASE, bias=bias, **facts)
     x_TH, weights, routing = layer(problem)
     got = run(x_TH, weights, routing, config, inplace=False)
-    close(got, oracle(x_TH, weights, routing, problem), 1e-5)
+    close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,7 +115,7 @@ def test_any_number_of_tokens(tokens: int, device: str) -> None:
     assert got.device == x_TH.device
     assert got.shape == (tokens, H)
     if tokens:
-        close(got, oracle(x_TH, weights, routing, problem), 1e-5)
+        close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 def test_inplace_is_the_same_tensor() -> None:
@@ -133,7 +133,7 @@ def test_experts_on_other_ranks() -> None:
     where = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
     here = replace(weights, w1=weights.w1[[3, 1]], w2=weights.w2[[3, 1]], expert_map=where)
     got = run(x_TH, here, routing, MoeRunnerConfig(num_experts=E), inplace=False)
-    close(got, oracle(x_TH, here, routing, problem), 1e-5)
+    close(got, float64_reference(x_TH, here, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -145,7 +145,7 @@ def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
     chances = logits.double().softmax(-1)
     values, ids = chances.topk(K)
     values = values / values.sum(-1, keepdim=True) if renormalize else values
-    close(got, oracle(x_TH, weights, Routing(values.float(), ids), BASE), 1e-5)
+    close(got, float64_reference(x_TH, weights, Routing(values.float(), ids), BASE), 1e-5)
     for top_k in (None, 0, E + 1):
         with pytest.raises(ConfigurationError, match=f"top_k: got {top_k}, need 1 to {E}"):
             fused_moe(x_TH, weights.w1, weights.w2, logits, MoeRunnerConfig(top_k=top_k))
@@ -333,7 +333,7 @@ def test_a_call_uses_writes_that_torch_does_not_track() -> None:
     scale.data.mul_(2)
     after = run(x_TH, weights, routing, **flags)
     assert not torch.equal(after, before)
-    close(after, oracle(x_TH, weights, routing, problem), 0.1)
+    close(after, float64_reference(x_TH, weights, routing, problem), 0.1)
 
 
 def test_calls_keep_no_memory_alive() -> None:

@@ -19,7 +19,7 @@ from modular_kernel.integrations.fused_moe import (
     fused_moe,
     outplace_fused_experts,
 )
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -42,7 +42,7 @@ def test_a_field_of_the_config_may_be_a_keyword(
 ) -> None:
     problem = replace(BASE, **facts)
     x_TH, weights, routing = layer(problem)
-    want = oracle(x_TH, weights, routing, problem)
+    want = float64_reference(x_TH, weights, routing, problem)
     close(run(x_TH, weights, routing, **options), want, 1e-5)
     # It replaces what the config says.
     kind = "relu2" if "activation" in options else "silu"
@@ -53,7 +53,7 @@ def test_a_field_of_the_config_may_be_a_keyword(
 def test_inplace_as_a_keyword_and_biases_by_either_name() -> None:
     problem = replace(BASE, bias=True)
     x_TH, weights, routing = layer(problem)
-    want = oracle(x_TH, weights, routing, problem)
+    want = float64_reference(x_TH, weights, routing, problem)
     plain = replace(weights, b1=None, b2=None)
     got = run(x_TH, plain, routing, w1_bias=weights.b1, w2_bias=weights.b2, inplace=True)
     assert got is x_TH
@@ -280,7 +280,7 @@ def test_examples_of_other_libraries(kind: str) -> None:
     )  # fmt: skip
     problem = Problem(T8, H8, I8, E8, 2, dtype=torch.bfloat16, quant=quant)
     weights = ExpertWeights(w1, w2, **{name: scale.contiguous() for name, scale in scales.items()})
-    want = oracle(x_TH, weights, Routing(*topk_output[:2]), problem)
+    want = float64_reference(x_TH, weights, Routing(*topk_output[:2]), problem)
     close(got, want, 1e-2 if kind == "bf16" else 0.1)
     tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16,
              "num_warps": 4, "num_stages": 3}  # fmt: skip
@@ -295,7 +295,7 @@ def test_one_scale_expanded_over_the_experts() -> None:
     scales = {name: torch.tensor([0.01]).expand(E) for name in ("w1_scale", "w2_scale")}
     got = run(x_TH, weights, routing, use_fp8_w8a8=True, **scales)
     plain = replace(weights, **{name: scale.contiguous() for name, scale in scales.items()})
-    close(got, oracle(x_TH, plain, routing, problem), 0.1)
+    close(got, float64_reference(x_TH, plain, routing, problem), 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,7 +13,7 @@ from modular_kernel.integrations.fused_moe_method import (
     maybe_make_prepare_finalize,
     select_gemm_impl,
 )
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -29,7 +29,7 @@ def test_one_rank_needs_no_exchange() -> None:
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     kernel = init_prepare_finalize(PROBLEM, machine=PLAIN)
     assert kernel.pairing == "MoEPrepareAndFinalizeNoEP x TorchExperts"
-    want = oracle(x_TH, weights, routing, PROBLEM)
+    want = float64_reference(x_TH, weights, routing, PROBLEM)
     assert torch.allclose(kernel(x_TH, weights, routing).double(), want, atol=1e-5)
 
 

@@ -22,7 +22,7 @@ from modular_kernel.errors import (
 from modular_kernel.integrations import fused_moe_options
 from modular_kernel.integrations.moe_runner import BACKENDS, MoeRunner, MoeRunnerConfig, switches
 from modular_kernel.integrations.runner_backends import find_parts
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Combine
 
 
@@ -31,7 +31,7 @@ from modular_kernel.spec.problem import Combine
 def test_fused_and_staged_parts_compute_the_same(backend: str, fused: bool) -> None:
     x_TH, weights, routing = layer(BASE, DEVICE)
     got = ran(MoeRunner(backend, OUT, fused=fused), BASE)
-    close(got, oracle(x_TH, weights, routing, BASE), 1e-6)
+    close(got, float64_reference(x_TH, weights, routing, BASE), 1e-6)
     names = {
         "triton": (StagedTritonExperts, TritonExperts),
         "toy": (ToyExperts, FusedToyExperts),
@@ -97,7 +97,7 @@ def test_every_field_reaches_the_problem(
     problem = replace(BASE, bias=True, **facts)
     x_TH, weights, routing = layer(problem, DEVICE)
     got = ran(MoeRunner(backend, replace(OUT, **given)), problem)
-    close(got, oracle(x_TH, weights, routing, problem), 1e-5)
+    close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_fields_without_a_meaning_are_refused(
 
 def test_inplace_is_the_default_and_overwrites_x() -> None:
     x_TH, weights, routing = layer(BASE, DEVICE)
-    want, before = oracle(x_TH, weights, routing, BASE), x_TH.clone()
+    want, before = float64_reference(x_TH, weights, routing, BASE), x_TH.clone()
     for fused in (True, False):
         MoeRunner("triton", OUT, fused=fused).run(standard(x_TH, routing), info_of(weights))
         assert torch.equal(x_TH, before)
@@ -152,7 +152,7 @@ def test_an_environment_variable_disables_fused_operations(monkeypatch: pytest.M
     runner = MoeRunner("triton", SIZES, dtype=torch.float32)
     assert "standard: StagedTritonExperts, staged" in runner.explain()
     x_TH, weights, routing = layer(BASE, DEVICE)
-    close(ran(runner, BASE), oracle(x_TH, weights, routing, BASE), 1e-6)
+    close(ran(runner, BASE), float64_reference(x_TH, weights, routing, BASE), 1e-6)
     # An argument takes precedence, and a backend without stages keeps its part.
     assert "standard: TritonExperts" in MoeRunner("triton", SIZES, fused=True).explain()
     assert "standard: TorchExperts" in MoeRunner("torch", SIZES).explain()

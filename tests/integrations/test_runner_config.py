@@ -16,7 +16,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.integrations.fused_moe import fused_moe
 from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import ActivationSpec
 
 # Names, order and defaults of SGLang 0.5.23. tests/integrations/in_sglang compares them with
@@ -151,7 +151,7 @@ def test_logits_need_no_routing_method() -> None:
 def test_rows_that_the_caller_sums_are_not_scaled() -> None:
     x_TH, weights, routing = layer(BASE)
     config = replace(OUT, no_combine=True, routed_scaling_factor=2.5)
-    want = oracle(x_TH, weights, routing, BASE)
+    want = float64_reference(x_TH, weights, routing, BASE)
     rows_TKH = ran(MoeRunner("torch", config), BASE)
     config = replace(config, no_combine_keep_router_weight=True)
     weighted_TKH = ran(MoeRunner("torch", config), BASE)

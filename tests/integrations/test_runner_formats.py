@@ -23,7 +23,7 @@ from modular_kernel.integrations.runner_formats import (
 )
 from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.tensors import Routing
 
 
@@ -77,7 +77,7 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
     )
     assert isinstance(got, DeepEPNormalCombineInput)
     assert got.topk_ids is local.topk_ids_TK
-    want = oracle(x_TH, weights, local, replace(problem, routed_scaling_factor=2.0))
+    want = float64_reference(x_TH, weights, local, replace(problem, routed_scaling_factor=2.0))
     close(got.hidden_states, want, 0.1 if scale is not None else 1e-6)
 
 
@@ -107,7 +107,7 @@ def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quan
             ids = torch.full((count, 1), expert, device=DEVICE)
             one = Routing(torch.ones(count, 1, device=DEVICE), ids)
             alone = replace(problem, tokens=count, top_k=1)
-            want = oracle(x_TH[:count], weights, one, alone)
+            want = float64_reference(x_TH[:count], weights, one, alone)
             close(got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6)
 
 

@@ -17,7 +17,7 @@ from modular_kernel.integrations.runner_formats import (
 )
 from modular_kernel.ops.quantize import quantize_values
 from modular_kernel.ops.routing_data import to_expert_major, to_token_major
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import RoutingData, StandardTopKOutput
 from modular_kernel.testing.random_inputs import random_inputs
@@ -68,7 +68,7 @@ def test_a_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigurationError, match="need TritonKernelTopKOutput"):
         runner.run(plain, info_of(weights))
     got = runner.run(found, info_of(weights))
-    close(got.hidden_states, oracle(x_TH, weights, routing, BASE), 1e-6)
+    close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
@@ -83,7 +83,7 @@ def test_deep_gemm_with_its_stand_in(format: str, quant: str) -> None:
     }  # fmt: skip
     info = info_of(weights, quant=quant)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
-    want = oracle(x_TH, weights, routing, problem)
+    want = float64_reference(x_TH, weights, routing, problem)
     if format == "standard":
         got = runner.run(standard(x_TH, routing), info)
         close(got.hidden_states, want, 0.1)
@@ -126,4 +126,4 @@ def test_triton_kernels_with_its_stand_in() -> None:
     )
     stored = replace(weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous())
     got = runner.run(StandardDispatchOutput(x_TH, topk), info_of(stored, use_triton_kernels=True))
-    close(got.hidden_states, oracle(x_TH, weights, routing, problem), 0.02)
+    close(got.hidden_states, float64_reference(x_TH, weights, routing, problem), 0.02)

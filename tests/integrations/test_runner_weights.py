@@ -11,7 +11,7 @@ from runner_calls import OUT, info_of, ran, standard
 
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 
 FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor"),
@@ -31,7 +31,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 def test_flags_or_a_name_give_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = layer(problem, DEVICE)
-    want = oracle(x_TH, weights, routing, problem)
+    want = float64_reference(x_TH, weights, routing, problem)
     for fused in {True, backend == "torch"}:
         got = ran(MoeRunner(backend, OUT, fused=fused), problem, **flags)
         close(got, want, 0.1 if "w8a8" in quant else 1e-5)
@@ -87,4 +87,4 @@ def test_transposed_storage_is_the_same_layer() -> None:
     got = MoeRunner("torch", OUT).run(
         standard(x_TH, routing), info_of(stored, use_triton_kernels=True)
     )
-    close(got.hidden_states, oracle(x_TH, weights, routing, BASE), 1e-6)
+    close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)

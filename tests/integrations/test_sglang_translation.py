@@ -20,7 +20,7 @@ from modular_kernel.integrations.sglang.layer_runner import (
     find_unsupported_reason,
     select_backend,
 )
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -153,7 +153,7 @@ def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
     config = TheirConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
     runner = LayerRunner(config, pytest.fail)
     got = runner.run(dispatched(x_TH, routing), theirs, config)
-    close(got, oracle(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
+    close(got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
 
 
 def test_unsupported_records() -> None:

@@ -24,7 +24,7 @@ from modular_kernel.integrations.vllm.layers import (
 )
 from modular_kernel.integrations.vllm.weights import convert_biases, convert_scales
 from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import ActivationSpec, Machine, Problem
 from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import compare
@@ -237,8 +237,8 @@ def test_standard_calls_use_only_the_given_memory(part: str, quant: str, machine
     memory = torch.full((needed + 256,), 255, dtype=torch.uint8, device=DEVICE)
     out = torch.full((9, 64), torch.nan, dtype=problem.dtype, device=DEVICE)
     calls(x_TH, weights, routing, memory=memory[:needed], out=out)
-    result = compare(out, oracle(x_TH, weights, routing, problem),
-                     recipe(x_TH, weights, routing, problem), problem)  # fmt: skip
+    result = compare(out, float64_reference(x_TH, weights, routing, problem),
+                     rounded_reference(x_TH, weights, routing, problem), problem)  # fmt: skip
     assert result.ok, result.problems
     assert bool((memory[needed:] == 255).all())
 
@@ -261,7 +261,9 @@ def test_batched_calls(part: str) -> None:
         routing = Routing(torch.ones(count, 1, device=DEVICE), ids)
         problem = Problem(count, 64, 32, 4, 1)
         inputs = x_TH[:count], weights, routing, problem
-        result = compare(out[expert, :count], oracle(*inputs), recipe(*inputs), problem)
+        result = compare(
+            out[expert, :count], float64_reference(*inputs), rounded_reference(*inputs), problem
+        )
         assert result.ok, result.problems
 
 

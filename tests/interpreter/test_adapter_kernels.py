@@ -63,7 +63,7 @@ def test_ranks_of_a_block_and_more(pair: tuple[str, str], rank: int) -> None:
     i = make_inputs(problem, "all_to_one", CPU)
     assert i.routing.slots_T is not None
     assert set(i.routing.slots_T.tolist()) >= {0, 1}
-    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
     error = (run(pair, problem, i).double() - exact).norm() / exact.norm()
     assert float(error) <= 1e-6
 
@@ -74,7 +74,7 @@ def test_experts_that_share_matrices(pair: tuple[str, str]) -> None:
     problem = replace(PROBLEM, dtype=torch.float32, lora="adapters=3,rank=20,outer=shared")
     i = make_inputs(problem, "uniform", CPU)
     assert (i.weights.lora_a13.shape[1], i.weights.lora_b13.shape[1]) == (1, 3)
-    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
     error = (run(pair, problem, i).double() - exact).norm() / exact.norm()
     assert float(error) <= 1e-6
 
@@ -83,7 +83,7 @@ def test_batch_invariant_tiles_with_few_pairs() -> None:
     """With batch invariance. Gate and up have separate A matrices."""
     problem = replace(PROBLEM, dtype=torch.float32, batch_invariant=True)
     i = make_inputs(problem, "uniform", CPU)
-    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
     error = (run(CONTIGUOUS, problem, i).double() - exact).norm() / exact.norm()
     assert float(error) <= 1e-6
 
@@ -95,7 +95,7 @@ def test_rows_longer_than_a_block(tokens: int) -> None:
     sizes = {"hidden": 16, "intermediate": 4112, "dtype": torch.float32}
     problem = replace(PROBLEM, tokens=tokens, lora="adapters=2,rank=5", **sizes)
     i = make_inputs(problem, "uniform", CPU)
-    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
     error = (run(CONTIGUOUS, problem, i).double() - exact).norm() / exact.norm()
     assert float(error) <= 1e-6
 

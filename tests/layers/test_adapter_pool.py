@@ -74,13 +74,13 @@ def merged_result(problem: mk.Problem, i: Any, slots: dict[int, str]) -> torch.T
     plain = replace(problem, lora="none")
     routing = replace(i.routing, adapters_T=None)
     base = replace(i.weights, **dict.fromkeys(NAMES))
-    want = reference.oracle(i.x_TH, base, routing, plain)
+    want = reference.float64_reference(i.x_TH, base, routing, plain)
     for slot, kind in slots.items():
         first, second = peft_delta(kind)
         its = replace(base, w1=base.w1.double() + first, w2=base.w2.double() + second)
         mine = i.routing.adapters_T == slot
         assert mine.any()
-        want[mine] = reference.oracle(i.x_TH, its, routing, plain)[mine]
+        want[mine] = reference.float64_reference(i.x_TH, its, routing, plain)[mine]
     return want
 
 

@@ -85,7 +85,7 @@ def test_one_a_for_gate_and_up_needs_a_gate() -> None:
 
 def merged(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
     """Return float64 weights with B A of one slot added to them, written independently of the
-    oracle.
+    float64 reference.
     """
     spec = problem.adapters
     assert spec is not None
@@ -118,7 +118,7 @@ _RULES = (
         *((shared, 5, 2, "relu2") for shared in SHARED if "a13" not in shared),
     ],
 )
-def test_the_oracle_equals_that_of_merged_weights(
+def test_the_float64_reference_equals_that_of_merged_weights(
     shared: str, rank: int, top_k: int, activation: str
 ) -> None:
     problem = replace(
@@ -126,16 +126,16 @@ def test_the_oracle_equals_that_of_merged_weights(
         bias=True,
     )  # fmt: skip
     i = make_inputs(problem, "skips", CPU)
-    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
     slots_T = i.routing.slots_T
     assert slots_T is not None
     plain, base = without(problem, i)
-    want = reference.oracle(base.x_TH, base.weights, base.routing, plain)
+    want = reference.float64_reference(base.x_TH, base.weights, base.routing, plain)
     assert not torch.equal(want, exact)
     for slot in set(slots_T.tolist()) - {-1}:
         its = merged(problem, i.weights, slot)
         mine = slots_T == slot
-        want[mine] = reference.oracle(base.x_TH, its, base.routing, plain)[mine]
+        want[mine] = reference.float64_reference(base.x_TH, its, base.routing, plain)[mine]
     torch.testing.assert_close(exact, want, rtol=1e-12, atol=1e-13)
 
 
@@ -209,7 +209,7 @@ def shard(weights: ExpertWeights, part: slice, half: int) -> ExpertWeights:
 def test_shares_of_the_intermediate_size_add_up() -> None:
     """The outputs of tensor-parallel ranks are added."""
     i = make_inputs(PROBLEM, "skips", CPU)
-    want = reference.oracle(i.x_TH, i.weights, i.routing, PROBLEM)
+    want = reference.float64_reference(i.x_TH, i.weights, i.routing, PROBLEM)
     share, got = replace(PROBLEM, intermediate=12), torch.zeros_like(want)
     for part in (slice(0, 12), slice(12, 24)):
         its = Inputs(i.x_TH, shard(i.weights, part, 24), i.routing)

@@ -45,7 +45,9 @@ def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", DRAWN.accepted, ids=name_of)
-def test_a_layer_over_ranks_equals_the_oracle(row: dict[str, Any], rank_pool: Pool) -> None:
+def test_a_layer_over_ranks_equals_the_float64_reference(
+    row: dict[str, Any], rank_pool: Pool
+) -> None:
     check_layer(row, rank_pool)
 
 

@@ -79,7 +79,7 @@ ROWS = {
     "E3": Row("routing plain, renormalized, grouped, with a correction bias", (
         f"{LAYERS}::test_routing_of_every_kind",
         "test_router_families::test_it_routes_as_the_family_does",
-        "test_router::test_it_equals_the_oracle",
+        "test_router::test_it_equals_the_reference",
     )),
     "E8": Row("GroupedGemmRunner over segments", (
         f"{EP_LAYER}::test_the_runner_multiplies_segments",

@@ -57,7 +57,7 @@ def test_merged_mode_equals_merged_weights(halves: int) -> None:
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     routing = layer._route(x, logits, None, (12,)).routing
     weights = layer.weights()
-    want = reference.oracle(x, weights, routing, layer.problem)
+    want = reference.float64_reference(x, weights, routing, layer.problem)
     for rows, rank, scaling in ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0)):
         a = adapter(rank, rank, halves=halves)
         a13, b13, a2, b2 = (getattr(a, f"lora_{name}").double() for name in NAMES)
@@ -65,7 +65,7 @@ def test_merged_mode_equals_merged_weights(halves: int) -> None:
             b13[:, :I] @ a13[:, :rank], b13[:, I:] @ a13[:, -rank:]
         ], 1)  # fmt: skip
         merged = ExpertWeights(weights.w1 + scaling * first, weights.w2 + scaling * (b2 @ a2))
-        want[rows] = reference.oracle(x, merged, routing, layer.problem)[rows]
+        want[rows] = reference.float64_reference(x, merged, routing, layer.problem)[rows]
     assert float((got.double() - want).abs().max()) <= 2e-6 * float(want.abs().max())
 
 

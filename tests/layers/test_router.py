@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ops_samples import DEVICE, kernel_and_torch, random
-from router_oracle import disagreements
+from router_reference import disagreements
 from torch.autograd import forward_ad
 
 from modular_kernel.errors import (
@@ -100,7 +100,7 @@ def checked(
 @pytest.mark.share(2)
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", SPECS)
-def test_it_equals_the_oracle(name: str) -> None:
+def test_it_equals_the_reference(name: str) -> None:
     spec, experts = SPECS[name]
     columns = spec.columns(experts)
     # Groups of saturated scores are as good as each other in float32, not in float64.
@@ -347,7 +347,7 @@ def test_bad_tensors(
         route(*arguments, **options)
 
 
-def test_the_oracle_detects_errors() -> None:
+def test_the_reference_detects_errors() -> None:
     """Each kind of error, inserted into a correct result."""
     spec, logits = RouterSpec(3, renormalize=True), logits_of("plain", 8)
     good = route(logits, spec).routing

@@ -1,4 +1,4 @@
-"""Every pair of router options: the oracle's experts and weights, or a documented refusal.
+"""Every pair of router options: the reference's experts and weights, or a documented refusal.
 
 Options are the fields of RouterSpec, dtypes and layouts of tensors, values of logits and biases,
 and the way to call the router: the kernel, torch, and the custom operator of torch.compile, which
@@ -14,7 +14,7 @@ import pytest
 import torch
 from covering_rows import CoveringRows, Refusal, Values, draw, name_of, one_of
 from ops_samples import DEVICE, random
-from router_oracle import disagreements
+from router_reference import disagreements
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops import route as module
@@ -189,7 +189,7 @@ def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", rows().accepted, ids=name_of)
-def test_it_equals_the_oracle(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_equals_the_reference(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     check(row, monkeypatch)
 
 

@@ -54,7 +54,7 @@ def call_layers(rank: int, world: int, group: object, layers: tuple[Layer, ...],
 
 
 def assert_exact(pool: RankPool, layers: list[Layer]) -> None:
-    """Assert that each output matches the oracle and that invalid ids are counted."""
+    """Assert that each output matches the float64 reference and that invalid ids are counted."""
     reports = pool.run(call_layers, tuple(layers))
     for index, layer in enumerate(layers):
         outputs = [reports[rank][index][0] for rank in range(layer.world_size)]
@@ -65,7 +65,7 @@ def assert_exact(pool: RankPool, layers: list[Layer]) -> None:
 
 
 @pytest.mark.parametrize("part", ALL_PARTS)
-def test_outputs_match_the_oracle(pool: RankPool, part: str) -> None:
+def test_outputs_match_the_float64_reference(pool: RankPool, part: str) -> None:
     world = pool.world_size
     uneven = tuple(range(3, 3 + world))
     layers = [layer_of(part, tokens) for tokens in (uneven, (0, *uneven[1:]), (0,) * world)]
@@ -87,7 +87,7 @@ def test_outputs_match_the_oracle(pool: RankPool, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, BATCHED])
-def test_a_block_for_each_rank_matches_the_oracle(pool: RankPool, part: str) -> None:
+def test_a_block_for_each_rank_matches_the_float64_reference(pool: RankPool, part: str) -> None:
     world = pool.world_size
     uneven = tuple(range(3, 3 + world))
     bound = {"max_received": world * max(uneven)}  # below world * problem.tokens

@@ -52,7 +52,7 @@ def replay_calls(rank: int, world: int, group: object, layers: list[Layer]):
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
 @pytest.mark.parametrize("part", [*FIXED, SYMMETRIC])
-def test_replays_match_the_oracle(pool: RankPool, part: str, quant: str) -> None:
+def test_replays_match_the_float64_reference(pool: RankPool, part: str, quant: str) -> None:
     dtype = torch.float32 if quant == "none" else torch.bfloat16
     layers = [layer_of(part, seed, quant=quant, dtype=dtype) for seed in range(5)]
     reports = pool.run(replay_calls, layers)

@@ -129,16 +129,18 @@ def test_one_scale_for_all_tokens_has_separate_calls() -> None:
 
 
 def test_lost_and_spreading_nan_are_detected() -> None:
-    recipe = torch.randn(4, 64, dtype=torch.float64)
-    exact = recipe.clone()
-    recipe[1] = recipe[2, 3] = torch.nan
-    out = recipe.float()
-    assert compare_with_nan(out, exact, recipe, PROBLEM).ok
+    rounded_reference = torch.randn(4, 64, dtype=torch.float64)
+    exact = rounded_reference.clone()
+    rounded_reference[1] = rounded_reference[2, 3] = torch.nan
+    out = rounded_reference.float()
+    assert compare_with_nan(out, exact, rounded_reference, PROBLEM).ok
     lost, spread, wrong = out.clone(), out.clone(), out.clone()
     lost[1, 5], spread[0, 0], wrong[2, 4] = 0.0, torch.nan, 9.0
-    assert "1 values in 1 rows lost a NaN" in str(compare_with_nan(lost, exact, recipe, PROBLEM))
+    assert "1 values in 1 rows lost a NaN" in str(
+        compare_with_nan(lost, exact, rounded_reference, PROBLEM)
+    )
     for harmed in (spread, wrong):
-        assert not compare_with_nan(harmed, exact, recipe, PROBLEM).ok
+        assert not compare_with_nan(harmed, exact, rounded_reference, PROBLEM).ok
 
 
 @pytest.mark.parametrize("scheme", ["int8_w8a8_channel", "fp8_w8a8_block", "fp8_w8a8_tensor"])

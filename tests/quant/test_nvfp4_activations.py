@@ -1,4 +1,8 @@
-"""nvfp4_w4a4: the scales of x and h per expert, in the oracle's recipe and in the torch parts."""
+"""nvfp4_w4a4:
+
+the scales of x and h per expert, in the float64 reference's rounded reference and in the torch
+parts.
+"""
 
 from dataclasses import replace
 
@@ -153,7 +157,7 @@ def test_the_scale_of_an_expert_applies_only_to_its_tokens(
     other = replace(weights, **{name: changed})
     for give in (
         lambda w: run(pair, BASE, x, w, routing).double(),
-        lambda w: reference.recipe(x, w, routing, BASE),
+        lambda w: reference.rounded_reference(x, w, routing, BASE),
     ):
         before, after = give(weights), give(other)
         assert torch.equal(before[~own], after[~own])
@@ -165,7 +169,7 @@ def test_x_and_h_are_both_rounded(pair: tuple[str, str]) -> None:
     """Values that nvfp4 represents are unchanged; others differ by a few percent."""
     problem = replace(BASE, activation="relu2", top_k=1)
     x, weights, routing = layer(problem)
-    exact = reference.oracle(x, weights, routing, problem)
+    exact = reference.float64_reference(x, weights, routing, problem)
     out = run(pair, problem, x, weights, routing).double()
     away = (out - exact).norm() / exact.norm()
     assert 0.03 < float(away) < 0.3

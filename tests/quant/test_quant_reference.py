@@ -1,5 +1,5 @@
-"""The reference for quantized layers: the oracle by hand and by another method, and rules of the
-recipe.
+"""The reference for quantized layers: the float64 reference by hand and by another method, and
+rules of the rounded reference.
 """
 
 import math
@@ -91,18 +91,19 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-# ------------------------------------------------------------------------------------- the oracle
+# ------------------------------------------------------------------------------------- the float64
+# reference
 
 
 @each_scheme
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_oracle_equals_that_of_dequantized_weights(text: str, bias: bool) -> None:
+def test_the_float64_reference_equals_that_of_dequantized_weights(text: str, bias: bool) -> None:
     """The same weights in float32, by code that is independent of the reference."""
     problem = replace(BASE, quant=text, bias=bias)
     x, weights, routing = layer(problem)
-    got = reference.oracle(x, weights, routing, problem)
+    got = reference.float64_reference(x, weights, routing, problem)
     plain = replace(problem, quant="none")
-    want = reference.oracle(x, as_float(weights, problem), routing, plain)
+    want = reference.float64_reference(x, as_float(weights, problem), routing, plain)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -121,7 +122,7 @@ def test_int4_layer_by_hand() -> None:
         w1_scale=torch.tensor([[[0.5], [1.0]]]),
         w2_scale=torch.tensor([[[1.0], [2.0]]]),
     )
-    out = reference.oracle(x, weights, routing, problem)
+    out = reference.float64_reference(x, weights, routing, problem)
     assert out.tolist() == [[0.5 * 30.25, 0.5 * -4 * 30.25]]
     # Zero points: 1 of row 0 (low nibble), 6 of row 1 (high): w1 = 1/2 (10, 11) and (1, 2).
     problem, *_ = one_token("int4_w4a16_group:group=2,zero_points=true")
@@ -129,7 +130,9 @@ def test_int4_layer_by_hand() -> None:
     weights = replace(weights, w1_zero_point=zeros, w2_zero_point=zeros)
     first = (5 + 11) ** 2, (1 + 4) ** 2
     rows = 8 * first[0] + 7 * first[1], 2 * (0 * first[0] + 7 * first[1])
-    assert reference.oracle(x, weights, routing, problem).tolist() == [[v / 2 for v in rows]]
+    assert reference.float64_reference(x, weights, routing, problem).tolist() == [
+        [v / 2 for v in rows]
+    ]
 
 
 def test_mxfp4_layer_by_hand() -> None:
@@ -143,7 +146,7 @@ def test_mxfp4_layer_by_hand() -> None:
     )
     first = (3.0 - 2.0) ** 2, (4.0 + 16.0) ** 2
     want = [[0.5 * 1.5 * first[0], 0.5 * 1.5 * first[1]]]
-    assert reference.oracle(x, weights, routing, problem).tolist() == want
+    assert reference.float64_reference(x, weights, routing, problem).tolist() == want
 
 
 def test_fp8_block_layer_by_hand() -> None:
@@ -158,13 +161,14 @@ def test_fp8_block_layer_by_hand() -> None:
     )
     first = 5.0**2, 11.0**2
     want = [[0.5 * 2 * (first[0] + first[1] / 2), 0.5 * 2 * first[1]]]
-    assert reference.oracle(x, weights, routing, problem).tolist() == want
+    assert reference.float64_reference(x, weights, routing, problem).tolist() == want
 
 
-# ------------------------------------------------------------------------------------- the recipe
+# ------------------------------------------------------------------------------------- the rounded
+# reference
 
 
-def test_recipe_of_int8_by_hand() -> None:
+def test_rounded_reference_of_int8_by_hand() -> None:
     """Token (1, 2): scale 2/127, so 1 becomes 64 (63.5 rounds to even) and is read as 128/127."""
     problem, routing, x = one_token("int8_w8a8_channel")
     unit = torch.tensor([[[1, 0], [0, 1]]], dtype=torch.int8)
@@ -175,19 +179,19 @@ def test_recipe_of_int8_by_hand() -> None:
     q = (h / (h.max() / 127)).round()  # 32.25 and 127; of h itself, 1 and 4, it would be 31.75
     assert q.tolist() == [32, 127]
     want = 0.5 * q * float(h.max()) / 127
-    got = reference.recipe(x, weights, routing, problem)
+    got = reference.rounded_reference(x, weights, routing, problem)
     torch.testing.assert_close(got[0], want, rtol=1e-6, atol=0)
 
 
 def errors(text: str, dtype: torch.dtype) -> float:
     problem = replace(BASE, quant=text, tokens=64, dtype=dtype)
     x, weights, routing = layer(problem)
-    exact = reference.oracle(x, weights, routing, problem)
-    return relative(reference.recipe(x, weights, routing, problem), exact)
+    exact = reference.float64_reference(x, weights, routing, problem)
+    return relative(reference.rounded_reference(x, weights, routing, problem), exact)
 
 
 @each_scheme
-def test_the_error_of_the_recipe_is_that_of_its_activations(text: str) -> None:
+def test_the_error_of_the_rounded_reference_is_that_of_its_activations(text: str) -> None:
     """fp8 has three bits of mantissa, int8 seven bits relative to the largest value; others stay in
     the dtype.
     """
@@ -206,8 +210,8 @@ def test_dequantized_weights_are_rounded_to_the_dtype(text: str) -> None:
     x, weights, routing = layer(problem)
     values = as_float(weights, problem)
     rounded = replace(values, w1=values.w1.bfloat16(), w2=values.w2.bfloat16())
-    want = reference.recipe(x, rounded, routing, replace(problem, quant="none"))
-    got = reference.recipe(x, weights, routing, problem)
+    want = reference.rounded_reference(x, rounded, routing, replace(problem, quant="none"))
+    got = reference.rounded_reference(x, weights, routing, problem)
     assert relative(got, want) < 1e-3  # but for the order of float32 roundings
 
 
@@ -231,15 +235,15 @@ def test_tokens_that_share_a_scale(text: str) -> None:
     shared = problem.scheme.activation_granularity == "tensor"
     x, weights, both = one_of_two(problem)
     alone = Routing(both.topk_weights_TK, torch.tensor([[-1], [0]], dtype=torch.int32))
-    exact = reference.oracle(x, weights, both, problem)[1]
-    together = reference.recipe(x, weights, both, problem)[1]
-    skipped = reference.recipe(x, weights, alone, problem)[1]
+    exact = reference.float64_reference(x, weights, both, problem)[1]
+    together = reference.rounded_reference(x, weights, both, problem)[1]
+    skipped = reference.rounded_reference(x, weights, alone, problem)[1]
     if not shared:
         assert relative(together, exact) < 0.06
         assert relative(skipped, together) < 0.02  # a product of other shape sums otherwise
         return
     by_itself = Routing(both.topk_weights_TK[1:], both.topk_ids_TK[1:])
-    first = reference.recipe(x[1:], weights, by_itself, replace(problem, tokens=1))
+    first = reference.rounded_reference(x[1:], weights, by_itself, replace(problem, tokens=1))
     assert relative(first[0], exact) < 0.06 < relative(skipped, exact)
     assert relative(skipped, exact) < 0.5 < relative(together, exact)
 
@@ -267,20 +271,20 @@ def test_given_static_scales_are_used() -> None:
     x, weights, routing = layer(problem)
     assert weights.a1_scale is not None
     assert weights.a2_scale is not None
-    base = reference.recipe(x, weights, routing, problem)
+    base = reference.rounded_reference(x, weights, routing, problem)
     for name in ("a1_scale", "a2_scale"):
         small = replace(weights, **{name: torch.tensor([1e-4])})
-        assert relative(reference.recipe(x, small, routing, problem), base) > 0.5
+        assert relative(reference.rounded_reference(x, small, routing, problem), base) > 0.5
 
 
 @each_full
 def test_router_weight_on_input_multiplies_the_product(text: str) -> None:
     problem = replace(BASE, quant=text, apply_router_weight_on_input=True, top_k=1, bias=True)
     x, weights, routing = layer(problem)
-    exact = reference.oracle(x, weights, routing, problem)
-    assert relative(reference.recipe(x, weights, routing, problem), exact) < 0.08
+    exact = reference.float64_reference(x, weights, routing, problem)
+    assert relative(reference.rounded_reference(x, weights, routing, problem), exact) < 0.08
     ones = Routing(torch.ones_like(routing.topk_weights_TK), routing.topk_ids_TK)
-    unweighted = reference.oracle(x, weights, ones, problem)
+    unweighted = reference.float64_reference(x, weights, ones, problem)
     assert relative(unweighted, exact) > 0.2
 
 
@@ -289,7 +293,7 @@ def test_edge_cases(text: str) -> None:
     """No tokens, only skipped pairs, and a token of zeros."""
     problem = replace(BASE, quant=text)
     x, weights, routing = layer(problem)
-    for run in (reference.oracle, reference.recipe):
+    for run in (reference.float64_reference, reference.rounded_reference):
         none = Routing(routing.topk_weights_TK[:0], routing.topk_ids_TK[:0])
         assert run(x[:0], weights, none, problem).shape == (0, 48)
         skips = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
@@ -303,7 +307,7 @@ def test_the_reference_does_not_change_inputs() -> None:
     before: list[Any] = [
         t.clone() for t in (x, weights.w1.float(), weights.w1_scale) if t is not None
     ]
-    reference.recipe(x, weights, routing, problem)
+    reference.rounded_reference(x, weights, routing, problem)
     after = (x, weights.w1.float(), weights.w1_scale)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert math.isfinite(float(x.sum()))

@@ -95,7 +95,12 @@ def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any)
 
 def judged(out: torch.Tensor, problem: Problem, inputs: Inputs) -> Comparison:
     arguments = (inputs.x_TH, inputs.weights, inputs.routing, problem)
-    return compare(out, reference.oracle(*arguments), reference.recipe(*arguments), problem)
+    return compare(
+        out,
+        reference.float64_reference(*arguments),
+        reference.rounded_reference(*arguments),
+        problem,
+    )
 
 
 def test_every_scheme_is_covered_and_declared() -> None:

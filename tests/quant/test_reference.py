@@ -70,12 +70,12 @@ def worked(scale: float = 1.0) -> tuple[Problem, Inputs]:
     return problem, Inputs(torch.tensor([[1.0, 2.0]]), ExpertWeights(w1, w2), routing)
 
 
-def oracle(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, problem)
+def float64_reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    return reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
 
 
-def recipe(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    return reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
+def rounded_reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    return reference.rounded_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
 
 
 def test_a_layer_by_hand() -> None:
@@ -87,11 +87,14 @@ def test_a_layer_by_hand() -> None:
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
     weighted = replace(problem, combine=Combine.TOPK_WEIGHTED)
     want = torch.tensor(rows, dtype=torch.float64)
-    torch.testing.assert_close(oracle(unweighted, inputs)[0], want)
+    torch.testing.assert_close(float64_reference(unweighted, inputs)[0], want)
     torch.testing.assert_close(
-        oracle(weighted, inputs)[0], want * torch.tensor([[0.5], [1.0]], dtype=torch.float64)
+        float64_reference(weighted, inputs)[0],
+        want * torch.tensor([[0.5], [1.0]], dtype=torch.float64),
     )
-    torch.testing.assert_close(oracle(problem, inputs)[0].tolist(), [2 * s for s in sums])
+    torch.testing.assert_close(
+        float64_reference(problem, inputs)[0].tolist(), [2 * s for s in sums]
+    )
 
 
 def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
@@ -208,20 +211,20 @@ def shrunk() -> list[tuple[Problem, str]]:
 
 
 @pytest.mark.parametrize(("problem", "routing"), shrunk(), ids=[f"{p}-{r}" for p, r in shrunk()])
-def test_the_oracle_equals_the_naive_loop(problem: Problem, routing: str) -> None:
-    # The loop reads quantized weights as float32 values, the oracle as float64 ones.
+def test_the_float64_reference_equals_the_naive_loop(problem: Problem, routing: str) -> None:
+    # The loop reads quantized weights as float32 values, the float64 reference as float64 ones.
     rtol, atol = (1e-5, 1e-6) if problem.scheme.quantized else (1e-12, 1e-13)
     for strided in (False, True):
         inputs = make_inputs(problem, routing, CPU, strided=strided)
-        exact, looped = oracle(problem, inputs), naive(problem, inputs)
+        exact, looped = float64_reference(problem, inputs), naive(problem, inputs)
         torch.testing.assert_close(exact, looped, rtol=rtol, atol=atol)
 
 
 def relative(problem: Problem) -> float:
-    """Return the relative root mean square error of the recipe."""
+    """Return the relative root mean square error of the rounded reference."""
     inputs = make_inputs(problem, "uniform", CPU)
-    exact = oracle(problem, inputs)
-    return float((recipe(problem, inputs) - exact).norm() / exact.norm())
+    exact = float64_reference(problem, inputs)
+    return float((rounded_reference(problem, inputs) - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize(
@@ -232,40 +235,40 @@ def relative(problem: Problem) -> float:
         (torch.bfloat16, 1.5e-3, 6e-3),
     ],
 )
-def test_the_error_of_the_recipe_is_that_of_its_dtype(
+def test_the_error_of_the_rounded_reference_is_that_of_its_dtype(
     dtype: torch.dtype, low: float, high: float
 ) -> None:
     problem = replace(BASE, tokens=64, hidden=128, intermediate=128, dtype=dtype)
     assert low < relative(problem) < high
 
 
-def test_the_error_of_the_tf32_recipe_is_that_of_a_10_bit_mantissa() -> None:
+def test_the_error_of_the_tf32_rounded_reference_is_that_of_a_10_bit_mantissa() -> None:
     """Truncation, unlike rounding, makes every product slightly smaller: 2e-3 in total."""
     problem = replace(BASE, tokens=64, hidden=128, intermediate=128, fp32_precision="tf32")
     assert 1e-3 < relative(problem) < 4e-3
     half = replace(problem, dtype=torch.float16)  # tf32 speaks of float32 operands only
     inputs = make_inputs(half, "uniform", CPU)
     ieee = replace(half, fp32_precision="ieee")
-    assert torch.equal(recipe(half, inputs), recipe(ieee, inputs))
+    assert torch.equal(rounded_reference(half, inputs), rounded_reference(ieee, inputs))
 
 
-def test_recipe_rounds_to_the_dtype_at_the_end() -> None:
+def test_rounded_reference_rounds_to_the_dtype_at_the_end() -> None:
     problem = replace(BASE, dtype=torch.bfloat16)
-    out = recipe(problem, make_inputs(problem, "uniform", CPU))
+    out = rounded_reference(problem, make_inputs(problem, "uniform", CPU))
     assert out.dtype == torch.float64
     assert torch.equal(out, out.bfloat16().double())
 
 
 def test_skipped_rows_are_exactly_zero() -> None:
     inputs = make_inputs(SMALL, "all_skipped", CPU)
-    assert not oracle(SMALL, inputs).any()
-    assert not recipe(SMALL, inputs).any()
+    assert not float64_reference(SMALL, inputs).any()
+    assert not rounded_reference(SMALL, inputs).any()
 
 
 def test_inputs_are_not_changed() -> None:
     inputs, pristine = (make_inputs(SMALL, "skips", CPU) for _ in range(2))
-    oracle(SMALL, inputs)
-    recipe(SMALL, inputs)
+    float64_reference(SMALL, inputs)
+    rounded_reference(SMALL, inputs)
     for name, tensor in inputs.tensors().items():
         same = pristine.tensors()[name]
         torch.testing.assert_close(tensor, same, rtol=0, atol=0, equal_nan=True)
@@ -281,12 +284,12 @@ class AsOnAGpu(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_block", "fp8_w8a8_channel"])
-def test_the_recipe_is_the_same_on_a_gpu(quant: str) -> None:
+def test_the_rounded_reference_is_the_same_on_a_gpu(quant: str) -> None:
     """Scales that differ by an ulp round ties differently, and ties are frequent among bf16
     values."""
     problem = replace(BASE, tokens=32, hidden=256, dtype=torch.bfloat16, quant=quant)
     given = make_inputs(problem, "uniform", CPU)
-    here = reference.recipe(given.x_TH, given.weights, given.routing, problem)
+    here = reference.rounded_reference(given.x_TH, given.weights, given.routing, problem)
     with AsOnAGpu():
-        there = reference.recipe(given.x_TH, given.weights, given.routing, problem)
+        there = reference.rounded_reference(given.x_TH, given.weights, given.routing, problem)
     assert torch.equal(here, there)

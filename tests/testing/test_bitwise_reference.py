@@ -120,12 +120,12 @@ def test_rounded_router_weights_are_found_in_every_pairing(
     assert [line for line in failures if not line.startswith(expected)] == []
 
 
-def test_bitwise_reference_with_recipe_roundings_equals_the_recipe() -> None:
+def test_bitwise_reference_with_rounded_reference_roundings_equals_the_rounded_reference() -> None:
     inputs = make_inputs(_INT4, "skips", torch.device("cpu"))
     arguments = (inputs.x_TH, inputs.weights, inputs.routing, _INT4)
     roundings = Roundings(weights=True, gate_up=True)
     rounded_reference = reference.bitwise_reference(*arguments, roundings, input_weighted=False)
-    same = (rounded_reference.double() == reference.recipe(*arguments)).double().mean()
+    same = (rounded_reference.double() == reference.rounded_reference(*arguments)).double().mean()
     assert rounded_reference.dtype is torch.bfloat16
     assert same > 0.97
 

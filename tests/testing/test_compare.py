@@ -1,4 +1,6 @@
-"""`compare` accepts outputs as exact as the recipe and rejects each kind of wrong output."""
+"""`compare` accepts outputs as exact as the rounded reference and rejects each kind of wrong
+output.
+"""
 
 from dataclasses import replace
 
@@ -23,14 +25,14 @@ def exact_TH(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def compare_with_recipe(
+def compare_with_rounded_reference(
     out: torch.Tensor, exact: torch.Tensor, problem: Problem = PROBLEM
 ) -> Comparison:
     return compare(out, exact, noisy(exact, NOISE, seed=2), problem)
 
 
 def accurate(exact: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return `exact` with half the recipe's error, rounded to `dtype`."""
+    """Return `exact` with half the rounded reference's error, rounded to `dtype`."""
     return noisy(exact, NOISE / 2, seed=3).to(dtype)
 
 
@@ -39,9 +41,9 @@ def failure_text(comparison: Comparison) -> str:
     return "; ".join(comparison.problems)
 
 
-def test_output_as_exact_as_the_recipe_passes() -> None:
+def test_output_as_exact_as_the_rounded_reference_passes() -> None:
     exact = exact_TH()
-    comparison = compare_with_recipe(accurate(exact), exact)
+    comparison = compare_with_rounded_reference(accurate(exact), exact)
     assert comparison.ok, comparison
     assert (
         0 < comparison.error <= comparison.bound == pytest.approx(MAX_ERROR_RATIO * NOISE, rel=0.1)
@@ -50,27 +52,29 @@ def test_output_as_exact_as_the_recipe_passes() -> None:
 
 def test_exact_passes_and_has_no_error() -> None:
     exact = exact_TH().bfloat16().double()
-    comparison = compare_with_recipe(exact.bfloat16(), exact)
+    comparison = compare_with_rounded_reference(exact.bfloat16(), exact)
     assert comparison.ok
     assert comparison.error == comparison.worst_row == comparison.worst_value == 0
 
 
-def test_half_as_exact_as_the_recipe_fails() -> None:
+def test_half_as_exact_as_the_rounded_reference_fails() -> None:
     exact = exact_TH()
     assert "RMS" in failure_text(
-        compare_with_recipe(noisy(exact, 2 * NOISE, seed=4).bfloat16(), exact)
+        compare_with_rounded_reference(noisy(exact, 2 * NOISE, seed=4).bfloat16(), exact)
     )
 
 
 def test_zeros_fail() -> None:
     exact = exact_TH()
-    assert compare_with_recipe(torch.zeros_like(exact).bfloat16(), exact).error == pytest.approx(1)
+    assert compare_with_rounded_reference(
+        torch.zeros_like(exact).bfloat16(), exact
+    ).error == pytest.approx(1)
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.01, -1.0, 2.0])
 def test_a_wrong_factor_fails(factor: float) -> None:
     exact = exact_TH()
-    assert "RMS" in failure_text(compare_with_recipe(accurate(factor * exact), exact))
+    assert "RMS" in failure_text(compare_with_rounded_reference(accurate(factor * exact), exact))
 
 
 def add_alternating(row: torch.Tensor, size: float) -> None:
@@ -85,25 +89,31 @@ def test_one_bad_row_fails_and_is_named() -> None:
     exact = exact_TH(4000, 96)
     out = noisy(exact, NOISE / 2, seed=3)
     add_alternating(out[1234], 0.012)
-    (text,) = compare_with_recipe(out.bfloat16(), exact, problem).problems
+    (text,) = compare_with_rounded_reference(out.bfloat16(), exact, problem).problems
     assert "of row 1234 >" in text
 
 
-def test_error_of_a_row_may_exceed_its_recipe_error_by_a_quarter() -> None:
+def test_error_of_a_row_may_exceed_its_rounded_reference_error_by_a_quarter() -> None:
     exact = exact_TH()
-    recipe = noisy(exact, NOISE, seed=2)
+    rounded_reference = noisy(exact, NOISE, seed=2)
     saturated = exact[7] * (1 + 20 * NOISE)
-    recipe[7] = saturated
+    rounded_reference[7] = saturated
     quantized = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
     out = accurate(exact)
     out[7] = saturated.bfloat16()
-    assert compare(out, exact, recipe, quantized, recipe_error=1.0).ok
-    assert "of row 7" in failure_text(compare(out, exact, recipe, PROBLEM, recipe_error=1.0))
+    assert compare(out, exact, rounded_reference, quantized, rounding_error=1.0).ok
+    assert "of row 7" in failure_text(
+        compare(out, exact, rounded_reference, PROBLEM, rounding_error=1.0)
+    )
     out[7] = (exact[7] * (1 + 26 * NOISE)).bfloat16()
-    assert "of row 7" in failure_text(compare(out, exact, recipe, quantized, recipe_error=1.0))
+    assert "of row 7" in failure_text(
+        compare(out, exact, rounded_reference, quantized, rounding_error=1.0)
+    )
     # The bound of another row is not raised.
     out[7], out[9] = saturated.bfloat16(), (exact[9] * (1 + 20 * NOISE)).bfloat16()
-    assert "of row 9" in failure_text(compare(out, exact, recipe, quantized, recipe_error=1.0))
+    assert "of row 9" in failure_text(
+        compare(out, exact, rounded_reference, quantized, rounding_error=1.0)
+    )
 
 
 def test_one_bad_value_fails_and_is_named() -> None:
@@ -112,7 +122,7 @@ def test_one_bad_value_fails_and_is_named() -> None:
     exact = exact_TH(40, 4096)
     out = accurate(exact)
     out[7, 4095] -= float(exact.square().mean().sqrt()) * 0.4
-    (text,) = compare_with_recipe(out, exact, problem).problems
+    (text,) = compare_with_rounded_reference(out, exact, problem).problems
     assert "row 7 column 4095" in text
 
 
@@ -120,9 +130,9 @@ def test_a_small_row_must_be_as_exact_as_a_large_one() -> None:
     exact = exact_TH()
     exact[5] *= 1e-3
     out = accurate(exact)
-    assert compare_with_recipe(out, exact).ok
+    assert compare_with_rounded_reference(out, exact).ok
     out[5] = 0
-    assert "row 5" in failure_text(compare_with_recipe(out, exact))
+    assert "row 5" in failure_text(compare_with_rounded_reference(out, exact))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -130,24 +140,24 @@ def test_nonfinite_values_fail(value: float) -> None:
     exact = exact_TH()
     out = accurate(exact)
     out[3, 4] = value
-    comparison = compare_with_recipe(out, exact)
+    comparison = compare_with_rounded_reference(out, exact)
     assert comparison.error == torch.inf
     assert failure_text(comparison) == "1 values are not finite, the first at row 3 column 4"
 
 
-def test_all_nan_in_oracle_and_output_fails() -> None:
+def test_all_nan_in_float64_reference_and_output_fails() -> None:
     exact = torch.full((40, 96), torch.nan, dtype=torch.float64)
-    assert not compare_with_recipe(exact.bfloat16(), exact).ok
+    assert not compare_with_rounded_reference(exact.bfloat16(), exact).ok
 
 
 def test_rows_that_are_zero_must_be_zero() -> None:
     exact = exact_TH()
     exact[[2, 9]] = 0
     out = accurate(exact)
-    assert compare_with_recipe(out, exact).ok
+    assert compare_with_rounded_reference(out, exact).ok
     out[9, 0] = 1e-30
     expected = "1 rows are not zero although all of their pairs are skipped, the first is row 9"
-    assert expected in failure_text(compare_with_recipe(out, exact))
+    assert expected in failure_text(compare_with_rounded_reference(out, exact))
 
 
 def test_row_numbers_count_zero_rows() -> None:
@@ -157,25 +167,26 @@ def test_row_numbers_count_zero_rows() -> None:
     out = noisy(exact, NOISE / 2, seed=3)
     add_alternating(out[20], 0.012)
     assert any(
-        "of row 20 >" in problem for problem in compare_with_recipe(out.bfloat16(), exact).problems
+        "of row 20 >" in problem
+        for problem in compare_with_rounded_reference(out.bfloat16(), exact).problems
     )
     add_alternating(out[30], 1.0)
-    text = failure_text(compare_with_recipe(out.bfloat16(), exact))
+    text = failure_text(compare_with_rounded_reference(out.bfloat16(), exact))
     assert "of row 30 >" in text
     assert "of row 30 column" in text
 
 
 def test_all_rows_zero() -> None:
     exact = torch.zeros(40, 96, dtype=torch.float64)
-    assert compare_with_recipe(exact.bfloat16(), exact).ok
-    assert not compare_with_recipe(exact.bfloat16() + 1, exact).ok
+    assert compare_with_rounded_reference(exact.bfloat16(), exact).ok
+    assert not compare_with_rounded_reference(exact.bfloat16() + 1, exact).ok
 
 
 @pytest.mark.parametrize("combine", list(Combine))
 def test_no_tokens(combine: Combine) -> None:
     problem = replace(PROBLEM, tokens=0, combine=combine)
     exact = torch.zeros(problem.output_shape, dtype=torch.float64)
-    assert compare_with_recipe(exact.bfloat16(), exact, problem).ok
+    assert compare_with_rounded_reference(exact.bfloat16(), exact, problem).ok
 
 
 def test_unreduced_top_k_is_compared_row_by_row() -> None:
@@ -183,26 +194,26 @@ def test_unreduced_top_k_is_compared_row_by_row() -> None:
     exact = exact_TH(40, 2, 96)
     exact[3, 1] = 0
     out = accurate(exact)
-    assert compare_with_recipe(out, exact, problem).ok
-    assert not compare_with_recipe(out.flip(1), exact, problem).ok
+    assert compare_with_rounded_reference(out, exact, problem).ok
+    assert not compare_with_rounded_reference(out.flip(1), exact, problem).ok
     out[3, 1] = 1
-    assert "row 7" in failure_text(compare_with_recipe(out, exact, problem))
+    assert "row 7" in failure_text(compare_with_rounded_reference(out, exact, problem))
 
 
 def test_wrong_shape_and_dtype_are_both_named() -> None:
     exact = exact_TH()
-    text = failure_text(compare_with_recipe(exact[:, :95].float(), exact))
+    text = failure_text(compare_with_rounded_reference(exact[:, :95].float(), exact))
     assert "shape is (40, 95), should be (40, 96)" in text
     assert "dtype is float32, should be bfloat16" in text
 
 
 def test_wrong_number_of_tokens() -> None:
     exact = exact_TH()
-    assert "shape" in failure_text(compare_with_recipe(accurate(exact)[:39], exact))
+    assert "shape" in failure_text(compare_with_rounded_reference(accurate(exact)[:39], exact))
 
 
 def test_float32_has_a_floor_of_eps() -> None:
-    """An error of the size of float32 rounding passes even where the recipe is exact."""
+    """An error of the size of float32 rounding passes even where the rounded reference is exact."""
     problem = replace(PROBLEM, dtype=torch.float32)
     exact = exact_TH()
     near = noisy(exact, 9e-7, seed=5).float()
@@ -211,11 +222,11 @@ def test_float32_has_a_floor_of_eps() -> None:
     assert not compare(far, exact, exact, problem).ok
 
 
-def test_the_bound_follows_the_recipe_alone() -> None:
+def test_the_bound_follows_the_rounded_reference_alone() -> None:
     """An output with large errors does not raise its own bound."""
     exact = exact_TH()
     bounds = {
-        compare_with_recipe(noisy(exact, size, seed=6).bfloat16(), exact).bound
+        compare_with_rounded_reference(noisy(exact, size, seed=6).bfloat16(), exact).bound
         for size in (0, 0.1, 1)
     }
     assert len(bounds) == 1

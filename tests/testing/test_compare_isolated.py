@@ -7,14 +7,14 @@ import torch
 
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.value_kinds import assign_token_groups
-from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
+from modular_kernel.testing.verify.compare_isolated import RoundingErrors, compare_by_group
 
 PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
 W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")
 
 
 def exact(values: str) -> torch.Tensor:
-    """Return an oracle output (T, H) in float64 for tokens with these values."""
+    """Return an float64 reference output (T, H) in float64 for tokens with these values."""
     rows = torch.randn(12, PROBLEM.hidden, dtype=torch.float64)
     groups = assign_token_groups(values, 12)
     if values == "large":
@@ -28,21 +28,21 @@ def exact(values: str) -> torch.Tensor:
 def problems_of(
     values: str, change: tuple[int, float], problem: object = PROBLEM
 ) -> tuple[str, ...]:
-    """Compare the recipe's rows after one of them was multiplied by a factor.
+    """Compare the rounded reference's rows after one of them was multiplied by a factor.
 
     `change` is that row and the factor. A row of NaN is set to the factor instead.
     """
     torch.manual_seed(0)
     expected = exact(values)
-    recipe = expected.to(torch.bfloat16).double()
-    out = recipe.to(torch.bfloat16)
+    rounded_reference = expected.to(torch.bfloat16).double()
+    out = rounded_reference.to(torch.bfloat16)
     row, factor = change
     out[row] = factor if out[row].isnan().any() else out[row] * factor
-    return compare_by_group(out, expected, recipe, problem, values).problems  # type: ignore[arg-type]
+    return compare_by_group(out, expected, rounded_reference, problem, values).problems  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
-def test_recipe_rows_pass(values: str) -> None:
+def test_rounded_reference_rows_pass(values: str) -> None:
     assert problems_of(values, (1, 1.0)) == ()
 
 
@@ -57,30 +57,33 @@ def test_large_rows_are_compared_with_large_rows() -> None:
     assert line.startswith("tokens of values=large: relative RMS error")
 
 
-def test_a_finite_value_must_be_right_where_the_recipe_overflows() -> None:
+def test_a_finite_value_must_be_right_where_the_rounded_reference_overflows() -> None:
     torch.manual_seed(0)
     expected = exact("large")
     expected[2] = 1e5 * torch.randn(PROBLEM.hidden, dtype=torch.float64)
-    recipe = expected.to(torch.bfloat16).double()
-    recipe[2] = torch.inf
+    rounded_reference = expected.to(torch.bfloat16).double()
+    rounded_reference[2] = torch.inf
     for factor, is_wrong in ((1.0, False), (1.5, True), (torch.inf, False), (torch.nan, False)):
         out = expected.to(torch.bfloat16)
         out[2] *= factor
-        assert bool(compare_by_group(out, expected, recipe, PROBLEM, "large").problems) is is_wrong
+        assert (
+            bool(compare_by_group(out, expected, rounded_reference, PROBLEM, "large").problems)
+            is is_wrong
+        )
 
 
 def test_errors_of_overflowing_rows_are_bounded_by_another_call() -> None:
-    """`RecipeErrors` has the recipe's error in a call with ordinary tokens."""
+    """`RoundingErrors` has the rounded reference's error in a call with ordinary tokens."""
     torch.manual_seed(0)
     problem = W8A8.with_tokens(1)
     expected = torch.randn(1, problem.hidden, dtype=torch.float64)
-    recipe = torch.full_like(expected, torch.inf)
+    rounded_reference = torch.full_like(expected, torch.inf)
     out = expected.to(torch.bfloat16) + 0.05 * torch.randn(1, problem.hidden, dtype=torch.bfloat16)
-    recipe_errors = RecipeErrors(recipe_error=0.05)
-    arguments = expected, recipe, problem, "large"
-    assert compare_by_group(out, *arguments, recipe_errors=recipe_errors).problems == ()
+    rounding_errors = RoundingErrors(rounding_error=0.05)
+    arguments = expected, rounded_reference, problem, "large"
+    assert compare_by_group(out, *arguments, rounding_errors=rounding_errors).problems == ()
     assert compare_by_group(out, *arguments).problems != ()
-    assert compare_by_group(-2 * out, *arguments, recipe_errors=recipe_errors).problems != ()
+    assert compare_by_group(-2 * out, *arguments, rounding_errors=rounding_errors).problems != ()
 
 
 def test_nan_token_must_stay_nan_with_quantized_activations() -> None:

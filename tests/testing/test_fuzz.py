@@ -34,7 +34,7 @@ from modular_kernel.testing.stress.fuzz import (
     specs,
 )
 from modular_kernel.testing.stress.fuzz.__main__ import main, summary
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.float64_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     CRASH,
@@ -193,7 +193,7 @@ def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(invalid_row: int) ->
     weights, x_TH = replace(inputs.weights, expert_map=table), torch.ones(2, 8)
     routing = Routing(torch.ones(2, 1), ids)
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
-    assert Oracle(problem, x_TH, weights, routing).find_mismatch(out) == ""
+    assert IndependentReference(problem, x_TH, weights, routing).find_mismatch(out) == ""
     assert out[0].any()
     assert not out[1].any()
 
@@ -351,11 +351,11 @@ def test_the_tolerance_includes_the_error_of_a_scale_that_rows_share(quant: str)
     x_TH[0] *= 1e4
     routing = Routing(torch.ones(2, 1), torch.tensor([[0], [1]], dtype=torch.int32))
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
-    oracle = Oracle(problem, x_TH, weights, routing)
-    assert oracle.find_mismatch(out) == ""
+    float64_reference = IndependentReference(problem, x_TH, weights, routing)
+    assert float64_reference.find_mismatch(out) == ""
     # The large row is not affected, and neither is a small one with a scale of its own.
     out[0] *= 1.6
-    assert "1 of 2 rows differ" in oracle.find_mismatch(out)
+    assert "1 of 2 rows differ" in float64_reference.find_mismatch(out)
     if quant == "fp8_w8a8_channel":
         out[1] *= 1.6
-        assert "2 of 2 rows differ" in oracle.find_mismatch(out)
+        assert "2 of 2 rows differ" in float64_reference.find_mismatch(out)

@@ -13,7 +13,7 @@ from modular_kernel.testing.stress.soak import Soak, run_soak
 from modular_kernel.testing.stress.soak_inputs import (
     SoakInputs,
     SoakInputSource,
-    compare_with_oracle,
+    compare_with_float64_reference,
 )
 from prepare_finalize import TorchAll2AllPrepareAndFinalize
 
@@ -132,29 +132,29 @@ def _draw_many(source: SoakInputSource) -> list[SoakInputs]:
     return [source.draw_inputs() for _ in range(20)]
 
 
-def test_compare_with_oracle_finds_wrong_rows(sources: list[SoakInputSource]) -> None:
-    from modular_kernel.testing.verify.over_ranks import compute_recipe_across_ranks
+def test_compare_with_float64_reference_finds_wrong_rows(sources: list[SoakInputSource]) -> None:
+    from modular_kernel.testing.verify.over_ranks import compute_rounded_reference
 
     problem = sources[0].problem
     inputs = sources[0].draw_inputs((5, 3))
-    correct = compute_recipe_across_ranks(inputs.global_inputs, problem)[:5].to(problem.dtype)
-    share, wrong = compare_with_oracle(inputs, correct, problem)
+    correct = compute_rounded_reference(inputs.global_inputs, problem)[:5].to(problem.dtype)
+    share, wrong = compare_with_float64_reference(inputs, correct, problem)
     assert (share < 0.6, wrong) == (True, "")
     for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
         out = correct.clone()
         spoil(out)
-        assert compare_with_oracle(inputs, out, problem)[1]
-    assert compare_with_oracle(inputs, correct[:4], problem)[1]
+        assert compare_with_float64_reference(inputs, out, problem)[1]
+    assert compare_with_float64_reference(inputs, correct[:4], problem)[1]
     many = replace(problem, tokens=64)
     source = SoakInputSource(
         many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
     )
     many_inputs = source.draw_inputs((64, 0))
-    out = compute_recipe_across_ranks(many_inputs.global_inputs, many).to(many.dtype)
-    assert compare_with_oracle(many_inputs, out, many)[1] == ""
+    out = compute_rounded_reference(many_inputs.global_inputs, many).to(many.dtype)
+    assert compare_with_float64_reference(many_inputs, out, many)[1] == ""
     out[9] *= 1.04  # a small share of the output
-    assert compare_with_oracle(many_inputs, out, many)[1].endswith(
+    assert compare_with_float64_reference(many_inputs, out, many)[1].endswith(
         "1 rows exceed the bound for rows"
     )
     swapped = correct[[1, 0, 2, 3, 4]]
-    assert compare_with_oracle(inputs, swapped, problem)[0] > 10
+    assert compare_with_float64_reference(inputs, swapped, problem)[0] > 10

@@ -8,7 +8,7 @@ import torch
 
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.quant.quantized_weights import QMAX, STORAGE, quantize_weights, weight_specs
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from peer_suites_lib.outcomes import (
@@ -204,8 +204,8 @@ class LayerCheck:
             inputs = make(layer, self._stored)
             their_output = call_reference(self._reference, layer, inputs)
             assert isinstance(their_output, torch.Tensor)
-            exact = oracle(inputs.x, inputs.weights, inputs.routing, inputs.problem)
-            rounded = recipe(inputs.x, inputs.weights, inputs.routing, inputs.problem)
+            exact = float64_reference(inputs.x, inputs.weights, inputs.routing, inputs.problem)
+            rounded = rounded_reference(inputs.x, inputs.weights, inputs.routing, inputs.problem)
             limit = _MAX_ERROR_RATIO * relative_error(rounded, exact) + 1e-6
             for pair in pending:
                 outcomes[pair[1]] = self._check_part(pair, inputs, their_output, exact, limit)

@@ -1,7 +1,7 @@
 """Cases with NaN in the arguments of a call: which arguments can hold NaN, and where it is put.
 
 A NaN must reach every output value that is computed from it, and no other. These are the values
-that are NaN in the output of `reference.recipe`.
+that are NaN in the output of `reference.rounded_reference`.
 """
 
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 The layer is small, so that many calls can be made. Each step calls the kernel, a plan, or a CUDA
 graph of the plan on one of several input sets. Every `check_every` steps, a new input set is drawn,
-and the output of that step is compared with the oracle. All ranks use the same seed, so they draw
-the same inputs without communication.
+and the output of that step is compared with the float64 reference. All ranks use the same seed, so
+they draw the same inputs without communication.
 """
 
 import gc
@@ -26,7 +26,7 @@ from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.stress.soak_inputs import (
     SoakInputs,
     SoakInputSource,
-    compare_with_oracle,
+    compare_with_float64_reference,
 )
 
 _NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
@@ -251,7 +251,7 @@ class _Run:
             return
         if self.check_part is not None:
             self.check_part()
-        worst, message = compare_with_oracle(input_sets[index], out, self.kernel.problem)
+        worst, message = compare_with_float64_reference(input_sets[index], out, self.kernel.problem)
         self.checked, self.worst = self.checked + 1, max(self.worst, worst)
         if message:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.reference import oracle
+from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
-from modular_kernel.testing.verify.over_ranks import compute_recipe_across_ranks
+from modular_kernel.testing.verify.over_ranks import compute_rounded_reference
 
 _CPU = torch.device("cpu")
 _SKEWS = (0.0, 0.5, 1.2, 4.0)  # expert probabilities are proportional to n ** -skew, n = 1, 2, ...
@@ -120,10 +120,10 @@ class SoakInputSource:
         return Routing(weights, ids.to(self._ids_dtype))
 
 
-def compare_with_oracle(
+def compare_with_float64_reference(
     inputs: SoakInputs, out: torch.Tensor, problem: Problem
 ) -> tuple[float, str]:
-    """Compare this rank's output, (T, H), with the oracle. Synchronizes the device.
+    """Compare this rank's output, (T, H), with the float64 reference. Synchronizes the device.
 
     Returns (error relative to its bound, message). The message is "" if the output is correct. The
     bound depends on the error of plain torch for the tokens of all ranks.
@@ -132,20 +132,20 @@ def compare_with_oracle(
     if not tokens:
         return 0.0, ""
     global_problem = replace(problem, parallel=Parallel(), graph=False).with_tokens(tokens)
-    global_exact = oracle(
+    global_exact = float64_reference(
         global_inputs.x_TH, global_inputs.weights, global_inputs.routing, global_problem
     ).double()
-    recipe_error_T = (compute_recipe_across_ranks(global_inputs, problem) - global_exact).norm(
+    rounding_error_T = (compute_rounded_reference(global_inputs, problem) - global_exact).norm(
         dim=1
     )
     output, exact = out.cpu().double(), global_exact[inputs.local_tokens]
-    local_recipe_error = recipe_error_T[inputs.local_tokens]
+    local_rounding_error = rounding_error_T[inputs.local_tokens]
     if output.shape != exact.shape or not bool(output.isfinite().all()):
         return float("inf"), f"shape {tuple(output.shape)}, or values that are not finite"
     row_errors = (output - exact).norm(dim=1)
-    relative_error = float(recipe_error_T.norm() / (global_exact.norm() + _EPS))
-    recipe_error = max(float(local_recipe_error.norm()), relative_error * float(exact.norm()))
-    bound = ERROR_FACTOR * recipe_error + _EPS
+    relative_error = float(rounding_error_T.norm() / (global_exact.norm() + _EPS))
+    rounding_error = max(float(local_rounding_error.norm()), relative_error * float(exact.norm()))
+    bound = ERROR_FACTOR * rounding_error + _EPS
     error_ratio = float(row_errors.norm()) / bound
     row_norms = exact.norm(dim=1)
     is_wrong_row = row_errors > ROW_ERROR_FACTOR * (

@@ -1,1 +1,1 @@
-"""Runs cases against the float64 oracle, in one process and over ranks."""
+"""Runs cases against the float64 reference, in one process and over ranks."""

@@ -1,10 +1,10 @@
 """Checks of a pairing: one small generator per property, yielding a message for each violation.
 
 Findings call a check by the name of its function without "check_". The checks of accuracy compare
-three different calls with the oracle. Other checks require that inputs are unchanged, `out` is
-written and returned, invalid ids are counted, programs do not race, equal calls give equal bits,
-concurrent and planned calls do not affect each other, a plan can be captured and allocates nothing,
-and the reducer refuses invalid arguments.
+three different calls with the float64 reference. Other checks require that inputs are unchanged,
+`out` is written and returned, invalid ids are counted, programs do not race, equal calls give equal
+bits, concurrent and planned calls do not affect each other, a plan can be captured and allocates
+nothing, and the reducer refuses invalid arguments.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
 an error. The fill alternates between calls. One fill consists of NaN and huge integers. The other
@@ -40,7 +40,7 @@ def compare_outputs(
 ) -> Findings:
     """Compare two outputs of `sample` bitwise if the pairing is deterministic.
 
-    Otherwise, compare `actual` with the oracle.
+    Otherwise, compare `actual` with the float64 reference.
     """
     if not trial.is_deterministic:
         yield from sample.compare(actual).problems
@@ -73,8 +73,8 @@ def check_races(trial: Trial) -> Findings:
 def check_staged_reference(trial: Trial) -> Findings:
     """Compare a fused experts part with the staged part that it replaces.
 
-    Each part may differ from the oracle by the bound of `check_numeric`. Two independent errors of
-    that size add up to sqrt(2) times the bound, which is the tolerance between the parts.
+    Each part may differ from the float64 reference by the bound of `check_numeric`. Two independent
+    errors of that size add up to sqrt(2) times the bound, which is the tolerance between the parts.
     """
     experts = type(trial.kernel.experts)
     if experts.unfused is None:

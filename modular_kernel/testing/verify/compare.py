@@ -1,8 +1,9 @@
-"""Compare an output with the float64 oracle, with a tolerance derived from the case.
+"""Compare an output with the float64 reference, with a tolerance derived from the case.
 
-The recipe is the sequence of roundings that the scheme declares. The allowed error is 1.25 times
-the error of plain torch operations that follow the same recipe in the same dtype. Both errors are
-measured against the float64 oracle, on the inputs of the case.
+The *float64 reference* computes the layer without rounding. The *rounded reference* computes it
+with plain torch operations in the problem's dtype, and quantizes activations where the scheme does
+(both are in `modular_kernel.reference`). An output may deviate from the float64 reference by up to
+1.25 times as much as the rounded reference does on the same inputs.
 """
 
 import math
@@ -12,23 +13,24 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
-# Allowed RMS error, relative to the recipe's. Rounding errors depend on the order of summation,
-# both in the recipe and in a part. A quarter more covers this, and every defect is larger.
+# Allowed RMS error, relative to the rounded reference's. Rounding errors depend on the order of
+# summation, both in the rounded reference and in a part. A quarter more covers this, and every
+# defect is larger.
 MAX_ERROR_RATIO = 1.25
 # Allowed error of a row and of a value, relative to the median row. A defect in one place (a tail,
 # one expert, one token) affects few rows or values, and an average over all rows would hide it.
 MAX_ROW_ERROR_RATIO = 4.0
 MAX_VALUE_ERROR_RATIO = 12.0
-# Added to each bound, for float32 recipes. Their error comes from the order of sums alone, and may
-# be smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), for two GEMMs, stays
-# below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation instead of
-# erf, causes an error of 2e-4.
+# Added to each bound, for problems in float32. Their error comes from the order of sums alone, and
+# may be smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), for two GEMMs,
+# stays below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation
+# instead of erf, causes an error of 2e-4.
 FLOAT32_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Errors of an output, measured against the oracle, and their bounds. All are relative.
+    """Errors of an output relative to the float64 reference, and their bounds.
 
     Attributes:
         error: norm of the error of all values, relative to the norm of the output.
@@ -57,30 +59,33 @@ class Comparison:
 def compare(
     out: torch.Tensor,
     exact: torch.Tensor,
-    recipe: torch.Tensor,
+    rounded_reference: torch.Tensor,
     problem: Problem,
     *,
-    recipe_error: float = 0.0,
-    recipe_row_error: float = 0.0,
-    recipe_value_error: float = 0.0,
+    rounding_error: float = 0.0,
+    rounding_row_error: float = 0.0,
+    rounding_value_error: float = 0.0,
 ) -> Comparison:
-    """Compare `out`, (T, H) or (T, K, H), with the float64 tensors `exact` and `recipe`.
+    """Compare `out`, (T, H) or (T, K, H), with the float64 tensors `exact` and `rounded_reference`.
 
     Rows that are zero in `exact`, because all of their pairs are skipped, must be exactly zero, of
     either sign.
 
-    recipe_error: lower bound of the recipe's relative error. For outputs with few tokens, pass the
-        error of the recipe on more tokens of the same layer.
-    recipe_row_error: lower bound of the recipe's error of the worst row; used only for quantized
-        problems.
-    recipe_value_error: lower bound of the recipe's error of the worst value; used only for
+    rounding_error: lower bound of the rounded reference's relative error. For outputs with few
+        tokens, pass the error of the rounded reference on more tokens of the same layer.
+    rounding_row_error: lower bound of the rounded reference's error of the worst row; used only for
         quantized problems.
+    rounding_value_error: lower bound of the rounded reference's error of the worst value; used only
+        for quantized problems.
     """
     mismatches = _check_shape(out, exact, problem)
     if mismatches:
         return Comparison(math.inf, 0.0, problems=mismatches)
     output = out.double().flatten(0, -2)
-    exact, recipe = exact.double().flatten(0, -2), recipe.double().flatten(0, -2)
+    exact, rounded_reference = (
+        exact.double().flatten(0, -2),
+        rounded_reference.double().flatten(0, -2),
+    )
     is_zero = (exact == 0).all(1)
     problems = _check_finite_and_zero(output, is_zero)
     if problems:
@@ -89,9 +94,9 @@ def compare(
     if not bool(is_nonzero.any()):
         return Comparison(0.0, FLOAT32_TOLERANCE)
     index = is_nonzero.nonzero().flatten()
-    min_row_error = recipe_row_error if problem.scheme.quantized else None
-    args = output[is_nonzero], exact[is_nonzero], recipe[is_nonzero], index
-    return _compare_rows(*args, recipe_error, min_row_error, recipe_value_error)
+    min_row_error = rounding_row_error if problem.scheme.quantized else None
+    args = output[is_nonzero], exact[is_nonzero], rounded_reference[is_nonzero], index
+    return _compare_rows(*args, rounding_error, min_row_error, rounding_value_error)
 
 
 def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
@@ -133,43 +138,46 @@ def _check_finite_and_zero(output: torch.Tensor, is_zero: torch.Tensor) -> tuple
 def _compare_rows(
     output: torch.Tensor,
     exact: torch.Tensor,
-    recipe: torch.Tensor,
+    rounded_reference: torch.Tensor,
     index: torch.Tensor,
-    min_recipe_error: float,
+    min_rounding_error: float,
     min_row_error: float | None,
     min_value_error: float,
 ) -> Comparison:
     """Compare the rows that are not zero.
 
     index: numbers of these rows in the output.
-    min_recipe_error, min_row_error, min_value_error: lower bounds of the recipe's errors, as in
-        `compare`. min_row_error is None unless the problem is quantized.
+    min_rounding_error, min_row_error, min_value_error: lower bounds of the rounded reference's
+        errors, as in `compare`. min_row_error is None unless the problem is quantized.
 
     One large activation makes the quantization step of its whole group coarse, and a value beyond
-    the range of a static scale is clipped, both in the recipe and in a part. Therefore, in
-    quantized problems, the error of a row may also be up to 1.25 times the recipe's error in that
-    row, and the error of a value up to twice the recipe's largest error of a value.
+    the range of a static scale is clipped, both in the rounded reference and in a part. Therefore,
+    in quantized problems, the error of a row may also be up to 1.25 times the rounded reference's
+    error in that row, and the error of a value up to twice the rounded reference's largest error of
+    a value.
     """
     exact_norm = exact.norm()
     error = float((output - exact).norm() / exact_norm)
-    recipe_error = max(min_recipe_error, float((recipe - exact).norm() / exact_norm))
+    rounding_error = max(min_rounding_error, float((rounded_reference - exact).norm() / exact_norm))
     row_norms = exact.norm(dim=1)
-    row_errors, recipe_row_errors = ((x - exact).norm(dim=1) / row_norms for x in (output, recipe))
-    median_row_error = float(torch.maximum(row_errors.median(), recipe_row_errors.median()))
-    row_rms = row_norms / exact.shape[1] ** 0.5
-    value_errors, recipe_value_errors = (
-        (x - exact).abs().amax(1) / row_rms for x in (output, recipe)
+    row_errors, rounding_row_errors = (
+        (x - exact).norm(dim=1) / row_norms for x in (output, rounded_reference)
     )
-    bound = MAX_ERROR_RATIO * recipe_error + FLOAT32_TOLERANCE
+    median_row_error = float(torch.maximum(row_errors.median(), rounding_row_errors.median()))
+    row_rms = row_norms / exact.shape[1] ** 0.5
+    value_errors, rounding_value_errors = (
+        (x - exact).abs().amax(1) / row_rms for x in (output, rounded_reference)
+    )
+    bound = MAX_ERROR_RATIO * rounding_error + FLOAT32_TOLERANCE
     row_bounds = torch.full_like(
         row_errors, MAX_ROW_ERROR_RATIO * (median_row_error + FLOAT32_TOLERANCE)
     )
     value_bound = MAX_VALUE_ERROR_RATIO * (median_row_error + FLOAT32_TOLERANCE)
     if min_row_error is not None:
         row_bounds = torch.maximum(
-            row_bounds, MAX_ERROR_RATIO * recipe_row_errors.clamp(min=min_row_error)
+            row_bounds, MAX_ERROR_RATIO * rounding_row_errors.clamp(min=min_row_error)
         )
-        value_bound = max(value_bound, 2 * max(min_value_error, float(recipe_value_errors.max())))
+        value_bound = max(value_bound, 2 * max(min_value_error, float(rounding_value_errors.max())))
     worst = int((row_errors / row_bounds).argmax())
     worst_row, row_bound = float(row_errors[worst]), float(row_bounds[worst])
     worst_value = float(value_errors.max())

@@ -1,10 +1,10 @@
 """Compare the outputs of calls with huge or non-finite tokens, which must not affect other tokens.
 
 - Ordinary tokens are compared by the rule of `compare`, separately from all others.
-- Huge tokens for which the recipe is finite are compared by the same rule, within their group.
-  Where the recipe overflows, a value must be correct or not finite. If the activation has a limit,
-  huge tokens are not checked, because their output then depends only on the sign of the gate, which
-  any rounding may flip.
+- Huge tokens for which the rounded reference is finite are compared by the same rule, within their
+  group. Where the rounded reference overflows, a value must be correct or not finite. If the
+  activation has a limit, huge tokens are not checked, because their output then depends only on the
+  sign of the gate, which any rounding may flip.
 - The output of a NaN token must not be finite. The output of an infinite token is not checked.
 """
 
@@ -23,28 +23,33 @@ from modular_kernel.testing.verify.compare import (
 
 
 @dataclass(frozen=True)
-class RecipeErrors:
-    """Largest errors of the recipe in several calls with few tokens.
+class RoundingErrors:
+    """Largest errors of the rounded reference in several calls with few tokens.
 
     Attributes:
-        recipe_error: largest relative error of a call.
-        recipe_row_error: largest relative error of a row.
-        recipe_value_error: largest error of a value, relative to the root mean square of its row.
+        rounding_error: largest relative error of a call.
+        rounding_row_error: largest relative error of a row.
+        rounding_value_error: largest error of a value, relative to the root mean square of its row.
     """
 
-    recipe_error: float = 0.0
-    recipe_row_error: float = 0.0
-    recipe_value_error: float = 0.0
+    rounding_error: float = 0.0
+    rounding_row_error: float = 0.0
+    rounding_value_error: float = 0.0
 
     @classmethod
-    def measure(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "RecipeErrors":
+    def measure(
+        cls, exact: torch.Tensor, rounded_reference: torch.Tensor, tokens: int
+    ) -> "RoundingErrors":
         """Measure the errors of many tokens, split into calls of `tokens` tokens.
 
-        exact, recipe: (T, H) or (T, K, H) float64.
+        exact, rounded_reference: (T, H) or (T, K, H) float64.
         """
         worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
-            expected, actual = exact[start : start + tokens], recipe[start : start + tokens]
+            expected, actual = (
+                exact[start : start + tokens],
+                rounded_reference[start : start + tokens],
+            )
             if len(expected) == tokens and bool(expected.any()):
                 worst = max(worst, float((actual - expected).norm() / expected.norm()))
                 rows = expected.flatten(0, -2).norm(dim=1)
@@ -58,17 +63,17 @@ class RecipeErrors:
         return cls(worst, worst_row, worst_value)
 
 
-NO_RECIPE_ERRORS = RecipeErrors()
+NO_ROUNDING_ERRORS = RoundingErrors()
 
 
 def compare_by_group(
     out: torch.Tensor,
     exact: torch.Tensor,
-    recipe: torch.Tensor,
+    rounded_reference: torch.Tensor,
     problem: Problem,
     values: str,
     *,
-    recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
+    rounding_errors: RoundingErrors = NO_ROUNDING_ERRORS,
 ) -> Comparison:
     """Compare `out` like `compare`, but each group of tokens separately.
 
@@ -76,25 +81,29 @@ def compare_by_group(
     """
     groups = assign_token_groups(values, len(exact))
     if out.shape != exact.shape or not bool((groups > 0).any()):
-        return compare(out, exact, recipe, problem, **vars(recipe_errors))
+        return compare(out, exact, rounded_reference, problem, **vars(rounding_errors))
     groups = groups.to(out.device)
     is_ordinary = groups == 0
     result = compare(
-        out[is_ordinary], exact[is_ordinary], recipe[is_ordinary], problem, **vars(recipe_errors)
+        out[is_ordinary],
+        exact[is_ordinary],
+        rounded_reference[is_ordinary],
+        problem,
+        **vars(rounding_errors),
     )
-    # `recipe_errors` is measured on ordinary tokens of other calls, so it also holds for calls
+    # `rounding_errors` is measured on ordinary tokens of other calls, so it also holds for calls
     # without ordinary tokens.
     typical = max(
         result.bound,
-        MAX_ERROR_RATIO * recipe_errors.recipe_error,
+        MAX_ERROR_RATIO * rounding_errors.rounding_error,
         float(torch.finfo(problem.dtype).eps),
     )
     problems = [*result.problems]
     for group in range(1, int(groups.max()) + 1):
         tokens = groups == group
         if not _is_unchecked(problem, values):
-            args = out[tokens], exact[tokens], recipe[tokens], problem
-            messages = _check_group(*args, recipe_errors, typical)
+            args = out[tokens], exact[tokens], rounded_reference[tokens], problem
+            messages = _check_group(*args, rounding_errors, typical)
             problems += [f"tokens of values={values}: {message}" for message in messages]
     return replace(result, problems=tuple(problems))
 
@@ -109,21 +118,21 @@ def _is_unchecked(problem: Problem, values: str) -> bool:
 def _check_group(
     out: torch.Tensor,
     exact: torch.Tensor,
-    recipe: torch.Tensor,
+    rounded_reference: torch.Tensor,
     problem: Problem,
-    recipe_errors: RecipeErrors,
+    rounding_errors: RoundingErrors,
     typical: float,
 ) -> tuple[str, ...]:
     """Return messages for the tokens of one group.
 
     typical: relative error of ordinary tokens.
     """
-    is_finite = recipe.isfinite().flatten(1).all(1)
-    args = out[is_finite], exact[is_finite], recipe[is_finite], problem
-    messages = list(compare(*args, **vars(recipe_errors)).problems)
+    is_finite = rounded_reference.isfinite().flatten(1).all(1)
+    args = out[is_finite], exact[is_finite], rounded_reference[is_finite], problem
+    messages = list(compare(*args, **vars(rounding_errors)).problems)
     output, expected = out[~is_finite].double().flatten(0, -2), exact[~is_finite].flatten(0, -2)
     token_rms = expected.square().mean(1, keepdim=True).sqrt()
-    # If the oracle is NaN, the comparison is false, and a finite value counts as wrong.
+    # If the float64 reference is NaN, the comparison is false, and a finite value counts as wrong.
     is_wrong = output.isfinite() & ~(
         (output - expected).abs() <= MAX_VALUE_ERROR_RATIO * typical * token_rms
     )
@@ -131,7 +140,7 @@ def _check_group(
         row, column = is_wrong.nonzero()[0].tolist()
         actual, expected_value = float(output[row, column]), float(expected[row, column])
         messages.append(
-            f"{int(is_wrong.sum())} values are finite but wrong where the recipe overflows, "
-            f"the first {actual:.4g} instead of {expected_value:.4g}"
+            f"{int(is_wrong.sum())} values are finite but wrong where the rounded reference "
+            f"overflows, the first {actual:.4g} instead of {expected_value:.4g}"
         )
     return tuple(messages)

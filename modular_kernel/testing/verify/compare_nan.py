@@ -9,28 +9,30 @@ import torch
 
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import NO_RECIPE_ERRORS, RecipeErrors
+from modular_kernel.testing.verify.compare_isolated import NO_ROUNDING_ERRORS, RoundingErrors
 
 
 def compare_with_nan(
     out: torch.Tensor,
     exact: torch.Tensor,
-    recipe: torch.Tensor,
+    rounded_reference: torch.Tensor,
     problem: Problem,
     *,
-    recipe_errors: RecipeErrors = NO_RECIPE_ERRORS,
+    rounding_errors: RoundingErrors = NO_ROUNDING_ERRORS,
 ) -> Comparison:
-    """Check that `out`, (T, H) or (T, K, H), is NaN where `recipe` is, and correct elsewhere.
+    """Check that `out` is NaN where the rounded reference is, and correct elsewhere.
+
+    out, exact, rounded_reference: (T, H) or (T, K, H).
 
     The other arguments are those of `compare`.
     """
     if out.shape != exact.shape:
-        return compare(out, exact, recipe, problem, **vars(recipe_errors))
-    nan_expected = recipe.isnan()
-    actual, expected, finite_recipe = (
-        torch.where(nan_expected, 0, values) for values in (out, exact, recipe)
+        return compare(out, exact, rounded_reference, problem, **vars(rounding_errors))
+    nan_expected = rounded_reference.isnan()
+    actual, expected, finite_rounded_reference = (
+        torch.where(nan_expected, 0, values) for values in (out, exact, rounded_reference)
     )
-    result = compare(actual, expected, finite_recipe, problem, **vars(recipe_errors))
+    result = compare(actual, expected, finite_rounded_reference, problem, **vars(rounding_errors))
     return replace(result, problems=(*result.problems, *_check_nan_kept(out, nan_expected)))
 
 

@@ -1,13 +1,14 @@
 """Run the checks of a case on all ranks in parallel.
 
-Each rank compares the output of its tokens with the float64 oracle of the whole layer. All ranks
+Each rank compares the output of its tokens with the float64 reference of the whole layer. All ranks
 make the same calls in the same order. A rank stops at the first check that raises an error, because
 its peers may never reach the next call.
 
-The recipe that determines the tolerance models several ranks in plain torch. Each rank computes the
-pairs of its experts like the recipe of a single rank, weights and sums them in float32, and rounds
-the partial sum to the problem's dtype, in which it is communicated. The partial sums are added in
-float32 and rounded again. Thus each partial sum is rounded once more than with a single rank.
+The rounded reference that determines the tolerance models several ranks in plain torch. Each rank
+computes the pairs of its experts like the rounded reference of a single rank, weights and sums them
+in float32, and rounds the partial sum to the problem's dtype, in which it is communicated. The
+partial sums are added in float32 and rounded again. Thus each partial sum is rounded once more than
+with a single rank.
 """
 
 import math
@@ -40,7 +41,7 @@ from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
-from modular_kernel.testing.verify.compare_isolated import RecipeErrors
+from modular_kernel.testing.verify.compare_isolated import RoundingErrors
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 from modular_kernel.testing.verify.one_process import Proof, format_raised_error, name_check
 from modular_kernel.testing.verify.rank_differences import (
@@ -50,7 +51,7 @@ from modular_kernel.testing.verify.rank_differences import (
     describe_output_difference,
     record_first_dispatch,
 )
-from modular_kernel.testing.verify.sample import NUM_RECIPE_TOKENS, Sample
+from modular_kernel.testing.verify.sample import NUM_REFERENCE_TOKENS, Sample
 from modular_kernel.testing.verify.scenario_context import ScenarioContext
 from modular_kernel.testing.verify.scenarios import run_scenario
 from modular_kernel.testing.verify.trial import Build, Trial, call
@@ -123,59 +124,66 @@ class RankSample(Sample):
         return self.global_exact[self.local_tokens].to(self.device)
 
     @cached_property
-    def recipe(self) -> torch.Tensor:
-        return self.global_recipe[self.local_tokens].to(self.device)
+    def rounded_reference(self) -> torch.Tensor:
+        return self.global_rounded_reference[self.local_tokens].to(self.device)
 
     @cached_property
     def global_exact(self) -> torch.Tensor:
-        """The oracle's output for the tokens of all ranks."""
-        return self._compute_reference(reference.oracle, self.global_inputs.routing)
+        """The float64 reference's output for the tokens of all ranks."""
+        return self._compute_reference(reference.float64_reference, self.global_inputs.routing)
 
     @cached_property
-    def global_recipe(self) -> torch.Tensor:
-        """The recipe's output for the tokens of all ranks."""
-        return compute_recipe_across_ranks(self.global_inputs, self.problem)
+    def global_rounded_reference(self) -> torch.Tensor:
+        """The rounded reference's output for the tokens of all ranks."""
+        return compute_rounded_reference(self.global_inputs, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
-        """Compare `out` with the oracle.
+        """Compare `out` with the float64 reference.
 
-        The recipe's error is measured on the tokens of all ranks, because a single rank may have
-        too few. If the comparison fails, the error is measured on more tokens of the same layer.
+        The rounded reference's error is measured on the tokens of all ranks, because a single rank
+        may have too few. If the comparison fails, the error is measured on more tokens of the same
+        layer.
         """
-        exact, recipe = self.global_exact, self.global_recipe
+        exact, rounded_reference = self.global_exact, self.global_rounded_reference
         if self.variation.nan:
-            exact, recipe = (t.masked_fill(recipe.isnan(), 0) for t in (exact, recipe))
+            exact, rounded_reference = (
+                t.masked_fill(rounded_reference.isnan(), 0) for t in (exact, rounded_reference)
+            )
         norm = exact.norm()
-        recipe_error = float((recipe - exact).norm() / norm) if norm else 0.0
-        result = self._compare(out, RecipeErrors(recipe_error))
-        return result if result.ok else self._compare(out, self.recipe_errors)
+        rounding_error = float((rounded_reference - exact).norm() / norm) if norm else 0.0
+        result = self._compare(out, RoundingErrors(rounding_error))
+        return result if result.ok else self._compare(out, self.rounding_errors)
 
-    def _compare(self, out: torch.Tensor, recipe_errors: RecipeErrors) -> Comparison:
-        args = out, self.exact, self.recipe, self.problem
+    def _compare(self, out: torch.Tensor, rounding_errors: RoundingErrors) -> Comparison:
+        args = out, self.exact, self.rounded_reference, self.problem
         if self.variation.nan:
-            return compare_with_nan(*args, recipe_errors=recipe_errors)
-        return compare(*args, **vars(recipe_errors))
+            return compare_with_nan(*args, rounding_errors=rounding_errors)
+        return compare(*args, **vars(rounding_errors))
 
     @cached_property
-    def recipe_errors(self) -> RecipeErrors:
-        """The errors of the recipe, measured on more tokens of the same layer.
+    def rounding_errors(self) -> RoundingErrors:
+        """The errors of the rounded reference, measured on more tokens of the same layer.
 
-        In a call with few tokens, the error of the recipe may be small by chance.
+        In a call with few tokens, the error of the rounded reference may be small by chance.
         """
-        problem = self.case.global_problem.with_tokens(NUM_RECIPE_TOKENS)
+        problem = self.case.global_problem.with_tokens(NUM_REFERENCE_TOKENS)
         inputs = make_inputs(problem, "uniform", _CPU, seed=self.seed)
         layer = self.global_inputs
         if self.variation.nan:
             layer = self._global_inputs(replace(self.variation, nan=""))
         adapters_T = layer.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
-            adapters_T = adapters_T[torch.arange(NUM_RECIPE_TOKENS) % len(adapters_T)]
+            adapters_T = adapters_T[torch.arange(NUM_REFERENCE_TOKENS) % len(adapters_T)]
         routing = replace(inputs.routing, adapters_T=adapters_T)
         inputs = Inputs(inputs.x_TH, layer.weights, routing)
-        exact = reference.oracle(inputs.x_TH, inputs.weights, routing, problem)
-        recipe = compute_recipe_across_ranks(inputs, replace(self.problem, chunk_tokens=None))
+        exact = reference.float64_reference(inputs.x_TH, inputs.weights, routing, problem)
+        rounded_reference = compute_rounded_reference(
+            inputs, replace(self.problem, chunk_tokens=None)
+        )
         num_rows = int((self.exact != 0).flatten(1).any(1).sum())
-        return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
+        return RoundingErrors.measure(
+            exact, rounded_reference, min(NUM_REFERENCE_TOKENS, max(1, num_rows))
+        )
 
     def _compute_reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """Apply `function` to all tokens and all experts."""
@@ -184,8 +192,10 @@ class RankSample(Sample):
         )
 
 
-def compute_recipe_across_ranks(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
-    """Compute the recipe of a call across ranks: (T, H) or (T, K, H) float64, for all tokens.
+def compute_rounded_reference(global_inputs: Inputs, problem: Problem) -> torch.Tensor:
+    """Compute the rounded reference of a call across ranks.
+
+    Returns (T, H) or (T, K, H) float64, for the tokens of all ranks.
 
     global_inputs: the tokens of all ranks and the weights of all experts.
     problem: the problem of any rank.
@@ -194,14 +204,16 @@ def compute_recipe_across_ranks(global_inputs: Inputs, problem: Problem) -> torc
     one_rank = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
     global_problem = one_rank.with_tokens(tokens)
     if problem.combine is not Combine.SUM:
-        return reference.recipe(global_inputs.x_TH, global_inputs.weights, routing, global_problem)
+        return reference.rounded_reference(
+            global_inputs.x_TH, global_inputs.weights, routing, global_problem
+        )
     ids = routing.topk_ids_TK
     rank_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
     total = torch.zeros(tokens, problem.hidden)
     for rank in range(problem.parallel.world_size):
-        # Pairs with an invalid id belong to no rank, as in the oracle.
+        # Pairs with an invalid id belong to no rank, as in the float64 reference.
         local_routing = replace(routing, topk_ids_TK=ids.masked_fill(rank_TK != rank, -1))
-        total += reference.recipe(
+        total += reference.rounded_reference(
             global_inputs.x_TH, global_inputs.weights, local_routing, global_problem
         ).float()
     return total.to(problem.dtype).double()

@@ -7,7 +7,7 @@ from modular_kernel.testing.verify.trial import Trial
 
 
 def check_prepared_weights(trial: Trial) -> Iterator[str]:
-    """Compare one direct and two planned calls on prepared weights with the oracle.
+    """Compare one direct and two planned calls on prepared weights with the float64 reference.
 
     Experts parts that do not prepare weights must return the same weights object. Other experts
     parts may replace only the tensors listed in `SOURCE_FIELDS`.

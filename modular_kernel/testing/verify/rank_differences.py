@@ -154,7 +154,7 @@ def compute_local_output(
     rank_TK, _, _ = pairs_to_slots(ids_TK, problem.placement.tables())
     masked = ids_TK.masked_fill(rank_TK != problem.parallel.rank, -1)
     routing = replace(inputs.routing, topk_ids_TK=masked)
-    return reference.oracle(inputs.x_TH, inputs.weights, routing, global_problem)[tokens]
+    return reference.float64_reference(inputs.x_TH, inputs.weights, routing, global_problem)[tokens]
 
 
 def _compute_reference_pairs(

@@ -17,13 +17,13 @@ from modular_kernel.testing.cases.inputs import (
     make_inputs,
 )
 from modular_kernel.testing.verify.compare import Comparison
-from modular_kernel.testing.verify.compare_isolated import RecipeErrors, compare_by_group
+from modular_kernel.testing.verify.compare_isolated import RoundingErrors, compare_by_group
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
-# Number of tokens over which the error of the recipe is measured: 146 calls of 7 tokens. With 64,
-# w8a8 cases of 7 tokens failed by chance, although over many tokens the part and the recipe had
-# equal errors.
-NUM_RECIPE_TOKENS = 1024
+# Number of tokens over which the error of the rounded reference is measured: 146 calls of 7 tokens.
+# With 64, w8a8 cases of 7 tokens failed by chance, although over many tokens the part and the
+# rounded reference had equal errors.
+NUM_REFERENCE_TOKENS = 1024
 
 
 class Sample:
@@ -32,8 +32,8 @@ class Sample:
     Attributes:
         inputs: the arguments of the call. A faulty part may write to them.
         pristine: a separate copy of the inputs, from which the expected output is computed.
-        exact: the output of the float64 oracle.
-        recipe: the output of plain torch operations that follow the declared recipe.
+        exact: the output of the float64 reference.
+        rounded_reference: the output of plain torch with the roundings of the dtype and scheme.
         input_weighted: whether the PrepareAndFinalize multiplies x by the router weights before it
             quantizes x, in problems whose router weights apply to the input.
         invalid_ids: number of invalid ids in the routing.
@@ -87,37 +87,43 @@ class Sample:
     @cached_property
     def exact(self) -> torch.Tensor:
         inputs = self.pristine
-        return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, self.problem)
+        return reference.float64_reference(
+            inputs.x_TH, inputs.weights, inputs.routing, self.problem
+        )
 
     @cached_property
-    def recipe(self) -> torch.Tensor:
+    def rounded_reference(self) -> torch.Tensor:
         inputs = self.pristine
         args = inputs.x_TH, inputs.weights, inputs.routing, self.problem
-        return reference.recipe(*args, input_weighted=self.input_weighted)
+        return reference.rounded_reference(*args, input_weighted=self.input_weighted)
 
     def compare(self, out: torch.Tensor) -> Comparison:
-        """Compare `out` with the oracle. Tokens with extreme values are compared separately.
+        """Compare `out` with the float64 reference.
+
+        Tokens with extreme values are compared separately.
 
         If the comparison fails, it is repeated with a tolerance computed from more tokens
-        (`recipe_errors`), which takes longer.
+        (`rounding_errors`), which takes longer.
         """
         if self.variation.nan:
-            nan_args = out, self.exact, self.recipe, self.problem
+            nan_args = out, self.exact, self.rounded_reference, self.problem
             result = compare_with_nan(*nan_args)
             if result.ok:
                 return result
-            return compare_with_nan(*nan_args, recipe_errors=self.recipe_errors)
-        args = out, self.exact, self.recipe, self.problem, self.variation.values
+            return compare_with_nan(*nan_args, rounding_errors=self.rounding_errors)
+        args = out, self.exact, self.rounded_reference, self.problem, self.variation.values
         result = compare_by_group(*args)
-        return result if result.ok else compare_by_group(*args, recipe_errors=self.recipe_errors)
+        return (
+            result if result.ok else compare_by_group(*args, rounding_errors=self.rounding_errors)
+        )
 
     @cached_property
-    def recipe_errors(self) -> RecipeErrors:
-        """The errors of the recipe, measured on more tokens of the same layer.
+    def rounding_errors(self) -> RoundingErrors:
+        """The errors of the rounded reference, measured on more tokens of the same layer.
 
-        In a call with few tokens, the error of the recipe may be small by chance.
+        In a call with few tokens, the error of the rounded reference may be small by chance.
         """
-        problem = replace(self.problem.with_tokens(NUM_RECIPE_TOKENS), chunk_tokens=None)
+        problem = replace(self.problem.with_tokens(NUM_REFERENCE_TOKENS), chunk_tokens=None)
         inputs = make_inputs(problem, "uniform", self.device, seed=self.seed)
         weights = self.pristine.weights
         if self.variation.nan:
@@ -128,16 +134,18 @@ class Sample:
         adapters_T = self.pristine.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
-                torch.arange(NUM_RECIPE_TOKENS, device=adapters_T.device) % len(adapters_T)
+                torch.arange(NUM_REFERENCE_TOKENS, device=adapters_T.device) % len(adapters_T)
             ]
         expert_map = weights.expert_map
         ids_TK = _map_to_local(inputs.routing.topk_ids_TK, expert_map, problem.e)
         routing = replace(inputs.routing, topk_ids_TK=ids_TK, adapters_T=adapters_T)
         args = inputs.x_TH, weights, routing, problem
-        exact = reference.oracle(*args)
-        recipe = reference.recipe(*args, input_weighted=self.input_weighted)
+        exact = reference.float64_reference(*args)
+        rounded_reference = reference.rounded_reference(*args, input_weighted=self.input_weighted)
         num_rows = int((self.exact != 0).flatten(1).any(1).sum())
-        return RecipeErrors.measure(exact, recipe, min(NUM_RECIPE_TOKENS, max(1, num_rows)))
+        return RoundingErrors.measure(
+            exact, rounded_reference, min(NUM_REFERENCE_TOKENS, max(1, num_rows))
+        )
 
     def x_TH(self) -> torch.Tensor:
         """Return x for one call; a new copy if the call overwrites x."""

@@ -146,7 +146,7 @@ class ScenarioContext:
         return capture_outcome(lambda: self.compare(self.call(kernel))), CORRECT
 
     def compare(self, out: torch.Tensor) -> str:
-        """Compare the output of the sample's call with the oracle.
+        """Compare the output of the sample's call with the float64 reference.
 
         Returns "right", or the problems as text.
         """

@@ -1,4 +1,4 @@
-"""Layers of vLLM, built and loaded by vLLM, compute what the float64 oracle computes."""
+"""Layers of vLLM, built and loaded by vLLM, compute what the float64 reference computes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ from vllm_layers import (
 from modular_kernel.errors import DtypeError
 from modular_kernel.integrations.vllm import register
 from modular_kernel.quant.quantized_weights import quantize_weights
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import compare
@@ -118,8 +118,8 @@ def test_layer(problem: Problem, form: str, part: str, monkeypatch: pytest.Monke
     fill(layer, problem, weights, form)
     layer.quant_method.process_weights_after_loading(layer)
     got = call(layer, x_TH, routing)
-    exact = oracle(x_TH, weights, routing, problem)
-    comparison = compare(got, exact, recipe(x_TH, weights, routing, problem), problem)
+    exact = float64_reference(x_TH, weights, routing, problem)
+    comparison = compare(got, exact, rounded_reference(x_TH, weights, routing, problem), problem)
     assert comparison.ok, comparison.problems
     assert torch.equal(call(layer, x_TH, routing), got)
 
@@ -135,13 +135,15 @@ def test_router_weights_on_the_input(part: str, monkeypatch: pytest.MonkeyPatch)
     fill(layer, problem, weights)
     layer.quant_method.process_weights_after_loading(layer)
     got = call(layer, x_TH.clone(), routing)
-    exact = oracle(x_TH, weights, routing, problem)
-    comparison = compare(got, exact, recipe(x_TH, weights, routing, problem), problem)
+    exact = float64_reference(x_TH, weights, routing, problem)
+    comparison = compare(got, exact, rounded_reference(x_TH, weights, routing, problem), problem)
     assert comparison.ok, comparison.problems
 
 
 def check(got: torch.Tensor, inputs: tuple[Any, ...], problem: Problem) -> None:
-    comparison = compare(got, oracle(*inputs, problem), recipe(*inputs, problem), problem)
+    comparison = compare(
+        got, float64_reference(*inputs, problem), rounded_reference(*inputs, problem), problem
+    )
     assert comparison.ok, comparison.problems
 
 
@@ -252,7 +254,7 @@ def test_a_layer_with_its_router_and_a_shared_expert(
         weights_TK, ids_TK = runner.router.select_experts(x_TH, logits_TE)
     routing = Routing(weights_TK.float(), ids_TK.long())
     scale = 2.5 if "apply_routed_scale_to_output" in options else 1
-    want = oracle(x_TH, weights, routing, BASE) * scale + shared(x_TH)
+    want = float64_reference(x_TH, weights, routing, BASE) * scale + shared(x_TH)
     torch.testing.assert_close(got.double(), want.double(), rtol=0.02, atol=0.02)
 
 

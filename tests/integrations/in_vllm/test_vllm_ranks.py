@@ -9,7 +9,7 @@ import torch
 from vllm_layers import free_store
 from vllm_ranks import CASES, WORLD_SIZE, tensors
 
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.verify.compare import compare
 
@@ -43,5 +43,5 @@ def test_the_ranks_outputs_add_up(name: str, folder: Path) -> None:
     got = torch.load(folder / f"{name}.pt").to(problem.dtype)
     inputs = *tensors(problem), problem
     # Each rank rounds its output, where one process rounds the sum once.
-    comparison = compare(got, oracle(*inputs), recipe(*inputs), problem)
+    comparison = compare(got, float64_reference(*inputs), rounded_reference(*inputs), problem)
     assert comparison.ok, comparison.problems

@@ -8,6 +8,7 @@
 - A configuration is one input of one target. Hypothesis draws it from bytes that depend only on the
   seed and on the number of the configuration. Hypothesis also shrinks failing inputs, and saves
   them in .hypothesis/examples for later runs (`properties`).
-- Outputs are compared with `oracle`, which shares no code with modular_kernel.reference.
+- Outputs are compared with `independent_reference`, which shares no code with
+  modular_kernel.reference.
 - `isolated_runs` runs configurations in a separate process, which may crash or hang.
 """

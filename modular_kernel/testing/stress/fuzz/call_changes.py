@@ -58,7 +58,10 @@ def _replace_argument(name: str, value: Any) -> Change:
 
 
 def _negate(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a lazily negated view. Raises for dtypes whose negation the oracle cannot read."""
+    """Return a lazily negated view.
+
+    Raises for dtypes whose negation the independent reference cannot read.
+    """
     view = torch._neg_view(tensor)
     view.resolve_neg()
     return view

@@ -11,7 +11,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.stress.fuzz.call_changes import ALL, CHANGES
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     INVALID_ACCEPTED,
@@ -138,7 +138,9 @@ def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
     kernel, description, inputs = built
     if len(inputs.x_TH) == 0:
         return FuzzOutcome(CORRECT, description)
-    oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
+    reference = IndependentReference(
+        kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing
+    )
     rows = slice(None)
     if first_token and kernel.problem.scheme.activation_granularity != "tensor":
         inputs.x_TH[0] = torch.nan
@@ -162,7 +164,7 @@ def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
             if result.kind != TYPED_ERROR
             else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
         )
-    mismatch = oracle.find_mismatch(result, rows=rows)
+    mismatch = reference.find_mismatch(result, rows=rows)
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
@@ -178,13 +180,15 @@ def check_call(
     *,
     refusable: bool,
 ) -> FuzzOutcome:
-    """Make a call and compare its output with the oracle.
+    """Make a call and compare its output with the independent reference.
 
     refusable: whether a typed error is acceptable, too.
     """
     # Copy x, because an inplace call overwrites it.
     original = replace(inputs, x_TH=inputs.x_TH.clone())
-    oracle = Oracle(kernel.problem, original.x_TH, original.weights, original.routing)
+    reference = IndependentReference(
+        kernel.problem, original.x_TH, original.weights, original.routing
+    )
     started = _record_starts(kernel)
     result = run_or_classify(description, lambda: _run_call(kernel, inputs, mode, started))
     if isinstance(result, FuzzOutcome):
@@ -197,7 +201,7 @@ def check_call(
             if refusable
             else FuzzOutcome(WRONG_RESULT, f"{description}: a valid call was refused")
         )
-    mismatch = oracle.find_mismatch(result)
+    mismatch = reference.find_mismatch(result)
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     INVALID_ACCEPTED,
@@ -77,14 +77,16 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
             kernel = import_object(f"{home}:compose")(**({"terms": options} | arguments))
             layer = kernel.plan() if case.plans else kernel
             original = replace(inputs, x_TH=inputs.x_TH.clone())
-            oracles.append(Oracle(problem, original.x_TH, original.weights, original.routing))
+            references.append(
+                IndependentReference(problem, original.x_TH, original.weights, original.routing)
+            )
             result: torch.Tensor = layer(inputs.x_TH, inputs.weights, inputs.routing)
             return result
 
-    oracles: list[Oracle] = []
+    references: list[IndependentReference] = []
     result = run_or_classify(description, call)
     if isinstance(result, FuzzOutcome):
-        was_started = result.kind == TYPED_ERROR and bool(oracles)
+        was_started = result.kind == TYPED_ERROR and bool(references)
         return (
             FuzzOutcome(WRONG_RESULT, f"{description}: a valid call was refused")
             if was_started
@@ -92,7 +94,7 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
         )
     if case.junk:
         return FuzzOutcome(INVALID_ACCEPTED, description)
-    mismatch = oracles[0].find_mismatch(result)
+    mismatch = references[0].find_mismatch(result)
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch

@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import ActivationSpec, Combine, Problem
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     INVALID_ACCEPTED,
@@ -114,7 +114,7 @@ def check_fused_experts(case: FusedCase) -> FuzzOutcome:
         target: Any = {"config": config, "argument": arguments}.get(kind, options)
         target[position] = value
         description += f" with {shorten(value)} as {kind} {position}"
-    oracle = Oracle(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
+    reference = IndependentReference(problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
     def call() -> torch.Tensor:
         runner_config = import_object(f"{_MODULE}:MoeRunnerConfig")(**config)
@@ -128,7 +128,7 @@ def check_fused_experts(case: FusedCase) -> FuzzOutcome:
         return result
     if case.junk:
         return FuzzOutcome(INVALID_ACCEPTED, description)
-    mismatch = oracle.find_mismatch(result)
+    mismatch = reference.find_mismatch(result)
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch

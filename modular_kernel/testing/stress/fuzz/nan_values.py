@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.cases.nan import list_nan_arguments, reaches_other_pairs
 from modular_kernel.testing.stress.fuzz.calls import CallCase, build_call, call_cases
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     TYPED_ERROR,
@@ -53,7 +53,9 @@ def check_nan_values(case: NanCase) -> FuzzOutcome:
     description = (
         f"{case.call.mode} of {description}, NaN in {', '.join(nan_names)} at {case.nan_positions}"
     )
-    oracle = Oracle(kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing)
+    reference = IndependentReference(
+        kernel.problem, inputs.x_TH.clone(), inputs.weights, inputs.routing
+    )
     plan = kernel.plan() if case.call.mode == "plan" else kernel
     result = run_or_classify(description, lambda: plan(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
@@ -62,7 +64,7 @@ def check_nan_values(case: NanCase) -> FuzzOutcome:
             if result.kind != TYPED_ERROR
             else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
         )
-    mismatch = _find_nan_mismatch(result, oracle, nan_names, kernel.problem)
+    mismatch = _find_nan_mismatch(result, reference, nan_names, kernel.problem)
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
@@ -98,9 +100,9 @@ def _set_nan(tensor: torch.Tensor, element_index: int) -> torch.Tensor:
 
 
 def _find_nan_mismatch(
-    output: torch.Tensor, oracle: Oracle, nan_names: list[str], problem: Problem
+    output: torch.Tensor, reference: IndependentReference, nan_names: list[str], problem: Problem
 ) -> str:
-    expected = oracle.expected.isnan()
+    expected = reference.expected.isnan()
     if output.shape != expected.shape:
         return f"shape {tuple(output.shape)}"
     lost_nan = expected & ~output.isnan()
@@ -115,8 +117,8 @@ def _find_nan_mismatch(
             f"{int(unexpected_nan.sum())} output values are NaN although no NaN was among their "
             "inputs"
         )
-    is_unaffected = ~(expected.any(-1) | oracle.norms.isnan())
-    return oracle.find_mismatch(output, rows=is_unaffected) if bool(is_unaffected.any()) else ""
+    is_unaffected = ~(expected.any(-1) | reference.norms.isnan())
+    return reference.find_mismatch(output, rows=is_unaffected) if bool(is_unaffected.any()) else ""
 
 
 _CASES = st.builds(

@@ -15,8 +15,8 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.calls import CallCase, build_call, call_cases
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.junk import shorten
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     INVALID_ACCEPTED,
@@ -157,7 +157,7 @@ def check_special_values(case: SpecialCase) -> FuzzOutcome:
     description = (
         f"{case.call.mode} of {description}, x {case.values} * {case.scale}, * {case.weights_scale}"
     )
-    oracle = Oracle(problem, x_TH.clone(), inputs.weights, inputs.routing)
+    reference = IndependentReference(problem, x_TH.clone(), inputs.weights, inputs.routing)
     run = kernel.plan() if case.call.mode == "plan" else kernel
     result = run_or_classify(description, lambda: run(inputs.x_TH, inputs.weights, inputs.routing))
     if isinstance(result, FuzzOutcome):
@@ -168,9 +168,9 @@ def check_special_values(case: SpecialCase) -> FuzzOutcome:
         )
     largest = torch.finfo(problem.dtype).max
     # Where the output is very large or small, intermediate values may overflow or underflow.
-    rows = (oracle.norms < largest**0.5) & (oracle.norms > 1e-3)
-    rows &= oracle.expected.isfinite().all(-1)
-    mismatch = oracle.find_mismatch(result, rows=rows) if bool(rows.any()) else ""
+    rows = (reference.norms < largest**0.5) & (reference.norms > 1e-3)
+    rows &= reference.expected.isfinite().all(-1)
+    mismatch = reference.find_mismatch(result, rows=rows) if bool(rows.any()) else ""
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch
@@ -262,7 +262,7 @@ def _find_slot_mismatch(placement: Placement, experts: int, seed: int) -> str:
 
 
 def _find_sum_mismatch(base: Placement, experts: int, case: PlacementCase) -> str:
-    """Compute each rank's experts with an expert_map, and compare the sum with the oracle."""
+    """Compute each rank's experts with an expert_map; compare the sum with the reference."""
     problem = replace(PROBLEM, experts=experts, top_k=min(K, experts))
     arguments = samples.make_call_inputs(case.seed, problem)
     total = torch.zeros(PROBLEM.tokens, H)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.spec.problem import Problem
+from modular_kernel.testing.stress.fuzz.independent_reference import dequantize_matrix
 from modular_kernel.testing.stress.fuzz.junk import JUNK, shorten
-from modular_kernel.testing.stress.fuzz.oracle import dequantize_matrix
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     INVALID_ACCEPTED,

@@ -8,7 +8,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.random_problems import (
     CallInputs,
     InputChoices,
@@ -44,9 +44,8 @@ def find_output_mismatch(result: Any, arguments: CallInputs, problem: Problem = 
     """Describe how a result differs from the expected output of a call; "" if it does not."""
     if not isinstance(result, torch.Tensor):
         return f"a {type(result).__name__}"
-    return Oracle(problem, arguments.x_TH, arguments.weights, arguments.routing).find_mismatch(
-        result
-    )
+    reference = IndependentReference(problem, arguments.x_TH, arguments.weights, arguments.routing)
+    return reference.find_mismatch(result)
 
 
 def make_router_spec(top_k: int = K, **options: Any) -> Any:

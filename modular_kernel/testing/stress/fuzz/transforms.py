@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.testing.stress.fuzz import samples
-from modular_kernel.testing.stress.fuzz.oracle import Oracle
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     INVALID_ACCEPTED,
@@ -253,7 +253,7 @@ def check_tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
     if case.function in ("route", "routed layer"):
         tensors = {"logits": logits, "x": inputs.x_TH}
         inputs = replace(inputs, routing=route(logits, router).routing)
-    oracle = Oracle(PROBLEM, inputs.x_TH.clone(), inputs.weights, inputs.routing)
+    reference = IndependentReference(PROBLEM, inputs.x_TH.clone(), inputs.weights, inputs.routing)
     scores = inputs.routing.topk_weights_TK
     description = case.function
     changed = dict(tensors)
@@ -289,7 +289,7 @@ def check_tensor_subclasses(case: SubclassCase) -> FuzzOutcome:
     if case.function == "route":
         same = torch.equal(torch.as_tensor(result), scores)
         return FuzzOutcome(CORRECT if same else WRONG_RESULT, description)
-    mismatch = oracle.find_mismatch(result.as_subclass(torch.Tensor))
+    mismatch = reference.find_mismatch(result.as_subclass(torch.Tensor))
     return (
         FuzzOutcome(WRONG_RESULT, f"{description}: {mismatch}")
         if mismatch

@@ -117,7 +117,7 @@ def _apply_activation(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     return gate * gate.sigmoid() * clipped_up
 
 
-class Oracle:
+class IndependentReference:
     """Expected output of one call and, for each row, the norm to which errors are relative."""
 
     def __init__(
