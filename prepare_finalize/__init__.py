@@ -1,8 +1,10 @@
-"""PrepareAndFinalize parts: quantize and dispatch tokens, then combine expert outputs.
+"""PrepareAndFinalize components: quantize and dispatch tokens, then combine expert outputs.
 
-There is one package per transport: `local` (a single rank), `collectives` (torch.distributed),
-`symm_mem` (torch's symmetric memory), `host_then_rank` (both of these), `deepep`, `flashinfer` and
-`pplx`. `common` has what they share, and `rendezvous` connects ranks.
+A fused MoE layer is composed of interchangeable components, called parts. Each class in
+`COMPONENTS` is a part that moves tokens to the ranks of their experts and back. There is one
+package per transport: `local` (a single rank), `collectives` (torch.distributed), `symm_mem`
+(torch's symmetric memory), `host_then_rank` (both of these), `deepep`, `flashinfer` and `pplx`.
+`common` has the code that they share, and `rendezvous` connects the ranks.
 
 A manager (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) owns the connections and
 buffers of a process group for one transport. The parts of many layers can share it.
@@ -44,6 +46,7 @@ COMPONENTS = (
     FlashInferCutlassMoEPrepareAndFinalize,
 )
 
+# Parts that are listed, with the reason why they do not exist yet.
 PLANNED: tuple[PlannedPart, ...] = ()
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""Parts over collectives of torch.distributed, with NCCL or gloo."""
+"""PrepareAndFinalize components ('parts') over collectives of torch.distributed (NCCL or gloo)."""

@@ -1,4 +1,11 @@
-"""AllGatherReduceScatterPrepareAndFinalize: all-gather tokens, reduce-scatter partial sums."""
+"""AllGatherReduceScatterPrepareAndFinalize: all-gather tokens, reduce-scatter partial sums.
+
+An exchange component ('part') for expert parallelism. Every rank receives the tokens of all ranks,
+and computes the pairs of its own experts; a pair is one token with one of its K experts. The base
+class, `CollectivePart`, has two kinds of calls. By default, ranks first exchange their token counts
+through the host (this file); in a fixed-capacity exchange (`common.fixed_capacity`), they send
+blocks of a fixed number of rows instead.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +33,7 @@ from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
 @dataclass(frozen=True)
 class AllGatherHandle(PartHandle):
-    """Handle of an all-gather.
+    """Handle of an all-gather: what `finalize` needs from the dispatch of the same call.
 
     - step: number of the call among the calls of the manager.
     - rows_W: number of rows from each rank; empty in a fixed-capacity exchange.
@@ -57,7 +64,7 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     and each rank sends problem.tokens rows, of which those beyond T are unused.
     """
 
-    replayable = True
+    replayable = True  # plans can replay the recorded launches of fixed-capacity exchanges
     uses_all_gather = True
     prefer_local_copies = False  # all ranks select copies for all tokens, and must select the same
 
@@ -126,7 +133,10 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         return received, AllGatherHandle(self, call, sent.step, (), weights_RK, sent.sum_RH, sent)
 
     def _locate(self, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return rank and slot of each pair, (T, K), and the number of invalid ids."""
+        """Return rank and slot of each pair, (T, K), and the number of invalid ids.
+
+        A slot is the index of an expert in the weights of its rank.
+        """
         return pairs_to_slots(ids_TK, self.tables(ids_TK.device), together=True)
 
     def _pack(

@@ -1,4 +1,11 @@
-"""TorchAll2AllPrepareAndFinalize: all-to-all, a row is sent once to each rank that needs it."""
+"""TorchAll2AllPrepareAndFinalize: all-to-all, a row is sent once to each rank that needs it.
+
+An exchange component ('part') for expert parallelism. A rank computes all pairs of a received row
+that belong to its experts, and returns their sum; a pair is one token with one of its K experts.
+The base class, `CollectivePart`, has two kinds of calls. By default, ranks first exchange row
+counts through the host (this file); in a fixed-capacity exchange (`common.fixed_capacity`), they
+send blocks of a fixed number of rows instead.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +33,7 @@ from prepare_finalize.common.tokens import token_specs, weight_and_reduce
 
 @dataclass(frozen=True)
 class All2AllHandle(PartHandle):
-    """Handle of an all-to-all.
+    """Handle of an all-to-all: what `finalize` needs from the dispatch of the same call.
 
     - step: number of the call among the calls of the manager.
     - to_W, from_W: number of rows sent to each rank, and received from each rank; empty in a
@@ -52,10 +59,10 @@ class All2AllHandle(PartHandle):
 class TorchAll2AllPrepareAndFinalize(CollectivePart):
     """Send each token's row once to each rank that holds one of its experts.
 
-    A row contains the activations, K slots (-1 for experts of other ranks) and K weights. The
-    receiving rank computes the weighted sum of the row's pairs and sends it back in the problem's
-    dtype. The token's rank adds the sums in float32 in rank order. T may differ between ranks and
-    may be 0.
+    A row contains the activations, K slots (-1 for experts of other ranks) and K weights. A slot is
+    the index of an expert in the weights of its rank. The receiving rank computes the weighted sum
+    of the row's pairs and sends it back in the problem's dtype. The token's rank adds the sums in
+    float32 in rank order. T may differ between ranks and may be 0.
 
     Ranks exchange row counts first and read them on the host. With Problem(graph=True) or
     TorchGroup(checked=False), the host reads nothing after the first call. Each rank then sends a
@@ -63,7 +70,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     is set. If the routing needs more rows, the call fails on all ranks.
     """
 
-    replayable = True
+    replayable = True  # plans can replay the recorded launches of fixed-capacity exchanges
     requires = replace(
         CONTIGUOUS,
         padding=RowContents.UNDEFINED,
@@ -185,7 +192,10 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, All2AllHandle]:
-        """Return the received rows in the format of the experts, and a handle for `sum_rows`."""
+        """Return the received rows in the experts' format, and the handle of the call.
+
+        Here, the format is that of the rows themselves. Subclasses may group them by expert.
+        """
         return tokens, handle
 
     def sum_rows(

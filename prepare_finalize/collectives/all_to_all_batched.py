@@ -1,4 +1,9 @@
-"""TorchAll2AllBatchedPrepareAndFinalize: all-to-all, then received rows are grouped by expert."""
+"""TorchAll2AllBatchedPrepareAndFinalize: all-to-all, then received rows are grouped by expert.
+
+An exchange component ('part') for experts that take the batched format, (e, C, H): C rows for each
+of the e experts of a rank, of which the first are valid. Everything except the grouping is
+inherited from `TorchAll2AllPrepareAndFinalize`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +48,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     is sufficient for problem.tokens tokens of every rank.
     """
 
-    replayable = True
+    replayable = True  # plans can replay the recorded launches of fixed-capacity exchanges
     requires = replace(
         TorchAll2AllPrepareAndFinalize.requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,

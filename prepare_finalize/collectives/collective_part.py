@@ -1,4 +1,10 @@
-"""CollectivePart: base of the parts that exchange rows with collectives of torch.distributed."""
+"""CollectivePart: base of the components ('parts') that exchange rows with torch collectives.
+
+Subclasses implement the dispatch with row counts, `send_with_counts`; this class implements the
+dispatch in a fixed-capacity exchange and decides which of the two a call uses. In both, experts
+receive rows with slots: a slot is the index of an expert in the weights of its rank. A pair is one
+token with one of its K experts.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -179,11 +185,12 @@ class CollectivePart(PackedRowsPart):
         layout = self._layouts[quantizes]
         local_amax = self.local_amax(x_TH, call)
         step = exchange.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
-        if local_amax is not None:  # the next collective; the handshake of a first call is another
+        if local_amax is not None:
+            # `reduce_amax` below is a collective, so from here on peers wait for this rank.
             call.peers_notified = True
         amax = None if local_amax is None else exchange.reduce_amax(local_amax, step)
         numbers_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        if not self.numbering(x_TH.device).is_linear:  # if it is, numbers are ids
+        if not self.numbering(x_TH.device).is_linear:  # else expert numbers equal expert ids
             pairs = self.pairs(routing, call, join=False)
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK

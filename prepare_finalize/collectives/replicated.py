@@ -1,6 +1,10 @@
 """ReplicatedEPPrepareAndFinalize: all ranks have all tokens, and an all-reduce combines them.
 
-No rows are dispatched. The ranks only exchange metadata, to check that they make the same call.
+An exchange component ('part') for layers whose input is replicated, as after a tensor-parallel
+attention. No rows are dispatched: each rank computes the pairs of its own experts (a pair is one
+token with one of its K experts). The ranks only exchange metadata, to check that they make the same
+call. This is the handshake. It takes place on the host before a call, or, in layers that must not
+wait on the host, on the device during a call (`common.device_handshake`).
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +36,7 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 
 @dataclass(frozen=True)
 class _HeaderExchange:
-    """An all-gather of headers.
+    """An all-gather of headers, the metadata of a device handshake (`device_status.FIELDS`).
 
     - headers_WF: (W, F) int64, the received headers.
     - local_header_F: (F,) int64, the header of this rank.
@@ -69,7 +73,7 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     whose T differs between ranks then fails when the all-reduce reaches its deadline.
     """
 
-    replayable = True
+    replayable = True  # plans can replay the recorded launches of calls with a device handshake
     prefer_local_copies = False  # all ranks select copies for all tokens, and must select the same
 
     requires = replace(CONTIGUOUS, replicated_input=True, deterministic=False)

@@ -1,1 +1,1 @@
-"""Code shared by parts over ranks: process groups, handshakes, and the layout of exchanged rows."""
+"""Code shared by exchange components ('parts'): process groups, handshakes, layouts of rows."""

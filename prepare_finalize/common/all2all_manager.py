@@ -1,8 +1,10 @@
 """Base of the managers that own the buffers of an all-to-all library (pplx-kernels, FlashInfer).
 
-The library exchanges rows through buffers of a fixed shape, which all ranks allocate together. A
-set of buffers serves one call at a time, from its dispatch to its combine. The manager keeps a list
-of sets for each shape, so that layers of one shape share them and several calls can be in flight.
+Such a library exchanges rows through buffers of a fixed shape, which all ranks allocate together. A
+set of buffers holds the rows of one call, from its dispatch to its combine. The manager keeps
+several sets of each shape, so that several calls can be in flight, and so that layers of the same
+shape share them. Its users are `pplx.part` and `flashinfer.part`: they call `reserve` once, then
+`take` and `release` in every call.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +49,8 @@ class All2AllManager(ABC, Generic[Shape]):
     """
 
     package: ClassVar[str]  # name of the library, for messages
-    store_prefix: ClassVar[str] = ""  # appended to the prefix of the manager's store keys
+    # Distinguishes the manager's keys in the process group's key-value store from other managers'.
+    store_prefix: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class All2AllManager(ABC, Generic[Shape]):
         self._store_collectives.check_equal(properties)
 
     def reserve(self, shape: Shape) -> None:
-        """Allocate a first set of buffers of a shape, unless there is one. Collective."""
+        """Allocate the first set of buffers of a shape, unless it exists. Collective."""
         self._check_open()
         if shape not in self._buffers:
             self._buffers[shape] = []

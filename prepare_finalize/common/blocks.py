@@ -1,6 +1,8 @@
 """Blocks of a fixed number of rows: their layout, and the operations that fill, read and sum them.
 
-A rank sends one block to each rank, or a single block to all ranks. A block has these sections:
+`common.fixed_capacity` exchanges tokens in such blocks. Because their size does not depend on the
+routing, the host need not know how many rows a rank sends. A rank sends one block to each rank, or
+a single block to all ranks. A block has these sections:
 
     x (rows, H) | scale | numbers (rows, K) | weights (rows, K) | adapters | header | padding
 
@@ -8,8 +10,10 @@ The size of a block is a multiple of the size of a row of x. W received blocks a
 (W * block_rows, H) matrix of activations, which the experts read without a copy. The rows of this
 matrix that hold the other sections, and unused rows, get slots of -1, so that no expert reads them.
 
-The numbers are those of expert slots, counted over all ranks: the expert in slot s of rank r has
-the number r * slots + s. A pair is one token with one of its K experts.
+A pair is one token with one of its K experts. A slot is the index of an expert in the weights of
+its rank. The section `numbers` has the expert number of each pair, which counts slots over all
+ranks: the expert in slot s of rank r has the number r * slots + s. The header has the metadata of
+the call, such as the number of valid rows (`device_status.FIELDS`).
 """
 
 import math
@@ -34,7 +38,7 @@ from prepare_finalize.common.device_status import (
 _ALIGNMENT = 16  # bytes; every section begins at a multiple
 _HEADER_BYTES = 8 * len(FIELDS)
 _MAX_COPY_BYTES = 4096  # bytes of a row that a program of fill_blocks copies at a time
-_SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time to count rows
+_SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time when it counts rows
 _MAX_SPLIT_TOKENS = 16  # maximum T for which several programs of fill_blocks share a row
 _PAIRS_PER_PROGRAM = 128  # of mask_remote_pairs
 _SUM_COLUMNS = 2048  # columns per program of sum_blocks
@@ -123,7 +127,7 @@ class SentRows:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank, the number of ranks, and the number of expert slots per rank."""
+    """This rank, the number of ranks, and the number of expert slots of each rank."""
 
     rank: int
     world_size: int
@@ -134,8 +138,9 @@ class Ranks:
 class Blocks:
     """Blocks to send or received blocks.
 
-    - bytes_SB: (S, layout.nbytes) uint8. Block w is for, or from, rank w.
-    - local_block: index of the block for this rank itself, which may be in another place.
+    - bytes_SB: (S, layout.nbytes) uint8. Block w is for rank w, or from rank w. The block of this
+      rank itself is an exception: its index is `local_block`.
+    - local_block: index of the block that this rank fills for itself.
     """
 
     bytes_SB: torch.Tensor

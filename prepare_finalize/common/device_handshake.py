@@ -1,11 +1,14 @@
 """The handshake on the device: metadata travels with the rows and is compared by kernels.
 
-`handshake.exchange_metadata` runs on the host before every call. That takes milliseconds and cannot
-be captured in a CUDA graph. With a device handshake, it runs in the first call of a layer only.
-Later calls use buffers of a fixed capacity, and each rank sends a header with its rows
-(`device_status.FIELDS`). A kernel compares the headers of all ranks. If ranks make different calls,
-exceed a capacity, or refuse a call, every rank writes NaN to its output. Each rank then raises the
-error in its next call or in `check`, and the manager cannot be used any more.
+In a handshake, ranks check that they make the same call, so that none of them waits for rows that
+never arrive. `handshake.exchange_metadata` does this on the host before every call, which takes
+milliseconds and cannot be captured in a CUDA graph. With a device handshake, only the first call of
+a layer does that. Later calls use buffers of a fixed capacity, and each rank sends a header with
+its rows (`device_status.FIELDS`). A kernel compares the headers of all ranks.
+
+If ranks make different calls, exceed a capacity, or refuse a call (because of invalid arguments),
+every rank writes NaN to its output. Each rank then raises the error in its next call or in `check`,
+and the manager of the process group cannot be used any more.
 """
 
 from collections.abc import Sequence
@@ -77,7 +80,7 @@ class DeviceHandshake:
     def begin(
         self, call: CallState, tokens: int, device: torch.device, sizes: tuple[int, ...] = ()
     ) -> int:
-        """Begin a call of T = `tokens` and return its step.
+        """Begin a call of T = `tokens` and return its step, its number among the manager's calls.
 
         The first call of the layer runs `exchange_metadata`. On a CPU, later calls run
         `check_equal_sizes` with `sizes`. Raise their errors, the error of an earlier call that
@@ -92,7 +95,8 @@ class DeviceHandshake:
 
             run_in_replays(begin_call)
             self.raise_failure()
-            call.peers_notified = manager.device == "cpu"  # by check_equal_sizes
+            # On a CPU, check_equal_sizes (in next_step) has sent this rank's values to its peers.
+            call.peers_notified = manager.device == "cpu"
             return self.next_step(sizes)
         self.raise_failure()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

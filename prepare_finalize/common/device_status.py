@@ -1,5 +1,6 @@
 """Device state of the device handshake: call counters, headers, and the first failed call.
 
+In a device handshake (`device_handshake`), ranks check on the GPU that they make the same call.
 Each call has a header, F int64 values, which every rank sends to all others. A kernel compares the
 W received headers (`DeviceStatus.verify`). The host reads the result from pinned memory, without
 waiting for the device.
@@ -19,7 +20,8 @@ from modular_kernel.replay.launch.runtime import use_triton
 
 # Fields of a header:
 # - layer, call: number of the layer, and of the call among the calls of the layer.
-# - order: digest of the sequence of all dispatches and combines so far; see `count_exchange`.
+# - order: hash of the sequence of all dispatches and combines so far; see `count_exchange`. It
+#   differs between ranks that have made their calls in different orders.
 # - tokens: T of the rank.
 # - rows: largest number of rows that the rank sends to one rank.
 # - refusal: index of the error with which the rank refused its call (`handshake.refusal_index`), or
@@ -74,10 +76,10 @@ class DeviceStatus:
         self._host_words = torch.zeros(
             num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
-        # The word that is written last. Every call reads it, and reading a tensor takes longer.
+        # Every call reads the last word. Through ctypes, that is faster than reading a tensor.
         last = self._host_words.data_ptr() + 8 * (num_words - 1)
         self._has_failed = ctypes.c_int64.from_address(last)
-        # The digest of the sequence of exchanges, and the numbers of calls that have begun, that
+        # The hash of the sequence of exchanges, then the numbers of calls that have begun, that
         # have received their rows, and that have ended.
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
         self._host_progress = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -153,7 +155,7 @@ class DeviceStatus:
         self._count(_RECEIVED)
 
     def count_exchange(self, layer: int, *, is_combine: bool) -> torch.Tensor:
-        """Add a dispatch or combine to the digest of their sequence; return the digest, (1,) int64.
+        """Add a dispatch or combine to the hash of their sequence; return the hash, (1,) int64.
 
         The `count_*` methods are torch references of the functions in `kernels.headers`.
         """
@@ -186,8 +188,8 @@ class DeviceStatus:
     def mark_failed(self) -> None:
         """Set `failed` from the host, on a stream of its own.
 
-        Kernels on other streams may wait for a missing rank forever. Return after half a second if
-        the device does not run this stream beside them.
+        Kernels on other streams may wait for a missing rank forever. If the device does not run
+        this stream concurrently with them, return after half a second.
         """
         if self._side_stream is None:
             self.failed.fill_(1)

@@ -1,9 +1,12 @@
 """FixedCapacityExchange: dispatch and combine in blocks whose size does not depend on the routing.
 
-An exchange of exactly the needed rows must first exchange row counts and read them on the host.
-Here, a rank sends each rank a block with a fixed capacity of rows, as in MoE layers with an expert
-capacity. The number of valid rows travels in the header of the block. The host therefore waits for
-nothing, and calls can be captured in a CUDA graph.
+Ranks that send exactly the needed rows must first exchange row counts and read them on the host.
+Here, a rank sends each rank a block (`common.blocks`) with a fixed capacity of rows, as in MoE
+layers with an expert capacity. The number of valid rows travels in the header of the block. The
+host therefore waits for nothing, and calls can be captured in a CUDA graph.
+
+`collectives.collective_part` uses this class: `begin`, `send` and `receive` in the dispatch, and
+`combine` at the end of a call.
 """
 
 from collections.abc import Callable
@@ -105,7 +108,7 @@ class FixedCapacityExchange:
             manager.rank, manager.world_size, count_slots_per_rank(problem.placement)
         )
         self._skips_local_block = manager.device == "cuda"
-        # The exchanges of the last call, which `refuse` repeats without rows.
+        # The layout and collectives of the last call. `refuse` makes the same ones without rows.
         self._layout: BlockLayout | None = None
         self._reduces_amax = False
 
@@ -149,7 +152,8 @@ class FixedCapacityExchange:
         self._handshake.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        # This call is not replayed, and the threads of gloo must not be recorded.
+        # A call with this all-gather is never recorded for replay. Hide it from the recorder, which
+        # would otherwise see what gloo's threads do.
         with hide_from_recorder():
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # propagates NaN, unlike an all-reduce with MAX

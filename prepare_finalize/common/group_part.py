@@ -1,9 +1,14 @@
-"""Base classes of PrepareAndFinalize parts over the ranks of a process group.
+"""Base classes of PrepareAndFinalize components ('parts') over the ranks of a process group.
 
 GroupPart                 any transport: manager, placement of experts, checks
 |- FusedDispatchPart      the library can send and receive in one launch
 `- HandshakePart          TorchGroup: ranks exchange metadata at the start of each call
    `- PackedRowsPart      x, scales, ids, weights and adapters in one row of bytes
+
+Every part has a manager, which owns the connections or buffers of the process group and can be
+shared with other layers. A slot is the index of an expert in the weights of its rank; with
+replicated experts, an expert has slots on several ranks. A pair is one token with one of its K
+experts.
 """
 
 from abc import abstractmethod
@@ -95,7 +100,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
-    # Whether a replicated expert is served by its nearest copy: same rank, same host, other host.
+    # Whether pairs of a replicated expert go to its nearest copy: same rank, same host, other host.
     prefer_local_copies: ClassVar[bool] = True
     ids_dtype = torch.int32  # dtype of the expert numbers that the part's library reads
     manager: M
@@ -155,7 +160,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
         """Return the numbering of expert slots that the library uses, for ids on `device`.
 
-        sinks: additional numbers per rank, for skipped pairs (`modular_kernel.ops.expert_slots`).
+        sinks: number of additional slots per rank that receive skipped pairs, for libraries that
+            cannot skip a pair (`modular_kernel.ops.expert_slots`).
         """
         numbering = self._numberings.get((device, sinks))
         if numbering is None:

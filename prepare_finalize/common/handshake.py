@@ -1,12 +1,13 @@
 """The handshake at the start of a call: ranks exchange metadata through the host.
 
 Before any row is sent, one all-gather of int64 values informs every rank of the token and row
-counts of all ranks. The values also identify the call (layer, problem, step). If ranks disagree, or
-one of them refuses its call because of invalid arguments, all ranks raise the same error instead of
-waiting for rows that never arrive.
+counts of all ranks. The values also identify the call: its layer, its problem, and its step (its
+number among all calls of the manager). If ranks disagree, or one of them refuses its call because
+of invalid arguments, all ranks raise the same error instead of waiting for rows that never arrive.
 
-Each rank sends the values of `_FIELDS`, its token count, its row counts (padded to the same number
-on all ranks), the bits of its maximum absolute activation, and the index of its refusal or -1.
+Each rank sends, in this order: the values of `_FIELDS`; its token count; its row counts, padded to
+the same number on all ranks; the bits of its maximum absolute activation; and the index of the
+error with which it refuses the call, or -1.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from modular_kernel.spec.problem import Problem
 from prepare_finalize.common.torch_group import TorchGroup
 
 _PROBLEM_FIELDS = ("tokens", "hidden", "experts", "top_k")
-# Values that must be equal on all ranks: fields of the problem, the numbers of the layer, of the
-# call in the layer and of the call in the manager, the digest of earlier exchanges, and a hash of
-# all other properties.
+# Values that must be equal on all ranks: fields of the problem, the number of the layer ("layer"),
+# of the call among the layer's calls ("call") and among the manager's ("step"), a hash of the
+# sequence of earlier exchanges ("order"), and a hash of all other properties ("others").
 _FIELDS = (*_PROBLEM_FIELDS, "layer", "call", "step", "order", "others")
 # Errors with which a rank may refuse a call. Their index is sent; 0 stands for any other error.
 _REFUSALS = (
@@ -123,10 +124,10 @@ def exchange_metadata(
 def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     """Check, before a call over gloo, that all ranks exchange tensors of the same sizes.
 
-    gloo ends the process if the sizes differ. Only the sizes are compared; the rest of the metadata
-    is compared later, in the headers of the call. Another rank may be in `exchange_metadata` or
-    `refuse` at the same time, if it makes the first call of a layer or refuses its call. The sent
-    values therefore have the same format, and both ranks raise the same error.
+    gloo ends the process if the sizes differ. Layers with a device handshake call this function,
+    because their headers are compared only after the exchange. At the same time, another rank may
+    be in `exchange_metadata` (in the first call of a layer) or in `refuse`. All three functions
+    therefore send values in the same format, and every rank raises the same error.
 
     sizes: the values on which the sizes of the exchanged tensors depend.
 
@@ -214,7 +215,7 @@ def check_max_received(layer: Layer, metadata: CallMetadata, received_W: Sequenc
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
     """Return this rank's values of `_FIELDS`.
 
-    others: hash of the further properties that must be equal, from `_hash_other_properties`.
+    others: hash of the other properties that must be equal, from `_hash_other_properties`.
     """
     problem_fields = [getattr(layer.problem, name) for name in _PROBLEM_FIELDS]
     return [*problem_fields, layer.number, layer.calls + 1, step, layer.manager.order, others]

@@ -1,6 +1,8 @@
 """Packed rows: x, scales, ids, router weights and adapter slot of a token in one row of bytes.
 
-A single collective then sends all of them, and its backend need not support their dtypes.
+A single collective then sends all of them, and its backend need not support their dtypes. An
+adapter slot is the position of a LoRA adapter in the layer's pool. `row_buffers` defines which
+sections the rows of a problem have.
 """
 
 import math

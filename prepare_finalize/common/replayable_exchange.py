@@ -1,7 +1,8 @@
 """ReplayableExchange: an exchange that is repeated whenever a recorded call is replayed.
 
-`modular_kernel.replay` records the launches of a call and repeats them in later calls, without the
-host code of the parts.
+`modular_kernel.replay` records the kernel launches of a call and repeats them in later calls,
+without the Python code of the layer's components. It cannot record collectives. This class
+therefore registers functions that start the exchange again, and wait for it, in every replay.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,8 @@ class ReplayableExchange:
 
     start_exchange: starts the exchange; its argument is the step, the number of the call.
 
-    The host issues all launches of a replay before the next call begins. The step of a repeated
-    exchange is therefore the last step of the manager.
+    A replay has no step of its own in the recorded functions. It uses `manager.step`, the step of
+    the last call, because the host issues all launches of a replay before the next call begins.
     """
 
     def __init__(self, manager: TorchGroup, start_exchange: Callable[[int], Exchange]) -> None:

@@ -1,4 +1,9 @@
-"""Layout of the packed rows of a problem, and workspace buffers for unpacking them."""
+"""Layout of the packed rows of a problem, and workspace buffers for unpacking them.
+
+`PackedRowsPart` (`group_part`) sends each token as one packed row of bytes (`packed_rows`). This
+file derives the sections of a row from the problem, and takes the buffers for received rows from
+the workspace of the call.
+"""
 
 from dataclasses import dataclass, fields
 from typing import Any

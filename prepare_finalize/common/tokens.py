@@ -1,4 +1,9 @@
-"""Quantization of tokens before the dispatch, and the weighted sum of expert outputs after it."""
+"""Quantization of tokens before the dispatch, and the weighted sum of expert outputs after it.
+
+All PrepareAndFinalize components call these functions. Tokens are quantized before the dispatch if
+the scheme quantizes activations. The exception are calls with `call.defer_quant`, in which the
+experts quantize the rows that they receive.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""TorchGroup: the manager of one process group, for the parts over torch.distributed.
+"""TorchGroup: the manager of one process group, for the components over torch.distributed.
+
+A manager owns the connections of a process group and can be shared by the components of many
+layers. This one runs collectives, each with a deadline:
 
     manager = TorchGroup(group, timeout_s=2.0)
     kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
@@ -10,8 +13,8 @@ traffic nor timeouts with the caller's group. Creating and destroying managers i
 rank of the group must do it, in the same order.
 
 If an exchange fails on this rank, the manager closes its connections, so that the peers fail soon
-as well. It then finds the failed ranks (`rendezvous.failure_log`), and raises an error with them in
-every later call.
+as well. It then determines which ranks caused the failure (`rendezvous.failure_log`), and raises an
+error that names them, also in every later call.
 """
 
 import re
@@ -55,7 +58,7 @@ _GRACE_S = 1.0  # time after the deadline in which ranks publish their failure r
 _MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that failed after its deadline
 _POLL_S = 20e-6
 _ABORT_TIMEOUT_S = 2.0
-_MAX_STEPS = 64  # number of steps whose layer and call are kept for error messages
+_MAX_STEPS = 64  # number of calls whose layer is remembered for error messages
 
 
 class TorchGroup:
@@ -102,7 +105,7 @@ class TorchGroup:
         self._refusal: Exchange | None = None
         self._in_flight: WeakSet[Exchange] = WeakSet()
         self._lock = threading.Lock()  # protects _in_flight and _failure_thread
-        self.order = 0  # digest of the sequence of exchanges so far, compared by handshakes
+        self.order = 0  # hash of the sequence of exchanges so far, compared by handshakes
         self.last_calls = ExchangeLog(self.rank, history)
         self._failure: CommunicationError | None = None
         self._failure_thread: int | None = None  # the thread that handles the first failure
@@ -111,7 +114,8 @@ class TorchGroup:
         self._watchdog: Watchdog | None = None
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
-        # Without a launcher, rank 0 of the job serves the store. Empty if that is this rank.
+        # The rank, in this group, of the process that serves the store: rank 0 of the job, unless a
+        # launcher such as torchrun serves it. Empty if that is this rank, or not in the group.
         ranks = dist.get_process_group_ranks(process_group)
         self._store_rank = tuple(
             r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank

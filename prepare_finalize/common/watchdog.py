@@ -1,7 +1,8 @@
 """Watchdog: a thread that closes a manager if a call on the GPU does not end in time.
 
-With a device handshake, the host does not wait for calls, and does not even see those that a CUDA
-graph replays. If a rank is missing, NCCL's kernels would wait for it forever.
+In layers with a device handshake (`device_handshake`), the host does not wait for calls, and does
+not even see those that a CUDA graph replays. If a rank is missing, NCCL's kernels would wait for it
+forever. `TorchGroup` therefore starts a watchdog for these layers.
 """
 
 import atexit

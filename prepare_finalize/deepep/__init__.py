@@ -1,1 +1,1 @@
-"""Parts over the kernels of DeepEP: high-throughput, low-latency, and those of version 2."""
+"""Exchange components ('parts') over DeepEP: high-throughput, low-latency, and version 2."""

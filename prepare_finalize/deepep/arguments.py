@@ -1,4 +1,4 @@
-"""Arguments of the Buffer class of DeepEP 1, for any number of ranks.
+"""Arguments of the Buffer class of DeepEP 1, for any number of ranks. Used by `deepep.group`.
 
 The high-throughput kernels assume hosts of 8 GPUs. With more than 8 ranks, a row is sent over RDMA
 to the GPU with the same index on another host, and over NVLink from there. This requires a second

@@ -5,11 +5,11 @@
     ...
     manager.destroy()
 
-A buffer is created on first use and shared by all parts that need the same sizes. Creating and
-destroying managers, parts and buffers is collective: every rank of the group must do it, in the
-same order. If a rank is missing, the library's kernels wait for it and then stop the device
-permanently. Ranks therefore compare the arguments of each collective step through the group's store
-before anything is launched.
+DeepEPGroup is the manager of the exchange components ('parts') over DeepEP. A buffer is created on
+first use and shared by all parts that need the same sizes. Creating and destroying managers, parts
+and buffers is collective: every rank of the group must do it, in the same order. If a rank is
+missing, the library's kernels wait for it and then stop the device permanently. Ranks therefore
+compare the arguments of each collective step through the group's store before anything is launched.
 
 DeepEP 1 has the class Buffer, and DeepEP 2 has the class ElasticBuffer. This project calls them the
 first and the second generation.

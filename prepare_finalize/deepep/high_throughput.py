@@ -1,4 +1,9 @@
-"""DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP 1, for training and prefill."""
+"""DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP 1, for training and prefill.
+
+An exchange component ('part') whose dispatch and combine are calls of the library. Experts are
+addressed by expert numbers, which count the slots of all ranks; a slot is the index of an expert in
+the weights of its rank.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,9 @@
-"""DeepEPLLPrepareAndFinalize: low-latency kernels of DeepEP 1, for decode; batched format."""
+"""DeepEPLLPrepareAndFinalize: low-latency kernels of DeepEP 1, for decode.
+
+An exchange component ('part') for experts that take the batched format, (e, C, H): C rows for each
+of the e experts of a rank, of which the first are valid. A pair is one token with one of its K
+experts.
+"""
 
 import math
 from collections.abc import Mapping

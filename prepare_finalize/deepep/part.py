@@ -1,7 +1,8 @@
-"""DeepEPPart: base of the three parts over DeepEP.
+"""DeepEPPart: base of the three exchange components ('parts') over DeepEP.
 
-The library requires the same number of experts on each rank. For any other placement, the parts
-pass numbers of expert slots instead of expert ids (`modular_kernel.ops.expert_slots`).
+The library requires the same number of experts on each rank, in the order of their ids. The parts
+therefore pass expert numbers instead of expert ids. A slot is the index of an expert in the weights
+of its rank, and an expert number counts the slots of all ranks (`modular_kernel.ops.expert_slots`).
 """
 
 from abc import abstractmethod

@@ -1,4 +1,8 @@
-"""DeepEPV2PrepareAndFinalize: DeepEP 2, with one buffer for training, prefill and decode."""
+"""DeepEPV2PrepareAndFinalize: DeepEP 2, with one buffer for training, prefill and decode.
+
+An exchange component ('part') whose dispatch and combine are calls of the library. A pair is one
+token with one of its K experts.
+"""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +29,8 @@ from prepare_finalize.deepep.part import (
 
 _MIN_TOKENS, _STEP = 8, 128  # see `buffer_tokens`
 _MAX_HOSTS = 32
-_COUNTING_THREADS = 128  # of a kernel with a thread per rank of a host and per expert of a rank
+# Threads of the library's kernel that counts rows: one per rank of a host and per expert of a rank.
+_COUNTING_THREADS = 128
 
 
 class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
@@ -92,8 +97,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         rows = self.dispatch_shape(tokens).tokens
         return {
             **self.row_specs(tokens, rows),
-            "live_ids": BufferSpec((rows, self.problem.top_k), torch.int32),
-            "live_weights": BufferSpec((rows, self.problem.top_k), torch.float32),
+            "masked_ids": BufferSpec((rows, self.problem.top_k), torch.int32),
+            "masked_weights": BufferSpec((rows, self.problem.top_k), torch.float32),
         }
 
     def send(
@@ -147,7 +152,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots and weights of the rows, with -1 and 0 in unused rows."""
         shape, take = tuple(ids_RK.shape), call.workspace.take
-        slots_RK, masked_weights_RK = take("live_ids", shape), take("live_weights", shape)
+        slots_RK, masked_weights_RK = take("masked_ids", shape), take("masked_weights", shape)
         mask_unwritten_pairs(
             ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=masked_weights_RK
         )

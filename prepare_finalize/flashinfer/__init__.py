@@ -1,1 +1,1 @@
-"""Part over FlashInfer's one-sided all-to-all."""
+"""Exchange component ('part') over FlashInfer's one-sided all-to-all."""

@@ -6,6 +6,7 @@
     ...
     manager.destroy()
 
+A workspace is the library's memory on each GPU through which one call at a time exchanges its rows.
 Workspaces are large, and layers of one shape share them: use one manager per model, not per layer.
 """
 

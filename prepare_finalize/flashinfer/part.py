@@ -1,6 +1,9 @@
 """FlashInferCutlassMoEPrepareAndFinalize: rows are written over NVLink to the ranks' workspaces.
 
-FlashInfer's all-to-all is one-sided: a rank writes its rows to the memory of its peers.
+An exchange component ('part') over FlashInfer's all-to-all, which is one-sided: a rank writes its
+rows to the memory of its peers. Experts are addressed by expert numbers, which count the slots of
+all ranks; a slot is the index of an expert in the weights of its rank. A pair is one token with one
+of its K experts.
 """
 
 from collections.abc import Mapping

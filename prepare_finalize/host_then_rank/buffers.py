@@ -1,4 +1,9 @@
-"""Receive buffers in memory that the ranks of a host share, one set for each call in flight."""
+"""Receive buffers in memory that the ranks of a host share, one set for each call in flight.
+
+In a two-level exchange (`host_then_rank.part`), a rank that receives rows from another host writes
+them into these buffers of the ranks on its own host. A call takes a set of buffers in its dispatch
+and releases it in its combine.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -26,8 +31,8 @@ class PooledBuffers:
     Garbage collection also releases them, if a call is never finished, for example after an error
     in its experts.
 
-    full: buffers with the maximum number of rows.
-    rows: views of the rows that this call uses.
+    full: the buffers, with the maximum number of rows.
+    rows: the same buffers, restricted to the rows that this call uses.
     """
 
     def __init__(self, buffers: CallBuffers, rows: int, release: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
-"""Row counts of a two-level exchange, and the splits that each rank derives from them.
+"""Row counts of a two-level exchange, and the all-to-all splits that each rank derives from them.
 
-A rank sends a row to its counterpart on another host: the rank with the same index on that host,
-its local rank. The counterpart forwards the row. Tokens are divided into chunks by their index, so
-that one chunk can be forwarded within hosts while the next is sent between hosts.
+In a two-level exchange (`host_then_rank.part`), a rank sends a row to its counterpart on another
+host: the rank there with the same local rank (the index of a rank on its host). The counterpart
+forwards the row to ranks of its host. Tokens are divided into chunks by their index, so that one
+chunk can be forwarded within hosts while the next is sent between hosts.
 
 In the shapes of this file, W is the number of ranks, L the number of ranks per host, H the number
 of hosts, and C the number of chunks.
@@ -173,9 +174,10 @@ class RowCounts:
 
     @cached_property
     def max_rows_W(self) -> list[int]:
-        """Rows that each rank must have room for: those that it forwards or those for its experts.
+        """Number of rows that each rank must have room for.
 
-        The larger of both numbers.
+        This is the number of rows that it forwards, or the number of rows for its own experts,
+        whichever is larger.
         """
         geometry = self.geometry
         final = self._to_ranks.sum((0, 1))

@@ -1,11 +1,14 @@
-"""HostThenRankGroup: a TorchGroup, and memory that the ranks of each host share.
+"""HostThenRankGroup: the manager of a two-level exchange (`host_then_rank.part`).
+
+It consists of a TorchGroup, for the exchange between hosts, and of memory that the ranks of each
+host share, for the exchange within a host:
 
     manager = HostThenRankGroup(group, timeout_s=2.0)
     kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
 
-A failure in one of them closes both, on all ranks.
+If one of the two exchanges fails, both are closed, on all ranks.
 """
 
 import zlib
@@ -97,7 +100,7 @@ class HostMemory(SharedMemory):
         host = self._hosts.index_W[self._group_rank]
         store = PrefixStore(f"memory/{self._num_heaps}/host/{host}", self._store)
         name: Any = (
-            f"modular_kernel/host_memory/{next(_group_numbers)}"  # torch declares another type
+            f"modular_kernel/host_memory/{next(_group_numbers)}"  # torch's stubs want another type
         )
         # torch looks up a group of this name for its rank, size and store; it needs no backend.
         group = ProcessGroup(store, self.rank, self.world_size)  # torch keeps no reference to it

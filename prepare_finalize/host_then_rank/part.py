@@ -1,6 +1,10 @@
 """HostThenRankPrepareAndFinalize: rows are sent once to each host, then to the ranks of that host.
 
-On the way back, each host returns one sum per row.
+An exchange component ('part') with two levels, for hosts that are connected by a slower network
+than their GPUs. In the combine, each host returns one sum per row. Row counts and splits are in
+`counts`, the buffers within a host in `buffers`. The exchange within a host uses the kernels of
+`symm_mem`. A slot is the index of an expert in the weights of its rank, and a pair is one token
+with one of its K experts.
 """
 
 import time
@@ -112,8 +116,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         except CommunicationError:
             self.destroy()
             raise
-        # This changes the size of all handshakes. HostBufferPool has raised on all ranks unless all
-        # of them construct this part.
+        # This changes the size of the handshakes of all layers, so every rank must do it. If a rank
+        # had not constructed this part, HostBufferPool would have raised on all ranks.
         manager.max_counts = max(manager.max_counts, geometry.counts)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:

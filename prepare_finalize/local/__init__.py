@@ -1,1 +1,1 @@
-"""Parts without communication, for a single rank."""
+"""PrepareAndFinalize components ('parts') without communication, for a single rank."""

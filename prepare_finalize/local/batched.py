@@ -1,7 +1,9 @@
 """BatchedPrepareAndFinalize: the batched format, (e, C, H), on a single rank.
 
-Low-latency all-to-all libraries produce this format: C rows for each of the e experts, of which the
-first are valid.
+A PrepareAndFinalize component ('part') without communication. Low-latency all-to-all libraries
+produce the batched format: C rows for each of the e experts, of which the first are valid. This
+part produces it on one rank, so that the same experts can be used and tested there. A pair is one
+token with one of its K experts.
 """
 
 from collections.abc import Mapping
@@ -70,7 +72,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     quantized while they are copied, or before that if one scale is computed from all of them.
     """
 
-    replayable = True
+    replayable = True  # a plan can replay its recorded launches
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),

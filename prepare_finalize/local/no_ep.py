@@ -1,4 +1,8 @@
-"""MoEPrepareAndFinalizeNoEP: no expert parallelism, tokens stay on their rank."""
+"""MoEPrepareAndFinalizeNoEP: no expert parallelism, tokens stay on their rank.
+
+A PrepareAndFinalize component ('part') without communication: `prepare` only quantizes the tokens,
+and `finalize` only sums the expert outputs, if the experts have not done so.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +46,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
     Tokens are quantized if the scheme quantizes activations. Otherwise nothing is copied.
     """
 
-    replayable = True
+    replayable = True  # a plan can replay its recorded launches
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),

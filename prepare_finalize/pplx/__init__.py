@@ -1,1 +1,1 @@
-"""Part over the all-to-all of pplx-kernels."""
+"""Exchange component ('part') over the all-to-all of pplx-kernels."""

@@ -1,8 +1,10 @@
 """PplxPrepareAndFinalize: pplx-kernels within one host, in the batched format.
 
-The library writes a row directly to the rows of each of its experts. It cannot skip a pair: it
-sends every token to exactly K existing expert slots. Each rank therefore has extra slots, called
-sinks, that receive the rows of skipped pairs. In the combine, the outputs of sinks are 0.
+An exchange component ('part') for experts that take the batched format, (e, C, H): C rows for each
+of the e experts of a rank. The library writes a row directly to the rows of each of its experts. It
+cannot skip a pair (one token with one of its K experts): it sends every token to exactly K existing
+expert slots. Each rank therefore has extra slots, called sinks, that receive the rows of skipped
+pairs. In the combine, the outputs of sinks are 0.
 """
 
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Rendezvous of ranks: connect, compare properties through a store, and find the failed ranks."""
+"""Rendezvous of ranks: connect, compare properties through a store, find the ranks that failed."""

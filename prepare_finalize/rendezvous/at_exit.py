@@ -1,9 +1,9 @@
 """Communicators and threads that end before the interpreter is finalized.
 
 A thread that requests the GIL while the interpreter is finalized is terminated in the middle of C++
-code. That aborts the process, or leaves a lock held forever. Two kinds of threads may do so: gloo
-threads, when they free the tensors of a finished exchange, and threads that return to Python after
-they have waited for a store. Exit hooks therefore end both kinds first.
+code. That aborts the process, or leaves a lock held forever. Two kinds of threads may request the
+GIL: gloo threads, when they free the tensors of a finished exchange, and threads that return to
+Python after they have waited for a store. Exit hooks therefore end both kinds first.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Functions with which the managers of a process group validate it and connect its ranks.
+"""Functions that validate a process group and connect its ranks, for the managers.
 
 Every manager (`TorchGroup`, `DeepEPGroup` and others) takes a ProcessGroup of the caller, and opens
 connections of its own through the store of that group. Each step has a deadline.

@@ -1,8 +1,9 @@
 """Log of a rank's exchanges, and the search for the ranks that caused a failure.
 
 In normal operation, an exchange only adds an entry to a ring buffer. After a failure, each rank
-publishes a record of its failed exchange in the store of the group. From the records of all ranks,
-`find_culprits` determines which ranks did not take part, or arrived late.
+publishes a record of its failed exchange in the process group's key-value store. From the records
+of all ranks, `find_culprits` determines which ranks did not take part, or arrived late. The step of
+an exchange is the number of its call among the calls of the manager.
 """
 
 import json

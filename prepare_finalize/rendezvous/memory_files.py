@@ -1,5 +1,6 @@
 """Temporary files in /dev/shm, through which the ranks of a host share memory.
 
+`hosts` uses them to detect which ranks share a host, and `symm_mem.shared_files` to share buffers.
 A killed process leaves its files behind. Each file is therefore locked by its process, and later
 processes remove files without a lock.
 """

@@ -1,1 +1,1 @@
-"""Dispatch and combine by kernels that access other ranks' memory over NVLink."""
+"""Exchange component whose kernels access the memory of other ranks over NVLink."""

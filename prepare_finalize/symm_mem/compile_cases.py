@@ -1,4 +1,8 @@
-"""Launches of the symmetric-memory kernels on meta tensors, for `mk compile`."""
+"""Launches of the symmetric-memory kernels on meta tensors, for `mk compile`.
+
+`mk compile` compiles every kernel without a GPU. It calls `SymmMemPrepareAndFinalize.meta_calls`,
+which returns the functions of this file; the meta tensors give the kernels shapes and dtypes.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

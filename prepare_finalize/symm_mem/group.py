@@ -1,5 +1,7 @@
 """SymmetricGroup: memory of the ranks of a process group that all of them can access.
 
+It is the manager of `SymmMemPrepareAndFinalize`, and can be shared by many layers:
+
     manager = SymmetricGroup(group, timeout_s=2.0)
     kernel = make_kernel("SymmMemPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
@@ -131,7 +133,7 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def _shared_file(self, collectives: StoreCollectives, nbytes: int) -> list[torch.Tensor]:
-        """Return the memory of each rank, filled with `NAN_BYTE`, shared through files (CPU)."""
+        """Return the memory of each rank, shared through files and filled with NAN_BYTE (CPU)."""
 
     @abstractmethod
     def _rendezvous(self, tensor: torch.Tensor) -> Any:

@@ -1,4 +1,7 @@
-"""Launches of the symmetric-memory kernels: arguments, grids and tile shapes."""
+"""Launches of the symmetric-memory kernels: arguments, grids and tile shapes.
+
+`SymmetricExchange` is used by `symm_mem.part`, and by `host_then_rank.part` within a host.
+"""
 
 from dataclasses import dataclass
 from functools import cache

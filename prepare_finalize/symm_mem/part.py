@@ -1,4 +1,9 @@
-"""SymmMemPrepareAndFinalize: kernels that write to and read from the memory of other GPUs."""
+"""SymmMemPrepareAndFinalize: kernels that write to and read from the memory of other GPUs.
+
+An exchange component ('part') for GPUs that reach each other over NVLink. Its buffers are in
+symmetric memory: memory with the same layout on every rank, which all ranks can access
+(`symm_mem.group`). A pair is one token with one of its K experts.
+"""
 
 import hashlib
 import weakref
@@ -79,7 +84,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         asynchronous=True,
         graph_capturable=True,
     )
-    replayable = True
+    replayable = True  # a plan can replay its recorded launches
     manager_class = SymmetricGroup
     keeps_expert_output = True
 
@@ -273,7 +278,10 @@ def _make_buffers(views: dict[str, torch.Tensor], device: torch.device) -> CallB
 
 
 def layer_signature(problem: Problem) -> str:
-    """Return a string that identifies the layer and its placement, the same on all ranks."""
+    """Return a string that identifies the layer and its placement, the same on all ranks.
+
+    `allocate_heap` compares it between ranks, so that they do not share memory of unequal layers.
+    """
     parallel = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=parallel, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

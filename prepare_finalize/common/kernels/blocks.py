@@ -1,4 +1,9 @@
-"""Kernels that fill, read and sum blocks of rows; see `common.blocks` for their layout."""
+"""Kernels that fill, read and sum blocks of rows; see `common.blocks` for their layout.
+
+The host functions in `common.blocks` launch them in fixed-capacity exchanges. Expert numbers count
+the experts of all ranks: slot s of rank r has the number r * slots + s. Each kernel also keeps the
+counters of calls and the headers of the device handshake (`kernels.headers`).
+"""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,11 @@
 """Triton functions and kernels that count calls, and write and compare their headers.
 
-See `common.device_status`. `counters_ptr` points to 4 int64 in device memory (`_ORDER` and the
-following constants); `progress_ptr` to a copy of the last three in pinned memory.
+A header is the metadata that every rank sends with its rows, so that the ranks can check on the
+device that they make the same call (`common.device_status`). The functions are called by the
+kernels of `kernels.blocks`; the kernels at the end of this file serve calls that send no rows.
+
+`counters_ptr` points to 4 int64 in device memory, in the order of `_ORDER` and the following
+constants; `progress_ptr` points to a copy of the last three in pinned memory.
 """
 
 import triton
@@ -9,7 +13,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
-# Fields of a header (`device_status.FIELDS`), and the factor of the digest of the sequence.
+# Fields of a header (`device_status.FIELDS`), and the factor of the hash in `count_exchange`.
 LAYER = tl.constexpr(0)
 CALL = tl.constexpr(1)
 ORDER = tl.constexpr(2)
@@ -28,7 +32,7 @@ _ENDED = tl.constexpr(3)
 
 @triton.jit
 def count_exchange(counters_ptr, layer, IS_COMBINE: tl.constexpr):
-    """Add a dispatch or combine to the digest of the sequence of exchanges; return the digest."""
+    """Add a dispatch or combine to the hash of the sequence of exchanges; return the hash."""
     order = tl.load(counters_ptr + _ORDER) * ORDER_FACTOR + (2 * layer + IS_COMBINE)
     tl.debug_barrier()  # every warp loads before one of them stores
     tl.store(counters_ptr + _ORDER, order)

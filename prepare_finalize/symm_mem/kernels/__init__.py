@@ -1,1 +1,1 @@
-"""Triton kernels that access the memory of other ranks."""
+"""Triton kernels of the symmetric-memory exchange, which access the memory of other ranks."""

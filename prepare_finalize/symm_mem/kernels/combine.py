@@ -1,4 +1,8 @@
-"""Combine kernel: add the sums of each token, read from the memory of the ranks of its experts."""
+"""Combine kernel: add the sums of each token, read from the memory of the ranks of its experts.
+
+`symm_mem.launch` launches it. A heap is memory with the same layout on every rank, which kernels of
+all ranks can access.
+"""
 
 import triton
 import triton.language as tl

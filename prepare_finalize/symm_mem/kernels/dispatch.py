@@ -1,7 +1,8 @@
 """Dispatch kernel: write rows to the memory of the ranks that have their experts.
 
-A replicated expert has several copies, on different ranks. The table homes has the rank and slot of
-each copy.
+`symm_mem.launch` launches it. A heap is memory with the same layout on every rank, which kernels of
+all ranks can access. A replicated expert has several copies, on different ranks; the table `homes`
+has the rank and the slot of each copy. A slot is the index of an expert in the weights of its rank.
 """
 
 import triton
