@@ -37,34 +37,34 @@ def main() -> int:
 
 def build() -> str:
     """Return the contents of prior.json."""
-    cells: dict[tuple, dict[str, float]] = {}
+    ratios_by_key: dict[tuple, dict[str, float]] = {}
     for name in RECORDS:
         record = json.loads((FILE.with_name("data") / f"{name}.json").read_text())
-        for cell in record["cells"]:
-            cells.setdefault(_cell_key(cell), {}).update(_ratios(cell))
-    pairs = list(dict.fromkeys(pair for ratios in cells.values() for pair in ratios))
+        for entry in record["cells"]:
+            ratios_by_key.setdefault(_key(entry), {}).update(_ratios(entry))
+    pairs = list(dict.fromkeys(pair for ratios in ratios_by_key.values() for pair in ratios))
     rows = [
         json.dumps([*key, [ratios.get(pair) for pair in pairs]])
-        for (*key, _), ratios in sorted(cells.items())
+        for (*key, _), ratios in sorted(ratios_by_key.items())
     ]
     header = json.dumps({"schema": SCHEMA, "device": "NVIDIA H200", "arch": [9, 0]})
     names = _lines(json.dumps(pair.split(" x ")) for pair in pairs)
-    return f'{header[:-1]},\n "pairs": [\n{names}\n ],\n "cells": [\n{_lines(rows)}\n ]}}\n'
+    return f'{header[:-1]},\n "pairs": [\n{names}\n ],\n "measurements": [\n{_lines(rows)}\n ]}}\n'
 
 
 def _lines(values) -> str:
     return ",\n".join(f"  {value}" for value in values)
 
 
-def _cell_key(cell) -> tuple[str, float, int, str]:
-    shape = SHAPES[cell["shape"]]
-    rows = cell["tokens"] * shape["top_k"] / shape["experts"]
-    return cell["quant"], rows, shape["hidden"] * shape["intermediate"], cell["shape"]
+def _key(entry) -> tuple[str, float, int, str]:
+    shape = SHAPES[entry["shape"]]
+    rows = entry["tokens"] * shape["top_k"] / shape["experts"]
+    return entry["quant"], rows, shape["hidden"] * shape["intermediate"], entry["shape"]
 
 
-def _ratios(cell) -> dict[str, float]:
-    """Return the times of a cell relative to that of the default pairing."""
-    times = {pair: us for pair, us, *_ in cell["outcomes"] if us}
+def _ratios(entry) -> dict[str, float]:
+    """Return the times of an entry relative to that of the default pairing."""
+    times = {pair: us for pair, us, *_ in entry["outcomes"] if us}
     default = next(times[pair] for pair in DEFAULTS if pair in times)
     return {pair: round(us / default, 3) for pair, us in times.items()}
 

@@ -35,7 +35,7 @@ from modular_kernel.cli.options import TOKENS_LIST, parse_schemes
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.measure.timing import capture_graphs, make_clock, make_l2_flush, time_runs_ms
-from modular_kernel.select.autotune import BUDGET_S, Terms, compose
+from modular_kernel.select.autotune import BUDGET_S, MeasurementOptions, compose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.inputs import make_weights, make_workload
 from modular_kernel.select.process_group import SingleProcess
@@ -53,7 +53,8 @@ MIN_BYTES, MAX_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
 def main() -> int:
     args = _arguments()
     report = {"seed": args.seed, "tokens": args.tokens, "cells": [], "calls": []}
-    compose(Problem(1, 256, 256, 8, 2), terms=Terms(budget=0))  # warm up: import every part
+    # Warm up: import every part.
+    compose(Problem(1, 256, 256, 8, 2), options=MeasurementOptions(budget=0))
     for name, sizes in _layers(args).items():
         for quant in parse_schemes(args.quant):
             if time.monotonic() < args.end:
@@ -134,12 +135,12 @@ def _check_layer(name: str, problem: Problem, args, report) -> None:
 def _compose_twice(problem: Problem, tokens, seconds: float):
     """Compose with an empty cache, and again with the filled one, which must not time anything."""
     with tempfile.TemporaryDirectory() as folder:
-        terms = Terms(tokens=tokens, budget=seconds, folder=Path(folder))
+        options = MeasurementOptions(tokens=tokens, budget=seconds, folder=Path(folder))
         start = time.perf_counter()
-        kernel = compose(problem, terms=terms)
+        kernel = compose(problem, options=options)
         first_s = time.perf_counter() - start
         start = time.perf_counter()
-        cached = compose(problem, terms=replace(terms, budget=0))
+        cached = compose(problem, options=replace(options, budget=0))
         second_s = time.perf_counter() - start
     choice = kernel.choice
     return kernel, {
@@ -160,7 +161,7 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
     choice = composed[-1][1].choice
     device = torch.device(choice.machine.device)
     weights = make_weights(problem, device)
-    default = make_kernel(*choice.options.valid_pairs(problem.tokens)[0], problem)
+    default = make_kernel(*choice.pairing_options.valid_pairs(problem.tokens)[0], problem)
     default_plan, plans = default.plan(), [kernel.plan() for _, kernel in composed]
     rows = []
     for tokens in args.tokens:
@@ -170,7 +171,7 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
         budget = Budget(max(args.end - time.monotonic(), 0), SingleProcess(), first_step_seconds=0)
-        order, capturable = choice.options.valid_pairs(tokens), choice.candidates.capturable
+        order, capturable = choice.pairing_options.valid_pairs(tokens), choice.candidates.capturable
         timer = PairingTimer(
             inputs, order, capturable, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
         )
@@ -192,7 +193,7 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
                     "budget": seconds,
                     "tokens": tokens,
                     "chosen": pairing_name(pair),
-                    "by": kernel.choice.pick_by_tokens[tokens].source.value,
+                    "by": kernel.choice.selected_by_tokens[tokens].reason.value,
                     "us": us,
                     "x_default": ratio,
                     "noise": noise,

@@ -52,7 +52,7 @@ from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.cases import quantize
 from modular_kernel.measure.prepared_weights import prepared_specs_of, prepared_tensor_bytes
 from modular_kernel.measure.records import BASELINE, OURS, PEER
-from modular_kernel.select.autotune import Terms, compose
+from modular_kernel.select.autotune import MeasurementOptions, compose
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -222,11 +222,11 @@ class ComposedLayer(Layer):
         prepared: bool = False,
     ) -> None:
         self.quant, self.machine, self.prepared = quant, machine, prepared
-        self.terms = Terms(tokens=tokens, budget=budget)
+        self.options = MeasurementOptions(tokens=tokens, budget=budget)
 
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         problem = replace(problem, quant=self.quant)
-        kernel = compose(problem, self.machine, terms=self.terms)
+        kernel = compose(problem, self.machine, options=self.options)
         self.weights = quantize(weights, problem)
         if self.prepared:
             self.weights = kernel.prepare_weights(self.weights)

@@ -1,7 +1,7 @@
 """`mk compose`: times the valid pairings of a problem and chooses one for each number of tokens.
 
-The choice is that of `mk.compose`. This module turns the options into a problem and the terms of
-the measurement, and runs it in this process or on a pool of ranks.
+The choice is that of `mk.compose`. This module turns the command-line options into a
+problem and the options of the measurement, and runs it in this process or on a pool of ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ from modular_kernel.cli.ranks import Backend, apply_launcher, open_executor
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
-    from modular_kernel.select.autotune import Terms
-    from modular_kernel.select.choice import Choice
+    from modular_kernel.select.autotune import MeasurementOptions
+    from modular_kernel.select.pairing_choice import PairingChoice
     from modular_kernel.spec.problem import Machine, Problem
 
 _MAX_TOKENS_ON_GPU = 8192
@@ -49,7 +49,7 @@ class ComposeOptions:
         "uniform"
     )
     replicated: Annotated[bool, option("All ranks have the same tokens.")] = False
-    fresh: Annotated[bool, option("Ignore cached timings and measure again.")] = False
+    ignore_saved: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
         """Return the maximum number of tokens per call; None stands for the default of a problem.
@@ -62,15 +62,15 @@ class ComposeOptions:
             return max(self.tokens_list)
         return _MAX_TOKENS_ON_GPU if gpu else None
 
-    def to_terms(self) -> "Terms":
-        from modular_kernel.select.autotune import Terms
+    def to_measurement_options(self) -> "MeasurementOptions":
+        from modular_kernel.select.autotune import MeasurementOptions
 
-        return Terms(
+        return MeasurementOptions(
             tokens=self.tokens_list,
             budget=self.budget,
             routing=self.routing,
             replicated=self.replicated,
-            fresh=self.fresh,
+            ignore_saved=self.ignore_saved,
         )
 
 
@@ -110,21 +110,23 @@ def compose(
         raise ConfigurationError(
             "--replicated", got="a single rank", need="--world-size N in addition"
         )
-    terms = measurement.to_terms()
+    measurement_options = measurement.to_measurement_options()
     with open_executor(options.world_size, backend) as executor:
         gpu = executor.machine.device == "cuda"
         options = replace(options, tokens=measurement.max_tokens(options, gpu=gpu))
         problem = options.problem()
         if executor.pool is None:
             if as_json != output.STDOUT:
-                terms = replace(terms, on_bucket=make_progress_callback(problem))
+                measurement_options = replace(
+                    measurement_options, on_bucket=make_progress_callback(problem)
+                )
             from modular_kernel.select.autotune import choose
 
-            choice = choose(problem, executor.machine, terms=terms)
+            choice = choose(problem, executor.machine, options=measurement_options)
         else:
-            limit = terms.budget + _TIMEOUT_MARGIN_S
+            limit = measurement_options.budget + _TIMEOUT_MARGIN_S
             choices = executor.pool.run(
-                _choose_on_rank, problem, executor.machine, terms, timeout=limit
+                _choose_on_rank, problem, executor.machine, measurement_options, timeout=limit
             )
             choice = choices[0]
     if not choice.segments:
@@ -140,10 +142,15 @@ def compose(
 
 
 def _choose_on_rank(
-    rank: int, _world: int, group: Any, problem: "Problem", machine: "Machine", terms: "Terms"
-) -> "Choice":
+    rank: int,
+    _world: int,
+    group: Any,
+    problem: "Problem",
+    machine: "Machine",
+    options: "MeasurementOptions",
+) -> "PairingChoice":
     """Choose on one rank of the pool. All ranks return the same choice."""
     from modular_kernel.select.autotune import choose
 
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    return choose(rank_problem, machine, group=group, terms=terms)
+    return choose(rank_problem, machine, group=group, options=options)

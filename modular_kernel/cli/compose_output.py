@@ -10,7 +10,7 @@ from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Verdict
-    from modular_kernel.select.choice import Choice
+    from modular_kernel.select.pairing_choice import PairingChoice
     from modular_kernel.select.selection import Bucket, Segment, TimedOutcome
     from modular_kernel.spec.problem import Machine, Problem
 
@@ -30,7 +30,7 @@ def make_progress_callback(problem: "Problem") -> "Callable[[Bucket], None]":
     return print_times
 
 
-def print_text(choice: "Choice") -> None:
+def print_text(choice: "PairingChoice") -> None:
     """Print the chosen pairings, a summary, and the pairings that could not be measured."""
     candidates = choice.candidates
     valid = len(candidates.order)
@@ -58,7 +58,7 @@ def print_text(choice: "Choice") -> None:
         output.print_note(f"note: {note}")
 
 
-def _describe_interpreter(choice: "Choice") -> str:
+def _describe_interpreter(choice: "PairingChoice") -> str:
     """Describe how many pairings would be valid with Triton's interpreter, which is not used here.
 
     Returns "" if the interpreter is on or cannot be used.
@@ -84,15 +84,15 @@ def _describe_missing_requirement(verdict: "Verdict", machine: "Machine") -> str
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 
 
-def _format_segment(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
+def _format_segment(choice: "PairingChoice", segment: "Segment") -> tuple[object, ...]:
     buckets = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
     timed = [
         o for b in buckets if (o := b.find_outcome(segment.pair)) is not None and o.us is not None
     ]
     times = _format_range([f"{o.us:.1f}" for o in timed])
     ratios = _format_range([f"{o.ratio:.2f}" for o in timed])
-    picks = [p for t, p in choice.pick_by_tokens.items() if segment.first <= t <= segment.last]
-    source = ", ".join(dict.fromkeys(pick.source.value for pick in picks)) or "default"
+    picks = [p for t, p in choice.selected_by_tokens.items() if segment.first <= t <= segment.last]
+    source = ", ".join(dict.fromkeys(pick.reason.value for pick in picks)) or "default"
     tokens = f"{segment.first} to {segment.last}"
     return tokens, pairing_name(segment.pair), times or "not measured", ratios or "-", source
 
@@ -102,7 +102,7 @@ def _format_range(texts: Sequence[str]) -> str:
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 
-def print_explanation(choice: "Choice") -> None:
+def print_explanation(choice: "PairingChoice") -> None:
     """Print the times of every pairing, or the reason why it was not timed or was refused."""
     picks = choice.pair_by_tokens
     rows = []
@@ -132,10 +132,10 @@ def print_explanation(choice: "Choice") -> None:
     output.print_line(f"cached for: {key}")
 
 
-def _print_untimed(choice: "Choice") -> None:
+def _print_untimed(choice: "PairingChoice") -> None:
     """Print the first reason of each pairing that was not timed at some token count."""
     reasons: dict[Pair, list[str]] = {}
-    for tokens in choice.pick_by_tokens:
+    for tokens in choice.selected_by_tokens:
         for outcome in choice.outcomes(tokens):
             if outcome.why.startswith("not timed: "):
                 reasons.setdefault(outcome.pair, []).append(outcome.why)
@@ -151,7 +151,7 @@ def _format_time(outcome: "TimedOutcome") -> str:
     return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"
 
 
-def make_record(choice: "Choice") -> dict[str, object]:
+def make_record(choice: "PairingChoice") -> dict[str, object]:
     """Return the JSON record of a choice."""
     return {
         "problem": choice.problem,
@@ -160,12 +160,12 @@ def make_record(choice: "Choice") -> dict[str, object]:
         "summary": choice.summary,
         "segments": choice.segments,
         "picks": {
-            str(tokens): {"pair": pick.pair, "by": pick.source}
-            for tokens, pick in choice.pick_by_tokens.items()
+            str(tokens): {"pair": pick.pair, "by": pick.reason}
+            for tokens, pick in choice.selected_by_tokens.items()
         },
         "buckets": [
             {"tokens": tokens, "outcomes": choice.outcomes(tokens)}
-            for tokens in choice.pick_by_tokens
+            for tokens in choice.selected_by_tokens
         ],
         "missing": choice.untimed_tokens,
         "timed_now": choice.num_timed,

@@ -74,9 +74,9 @@ class TuneOptions:
             type=FilePath(FileUse.WRITE_FOLDER),
         ),
     ] = None
-    fresh: Annotated[bool, option("Measure again instead of continuing from existing files.")] = (
-        False
-    )
+    ignore_saved: Annotated[
+        bool, option("Measure again instead of continuing from existing files.")
+    ] = False
     routing: Annotated[str, option("Routing pattern: uniform, zipf, zipfA or hotN (hot1).")] = (
         "uniform"
     )
@@ -351,7 +351,9 @@ def _tune_layers(
         layers = []
         for name, problem, pair in layers_to_tune:
             space = pair.make_search_space(problem)
-            remaining = remaining_token_counts(space, tokens, folder, fresh=search.fresh)
+            remaining = remaining_token_counts(
+                space, tokens, folder, ignore_saved=search.ignore_saved
+            )
             layers.append(
                 TunedLayer(name or str(problem), problem, pair, space, tuple(remaining), folder)
             )
@@ -417,7 +419,7 @@ def _tune_layer(
         tokens=layer.tokens,
         folder=layer.folder,
         budget=share.seconds(),  # computed after the setup, whose time does not count
-        fresh=search.fresh,
+        ignore_saved=search.ignore_saved,
         on_measurement=progress.advance,
     )
     recorder, results = TuneRecorder(layer, search.times), list["TuneResult"]()

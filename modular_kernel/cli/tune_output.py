@@ -213,7 +213,7 @@ def print_text(
             f"budget exhausted; not tuned: {numbers}. Run the same command again to continue"
         )
     if not results and not remaining:
-        output.print_line(f"{layer.title}: nothing left to do; --fresh measures again")
+        output.print_line(f"{layer.title}: nothing left to do; --ignore-saved measures again")
 
 
 def _format_row(tuned: "TuneResult") -> tuple[object, ...]:

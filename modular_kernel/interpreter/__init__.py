@@ -1,1 +1,1 @@
-"""GPU behavior in Triton's CPU interpreter: narrow dtypes, bounds and race checks."""
+"""GPU behavior in Triton's CPU interpreter: numerics, narrow dtypes, bounds and race checks."""

@@ -1,4 +1,8 @@
-"""Log of the memory accesses of interpreted launches, for bounds checks, races and launch cache."""
+"""Log of the memory accesses of interpreted launches.
+
+The builder (`interpreter.builder`) reports every load, store and atomic. The log passes them on to
+the bounds check, to the detection of races, and to the launch cache, if they are active.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,9 +1,9 @@
 """Faster constructors of Triton's block types and tensors, which cache the properties of a shape.
 
-Every interpreted operation creates a tensor and its type. Upstream, which is Triton's interpreter
-as released, formats the shape into a name and constants each time. This took more than a third of
-the time of a kernel, although few distinct shapes occur. The constructors below do it once per
-shape. `modular_kernel.interpreter.patch` installs them in place of upstream's.
+Every interpreted operation creates a tensor and its type. Upstream (Triton's interpreter as
+released) formats the shape into a name and constants each time. This took more than a third of the
+time of a kernel, although few distinct shapes occur. The constructors below do it once per shape.
+`modular_kernel.interpreter.patch` installs them in place of upstream's.
 """
 
 from collections.abc import Iterable

@@ -14,7 +14,8 @@ import torch
 
 from modular_kernel.errors import CorruptionError
 
-# Kernels of exchanges compute addresses in the memory of other ranks, which is not an argument.
+# Memory of other ranks by address. Kernels that exchange tokens access it through computed
+# addresses, so it is not among their arguments.
 _shared: "WeakValueDictionary[int, torch.Tensor]" = WeakValueDictionary()
 
 

@@ -1,6 +1,8 @@
 """Operations of Triton's interpreter with the rounding of a GPU, installed by `patch.install`.
 
-`GpuNumericsReduce` implements reductions, and `GpuNumericsBuilder` all other `tl` operations.
+`GpuNumericsReduce` implements reductions, and `GpuNumericsBuilder` all other `tl` operations. Both
+override methods of upstream, which is Triton's interpreter as released. A lane is one element of a
+block; a lane is active if the mask of a load or store is True for it.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """Fast paths of `tl.load` and `tl.store` for operands that need no conversion.
 
-As in `fast_paths`, the parameter `slow` is upstream's function, which handles all other cases.
+As in `fast_paths`, the parameter `slow` is the function of upstream (Triton's interpreter as
+released), which handles all other cases. A lane is one element of a block; the mask of a load or
+store selects the active lanes.
 """
 
 from collections.abc import Callable

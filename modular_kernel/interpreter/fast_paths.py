@@ -1,8 +1,9 @@
 """Fast paths for operations of interpreted kernels whose operands need no conversion.
 
-Upstream inspects both operands several times, broadcasts them, and wraps numpy's result twice. The
-numpy operation alone gives the same result for two operands of equal type (int32, int64, float32 or
-int1), for an operand of these types and a Python number, and for a pointer and an offset.
+Upstream (Triton's interpreter as released) inspects both operands several times, broadcasts them,
+and wraps numpy's result twice. The numpy operation alone gives the same result for two operands of
+equal type (int32, int64, float32 or int1), for an operand of these types and a Python number, and
+for a pointer and an offset.
 
 Each function of type `FastPath -> FastPath` takes upstream's function, `slow`, and returns a faster
 replacement. The replacement calls `slow` in all other cases, including errors.

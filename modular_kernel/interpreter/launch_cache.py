@@ -1,10 +1,12 @@
 """Cache of interpreted launches, which replays the writes of an equal launch instead of running it.
 
-Programs run one after another, so an interpreted launch is a function of its arguments and of the
-bytes that it reads. Two launches of a kernel that have arguments of equal layout and read equal
-bytes write the same bytes to the same positions. The cache compares every byte that the earlier
-launch read. A difference, even in uninitialized memory, makes the launch run. A launch that casts
-addresses to integers, or integers to addresses, is replayed only at identical addresses.
+`mk test` enables it for each case, which makes equal calls several times, because interpreted
+launches are slow. The interpreter runs programs one after another, so what a launch writes depends
+only on its arguments and on the bytes that it reads. Two launches of a kernel that have arguments
+of equal layout and read equal bytes write the same bytes to the same positions. The cache compares
+every byte that the earlier launch read. A difference, even in uninitialized memory, makes the
+launch run. A launch that casts addresses to integers, or integers to addresses, is replayed only at
+identical addresses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping

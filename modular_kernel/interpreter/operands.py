@@ -1,10 +1,11 @@
 """Fast type promotion and broadcasting of the two operands of an interpreted operation.
 
-Before each operation, upstream determines the common type of the operands, converts Python numbers
-to constants twice, and compares shapes size by size. This took a third of the time of most kernels.
-The functions below convert operands directly if they have equal types, if they are a pointer and an
-offset, or if they are a tensor and a number that converts to its type. Upstream handles all other
-cases, including errors. `modular_kernel.interpreter.patch` installs `REPLACEMENTS`.
+Before each operation, upstream (Triton's interpreter as released) determines the common type of the
+operands, converts Python numbers to constants twice, and compares shapes size by size. This took a
+third of the time of most kernels. The functions below convert operands directly if they have equal
+types, if they are a pointer and an offset, or if they are a tensor and a number that converts to
+its type. Upstream handles all other cases, including errors. `modular_kernel.interpreter.patch`
+installs `REPLACEMENTS`.
 """
 
 import inspect

@@ -1,1 +1,1 @@
-"""Timing, roofline, correctness checks and records, shared by select, tune, profile and bench."""
+"""Timing, rooflines, correctness checks and records, shared by select, tuning, profiling, bench."""

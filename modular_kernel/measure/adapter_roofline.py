@@ -1,13 +1,14 @@
-"""Minimum bytes and flops of the LoRA adapters in a call, for the roofline.
+"""Minimum bytes and flops of the LoRA adapters in a call, for `roofline` and `stage_roofline`.
 
-Each token uses one of L adapter slots. An adapter adds B (A x) to each GEMM of an expert:
+Each token uses one of L adapter slots, the positions of the layer's adapter pool. An adapter adds
+B (A x) to each GEMM of an expert:
 
     GEMM 1    w1 x + B13 (A13 x)    A13 (r, H), B13 (N, R)
     GEMM 2    w2 h + B2 (A2 h)      A2 (R, I),  B2 (H, R)
 
 R is the rank of the adapter. r is R if there is no gate or if the gate and up projections share one
-A. Otherwise r is 2 R, and each projection uses its own R values of A13 x. With P routed (token,
-expert) pairs, the flops are
+A. Otherwise r is 2 R, and each projection uses its own R values of A13 x. N is the number of rows
+of w1: 2 I with a gate, else I. With P routed (token, expert) pairs, the flops are
 
     layer       2 P (N H + I H)
     adapters    2 P (r H + N R + R I + H R)
@@ -59,6 +60,8 @@ def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, Ad
 
     pairs: number of (token, expert) pairs on this rank.
     touched: number of experts with at least one pair.
+
+    Names are those of the fields of ExpertWeights, such as "a13" for lora_a13.
     """
     spec = problem.adapters
     if spec is None or not pairs:

@@ -1,7 +1,7 @@
-"""The cells of a benchmark, and the weights and inputs with which they are measured.
+"""The cases of a benchmark, and the weights and inputs with which they are measured.
 
-A cell is a layer together with a number of tokens and a routing. Each cell has a time for every
-implementation that is compared.
+A case is a layer together with a number of tokens and a routing pattern (`routing_patterns`). `mk
+bench` measures every implementation that it compares in each case.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ _INPUT_MAXIMA = (6.5, 24.0)
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One cell of a benchmark.
+    """One case of a benchmark.
 
     shape: name of the layer, such as "mixtral".
     problem: the layer and the number of tokens, without quantization, because the implementations
@@ -53,7 +53,7 @@ class LayerCase:
             got = p.parallel.world_size
             raise ConfigurationError("world_size of a benchmark", got=got, need="1: one GPU")
         if p.quant != "none":
-            raise ConfigurationError("quant of a cell", got=p.quant, need="none")
+            raise ConfigurationError("quant of a benchmark case", got=p.quant, need="none")
 
 
 def operand_types(problem: Problem, scheme: QuantScheme) -> str:
@@ -135,15 +135,15 @@ def make_expert_map(problem: Problem, device: torch.device) -> torch.Tensor | No
     return torch.where(ids < problem.e, ids, -1).to(torch.int32)
 
 
-def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
-    """Draw normal x_TH and the routing of a cell.
+def make_input(case: LayerCase, device: torch.device, index: int) -> Input:
+    """Draw normal x_TH and the routing of a case.
 
     index: index of the input. Inputs have different values.
     """
-    problem = cell.problem
+    problem = case.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
-    routing = draw_routing(problem, cell.routing, generator)
+    routing = draw_routing(problem, case.routing, generator)
     routing = replace(routing, adapters_T=assign_adapter_slots(problem, device))
     return Input(x_TH.to(problem.dtype), routing)
 

@@ -1,10 +1,11 @@
 """Check the outputs of a layer before it is timed: compare some rows with a float64 reference.
 
-The reference (`reference.float64_reference`) uses unquantized weights, even for quantized layers.
-The error of a layer may be at most twice that of a plain torch implementation of its quantization
-scheme (`reference.rounded_reference`). Both errors are root mean squares over at least 512 values,
-if necessary from several calls. Over only 32 values, the error of plain torch would vary by a
-factor of two.
+Benchmarks use these functions, so that no wrong result gets a time. The reference
+(`reference.float64_reference`) uses unquantized weights, even for quantized layers. The error of a
+layer may be at most twice that of plain torch with the roundings of the same quantization scheme
+(`reference.rounded_reference`). Both errors are root mean squares over at least 512 values, if
+necessary from several calls. Over only 32 values, the error of plain torch would vary by a factor
+of two.
 """
 
 import math
@@ -72,19 +73,19 @@ def num_inputs_to_check(problem: Problem) -> int:
 
 
 def compute_expected_output(
-    cell: LayerCase, call_input: Input, weights: ExpertWeights, scheme: QuantScheme
+    case: LayerCase, call_input: Input, weights: ExpertWeights, scheme: QuantScheme
 ) -> ExpectedOutput:
     """Compute the expected values of evenly spaced rows of the output of one call.
 
     weights: the unquantized weights.
     scheme: quantization scheme of the layer, which determines the tolerance.
     """
-    tokens, device = cell.problem.tokens, call_input.x_TH.device
+    tokens, device = case.problem.tokens, call_input.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _MAX_ROWS), device=device).long()
     x_TH = call_input.x_TH[rows]
     routing = call_input.routing.of(rows)
     selected_weights, problem = _select_touched_experts(
-        weights, routing, cell.problem.with_tokens(len(rows))
+        weights, routing, case.problem.with_tokens(len(rows))
     )
     exact = float64_reference(x_TH, selected_weights, routing, problem)
     problem = replace(problem, quant=str(scheme))

@@ -1,4 +1,4 @@
-"""Collect the device and the software versions that a benchmark record contains."""
+"""Collect the device and the software versions, for the records of benchmarks and profiles."""
 
 import platform
 import shutil

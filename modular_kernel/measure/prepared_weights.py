@@ -1,7 +1,8 @@
-"""Sizes of prepared weights, as declared by the experts part.
+"""Sizes of prepared weights, as declared by the experts class.
 
 Prepared weights are copies of 4-bit weights in a layout for faster kernels, which
-`kernel.prepare_weights` creates.
+`kernel.prepare_weights` creates. An experts class is one of the interchangeable components
+('parts') of a layer; the functions take its name.
 """
 
 from collections.abc import Mapping

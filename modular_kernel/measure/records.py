@@ -1,6 +1,7 @@
-"""Benchmark records: a row for each layer and cell, and the environment of the measurement.
+"""Benchmark records: a row for each implementation and case, and the environment of the run.
 
-A cell is a layer shape, a number of tokens and a routing (`measure.cases.LayerCase`).
+A case is a layer shape, a number of tokens and a routing (`measure.cases.LayerCase`). `mk bench`
+writes a `Report`, and `mk report` shows it.
 """
 
 import json
@@ -20,16 +21,16 @@ OURS, BASELINE, PEER = "ours", "baseline", "peer"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The measurement of one implementation in one cell. Values that were not measured are None.
+    """The measurement of one implementation in one case. Values that were not measured are None.
 
-    shape, experts, top_k, hidden, intermediate, tokens, dtype, problem, routing: the cell.
+    shape, experts, top_k, hidden, intermediate, tokens, dtype, problem, routing: the case.
     layer: name of the implementation.
     origin: "ours", "peer" (a layer of another library) or "baseline" (plain torch).
     quant: name of the quantization scheme.
-    operands: types of weights and activations (`measure.cases.operand_types`). Rows of a cell with
+    operands: types of weights and activations (`measure.cases.operand_types`). Rows of a case with
         equal types are compared.
     prepared: whether weights were prepared before the calls.
-    library: the library whose GEMMs our part runs; "" for our own kernels.
+    library: the library whose GEMMs one of our experts classes runs; "" for our own kernels.
     status: "ok"; "wrong" (error larger than error_bound, not timed); "failed" (an exception);
         "refused" (not supported); or "skipped" (after the deadline).
     note: the reason of a status other than "ok".
@@ -42,7 +43,7 @@ class Row:
     flops, bytes: work of one call, see measure.roofline.Work.
     floor_us, floor_bound: the roofline, see measure.roofline.Roofline.
     over_floor: us divided by floor_us.
-    over_best_peer: us divided by the time of the fastest row that is not ours, in the same cell and
+    over_best_peer: us divided by the time of the fastest row that is not ours, in the same case and
         with the same operand types.
     eager_us: like us, for eager calls.
     launches, host_us, allocations: kernel launches, host time in microseconds, and device memory
@@ -100,7 +101,7 @@ class Row:
 
     @property
     def group(self) -> tuple[str, int, str, str]:
-        """Key of the rows that are compared with each other: the cell and the operand types."""
+        """Key of the rows that are compared with each other: the case and the operand types."""
         return self.shape, self.tokens, self.routing, self.operands
 
 

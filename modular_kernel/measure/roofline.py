@@ -5,8 +5,8 @@ weights of experts with at least one pair (touched experts), and the LoRA adapte
 (`measure.adapter_roofline`), each once.
 
 `measure_peaks` measures the rates on the same machine. The peak rate is that of the fastest of
-repeated GEMMs with M = N = K = 8192. The bandwidth is the higher one of a copy and of a read of
-2 GiB, unless the user specifies it.
+repeated GEMMs with M = N = K = 8192. For the bandwidth, a copy and a read of 2 GiB are timed, and
+the higher rate counts, unless the user specifies one.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,7 @@
 """The roofline of each stage of a call: its minimum flops and bytes, and the minimum time.
 
-The letters in the table are for one rank and one call:
+`mk profile` compares the measured time of a stage with it. The stages are those of
+`modular_kernel.replay.stages`. The letters in the table are for one rank and one call:
 
     T, R, P    tokens of this rank; rows that it receives; (token, expert) pairs that it computes
     e          experts of this rank with at least one pair
@@ -58,7 +59,7 @@ class RankLoad:
     rows: R, the number of tokens of all ranks with an expert on this rank.
     pairs: P, the number of (token, expert) pairs that this rank computes.
     touched: number of experts of this rank with at least one pair.
-    out, back: rows sent to other ranks, and rows received from them.
+    out, back: rows sent to other ranks in the dispatch, and rows received from them.
     """
 
     tokens: int

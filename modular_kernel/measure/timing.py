@@ -1,9 +1,10 @@
 """Time calls: with events around CUDA graph replays on a GPU, by the host's clock on a CPU.
 
-Calls of a real model find a cold L2 cache. A benchmark that repeats one call would find its inputs
-and weights in the cache. A graph therefore contains several calls with different inputs, and with
-different sets of weights if they are small (`Rotation`), so that the data of a call is evicted
-before it is read again. If that is not enough, the cache is overwritten before every call.
+In a real model, the data of a call is not in the L2 cache, because other layers have run since its
+last use. A benchmark that repeats one call would find its inputs and weights in the cache. A graph
+therefore contains several calls with different inputs, and with different sets of weights if they
+are small (`Rotation`), so that the data of a call is evicted before it is read again. If that is
+not enough, the cache is overwritten before every call.
 
 The result is the median time of a replay, divided by its number of calls. The first replays are not
 timed, see `EventClock`.

@@ -1,1 +1,1 @@
-"""Launch replay: kernel launches are recorded once and replayed by later calls."""
+"""Launch replay: the kernel launches of a call are recorded once and replayed by later calls."""

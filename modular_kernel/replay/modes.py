@@ -1,7 +1,8 @@
 """Isolation of calls from torch's modes: tracing, torch function modes, autocast, inference mode.
 
-Kernels and plans launch with raw pointers and cache tensors between calls. Tracing cannot follow
-that, and the other modes would add host time, change dtypes, or make cached tensors read-only.
+The calls of a layer launch kernels with raw pointers and cache tensors for later calls. Tracing
+cannot follow that, and the other modes would add host time, change dtypes, or make cached tensors
+read-only. The public methods of layers and plans are wrapped with the decorators of this module.
 """
 
 import sys

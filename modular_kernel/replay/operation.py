@@ -1,4 +1,8 @@
-"""Replay of the launches of a single operation outside a plan, such as the router."""
+"""Replay of the launches of a single operation, such as the router.
+
+The launches of a whole layer are replayed by plans (`modular_kernel.plan`), which use the same
+recorder (`replay.recording`).
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

@@ -1,12 +1,15 @@
-"""Recording of the kernel launches of a call, so that later calls skip the host code of the parts.
+"""Recording of the kernel launches of a call, so that later calls skip its Python code.
 
-The first call of each signature in a plan runs the host code inside `record_launches`. Every launch
-made by `modular_kernel.replay.launch.launch` is recorded, and each of its pointers is stored as an
-offset into an input of the call. Later calls with the same signature launch the same kernels with
-the addresses of their own inputs. A call that runs a torch operation other than a view cannot be
+A layer is composed of interchangeable components ('parts'), whose Python code, the host code,
+decides which kernels to launch. A plan (`modular_kernel.plan`), which has the buffers of a layer,
+runs the host code only in the first call of each signature: the shapes, strides, dtypes and
+alignment of the tensors. That call runs inside `record_launches`. Every launch made by
+`modular_kernel.replay.launch.launch` is recorded, and each of its pointers is stored as an offset
+into an input of the call. Later calls with the same signature launch the same kernels with the
+addresses of their own inputs. A call that runs a torch operation other than a view cannot be
 replayed, because the operation would be missing in the replay. The recorder detects this.
 
-This module also holds the cache of checked weights: a replay skips the checks of weights, so it has
+This module also has the cache of checked weights. A replay skips the checks of weights, so it has
 to recognize weights that passed them.
 """
 
@@ -34,7 +37,7 @@ ReplayFactory = Callable[[Sequence[Any], int], Replay]
 # Returns whether a call has to run the host code although it was recorded.
 BypassCondition = Callable[[], bool]
 
-_MAX_LAYOUTS = 1024  # cached layouts of checked weights: more than the layers of any model
+_MAX_LAYOUTS = 1024  # cached layouts of checked weights: more than any model has layers
 _MAX_RECORDED = 64  # recordings per plan; each may hold a small CUDA graph
 ALIGNMENT = 16  # bytes; triton specializes kernels on pointers that are divisible by it
 _data_ptr, _get_version = torch.Tensor.data_ptr, attrgetter("_version")
@@ -46,8 +49,8 @@ _active_recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launch
 class RecordedCall:
     """The recorded launches of one signature.
 
-    replays: run in order. Each replays a series of adjacent launches, or runs the host code between
-        two series.
+    replays: functions to run in order. Each replays a series of adjacent launches, or runs the host
+        code between two series.
     bypass_conditions: see `is_bypassed`.
     kept_tensors: tensors that the launches use besides the inputs; referenced to keep them alive.
     count: the number of replays, in a list of one element. A plan passes a list that it shares with
@@ -107,7 +110,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def refuse(self, reason: str) -> None:
-        """Mark this call as not replayable. Only the first reason is stored."""
+        """Record that this call cannot be replayed. Only the first reason is stored."""
         self.refusal_reason = self.refusal_reason or reason
 
     def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -204,7 +207,7 @@ def bypass_replay_while(must_bypass: BypassCondition) -> None:
 
 @contextmanager
 def ignore_torch_operations() -> Iterator[None]:
-    """Let torch operations inside the block run in recorded calls without preventing their replay.
+    """Allow torch operations inside the block, although the call is recorded.
 
     Replays omit these operations, so they may only inspect the call.
     """
@@ -525,7 +528,7 @@ class RecordedCalls:
     Calls have the same signature if the shape, strides, dtype, device and 16-byte alignment of each
     tensor are equal. At most 64 recordings are kept; the oldest is dropped first.
 
-    replayable: whether a call was recorded.
+    replayable: whether any call was recorded, so that equal calls can be replayed.
     """
 
     def __init__(self) -> None:

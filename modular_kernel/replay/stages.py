@@ -1,7 +1,9 @@
 """Named profiler ranges around the stages of a layer. They cost nothing while no profiler runs.
 
-`mk profile` assigns each launch to the innermost range around it. A kernel that covers several
-stages has a range with the joined names of the stages, for example "mk::gemm2+unpermute".
+The components of a layer open these ranges around their launches. `mk profile` assigns each launch
+to the innermost range around it. A kernel that covers several stages has a range with the joined
+names of the stages, for example "mk::gemm2+unpermute". Ranges of whole components, which contain
+stages, are called scopes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,7 @@ import torch
 
 PREFIX = "mk::"
 
-# Ranges that contain stages. Reports list time that is in a scope but in no stage separately.
+# The scopes. Reports list time that is in a scope but in no stage separately.
 CALL = "mk::call"  # the range around a call of the kernel, which the profiler opens
 PREPARE = "mk::prepare"
 RECEIVE = "mk::receive"  # end of an asynchronous dispatch
@@ -26,7 +28,7 @@ DISPATCH = "mk::dispatch"  # send rows to the ranks that need them
 SORT = "mk::sort"  # assign a row to each pair of token and expert; no row is moved
 PERMUTE = "mk::permute"  # move rows into the order of their experts
 SHRINK = "mk::shrink"  # LoRA: the product A x of adapters, before each GEMM
-GEMM1 = "mk::gemm1_activation"  # every part runs the activation with GEMM 1
+GEMM1 = "mk::gemm1_activation"  # every experts class computes the activation with GEMM 1
 QUANTIZE = "mk::quantize"  # quantize the activations h for GEMM 2
 GEMM2 = "mk::gemm2"
 UNPERMUTE = "mk::unpermute"  # move rows back into the order of the pairs
@@ -60,7 +62,7 @@ def find_stage(name: str, names: Sequence[str]) -> str | None:
     return next((stage for stage in split_stages(name) if stage in names), None)
 
 
-# The stage of all launches in a scope, for a part that opens no ranges for stages.
+# The stage of all launches in a scope, for a component that opens no ranges for stages.
 DEFAULT_STAGES = {
     PREPARE: "mk::all_of_prepare",
     RECEIVE: "mk::all_of_receive",

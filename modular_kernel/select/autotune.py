@@ -1,10 +1,12 @@
 """`compose`: build a layer that uses a fast pairing for each number of tokens.
 
-A pairing is a PrepareAndFinalize together with an experts part. `compose` times the pairings that
-are valid for a problem and may be faster than the default one, and caches the times on disk.
+A layer has two interchangeable components ('parts'), which together are a pairing: a
+PrepareAndFinalize, which quantizes and exchanges tokens, and an experts class. `compose` times the
+pairings that are valid for a problem and may be faster than the default one, and caches the times
+on disk.
 
     kernel = compose(problem)            # times pairings without cached times, for up to 20 s
-    kernel = compose(problem, terms=Terms(budget=0))    # times nothing
+    kernel = compose(problem, options=MeasurementOptions(budget=0))    # times nothing
     plan = kernel.plan()
     plan.warm_up(weights)                # compiles all kernels
     y_TH = plan(x_TH, weights, routing)  # runs the pairing for this number of tokens
@@ -24,8 +26,8 @@ from modular_kernel.select import cache_keys
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.candidates import Candidates, find_candidates
-from modular_kernel.select.choice import Choice
 from modular_kernel.select.composed_kernel import ComposedKernel, build_composed_kernel
+from modular_kernel.select.pairing_choice import PairingChoice
 from modular_kernel.select.process_group import Ranks, ranks_of
 from modular_kernel.select.search import BucketCallback, Search
 from modular_kernel.select.selection import PairingOptions, bucket_tokens
@@ -43,7 +45,7 @@ _FIRST_STEP_S = {"cuda": 2.0, "cpu": 0.1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class MeasurementOptions:
     """What `compose` measures, and for how long.
 
     tokens: token counts at which pairings are compared (buckets). None uses the powers of two below
@@ -52,12 +54,12 @@ class Terms:
     budget: seconds for all measurements, including compilation and the creation of weights. Small
         token counts are timed first. Timing stops when the remaining time is shorter than the
         longest measurement of a pairing so far, and a later call continues. A bucket that was not
-        timed uses a pairing that is faster in the shipped record, or else the default pairing. With
-        0, nothing is timed.
+        timed uses a pairing that is faster in the shipped record (`select.shipped_record`), or else
+        the default pairing. With 0, nothing is timed.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
     folder: folder of the cache. None uses the one in the settings.
-    fresh: whether to ignore cached times.
+    ignore_saved: whether to ignore cached times.
     on_bucket: called with each Bucket after it was timed, on rank 0.
 
     Raises ConfigurationError for a value out of range.
@@ -68,11 +70,11 @@ class Terms:
     routing: str = "uniform"
     replicated: bool = False
     folder: Path | None = None
-    fresh: bool = False
+    ignore_saved: bool = False
     on_bucket: BucketCallback | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "terms: ")
+        check_fields(self, "options: ")
         if not 0 <= self.budget < float("inf"):
             raise ConfigurationError("budget", got=self.budget, need="seconds >= 0")
         RoutingKind.parse(self.routing)
@@ -96,7 +98,7 @@ def compose(
     machine: Machine | None = None,
     *,
     group: object | None = None,
-    terms: Terms | None = None,
+    options: MeasurementOptions | None = None,
 ) -> ComposedKernel:
     """Build a kernel that runs the default pairing, or a faster one, for each number of tokens.
 
@@ -106,12 +108,12 @@ def compose(
 
     machine: the machine to run on; None uses this one.
     group: the process group of a problem over several ranks; None uses the default group.
-    terms: what to measure, and for how long; None uses Terms().
+    options: what to measure, and for how long; None uses the defaults.
 
     Raises IncompatibleError with every reason if no pairing is valid.
     """
     machine = this_machine() if machine is None else machine
-    choice = choose(problem, machine, group=group, terms=terms)
+    choice = choose(problem, machine, group=group, options=options)
     for note in choice.notes:
         _LOG.warning("%s", escape_nonprintable(note))
     if not choice.segments:
@@ -126,52 +128,52 @@ def choose(
     machine: Machine | None = None,
     *,
     group: object | None = None,
-    terms: Terms | None = None,
-) -> Choice:
+    options: MeasurementOptions | None = None,
+) -> PairingChoice:
     """Select the pairings that `compose` would use, without building them.
 
-    Takes the same arguments as `compose`. If no pairing is valid, Choice.segments is empty.
+    Takes the same arguments as `compose`. If no pairing is valid, PairingChoice.segments is empty.
     Collective over ranks.
     """
     expect("problem", problem, Problem)
     expect("machine", machine, Machine | None)
-    expect("terms", terms, Terms | None)
-    machine, terms = machine or this_machine(), terms or Terms()
-    ranks, tokens = ranks_of(problem, group), terms.buckets(problem)
-    budget = Budget(terms.budget, ranks, first_step_seconds=_FIRST_STEP_S[machine.device])
+    expect("options", options, MeasurementOptions | None)
+    machine, options = machine or this_machine(), options or MeasurementOptions()
+    ranks, tokens = ranks_of(problem, group), options.buckets(problem)
+    budget = Budget(options.budget, ranks, first_step_seconds=_FIRST_STEP_S[machine.device])
     # Calls with more tokens than the largest bucket also need a pairing.
     token_counts = tuple(dict.fromkeys((*tokens, problem.tokens)))
-    candidates = find_candidates(problem, machine, token_counts, replicated=terms.replicated)
-    options = _estimate_times(problem, machine, terms, tokens, candidates)
+    candidates = find_candidates(problem, machine, token_counts, replicated=options.replicated)
+    pairing_options = _estimate_times(problem, machine, options, tokens, candidates)
     identity = cache_keys.identity_fields(
-        problem, machine, routing=terms.routing, replicated=terms.replicated
+        problem, machine, routing=options.routing, replicated=options.replicated
     )
     versions = cache_keys.version_fields(machine)
     key_fields = identity | versions
     _check_equal_on_all_ranks(
-        ranks, key_fields | {"tokens": str(token_counts), "fresh": str(terms.fresh)}
+        ranks, key_fields | {"tokens": str(token_counts), "ignore_saved": str(options.ignore_saved)}
     )
-    cache = Cache(terms.folder or read_settings().cache_dir, identity, versions)
+    cache = Cache(options.folder or read_settings().cache_dir, identity, versions)
     search = Search(
         problem,
         machine,
         ranks,
         candidates,
-        options,
+        pairing_options,
         cache,
         budget,
-        routing=terms.routing,
-        replicated=terms.replicated,
-        fresh=terms.fresh,
-        on_bucket=terms.on_bucket,
+        routing=options.routing,
+        replicated=options.replicated,
+        ignore_saved=options.ignore_saved,
+        on_bucket=options.on_bucket,
     )
     result = search.run()
-    return Choice(
+    return PairingChoice(
         problem,
         machine,
-        terms.replicated,
+        options.replicated,
         candidates,
-        options,
+        pairing_options,
         result.buckets,
         key_fields,
         result.timed_now,
@@ -184,28 +186,28 @@ def choose(
 def _estimate_times(
     problem: Problem,
     machine: Machine,
-    terms: Terms,
+    options: MeasurementOptions,
     tokens: tuple[int, ...],
     candidates: Candidates,
 ) -> PairingOptions:
     """Return the valid pairings, with the shipped record's estimates if it covers the problem."""
-    options = PairingOptions(
+    pairing_options = PairingOptions(
         tokens, problem.tokens, candidates.order, candidates.valid, frozenset(candidates.untimeable)
     )
     record = load_shipped_record()
-    if record is None or not record.covers(problem, machine, routing=terms.routing):
-        return options
+    if record is None or not record.covers(problem, machine, routing=options.routing):
+        return pairing_options
     estimates = {
         number: record.estimates(problem.with_tokens(number), others, default)
         for number in tokens
-        for default, *others in [options.valid_pairs(number)]
+        for default, *others in [pairing_options.valid_pairs(number)]
         if others
     }
-    return replace(options, estimates=estimates)
+    return replace(pairing_options, estimates=estimates)
 
 
 def _check_equal_on_all_ranks(ranks: Ranks, key_fields: cache_keys.KeyFields) -> None:
-    """Raise ConfigurationError if machines, versions or terms differ between ranks.
+    """Raise ConfigurationError if machines, versions or options differ between ranks.
 
     All ranks time the same pairings in the same order, which requires equal settings.
     """

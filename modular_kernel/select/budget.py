@@ -1,4 +1,8 @@
-"""Limits of the measurements by `compose`: the time budget, and the free memory of the device."""
+"""Limits of the measurements by `compose`: the time budget, and the free memory of the device.
+
+`select.search` and `select.timing` ask before each step whether it may start. A pairing is a
+PrepareAndFinalize together with an experts class.
+"""
 
 import os
 import time

@@ -1,4 +1,7 @@
-"""Cache of measurements on disk: one file per identity (`cache_keys`), shared by processes.
+"""Cache of measurements on disk: one file per identity, shared by processes.
+
+The identity of a measurement is the device, the problem and the distribution of its input
+(`cache_keys`). `select.search` loads and saves the measurements of one identity.
 
 A writer acquires a lock, reads the file, adds its measurements, and replaces the file atomically.
 Readers therefore always see complete files, and concurrent writers lose no measurements. On a

@@ -1,6 +1,9 @@
 """Format of a cache file: JSON with the measurements of one identity (see `cache_keys`).
 
-A file has one record for each set of versions, newest first, with names of pairings and times.
+A file has one record for each set of software versions, newest first. A record has buckets: the
+times of the pairings at one number of tokens. A pairing, a PrepareAndFinalize together with an
+experts class, is stored by the names of both.
+
 Other users may write to a shared cache folder, so files are not trusted: `from_text` validates
 every value, and a pairing is used only if it is valid for the problem. A forged file can therefore
 at most cause the selection of a slower valid pairing.

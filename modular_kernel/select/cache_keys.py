@@ -1,7 +1,7 @@
-"""Keys of cached measurements.
+"""Keys of the measurements that `compose` caches on disk (`select.cache`).
 
-The identity (device, problem, input) selects a file of the cache. The versions of the software
-select a record in that file.
+The identity (device, problem, distribution of the input) selects a file of the cache. The versions
+of the software select a record in that file.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def identity_fields(
         "world_size": str(parallel.world_size),
         "placement": _digest(repr(problem.placement.slots)),
         "routing": routing,
-        "input": "replicated" if replicated else "own",
+        "input": "replicated" if replicated else "own",  # own: each rank has its own tokens
     }
     return {name: text[:400] for name, text in fields.items()}
 

@@ -1,4 +1,8 @@
-"""Find the valid pairings of a problem by the compatibility rules, before anything is built."""
+"""Find the valid pairings of a problem by the compatibility rules, before anything is built.
+
+A pairing is a PrepareAndFinalize together with an experts class; both are interchangeable
+components ('parts'). `compose` considers only the pairings that this module finds valid.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

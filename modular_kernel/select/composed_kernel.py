@@ -1,7 +1,9 @@
 """ComposedKernel: a layer that runs one of several kernels, by the number of tokens of a call.
 
-The kernels differ in their pairing. All of them are built together with the layer, and a
-ComposedPlan contains the plans of all kernels, so that a call only looks up which one to run.
+The kernels differ in their pairing: a PrepareAndFinalize together with an experts class. All of
+them are built together with the layer, and a ComposedPlan contains the plans of all kernels, so
+that a call only looks up which one to run. A plan is a kernel with its buffers allocated. `compose`
+creates a ComposedKernel from a `PairingChoice`.
 """
 
 from bisect import bisect_left
@@ -14,7 +16,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CapacityError, ConfigurationError, WeightsError
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
-from modular_kernel.select.choice import Choice
+from modular_kernel.select.pairing_choice import PairingChoice
 from modular_kernel.select.selection import Pair, Segment
 from modular_kernel.spec.problem import Machine, Size
 from modular_kernel.tensors import ExpertWeights, Routing, check_weight_tensors
@@ -42,10 +44,10 @@ class ComposedKernel:
     Over several ranks, all ranks must run the same kernel, although their numbers of tokens may
     differ. A call therefore uses the kernel for problem.tokens, unless all ranks pass `max_tokens`,
     the maximum number of tokens over ranks in this call. If all ranks pass the same tokens
-    (`Terms.replicated`), `max_tokens` is not needed.
+    (`MeasurementOptions.replicated`), `max_tokens` is not needed.
     """
 
-    def __init__(self, choice: Choice, kernel_ranges: Sequence[KernelRange]) -> None:
+    def __init__(self, choice: PairingChoice, kernel_ranges: Sequence[KernelRange]) -> None:
         self.choice, self.kernel_ranges = choice, tuple(kernel_ranges)
         self.problem = choice.problem
         self._lookup = KernelLookup(choice, [kernel_range.last for kernel_range in kernel_ranges])
@@ -196,7 +198,7 @@ class KernelLookup:
     range_ends: `KernelRange.last` of all ranges, ascending.
     """
 
-    def __init__(self, choice: Choice, range_ends: Sequence[int]) -> None:
+    def __init__(self, choice: PairingChoice, range_ends: Sequence[int]) -> None:
         self._range_ends = list(range_ends)
         # The last range ends before problem.tokens if no pairing is valid for larger token counts.
         self._max_tokens = min(choice.problem.tokens, self._range_ends[-1])
@@ -238,7 +240,9 @@ def warm_up_token_counts(max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(token_counts - {0}))
 
 
-def build_composed_kernel(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
+def build_composed_kernel(
+    choice: PairingChoice, machine: Machine, group: object | None
+) -> ComposedKernel:
     """Build all kernels of the choice, each for the maximum number of tokens that it runs.
 
     There is one kernel per pairing. The exception are pairings whose dispatched shape does not

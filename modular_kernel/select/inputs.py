@@ -1,5 +1,8 @@
 """Weights, inputs and expected outputs with which `compose` times all pairings of a problem.
 
+A pairing is a PrepareAndFinalize together with an experts class. `select.search` creates the
+weights once and a `TimingWorkload` for each number of tokens.
+
 The weights of each expert are drawn with a seed of that expert. A rank can therefore create its
 local experts for the layer, and any other experts to compute the expected outputs, and the weights
 do not depend on the number of ranks.
@@ -103,8 +106,8 @@ class ExpectedRows:
     call_inputs: the inputs of the call.
     rows: (rows,) indices of the rows, int64.
     exact: (rows, H) their values, computed in float64 from unquantized weights.
-    torch_error: norm of the error of a plain torch implementation of the scheme on these rows,
-        which determines the tolerance.
+    torch_error: norm of the error of plain torch with the roundings of the scheme
+        (`reference.rounded_reference`) on these rows, which determines the tolerance.
     """
 
     call_inputs: Input
@@ -131,7 +134,7 @@ class TimingWorkload:
 
     def find_error(self, outputs: Sequence[torch.Tensor]) -> str:
         """Return a description of what is wrong with the outputs of the checked calls, or ""."""
-        squared_error = squared_norm = bound = 0.0
+        squared_error = squared_norm = squared_torch_error = 0.0
         for out, expected_rows in zip(outputs, self.expected, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
                 return "an output of another shape, or values that are not finite"
@@ -139,11 +142,12 @@ class TimingWorkload:
                 float((out[expected_rows.rows].double() - expected_rows.exact).norm()) ** 2
             )
             squared_norm += float(expected_rows.exact.norm()) ** 2
-            bound += expected_rows.torch_error**2
-        error, allowed = (
-            (x / squared_norm) ** 0.5 if squared_norm else x for x in (squared_error, bound)
+            squared_torch_error += expected_rows.torch_error**2
+        error, torch_error = (
+            (squared / squared_norm) ** 0.5 if squared_norm else squared
+            for squared in (squared_error, squared_torch_error)
         )
-        allowed = MAX_ERROR_RATIO * allowed + _EPS
+        allowed = MAX_ERROR_RATIO * torch_error + _EPS
         return "" if error <= allowed else f"wrong: relative error {error:.2e} > {allowed:.2e}"
 
 
@@ -217,7 +221,7 @@ def _compute_expected_rows(problem: Problem, call_inputs: Input) -> ExpectedRows
     exact = float64_reference(
         x_TH[rows], unquantized, row_routing, replace(row_problem, quant="none")
     )
-    reference = rounded_reference(
+    rounded = rounded_reference(
         x_TH[rows], quantize(unquantized, row_problem), row_routing, row_problem
     )
-    return ExpectedRows(call_inputs, rows, exact, float((reference - exact).norm()))
+    return ExpectedRows(call_inputs, rows, exact, float((rounded - exact).norm()))

@@ -1,8 +1,9 @@
 """Communication between the ranks that measure together: a single process, or a process group.
 
-All ranks must time the same pairings in the same order, because a call of a pairing communicates.
-Every decision (which pairing is next, whether time is left, which pairing is too slow) is therefore
-based on data that was exchanged between the ranks.
+All ranks must time the same pairings in the same order, because a call of a pairing communicates. A
+pairing is a PrepareAndFinalize together with an experts class. Every decision (which pairing is
+next, whether time is left, which pairing is too slow) is therefore based on data that was exchanged
+between the ranks.
 """
 
 from collections.abc import Sequence
@@ -64,9 +65,10 @@ class GroupRanks:
 
 
 def ranks_of(problem: Problem, group: object | None) -> Ranks:
-    """Return the ranks of a problem.
+    """Return the object through which the ranks of a problem communicate.
 
-    group: its process group. None uses the default group if the problem has several ranks.
+    group: the process group of the problem. None uses the default group if the problem has several
+        ranks.
 
     Raises ConfigurationError if the rank or size of the group differs from that of the problem.
     """

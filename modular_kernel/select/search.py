@@ -1,7 +1,9 @@
 """Search for pairings that are faster than the default, within a time budget.
 
-`Search.run` loads cached measurements, and times the missing ones, small token counts first. It
-creates weights and inputs (`select.inputs`), and a `PairingTimer` for each number of tokens.
+A pairing is a PrepareAndFinalize together with an experts class. A bucket has the measurements of
+the pairings at one number of tokens. `Search.run` loads cached buckets, and times the missing ones,
+small token counts first. It creates weights and inputs (`select.inputs`), and a `PairingTimer` for
+each number of tokens. `autotune.choose` runs it.
 """
 
 import gc
@@ -61,7 +63,7 @@ class Search:
 
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     replicated: whether all ranks pass the same tokens.
-    fresh: whether to ignore cached times.
+    ignore_saved: whether to ignore cached times.
     on_bucket: called on rank 0 with each bucket after it was timed.
     """
 
@@ -69,12 +71,12 @@ class Search:
     machine: Machine
     ranks: Ranks
     candidates: Candidates
-    options: PairingOptions
+    pairing_options: PairingOptions
     cache: Cache
     budget: Budget
     routing: str = "uniform"
     replicated: bool = False
-    fresh: bool = False
+    ignore_saved: bool = False
     on_bucket: BucketCallback | None = None
 
     def run(self) -> SearchResult:
@@ -82,16 +84,18 @@ class Search:
         if not self._tokens_to_time:
             return SearchResult((), untimed_reason=self._untimed_reason())
         cached, notes = self._load_cached()
-        known = () if self.fresh else cached
+        known = () if self.ignore_saved else cached
         if not self._incomplete_tokens(known):
             return SearchResult(known, notes=notes)
         if not self.budget.allows():
             return SearchResult(known, untimed_reason=self._untimed_reason(), notes=notes)
         with ExitStack() as stack:
             notes += self._wait_for_lock(stack)
-            if not self.fresh:  # another process may have measured during the wait
+            if not self.ignore_saved:  # another process may have measured during the wait
                 known = self._load_cached()[0]
-            complete = {bucket.tokens for bucket in cached if self.options.is_complete(bucket)}
+            complete = {
+                bucket.tokens for bucket in cached if self.pairing_options.is_complete(bucket)
+            }
             with self._warn_if_slow():
                 new, untimed_reason, new_notes = self._measure(known, complete)
         by_tokens = {bucket.tokens: bucket for bucket in (*known, *new)}
@@ -104,7 +108,9 @@ class Search:
     @property
     def _tokens_to_time(self) -> tuple[int, ...]:
         """Token counts at which some pairing may be faster than the default, ascending."""
-        return tuple(t for t in self.options.tokens if self.options.pairs_to_time(t))
+        return tuple(
+            t for t in self.pairing_options.tokens if self.pairing_options.pairs_to_time(t)
+        )
 
     def _untimed_reason(self) -> str:
         """Return the reason why some pairings are not timed; "" if there is nothing to time."""
@@ -117,7 +123,9 @@ class Search:
         """Log a message if the context takes long, unless `on_bucket` shows the progress."""
         needs_message = self.ranks.rank == 0 and self.on_bucket is None
         message = "timing %d pairings for up to %g s; the times are cached"
-        pairs = {pair for t in self._tokens_to_time for pair in self.options.pairs_to_time(t)}
+        pairs = {
+            pair for t in self._tokens_to_time for pair in self.pairing_options.pairs_to_time(t)
+        }
         message_args = (len(pairs) + 1, self.budget.seconds)  # + 1: the default
         timer = threading.Timer(_WARN_AFTER_SECONDS, _LOG.warning, (message, *message_args))
         timer.daemon = True
@@ -143,7 +151,7 @@ class Search:
 
         Returns None if the default pairing has changed, because all ratios refer to it.
         """
-        valid = self.options.valid_pairs(bucket.tokens)
+        valid = self.pairing_options.valid_pairs(bucket.tokens)
         outcomes = tuple(outcome for outcome in bucket.outcomes if outcome.pair in valid)
         checked = Bucket(bucket.tokens, bucket.default, outcomes)
         default = next((pair for pair in valid if pair not in checked.failed_pairs), valid[0])
@@ -151,7 +159,7 @@ class Search:
 
     def _incomplete_tokens(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
         """Return those of `_tokens_to_time` that have no complete bucket."""
-        complete = {bucket.tokens for bucket in buckets if self.options.is_complete(bucket)}
+        complete = {bucket.tokens for bucket in buckets if self.pairing_options.is_complete(bucket)}
         return tuple(tokens for tokens in self._tokens_to_time if tokens not in complete)
 
     def _wait_for_lock(self, stack: ExitStack) -> tuple[str, ...]:
@@ -196,7 +204,7 @@ class Search:
             bucket = self._time_bucket(
                 problem.with_tokens(tokens), weights, known_by_tokens.get(tokens)
             )
-            is_complete = self.options.is_complete(bucket)
+            is_complete = self.pairing_options.is_complete(bucket)
             if is_complete or (bucket.outcomes and tokens not in complete_in_cache):
                 new.append(bucket)
                 if self.ranks.rank == 0:
@@ -214,7 +222,7 @@ class Search:
         self, problem: Problem, weights: ExpertWeights, known: Bucket | None
     ) -> Bucket:
         """Time the pairings of one bucket that have no outcome in `known`."""
-        kind, options = RoutingKind.parse(self.routing), self.options
+        kind, options = RoutingKind.parse(self.routing), self.pairing_options
         with torch.no_grad():
             with self.budget.step():
                 workload = make_workload(problem, weights, kind, replicated=self.replicated)

@@ -1,10 +1,11 @@
 """Select a pairing for each number of tokens: the data, and the rules as pure functions.
 
-A pairing is a PrepareAndFinalize together with an experts part. Pairings are compared at a few
+A pairing is a PrepareAndFinalize together with an experts class. Pairings are compared at a few
 token counts, called buckets. In a bucket, the default pairing is selected unless
 
 - another pairing was measured to be faster by more than the noise, or
-- nothing was measured there, and the shipped record shows that another pairing is faster.
+- nothing was measured there, and the shipped record (times that were measured in advance, and are
+  part of this package) shows that another pairing is faster.
 
 Between two buckets, a pairing other than the default is used only if both buckets selected it.
 `select.search` makes the measurements, and `select.shipped_record` the estimates.
@@ -33,7 +34,7 @@ def pairing_name(pair: Pair) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The expected ratio of a pairing's time to the default's, without a measurement here.
+    """The ratio of a pairing's time to the default's, estimated from the shipped record.
 
     optimistic, pessimistic: lower and upper bound of the ratio.
     trusted: whether the estimate comes from similar layers, so that the pairing may be selected
@@ -103,7 +104,7 @@ class Bucket:
         return next((o for o in self.outcomes if o.pair == pair), None)
 
 
-class Source(Enum):
+class SelectionReason(Enum):
     """The reason for the pairing of a bucket.
 
     TIMED: times measured on this machine.
@@ -119,11 +120,11 @@ class Source(Enum):
 
 
 @dataclass(frozen=True)
-class Pick:
+class SelectedPairing:
     """The selected pairing of a bucket, and the reason for it."""
 
     pair: Pair
-    source: Source
+    reason: SelectionReason
 
 
 @dataclass(frozen=True)
@@ -185,12 +186,12 @@ def bucket_tokens(max_tokens: int) -> tuple[int, ...]:
     return (*powers, max(max_tokens, _MIN_TOKENS))
 
 
-def select_pairs(options: PairingOptions, buckets: Sequence[Bucket]) -> dict[int, Pick]:
+def select_pairs(options: PairingOptions, buckets: Sequence[Bucket]) -> dict[int, SelectedPairing]:
     """Select a pairing for each bucket, by number of tokens.
 
     buckets: the measurements. Token counts without a valid pairing are omitted.
     """
-    pick_by_tokens: dict[int, Pick] = {}
+    selected_by_tokens: dict[int, SelectedPairing] = {}
     by_tokens = {bucket.tokens: bucket for bucket in buckets}
     previous: Pair | None = None
     for tokens in options.tokens:
@@ -203,11 +204,13 @@ def select_pairs(options: PairingOptions, buckets: Sequence[Bucket]) -> dict[int
             or _pick_by_estimates(options, tokens, buckets)
             or _pick_default(options, tokens, buckets)
         )
-        pick_by_tokens[tokens], previous = pick, pick.pair
-    return pick_by_tokens
+        selected_by_tokens[tokens], previous = pick, pick.pair
+    return selected_by_tokens
 
 
-def _pick_by_times(options: PairingOptions, bucket: Bucket, previous: Pair | None) -> Pick | None:
+def _pick_by_times(
+    options: PairingOptions, bucket: Bucket, previous: Pair | None
+) -> SelectedPairing | None:
     """Return the fastest pairing; None if no pairing is faster, and some were not timed.
 
     previous: the pairing of the next smaller bucket, which is kept if it is about as fast as the
@@ -218,13 +221,17 @@ def _pick_by_times(options: PairingOptions, bucket: Bucket, previous: Pair | Non
         best = min(ratios, key=ratios.__getitem__)
         if previous in ratios and ratios[previous] <= MAX_RATIO_TO_KEEP * ratios[best]:
             best = previous
-        return Pick(best, Source.TIMED)
-    return Pick(bucket.default, Source.TIMED) if options.is_complete(bucket) else None
+        return SelectedPairing(best, SelectionReason.TIMED)
+    return (
+        SelectedPairing(bucket.default, SelectionReason.TIMED)
+        if options.is_complete(bucket)
+        else None
+    )
 
 
 def _pick_by_estimates(
     options: PairingOptions, tokens: int, buckets: Sequence[Bucket]
-) -> Pick | None:
+) -> SelectedPairing | None:
     """Return a pairing that the shipped record shows to be faster, or None.
 
     Pairings that were tried in this bucket, or failed in any bucket, are excluded.
@@ -238,18 +245,24 @@ def _pick_by_estimates(
     }
     eligible = [pair for pair in options.valid_pairs(tokens)[1:] if pair in trusted_ratios]
     if eligible and default_pair(options, tokens, buckets) == options.valid_pairs(tokens)[0]:
-        return Pick(min(eligible, key=trusted_ratios.__getitem__), Source.RECORD)
+        return SelectedPairing(
+            min(eligible, key=trusted_ratios.__getitem__), SelectionReason.RECORD
+        )
     return None
 
 
-def _pick_default(options: PairingOptions, tokens: int, buckets: Sequence[Bucket]) -> Pick:
+def _pick_default(
+    options: PairingOptions, tokens: int, buckets: Sequence[Bucket]
+) -> SelectedPairing:
     """Return the default, and the reason why it was not compared with other pairings."""
     default, valid = default_pair(options, tokens, buckets), options.valid_pairs(tokens)
     if len(valid) == 1:
-        return Pick(default, Source.ONLY)
+        return SelectedPairing(default, SelectionReason.ONLY)
     is_timeable = not any(pair in options.untimeable for pair in valid)
     no_other_is_faster = default == valid[0] and is_timeable and not options.pairs_to_time(tokens)
-    return Pick(default, Source.RECORD if no_other_is_faster else Source.DEFAULT)
+    return SelectedPairing(
+        default, SelectionReason.RECORD if no_other_is_faster else SelectionReason.DEFAULT
+    )
 
 
 def default_pair(

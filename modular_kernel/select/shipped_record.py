@@ -1,23 +1,23 @@
 """The shipped record: times of all pairings for a few layers, measured on an H200 in advance.
 
-`select.autotune` uses the record to estimate which pairings may be faster than the default, so that
-only those are timed. prior.json, which tools/build_prior.py creates from data/h200-choice*.json,
-contains
+A pairing is a PrepareAndFinalize together with an experts class. `select.autotune` uses the record
+to estimate which pairings may be faster than the default, so that only those are timed. prior.json,
+which tools/build_prior.py creates from data/h200-choice*.json, contains
 
     {"schema": "mk-prior/1", "device": "NVIDIA H200", "arch": [9, 0],
      "pairs": [["MoEPrepareAndFinalizeNoEP", "TritonExperts"], ...],
-     "cells": [[scheme, rows, size, [ratio or null, ...]], ...]}
+     "measurements": [[scheme, rows, size, [ratio or null, ...]], ...]}
 
-A cell holds the measurements of one layer at one number of tokens:
+A measurement has the times of one layer at one number of tokens:
 
     scheme   name of the layer's QuantScheme
     rows     tokens * top_k / experts, the mean number of rows per expert
     size     hidden * intermediate
     ratios   time of each of `pairs`, divided by that of the default pairing; null if not measured
 
-The estimate for another layer uses the three cells of the same scheme that are nearest in (log2
-rows, log2 size). Their smallest ratio is the optimistic estimate, their largest the pessimistic
-one.
+The estimate for another layer uses the three measurements of the same scheme that are nearest in
+(log2 rows, log2 size). Their smallest ratio is the optimistic estimate, their largest the
+pessimistic one.
 """
 
 import logging
@@ -40,18 +40,18 @@ SCHEMA = "mk-prior/1"
 FILE = Path(__file__).with_name("prior.json")
 
 _LOG = logging.getLogger("modular_kernel.select")
-_NEAREST_CELLS = 3
-# Estimates from cells at a larger distance (see _distance) are not trusted: they can exclude a
-# pairing from timing, but not select it.
+_NUM_NEAREST = 3
+# Estimates from measurements at a larger distance (see _distance) are not trusted: they can exclude
+# a pairing from timing, but not select it.
 _MAX_DISTANCE = 3.0
 _MAX_BYTES = 1 << 20
-_MAX_CELLS, _MAX_PAIRS = 4096, 64
+_MAX_MEASUREMENTS, _MAX_PAIRS = 4096, 64
 _RATIO_RANGE = (1e-4, 1e4)
 _RECORDED_ACTIVATION = ActivationSpec.parse("silu")  # all recorded layers have this activation
 
 
 @dataclass(frozen=True)
-class Cell:
+class LayerTimes:
     """The measurements of one layer at one number of tokens.
 
     For the fields, see the docstring of this module.
@@ -65,13 +65,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class ShippedRecord:
-    """The cells measured on one GPU architecture.
+    """The measurements made on one GPU architecture.
 
     arch: compute capability, such as (9, 0).
     """
 
     arch: tuple[int, int]
-    cells: tuple[Cell, ...]
+    measurements: tuple[LayerTimes, ...]
 
     def covers(self, problem: Problem, machine: Machine, *, routing: str) -> bool:
         """Return whether the record has estimates for this kind of problem.
@@ -93,7 +93,7 @@ class ShippedRecord:
     ) -> dict[Pair, Estimate]:
         """Estimate the ratio of the time of each of `pairs` to that of `default`.
 
-        The result omits pairings without a comparable cell.
+        The result omits pairings without a comparable measurement.
         """
         is_like_recorded = (
             problem.act == _RECORDED_ACTIVATION and not problem.bias and problem.tokens > 0
@@ -102,38 +102,49 @@ class ShippedRecord:
         size = float(problem.hidden * problem.intermediate)
         estimates = {}
         for pair in pairs:
-            cells, is_same_scheme = self._comparable_cells(problem, pair, default)
-            nearest = sorted(cells, key=lambda cell: _distance(cell, rows, size))[:_NEAREST_CELLS]
+            measurements, is_same_scheme = self._comparable_measurements(problem, pair, default)
+            nearest = sorted(
+                measurements, key=lambda measurement: _distance(measurement, rows, size)
+            )[:_NUM_NEAREST]
             if not nearest:
                 continue
-            ratios = [cell.ratios[pair] / cell.ratios[default] for cell in nearest]
+            ratios = [
+                measurement.ratios[pair] / measurement.ratios[default] for measurement in nearest
+            ]
             is_near = (
-                len(nearest) == _NEAREST_CELLS
-                and _distance(nearest[-1], rows, size) <= _MAX_DISTANCE
+                len(nearest) == _NUM_NEAREST and _distance(nearest[-1], rows, size) <= _MAX_DISTANCE
             )
             is_trusted = is_like_recorded and is_same_scheme and is_near
             estimates[pair] = Estimate(min(ratios), max(ratios), is_trusted)
         return estimates
 
-    def _comparable_cells(
+    def _comparable_measurements(
         self, problem: Problem, pair: Pair, default: Pair
-    ) -> tuple[list[Cell], bool]:
-        """Return the cells that have times of both pairings, and whether their scheme is equal.
+    ) -> tuple[list[LayerTimes], bool]:
+        """Return the measurements with times of both pairings, and whether their scheme is equal.
 
-        If no cell has exactly the problem's scheme (for example with other group sizes), return
-        those of the same named scheme, and otherwise those with the same element types.
+        If no measurement has exactly the problem's scheme (for example with other group sizes),
+        return those of the same named scheme, and otherwise those with the same element types.
         """
-        with_both = [cell for cell in self.cells if pair in cell.ratios and default in cell.ratios]
+        with_both = [
+            measurement
+            for measurement in self.measurements
+            if pair in measurement.ratios and default in measurement.ratios
+        ]
         for scheme in dict.fromkeys((problem.quant, problem.scheme.name)):
-            if cells := [cell for cell in with_both if cell.scheme == scheme]:
-                return cells, scheme == problem.quant
+            if measurements := [
+                measurement for measurement in with_both if measurement.scheme == scheme
+            ]:
+                return measurements, scheme == problem.quant
         types = _element_types(problem.scheme.name)
-        return [cell for cell in with_both if _element_types(cell.scheme) == types], False
+        return [
+            measurement for measurement in with_both if _element_types(measurement.scheme) == types
+        ], False
 
 
-def _distance(cell: Cell, rows: float, size: float) -> float:
-    """Return the Euclidean distance of a cell from (rows, size) on log2 axes."""
-    return math.hypot(math.log2(cell.rows / rows), math.log2(cell.size / size))
+def _distance(measurement: LayerTimes, rows: float, size: float) -> float:
+    """Return the Euclidean distance of a measurement from (rows, size) on log2 axes."""
+    return math.hypot(math.log2(measurement.rows / rows), math.log2(measurement.size / size))
 
 
 def _element_types(scheme: str) -> tuple[str, str]:
@@ -166,8 +177,10 @@ def parse(text: str | bytes) -> ShippedRecord:
     pairs = [_pair(value) for value in _list(record.get("pairs"), "pairs", _MAX_PAIRS)]
     if len(set(pairs)) != len(pairs):
         raise _invalid("a pairing twice")
-    cells = _list(record.get("cells"), "cells", _MAX_CELLS)
-    return ShippedRecord((arch[0], arch[1]), tuple(_cell(value, pairs) for value in cells))
+    measurements = _list(record.get("measurements"), "measurements", _MAX_MEASUREMENTS)
+    return ShippedRecord(
+        (arch[0], arch[1]), tuple(_layer_times(value, pairs) for value in measurements)
+    )
 
 
 def _pair(value: Any) -> Pair:
@@ -177,10 +190,10 @@ def _pair(value: Any) -> Pair:
     return names[0], names[1]
 
 
-def _cell(value: Any, pairs: Sequence[Pair]) -> Cell:
-    fields = _list(value, "a cell", 4)
+def _layer_times(value: Any, pairs: Sequence[Pair]) -> LayerTimes:
+    fields = _list(value, "a measurement", 4)
     if len(fields) != 4 or not isinstance(fields[0], str) or fields[0] not in QUANT_SCHEMES:
-        raise _invalid("a cell without a scheme")
+        raise _invalid("a measurement without a scheme")
     scheme, rows, size, ratios = fields
     ratios = _list(ratios, "ratios", len(pairs))
     if len(ratios) != len(pairs):
@@ -190,7 +203,9 @@ def _cell(value: Any, pairs: Sequence[Pair]) -> Cell:
         for pair, ratio in zip(pairs, ratios, strict=True)
         if ratio is not None
     }
-    return Cell(scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), ratio_of)
+    return LayerTimes(
+        scheme, _number(rows, "rows", 1e-9, 1e9), _number(size, "size", 1, 1e15), ratio_of
+    )
 
 
 def _number(value: Any, name: str, minimum: float, maximum: float) -> float:

@@ -1,10 +1,10 @@
-"""Time pairings against the default pairing at one number of tokens.
+"""Time pairings against the default pairing at one number of tokens, for `select.search`.
 
-Each pairing is built, its outputs are compared with the float64 reference, and its calls are
-captured in a CUDA graph if possible. It is then timed in rounds: each round times all calls of the
-workload with this pairing and with the default, so that a drift of clock rates or power affects
-both. One sample is the ratio of the two times in a round. Over several ranks, the time of a round
-is that of the slowest rank.
+A pairing is a PrepareAndFinalize together with an experts class. Each pairing is built, its outputs
+are compared with the float64 reference, and its calls are captured in a CUDA graph if possible. It
+is then timed in rounds: each round times all calls of the workload with this pairing and with the
+default, so that a drift of clock rates or power affects both. One sample is the ratio of the two
+times in a round. Over several ranks, the time of a round is that of the slowest rank.
 """
 
 import gc

@@ -94,7 +94,7 @@ class TuneJob:
     tokens: the token counts to tune, in this order.
     folder: the folder of the results.
     budget: seconds for all token counts together.
-    fresh: whether to tune again what has a saved result in the folder.
+    ignore_saved: whether to tune again what has a saved result in the folder.
     on_measurement: called after every measurement, to show progress.
     clock: returns the current time in seconds.
     """
@@ -104,19 +104,19 @@ class TuneJob:
     tokens: Sequence[int]
     folder: Path
     budget: float
-    fresh: bool = False
+    ignore_saved: bool = False
     on_measurement: ProgressCallback = _ignore
     clock: Clock = time.monotonic
 
 
 def remaining_token_counts(
-    space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool
+    space: Tunable, tokens: Sequence[int], folder: Path, *, ignore_saved: bool
 ) -> list[int]:
-    """Return those of `tokens` that have no saved result. With `fresh`, return all.
+    """Return those of `tokens` that have no saved result. With `ignore_saved`, return all.
 
     Raises ConfigurationError if the saved results cannot be extended.
     """
-    saved_choices = {} if fresh else space.saved(folder)
+    saved_choices = {} if ignore_saved else space.saved(folder)
     return [number for number in dict.fromkeys(tokens) if number not in saved_choices]
 
 
@@ -127,8 +127,10 @@ def tune(job: TuneJob) -> Iterator[TuneResult]:
     early leaves more time to the following ones. Tuning ends when the budget is spent. Another run
     continues with the remaining token counts.
     """
-    remaining_tokens = remaining_token_counts(job.space, job.tokens, job.folder, fresh=job.fresh)
-    saved_choices = {} if job.fresh else dict(job.space.saved(job.folder))
+    remaining_tokens = remaining_token_counts(
+        job.space, job.tokens, job.folder, ignore_saved=job.ignore_saved
+    )
+    saved_choices = {} if job.ignore_saved else dict(job.space.saved(job.folder))
     end = job.clock() + job.budget
     for index, tokens in enumerate(remaining_tokens):
         seconds_left = end - job.clock()

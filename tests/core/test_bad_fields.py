@@ -14,7 +14,7 @@ from bad_samples import PROBLEM, arguments, kernel_with_spies
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.select.autotune import Terms
+from modular_kernel.select.autotune import MeasurementOptions
 from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import ActivationSpec, Combine, Machine, Parallel, Problem, Size
 from modular_kernel.spec.quantization import QUANT_SCHEMES
@@ -53,7 +53,7 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
         "cuda": (None,),
         "memory": (None, 2**31),
     },
-    Terms: {
+    MeasurementOptions: {
         "tokens": (None, (1,)),
         "budget": (0, 2.5, 16.0, 2**31, 2**63),
         "folder": (None,),
@@ -61,7 +61,14 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
     },
     Placement: {},
 }
-RECORDS = (PROBLEM, ActivationSpec(), Parallel(), Machine(), Terms(), Placement.linear(8, 1))
+RECORDS = (
+    PROBLEM,
+    ActivationSpec(),
+    Parallel(),
+    Machine(),
+    MeasurementOptions(),
+    Placement.linear(8, 1),
+)
 
 
 def same(a: object, b: object) -> bool:
@@ -171,7 +178,7 @@ def test_junk_for_a_problem_or_a_part(value: Any) -> None:
                 lambda: mk.check_all(PROBLEM, value),
                 lambda: mk.make_kernel(*good, PROBLEM, machine=value),
                 lambda: mk.compose(PROBLEM, value),
-                lambda: mk.compose(PROBLEM, terms=value),
+                lambda: mk.compose(PROBLEM, options=value),
                 lambda: kernel_with_spies(PROBLEM).plan(value),
             )
             if value is not None

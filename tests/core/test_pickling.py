@@ -30,7 +30,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.lora import ForwardBatch
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import Router
-from modular_kernel.select.autotune import Terms, compose
+from modular_kernel.select.autotune import MeasurementOptions, compose
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.ranks.pool import RankPool
@@ -97,7 +97,7 @@ def test_composed_kernels(
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     given = random_inputs(PROBLEM, CPU)
-    kernel = compose(PROBLEM, mk.Machine("cpu"), terms=Terms(budget=0.0))
+    kernel = compose(PROBLEM, mk.Machine("cpu"), options=MeasurementOptions(budget=0.0))
     other = copied(kernel)
     assert other.pairing == kernel.pairing
     assert torch.equal(other(*given), kernel(*given))

@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.measure.routing_patterns import RoutingKind, draw_routing
-from modular_kernel.select.autotune import BUDGET_S, Terms, choose, compose
+from modular_kernel.select.autotune import BUDGET_S, MeasurementOptions, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.spec.problem import Problem
 
@@ -17,12 +17,12 @@ PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4
 
 
 # Of another routing than the shipped record's, so that every pairing is timed.
-TERMS = Terms(tokens=(1, 16, 256), budget=120, routing="zipf")
+OPTIONS = MeasurementOptions(tokens=(1, 16, 256), budget=120, routing="zipf")
 
 
 def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
-    terms = replace(TERMS, folder=tmp_path)
-    first = choose(PROBLEM, terms=terms)
+    options = replace(OPTIONS, folder=tmp_path)
+    first = choose(PROBLEM, options=options)
     assert (first.num_timed, first.untimed_tokens) == (3, ())
     modes = {o.mode for b in first.buckets for o in b.outcomes if o.us is not None}
     assert "graph" in modes
@@ -32,7 +32,7 @@ def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
         default = bucket.find_outcome(bucket.default)
         assert default is not None
         assert default.ratio == 1
-    again = choose(PROBLEM, terms=terms)
+    again = choose(PROBLEM, options=options)
     assert (again.num_timed, again.segments) == (0, first.segments)
 
 
@@ -40,7 +40,7 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    plan = compose(PROBLEM, terms=replace(TERMS, folder=tmp_path)).plan()
+    plan = compose(PROBLEM, options=replace(OPTIONS, folder=tmp_path)).plan()
     device = torch.device(this_machine().device, torch.cuda.current_device())
     weights = make_weights(PROBLEM, device)
     plan.warm_up(weights)
@@ -62,7 +62,7 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
 
 def test_a_cold_layer_takes_no_longer_than_its_budget(tmp_path: Path) -> None:
     start = time.monotonic()
-    choice = choose(PROBLEM, terms=Terms(folder=tmp_path, routing="zipf"))
+    choice = choose(PROBLEM, options=MeasurementOptions(folder=tmp_path, routing="zipf"))
     assert time.monotonic() - start <= BUDGET_S + 1
     assert choice.segments[-1].last == PROBLEM.tokens
 
@@ -71,5 +71,7 @@ def test_the_shipped_record_answers_without_timing(tmp_path: Path) -> None:
     """On the architecture that it is of, a plain layer in bfloat16 runs on the default at once."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the record is of compute capability 9.0")
-    choice = choose(PROBLEM, terms=Terms(folder=tmp_path, budget=0, tokens=(1, 16, 256)))
+    choice = choose(
+        PROBLEM, options=MeasurementOptions(folder=tmp_path, budget=0, tokens=(1, 16, 256))
+    )
     assert choice.summary == "3 token counts: 3 from the shipped record"

@@ -69,7 +69,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
         PARTS
         | {"problem": PROBLEM, "group": None, "machine": CPU, "checked": False, "poison": False},
     ),
-    "compose": lambda: Call(mk.compose, {"problem": PROBLEM, "machine": CPU, "terms": None}),
+    "compose": lambda: Call(mk.compose, {"problem": PROBLEM, "machine": CPU, "options": None}),
     "load_experts": lambda: Call(
         mk.load_experts,
         {"checkpoint": "nothing/here", "layer": 0, "ep": (0, 1), "tp": (0, 1), "dtype": None}

@@ -13,7 +13,7 @@ import modular_kernel as mk
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.operators import kernel_cache
 from modular_kernel.replay.recording import CheckedWeightsCache
-from modular_kernel.select.autotune import Terms, compose
+from modular_kernel.select.autotune import MeasurementOptions, compose
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -67,8 +67,8 @@ def test_concurrent_calls_of_several_sizes(
 def test_layers_are_composed_concurrently(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     given, found = random_inputs(PROBLEM, CPU), list[Any]()
-    machine, terms = Machine("cpu"), Terms(budget=5.0)
-    at_once(*[lambda: found.append(compose(PROBLEM, machine, terms=terms))] * 4)
+    machine, options = Machine("cpu"), MeasurementOptions(budget=5.0)
+    at_once(*[lambda: found.append(compose(PROBLEM, machine, options=options))] * 4)
     want = found[0](*given)
     for kernel in found[1:]:
         torch.testing.assert_close(kernel(*given), want)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from modular_kernel.cli.compose import _BUDGET_S
 from modular_kernel.select import autotune, search
 from modular_kernel.select import budget as budgets
-from modular_kernel.select.autotune import Terms, choose
+from modular_kernel.select.autotune import MeasurementOptions, choose
 from modular_kernel.select.budget import Budget
 from modular_kernel.select.process_group import SingleProcess
 from modular_kernel.select.selection import TimedOutcome
@@ -95,14 +95,14 @@ def test_small_token_counts_come_first_and_others_use_the_default(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = set_pair_seconds(monkeypatch, clock, 2)
-    choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
     assert started == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 8
     assert choice.pair_by_tokens == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
     assert choice.untimed_tokens == (4, 8)
     assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 2, NAIVE), (3, 8, TORCH)]
     assert choice.summary == "4 token counts: 2 timed (8.0 s), 2 default (budget of 9 s spent)"
-    rest = choose(PROBLEM, CPU, terms=Terms(budget=9))
+    rest = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
     assert rest.summary == "4 token counts: 2 timed (8.0 s), 2 from the cache"
     assert rest.pair_by_tokens == dict.fromkeys((1, 2, 4, 8), NAIVE)
 
@@ -120,32 +120,38 @@ def test_times_measured_within_the_budget_are_kept(
 
     monkeypatch.setattr(PairingTimer, "_prepare", slower)
     buckets = []
-    terms = Terms(tokens=(1, 2), budget=20, on_bucket=buckets.append)
-    first = choose(PROBLEM, CPU, terms=terms)
+    options = MeasurementOptions(tokens=(1, 2), budget=20, on_bucket=buckets.append)
+    first = choose(PROBLEM, CPU, options=options)
     assert started == [(1, TORCH), (1, NAIVE), (2, TORCH), (2, NAIVE)]
     assert clock.now == 14
     assert [bucket.tokens for bucket in buckets] == [1, 2]
-    again = choose(PROBLEM, CPU, terms=replace(terms, fresh=True, budget=7.5))
+    again = choose(PROBLEM, CPU, options=replace(options, ignore_saved=True, budget=7.5))
     assert started[4:] == [(1, TORCH), (1, NAIVE)]
-    assert again.pair_by_tokens == {1: NAIVE, 2: TORCH}  # fresh=True ignores the cached bucket
+    assert again.pair_by_tokens == {
+        1: NAIVE,
+        2: TORCH,
+    }  # ignore_saved=True ignores the cached bucket
     assert (
-        choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == first.pair_by_tokens
+        choose(PROBLEM, CPU, options=replace(options, budget=0)).pair_by_tokens
+        == first.pair_by_tokens
     )
 
 
 def test_incomplete_bucket_is_continued(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing the default takes 6 of 9 s, so no time remains for another pairing."""
     started = set_pair_seconds(monkeypatch, clock, 6)
-    terms = Terms(tokens=(8,), budget=9)
-    choice = choose(PROBLEM, CPU, terms=terms)
+    options = MeasurementOptions(tokens=(8,), budget=9)
+    choice = choose(PROBLEM, CPU, options=options)
     assert started == [(8, TORCH)]
     assert choice.summary == "1 token count: 1 default (budget of 9 s spent)"
     assert "not timed: budget of 9 s spent" in [o.why for o in choice.outcomes(8)]
-    complete = choose(PROBLEM, CPU, terms=replace(terms, budget=20))
+    complete = choose(PROBLEM, CPU, options=replace(options, budget=20))
     assert complete.pair_by_tokens == {8: NAIVE}
     assert started[1:] == [(8, TORCH), (8, NAIVE)]
-    choose(PROBLEM, CPU, terms=replace(terms, fresh=True))  # incomplete, so the cache is kept
-    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == {8: NAIVE}
+    choose(
+        PROBLEM, CPU, options=replace(options, ignore_saved=True)
+    )  # incomplete, so the cache is kept
+    assert choose(PROBLEM, CPU, options=replace(options, budget=0)).pair_by_tokens == {8: NAIVE}
 
 
 def test_creating_weights_counts_toward_the_budget(
@@ -159,10 +165,10 @@ def test_creating_weights_counts_toward_the_budget(
         return make_weights(*arguments)
 
     monkeypatch.setattr(search, "make_weights", slow)
-    choice = choose(PROBLEM, CPU, terms=Terms(budget=10))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=10))
     assert started == [(1, TORCH)]  # 0.5 s are left, less than the 1 s that TORCH took
     assert choice.untimed_tokens == (1, 2, 4, 8)
-    choice = choose(PROBLEM, CPU, terms=Terms(budget=5, fresh=True))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=5, ignore_saved=True))
     assert choice.summary == (
         "4 token counts: 4 default "
         "(budget of 5 s spent: weights of 0 of 4 experts were created in time)"
@@ -180,13 +186,13 @@ def test_creating_inputs_counts_toward_the_budget(
         return make_workload(*arguments, **options)
 
     monkeypatch.setattr(search, "make_workload", slow)
-    choice = choose(PROBLEM, CPU, terms=Terms(budget=8))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=8))
     assert (started, clock.now, choice.num_timed) == (
         [],
         3,
         0,
     )  # 5 s are left, less than two steps of 3 s
-    choice = choose(PROBLEM, CPU, terms=Terms(budget=9))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
     assert (started, clock.now, choice.num_timed) == ([(1, TORCH), (1, NAIVE)], 8, 1)
 
 
@@ -200,7 +206,7 @@ def test_no_weights_are_created_if_nothing_is_timed(
     monkeypatch.setattr(search, "make_weights", fail)
     if budget:
         monkeypatch.setattr(search.PairingOptions, "pairs_to_time", lambda *_: ())
-    assert choose(PROBLEM, CPU, terms=Terms(budget=budget)).num_timed == 0
+    assert choose(PROBLEM, CPU, options=MeasurementOptions(budget=budget)).num_timed == 0
 
 
 @given(budget=st.floats(0, 60), steps=st.lists(st.floats(0.01, 8), min_size=1, max_size=12))
@@ -221,10 +227,10 @@ def test_steps_of_decreasing_duration_never_exceed_the_budget(
 
 
 def test_the_command_line_has_the_same_budget() -> None:
-    assert _BUDGET_S == autotune.BUDGET_S == Terms().budget == 20
+    assert _BUDGET_S == autotune.BUDGET_S == MeasurementOptions().budget == 20
 
 
 def test_untimed_outcome_has_a_reason(clock: Clock) -> None:
-    choice = choose(PROBLEM, CPU, terms=Terms(budget=0))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(budget=0))
     reason = "not timed: budget of 0 s spent"
     assert choice.outcomes(1)[1] == TimedOutcome(NAIVE, why=reason)

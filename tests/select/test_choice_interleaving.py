@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from modular_kernel.select import timing
-from modular_kernel.select.autotune import Terms, choose
+from modular_kernel.select.autotune import MeasurementOptions, choose
 from modular_kernel.select.budget import Budget
-from modular_kernel.select.choice import Choice
+from modular_kernel.select.pairing_choice import PairingChoice
 from modular_kernel.select.process_group import SingleProcess
 from modular_kernel.select.selection import TimedOutcome
 from modular_kernel.select.timing import PairingTimer
@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import Machine, Problem
 PROBLEM = Problem(tokens=2, hidden=32, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-TERMS = Terms(tokens=(2,))
+OPTIONS = MeasurementOptions(tokens=(2,))
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def choose_with_times(
     monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
-) -> Choice:
+) -> PairingChoice:
     """Choose, where each run takes `seconds(name of the experts part, index of the run)`."""
     runs = count()
 
@@ -39,10 +39,10 @@ def choose_with_times(
         return seconds(type(prepared.kernel.experts).__name__, next(runs))
 
     monkeypatch.setattr(PairingTimer, "_time_once", time_once)
-    return choose(PROBLEM, Machine("cpu"), terms=TERMS)
+    return choose(PROBLEM, Machine("cpu"), options=OPTIONS)
 
 
-def outcome(choice: Choice, pair: tuple[str, str]) -> TimedOutcome:
+def outcome(choice: PairingChoice, pair: tuple[str, str]) -> TimedOutcome:
     (bucket,) = choice.buckets
     pair_outcome = bucket.find_outcome(pair)
     assert pair_outcome is not None
@@ -117,11 +117,11 @@ def test_next_pairing_replaces_a_failed_default(
         return 1e-3
 
     monkeypatch.setattr(PairingTimer, "_run", run)
-    choice = choose(PROBLEM, Machine("cpu"), terms=TERMS)
+    choice = choose(PROBLEM, Machine("cpu"), options=OPTIONS)
     assert outcome(choice, TORCH) == TimedOutcome(TORCH, why="RuntimeError: failed")
     assert outcome(choice, NAIVE).ratio == 1
     assert choice.pair_by_tokens == {2: NAIVE}
-    assert choose(PROBLEM, Machine("cpu"), terms=TERMS).pair_by_tokens == {
+    assert choose(PROBLEM, Machine("cpu"), options=OPTIONS).pair_by_tokens == {
         2: NAIVE
     }  # from the cache
 

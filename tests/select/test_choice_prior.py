@@ -13,9 +13,14 @@ import torch
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import autotune, shipped_record
-from modular_kernel.select.autotune import Terms, choose, compose
+from modular_kernel.select.autotune import MeasurementOptions, choose, compose
 from modular_kernel.select.selection import MAX_RATIO_TO_TIME, MAX_RATIO_UNTIMED, Estimate
-from modular_kernel.select.shipped_record import Cell, ShippedRecord, load_shipped_record, parse
+from modular_kernel.select.shipped_record import (
+    LayerTimes,
+    ShippedRecord,
+    load_shipped_record,
+    parse,
+)
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
@@ -26,8 +31,8 @@ PROBLEM = Problem(16, 64, 64, 8, 8, quant="fp8_w8a8_block")
 SIZE = 64.0 * 64
 
 
-def make_record(*cells: tuple[str, float, float, dict]) -> ShippedRecord:
-    return ShippedRecord((9, 0), tuple(Cell(*cell) for cell in cells))
+def make_record(*measurements: tuple[str, float, float, dict]) -> ShippedRecord:
+    return ShippedRecord((9, 0), tuple(LayerTimes(*measurement) for measurement in measurements))
 
 
 def record_with_ratios(*ratios: float, scheme: str = "fp8_w8a8_block") -> ShippedRecord:
@@ -35,7 +40,7 @@ def record_with_ratios(*ratios: float, scheme: str = "fp8_w8a8_block") -> Shippe
     return make_record(*((scheme, 16.0 * 2**n, SIZE, {A: 1.0, B: r}) for n, r in enumerate(ratios)))
 
 
-def test_estimate_uses_the_three_nearest_cells() -> None:
+def test_estimate_uses_the_three_nearest_measurements() -> None:
     found = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
     assert found == {B: Estimate(0.8, 1.1, trusted=True)}
     more = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
@@ -50,10 +55,10 @@ def test_distance_includes_sizes() -> None:
 
 
 def test_ratios_are_relative_to_the_given_default() -> None:
-    cell = ("none", 16.0, SIZE, {A: 1.0, B: 0.5, C: 2.0})
-    found = make_record(cell).estimates(replace(PROBLEM, quant="none"), [A, C], B)
+    measurement = ("none", 16.0, SIZE, {A: 1.0, B: 0.5, C: 2.0})
+    found = make_record(measurement).estimates(replace(PROBLEM, quant="none"), [A, C], B)
     assert found == {A: Estimate(2.0, 2.0), C: Estimate(4.0, 4.0)}
-    assert make_record(cell).estimates(replace(PROBLEM, quant="none"), [B], ("P", "D")) == {}
+    assert make_record(measurement).estimates(replace(PROBLEM, quant="none"), [B], ("P", "D")) == {}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_ratios_are_relative_to_the_given_default() -> None:
         ({"quant": "fp8_w8a8_channel"}, False),  # the same element types
         ({"activation": "gelu"}, False),
         ({"bias": True}, False),
-        ({"tokens": 4096}, False),  # too far from the cells
+        ({"tokens": 4096}, False),  # too far from the measurements
         ({"hidden": 64 * 64}, False),
         ({"tokens": 0}, False),
     ],
@@ -75,7 +80,7 @@ def test_only_estimates_of_similar_layers_are_trusted(change: dict, trusted: boo
     assert found == {B: Estimate(0.7, 0.9, trusted)}
 
 
-def test_estimates_from_two_cells_are_not_trusted() -> None:
+def test_estimates_from_two_measurements_are_not_trusted() -> None:
     assert record_with_ratios(0.9, 0.8).estimates(PROBLEM, [B], A) == {B: Estimate(0.8, 0.9)}
 
 
@@ -128,27 +133,33 @@ def test_the_shipped_record_is_what_the_tool_builds() -> None:
     record = load_shipped_record()
     assert record is not None
     assert record.arch == (9, 0)
-    assert len(record.cells) > 250
+    assert len(record.measurements) > 250
 
 
 def test_shipped_record_selects_no_slower_pairing() -> None:
-    """Each cell is estimated without the records of its layer and of layers of the same size."""
+    """Each time is estimated without the records of its layer and of layers of the same size."""
     record = load_shipped_record()
     assert record is not None
     wrong, num_selected = [], 0
-    for cell in record.cells:
+    for measurement in record.measurements:
         others_record = ShippedRecord(
-            record.arch, tuple(c for c in record.cells if c.size != cell.size)
+            record.arch, tuple(c for c in record.measurements if c.size != measurement.size)
         )
         hidden = 64
-        tokens, experts = (int(cell.rows), 8) if cell.rows >= 1 else (1, round(8 / cell.rows))
-        problem = Problem(tokens, hidden, int(cell.size) // hidden, experts, 8, quant=cell.scheme)
-        default = next(pair for pair, ratio in cell.ratios.items() if ratio == 1)
-        others = [pair for pair in cell.ratios if pair != default]
+        tokens, experts = (
+            (int(measurement.rows), 8)
+            if measurement.rows >= 1
+            else (1, round(8 / measurement.rows))
+        )
+        problem = Problem(
+            tokens, hidden, int(measurement.size) // hidden, experts, 8, quant=measurement.scheme
+        )
+        default = next(pair for pair, ratio in measurement.ratios.items() if ratio == 1)
+        others = [pair for pair in measurement.ratios if pair != default]
         for pair, estimate in others_record.estimates(problem, others, default).items():
             if estimate.trusted and estimate.pessimistic <= MAX_RATIO_UNTIMED:
                 num_selected += 1
-                wrong += [(cell, pair)] * (cell.ratios[pair] > 1)
+                wrong += [(measurement, pair)] * (measurement.ratios[pair] > 1)
     assert num_selected > 0
     assert wrong == []
 
@@ -156,13 +167,17 @@ def test_shipped_record_selects_no_slower_pairing() -> None:
 def test_default_is_not_timed_on_a_recorded_gpu(tmp_path: Path) -> None:
     """For a bfloat16 layer no pairing is expected to be faster, so nothing is built or timed."""
     problem = Problem(1024, quant="none", **SHAPES["mixtral"])
-    choice = choose(problem, H200, terms=Terms(folder=tmp_path, tokens=(1, 16, 1024)))
+    choice = choose(
+        problem, H200, options=MeasurementOptions(folder=tmp_path, tokens=(1, 16, 1024))
+    )
     assert choice.summary == "3 token counts: 3 from the shipped record"
     assert [s.pair for s in choice.segments] == [("MoEPrepareAndFinalizeNoEP", "TritonExperts")]
     (reason,) = (o.why for o in choice.outcomes(16) if o.pair[1] == "TorchExperts")
     assert reason.startswith("not timed: the shipped record expects ")
     assert reason.endswith("x the default's time")
-    assert all(e.optimistic > MAX_RATIO_TO_TIME for e in choice.options.estimates[16].values())
+    assert all(
+        e.optimistic > MAX_RATIO_TO_TIME for e in choice.pairing_options.estimates[16].values()
+    )
 
 
 def test_trusted_pairing_runs_without_timing(
@@ -174,11 +189,15 @@ def test_trusted_pairing_runs_without_timing(
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
     )
-    cells = [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
-    cells += [Cell("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)]
-    monkeypatch.setattr(autotune, "load_shipped_record", lambda: ShippedRecord(None, tuple(cells)))  # type: ignore[arg-type]
+    measurements = [LayerTimes("none", 2.0**n, SIZE, {torch_: 1.0, naive: 0.9}) for n in range(3)]
+    measurements += [
+        LayerTimes("none", 2.0**n, SIZE, {torch_: 1.0, naive: 1.2}) for n in range(6, 9)
+    ]
+    monkeypatch.setattr(
+        autotune, "load_shipped_record", lambda: ShippedRecord(None, tuple(measurements))
+    )  # type: ignore[arg-type]
     problem = replace(PROBLEM, tokens=128, quant="none")
-    kernel = compose(problem, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
+    kernel = compose(problem, Machine("cpu"), options=MeasurementOptions(folder=tmp_path, budget=0))
     found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
     assert found == [(0, 8, naive), (9, 128, torch_)]
     assert kernel.choice.summary == (
@@ -196,7 +215,7 @@ VALID = {
     "device": "G",
     "arch": [9, 0],
     "pairs": [list(A), list(B)],
-    "cells": [["none", 1.0, 64, [1.0, None]]],
+    "measurements": [["none", 1.0, 64, [1.0, None]]],
 }
 INVALID_CHANGES = [
     {"schema": "mk-prior/0"},
@@ -205,19 +224,21 @@ INVALID_CHANGES = [
     {"pairs": None},
     {"pairs": [["P"]]},
     {"pairs": [list(A), list(A)]},
-    {"cells": {}},
-    {"cells": [["none", 1.0, 64]]},
-    {"cells": [["fp7", 1.0, 64, [1.0, None]]]},
-    {"cells": [["none", 0, 64, [1.0, None]]]},
-    {"cells": [["none", 1.0, True, [1.0, None]]]},
-    {"cells": [["none", 1.0, 64, [1.0]]]},
-    {"cells": [["none", 1.0, 64, [1.0, -1]]]},
-    {"cells": [["none", 1.0, 64, [1.0, "1"]]]},
+    {"measurements": {}},
+    {"measurements": [["none", 1.0, 64]]},
+    {"measurements": [["fp7", 1.0, 64, [1.0, None]]]},
+    {"measurements": [["none", 0, 64, [1.0, None]]]},
+    {"measurements": [["none", 1.0, True, [1.0, None]]]},
+    {"measurements": [["none", 1.0, 64, [1.0]]]},
+    {"measurements": [["none", 1.0, 64, [1.0, -1]]]},
+    {"measurements": [["none", 1.0, 64, [1.0, "1"]]]},
 ]
 
 
 def test_valid_record_is_parsed() -> None:
-    assert parse(json.dumps(VALID)) == ShippedRecord((9, 0), (Cell("none", 1.0, 64.0, {A: 1.0}),))
+    assert parse(json.dumps(VALID)) == ShippedRecord(
+        (9, 0), (LayerTimes("none", 1.0, 64.0, {A: 1.0}),)
+    )
 
 
 @pytest.mark.parametrize("change", INVALID_CHANGES, ids=str)
@@ -244,7 +265,9 @@ def test_corrupt_record_is_ignored_with_a_warning(
         # The process also logs once that the interpreter is on, in whichever test comes first.
         (line,) = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
         assert line.startswith("no shipped record of pairings' times: prior.json: ")
-        choice = choose(PROBLEM, Machine("cpu"), terms=Terms(folder=tmp_path, budget=0))
+        choice = choose(
+            PROBLEM, Machine("cpu"), options=MeasurementOptions(folder=tmp_path, budget=0)
+        )
         assert choice.segments
     finally:
         load_shipped_record.cache_clear()

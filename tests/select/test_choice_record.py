@@ -13,9 +13,9 @@ from modular_kernel.select.selection import (
     Estimate,
     Pair,
     PairingOptions,
-    Pick,
     Segment,
-    Source,
+    SelectedPairing,
+    SelectionReason,
     TimedOutcome,
     bucket_tokens,
     default_pair,
@@ -79,43 +79,51 @@ def test_faster_requires_a_gain_beyond_the_noise(timed: TimedOutcome, is_faster:
 
 
 DECISIONS = {
-    "nothing is faster": (bucket(1, a=1.0, b=0.99, c=1.2), None, Pick(A, Source.TIMED)),
-    "the fastest": (bucket(1, a=1.0, b=0.9, c=0.8), None, Pick(C, Source.TIMED)),
+    "nothing is faster": (
+        bucket(1, a=1.0, b=0.99, c=1.2),
+        None,
+        SelectedPairing(A, SelectionReason.TIMED),
+    ),
+    "the fastest": (
+        bucket(1, a=1.0, b=0.9, c=0.8),
+        None,
+        SelectedPairing(C, SelectionReason.TIMED),
+    ),
     "the previous pairing if it is about as fast": (
         bucket(1, a=1.0, b=0.9 * MAX_RATIO_TO_KEEP - 1e-6, c=0.9),
         B,
-        Pick(B, Source.TIMED),
+        SelectedPairing(B, SelectionReason.TIMED),
     ),
     "not the previous pairing if it is slower": (
         bucket(1, a=1.0, b=0.92, c=0.9),
         B,
-        Pick(C, Source.TIMED),
+        SelectedPairing(C, SelectionReason.TIMED),
     ),
     "not the previous pairing if the default is as fast": (
         bucket(1, a=1.0, b=0.99, c=1.0),
         B,
-        Pick(A, Source.TIMED),
+        SelectedPairing(A, SelectionReason.TIMED),
     ),
     "the next pairing if the default fails": (
         bucket(1, default=B, a=None, b=1.0, c=1.0),
         None,
-        Pick(B, Source.TIMED),
+        SelectedPairing(B, SelectionReason.TIMED),
     ),
     "the default if not all were timed": (
         bucket(1, a=1.0, b=1.0),
         None,
-        Pick(A, Source.DEFAULT),
+        SelectedPairing(A, SelectionReason.DEFAULT),
     ),
     "a faster pairing if not all were timed": (
         bucket(1, a=1.0, b=0.9),
         None,
-        Pick(B, Source.TIMED),
+        SelectedPairing(B, SelectionReason.TIMED),
     ),
 }
 
 
 @pytest.mark.parametrize(("timed", "previous", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_pick_of_a_bucket(timed: Bucket, previous: Pair | None, pick: Pick) -> None:
+def test_pick_of_a_bucket(timed: Bucket, previous: Pair | None, pick: SelectedPairing) -> None:
     second = Bucket(2, timed.default, timed.outcomes)
     first = bucket(1, a=1.0, b=0.5, c=1.0) if previous == B else bucket(1, a=1.0, b=1.0, c=1.0)
     assert select_pairs(options(2), [first, second])[2] == pick
@@ -123,11 +131,13 @@ def test_pick_of_a_bucket(timed: Bucket, previous: Pair | None, pick: Pick) -> N
 
 def test_default_is_used_everywhere_without_times() -> None:
     assert make_segments(options(16), ()) == (Segment(0, 16, A),)
-    assert select_pairs(options(2), ()) == dict.fromkeys((1, 2), Pick(A, Source.DEFAULT))
+    assert select_pairs(options(2), ()) == dict.fromkeys(
+        (1, 2), SelectedPairing(A, SelectionReason.DEFAULT)
+    )
     valid = {1: (B,), 8: (C, B), 16: (C,)}
     found = options(16, (1, 8, 16), valid=valid)
     assert make_segments(found, ()) == (Segment(0, 8, B), Segment(9, 16, C))
-    assert select_pairs(found, ())[16] == Pick(C, Source.ONLY)
+    assert select_pairs(found, ())[16] == SelectedPairing(C, SelectionReason.ONLY)
 
 
 def test_pairing_between_buckets_requires_both() -> None:
@@ -185,9 +195,11 @@ def test_challengers_are_promising_pairings_in_order() -> None:
 
 def test_record_that_excludes_all_challengers_decides() -> None:
     slow = {1: dict.fromkeys((B, C), Estimate(1.1, 1.2, True))}
-    assert select_pairs(options(1, estimates=slow), ()) == {1: Pick(A, Source.RECORD)}
+    assert select_pairs(options(1, estimates=slow), ()) == {
+        1: SelectedPairing(A, SelectionReason.RECORD)
+    }
     assert select_pairs(options(1, estimates=slow, untimeable=ORDER), ()) == {
-        1: Pick(A, Source.DEFAULT)
+        1: SelectedPairing(A, SelectionReason.DEFAULT)
     }
 
 

@@ -22,7 +22,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.operators.kernel_cache import NO_EP, select_default_experts
 from modular_kernel.select import candidates, search, timing
-from modular_kernel.select.autotune import Terms, choose, compose
+from modular_kernel.select.autotune import MeasurementOptions, choose, compose
 from modular_kernel.select.inputs import make_weights
 from modular_kernel.select.selection import TimedOutcome
 from modular_kernel.select.timing import PairingTimer
@@ -130,7 +130,7 @@ def test_compose_logs_one_line_about_timing(
     with caplog.at_level(logging.INFO, "modular_kernel.select"):
         choice = compose(PROBLEM, CPU).choice
         compose(PROBLEM, CPU)
-        compose(PROBLEM.with_tokens(16), CPU, terms=Terms(budget=0))
+        compose(PROBLEM.with_tokens(16), CPU, options=MeasurementOptions(budget=0))
     # The process also logs once that the interpreter is on, in whichever test comes first.
     assert [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"] == [
         f"4 token counts: 4 timed ({choice.seconds:.1f} s)",
@@ -160,65 +160,68 @@ def test_a_second_call_times_nothing_and_chooses_the_same(
     assert again.choice.segments == first.segments
     fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are a subset
     assert (fewer.num_timed, fewer.pair_by_tokens) == (0, {1: NAIVE, 2: TORCH, 4: TORCH})
-    # With fresh=True, it times again.
+    # With ignore_saved=True, it times again.
     with pytest.raises(AssertionError, match="timed again"):
-        choose(PROBLEM, CPU, terms=Terms(fresh=True))
+        choose(PROBLEM, CPU, options=MeasurementOptions(ignore_saved=True))
 
 
 @pytest.mark.parametrize(
     "change", [{"hidden": 128}, {"quant": "int8_w8a8_channel"}, {"dtype": "float32"}]
 )
 def test_other_layers_have_their_own_choice(folder: Path, clock: dict, change: dict) -> None:
-    choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert choose(replace(PROBLEM, **change), CPU, terms=Terms(tokens=(8,))).num_timed == 1
+    choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
+    assert (
+        choose(replace(PROBLEM, **change), CPU, options=MeasurementOptions(tokens=(8,))).num_timed
+        == 1
+    )
 
 
 def test_other_versions_are_measured_again_with_a_note(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     monkeypatch.setattr(torch, "__version__", "99.0")
-    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     assert choice.num_timed == 1
     assert choice.notes[0].startswith("ignoring cached timings: torch ")
     assert choice.notes[0].endswith(" -> 99.0")
 
 
 def test_corrupt_cache_is_measured_again_with_a_note(folder: Path, clock: dict) -> None:
-    choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     (path,) = folder.rglob("*.json")
     path.write_text("{")
-    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     assert choice.num_timed == 1
     assert "will be replaced" in choice.notes[0]
-    assert choose(PROBLEM, CPU, terms=Terms(tokens=(8,))).notes == ()
+    assert choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,))).notes == ()
 
 
 def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     """Only valid pairings of a file are used, and a bucket that lacks a pairing is timed again."""
-    terms = Terms(tokens=(8,))
-    choose(PROBLEM, CPU, terms=terms)
+    options = MeasurementOptions(tokens=(8,))
+    choose(PROBLEM, CPU, options=options)
     (path,) = folder.rglob("*.json")
     found = json.loads(path.read_text())
     outcomes = found["records"][0]["buckets"][0]["outcomes"]
     outcomes.append({**outcomes[0], "pair": ["os", "system"], "us": 0.001})
     path.write_text(json.dumps(found))
-    read = choose(PROBLEM, CPU, terms=terms)
+    read = choose(PROBLEM, CPU, options=options)
     assert (read.pair_by_tokens, read.num_timed) == ({8: TORCH}, 0)
     outcomes[:] = [o for o in outcomes if o["pair"] == list(TORCH)]
     path.write_text(json.dumps(found))
-    assert choose(PROBLEM, CPU, terms=terms).num_timed == 1
+    assert choose(PROBLEM, CPU, options=options).num_timed == 1
 
 
 def test_ratios_to_another_default_are_not_used(folder: Path, clock: dict) -> None:
-    terms = Terms(tokens=(8,))
-    choose(PROBLEM, CPU, terms=terms)
+    options = MeasurementOptions(tokens=(8,))
+    choose(PROBLEM, CPU, options=options)
     (path,) = folder.rglob("*.json")
     found = json.loads(path.read_text())
     found["records"][0]["buckets"][0]["default"] = list(NAIVE)
     path.write_text(json.dumps(found))
-    assert choose(PROBLEM, CPU, terms=replace(terms, budget=0)).pair_by_tokens == {8: TORCH}
-    assert choose(PROBLEM, CPU, terms=terms).num_timed == 1
+    assert choose(PROBLEM, CPU, options=replace(options, budget=0)).pair_by_tokens == {8: TORCH}
+    assert choose(PROBLEM, CPU, options=options).num_timed == 1
 
 
 def test_candidate_with_wrong_results_is_never_chosen(
@@ -233,7 +236,7 @@ def test_candidate_with_wrong_results_is_never_chosen(
         output.mul_(1.1)
 
     monkeypatch.setattr(part, "apply", wrong)
-    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     outcome = next(o for o in choice.buckets[0].outcomes if o.pair == NAIVE)
     assert outcome.us is None
     assert outcome.why.startswith("wrong: relative error")
@@ -248,7 +251,7 @@ def test_exception_of_a_candidate_is_an_outcome(
 
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
     monkeypatch.setattr(part, "apply", fails)
-    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     assert TimedOutcome(NAIVE, why="RuntimeError: failed") in choice.buckets[0].outcomes
 
 
@@ -256,19 +259,19 @@ def test_weights_that_do_not_fit_in_memory_are_not_created(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "free_bytes", lambda _device: 100)
-    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,)))
     assert not choice.has_times
     assert all("its plan takes" in o.why for o in choice.buckets[0].outcomes)
     assert choice.pair_by_tokens == {8: TORCH}
     monkeypatch.setattr(search, "free_bytes", lambda _device: 100)
-    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,), fresh=True))
+    choice = choose(PROBLEM, CPU, options=MeasurementOptions(tokens=(8,), ignore_saved=True))
     assert choice.summary.startswith("1 token count: 1 default (weights take ")
 
 
 def test_nothing_is_timed_in_the_interpreter(tmp_path: Path) -> None:
     packages = frozenset({"triton", "ml_dtypes"})
     machine = Machine("cpu", packages=packages, interpreter=True)
-    choice = choose(PROBLEM, machine, terms=Terms(folder=tmp_path))
+    choice = choose(PROBLEM, machine, options=MeasurementOptions(folder=tmp_path))
     assert choice.candidates.order[:2] == (TORCH, NAIVE)
     assert set(choice.candidates.untimeable) == set(choice.candidates.order) > {TORCH, NAIVE}
     assert (choice.num_timed, choice.has_times) == (0, False)
@@ -338,7 +341,7 @@ def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "terms",
+    "options",
     [
         {"budget": -1},
         {"budget": float("nan")},
@@ -349,9 +352,9 @@ def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
     ],
     ids=str,
 )
-def test_bad_terms_are_refused(terms: dict) -> None:
+def test_bad_terms_are_refused(options: dict) -> None:
     with pytest.raises(ConfigurationError):
-        Terms(**terms)
+        MeasurementOptions(**options)
 
 
 @pytest.mark.parametrize("budget", [0.0, 120.0])
@@ -359,7 +362,7 @@ def test_token_counts_without_a_timing_are_supported(
     folder: Path, clock: dict, budget: float
 ) -> None:
     """The token counts that are measured do not limit those of a call."""
-    kernel = compose(PROBLEM, CPU, terms=Terms(tokens=(2, 3), budget=budget))
+    kernel = compose(PROBLEM, CPU, options=MeasurementOptions(tokens=(2, 3), budget=budget))
     for tokens in (1, 3, 4, 8):
         inputs = random_inputs(PROBLEM.with_tokens(tokens), torch.device("cpu"))
         expected = make_kernel(*TORCH, PROBLEM, machine=CPU)(*inputs)
@@ -375,7 +378,7 @@ def test_group_must_match_the_problem(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="initialized"):
         compose(replace(PROBLEM, parallel=Parallel(2)), CPU)
     with pytest.raises(ConfigurationError, match="tokens to measure: got 9"):
-        compose(PROBLEM, CPU, terms=Terms(tokens=(9,)))
+        compose(PROBLEM, CPU, options=MeasurementOptions(tokens=(9,)))
 
 
 # ---------------------------------------------------------------------------- the command line
@@ -395,7 +398,9 @@ def test_the_verb_chooses_explains_and_reuses(
     code, out, err = run_compose(capsys, *SMALL, "--explain")
     assert code == 0
     with_interpreter = replace(CPU, packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
-    num_valid = len(choose(PROBLEM, with_interpreter, terms=Terms(budget=0)).candidates.order)
+    num_valid = len(
+        choose(PROBLEM, with_interpreter, options=MeasurementOptions(budget=0)).candidates.order
+    )
     assert f" pairings are valid without Triton's interpreter ({num_valid} with it, untimed)" in out
     assert "0 to 1 " in out
     assert "2 token counts: 2 timed (" in out
@@ -424,7 +429,7 @@ def test_long_waits_are_logged_once(
 ) -> None:
     monkeypatch.setattr(search, "_WARN_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(PairingTimer, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
-    compose(PROBLEM, CPU, terms=Terms(on_bucket=(lambda _: None) if quiet else None))
+    compose(PROBLEM, CPU, options=MeasurementOptions(on_bucket=(lambda _: None) if quiet else None))
     message = "timing 2 pairings for up to 20 s; the times are cached"
     # The process also logs once that the interpreter is on, in whichever test comes first.
     logged = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]

@@ -10,7 +10,7 @@ from modular_kernel.errors import CapacityError, ConfigurationError
 from modular_kernel.profiling import record
 from modular_kernel.profiling.record import ProfileJob
 from modular_kernel.select import search
-from modular_kernel.select.autotune import Terms, choose, compose
+from modular_kernel.select.autotune import MeasurementOptions, choose, compose
 from modular_kernel.select.cache import Cache
 from modular_kernel.select.inputs import TimingWorkload, make_weights, weight_bytes
 from modular_kernel.select.selection import Bucket, TimedOutcome
@@ -24,12 +24,12 @@ PROBLEM = Problem(8, 64, 32, 4, 2)
 def _compose_on_rank(rank: int, world: int, group: object, folder: Path, *more):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     machine = Machine("cpu")
-    terms = Terms(tokens=(2,), folder=folder, **dict(more))
-    kernel = compose(problem, machine, group=group, terms=terms)
+    options = MeasurementOptions(tokens=(2,), folder=folder, **dict(more))
+    kernel = compose(problem, machine, group=group, options=options)
     weights = make_weights(problem, torch.device("cpu"))
     plan = kernel.plan()
     calls = plan.warm_up(weights)
-    if not terms.replicated:  # ranks may have different numbers of tokens
+    if not options.replicated:  # ranks may have different numbers of tokens
         x_TH, _, routing = random_inputs(problem.with_tokens(8 if rank else 1), torch.device("cpu"))
         plan(x_TH, weights, routing)
         plan(x_TH, weights, routing, max_tokens=8)
@@ -55,7 +55,7 @@ def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
 def _choose_with_failure(rank: int, world: int, group: object, folder: Path, where: str):
     """Return the outcomes if one rank has a wrong output, or fails during timing."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
-    terms = Terms(tokens=(8,), folder=folder, fresh=True)
+    options = MeasurementOptions(tokens=(8,), folder=folder, ignore_saved=True)
 
     owner, name = {"wrong": (TimingWorkload, "find_error"), "run": (PairingTimer, "_run")}[where]
     real = getattr(owner, name)
@@ -67,7 +67,7 @@ def _choose_with_failure(rank: int, world: int, group: object, folder: Path, whe
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(owner, name, fail)
-        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+        choice = choose(problem, Machine("cpu"), group=group, options=options)
     return {outcome.why for outcome in choice.buckets[0].outcomes}
 
 
@@ -84,8 +84,8 @@ def _measured_times(rank: int, world: int, group: object, folder: Path):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairingTimer, "_run", lambda *_: 1.0 + rank)
-        terms = Terms(tokens=(8,), folder=folder)
-        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+        options = MeasurementOptions(tokens=(8,), folder=folder)
+        choice = choose(problem, Machine("cpu"), group=group, options=options)
     return set(choice.buckets[0].us_by_pair.values())
 
 
@@ -96,8 +96,8 @@ def test_times_are_those_of_the_slowest_rank(rank_pool, tmp_path: Path) -> None:
 def _choose_with_unequal_budgets(rank: int, world: int, group: object, folder: Path):
     """Return what was timed if rank 1's budget ends before rank 0's."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
-    terms = Terms(tokens=(8,), folder=folder, budget=0 if rank else 60)
-    return choose(problem, Machine("cpu"), group=group, terms=terms).num_timed
+    options = MeasurementOptions(tokens=(8,), folder=folder, budget=0 if rank else 60)
+    return choose(problem, Machine("cpu"), group=group, options=options).num_timed
 
 
 def test_ranks_share_one_budget(rank_pool, tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def _choose_with_other_arguments(
     """Return the error if rank 1 passes other arguments."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     problem = problem.with_tokens(tokens) if rank else problem
-    terms = Terms(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
+    options = MeasurementOptions(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
     with pytest.raises(ConfigurationError) as raised:
-        choose(problem, Machine("cpu"), group=group, terms=terms)
+        choose(problem, Machine("cpu"), group=group, options=options)
     return str(raised.value)
 
 
@@ -121,7 +121,7 @@ def _choose_with_other_arguments(
     [
         ({"tokens": (2, 4, 8)}, 8, "{'tokens': '(2, 4, 8)'}", "{'tokens': '(2, 8)'}"),
         ({"tokens": (2, 4)}, 4, "{'tokens': '(2, 4)'}", "{'tokens': '(2, 8)'}"),
-        ({"fresh": True}, 8, "{'fresh': 'True'}", "{'fresh': 'False'}"),
+        ({"ignore_saved": True}, 8, "{'ignore_saved': 'True'}", "{'ignore_saved': 'False'}"),
     ],
 )
 def test_ranks_with_different_arguments_raise(
@@ -157,8 +157,8 @@ def _run_with_too_little_memory(
     free = int(1.5 * weight_bytes(problem))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "free_bytes", lambda _device: free)
-        terms = Terms(tokens=(2,), folder=folder)
-        kernel = compose(problem, Machine("cpu"), group=group, terms=terms)
+        options = MeasurementOptions(tokens=(2,), folder=folder)
+        kernel = compose(problem, Machine("cpu"), group=group, options=options)
         summary = kernel.choice.summary
         kernel.destroy()
         patch.setattr(record, "free_bytes", lambda _device: free)

@@ -92,7 +92,7 @@ def test_results_are_saved_after_each_number_of_tokens() -> None:
         list(tune(job(space, Fake(times), 1, 2, 3)))
     assert space.saves == [[1], [1, 2]]
     bench = Fake(TIMES)
-    assert remaining_token_counts(space, (1, 2, 3, 4, 4), FOLDER, fresh=False) == [3, 4]
+    assert remaining_token_counts(space, (1, 2, 3, 4, 4), FOLDER, ignore_saved=False) == [3, 4]
     assert [tuned.tokens for tuned in tune(job(space, bench, 1, 2, 3, 4))] == [3, 4]
     assert {tokens for tokens, _ in bench.timed} == {3, 4}
     assert sorted(space.kept) == [1, 2, 3, 4]
@@ -101,8 +101,8 @@ def test_results_are_saved_after_each_number_of_tokens() -> None:
 def test_fresh_ignores_saved_results() -> None:
     space = Space()
     space.kept = {1: TunedChoice(3, 1.0, 1.0), 7: TunedChoice(3, 1.0, 1.0)}
-    assert remaining_token_counts(space, (1, 7), FOLDER, fresh=True) == [1, 7]
-    (tuned,) = tune(job(space, Fake(TIMES), 1, fresh=True))
+    assert remaining_token_counts(space, (1, 7), FOLDER, ignore_saved=True) == [1, 7]
+    (tuned,) = tune(job(space, Fake(TIMES), 1, ignore_saved=True))
     assert tuned.best is not None
     assert list(space.kept) == [1]
 

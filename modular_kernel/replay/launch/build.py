@@ -1,4 +1,7 @@
-"""Compilation of a C file of this package into a cached Python extension module."""
+"""Compilation of a C file of this package into a cached Python extension module.
+
+`cuda_replay` loads its C code through `load_module`.
+"""
 
 import importlib.util
 import platform

@@ -1,9 +1,9 @@
-"""Cache of compiled code on disk, which processes of one user share.
+"""Cache of compiled code on disk, which the processes of one user share.
 
 Processes execute these files, so a file is trusted only if no other user can have written it:
 folder and file belong to this user and are not writable by others. The name of a file contains the
-hash of its bytes, which is verified before use. Any other file is removed and built again. Files
-are written atomically.
+hash of its bytes, which is verified before use. A file that fails one of these checks is removed
+and built again. Files are written atomically.
 """
 
 import atexit

@@ -44,8 +44,9 @@ class LaunchRecord:
     dependent: whether programmatic dependent launch is enabled.
     cooperative: whether all programs must be resident at once.
     values: the parameters of the kernel, each a TMA map (CUtensorMap) or eight bytes.
-    slots: (index in `values`, input, byte offset) of each parameter that a replay replaces by the
-        address of an input plus the offset.
+    slots: (index in `values`, index of an input, byte offset) of each parameter that a replay
+        replaces by the address of the input plus the offset. The inputs are the tensors of the
+        recorded call whose addresses differ between replays.
     """
 
     kernel: TritonObject
@@ -151,7 +152,7 @@ def get_module() -> TritonObject:
 
 
 def why_no_module() -> str:
-    """Return why `module` is None; "" if it is available."""
+    """Return why `get_module` returns None; "" if the module is available."""
     return _build_module()[1]
 
 

@@ -1,10 +1,10 @@
-"""`launch`: launches a Triton kernel, and records the launch while a plan records.
+"""`launch`: launches a Triton kernel, and records the launch while a call is recorded.
 
     launch(kernel, (programs,), x_ptr=x, num_rows=rows, BLOCK=128, num_warps=4)
 
-does the same as `kernel[grid](...)`. While a call is recorded (modular_kernel.replay.recording),
-the compiled kernel and its arguments are recorded as well. A replay repeats all recorded launches
-with one call of C code (modular_kernel.replay.launch.cuda_replay).
+does the same as `kernel[grid](...)`. All kernels of this project are launched by this function, so
+that plans can record the launches of a call (modular_kernel.replay.recording). A replay repeats all
+recorded launches with one call of C code (modular_kernel.replay.launch.cuda_replay).
 """
 
 from typing import Any

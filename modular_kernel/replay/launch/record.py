@@ -1,4 +1,7 @@
-"""Recording of the kernel and the arguments of a launch, so that `cuda_replay` can repeat it."""
+"""Recording of the kernel and the arguments of a launch, so that `cuda_replay` can repeat it.
+
+`launch` calls `record_launch` for every launch of a recorded call.
+"""
 
 import logging
 from functools import cache

@@ -1,6 +1,7 @@
-"""Selection between the Triton kernel and the torch reference of an operation.
+"""Selection between the Triton kernel and the torch implementation of an operation.
 
-Triton is optional. Other modules read HAS_TRITON from here instead of importing it.
+Each operation in `modular_kernel.ops` has both, and calls `use_triton` to select one. Triton is
+optional. Other modules read HAS_TRITON from here instead of importing it.
 """
 
 from collections.abc import Iterator
@@ -44,8 +45,8 @@ def use_triton(tensor: torch.Tensor) -> bool:
     """Return whether operations on `tensor` launch Triton kernels.
 
     On a GPU they do if triton is installed. On a CPU they do if Triton's interpreter is active,
-    which this function then patches to compute as a GPU does. A meta tensor counts as one on a GPU,
-    because compile reports record launches with meta tensors.
+    which this function then patches to compute as a GPU does. A meta tensor counts as a GPU tensor,
+    because `mk compile` launches kernels with meta tensors to find out what to compile.
     """
     if not HAS_TRITON:
         return False

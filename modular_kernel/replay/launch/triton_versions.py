@@ -1,7 +1,8 @@
 """Differences between the supported triton releases.
 
-Kernels import functions of Gluon that were renamed. Host code uses the functions that read triton's
-compiled kernels. All other modules are written as if there were one triton release.
+Kernels import functions of Gluon, triton's low-level kernel language, that were renamed between
+releases. Host code uses the functions that read triton's compiled kernels. All other modules are
+written as if there were one triton release.
 """
 
 import ctypes

@@ -28,8 +28,8 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
-# Fields of Terms, which do not accept values of _INVALID_TYPES.
-_TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "on_bucket")
+# Fields of MeasurementOptions, which do not accept values of _INVALID_TYPES.
+_OPTIONS = ("tokens", "budget", "routing", "replicated", "ignore_saved", "on_bucket")
 _INVALID_TYPES = (bytes, list, dict, set, complex)
 
 
@@ -59,22 +59,24 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
     problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
-    terms: dict[str, Any] = {"budget": case.budget}
+    options: dict[str, Any] = {"budget": case.budget}
     if problem.tokens and case.tokens:
-        terms["tokens"] = tuple(1 + n % problem.tokens for n in case.tokens)
-    description = f"compose of {describe(problem)}, {terms}"
+        options["tokens"] = tuple(1 + n % problem.tokens for n in case.tokens)
+    description = f"compose of {describe(problem)}, {options}"
     arguments: dict[str, Any] = {"problem": problem}
     if case.junk:
         name, value = case.junk
-        (terms if name in _TERMS else arguments)[name] = value
+        (options if name in _OPTIONS else arguments)[name] = value
         description += f" with {name}={shorten(value)}"
 
     def call() -> torch.Tensor:
         inputs = make_inputs(problem, case.inputs)
         with tempfile.TemporaryDirectory() as folder:
             home = "modular_kernel.select.autotune"
-            options = import_object(f"{home}:Terms")(folder=Path(folder), **terms)
-            kernel = import_object(f"{home}:compose")(**({"terms": options} | arguments))
+            options_class = import_object(f"{home}:MeasurementOptions")
+            measurement_options = options_class(folder=Path(folder), **options)
+            compose = import_object(f"{home}:compose")
+            kernel = compose(**({"options": measurement_options} | arguments))
             layer = kernel.plan() if case.plans else kernel
             original = replace(inputs, x_TH=inputs.x_TH.clone())
             references.append(
@@ -103,7 +105,7 @@ def check_composed_call(case: ComposeCase) -> FuzzOutcome:
 
 
 _junk = st.tuples(
-    st.sampled_from((*_TERMS, "problem", "machine", "terms")),
+    st.sampled_from((*_OPTIONS, "problem", "machine", "options")),
     st.sampled_from([v for v in JUNK if isinstance(v, _INVALID_TYPES)]),
 )
 _CASES = st.builds(

@@ -247,7 +247,7 @@ _USES: dict[str, Callable[[], object]] = {
     "unknown": lambda: import_object("modular_kernel.settings:find_unknown_variables")(),
     "kernel": lambda: samples.make_torch_kernel()(*_make_arguments()),
     "compose": lambda: import_object(f"{_AUTOTUNE}:compose")(
-        PROBLEM, terms=import_object(f"{_AUTOTUNE}:Terms")(budget=0.0)
+        PROBLEM, options=import_object(f"{_AUTOTUNE}:MeasurementOptions")(budget=0.0)
     )(*_make_arguments()),
 }
 
@@ -291,13 +291,13 @@ def check_cache_folder(case: CacheCase) -> FuzzOutcome:
     """Compose with damaged files in the cache folder. The output must still be correct."""
     description = f"compose with a cache folder: {case.kind}"
     inputs = samples.make_call_inputs()
-    terms = import_object(f"{_AUTOTUNE}:Terms")
+    options_class = import_object(f"{_AUTOTUNE}:MeasurementOptions")
     compose = import_object(f"{_AUTOTUNE}:compose")
 
     def call() -> str:
         with tempfile.TemporaryDirectory() as folder:
             for budget in (0.02, 0.0):
-                layer = compose(PROBLEM, terms=terms(folder=Path(folder), budget=budget))
+                layer = compose(PROBLEM, options=options_class(folder=Path(folder), budget=budget))
                 output = layer(inputs.x_TH, inputs.weights, inputs.routing)
                 mismatch = samples.find_output_mismatch(output, inputs)
                 if mismatch:

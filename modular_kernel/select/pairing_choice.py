@@ -1,4 +1,8 @@
-"""The result of `choose`: all candidates, their times, and a pairing for each range of tokens."""
+"""The result of `choose`: all candidates, their times, and a pairing for each range of tokens.
+
+A pairing is a PrepareAndFinalize together with an experts class. A bucket is a number of tokens at
+which pairings are compared. `compose` builds a layer from the result, and `mk compose` prints it.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +13,9 @@ from modular_kernel.select.selection import (
     Bucket,
     Pair,
     PairingOptions,
-    Pick,
     Segment,
-    Source,
+    SelectedPairing,
+    SelectionReason,
     TimedOutcome,
     make_segments,
     select_pairs,
@@ -21,12 +25,12 @@ from modular_kernel.text import format_count
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The result of `choose`, from which `compose` builds a layer.
+class PairingChoice:
+    """The pairings chosen by `choose`, and everything that the choice is based on.
 
     replicated: whether all ranks pass the same tokens.
     candidates: the verdict on every pairing.
-    options: the valid pairings, with the estimates of the shipped record.
+    pairing_options: the valid pairings, with the estimates of the shipped record.
     buckets: the measurements, new or cached, in ascending order of tokens.
     key_fields: the fields under which the measurements are cached, see `cache_keys`.
     timed_now: token counts that were timed by this call, and not loaded from the cache.
@@ -39,7 +43,7 @@ class Choice:
     machine: Machine
     replicated: bool
     candidates: Candidates
-    options: PairingOptions
+    pairing_options: PairingOptions
     buckets: tuple[Bucket, ...]
     key_fields: KeyFields
     timed_now: tuple[int, ...] = ()
@@ -50,7 +54,7 @@ class Choice:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Token counts of the buckets, ascending."""
-        return self.options.tokens
+        return self.pairing_options.tokens
 
     @property
     def num_timed(self) -> int:
@@ -60,22 +64,26 @@ class Choice:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """Ranges of token counts with their pairings; () if no pairing is valid."""
-        return make_segments(self.options, self.buckets)
+        return make_segments(self.pairing_options, self.buckets)
 
     @cached_property
-    def pick_by_tokens(self) -> dict[int, Pick]:
+    def selected_by_tokens(self) -> dict[int, SelectedPairing]:
         """The pairing of each bucket with the reason for it, by number of tokens."""
-        return select_pairs(self.options, self.buckets)
+        return select_pairs(self.pairing_options, self.buckets)
 
     @property
     def pair_by_tokens(self) -> dict[int, Pair]:
         """The pairing of each bucket, by number of tokens."""
-        return {tokens: pick.pair for tokens, pick in self.pick_by_tokens.items()}
+        return {tokens: pick.pair for tokens, pick in self.selected_by_tokens.items()}
 
     @property
     def untimed_tokens(self) -> tuple[int, ...]:
         """Token counts at which a pairing that may be faster than the default was not timed."""
-        return tuple(t for t, pick in self.pick_by_tokens.items() if pick.source is Source.DEFAULT)
+        return tuple(
+            t
+            for t, pick in self.selected_by_tokens.items()
+            if pick.reason is SelectionReason.DEFAULT
+        )
 
     @property
     def has_times(self) -> bool:
@@ -91,17 +99,17 @@ class Choice:
         known = {} if bucket is None else {o.pair: o for o in bucket.outcomes}
         return tuple(
             known.get(pair) or TimedOutcome(pair, why=self._reason_untimed(tokens, pair))
-            for pair in self.options.valid_pairs(tokens)
+            for pair in self.pairing_options.valid_pairs(tokens)
         )
 
     def _reason_untimed(self, tokens: int, pair: Pair) -> str:
         if pair in self.candidates.untimeable:
             return f"not timed: {self.candidates.untimeable[pair]}"
-        estimate = self.options.estimates.get(tokens, {}).get(pair)
-        if estimate is not None and pair not in self.options.pairs_to_time(tokens):
+        estimate = self.pairing_options.estimates.get(tokens, {}).get(pair)
+        if estimate is not None and pair not in self.pairing_options.pairs_to_time(tokens):
             ratio = f"{estimate.optimistic:.2f}x the default's time"
             return f"not timed: the shipped record expects {ratio}"
-        has_challengers = bool(self.options.pairs_to_time(tokens))
+        has_challengers = bool(self.pairing_options.pairs_to_time(tokens))
         reason = self.untimed_reason if has_challengers else ""
         return f"not timed: {reason or 'nothing to compare with'}"
 
@@ -112,18 +120,20 @@ class Choice:
         For example: "13 token counts: 3 timed (4.1 s), 8 from the shipped record, 2 default (budget
         of 5 s spent)".
         """
-        sources = [pick.source for pick in self.pick_by_tokens.values()]
-        count = {source: sources.count(source) for source in Source}
-        timed = sum(self.pick_by_tokens[t].source is Source.TIMED for t in self.timed_now)
+        reasons = [pick.reason for pick in self.selected_by_tokens.values()]
+        count = {reason: reasons.count(reason) for reason in SelectionReason}
+        timed = sum(
+            self.selected_by_tokens[t].reason is SelectionReason.TIMED for t in self.timed_now
+        )
         parts = [
             (timed, f"timed ({self.seconds:.1f} s)"),
-            (count[Source.TIMED] - timed, "from the cache"),
-            (count[Source.RECORD], "from the shipped record"),
-            (count[Source.ONLY], "with one valid pairing"),
+            (count[SelectionReason.TIMED] - timed, "from the cache"),
+            (count[SelectionReason.RECORD], "from the shipped record"),
+            (count[SelectionReason.ONLY], "with one valid pairing"),
             (
-                count[Source.DEFAULT],
+                count[SelectionReason.DEFAULT],
                 f"default ({self.untimed_reason})" if self.untimed_reason else "default",
             ),
         ]
         described = ", ".join(f"{number} {text}" for number, text in parts if number)
-        return f"{format_count(len(sources), 'token count')}: {described or 'no valid pairing'}"
+        return f"{format_count(len(reasons), 'token count')}: {described or 'no valid pairing'}"
