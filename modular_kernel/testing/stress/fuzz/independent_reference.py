@@ -135,7 +135,7 @@ class IndependentReference:
         norms = torch.zeros(tokens, slots, dtype=torch.float64)
         # By (token, slot), because the activations of all pairs may share one scale.
         h_by_pair: dict[tuple[int, int], tuple[int, torch.Tensor, float]] = {}
-        # The rows that are quantized: one for each pair, because router weights may be applied first.
+        # The rows that are quantized: one per pair, because router weights may be applied first.
         x_TKH = x_TH.double()[:, None].expand(tokens, slots, -1)
         if problem.apply_router_weight_on_input:
             x_TKH = x_TKH * routing.topk_weights_TK.double()[:, :, None]
