@@ -32,7 +32,7 @@ class Settings:
     config_dir: MK_CONFIG_DIR, or the user's configuration directory, for tuned configurations. None
         if neither is known.
     timeout_s: MK_TIMEOUT_S, 10 by default. Number of seconds that an exchange between ranks may
-        take, unless its manager sets another deadline.
+        take, unless its manager sets another timeout.
     host_id: MK_HOST_ID, "" by default. Name of this process's host. Ranks with different host names
         treat each other as remote, so that one machine can simulate several hosts.
     import_timeout_s: MK_IMPORT_TIMEOUT_S, 60 by default. Number of seconds that importing the
@@ -207,7 +207,7 @@ def is_sglang_plugin_disabled() -> bool:
 
 
 @contextmanager
-def use_deadline(seconds: float) -> Iterator[None]:
+def use_timeout(seconds: float) -> Iterator[None]:
     """Set MK_TIMEOUT_S to `seconds` inside the block, for the managers that parts create in it."""
     with _set_variable("MK_TIMEOUT_S", str(seconds)):
         yield

@@ -253,7 +253,9 @@ def _measure_report(
         report = ExchangeReport(_describe_environment(sizes, method, machine, event_gap_us))
         assert method.replays is not None and method.rounds is not None  # noqa: PT018
         repeats = Repeats(method.replays, method.rounds)
-        for rows in run.run(jobs, get_pool, link=link, repeats=repeats, deadline_s=method.deadline):
+        for rows in run.run(
+            jobs, get_pool, link=link, repeats=repeats, start_limit_s=method.deadline
+        ):
             _print_outcomes(rows)
             report = replace(report, rows=(*report.rows, *rows))
             if files.record is not None and output.is_reporting_rank():

@@ -18,8 +18,8 @@ from prepare_finalize.common.torch_group import first_sentence
 from prepare_finalize.rendezvous.connect import (
     check_process,
     new_prefix_store,
-    resolve_deadline,
     resolve_process_group,
+    resolve_timeout,
 )
 from prepare_finalize.rendezvous.hosts import check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_collectives import Properties, StoreCollectives
@@ -63,7 +63,7 @@ class All2AllManager(ABC, Generic[Shape]):
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
         self._generation = forks.generation()
-        self.timeout_s = resolve_deadline(timeout_s)
+        self.timeout_s = resolve_timeout(timeout_s)
         self._group = resolve_process_group(group)
         self._library = library or self.load_library()
         self.rank, self.world_size = self._group.rank(), self._group.size()

@@ -92,7 +92,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """Base of parts that exchange through a manager of their process group.
 
     group: a manager of type `manager_class`, or a ProcessGroup (None: the default group), for which
-        the part creates a manager with the default deadline. `destroy` closes the manager only if
+        the part creates a manager with the default timeout. `destroy` closes the manager only if
         the part created it.
 
     Raise ConfigurationError if the size of the group, or this process's rank in it, differs from

@@ -45,8 +45,8 @@ from prepare_finalize.rendezvous.connect import (
     check_process,
     connect,
     new_prefix_store,
-    resolve_deadline,
     resolve_process_group,
+    resolve_timeout,
     run_with_timeout,
     select_device_type,
 )
@@ -91,7 +91,7 @@ class TorchGroup:
         expect("checked", checked, bool)
         self._generation = forks.generation()
         self.checked = checked
-        self.timeout_s = resolve_deadline(timeout_s)
+        self.timeout_s = resolve_timeout(timeout_s)
         process_group = resolve_process_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = select_device_type(process_group, device)

@@ -38,8 +38,8 @@ from prepare_finalize.deepep.low_latency_buffer import LowLatencyBuffer
 from prepare_finalize.rendezvous.connect import (
     check_process,
     new_prefix_store,
-    resolve_deadline,
     resolve_process_group,
+    resolve_timeout,
 )
 from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_collectives import Properties, StoreCollectives
@@ -99,7 +99,7 @@ class DeepEPGroup:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
         self._generation = forks.generation()
-        self.timeout_s = resolve_deadline(timeout_s)
+        self.timeout_s = resolve_timeout(timeout_s)
         self.process_group = _nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.num_sms = num_sms

@@ -21,11 +21,11 @@ from prepare_finalize.rendezvous.failure_log import failure_key
 
 R = TypeVar("R")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later deadlines are short
+_NCCL_CONNECT_S = 30.0  # connecting over NCCL takes seconds, even if later timeouts are short
 
 
-def resolve_deadline(timeout_s: Any) -> float:
-    """Return `timeout_s` in seconds, or the deadline of `read_settings` for None.
+def resolve_timeout(timeout_s: Any) -> float:
+    """Return `timeout_s` in seconds, or the timeout of `read_settings` for None.
 
     Raise ConfigurationError unless it is a finite number above 0.
     """

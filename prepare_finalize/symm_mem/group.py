@@ -33,8 +33,8 @@ from prepare_finalize.rendezvous.connect import (
     check_device_type,
     check_process,
     new_prefix_store,
-    resolve_deadline,
     resolve_process_group,
+    resolve_timeout,
     select_device_type,
 )
 from prepare_finalize.rendezvous.failure_log import ExchangeLog
@@ -274,7 +274,7 @@ class SymmetricGroup(SharedMemory):
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        seconds = resolve_deadline(timeout_s)
+        seconds = resolve_timeout(timeout_s)
         self._group = resolve_process_group(group)
         rank = self._group.rank()
         super().__init__(

@@ -165,7 +165,7 @@ def test_nothing_starts_after_the_deadline() -> None:
         return Idle()
 
     job = TransportJob("x", "peer", (CELL,), Machine())
-    ((row,),) = run([job], no_pool, link=TransportLink(), repeats=REPEATS, deadline_s=-1)
+    ((row,),) = run([job], no_pool, link=TransportLink(), repeats=REPEATS, start_limit_s=-1)
     assert (row.status, row.note) == ("skipped", "the deadline had passed")
 
 

@@ -10,7 +10,7 @@ from modular_kernel.testing.stress.fault_matrix import (
     run_matrix,
     run_scenario,
 )
-from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S
+from modular_kernel.testing.stress.faults import SLACK_S, TIMEOUT_S
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
@@ -34,5 +34,5 @@ def test_a_third_rank_names_it_too() -> None:
     if GPUS < 3:
         pytest.skip("needs three GPUs")
     scenario = list_scenarios("TorchAll2AllPrepareAndFinalize", "nccl")[0]
-    with RankPool(3, "nccl", grace=DEADLINE_S + 2 * SLACK_S) as pool:
+    with RankPool(3, "nccl", grace=TIMEOUT_S + 2 * SLACK_S) as pool:
         assert run_scenario(scenario, pool).findings() == []

@@ -7,10 +7,10 @@ from typing import Any
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from module_ranks import module_ranks
 
-from modular_kernel.testing.stress.faults import DEADLINE_S, FAULTY_RANK, SLACK_S, RankReport
+from modular_kernel.testing.stress.faults import FAULTY_RANK, SLACK_S, TIMEOUT_S, RankReport
 
 WORLD = 3
-LONG_S = 10.0  # a deadline that no rank reaches, because it is notified of the fault before
+LONG_S = 10.0  # a timeout that no rank reaches, because it is notified of the fault before
 AT_ONCE_S = LONG_S / 2  # upper bound for a notification, even on a busy machine
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
@@ -36,7 +36,7 @@ def assert_survivor(report: RankReport, phases: set[str]) -> None:
     assert report.error == "CommunicationError", report
     assert report.peers == (FAULTY_RANK,), report.message
     assert report.phase in phases, report.message
-    assert report.seconds <= DEADLINE_S + SLACK_S, report
+    assert report.seconds <= TIMEOUT_S + SLACK_S, report
     last = json.loads(report.last_record)
     assert last["phase"] == report.phase
     assert last["state"].startswith("failed: "), last

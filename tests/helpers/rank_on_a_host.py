@@ -1,6 +1,6 @@
 """Program of one rank: reads a command per line of stdin and answers each with a line of JSON.
 
-    make DEADLINE [copies]   make a manager and a layer that uses it
+    make TIMEOUT_S [copies]   make a manager and a layer that uses it
     call                     call the layer once
     until                    call the layer until a call fails
     drop                     delete the manager and the layer
@@ -38,12 +38,12 @@ class RankCommands:
         self.kernel: Any = None
         self.timeout_s = 3.0
 
-    def make(self, deadline: str, copies: str = "") -> dict[str, Any]:
+    def make(self, timeout_s: str, copies: str = "") -> dict[str, Any]:
         placement = Placement.linear(8, 4)
         if copies:
             placement = placement.with_copies({4: [0], 5: [0], 6: [1], 7: [1]})
         self.layer = replace(self.layer, placement=placement)
-        self.timeout_s = float(deadline)
+        self.timeout_s = float(timeout_s)
         return self._make_layer(self.group)
 
     def _make_layer(self, group: Any) -> dict[str, Any]:

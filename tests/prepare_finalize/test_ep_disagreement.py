@@ -14,7 +14,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CommunicationError
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.stress.faults import DEADLINE_S, FAULTY_RANK, RankReport, run_calls
+from modular_kernel.testing.stress.faults import FAULTY_RANK, TIMEOUT_S, RankReport, run_calls
 from prepare_finalize import TorchGroup
 
 pool = three_ranks()
@@ -109,7 +109,7 @@ def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
         assert_survivor(first, {"combine"})
         assert second.error == "CommunicationError"
         assert second.peers == (FAULTY_RANK,)
-        assert second.seconds < DEADLINE_S
+        assert second.seconds < TIMEOUT_S
 
 
 def second_of_two(
@@ -117,7 +117,7 @@ def second_of_two(
 ) -> tuple[RankReport, RankReport] | None:
     given = fault.layer.inputs_of(rank)
     dist.barrier(group)
-    manager = TorchGroup(group, timeout_s=DEADLINE_S)
+    manager = TorchGroup(group, timeout_s=TIMEOUT_S)
     kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     if rank == FAULTY_RANK:
@@ -138,7 +138,7 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> RankRep
     layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
     given = layer.inputs_of(rank)
     dist.barrier(group)
-    manager = TorchGroup(group, timeout_s=DEADLINE_S)
+    manager = TorchGroup(group, timeout_s=TIMEOUT_S)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     for each in reversed(pending) if rank == FAULTY_RANK else pending:

@@ -107,12 +107,12 @@ def test_a_group_is_needed() -> None:
 
 @pytest.mark.parametrize("manager", [TorchGroup, SymmetricGroup, DeepEPGroup, PplxGroup])
 @pytest.mark.parametrize(
-    "deadline", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
+    "timeout_s", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
 )
-def test_timeouts_are_in_seconds(manager: Any, deadline: object) -> None:
+def test_timeouts_are_in_seconds(manager: Any, timeout_s: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        manager(None, timeout_s=deadline)
-    assert str(caught.value) == f"timeout_s: got {deadline!r}, need seconds > 0"
+        manager(None, timeout_s=timeout_s)
+    assert str(caught.value) == f"timeout_s: got {timeout_s!r}, need seconds > 0"
     with pytest.raises(ConfigurationError, match="init_process_group first"):
         manager(None, timeout_s=2)
 

@@ -16,7 +16,7 @@ from simulated_hosts import World, namespaces_are_permitted, world_of_hosts
 
 BOTH = [False, True]  # apart: a network for each host
 cabled = pytest.mark.skipif(not namespaces_are_permitted(), reason="no network namespaces here")
-DEADLINE = 5  # with busy processors the store itself answers late
+TIMEOUT_S = 5  # with busy processors the store itself answers late
 PROGRAM = Path(__file__).parents[1] / "helpers" / "restarted_program.py"
 
 
@@ -41,7 +41,7 @@ def cable() -> Iterator[World]:
 @pytest.mark.share(2)
 def test_a_killed_host_is_named_and_the_other_continues_with_copies(world: World) -> None:
     a, b = world.names
-    for made in world.all("make", DEADLINE, "copies"):
+    for made in world.all("make", TIMEOUT_S, "copies"):
         assert made["hosts"] == f"4 ranks on 2 hosts: 0, 1 on {a}; 2, 3 on {b}"
     assert [told["right"] for told in world.all("call")] == [True] * 4
     for rank in (2, 3):
@@ -50,7 +50,7 @@ def test_a_killed_host_is_named_and_the_other_continues_with_copies(world: World
         assert told["error"] == "CommunicationError", told
         assert told["peers"] == [2, 3], told
         assert f"ranks 2, 3: all of host {b}" in told["text"]
-        assert told["seconds"] < DEADLINE + 2
+        assert told["seconds"] < TIMEOUT_S + 2
     for made in world.all("without", 2, 3, ranks=(0, 1)):
         assert made.get("hosts") == f"2 ranks on one host, {a}", made
     assert [told.get("right") for told in world.all("call", ranks=(0, 1))] == [True] * 2
@@ -58,7 +58,7 @@ def test_a_killed_host_is_named_and_the_other_continues_with_copies(world: World
 
 @pytest.mark.share(2)
 def test_without_copies_the_lost_experts_are_named(world: World) -> None:
-    world.all("make", DEADLINE)
+    world.all("make", TIMEOUT_S)
     for rank in (2, 3):
         world.ranks[rank].kill()
     world.all("until", ranks=(0, 1))
@@ -70,7 +70,7 @@ def test_without_copies_the_lost_experts_are_named(world: World) -> None:
 @cabled
 def test_a_cut_cable_is_attributed_to_the_other_host_and_recovers(cable: World) -> None:
     a, b = cable.names
-    cable.all("make", DEADLINE)
+    cable.all("make", TIMEOUT_S)
     assert [told["right"] for told in cable.all("call")] == [True] * 4
     assert cable.cable is not None
     cable.cable.cut = True
@@ -80,7 +80,7 @@ def test_a_cut_cable_is_attributed_to_the_other_host_and_recovers(cable: World) 
         assert said["error"] == "CommunicationError", said
         assert said["peers"] == others, (rank, said)
         assert f"ranks {others[0]}, {others[1]}: all of host {host}" in said["text"], said
-        assert said["seconds"] < DEADLINE + 4
+        assert said["seconds"] < TIMEOUT_S + 4
     cable.cable.cut = False
     cable.all("drop")
     for made in cable.all("make", 20):

@@ -8,11 +8,11 @@ from prepare_finalize.common.blocks import BlockSums, Ranks, sum_blocks
 from prepare_finalize.common.device_status import CallCounter, DeviceStatus
 from prepare_finalize.common.watchdog import Watchdog
 
-DEADLINE_S = 0.2
+TIMEOUT_S = 0.2
 
 
 class Manager:
-    timeout_s = DEADLINE_S
+    timeout_s = TIMEOUT_S
 
     def __init__(self) -> None:
         self.waited_s: list[float] = []
@@ -33,21 +33,21 @@ def test_a_call_that_does_not_end_expires_once() -> None:
     manager, status = Manager(), Status()
     watchdog = Watchdog(manager, status)
     status.begun += 1
-    time.sleep(5 * DEADLINE_S)
+    time.sleep(5 * TIMEOUT_S)
     watchdog.stop()
     (waited_s,) = manager.waited_s
-    assert DEADLINE_S < waited_s < 4 * DEADLINE_S
+    assert TIMEOUT_S < waited_s < 4 * TIMEOUT_S
 
 
 def test_idle_managers_and_calls_that_end_do_not_expire() -> None:
     manager, status = Manager(), Status()
     watchdog = Watchdog(manager, status)
-    time.sleep(3 * DEADLINE_S)  # no call
-    for _ in range(12):  # calls one after the other, for longer than the deadline
+    time.sleep(3 * TIMEOUT_S)  # no call
+    for _ in range(12):  # calls one after the other, for longer than the timeout
         status.begun += 1
-        time.sleep(DEADLINE_S / 4)
+        time.sleep(TIMEOUT_S / 4)
         status.ended += 1
-    time.sleep(2 * DEADLINE_S)
+    time.sleep(2 * TIMEOUT_S)
     watchdog.stop()
     assert manager.waited_s == []
 

@@ -16,7 +16,7 @@ from module_ranks import module_ranks
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import use_deadline
+from modular_kernel.settings import use_timeout
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
@@ -77,8 +77,8 @@ def skip_layer_numbers(case: Case, machine: Machine, poison: bool, group: object
 
 
 def report_no_abandoned_call(case: Case, machine: Machine, poison: bool, group: object) -> Any:
-    """A rank does not report that it abandoned a call: the others wait until the deadline."""
-    with use_deadline(2.0):
+    """A rank does not report that it abandoned a call: the others wait until their timeout."""
+    with use_timeout(2.0):
         kernel = build_kernel(case, machine, poison, group)
     kernel.prepare_finalize.abandon = lambda error: None
     return kernel

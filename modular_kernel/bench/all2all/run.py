@@ -93,18 +93,18 @@ def run(
     *,
     link: TransportLink,
     repeats: Repeats,
-    deadline_s: float | None = None,
+    start_limit_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
     """Measure the transport of each job; yield its rows.
 
     make_pool: starts the ranks. It is called at the start, and after each job that needs fresh
-    ranks. link: model of the link, for rooflines. deadline_s: seconds after which no job is
+    ranks. link: model of the link, for rooflines. start_limit_s: seconds after which no job is
     started; the rows of the remaining ones are skipped.
     """
     started, pool = time.monotonic(), make_pool()
     try:
         for job in jobs:
-            if deadline_s is not None and time.monotonic() - started > deadline_s:
+            if start_limit_s is not None and time.monotonic() - started > start_limit_s:
                 skips = [_skip_report("the deadline had passed")]
                 yield tuple(make_row(job.name, job.origin, case, skips, link) for case in job.cases)
                 continue

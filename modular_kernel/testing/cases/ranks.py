@@ -229,13 +229,13 @@ def rank_cases_for(
     scenarios = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in list_rank_variants(world_size, level):
-        # While one rank interprets GEMMs with such a large K, the deadline of the others expires.
-        exceeds_deadline = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
-        # It also expires if a part passes the padding rows of many ranks to the experts.
-        exceeds_deadline |= (
+        # While one rank interprets GEMMs with such a large K, the exchanges of the others time out.
+        times_out = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
+        # They also do if a part passes the padding rows of many ranks to the experts.
+        times_out |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )
-        if exceeds_deadline or variant.fault not in scenarios:
+        if times_out or variant.fault not in scenarios:
             continue
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)

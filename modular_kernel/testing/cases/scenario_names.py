@@ -11,7 +11,7 @@ from modular_kernel.spec.problem import Machine
 SCENARIOS = (
     "misunderstood",  # rank 1 makes calls that are inconsistent with those of the other ranks
     "broken-off",  # the experts of rank 1 raise an error
-    "late",  # rank 1 is late: within the deadline, then beyond it
+    "late",  # rank 1 is late: within the timeout, then beyond it
     "stays-out",  # rank 1 does not construct its part with the others
     "finished-by-turns",  # rank 1 finishes two calls in reverse order
 )
@@ -53,6 +53,14 @@ def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     itself. Parts that inherit `prefer_local_copies` must prefer near copies.
     """
     return find_manager_class(part) is not None and "prefer_local_copies" not in vars(part)
+
+
+def is_builtin(cls: type) -> bool:
+    """Return whether a class belongs to this distribution's parts over ranks.
+
+    Checks may rely on attributes, messages and threads of these classes only.
+    """
+    return cls.__module__.partition(".")[0] == "prepare_finalize"
 
 
 def find_manager_class(part: type[PrepareAndFinalize]) -> Any:

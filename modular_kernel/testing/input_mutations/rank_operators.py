@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import use_deadline
+from modular_kernel.settings import use_timeout
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.cases.case import Case
@@ -31,7 +31,7 @@ class RankMutant:
         name, description: name and description of the defect.
         applies: returns whether the defect must be visible in a case.
         make: maps the problem of a rank to the defect of its kernel.
-        timeout_s: deadline of exchanges in seconds, for a defect with which a rank may wait for a
+        timeout_s: timeout of an exchange in seconds, for a defect with which a rank may wait for a
             peer that never answers; None for the default.
     """
 
@@ -50,7 +50,7 @@ def build_mutant(
     `partial(build_mutant, name)` is a RankBuild.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
-    with nullcontext() if mutant.timeout_s is None else use_deadline(mutant.timeout_s):
+    with nullcontext() if mutant.timeout_s is None else use_timeout(mutant.timeout_s):
         return mutant.make(case.problem).build(case, machine, poison, group)
 
 

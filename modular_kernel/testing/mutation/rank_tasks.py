@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import use_deadline
+from modular_kernel.settings import use_timeout
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
@@ -144,10 +144,10 @@ def build(
 
     `partial(build, timeout)` is a RankBuild.
     """
-    with use_deadline(timeout):
+    with use_timeout(timeout):
         return over_ranks.build_kernel(case, machine, poison, group)
 
 
 def build_with_timeout(timeout: float) -> over_ranks.RankBuild:
-    """Return `build` with this deadline in seconds."""
+    """Return `build` with this timeout in seconds."""
     return partial(build, timeout)

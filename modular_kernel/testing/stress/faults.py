@@ -1,7 +1,7 @@
 """Run the ranks of a fault scenario: one rank fails, and the others must raise in time.
 
 This works for any distributed part that creates its communicator from a process group and reads its
-deadline from MK_TIMEOUT_S. A part whose calls do not wait for the device, and which thus reports
+timeout from MK_TIMEOUT_S. A part whose calls do not wait for the device, and which thus reports
 errors later, must provide `check()`, which waits and raises CommunicationError.
 """
 
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import use_deadline
+from modular_kernel.settings import use_timeout
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.cases.inputs import FencedMemory, Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import inputs_of_rank
 
 FAULTY_RANK = 1  # the rank that fails
-DEADLINE_S = 1.0
-SLACK_S = 2.0  # how much longer than the deadline the other ranks may take to raise an error
-RECOVERY_DEADLINE_S = 10.0  # deadline of calls that must succeed
+TIMEOUT_S = 1.0  # timeout of an exchange
+SLACK_S = 2.0  # how much longer than the timeout the other ranks may take to raise an error
+RECOVERY_TIMEOUT_S = 10.0  # timeout of calls that must succeed
 # Maps the point at which the faulty rank fails to the phases in which other ranks may detect it.
 POINTS: dict[str, frozenset[str]] = {
     "before dispatch": frozenset({"counts", "dispatch"}),
@@ -71,7 +71,7 @@ class Scenario:
         faulty_changes: fields of the problem that rank 1 changes, with kind "disagrees".
         layer: fields of the problem.
         experts_part: name of an experts part; None means the first one that is compatible.
-        timeout_s: deadline of exchanges.
+        timeout_s: timeout of an exchange, in seconds.
         checked: if False, the ranks check only in the first call on the host that they agree.
     """
 
@@ -81,7 +81,7 @@ class Scenario:
     faulty_changes: tuple[tuple[str, object], ...] = ()
     layer: tuple[tuple[str, object], ...] = CPU_LAYER
     experts_part: str | None = None
-    timeout_s: float = DEADLINE_S
+    timeout_s: float = TIMEOUT_S
     checked: bool = True
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class FaultContext:
         return make_kernel(part, experts, problem, group=group, machine=self.machine)
 
     def synchronize_ranks(self) -> None:
-        """Wait for all ranks, so that earlier delays do not count toward the deadline."""
+        """Wait for all ranks, so that earlier delays do not count toward the timeout."""
         dist.barrier(self.group)
 
     def mark_finished(self) -> None:
@@ -242,10 +242,10 @@ def _run_with_fault(context: FaultContext) -> RankReport:
     """Make a correct call, then up to two calls, in one of which the faulty rank fails."""
     scenario, problem = context.scenario, context.make_problem()
     inputs = context.make_inputs(problem, context.tokens_W)
-    if inputs.x_TH.is_cuda:  # compile the kernels now, because this may exceed the deadline
+    if inputs.x_TH.is_cuda:  # compile the kernels now, because this may exceed the timeout
         _is_usable(context)
     context.synchronize_ranks()
-    with use_deadline(scenario.timeout_s):
+    with use_timeout(scenario.timeout_s):
         kernel = context.make_kernel(problem, context.choose_experts(problem))
     expected = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     _raise_pending_errors(kernel)
@@ -276,7 +276,7 @@ def _run_with_other_layer(context: FaultContext) -> RankReport:
     context.synchronize_ranks()
     started = time.monotonic()
     try:
-        with use_deadline(context.scenario.timeout_s):
+        with use_timeout(context.scenario.timeout_s):
             kernel = context.make_kernel(
                 problem, experts or context.choose_experts(context.make_problem())
             )
@@ -409,7 +409,7 @@ def _is_usable(context: FaultContext) -> bool:
     """Return whether a new kernel on the same group returns two equal and finite outputs."""
     problem = context.make_problem()
     inputs = context.make_inputs(problem, context.tokens_W)
-    with use_deadline(RECOVERY_DEADLINE_S):
+    with use_timeout(RECOVERY_TIMEOUT_S):
         kernel = context.make_kernel(problem, context.choose_experts(problem))
     first = kernel(inputs.x_TH, inputs.weights, inputs.routing).clone()
     second = kernel(inputs.x_TH, inputs.weights, inputs.routing)

@@ -1,7 +1,8 @@
 """Checks for the "misunderstood" fault scenario of managers and of the limits that calls agree on.
 
 A manager owns the communicator through which the parts of a rank exchange rows. All ranks make the
-same managers and calls, unless a check says otherwise.
+same managers and calls, unless a check says otherwise. Checks of attributes, threads or messages
+that only our own classes have are skipped for the parts and managers of other packages.
 """
 
 import gc
@@ -18,8 +19,11 @@ import torch
 from modular_kernel.catalog import check
 from modular_kernel.contracts import CallState
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.tensors import Routing
-from modular_kernel.testing.cases.scenario_names import exchanges_call_numbers, find_manager_class
+from modular_kernel.testing.cases.scenario_names import (
+    exchanges_call_numbers,
+    find_manager_class,
+    is_builtin,
+)
 from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from modular_kernel.testing.verify.scenario_context import (
     CORRECT,
@@ -28,14 +32,21 @@ from modular_kernel.testing.verify.scenario_context import (
 )
 from modular_kernel.workspace import Workspace
 
-_INVALID_DEADLINES: tuple[Any, ...] = (True, 0, -1.0, float("inf"), float("nan"), "1")
-_THREADS_END_S = 2.0  # threads of a failed exchange must end within this time
+_INVALID_TIMEOUTS: tuple[Any, ...] = (True, 0, -1.0, float("inf"), float("nan"), "1")
+_MAX_THREAD_EXIT_S = 2.0  # threads of a failed exchange must end within this many seconds
+
+
+def has_builtin_classes(context: ScenarioContext) -> bool:
+    """Return whether the part and its manager are our own classes, not of another package."""
+    return is_builtin(context.part) and is_builtin(find_manager_class(context.part))
 
 
 def check_manager_arguments(context: ScenarioContext) -> Outcomes:
-    """Make managers with invalid deadlines, which must be refused before ranks connect."""
+    """Make managers with invalid timeouts, which must be refused before ranks connect."""
     manager_class = find_manager_class(context.part)
-    for timeout_s in _INVALID_DEADLINES:
+    if not is_builtin(manager_class):
+        return
+    for timeout_s in _INVALID_TIMEOUTS:
         outcome = capture_outcome(partial(_describe_manager, manager_class, timeout_s))
         yield f"{timeout_s!r}: {outcome}", f"{timeout_s!r}: ConfigurationError"
 
@@ -61,8 +72,10 @@ def check_max_received(context: ScenarioContext, manager: object) -> Outcomes:
 
     Every rank must raise an error before a row is sent, so that the next call is correct.
     """
+    if not has_builtin_classes(context) or not exchanges_call_numbers(context.part):
+        return
     limited = context.for_changed_problem(max_received=1)
-    if limited is None or not exchanges_call_numbers(context.part):
+    if limited is None:
         return
     kernel = limited.make_kernel_on(manager)
     outcome = capture_outcome(lambda: limited.compare(limited.call(kernel)))
@@ -75,31 +88,46 @@ def check_too_many_tokens(context: ScenarioContext, kernel: FusedMoEModularKerne
 
     A kernel refuses such a call. A part must report it on every rank before a row is sent.
     """
-    if not exchanges_call_numbers(context.part) or context.part.requires.replicated_input:
+    if not has_builtin_classes(context) or not exchanges_call_numbers(context.part):
+        return
+    if context.part.requires.replicated_input:
         return
     inputs, max_tokens = context.sample.inputs, context.case.problem.tokens
-    if context.is_faulty_rank:
-        x_TH = inputs.x_TH[:1].expand(max_tokens + 1, -1).contiguous()
-        routing = Routing(
-            inputs.routing.topk_weights_TK[:1].expand(max_tokens + 1, -1).contiguous(),
-            inputs.routing.topk_ids_TK[:1].expand(max_tokens + 1, -1).contiguous(),
+
+    def prepare_too_many() -> str:
+        ids_TK, weights_TK = inputs.routing.topk_ids_TK, inputs.routing.topk_weights_TK
+        tokens = max_tokens + 1
+        routing = replace(
+            inputs.routing,
+            topk_weights_TK=weights_TK.new_zeros(tokens, weights_TK.shape[1]),
+            topk_ids_TK=ids_TK.new_zeros(tokens, ids_TK.shape[1]),
         )
-        specs = kernel.workspace_specs(max_tokens)
-        counter = torch.zeros(1, dtype=torch.int32)
-        call = CallState(Workspace(specs, x_TH.device), counter, pairing=kernel.pairing)
-        outcome = capture_outcome(
-            lambda: str(
-                kernel.prepare_finalize.prepare(x_TH, routing, weights=inputs.weights, call=call)
-            )
-        )
-    else:
-        outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
-    yield _must_mention(outcome, f"need 0 to problem.tokens = {max_tokens}"), CORRECT
+        x_TH = inputs.x_TH.new_zeros(tokens, inputs.x_TH.shape[1])
+        workspace = Workspace(kernel.workspace_specs(max_tokens), x_TH.device)
+        call = CallState(workspace, torch.zeros(1, dtype=torch.int32), pairing=kernel.pairing)
+        prepare = kernel.prepare_finalize.prepare
+        return str(prepare(x_TH, routing, weights=inputs.weights, call=call))
+
+    outcome = capture_outcome(
+        prepare_too_many
+        if context.is_faulty_rank
+        else lambda: context.compare(context.call(kernel))
+    )
+    need = f"need 0 to problem.tokens = {max_tokens}"
+    yield _must_mention(outcome, "'counts'", "(1,))", need), CORRECT
     yield context.make_correct_call(kernel)
+
+
+def check_destroyed_manager(context: ScenarioContext, manager: object) -> Outcomes:
+    """Make a layer on a manager that was destroyed, which must be refused at once."""
+    if has_builtin_classes(context):
+        yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "UnsupportedError"
 
 
 def check_dropped_manager(context: ScenarioContext) -> Outcomes:
     """Drop the last reference to a manager that was not destroyed; it must disconnect."""
+    if not has_builtin_classes(context):
+        return
     manager = find_manager_class(context.part)(None)
     communicator = getattr(manager, "_communicator", None)
     if communicator is None:  # ranks that share memory have no connections
@@ -112,12 +140,19 @@ def check_dropped_manager(context: ScenarioContext) -> Outcomes:
     yield ("open" if communicator.group is not None else "closed"), "closed"
 
 
-def check_threads_ended(before: Collection[threading.Thread]) -> tuple[str, str]:
-    """Check that all threads that were started after `before` was listed end soon."""
-    until = time.monotonic() + _THREADS_END_S
-    while (left := set(threading.enumerate()) - set(before)) and time.monotonic() < until:
+def check_threads_ended(
+    context: ScenarioContext, threads: Collection[threading.Thread]
+) -> Outcomes:
+    """Check that all threads except `threads` end soon.
+
+    threads: the threads that were alive before the exchange that failed.
+    """
+    if not has_builtin_classes(context):
+        return
+    until = time.monotonic() + _MAX_THREAD_EXIT_S
+    while (left := set(threading.enumerate()) - set(threads)) and time.monotonic() < until:
         time.sleep(0.02)
-    return f"{len(left)} threads left", "0 threads left"
+    yield f"{len(left)} threads left", "0 threads left"
 
 
 def check_undeclared_hosts(context: ScenarioContext) -> Outcomes:
@@ -129,7 +164,8 @@ def check_undeclared_hosts(context: ScenarioContext) -> Outcomes:
     changed = replace(
         context, case=replace(context.case, problem=replace(problem, parallel=parallel))
     )
-    verdict = check(changed.case.prepare_finalize, changed.case.experts, changed.case.problem)
+    names = changed.case.prepare_finalize, changed.case.experts
+    verdict = check(*names, changed.case.problem, context.machine)
     if verdict.ok:
         yield changed.make_correct_call(changed.make_kernel())
 

@@ -34,6 +34,7 @@ from modular_kernel.testing.verify.call_scenarios import (
 from modular_kernel.testing.verify.host_scenarios import check_host_assignment, check_host_records
 from modular_kernel.testing.verify.manager_scenarios import (
     check_calls_without_agreement,
+    check_destroyed_manager,
     check_dropped_manager,
     check_manager_arguments,
     check_max_received,
@@ -206,7 +207,7 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
         capture_outcome(lambda: context.compare(context.call(kernel_on_manager))),
         "UnsupportedError",
     )
-    yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "UnsupportedError"
+    yield from check_destroyed_manager(context, manager)
     host_manager = getattr(manager, "host_memory", None)  # memory that the ranks of a host share
     if host_manager is not None:
         yield capture_outcome(lambda: str(host_manager.check_open())), "UnsupportedError"

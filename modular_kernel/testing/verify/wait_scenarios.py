@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from modular_kernel.testing.cases.scenario_names import (
     exchanges_call_numbers,
     find_manager_class,
+    is_builtin,
     shares_memory,
 )
 from modular_kernel.testing.verify.manager_scenarios import check_threads_ended
@@ -22,22 +24,22 @@ from modular_kernel.testing.verify.scenario_context import (
     get_manager,
 )
 
-DEADLINE_S = 1.5  # deadline of scenarios in which all ranks have connected
-_SHORT_DEADLINE_S = 0.5  # deadline of scenarios in which one rank never connects
-_SHORT_DELAY_S = 0.6  # a delay within DEADLINE_S
-_GRACE_S = 2.0  # this long after the deadline, no rank is still waiting
+TIMEOUT_S = 1.5  # timeout in scenarios in which all ranks have connected
+_SHORT_TIMEOUT_S = 0.5  # timeout in scenarios in which one rank never connects
+_SHORT_DELAY_S = 0.6  # a delay shorter than TIMEOUT_S
+_GRACE_S = 2.0  # this long after the timeout, no rank is still waiting
 # The reason in the error of a manager that polls the library, as managers do on a GPU.
 _POLL_TIMEOUT = "the exchange did not end in time"
 
 
 def run_late_rank(context: ScenarioContext) -> Outcomes:
-    """Make rank 1 late, first within the deadline and then beyond it.
+    """Make rank 1 late, first within the timeout and then beyond it.
 
-    Within the deadline, the other ranks must wait. Beyond it, they must report rank 1, and rank 1
+    Within the timeout, the other ranks must wait. Beyond it, they must report rank 1, and rank 1
     must report them.
     """
     kernel, has_counts = (
-        context.make_kernel_with_timeout(DEADLINE_S),
+        context.make_kernel_with_timeout(TIMEOUT_S),
         exchanges_call_numbers(context.part),
     )
     yield context.make_correct_call(kernel)
@@ -49,7 +51,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
     dist.barrier()
     wait_alone = _start_alone(context) if has_counts else None
     if context.is_faulty_rank:
-        time.sleep(DEADLINE_S + _GRACE_S)
+        time.sleep(TIMEOUT_S + _GRACE_S)
     start = time.monotonic()
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
     seconds = time.monotonic() - start
@@ -71,7 +73,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
         yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
         if has_counts:
             yield _check_reason(outcome), CORRECT
-        min_seconds = 0.0 if context.is_faulty_rank else DEADLINE_S - 0.1
+        min_seconds = 0.0 if context.is_faulty_rank else TIMEOUT_S - 0.1
         is_in_time = min_seconds <= seconds < 2 * _GRACE_S
         yield ("in time" if is_in_time else f"{seconds:.1f} s"), "in time"
         second_outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
@@ -85,20 +87,20 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
             yield cut_before(outcome, ", need"), cut_before(expected, ", need")
     if wait_alone is not None:
         yield wait_alone()
-    yield check_threads_ended(threads)
+    yield from check_threads_ended(context, threads)
     dist.barrier()
     if not has_counts:
-        yield from check_absent_rank_0(context, DEADLINE_S)
+        yield from check_absent_rank_0(context, TIMEOUT_S)
     yield context.make_correct_call(context.make_kernel())
 
 
 def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     """Start an exchange on rank 0 alone, and return a function that waits for it.
 
-    The function must be called after the deadline, when the period in which other ranks may report
+    The function must be called after the timeout, when the period in which other ranks may report
     errors is over, too. It checks that the exchange still reads their reports.
     """
-    manager = find_manager_class(context.part)(None, timeout_s=DEADLINE_S)
+    manager = find_manager_class(context.part)(None, timeout_s=TIMEOUT_S)
     if context.rank:
         return lambda: (CORRECT, CORRECT)
     exchange = manager.all_reduce(torch.ones(1), step=manager.next_step(), phase="combine")
@@ -118,7 +120,7 @@ def _check_reason(message: str) -> str:
     """Return "right" if the error quotes a readable reason from the library, else what is wrong."""
     reason = message.partition("; after N s: ")[2].partition(", need")[0]
     if reason == _POLL_TIMEOUT:
-        return "the error quotes no reason from the library, although the library has a deadline"
+        return "the error quotes no reason from the library, although the library has a timeout"
     is_readable = len(reason.split()) > 2 and not reason.startswith("[")
     return CORRECT if is_readable else f"the reason is not readable: {reason!r}"
 
@@ -130,7 +132,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
     only when the others construct a kernel with this manager.
     """
     if shares_memory(context.part):
-        manager = find_manager_class(context.part)(None, timeout_s=_SHORT_DEADLINE_S)
+        manager = find_manager_class(context.part)(None, timeout_s=_SHORT_TIMEOUT_S)
         if not context.is_faulty_rank:
             outcome = capture_outcome(lambda: str(context.make_kernel_on(manager)))
             expected = context.expected_error_text(
@@ -145,7 +147,7 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
         dist.barrier()
         manager.destroy()
     if not context.is_faulty_rank:
-        outcome = capture_outcome(lambda: str(context.make_kernel_with_timeout(_SHORT_DEADLINE_S)))
+        outcome = capture_outcome(lambda: str(context.make_kernel_with_timeout(_SHORT_TIMEOUT_S)))
         has_counts = exchanges_call_numbers(context.part)
         subject = "exchange between ranks" if has_counts else "ranks that share buffers"
         expected = context.expected_error_text(
@@ -153,27 +155,29 @@ def run_absent_rank(context: ScenarioContext) -> Outcomes:
         )
         yield cut_before(outcome, "; after", ", need"), cut_before(expected, ", need")
     dist.barrier()
-    if exchanges_call_numbers(context.part):
+    if exchanges_call_numbers(context.part) and is_builtin(find_manager_class(context.part)):
         yield _fail_before_sending_host(context)
     yield context.make_correct_call(context.make_kernel())
 
 
 def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
     """Make rank 1 fail after it has connected to the others, but before it sends its host name."""
-    manager_type = find_manager_class(context.part)
-    if context.is_faulty_rank:
-        manager_type = type(manager_type.__name__, (manager_type,), {"_find_hosts": _raise_lost})
-    outcome = capture_outcome(lambda: str(manager_type(None, timeout_s=DEADLINE_S)))
+    manager_class = find_manager_class(context.part)
+
+    def find_hosts(manager: Any, *args: Any) -> Any:
+        dist.barrier()  # until all ranks have connected
+        if context.is_faulty_rank:
+            raise RuntimeError("this rank goes away")
+        return manager_class._find_hosts(manager, *args)
+
+    manager_type = type(manager_class.__name__, (manager_class,), {"_find_hosts": find_hosts})
+    outcome = capture_outcome(lambda: str(manager_type(None, timeout_s=TIMEOUT_S)))
     dist.barrier()
     subject, reason, need = "ranks that share buffers", "no sign of life", "every rank within 1.5 s"
     expected = context.expected_error_text(
         subject, reason, need, (0, 0, 0), (FAULTY_RANK,), "construct"
     )
     return outcome, "RuntimeError" if context.is_faulty_rank else expected
-
-
-def _raise_lost(*_: object) -> None:
-    raise RuntimeError("this rank goes away")
 
 
 def check_absent_rank_0(context: ScenarioContext, timeout_s: float) -> Outcomes:
