@@ -31,6 +31,7 @@ from modular_kernel.testing.verify.call_scenarios import (
     check_nearest_copies,
     move_routing,
 )
+from modular_kernel.testing.verify.failure_scenarios import check_simulated_failures
 from modular_kernel.testing.verify.host_scenarios import check_host_assignment, check_host_records
 from modular_kernel.testing.verify.manager_scenarios import (
     check_calls_without_agreement,
@@ -41,6 +42,7 @@ from modular_kernel.testing.verify.manager_scenarios import (
     check_too_many_tokens,
     check_undeclared_hosts,
 )
+from modular_kernel.testing.verify.memory_scenarios import check_shared_memory
 from modular_kernel.testing.verify.problem_scenarios import (
     NEED_SAME_CALL,
     PROBLEM_CHANGES,
@@ -56,6 +58,7 @@ from modular_kernel.testing.verify.scenario_context import (
     capture_outcome,
     get_manager,
 )
+from modular_kernel.testing.verify.simulated_host_scenarios import check_simulated_hosts
 from modular_kernel.testing.verify.wait_scenarios import run_absent_rank, run_late_rank
 
 DEFAULT_HISTORY = 1024  # exchanges that a manager records by default
@@ -216,6 +219,8 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
     yield from check_dropped_manager(context)
     yield from check_undeclared_hosts(context)
     yield from check_host_assignment(context)
+    yield from check_simulated_hosts(context, kernel)
+    yield from check_shared_memory(context)
 
 
 def _count_records(kernel: FusedMoEModularKernel) -> str:
@@ -283,7 +288,9 @@ def run_failing_experts(context: ScenarioContext) -> Outcomes:
         yield _call_failing_experts(context, kernel, pending.finish, position=(layer, layer, 1))
     for message in ("", "x" * (MAX_QUOTED_CHARS + 50)):
         yield _fail_in_library(context, message)
-    yield context.make_correct_call(context.make_kernel())
+    last_kernel = context.make_kernel()
+    yield from check_simulated_failures(context, get_manager(last_kernel.prepare_finalize))
+    yield context.make_correct_call(last_kernel)
 
 
 def _fail_in_library(context: ScenarioContext, message: str) -> tuple[str, str]:
@@ -418,7 +425,11 @@ def _expected_records(
 
 
 def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
-    """On rank 1, finish two calls in reverse order. The next call must report this."""
+    """On rank 1, make exchanges in another order. The next call must report this.
+
+    The exchanges are those of two calls, which rank 1 finishes in reverse order, then two exchanges
+    that belong to no layer.
+    """
     kernel = context.make_kernel()
     pending = [context.start(kernel) for _ in range(2)]
     for call in reversed(pending) if context.is_faulty_rank else pending:
@@ -426,6 +437,13 @@ def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
     outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
     got = "a different order of earlier exchanges"
     yield outcome, context.expected_counts_error(got, NEED_SAME_CALL, layer=1, call=3, step=3)
+    kernel = context.make_kernel()
+    manager, phases = get_manager(kernel.prepare_finalize), ["dispatch", "combine"]
+    step = manager.next_step()
+    for phase in reversed(phases) if context.is_faulty_rank else phases:
+        manager.all_reduce(torch.ones(1), step=step, phase=phase).wait()
+    outcome = capture_outcome(lambda: context.compare(context.call(kernel)))
+    yield outcome, context.expected_counts_error(got, NEED_SAME_CALL, layer=1, call=1, step=2)
 
 
 _SCENARIOS: dict[str, Callable[[ScenarioContext], Outcomes]] = {

@@ -1,0 +1,400 @@
+"""Checks for the "broken-off" fault scenario: failed exchanges of a simulated group of six ranks.
+
+Each check copies a manager of our own and gives the copy a simulated backend, whose exchanges fail,
+and a simulated store with the failure records of the other ranks. No rank waits for another one, so
+the reported ranks and reasons are known exactly.
+"""
+
+import copy
+import json
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import CommunicationError, UnsupportedError
+from modular_kernel.testing.verify.manager_scenarios import has_builtin_classes
+from modular_kernel.testing.verify.problem_scenarios import Outcomes
+from modular_kernel.testing.verify.scenario_context import ScenarioContext
+
+_RANK, _WORLD_SIZE = 2, 6  # of the simulated manager
+_HOST_INDICES, _HOST_NAMES = (0, 0, 1, 1, 1, 1), ("a", "b")
+_STORE_RANK = 0  # the rank whose process serves the store
+_TIMEOUT_S = 10.0
+_STEP, _PHASE = 7, "dispatch"  # of the exchange that fails
+_ERROR = "the backend failed"
+_RELEASE_S = 5.0  # a store that does not answer is released after this time
+_MAX_REPORT_S = 3.0  # an error must be raised within this time, if its exchange is overdue
+
+_ALL_OTHERS = (0, 1, 3, 4, 5)
+_ON_HOSTS = "; ranks 0, 1: all of host a; ranks 3, 4, 5: on host b"
+
+
+def _record(
+    step: int = _STEP, phase: str = _PHASE, waited_s: float = 12.5, **more: object
+) -> dict[str, Any]:
+    return {"step": step, "phase": phase, "waited_s": waited_s, **more}
+
+
+_SAME = dict.fromkeys(_ALL_OTHERS, _record())
+
+# The records of the other ranks, the seconds that this rank has waited, the ranks that its error
+# must name, and the reason. A record of rank 2 was published by another thread of this rank.
+_FAILURES: tuple[tuple[Mapping[int, Any], float, tuple[int, ...], str], ...] = (
+    (
+        {
+            0: _record(broke_off="aborted its call: A"),
+            4: _record(broke_off="aborted its call: B"),
+            _RANK: _record(broke_off="aborted its call: C"),
+        },
+        12.0,
+        (0, 4),
+        "aborted its call: A; rank 0: on host a; rank 4: on host b",
+    ),
+    (
+        {**_SAME, _RANK: _record(broke_off="aborted its call: C")},
+        12.0,
+        _ALL_OTHERS,
+        f"failed too{_ON_HOSTS}",
+    ),
+    (
+        {0: "{", 1: [], 3: _record(phase="send"), 4: _record(step=None), 5: _record(waited_s=None)},  # type: ignore[arg-type]
+        12.0,
+        _ALL_OTHERS,
+        f"no sign of life{_ON_HOSTS}",
+    ),
+    (
+        {rank: record for rank, record in _SAME.items() if rank not in (0, 1)},
+        12.0,
+        (0, 1),
+        "no sign of life; ranks 0, 1: all of host a",
+    ),
+    (
+        {
+            **_SAME,
+            0: _record(step=6, phase="combine"),
+            1: _record(phase="counts"),
+            4: _record(step=6, awaited=[3]),
+        },
+        12.0,
+        (0, 1),
+        "still in an earlier exchange; ranks 0, 1: all of host a",
+    ),
+    (
+        {**_SAME, 4: _record(step=8, phase="counts"), 5: _record(step=6, awaited=[3])},
+        12.0,
+        (0, 1, 3),
+        "still in an earlier exchange; ranks 0, 1: all of host a; rank 3: on host b",
+    ),
+    (
+        {**_SAME, 1: _record(waited_s=7.3), 3: _record(waited_s=7.7)},
+        12.0,
+        (1,),
+        "at least 5 s late; rank 1: on host a",
+    ),
+    (
+        {**_SAME, 1: _record(waited_s=6.4), 3: _record(waited_s=3.3)},
+        12.0,
+        (1, 3),
+        "at least 9 s late; rank 1: on host a; rank 3: on host b",
+    ),
+    (
+        _SAME,
+        4.6,
+        _ALL_OTHERS,
+        f"gave up on this rank, which was at least 8 s late{_ON_HOSTS}",
+    ),
+    (_SAME, 8.2, _ALL_OTHERS, f"failed too{_ON_HOSTS}"),
+)
+
+
+class _Work:
+    """The handle of an exchange that fails.
+
+    waits_s: list to which `wait` appends its timeout in seconds.
+    meet: called before the exchange fails.
+    """
+
+    def __init__(self, waits_s: list[float], meet: Callable[[], object]) -> None:
+        self._waits_s, self._meet = waits_s, meet
+
+    def wait(self, timeout: timedelta) -> None:
+        self._waits_s.append(timeout.total_seconds())
+        self._meet()
+        raise RuntimeError(_ERROR)
+
+
+class _Backend:
+    """A backend whose exchanges fail.
+
+    waits_s: the timeouts with which its exchanges were waited for.
+    works: weak references to the handles of its exchanges.
+    """
+
+    def __init__(self, meet: Callable[[], object]) -> None:
+        self.waits_s: list[float] = []
+        self.works: list[weakref.ref[_Work]] = []
+        self._meet = meet
+
+    def allreduce(self, _tensors: list[torch.Tensor]) -> _Work:
+        work = _Work(self.waits_s, self._meet)
+        self.works.append(weakref.ref(work))
+        return work
+
+
+class _Store:
+    """A store with failure records.
+
+    records: the record of each rank, or a text that is not JSON. The record that this rank
+        publishes is added, unless there is one already.
+    on_set: called when this rank publishes its record.
+    published: the records that this rank has published.
+    """
+
+    def __init__(self, records: Mapping[int, Any], on_set: Callable[[], object]) -> None:
+        self._texts = {
+            rank: record if isinstance(record, str) else json.dumps(record)
+            for rank, record in records.items()
+        }
+        self._on_set = on_set
+        self.published: list[dict[str, Any]] = []
+
+    def set(self, _key: str, text: str) -> None:
+        self.published.append(json.loads(text))
+        self._on_set()
+        self._texts.setdefault(_RANK, text)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(_rank_of(key) in self._texts for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._texts[_rank_of(key)].encode()
+
+
+def _rank_of(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+class _SimulatedManager:
+    """A copy of a manager, with a simulated backend and store.
+
+    manager: the copy.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        records: Mapping[int, Any],
+        *,
+        on_set: Callable[[], object] = lambda: None,
+        meet: Callable[[], object] = lambda: None,
+        host_indices: tuple[int, ...] = _HOST_INDICES,
+    ) -> None:
+        self.backend, self.store = _Backend(meet), _Store(records, on_set)
+        self.manager = simulated = copy.copy(manager)
+        simulated.rank, simulated.world_size = _RANK, _WORLD_SIZE
+        simulated.timeout_s, simulated._store_rank = _TIMEOUT_S, (_STORE_RANK,)
+        simulated.hosts = type(manager.hosts)(host_indices, _HOST_NAMES)
+        simulated.last_calls = type(manager.last_calls)(_RANK, 8)
+        simulated._calls_by_step, simulated._in_flight = {}, weakref.WeakSet()
+        simulated._lock, simulated._culprits_known = threading.Lock(), threading.Event()
+        simulated._failure_records = type(manager._failure_records)(self.store, _RANK, _WORLD_SIZE)
+        simulated._communicator = type(manager._communicator)(simulated, device=manager.device)
+        simulated._communicator.group = self.backend
+        if hasattr(manager, "host_memory"):  # a failure would set the flags of the real ranks
+            simulated.host_memory = None
+
+    def start(self, waited_s: float) -> Any:
+        """Start an exchange as if that had been `waited_s` seconds ago."""
+        exchange = self.manager.all_reduce(torch.ones(1), step=_STEP, phase=_PHASE)
+        exchange.started_s -= waited_s
+        return exchange
+
+    def fail(self, waited_s: float) -> str:
+        """Return the error of an exchange that started `waited_s` seconds ago."""
+        return _describe_failure(self.start(waited_s).wait)
+
+
+def _describe_failure(function: Callable[[], object]) -> str:
+    """Return the peers and the reason of the CommunicationError that `function` raises.
+
+    Durations are rounded to seconds or left out.
+    """
+    try:
+        function()
+    except CommunicationError as error:
+        if (error.rank, error.phase, error.step) != (_RANK, _PHASE, _STEP):
+            return f"{error.rank}, {error.phase}, {error.step}: {error}"
+        reason = re.sub(rf"; after \d+\.\d+ s: {_ERROR}", "", str(error.got))
+        return f"{error.peers} " + re.sub(
+            r"\d+\.\d+ s late", lambda match: f"{float(match[0].split()[0]):.0f} s late", reason
+        )
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+def check_simulated_failures(context: ScenarioContext, manager: Any) -> Outcomes:
+    """Check the errors of exchanges that fail on a copy of a manager.
+
+    manager: a manager that can be used.
+    """
+    if not has_builtin_classes(context) or not hasattr(manager, "all_reduce"):
+        return
+    checks = [
+        *(partial(_check_reported_ranks, manager, *failure) for failure in _FAILURES),
+        *(partial(_check_dead_store, manager, *dead) for dead in _DEAD_STORES),
+        partial(_check_release, manager),
+        partial(_check_two_threads, manager),
+        partial(_check_abort, manager),
+    ]
+    with ThreadPoolExecutor(len(checks)) as pool:  # some wait for parts of a second
+        yield from pool.map(lambda check: check(), checks)
+
+
+def _check_reported_ranks(
+    manager: Any,
+    records: Mapping[int, Any],
+    waited_s: float,
+    peers: tuple[int, ...],
+    reason: str,
+) -> tuple[str, str]:
+    simulated = _SimulatedManager(manager, records)
+    start = time.monotonic()
+    outcome = simulated.fail(waited_s)
+    if time.monotonic() - start > _MAX_REPORT_S:
+        return "the error came late", "the error came at once"
+    return outcome, f"{peers} {reason}"
+
+
+# What the store does when this rank publishes its record, the host of each rank, the ranks that the
+# error must name, and their hosts.
+_SILENT, _CLOSED = "silent", "closed"
+_DEAD_STORES = (
+    (_CLOSED, _HOST_INDICES, (0,), "rank 0: on host a"),
+    (_SILENT, _HOST_INDICES, (0, 1), "ranks 0, 1: all of host a"),
+    (_SILENT, (0, 1, 0, 1, 1, 1), (0,), "rank 0: on host a"),
+)
+
+
+def _check_dead_store(
+    manager: Any, kind: str, host_indices: tuple[int, ...], peers: tuple[int, ...], hosts: str
+) -> tuple[str, str]:
+    """Make a call on a manager whose store is silent, or has closed its connections."""
+    released = threading.Event()
+
+    def on_set() -> None:
+        if kind == _CLOSED:
+            raise RuntimeError("connection closed")
+        released.wait(_RELEASE_S)
+
+    simulated = _SimulatedManager(manager, _SAME, on_set=on_set, host_indices=host_indices)
+    start = time.monotonic()
+    outcome = simulated.fail(12.0)
+    released.set()
+    if time.monotonic() - start > _MAX_REPORT_S:
+        return "the error came late", "the error came at once"
+    reason = "the group's store, which may run on that rank, does not answer"
+    return outcome, f"{peers} {reason}; {hosts}"
+
+
+def _check_release(manager: Any) -> tuple[str, str]:
+    """Check what a rank does before it publishes its record, and how long it waits.
+
+    It must have released the exchange and the backend, so that the connections to other ranks are
+    closed, and they fail as well.
+    """
+    states = list[str]()
+
+    def on_set() -> None:
+        is_freed = [work() is None for work in simulated.backend.works] == [True, True]
+        is_closed = simulated.manager._communicator.group is None
+        states.append(f"freed: {is_freed}, closed: {is_closed}")
+
+    simulated = _SimulatedManager(manager, _SAME, on_set=on_set)
+    given_up = simulated.start(0.0)
+    exchange = simulated.start(4.0)
+    outcome = _describe_failure(exchange.wait)
+    (wait_s,) = simulated.backend.waits_s
+    record = simulated.store.published[0]
+    is_complete = (record["rank"], record["step"], record["phase"]) == (_RANK, _STEP, _PHASE)
+    is_complete &= record["state"] == f"failed: {_ERROR}" and 4.0 <= record["waited_s"] < 6.0
+    is_complete &= given_up.record["state"] == "failed: given up"
+    states += [
+        outcome.partition(";")[0],
+        "waited" if 4.0 < wait_s <= _TIMEOUT_S - 4.0 + 0.5 else f"waited {wait_s} s",
+        "complete" if is_complete else f"{record} {given_up.record}",
+    ]
+    expected = "freed: True, closed: True"
+    late = f"{_ALL_OTHERS} gave up on this rank, which was at least 8 s late"
+    return "; ".join(states), "; ".join((expected, late, "waited", "complete"))
+
+
+def _check_two_threads(manager: Any) -> tuple[str, str]:
+    """Fail in two threads at once, while a third one begins a call.
+
+    One thread publishes a record and finds the ranks to report. All must raise the same error.
+    """
+    both, publishing = threading.Barrier(2, timeout=_RELEASE_S), threading.Event()
+
+    def on_set() -> None:
+        publishing.set()
+        time.sleep(0.2)  # the others reach their error
+
+    simulated = _SimulatedManager(manager, _SAME, on_set=on_set, meet=both.wait)
+    exchanges = [simulated.start(12.0) for _ in range(2)]
+
+    def begin_call() -> str:
+        publishing.wait(_RELEASE_S)
+        return _describe_failure(simulated.manager.next_step)
+
+    with ThreadPoolExecutor(3) as pool:
+        third = pool.submit(begin_call)
+        outcomes = [*pool.map(lambda exchange: _describe_failure(exchange.wait), exchanges)]
+    failure = f"failed too{_ON_HOSTS}"
+    outcomes += [third.result(), f"{len(simulated.store.published)} records"]
+    later = f"{_ALL_OTHERS} a manager that failed before: {failure}{_ON_HOSTS}"
+    error = f"{_ALL_OTHERS} {failure}"
+    return " | ".join(outcomes), " | ".join((error, error, later, "1 records"))
+
+
+def _check_abort(manager: Any) -> tuple[str, str]:
+    """Abort calls on a manager: after an error of an exchange, which is ignored, then after others.
+
+    A manager that was destroyed has nothing to abort.
+    """
+    simulated = _SimulatedManager(manager, _SAME)
+    aborted = simulated.manager
+    aborted.step = _STEP
+    aborted.abort(
+        CommunicationError("exchange", got="a failure", need="none", rank=_RANK, phase="")
+    )
+    states = [f"failed: {aborted.failed}"]
+    aborted.abort(RuntimeError("broken"))
+    aborted.abort(RuntimeError("broken again"))
+    record = simulated.store.published[0]
+    states += [
+        f"{len(simulated.store.published)} record",
+        f"{record['rank']}, {record['step']}, {record['waited_s']}: {record['broke_off']}",
+        f"failed: {aborted.failed}, closed: {aborted._communicator.group is None}",
+    ]
+    destroyed = _SimulatedManager(manager, _SAME)
+    destroyed.manager.destroy()
+    destroyed.manager.abort(RuntimeError("broken"))
+    states.append(f"{len(destroyed.store.published)} records")
+    return "; ".join(states), "; ".join(
+        (
+            "failed: False",
+            "1 record",
+            f"{_RANK}, {_STEP}, 0.0: aborted its call: RuntimeError",
+            "failed: True, closed: True",
+            "0 records",
+        )
+    )

@@ -1,0 +1,180 @@
+"""Checks for the "misunderstood" fault scenario: the hosts of a simulated group of six ranks.
+
+Each check runs on a copy of a manager or part of our own. The answers of the other ranks are in a
+store of this process, so any distribution of ranks over hosts can be checked with two ranks.
+"""
+
+import copy
+import fcntl
+import json
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from modular_kernel.catalog import check
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.settings import use_host_id
+from modular_kernel.spec.placement import Placement
+from modular_kernel.spec.problem import Parallel
+from modular_kernel.testing.cases.scenario_names import find_manager_class
+from modular_kernel.testing.verify.manager_scenarios import has_builtin_classes
+from modular_kernel.testing.verify.problem_scenarios import Outcomes
+from modular_kernel.testing.verify.scenario_context import ScenarioContext
+
+_RANK, _WORLD_SIZE = 2, 6  # of the simulated manager
+_SHARED_MEMORY = Path("/dev/shm")
+# The ranks that answer: name of the host, MK_HOST_ID, whether the file can be read, whether its
+# token is right, and the ranks whose files the rank has read.
+_ANSWERS: dict[int, tuple[str, str, bool, bool, str]] = {
+    0: ("one", "one", True, True, "0 2"),
+    1: ("two", "two", True, True, "1"),
+    3: ("one", "one", True, False, "2 3"),
+    4: ("one", "one", False, True, "2 4"),
+    5: ("one", "one", True, True, "5"),
+}
+_HOSTS = "6 ranks on 5 hosts: 0, 2 on one; 1 on two; 3 on one (2); 4 on one (3); 5 on one (4)"
+_READABLE = "0 2 5"  # ranks whose files rank 2 can read
+_RANKS_PER_NODE = 8  # parts with shared memory support this many ranks on a host, and no more
+_STALE_AGE_S, _YOUNG_AGE_S = 75.0, 45.0  # files of ended processes are removed after a minute
+
+# The host of each rank, the requirements of the part, the problem's ranks per host, and the end of
+# the error, or "" if the part supports these hosts.
+_ANY = {"one_host": False, "ranks_per_host": None, "full_hosts": False}
+_SUPPORT: tuple[tuple[tuple[int, ...], dict[str, Any], int | None, str], ...] = (
+    ((0, 0, 0, 1), _ANY, None, ""),
+    ((0, 0, 1, 1), _ANY, 2, ""),
+    ((0, 0, 0, 1), _ANY, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
+    ((0, 1, 0, 1), _ANY, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
+    ((0, 0, 1, 1, 2), _ANY, 2, "2 consecutive ranks on each (Parallel.ranks_per_host)"),
+    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 2}, None, ""),
+    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 1}, None, "at most 1 on each, in blocks of one size"),
+    ((0, 0, 0, 1), {**_ANY, "ranks_per_host": 4}, None, "at most 4 on each, in blocks of one size"),
+    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 3}, None, ""),
+    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 2, "full_hosts": True}, None, ""),
+    ((0, 0, 1, 1), {**_ANY, "ranks_per_host": 3, "full_hosts": True}, None, "got hosts, need 3 on"),
+    ((0, 0, 0, 0), {**_ANY, "ranks_per_host": 8, "full_hosts": True}, None, ""),
+    ((0, 0, 1, 1), {**_ANY, "one_host": True}, None, "one host, whose memory"),
+    ((0, 0, 0, 0), {**_ANY, "one_host": True}, None, ""),
+)
+
+
+def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
+    """Check which ranks share a host, which hosts a part supports, and the files that hosts share.
+
+    kernel: a kernel whose part was made for the context.
+    """
+    if not has_builtin_classes(context):
+        return
+    part: Any = kernel.prepare_finalize
+    yield _find_hosts(part.manager), f"{_HOSTS}; readable {_READABLE}"
+    for row in _SUPPORT:
+        yield _check_support(part, *row), str(row)
+    yield from _check_ranks_per_node(context)
+    yield from _check_stale_files(context)
+
+
+def _find_hosts(manager: Any) -> str:
+    """Return the hosts that rank 2 finds, and the ranks whose files it can read."""
+    store, simulated = HashStore(), copy.copy(manager)
+    simulated.rank, simulated.world_size, simulated.timeout_s = _RANK, _WORLD_SIZE, 5.0
+    with ExitStack() as stack:
+        stack.enter_context(use_host_id("one"))
+        for rank, (name, host_id, is_readable, is_right, readable) in _ANSWERS.items():
+            token = secrets.token_hex(16)
+            file = stack.enter_context(_host_file(token if is_right else token[::-1]))
+            answer = {"name": name, "id": host_id, "token": token}
+            answer["file"] = file if is_readable else f"{file}-of-another-host"
+            store.set(f"hosts/gather/1/{rank}", json.dumps(answer))
+            store.set(f"hosts/gather/2/{rank}", json.dumps({"readable": readable}))
+        if hasattr(manager, "all_reduce"):
+            hosts = simulated._find_hosts(store)
+        else:  # the ranks share memory, and only that
+            collectives: Any = copy.copy(manager._open_store_collectives())
+            collectives.barrier()  # until every rank has opened them
+            collectives._store, collectives._rank = PrefixStore("hosts", store), _RANK
+            collectives._world_size, collectives._num_gathers = _WORLD_SIZE, 0
+            simulated._open_store_collectives = lambda: collectives
+            hosts = simulated._find_hosts()
+    own = json.loads(store.get(f"hosts/gather/2/{_RANK}"))
+    return f"{hosts}; readable {own['readable']}"
+
+
+@contextmanager
+def _host_file(text: str) -> Iterator[str]:
+    """Yield the name of a file in shared memory that holds `text`."""
+    folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    with tempfile.NamedTemporaryFile("w", dir=folder, encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        yield file.name
+
+
+def _check_support(
+    part: Any,
+    index_W: tuple[int, ...],
+    requires: dict[str, Any],
+    ranks_per_host: int | None,
+    error: str,
+) -> str:
+    """Check on a copy of `part` whether it supports hosts; return the row, or what differs."""
+    copied = object.__new__(type(part))  # parts over ranks cannot be copied
+    names = tuple(f"host{index}" for index in range(max(index_W) + 1))
+    copied.manager = SimpleNamespace(hosts=type(part.manager.hosts)(index_W, names))
+    copied.requires, copied._owns_manager = replace(part.requires, **requires), False
+    copied.problem = SimpleNamespace(parallel=SimpleNamespace(ranks_per_host=ranks_per_host))
+    try:
+        copied._check_hosts()
+        message = ""
+    except Exception as raised:  # noqa: BLE001  a wrong part may raise anything
+        message = str(raised)
+    is_right = error.removeprefix("got hosts, ") in message if error else not message
+    return str((index_W, requires, ranks_per_host, error)) if is_right else f"{index_W}: {message}"
+
+
+def _check_ranks_per_node(context: ScenarioContext) -> Outcomes:
+    """Check that a part that shares the memory of a host supports nodes of eight ranks."""
+    requires, problem = context.part.requires, context.case.problem
+    if requires.ranks_per_host is None and not requires.one_host:
+        return
+    for ranks, is_supported in ((_RANKS_PER_NODE, True), (_RANKS_PER_NODE + 1, False)):
+        hosts = 1 if requires.one_host else 2
+        parallel = Parallel(
+            hosts * ranks, Placement.linear(2 * hosts * ranks, hosts * ranks), ranks_per_host=ranks
+        )
+        names = context.case.prepare_finalize, context.case.experts
+        larger = replace(problem, experts=2 * hosts * ranks, local_experts=None, parallel=parallel)
+        verdict = check(*names, larger, context.machine)
+        yield f"{ranks} ranks per host: {verdict.ok}", f"{ranks} ranks per host: {is_supported}"
+
+
+def _check_stale_files(context: ScenarioContext) -> Outcomes:
+    """Check that a new manager removes the files of ended processes, but no others."""
+    folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        paths = []
+        for kind, age_s, is_locked in (
+            ("host", _STALE_AGE_S, False),
+            ("block", _STALE_AGE_S, False),
+            ("host", _YOUNG_AGE_S, False),
+            ("block", _STALE_AGE_S, True),
+            ("other", _STALE_AGE_S, False),
+        ):
+            name = f"modular_kernel-{kind}-{secrets.token_hex(8)}"
+            file = stack.enter_context((folder / name).open("wb"))
+            stack.callback(partial((folder / name).unlink, missing_ok=True))
+            os.utime(folder / name, (time.time() - age_s,) * 2)
+            if is_locked:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            paths.append(folder / name)
+        find_manager_class(context.part)(None).destroy()
+        yield str([path.exists() for path in paths]), str([False, False, True, True, True])
