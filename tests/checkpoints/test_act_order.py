@@ -1,4 +1,8 @@
-"""Act-order: columns that lie by their groups, rows of w1 that follow w2's: the same numbers."""
+"""Act-order weights (GPTQ's desc_act): columns sorted by group, rows of w1 sorted to match w2.
+
+Sorted weights must represent the same values as the unsorted ones; parts that cannot gather columns
+of x refuse them.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +12,7 @@ import pytest
 import torch
 from devices import CPU, DEVICE
 from fused_samples import moved
-from test_checkpoint_numbers import error, numbers
+from test_checkpoint_numbers import dequantized_weights, output_error
 
 import modular_kernel as mk
 from experts.triton.contiguous import supported_paths
@@ -30,7 +34,8 @@ INT4 = "int4_w4a16_act_order:group=32,zero_points=true"
 BASE = Problem(tokens=5, hidden=96, intermediate=64, experts=3, top_k=2, quant=INT4)
 
 
-def made(**changes: Any) -> tuple[ExpertWeights, ExpertWeights, Problem]:
+def make_act_order_weights(**changes: Any) -> tuple[ExpertWeights, ExpertWeights, Problem]:
+    """Return unquantized weights, the same weights in the act-order scheme, and the problem."""
     problem = replace(BASE, **changes)
     g = torch.Generator().manual_seed(0)
     plain = ExpertWeights(
@@ -39,9 +44,9 @@ def made(**changes: Any) -> tuple[ExpertWeights, ExpertWeights, Problem]:
     return plain, quantize_weights(plain, problem), problem
 
 
-def test_columns_lie_by_their_size() -> None:
-    """The quantizer sorts them: each expert's in an order of its own, and each column once."""
-    plain, weights, problem = made()
+def test_quantizer_sorts_columns_by_magnitude() -> None:
+    """Each expert has its own permutation, in which every column occurs once."""
+    plain, weights, problem = make_act_order_weights()
     assert weights.w1_order is not None
     assert torch.equal(weights.w1_order.sort(1).values, torch.arange(96).expand(3, 96).int())
     assert not torch.equal(weights.w1_order[0], weights.w1_order[1])
@@ -49,13 +54,13 @@ def test_columns_lie_by_their_size() -> None:
     assert (largest.diff(dim=1) <= 0).all()
     error = (dequantize_weights(weights, "w1", problem) - plain.w1).abs().max()
     assert error < plain.w1.abs().max() / 7
-    # The same weights in their order are other ones.
+    # With another order, the same codes represent other weights.
     there = torch.arange(96).int().expand(3, 96).contiguous()
     other = dequantize_weights(replace(weights, w1_order=there), "w1", problem)
     assert (other - plain.w1).abs().max() > 1
 
 
-def test_groups_must_be_whole() -> None:
+def test_argsort_by_group_refuses_unequal_groups() -> None:
     order = argsort_by_group(torch.tensor([1, 0, 1, 0, 2]), 5, 2, "g_idx")
     assert order.tolist() == [1, 3, 0, 2, 4]
     for wrong in ([1, 0, 1, 1, 2], [0, 0, 1, 1, 3], [0, 0, 1, 1]):
@@ -71,10 +76,10 @@ def test_groups_must_be_whole() -> None:
         (torch.zeros(3, 96).long(), DtypeError, "int64, need int32"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_invalid_w1_order_is_refused(
     value: torch.Tensor | None, error: type[Exception], need: str
 ) -> None:
-    _, weights, problem = made()
+    _, weights, problem = make_act_order_weights()
     check_weights_quantized(weights, problem, CPU)
     with pytest.raises(error, match=need):
         check_weights_quantized(replace(weights, w1_order=value), problem, CPU)
@@ -83,8 +88,9 @@ def test_what_does_not_fit_is_named(
         check_weights_quantized(weights, other, CPU)
 
 
-def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() -> None:
-    _, weights, problem = made()
+def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
+    """A kernel without checks must not read outside x, and a checked kernel names the entry."""
+    _, weights, problem = make_act_order_weights()
     weights = moved(weights, DEVICE)
     assert weights.w1_order is not None
     order, want = weights.w1_order.clone(), dequantize_weights(weights, "w1", problem)
@@ -107,32 +113,32 @@ def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() ->
 
 
 @pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
-def test_the_aligned_path_alone_gathers(text: str) -> None:
+def test_only_the_aligned_path_supports_act_order(text: str) -> None:
     assert supported_paths(replace(BASE, quant=text)) == ("aligned",)
     verdict = mk.check("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts", replace(BASE, quant=text))
     assert "quant" in {rejection.rule for rejection in verdict.rejections}
 
 
-def test_adapters_are_refused_and_nothing_else() -> None:
-    """Rows of w1 lie otherwise than an adapter was trained on."""
+def test_adapters_are_refused() -> None:
+    """The sorted rows of w1 are not in the order in which an adapter was trained."""
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     assert mk.check(*pair, BASE).ok
     verdict = mk.check(*pair, replace(BASE, lora="adapters=2,rank=8"))
     assert [rejection.need for rejection in verdict.rejections] == ["no act_order"]
 
 
-# ----------------------------------------------------------------------------------- checkpoints
+# Checkpoints
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("kind", ACT_ORDER_FORMATS)
-def test_a_checkpoint_is_what_it_says(kind: str, family: str, tmp_path: Path) -> None:
+def test_loaded_values_equal_the_checkpoint(kind: str, family: str, tmp_path: Path) -> None:
     sample = write(tmp_path, family, kind)
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.problem_fields["quant"]) == ACT_ORDER_FORMATS[kind].scheme
     assert not torch.equal(loaded.weights.w1_order[0], loaded.weights.w1_order[1])
-    w1, w2 = numbers(loaded)
-    # h comes in the order of w2's sorted columns: some permutation of I, of both at once.
+    w1, w2 = dequantized_weights(loaded)
+    # Rows of gate and up are permuted in the same way as columns of w2, to match their order in h.
     for expert in range(len(w1)):
         gate, up = w1[expert].chunk(2)
         true_gate, true_up = sample.w1[expert].chunk(2)
@@ -141,10 +147,10 @@ def test_a_checkpoint_is_what_it_says(kind: str, family: str, tmp_path: Path) ->
         torch.testing.assert_close(gate, true_gate[place], rtol=1e-6, atol=1e-12)
         torch.testing.assert_close(up, true_up[place], rtol=1e-6, atol=1e-12)
         torch.testing.assert_close(w2[expert], sample.w2[expert][:, place], rtol=1e-6, atol=1e-12)
-    assert error(sample, loaded) <= ACT_ORDER_FORMATS[kind].bound
+    assert output_error(sample, loaded) <= ACT_ORDER_FORMATS[kind].bound
 
 
-def test_a_rank_of_experts_has_its_own_orders(tmp_path: Path) -> None:
+def test_ep_rank_has_the_orders_of_its_experts(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "gptq, act-order")
     whole = mk.load_experts(tmp_path, 0).weights
     for rank in (0, 1):
@@ -153,24 +159,24 @@ def test_a_rank_of_experts_has_its_own_orders(tmp_path: Path) -> None:
         assert torch.equal(own.w1, whole.w1[two])
 
 
-def test_a_share_of_columns_is_refused(tmp_path: Path) -> None:
+def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "gptq, act-order")
     with pytest.raises(ConfigurationError, match="tp: ranks: got 2, need 1: act-order scatters"):
         mk.load_experts(tmp_path, 0, tp=(0, 2))
 
 
-def test_a_loader_of_single_tensors_refuses_it() -> None:
+def test_loading_tensor_by_tensor_is_refused() -> None:
     config = ACT_ORDER_FORMATS["gptq, act-order"].config
     assert format_of(config).scheme.act_order
     with pytest.raises(ConfigurationError, match=r"act_order.* use `load_experts` for"):
         FusedMoE(4, 128, 256, top_k=2, quant_config=config)
 
 
-def test_a_layer_takes_what_was_loaded(tmp_path: Path) -> None:
+def test_layer_accepts_loaded_weights(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "gptq, act-order, zero points")
     loaded = mk.load_experts(tmp_path, 0)
     scheme = ACT_ORDER_FORMATS["gptq, act-order, zero points"].scheme
     layer = FusedMoE(4, 128, 256, top_k=2, quant_config=scheme, params_dtype=torch.bfloat16)
     layer.set_weights(loaded.weights)
     assert torch.equal(layer.w13_weight_order, loaded.weights.w1_order)
-    assert error(sample, loaded) <= 1e-2
+    assert output_error(sample, loaded) <= 1e-2

@@ -1,4 +1,4 @@
-"""bitsandbytes: nf4 and fp4 are dequantized as its kernels do, int8 keeps its codes."""
+"""bitsandbytes: nf4 and fp4 are dequantized as by its kernels, bit for bit; int8 codes are kept."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
-from test_checkpoint_numbers import error
+from test_checkpoint_numbers import output_error
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of, loading, merge
@@ -29,13 +29,13 @@ from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 AT = "model.layers.0.block_sparse_moe.experts"
 NF4 = BLOCK_FORMATS["nf4, double"].config
-# A depth of whole blocks, depths at which blocks extend over the border of two rows, and odd ones,
-# at which bytes do.
+# (hidden, intermediate): rows of whole blocks of 64 values, rows that share a block with the next
+# row, and an odd size, with which rows also share a byte.
 SIZES = ((128, 256), (96, 160), (80, 24), (81, 27))
 
 
 def assert_float32(sample: Sample, loaded: Any, experts: slice = slice(None)) -> None:
-    """Assert that weights in float32 are the exact ones, to the rounding of two products."""
+    """Assert that float32 weights are exact up to the rounding of two multiplications."""
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
         got = getattr(loaded.weights, name).double()
         torch.testing.assert_close(got, exact[experts], rtol=2.0**-21, atol=1e-8)
@@ -43,7 +43,9 @@ def assert_float32(sample: Sample, loaded: Any, experts: slice = slice(None)) ->
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_values_are_those_of_the_codes(kind: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_loaded_values_equal_the_dequantized_codes(
+    kind: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
     hidden, intermediate = sizes
     sample = write(tmp_path, "mixtral", kind, hidden=hidden, intermediate=intermediate)
     loaded = mk.load_experts(tmp_path, 0, dtype="float32")
@@ -53,15 +55,15 @@ def test_values_are_those_of_the_codes(kind: str, sizes: tuple[int, int], tmp_pa
     assert rounded.weights.w1.dtype is torch.bfloat16
     assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
     assert torch.equal(rounded.weights.w2, loaded.weights.w2.bfloat16())
-    assert error(sample, rounded) <= BLOCK_FORMATS[kind].bound
+    assert output_error(sample, rounded) <= BLOCK_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_shares_are_parts_of_the_whole(
+def test_rank_shares_equal_slices_of_the_whole(
     kind: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in pieces of a few rows, which begin and end within blocks and bytes."""
+    """Also if reads of a few rows begin and end within blocks and bytes."""
     hidden, intermediate = sizes
     write(tmp_path, "mixtral", kind, hidden=hidden, intermediate=intermediate)
     whole = mk.load_experts(tmp_path, 0).weights
@@ -79,7 +81,7 @@ def test_shares_are_parts_of_the_whole(
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_one_matrix_is_merged(kind: str, tmp_path: Path) -> None:
+def test_merge_accepts_a_single_matrix(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     loaded, tensors = mk.load_experts(tmp_path, 0), load_file(tmp_path / "model.safetensors")
     format = format_of(BLOCK_FORMATS[kind].config)
@@ -94,8 +96,8 @@ def test_one_matrix_is_merged(kind: str, tmp_path: Path) -> None:
         ExpertLoader(Share(4, 128, 256), format)
 
 
-def test_int8_keeps_its_codes(tmp_path: Path) -> None:
-    """LLM.int8() stores 127 times the scale of a row."""
+def test_int8_codes_are_kept(tmp_path: Path) -> None:
+    """LLM.int8() stores 127 times the scale of each row."""
     sample = write(tmp_path, "mixtral", "bitsandbytes int8")
     loaded = mk.load_experts(tmp_path, 0)
     stored = load_file(tmp_path / "model.safetensors")
@@ -105,8 +107,8 @@ def test_int8_keeps_its_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nf4, double", "bitsandbytes int8"])
-def test_experts_without_states_are_unquantized(kind: str, tmp_path: Path) -> None:
-    """transformers 5 leaves experts in one parameter as they are, and names no module for it."""
+def test_experts_without_quant_states_are_unquantized(kind: str, tmp_path: Path) -> None:
+    """transformers 5 leaves experts in one parameter unquantized, without listing a module."""
     sample = write(tmp_path, "qwen3_moe", "bf16")
     config = (BLOCK_FORMATS | CHECKPOINT_FORMATS)[kind].config
     (tmp_path / "config.json").write_text(
@@ -117,7 +119,7 @@ def test_experts_without_states_are_unquantized(kind: str, tmp_path: Path) -> No
     assert torch.equal(loaded.weights.w1.double(), sample.w1)
 
 
-def test_modules_are_skipped_by_name(tmp_path: Path) -> None:
+def test_skipped_modules_are_unquantized(tmp_path: Path) -> None:
     skipped = {"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}
     formats = {layer: format_of(None if layer == 0 else NF4) for layer in (0, 1)}
     for layer, kind in ((0, "bf16"), (1, "nf4, double")):
@@ -139,7 +141,9 @@ def test_modules_are_skipped_by_name(tmp_path: Path) -> None:
     assert "layer 1 in nf4 (bitsandbytes; dequantized)" in text
 
 
-def test_a_verdict_and_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_and_layer_accept_an_nf4_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     sample = write(tmp_path, "mixtral", "nf4, double")
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
     for model in (tmp_path, tmp_path / "config.json"):
@@ -156,8 +160,8 @@ def test_a_verdict_and_a_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (y - truth).norm() / truth.norm() <= 1e-2
 
 
-def test_levels_are_quantized_on_request(tmp_path: Path) -> None:
-    """From the float32 values, not from those in 16 bits."""
+def test_quantize_uses_the_float32_values(tmp_path: Path) -> None:
+    """The values are not rounded to 16 bits before they are quantized again."""
     write(tmp_path, "mixtral", "nf4")
     quantized = mk.load_experts(tmp_path, 0, quantize="int8_w8a16_group:group=32")
     exact = mk.load_experts(tmp_path, 0, dtype="float32").weights.w2
@@ -170,77 +174,156 @@ def test_levels_are_quantized_on_request(tmp_path: Path) -> None:
 State = dict[str, Any]
 
 
-def state_of(tensors: Tensors, **change: Any) -> None:
-    """Change the JSON of an expert's quant_state."""
+def change_quant_state(tensors: Tensors, **change: Any) -> None:
+    """Change fields in the JSON of an expert's quant_state."""
     name = f"{AT}.1.w2.weight.quant_state.bitsandbytes__nf4"
     state: State = json.loads(bytes(tensors[name].tolist()))
     text = json.dumps(state | change).encode()
     tensors[name] = torch.tensor(list(text), dtype=torch.uint8)
 
 
-def put(name: str, tensor: torch.Tensor) -> Any:
+def replace_tensor(name: str, tensor: torch.Tensor) -> Any:
     def change(tensors: Tensors) -> None:
         tensors[f"{AT}.1.w2.{name}"] = tensor
 
     return change
 
 
-def drop(name: str) -> Any:
+def remove_tensor(name: str) -> Any:
     return lambda tensors: tensors.pop(f"{AT}.1.w2.{name}")
 
 
-def states(**change: Any) -> Any:
-    return lambda tensors: state_of(tensors, **change)
+def change_state_fields(**change: Any) -> Any:
+    return lambda tensors: change_quant_state(tensors, **change)
 
 
 NAN = float("nan")
 STATE = "weight.quant_state.bitsandbytes__nf4"
-HOSTILE: dict[str, tuple[Any, type[InputError], str]] = {
-    "no state": (drop(STATE), WeightsError, "no .*1.w2.weight.quant_state.bitsandbytes__nf4"),
-    "no absmax": (drop("weight.absmax"), WeightsError, "no .*1.w2.weight.absmax"),
-    "codes": (put("weight", torch.ones(5, 1, dtype=torch.uint8)), ShapeError, r"1.w2.weight: got"),
-    "code dtype": (put("weight", torch.ones(5, dtype=torch.bool)), DtypeError, "got bool"),
+INVALID_TENSORS: dict[str, tuple[Any, type[InputError], str]] = {
+    "no state": (
+        remove_tensor(STATE),
+        WeightsError,
+        "no .*1.w2.weight.quant_state.bitsandbytes__nf4",
+    ),
+    "no absmax": (remove_tensor("weight.absmax"), WeightsError, "no .*1.w2.weight.absmax"),
+    "codes": (
+        replace_tensor("weight", torch.ones(5, 1, dtype=torch.uint8)),
+        ShapeError,
+        r"1.w2.weight: got",
+    ),
+    "code dtype": (
+        replace_tensor("weight", torch.ones(5, dtype=torch.bool)),
+        DtypeError,
+        "got bool",
+    ),
     "rows of codes": (
-        put("weight", torch.ones(128, 128, dtype=torch.uint8)),
+        replace_tensor("weight", torch.ones(128, 128, dtype=torch.uint8)),
         ShapeError,
         r"1.w2.weight: got \(128, 128\), need \(16384,\) for 32768 values",
     ),
-    "absmax shape": (put("weight.absmax", torch.ones(5, dtype=torch.uint8)), ShapeError, "absmax"),
+    "absmax shape": (
+        replace_tensor("weight.absmax", torch.ones(5, dtype=torch.uint8)),
+        ShapeError,
+        "absmax",
+    ),
     "absmax of other blocks": (
-        put("weight.absmax", torch.ones(256, dtype=torch.uint8)),
+        replace_tensor("weight.absmax", torch.ones(256, dtype=torch.uint8)),
         WeightsError,
         r"1.w2.weight.absmax: got 256, need 512, one for each block of 64",
     ),
-    "quant_map shape": (put("weight.quant_map", torch.ones(15)), ShapeError, r"need \(16,\)"),
-    "quant_map NaN": (put("weight.quant_map", torch.full((16,), NAN)), WeightsError, "got nan"),
+    "quant_map shape": (
+        replace_tensor("weight.quant_map", torch.ones(15)),
+        ShapeError,
+        r"need \(16,\)",
+    ),
+    "quant_map NaN": (
+        replace_tensor("weight.quant_map", torch.full((16,), NAN)),
+        WeightsError,
+        "got nan",
+    ),
     "nested NaN": (
-        put("weight.nested_absmax", torch.full((2,), NAN)), WeightsError, "nested_absmax"),
-    "few nested": (put("weight.nested_absmax", torch.ones(1)), WeightsError, "nested_absmax"),
-    "many nested": (put("weight.nested_absmax", torch.ones(3)), WeightsError, "nested_absmax"),
-    "no nested": (drop("weight.nested_absmax"), WeightsError, "absmax: got uint8 of double"),
-    "no nested map": (drop("weight.nested_quant_map"), WeightsError, "absmax: got uint8 of double"),
-    "no JSON": (put(STATE, torch.ones(9, dtype=torch.uint8)), WeightsError, "got no JSON"),
-    "long": (put(STATE, torch.ones(5000, dtype=torch.uint8)), WeightsError, "got 5000 bytes"),
-    "deep": (put(STATE, torch.full((4000,), 91, dtype=torch.uint8)), WeightsError, "got no JSON"),
-    "no object": (put(STATE, torch.tensor([49], dtype=torch.uint8)), WeightsError, "got 1, need"),
-    "kind": (states(quant_type="fp4"), WeightsError, "fp4.*JSON object of a quant_state of nf4"),
-    "shape": (states(shape=[256, 128]), WeightsError, r"shape \(256, 128\), need \(128, 256\)"),
-    "shape type": (states(shape=[128.0, 256]), WeightsError, r"got shape \[128.0, 256\]"),
-    "block": (states(blocksize=0), WeightsError, "blocksize 0, need one of 32"),
-    "block type": (states(blocksize="64"), WeightsError, "blocksize 64"),
-    "huge block": (states(blocksize=1 << 40), WeightsError, "blocksize"),
-    "nested block": (states(nested_blocksize=-1), WeightsError, "nested_blocksize -1"),
-    "zero nested block": (states(nested_blocksize=0), WeightsError, "absmax: got uint8 of double"),
-    "offset": (states(nested_offset=float("inf")), WeightsError, "nested_offset inf"),
-    "offset type": (states(nested_offset="1"), WeightsError, "nested_offset 1"),
-    "more": (put("weight.more", torch.ones(1)), WeightsError, "1.w2.weight.more, need 4 experts"),
-}  # fmt: skip
+        replace_tensor("weight.nested_absmax", torch.full((2,), NAN)),
+        WeightsError,
+        "nested_absmax",
+    ),
+    "few nested": (
+        replace_tensor("weight.nested_absmax", torch.ones(1)),
+        WeightsError,
+        "nested_absmax",
+    ),
+    "many nested": (
+        replace_tensor("weight.nested_absmax", torch.ones(3)),
+        WeightsError,
+        "nested_absmax",
+    ),
+    "no nested": (
+        remove_tensor("weight.nested_absmax"),
+        WeightsError,
+        "absmax: got uint8 of double",
+    ),
+    "no nested map": (
+        remove_tensor("weight.nested_quant_map"),
+        WeightsError,
+        "absmax: got uint8 of double",
+    ),
+    "no JSON": (
+        replace_tensor(STATE, torch.ones(9, dtype=torch.uint8)),
+        WeightsError,
+        "got no JSON",
+    ),
+    "long": (
+        replace_tensor(STATE, torch.ones(5000, dtype=torch.uint8)),
+        WeightsError,
+        "got 5000 bytes",
+    ),
+    "deep": (
+        replace_tensor(STATE, torch.full((4000,), 91, dtype=torch.uint8)),
+        WeightsError,
+        "got no JSON",
+    ),
+    "no object": (
+        replace_tensor(STATE, torch.tensor([49], dtype=torch.uint8)),
+        WeightsError,
+        "got 1, need",
+    ),
+    "kind": (
+        change_state_fields(quant_type="fp4"),
+        WeightsError,
+        "fp4.*JSON object of a quant_state of nf4",
+    ),
+    "shape": (
+        change_state_fields(shape=[256, 128]),
+        WeightsError,
+        r"shape \(256, 128\), need \(128, 256\)",
+    ),
+    "shape type": (
+        change_state_fields(shape=[128.0, 256]),
+        WeightsError,
+        r"got shape \[128.0, 256\]",
+    ),
+    "block": (change_state_fields(blocksize=0), WeightsError, "blocksize 0, need one of 32"),
+    "block type": (change_state_fields(blocksize="64"), WeightsError, "blocksize 64"),
+    "huge block": (change_state_fields(blocksize=1 << 40), WeightsError, "blocksize"),
+    "nested block": (change_state_fields(nested_blocksize=-1), WeightsError, "nested_blocksize -1"),
+    "zero nested block": (
+        change_state_fields(nested_blocksize=0),
+        WeightsError,
+        "absmax: got uint8 of double",
+    ),
+    "offset": (change_state_fields(nested_offset=float("inf")), WeightsError, "nested_offset inf"),
+    "offset type": (change_state_fields(nested_offset="1"), WeightsError, "nested_offset 1"),
+    "more": (
+        replace_tensor("weight.more", torch.ones(1)),
+        WeightsError,
+        "1.w2.weight.more, need 4 experts",
+    ),
+}
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_damaged_file_is_refused(case: str, tmp_path: Path) -> None:
-    """With the file, the tensor, what it has and what is needed."""
-    change, kind, message = HOSTILE[case]
+@pytest.mark.parametrize("case", INVALID_TENSORS)
+def test_invalid_tensors_are_refused(case: str, tmp_path: Path) -> None:
+    """The error names the file, the tensor, the value found and the value needed."""
+    change, kind, message = INVALID_TENSORS[case]
     write(tmp_path, "mixtral", "nf4, double", change=change)
     with pytest.raises(kind, match=message) as caught:
         mk.load_experts(tmp_path, 0)
@@ -253,10 +336,10 @@ def test_a_damaged_file_is_refused(case: str, tmp_path: Path) -> None:
     ("SCB", torch.full((128,), -1.0), "SCB: got -1.0"),
     ("weight_format", torch.tensor(2, dtype=torch.uint8), "weight_format: got 2, need 0"),
 ])  # fmt: skip
-def test_damaged_int8_is_refused(
+def test_invalid_int8_tensors_are_refused(
     name: str, tensor: torch.Tensor, message: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, "mixtral", "bitsandbytes int8", change=put(name, tensor))
+    write(tmp_path, "mixtral", "bitsandbytes int8", change=replace_tensor(name, tensor))
     with pytest.raises(WeightsError, match=message):
         mk.load_experts(tmp_path, 0)
 
@@ -276,7 +359,7 @@ def test_damaged_int8_is_refused(
         ({"bnb_4bit_rotation": True}, "bnb_4bit_rotation = True"),
     ],
 )
-def test_options_without_a_reader_are_refused(change: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(change: dict[str, Any], message: str) -> None:
     assert NF4 is not None
     with pytest.raises(ConfigurationError, match=message):
         format_of(NF4 | change)

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they say: a typed error names file, key, got and need."""
+"""Invalid checkpoints raise typed errors that name the file, the key, what was got and needed."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ from modular_kernel.checkpoints import safetensors_files as files_module
 from modular_kernel.errors import ConfigurationError, DeviceError, InputError
 from modular_kernel.testing.checkpoints.samples import write
 
-# What no header shows.
-OF_VALUES = (
+# Cases that file headers do not show: the error is raised after reading a tensor.
+DETECTED_IN_VALUES = (
     "a scale of NaN",
     "a group scale of infinity",
     "an E8M0 scale of NaN",
@@ -31,24 +31,27 @@ OF_VALUES = (
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_not_as_it_says_is_refused(
+def test_invalid_checkpoint_is_refused(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Errors that file headers show are raised before any tensor is read."""
     make, kind, words = BAD[case]
     make(tmp_path)
     read = list[str]()
     monkeypatch.setattr(
-        files_module.TensorFiles, "read", spied(read, files_module.TensorFiles.read)
+        files_module.TensorFiles, "read", record_reads(read, files_module.TensorFiles.read)
     )
     with pytest.raises(kind, match=words) as raised:
         mk.load_experts(tmp_path, 0)
     assert type(raised.value) is kind
     assert raised.value.got is not None
     assert raised.value.need is not None
-    assert bool(read) == (case in OF_VALUES)
+    assert bool(read) == (case in DETECTED_IN_VALUES)
 
 
-def spied(seen: list[str], read: Any) -> Any:
+def record_reads(seen: list[str], read: Any) -> Any:
+    """Wrap `TensorFiles.read` so that the names of the tensors it reads are appended to `seen`."""
+
     def call(self: Any, name: str, box: Any) -> torch.Tensor:
         seen.append(name)
         found: torch.Tensor = read(self, name, box)
@@ -58,7 +61,7 @@ def spied(seen: list[str], read: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "missing", "loop"])
-def test_what_is_no_file_is_refused_at_once(what: str, tmp_path: Path) -> None:
+def test_non_regular_file_is_refused(what: str, tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / FILE
     path.unlink()
@@ -72,8 +75,8 @@ def test_what_is_no_file_is_refused_at_once(what: str, tmp_path: Path) -> None:
         mk.load_experts(path if what == "missing" else tmp_path, 0)
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    """The cache of the Hugging Face hub has links to files elsewhere."""
+def test_symbolic_link_is_followed(tmp_path: Path) -> None:
+    """The cache of the Hugging Face Hub contains links to files elsewhere."""
     write(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for name in (FILE, "config.json"):
@@ -81,7 +84,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert mk.load_experts(tmp_path / "snapshot", 0).weights.w1.shape == (4, 512, 128)
 
 
-def test_one_file_has_its_config_beside_it_or_elsewhere(tmp_path: Path) -> None:
+def test_single_file_needs_a_config_in_its_folder_or_as_an_argument(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "config.json").rename(tmp_path / "other.json")
     with pytest.raises(ConfigurationError, match=r"config\.json"):
@@ -90,14 +93,14 @@ def test_one_file_has_its_config_beside_it_or_elsewhere(tmp_path: Path) -> None:
     assert loaded.weights.w1.shape == (4, 512, 128)
 
 
-def test_layers_and_models_are_named(tmp_path: Path) -> None:
+def test_error_lists_layers_and_prefixes_with_experts(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", layers=(3, 4, 5, 9))
     with pytest.raises(ConfigurationError, match="layer: got 0, need one with experts: 3 to 5, 9"):
         mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / FILE)
     other = {n.replace("model.", "mtp."): t.clone() for n, t in tensors.items()}
     save_file(tensors | other, tmp_path / FILE)
-    mk.load_experts(tmp_path, 3)  # the language model's
+    mk.load_experts(tmp_path, 3)  # "model." is preferred over "mtp."
     save_file(
         {n.replace("model.", "other."): t for n, t in tensors.items()} | other, tmp_path / FILE
     )
@@ -122,7 +125,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_are_checked(case: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(case: str, tmp_path: Path) -> None:
     write(tmp_path)
     given, words = ARGUMENTS[case]
     with pytest.raises(ConfigurationError, match=words):
@@ -134,15 +137,13 @@ def test_arguments_are_checked(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta"])
-def test_a_device_without_memory_is_refused(device: str, tmp_path: Path) -> None:
+def test_unusable_device_is_refused(device: str, tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(DeviceError, match=f"device: got {device.partition(':')[0]}"):
         mk.load_experts(tmp_path, 0, device=device)
 
 
-def test_the_library_that_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_safetensors_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(

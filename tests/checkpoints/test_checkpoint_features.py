@@ -1,7 +1,8 @@
-"""Features of checkpoints by pairs: format, biases, share of a rank, files, and names of modules.
+"""Pairs of checkpoint features: formats, biases, rank shares, several files, and module names.
 
-A feature that is right alone can be wrong beside another one, such as act-order, which moves rows
-of w1, beside biases. Each expert's output is compared with float64, whatever its rows' order.
+A feature that works alone can fail in combination: act-order moves rows of w1, and must then move
+the elements of b1. Each expert's output is compared with float64, so the order of rows does not
+matter.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_numbers import numbers
+from test_checkpoint_numbers import dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.loading import LoadedExperts
@@ -43,19 +44,19 @@ def values_of_row(row: Row) -> dict[str, Any]:
     return {axis.name: axis.values[i] for axis, i in zip(AXES, row, strict=True)}
 
 
-def refused(row: Row) -> tuple[str, ...]:
+def reasons_to_refuse(row: Row) -> tuple[str, ...]:
     values = values_of_row(row)
     ordered = values["kind"] in ACT_ORDER_FORMATS and values["tp"] > 1
     return ("a share of sorted columns",) if ordered else ()
 
 
-ARRAY = covering_array(Space(AXES, refused, lambda _row: True, lambda _row: 1.0))
+ARRAY = covering_array(Space(AXES, reasons_to_refuse, lambda _row: True, lambda _row: 1.0))
 ROWS = [values_of_row(row) for row in ARRAY.rows]
 BIASES: dict[tuple[int, str], torch.Tensor] = {}
 
 
-def with_biases(tensors: Tensors) -> None:
-    """Give each projection of each expert a bias, and remember it."""
+def add_biases(tensors: Tensors) -> None:
+    """Give each projection of each expert a random bias, and store it in BIASES."""
     BIASES.clear()
     g = torch.Generator().manual_seed(7)
     for name in list(tensors):
@@ -63,24 +64,26 @@ def with_biases(tensors: Tensors) -> None:
             base, expert, projection = found.group(1), int(found.group(2)), found.group(3)
             down = projection in ("w2", "down_proj")
             bias = torch.randn(HIDDEN if down else WIDTH, generator=g).to(torch.bfloat16)
-            tensors[f"{base}.bias"] = BIASES[expert, side_of(projection)] = bias
+            tensors[f"{base}.bias"] = BIASES[expert, projection_of(projection)] = bias
 
 
-def side_of(projection: str) -> str:
+def projection_of(projection: str) -> str:
+    """Return "gate", "up" or "down" for a projection's name in any family."""
     return {"w1": "gate", "w3": "up", "w2": "down"}.get(projection, projection.split("_")[0])
 
 
 def expert_output(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Any, b2: Any
 ) -> torch.Tensor:
+    """Return the float64 output of one expert."""
     both = x @ w1.T + (0 if b1 is None else b1.double())
     gate, up = both.chunk(2, 1)
     return torch.nn.functional.silu(gate) * up @ w2.T + (0 if b2 is None else b2.double())
 
 
-def outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
-    """Return the output of each expert that a share has."""
-    (w1, w2), w = numbers(loaded), loaded.weights
+def expert_outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output of each expert of a rank's share."""
+    (w1, w2), w = dequantized_weights(loaded), loaded.weights
     return [
         expert_output(
             x, w1[e], w2[e], None if w.b1 is None else w.b1[e], None if w.b2 is None else w.b2[e]
@@ -89,7 +92,7 @@ def outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def test_every_two_values_meet() -> None:
+def test_rows_cover_every_pair_of_values() -> None:
     assert ARRAY.missing_pairs() == ()
     assert set(ARRAY.impossible.values()) <= {"a share of sorted columns"}
     assert {(row["kind"] in ACT_ORDER_FORMATS, row["bias"]) for row in ROWS} >= {
@@ -99,10 +102,10 @@ def test_every_two_values_meet() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
-def test_each_expert_is_what_its_files_say(
+def test_expert_outputs_equal_the_checkpoint(
     row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The families with biases fuse gate and up: here others have some, too.
+    # In published families, only those that fuse gate and up have biases. Here every family may.
     family = replace(FAMILIES[row["family"]], bias=row["bias"])
     monkeypatch.setitem(FAMILIES, row["family"], family)
     sample = write(
@@ -111,7 +114,7 @@ def test_each_expert_is_what_its_files_say(
         row["kind"],
         shards=row["shards"],
         seed=row["seed"],
-        change=with_biases if row["bias"] else None,
+        change=add_biases if row["bias"] else None,
     )
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1)).double()
     per_rank = EXPERTS // row["ep"]
@@ -120,7 +123,7 @@ def test_each_expert_is_what_its_files_say(
         for share in range(row["tp"]):
             loaded = mk.load_experts(tmp_path, 0, ep=(rank, row["ep"]), tp=(share, row["tp"]))
             assert loaded.problem_fields["bias"] == row["bias"]
-            total = [a + b for a, b in zip(total, outputs(loaded, x), strict=True)]
+            total = [a + b for a, b in zip(total, expert_outputs(loaded, x), strict=True)]
         for local, got in enumerate(total):
             e = rank * per_rank + local
             b1 = b2 = None
@@ -130,8 +133,8 @@ def test_each_expert_is_what_its_files_say(
             assert float((got - want).norm() / want.norm()) <= max(1e-5, ALL[row["kind"]].bound)
 
 
-def test_a_bias_left_unsorted_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect that each feature's own tests passed: rows of w1 move, those of b1 do not."""
+def test_unsorted_bias_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of w1 are sorted but b1 is not: tests of each feature alone passed with this defect."""
     from modular_kernel.checkpoints import loading
     from modular_kernel.checkpoints.fusing import sort_w1_rows as sort
 
@@ -141,4 +144,4 @@ def test_a_bias_left_unsorted_would_show(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(loading, "sort_w1_rows", without_biases)
     row = next(row for row in ROWS if row["kind"] in ACT_ORDER_FORMATS and row["bias"])
     with pytest.raises(AssertionError):
-        test_each_expert_is_what_its_files_say(row, tmp_path, monkeypatch)
+        test_expert_outputs_equal_the_checkpoint(row, tmp_path, monkeypatch)

@@ -1,4 +1,4 @@
-"""Which files of a folder are read, names on the Hub, and what is no safetensors checkpoint."""
+"""Which files of a folder are read or refused, and how names on the Hub are resolved."""
 
 import json
 import shutil
@@ -20,28 +20,28 @@ INDEX = "model.safetensors.index.json"
 NAME = "some-group/A.model-1B"
 
 
-def rewrite(path: Path, factor: float) -> dict[str, torch.Tensor]:
-    """A copy of the experts with other numbers."""
+def scaled_tensors(path: Path, factor: float) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file multiplied by a factor."""
     return {name: tensor * factor for name, tensor in load_file(path).items()}
 
 
-def test_model_safetensors_comes_first(tmp_path: Path) -> None:
-    """Before an index, and before other files with the same names or with others."""
+def test_model_safetensors_takes_precedence(tmp_path: Path) -> None:
+    """Over an index, and over other files with the same or other tensor names."""
     write(tmp_path, seed=1)
     want = mk.load_experts(tmp_path, 0).weights
-    other = rewrite(tmp_path / FILE, 2.0)
+    other = scaled_tensors(tmp_path / FILE, 2.0)
     save_file(other, tmp_path / "another.safetensors")
     save_file(other, tmp_path / "consolidated.safetensors")
     weight_map = dict.fromkeys(other, "another.safetensors")
     for index in (INDEX, "other.safetensors.index.json"):
         (tmp_path / index).write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
-    # A path selects another one.
+    # A path to a file or an index selects that one.
     for path in ("another.safetensors", INDEX, "consolidated.safetensors"):
         assert torch.equal(mk.load_experts(tmp_path / path, 0).weights.w1, 2 * want.w1)
 
 
-def test_the_model_s_index_comes_before_another(tmp_path: Path) -> None:
+def test_model_index_takes_precedence_over_other_indices(tmp_path: Path) -> None:
     write(tmp_path, shards=2)
     want = mk.load_experts(tmp_path, 0).weights
     (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
@@ -51,7 +51,7 @@ def test_the_model_s_index_comes_before_another(tmp_path: Path) -> None:
     assert inspect(tmp_path).layers == (0,)
 
 
-def test_one_other_index_is_read_and_two_are_refused(tmp_path: Path) -> None:
+def test_single_other_index_is_read_and_several_are_refused(tmp_path: Path) -> None:
     write(tmp_path, shards=2)
     (tmp_path / INDEX).rename(tmp_path / "a.safetensors.index.json")
     (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
@@ -66,11 +66,11 @@ def test_one_other_index_is_read_and_two_are_refused(tmp_path: Path) -> None:
     assert torch.equal(one.weights.w1, want.w1)
 
 
-def test_files_without_an_index_have_each_tensor_once(tmp_path: Path) -> None:
+def test_duplicate_tensor_without_an_index_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     want, tensors = mk.load_experts(tmp_path, 0).weights, load_file(tmp_path / FILE)
     (tmp_path / FILE).rename(tmp_path / "consolidated.safetensors")
-    assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)  # there is nothing else
+    assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)  # the only file
     save_file({n: t for n, t in tensors.items() if n != W1}, tmp_path / "a.safetensors")
     save_file({W1: tensors[W1]}, tmp_path / "b.safetensors")
     assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
@@ -79,7 +79,7 @@ def test_files_without_an_index_have_each_tensor_once(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 0)
 
 
-def test_a_stale_index_names_the_files_that_are_absent(tmp_path: Path) -> None:
+def test_missing_files_of_an_index_are_listed(tmp_path: Path) -> None:
     write(tmp_path, shards=3, layers=(0, 1))
     kept = tmp_path / "model-00002-of-00003.safetensors"
     for path in tmp_path.glob("model-*.safetensors"):
@@ -93,7 +93,7 @@ def test_a_stale_index_names_the_files_that_are_absent(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 0)
 
 
-def test_files_of_other_layers_may_be_absent(tmp_path: Path) -> None:
+def test_missing_files_of_other_layers_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, layers=(0, 1))
     tensors = load_file(tmp_path / FILE)
     (tmp_path / FILE).unlink()
@@ -106,8 +106,8 @@ def test_files_of_other_layers_may_be_absent(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 1)
 
 
-def test_a_gguf_file_beside_safetensors_is_ignored(tmp_path: Path) -> None:
-    """Alone it is read, with the metadata in it, although a config.json is there."""
+def test_safetensors_take_precedence_over_gguf(tmp_path: Path) -> None:
+    """A GGUF file that is alone is read by its metadata, even if there is a config.json."""
     write(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
     assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
@@ -117,8 +117,11 @@ def test_a_gguf_file_beside_safetensors_is_ignored(tmp_path: Path) -> None:
             mk.load_experts(path, 0)
 
 
-def hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model in a cache as huggingface_hub makes it; no connection is allowed."""
+def make_hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the snapshot folder of a model in a cache like that of huggingface_hub.
+
+    The test must not connect to the network.
+    """
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     model = folder / f"models--{NAME.replace('/', '--')}"
@@ -127,10 +130,10 @@ def hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return model / "snapshots" / "abc"
 
 
-def test_a_name_on_the_hub_is_looked_up_in_the_cache(
+def test_hub_name_is_resolved_in_the_local_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshot = hub_cache(tmp_path, monkeypatch)
+    snapshot = make_hub_cache(tmp_path, monkeypatch)
     write(snapshot)
     want = mk.load_experts(snapshot, 0).weights
     assert torch.equal(mk.load_experts(NAME, 0).weights.w1, want.w1)
@@ -140,10 +143,10 @@ def test_a_name_on_the_hub_is_looked_up_in_the_cache(
         mk.load_experts(f"other/{NAME[11:]}", 0)
 
 
-def test_the_hub_s_library_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huggingface_hub_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigurationError, match=f"no such model in .* hf download {NAME}"):
         mk.load_experts(NAME, 0)
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / NAME)  # a folder of this name comes first
+    write(tmp_path / NAME)  # a local folder with the name takes precedence
     assert mk.load_experts(NAME, 0).weights.w1.shape == (4, 512, 128)

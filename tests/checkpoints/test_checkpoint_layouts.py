@@ -1,4 +1,4 @@
-"""One table says where each family keeps its experts: in samples, and as transformers saves."""
+"""Layouts: where each model family stores its experts, as in files that transformers saves."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,9 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 
-# Of the classes that transformers saves; the table's other lines are those of its key mapping.
-SAVED = (
+# Families of each kind of experts class that transformers saves. For the other families in the
+# table, it converts tensor names.
+SAVED_FAMILIES = (
     "aria_text",
     "deepseek_v3",
     "gpt_oss",
@@ -32,7 +33,7 @@ SAVED = (
     "qwen3_moe",
     "qwen3_vl_moe_text",
 )
-SMALL = {
+SMALL_CONFIG = {
     "vocab_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -52,18 +53,18 @@ SMALL = {
 }
 
 
-def test_every_family_that_is_read_has_a_layout() -> None:
+def test_every_supported_family_has_a_layout() -> None:
     assert set(LAYOUTS) == {name for name, family in FAMILIES.items() if not family.unsupported}
     assert len(SAMPLES) >= 14
     assert set(SAMPLES) <= set(LAYOUTS)
-    # Each distinct set of layouts is tried with a sample.
+    # Every distinct layout has a sample.
     assert {LAYOUTS[name] for name in SAMPLES} >= set(LAYOUTS.values()) - {
         LAYOUTS["mistral_large4_text"]
     }
 
 
 @pytest.mark.parametrize("family", SAMPLES)
-def test_experts_lie_where_the_family_keeps_them(family: str, tmp_path: Path) -> None:
+def test_experts_are_found_in_every_layout(family: str, tmp_path: Path) -> None:
     sample = write(tmp_path, family, "bf16", layers=(3, 5), hidden=64, intermediate=96)
     loaded = mk.load_experts(tmp_path, 5)
     act, w1 = loaded.problem_fields["activation"], loaded.weights.w1
@@ -87,11 +88,11 @@ def test_experts_lie_where_the_family_keeps_them(family: str, tmp_path: Path) ->
     assert float((y - truth).norm() / truth.norm()) < 1e-2
 
 
-STACKED = ("deepseek fp8", "fp8 tensor, dynamic", "fp8 tensor, static", "compressed int8")
+STACKED_FORMATS = ("deepseek fp8", "fp8 tensor, dynamic", "fp8 tensor, static", "compressed int8")
 
 
-@pytest.mark.parametrize("kind", STACKED)
-def test_stacked_modules_are_quantized_too(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", STACKED_FORMATS)
+def test_stacked_modules_load_like_separate_ones(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "stacked", "step3p5", kind)
     write(tmp_path / "each", "mixtral", kind)
     stacked, each = (mk.load_experts(tmp_path / name, 0) for name in ("stacked", "each"))
@@ -106,8 +107,8 @@ def test_stacked_modules_are_quantized_too(kind: str, tmp_path: Path) -> None:
     ("family", "block"),
     [("llama4_text", ""), ("gpt_oss", "mlp.experts"), ("gpt_oss", "mlp.experts.experts")],
 )
-def test_what_packers_take_apart_is_read_too(family: str, block: str, tmp_path: Path) -> None:
-    """Quantized checkpoints of fused families have a module for each projection of each expert."""
+def test_fused_families_may_be_stored_per_expert(family: str, block: str, tmp_path: Path) -> None:
+    """Quantizers split fused experts into a module for each projection of each expert."""
     sample = write(tmp_path, "mixtral", "compressed int4")
     at = f"model.layers.0.{block}"
     if family == "llama4_text":
@@ -129,24 +130,25 @@ def test_what_packers_take_apart_is_read_too(family: str, block: str, tmp_path: 
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = mk.load_experts(tmp_path, 0)
     assert not loaded.problem_fields["activation"].interleaved
-    packed = torch.cat([sample_words(tensors, at, e) for e in range(4)])
+    packed = torch.cat([packed_gate_up(tensors, at, e) for e in range(4)])
     assert torch.equal(loaded.weights.w1.flatten(0, 1), packed)
     if family == "gpt_oss":
         assert loaded.weights.b1[0].tolist() == [1.0] * 256 + [2.0] * 256
     assert sample.w1.shape == (4, 512, 128)
 
 
-def sample_words(tensors: dict[str, torch.Tensor], at: str, e: int) -> torch.Tensor:
+def packed_gate_up(tensors: dict[str, torch.Tensor], at: str, e: int) -> torch.Tensor:
+    """Return the packed words of gate and up of one expert."""
     pair = [tensors[f"{at}.{e}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
     return torch.cat(pair).view(torch.uint8)
 
 
-def small(transformers: Any, name: str) -> Any:
-    """A tiny model of the family, all its layers with experts."""
+def make_small_model(transformers: Any, name: str) -> Any:
+    """Return a tiny model of the family in which every layer has experts."""
     family, config = FAMILIES[name], transformers.CONFIG_MAPPING[name]()
     sizes = {family.experts: 4, family.top_k: 2, family.intermediate: 48, family.hidden: 64}
     own = {key: n for keys, n in sizes.items() for key in keys.split()}
-    for key, value in {**SMALL, "intermediate_size": 48, **own}.items():
+    for key, value in {**SMALL_CONFIG, "intermediate_size": 48, **own}.items():
         if hasattr(config, key):
             setattr(config, key, value)
     if getattr(config, "layer_types", None):
@@ -156,11 +158,11 @@ def small(transformers: Any, name: str) -> Any:
     return (auto if known else transformers.AutoModel).from_config(config)
 
 
-@pytest.mark.parametrize("family", SAVED)
-def test_what_transformers_saves_is_what_it_has(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", SAVED_FAMILIES)
+def test_models_saved_by_transformers_load_with_equal_weights(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = small(transformers, family)
+    model = make_small_model(transformers, family)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()

@@ -1,6 +1,7 @@
-"""Tiny checkpoints of every format give the numbers that their files stand for, packed as they are.
+"""Tiny checkpoints of every format load with the values that their files encode, and stay packed.
 
-No packer's library may be imported. That a bound can be exceeded is shown for each format.
+None of the libraries that write these formats may be imported. For each format, a test injects a
+defect to prove that its error bound detects one.
 """
 
 import sys
@@ -19,9 +20,16 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
-PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")
+PACKER_LIBRARIES = (
+    "kernels",
+    "accelerate",
+    "compressed_tensors",
+    "gptqmodel",
+    "optimum",
+    "modelopt",
+)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-# The family that publishes a format, where it is not Mixtral's.
+# The family whose checkpoints are published in a format; Mixtral for the others.
 PUBLISHERS = {
     "deepseek fp8": "deepseek_v3",
     "deepseek fp8, UE8M0": "deepseek_v3",
@@ -35,17 +43,19 @@ QUANTIZED = [name for name, kind in CHECKPOINT_FORMATS.items() if kind.config is
 
 
 @pytest.fixture(autouse=True)
-def no_packer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*PACKERS, "transformers"):
+def forbid_packer_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PACKER_LIBRARIES, "transformers"):
         monkeypatch.setitem(sys.modules, name, None)
 
 
-def written(folder: Path, kind: str, change: Callable[[Tensors], None] | None = None) -> Sample:
+def write_checkpoint(
+    folder: Path, kind: str, change: Callable[[Tensors], None] | None = None
+) -> Sample:
     return write(folder, PUBLISHERS.get(kind, "mixtral"), kind, change=change)
 
 
-def error(sample: Sample, loaded: LoadedExperts) -> float:
-    """Of a layer's output, relative to float64."""
+def output_error(sample: Sample, loaded: LoadedExperts) -> float:
+    """Return the relative error of the layer's output against float64."""
     x, weights, ids = sample.inputs(24)
     problem = loaded.problem(24)
     kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
@@ -54,8 +64,8 @@ def error(sample: Sample, loaded: LoadedExperts) -> float:
     return float((y.double() - truth).norm() / truth.norm())
 
 
-def numbers(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """w1, gate rows first, and w2 in float64."""
+def dequantized_weights(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w1, with gate rows first, and w2, both in float64."""
     scheme, w, found = QuantScheme.parse(loaded.problem_fields["quant"]), loaded.weights, []
     for name in ("w1", "w2"):
         stored = getattr(w, name)
@@ -68,26 +78,26 @@ def numbers(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_a_layer_is_within_its_bound(kind: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, kind)
+def test_output_error_is_within_the_bound(kind: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, kind)
     loaded = mk.load_experts(tmp_path, 0)
     assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == CHECKPOINT_FORMATS[kind].scheme
-    assert error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
+    assert output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_weights_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, kind)
-    w1, w2 = numbers(mk.load_experts(tmp_path, 0))
-    # A scale of each half becomes one: the smaller half is rounded to fp8 again.
+def test_dequantized_weights_equal_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, kind)
+    w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
+    # The scales of gate and up are merged: the half with the smaller scale is rounded again.
     near = 2.0**-4 if CHECKPOINT_FORMATS[kind].scheme.startswith("fp8_w8a8_tensor") else 1e-6
     torch.testing.assert_close(w1, sample.w1, rtol=near, atol=1e-3 if near > 1e-3 else 1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, kind)
+def test_packed_weights_are_not_expanded(kind: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, kind)
     w = mk.load_experts(tmp_path, 0).weights
     scheme = QuantScheme.parse(CHECKPOINT_FORMATS[kind].scheme)
     bits = 4 if scheme.packed else 8
@@ -105,50 +115,56 @@ def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
         ("mixed", torch.bfloat16, torch.float32),
     ],
 )
-def test_scales_of_integers_stay_in_16_bits(
+def test_integer_scales_keep_their_16_bit_dtype(
     kind: str, dtype: torch.dtype, scales: torch.dtype, tmp_path: Path
 ) -> None:
-    """Whatever 16 bits the layer has; of two kinds they are float32, which holds either."""
+    """Whatever 16-bit dtype the layer has.
+
+    If a file mixes both 16-bit dtypes, scales become float32, which represents either.
+    """
 
     def mix(tensors: Tensors) -> None:
         name = next(name for name in tensors if name.endswith(".scales"))
         tensors[name] = tensors[name].bfloat16()
 
     given = ("gptq", mix) if kind == "mixed" else (kind, None)
-    written(tmp_path, *given)
+    write_checkpoint(tmp_path, *given)
     loaded = mk.load_experts(tmp_path, 0, dtype=dtype)
     assert loaded.weights.w1_scale is not None
     assert loaded.weights.w2_scale is not None
     assert {loaded.weights.w1_scale.dtype, loaded.weights.w2_scale.dtype} == {scales}
-    whole = numbers(mk.load_experts(tmp_path, 0, dtype=torch.float32))
-    for got, want in zip(numbers(loaded), whole, strict=True):
+    whole = dequantized_weights(mk.load_experts(tmp_path, 0, dtype=torch.float32))
+    for got, want in zip(dequantized_weights(loaded), whole, strict=True):
         assert torch.equal(got, want)
 
 
-# Whole stacks stored (e, K, N), with one scale of all their experts, or one of each row.
-TURNED = [
+# Stacks of all experts stored as (e, K, N), with one scale for all experts or one per row.
+TRANSPOSED_FORMATS = [
     (family, kind)
     for family in ("llama4_text", "gpt_oss")
     for kind in FUSED_FORMATS
-    if (family, kind) != ("gpt_oss", "fbgemm fp8, fused")  # nobody writes it
+    if (family, kind) != ("gpt_oss", "fbgemm fp8, fused")  # not a published combination
 ]
 
 
-@pytest.mark.parametrize(("family", "kind"), TURNED)
-def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: Path) -> None:
-    """Whole and in shares, which cut columns of the files; and with rows of scales exchanged."""
+@pytest.mark.parametrize(("family", "kind"), TRANSPOSED_FORMATS)
+def test_transposed_stacks_are_loaded(family: str, kind: str, tmp_path: Path) -> None:
+    """As a whole, and in rank shares, which slice columns of the files.
+
+    Shifted weights must exceed the bound.
+    """
     sample, bound = write(tmp_path, family, kind), FUSED_FORMATS[kind].bound
     loaded = mk.load_experts(tmp_path, 0)
     assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == FUSED_FORMATS[kind].scheme
-    assert error(sample, loaded) <= bound
-    w1, w2 = numbers(loaded)
+    assert output_error(sample, loaded) <= bound
+    w1, w2 = dequantized_weights(loaded)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
     for ep, tp in ((2, 1), (1, 2), (2, 2)):
         whole = loaded.bytes_read / (ep * tp)
         grid = [[mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)) for t in range(tp)]
                 for e in range(ep)]  # fmt: skip
-        parts = [[numbers(each) for each in row] for row in grid]
+        parts = [[dequantized_weights(each) for each in row] for row in grid]
         rows = [torch.cat([w.unflatten(1, (2, -1)) for w, _ in row], 2) for row in parts]
         assert torch.equal(torch.cat(rows).flatten(1, 2), w1)
         assert torch.equal(torch.cat([torch.cat([w for _, w in row], 2) for row in parts]), w2)
@@ -160,18 +176,18 @@ def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: P
             tensors[name] = tensors[name].roll(8, 2)
 
     other = write(tmp_path / "other", family, kind, change=other_rows)
-    assert error(other, mk.load_experts(other.folder, 0)) > 1.5 * bound
+    assert output_error(other, mk.load_experts(other.folder, 0)) > 1.5 * bound
 
 
-# -------------------------------------------------------------- that a bound can be exceeded
+# Defects that exceed a bound
 
-SCALES = ("weight_scale_inv", "weight_scale", "scales", ".scale", ".SCB")
+SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scales", ".scale", ".SCB")
 
 
-def exchange(tensors: Tensors) -> None:
-    """Gate's scales for up's, of every expert."""
+def exchange_gate_and_up_scales(tensors: Tensors) -> None:
+    """Exchange the scales of gate and up of every expert."""
     for gate, up in (("w1", "w3"), ("gate_proj", "up_proj")):
-        for name in [n for n in tensors if f".{gate}." in n and n.endswith(SCALES)]:
+        for name in [n for n in tensors if f".{gate}." in n and n.endswith(SCALE_NAMES)]:
             other = name.replace(f".{gate}.", f".{up}.")
             tensors[name], tensors[other] = tensors[other], tensors[name]
     for name in [n for n in tensors if n.endswith("gate_up_proj_scales")]:
@@ -179,14 +195,14 @@ def exchange(tensors: Tensors) -> None:
         tensors[name] = pairs.flip(2).flatten(1, 2).contiguous()
 
 
-def shift(tensors: Tensors) -> None:
-    """Every zero point one more, or one less where it would not fit."""
+def shift_zero_points(tensors: Tensors) -> None:
+    """Decrease every zero point by one."""
     for name in [n for n in tensors if n.endswith(("qzeros", "weight_zero_point"))]:
         tensors[name] -= 0x11111111
 
 
-def dropped(loaded: LoadedExperts) -> LoadedExperts:
-    """128 rows and columns of each w1 as if they had not been copied: what stands for 0."""
+def drop_tile(loaded: LoadedExperts) -> LoadedExperts:
+    """Set 128 rows and columns of each w1 to the code of 0, as if a tile had not been copied."""
     scheme = QuantScheme.parse(loaded.problem_fields["quant"])
     w1 = loaded.weights.w1.clone()
     columns = 64 if scheme.packed else 128
@@ -196,28 +212,29 @@ def dropped(loaded: LoadedExperts) -> LoadedExperts:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_exchanged_scales_are_seen(kind: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, kind, exchange)
-    assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
+def test_exchanged_scales_exceed_the_bound(kind: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, kind, exchange_gate_and_up_scales)
+    assert output_error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize(
     "kind", [k for k in QUANTIZED if "zero_points" in CHECKPOINT_FORMATS[k].scheme]
 )
-def test_shifted_zero_points_are_seen(kind: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, kind, shift)
-    assert error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
+def test_shifted_zero_points_exceed_the_bound(kind: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, kind, shift_zero_points)
+    assert output_error(sample, mk.load_experts(tmp_path, 0)) > 1.5 * CHECKPOINT_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_a_dropped_tile_is_seen(kind: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, kind)
+def test_dropped_tile_exceeds_the_bound(kind: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, kind)
     assert (
-        error(sample, dropped(mk.load_experts(tmp_path, 0))) > 1.5 * CHECKPOINT_FORMATS[kind].bound
+        output_error(sample, drop_tile(mk.load_experts(tmp_path, 0)))
+        > 1.5 * CHECKPOINT_FORMATS[kind].bound
     )
 
 
-def test_symmetric_integers_with_other_zero_points_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, "gptq", shift)
+def test_unexpected_zero_points_of_a_symmetric_format_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "gptq", shift_zero_points)
     with pytest.raises(mk.ModularKernelError, match=r"w1.*zero_point: got a zero point of 7"):
         mk.load_experts(tmp_path, 0)

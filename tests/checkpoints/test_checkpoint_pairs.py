@@ -1,8 +1,8 @@
-"""Every two features of a checkpoint together: right numbers, or the refusal that a rule states.
+"""Every pair of checkpoint features: correct values, or a documented refusal.
 
-Formats, options of their codes, layouts of the files, biases, shares of ranks and placements. A
-feature that is right alone can be wrong beside another one: act-order moves rows of w1, and with
-biases it has to move those of b1.
+Features are formats and their options, file layouts, biases, rank shares and placements. A feature
+that works alone can fail in combination: act-order moves rows of w1, and must then move the
+elements of b1.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_rows import DRAWN, EXPERTS, LAYOUTS, METHODS, Written, write_row
 from covering_rows import Refusal, name_of
-from test_checkpoint_numbers import PAIR, numbers
+from test_checkpoint_numbers import PAIR, dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
@@ -25,13 +25,16 @@ from modular_kernel.models.families import FAMILIES
 from modular_kernel.spec.placement import Placement
 
 TOKENS = 9
-# Of the sum over all ranks against float64, by the dtype of the layer; float8 and int8 activations.
+# Bounds of the summed output's error: by the layer's dtype, and with 8-bit activations.
 BOUNDS, W8A8_BOUND = {None: 1e-2, "float32": 1e-5}, 8e-2
 
 
 @pytest.fixture
 def written(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """The checkpoint of a row. Few families have biases: here any has them, or none."""
+    """Write the checkpoint of a row.
+
+    The family is patched to have biases or not, as the row says.
+    """
     family = row["family"]
     monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], bias=row["bias"]))
     if row["pieces"]:
@@ -47,7 +50,7 @@ def placement_of(row: dict[str, Any]) -> Any:
     return "linear"
 
 
-def load(folder: Path, row: dict[str, Any], e: int, t: int) -> LoadedExperts:
+def load_rank(folder: Path, row: dict[str, Any], e: int, t: int) -> LoadedExperts:
     return mk.load_experts(
         folder,
         row["layers"] - 1,
@@ -59,12 +62,12 @@ def load(folder: Path, row: dict[str, Any], e: int, t: int) -> LoadedExperts:
     )
 
 
-def ranks(folder: Path, row: dict[str, Any]) -> list[LoadedExperts]:
-    return [load(folder, row, e, t) for e, t in product(range(row["ep"]), range(row["tp"]))]
+def load_all_ranks(folder: Path, row: dict[str, Any]) -> list[LoadedExperts]:
+    return [load_rank(folder, row, e, t) for e, t in product(range(row["ep"]), range(row["tp"]))]
 
 
-def summed(loaded: list[LoadedExperts], written: Written, **fields: Any) -> float:
-    """Return the error of the layer over all ranks, each with all tokens, against float64."""
+def summed_output_error(loaded: list[LoadedExperts], written: Written, **fields: Any) -> float:
+    """Return the relative error of the sum of all ranks' outputs. Every rank gets all tokens."""
     x, weights, ids = written.sample.inputs(TOKENS)
     total = torch.zeros_like(x)
     for rank in loaded:
@@ -78,14 +81,14 @@ def summed(loaded: list[LoadedExperts], written: Written, **fields: Any) -> floa
 
 
 def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, Any]) -> None:
-    """Compare each expert's dequantized values, whose rows act-order may have moved."""
+    """Compare the dequantized weights of each expert, whose rows act-order may have moved."""
     method, layout = METHODS[row["method"]], LAYOUTS[row["family"]]
     w1, w2 = written.sample.w1, written.sample.w2
     for rank in loaded:
         projections = 2 if layout.gated else 1
         rows = torch.arange(*rank.columns)
         got_w1, got_w2 = without_padding(rank, projections)
-        # A scale each for gate and up becomes one: values of the smaller one are rounded again.
+        # The scales of gate and up are merged: the half with the smaller scale is rounded again.
         rounded = method.scales == "tensor" and not method.weight_only
         near = 2.0**-4 if rounded and layout.gated and not layout.fused else 1e-6
         for slot, e in enumerate(rank.placement.slots[rank.ep[0]]):
@@ -100,7 +103,7 @@ def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, A
 def without_padding(rank: LoadedExperts, projections: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return w1 and w2 without the padding of this rank's share, all of which must be 0."""
     count = rank.columns[1] - rank.columns[0]
-    w1, w2 = numbers(rank)
+    w1, w2 = dequantized_weights(rank)
     parts = w1.unflatten(1, (projections, -1))
     for padding in (parts[:, :, count:], w2[..., count:]):
         assert not padding.any()
@@ -115,7 +118,7 @@ def column_order(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def check_input_scales(loaded: list[LoadedExperts], written: Written) -> None:
-    """Compare static scales: the largest of all experts, in nvfp4 of each expert's projections."""
+    """Compare static activation scales: one for all experts, or in nvfp4 one for each expert."""
     for rank in loaded:
         weights = rank.weights
         if weights.a1_scale is None:
@@ -133,7 +136,7 @@ def check_input_scales(loaded: list[LoadedExperts], written: Written) -> None:
             torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
-def test_every_two_values_meet_and_every_rule_does() -> None:
+def test_rows_cover_every_pair_of_values_and_every_rule() -> None:
     assert DRAWN.unmet() == []
     allowed = (
         "refused: ",
@@ -149,23 +152,25 @@ def test_every_two_values_meet_and_every_rule_does() -> None:
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("row", DRAWN.accepted, ids=name_of)
-def test_a_layer_is_what_its_files_say(row: dict[str, Any], written: Written) -> None:
-    loaded = ranks(written.sample.folder, row)
+def test_accepted_combination_has_the_values_of_its_files(
+    row: dict[str, Any], written: Written
+) -> None:
+    loaded = load_all_ranks(written.sample.folder, row)
     check_values(loaded, written, row)
     check_input_scales(loaded, written)
     assert {rank.problem_fields["bias"] for rank in loaded} == {row["bias"]}
-    if not row["inputs"]:  # activations of 4 bits are compared by their parts' own cases
+    if not row["inputs"]:  # the cases of parts test 4-bit activations
         bound = BOUNDS[row["dtype"]] if METHODS[row["method"]].weight_only else W8A8_BOUND
-        assert summed(loaded, written) <= bound
+        assert summed_output_error(loaded, written) <= bound
 
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize(
     ("rule", "row"), [pytest.param(*each, id=name_of(each)) for each in DRAWN.refused]
 )
-def test_a_refusal_is_the_one_that_a_rule_states(
+def test_refused_combination_has_the_error_of_its_rule(
     rule: Refusal, row: dict[str, Any], written: Written
 ) -> None:
     for e, t in product(range(row["ep"]), range(row["tp"])):
         with pytest.raises(rule.error, match=rule.message):
-            load(written.sample.folder, row, e, t)
+            load_rank(written.sample.folder, row, e, t)

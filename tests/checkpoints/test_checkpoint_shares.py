@@ -1,4 +1,4 @@
-"""A rank reads and keeps its share: sums over ranks are the whole, bytes and memory are bounded."""
+"""Rank shares of a checkpoint: outputs add up to the whole, and bytes and memory are bounded."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
+from test_checkpoint_numbers import PAIR, PUBLISHERS, dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
@@ -23,12 +23,17 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-# Where a scale covers all of a row of activations, a share of the row has its own; one of all
-# rows is that of a rank's own rows, with fewer experts too.
-OF_ROWS, OF_ALL = ("fp8_w8a8_channel", "int8_w8a8_channel"), "fp8_w8a8_tensor"
+# Schemes whose activation scales depend on the share. With one scale per row, each TP rank has a
+# scale for its part of a row; with one scale per tensor, each rank has one for its own rows.
+PER_CHANNEL_SCHEMES, PER_TENSOR_SCHEME = (
+    ("fp8_w8a8_channel", "int8_w8a8_channel"),
+    "fp8_w8a8_tensor",
+)
 
 
-def ranks(sample: Sample, grid: tuple[int, int], dtype: str | None = None) -> list[LoadedExperts]:
+def load_all_ranks(
+    sample: Sample, grid: tuple[int, int], dtype: str | None = None
+) -> list[LoadedExperts]:
     ep, tp = grid
     return [
         mk.load_experts(sample.folder, 0, ep=(e, ep), tp=(t, tp), dtype=dtype)
@@ -36,8 +41,8 @@ def ranks(sample: Sample, grid: tuple[int, int], dtype: str | None = None) -> li
     ]
 
 
-def summed(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> torch.Tensor:
-    """What the ranks give together, each for its part of what is the same to all."""
+def summed_outputs(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> torch.Tensor:
+    """Return the sum of the ranks' outputs. Every rank gets all tokens."""
     x, weights, ids = sample.inputs(tokens)
     total = torch.zeros(tokens, sample.w2.shape[1], dtype=torch.float64)
     for rank in loaded:
@@ -48,7 +53,7 @@ def summed(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> tor
 
 
 def expert_bytes(sample: Sample) -> int:
-    """Of the layer's experts in the files, but weight_shape, which says nothing new."""
+    """Return the bytes of the layer's experts in the files, without the redundant weight_shape."""
     total = 0
     for path in sample.folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
@@ -60,16 +65,16 @@ def expert_bytes(sample: Sample) -> int:
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
+def test_rank_outputs_and_weights_add_up_to_the_whole(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=512, shards=2)
-    whole = summed(sample, ranks(sample, (1, 1), "float32"))
+    whole = summed_outputs(sample, load_all_ranks(sample, (1, 1), "float32"))
     truth, scheme = sample.expected_output(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
-    w1, w2 = numbers(mk.load_experts(tmp_path, 0))
+    w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
     size = expert_bytes(sample)
     for ep, tp in GRIDS:
-        loaded = ranks(sample, (ep, tp), "float32")
-        y = summed(sample, loaded)
-        if scheme == OF_ALL or (tp > 1 and scheme in OF_ROWS):
+        loaded = load_all_ranks(sample, (ep, tp), "float32")
+        y = summed_outputs(sample, loaded)
+        if scheme == PER_TENSOR_SCHEME or (tp > 1 and scheme in PER_CHANNEL_SCHEMES):
             assert float((y - truth).norm() / truth.norm()) <= CHECKPOINT_FORMATS[kind].bound
         else:
             assert float((y - whole).norm() / whole.norm()) <= 1e-5
@@ -77,8 +82,8 @@ def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
         for rank in loaded:
             assert rank.bytes_read <= 1.05 * size / (ep * tp)
             assert (rank.ep[1], rank.tp[1]) == (ep, tp)
-        # Shares put together are the whole, bit by bit.
-        parts = [numbers(rank) for rank in loaded]
+        # The concatenated shares equal the whole bit for bit.
+        parts = [dequantized_weights(rank) for rank in loaded]
         rows = [
             [p[0].unflatten(1, (2, -1)) for p in parts[i : i + tp]] for i in range(0, ep * tp, tp)
         ]
@@ -87,9 +92,7 @@ def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
         assert torch.equal(torch.cat([torch.cat(c, 2) for c in columns]), w2)
 
 
-def test_bytes_read_are_those_that_were_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_read_counts_actual_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = write(tmp_path, "mixtral", "bf16")
     seen, read = [], TensorFiles.read
 
@@ -107,7 +110,7 @@ def test_bytes_read_are_those_that_were_read(
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_pieces_of_a_matrix_are_the_whole(
+def test_reading_in_pieces_gives_equal_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = "step3p5" if kind == "deepseek fp8" else PUBLISHERS.get(kind, "mixtral")
@@ -123,13 +126,16 @@ def test_pieces_of_a_matrix_are_the_whole(
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
-def test_b2_is_added_once(family: str, tmp_path: Path) -> None:
+def test_b2_is_nonzero_on_one_tp_rank_only(family: str, tmp_path: Path) -> None:
     sample = write(tmp_path, family, "bf16")
-    loaded = ranks(sample, (1, 4), "float32")
+    loaded = load_all_ranks(sample, (1, 4), "float32")
     assert [bool(rank.weights.b2.any()) for rank in loaded] == [True, False, False, False]
     x, weights, ids = sample.inputs(16)
     torch.testing.assert_close(
-        summed(sample, loaded), sample.expected_output(x, weights, ids), rtol=1e-4, atol=1e-4
+        summed_outputs(sample, loaded),
+        sample.expected_output(x, weights, ids),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -148,21 +154,24 @@ def test_b2_is_added_once(family: str, tmp_path: Path) -> None:
         ("mxfp4", 192, 3, "mxfp4_w4a16"),
     ],
 )
-def test_tiles_are_divided_where_a_share_needs_it(
+def test_scale_tiles_are_split_to_fit_a_share(
     kind: str, intermediate: int, tp: int, scheme: str, tmp_path: Path
 ) -> None:
     sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=intermediate)
-    loaded = ranks(sample, (1, tp))
+    loaded = load_all_ranks(sample, (1, tp))
     assert {rank.problem_fields["quant"] for rank in loaded} == {scheme}
-    parts = [numbers(rank) for rank in loaded]
+    parts = [dequantized_weights(rank) for rank in loaded]
     w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
     w2 = torch.cat([w2 for _, w2 in parts], 2)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
 
 
-def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
-    """Fused float8 blocks of 2I rows, I no multiple of theirs: one covers rows of both."""
+def test_scale_tile_across_gate_and_up_is_split(tmp_path: Path) -> None:
+    """Fused fp8 blocks cover 2I rows.
+
+    If I is not a multiple of the block, one block has rows of both gate and up.
+    """
     g = torch.Generator().manual_seed(0)
     sample = write(tmp_path, "mistral4", "bf16", intermediate=192)
     at, make = "model.layers.0.mlp.experts", fp8_block(torch.float32)
@@ -177,22 +186,25 @@ def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
     config = sample.config | {"quantization_config": CHECKPOINT_FORMATS["deepseek fp8"].config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for tp in (1, 2, 3):
-        parts = [numbers(rank) for rank in ranks(sample, (1, tp))]
+        parts = [dequantized_weights(rank) for rank in load_all_ranks(sample, (1, tp))]
         w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
         torch.testing.assert_close(w1, torch.stack([m.values for m in both]), rtol=1e-6, atol=0)
 
 
-def test_experts_may_have_other_places(tmp_path: Path) -> None:
+def test_placements_select_the_experts_of_a_rank(tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", "awq")
     placement = Placement.round_robin(4, 2).with_copies({3: (0,)})
     loaded = [mk.load_experts(tmp_path, 0, ep=(r, 2), placement=placement) for r in range(2)]
     assert [len(rank.weights.w1) for rank in loaded] == [3, 2]
-    torch.testing.assert_close(numbers(loaded[0])[1], sample.w2[[0, 2, 3]], rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        dequantized_weights(loaded[0])[1], sample.w2[[0, 2, 3]], rtol=1e-6, atol=1e-12
+    )
     assert loaded[1].problem(8).parallel.placement == placement
     assert loaded[1].partial(8)[1].expert_map.tolist() == [-1, 0, -1, 1]
 
 
-# Data that a process may have, from what it has after its imports: twice what was asked.
+# Limits the data segment of a process, without mapped files, to its size after imports plus an
+# allowance, and loads.
 _CHILD = """
 import resource, sys
 from pathlib import Path
@@ -202,7 +214,7 @@ folder, room, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 mk.load_experts(folder / "warm", 0)
 (data,) = (l.split()[1] for l in open("/proc/self/status") if l.startswith("VmData"))
-mapped = sum(path.stat().st_size for path in folder.glob("*.safetensors"))  # not read: mapped
+mapped = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 limit = int(data) * 1024 + mapped + room
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 loaded = mk.load_experts(folder, 0, tp=(0, tp))
@@ -213,7 +225,7 @@ print(sum(t.nbytes for t in vars(loaded.weights).values() if t is not None))
 @pytest.mark.share(3)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
-def test_memory_is_what_is_kept_and_a_matrix(kind: str, tmp_path: Path) -> None:
+def test_peak_memory_is_the_share_plus_one_matrix(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind, experts=4, hidden=1024, intermediate=2048)
     write(tmp_path / "warm", "mixtral", kind)
 
@@ -223,7 +235,7 @@ def test_memory_is_what_is_kept_and_a_matrix(kind: str, tmp_path: Path) -> None:
 
     bits = {"bf16": 16, "awq": 4}[kind]
     kept = 4 * 3 * 1024 * 2048 * bits // 8 // 2
-    matrix = 1024 * 2048 * 8  # of values of a word, twice: unpacked and in order
+    matrix = 1024 * 2048 * 8  # int32 words of one matrix, unpacked and reordered
     enough = child(kept + kept // 8 + matrix)
     assert enough.returncode == 0, enough.stderr[-500:]
     assert kept <= int(enough.stdout) <= 1.2 * kept

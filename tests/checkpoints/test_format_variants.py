@@ -1,4 +1,4 @@
-"""Formats with the tensors of others: mxfp8, fp8 of FBGEMM and modelopt, auto-round, E8M0."""
+"""Variants of formats: mxfp8, fp8 of FBGEMM, ModelOpt and Quark, AutoRound packings, E8M0."""
 
 import json
 import re
@@ -30,14 +30,14 @@ from modular_kernel.testing.checkpoints.samples import (
 AUTO_ROUND = CHECKPOINT_FORMATS["auto-round"].config
 
 
-def changed(folder: Path, change: Any) -> None:
+def rewrite_tensors(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_fbgemm_scales_of_llama4_have_the_shapes_that_transformers_writes(tmp_path: Path) -> None:
-    """Stacks (e, K, N): scales of gate_up (e, 1, 2I), of down (e, H, 1); whole and in TP shares."""
+def test_fbgemm_scales_of_llama4_load_in_transformers_shapes(tmp_path: Path) -> None:
+    """Scales are (e, 1, 2I) for gate_up (e, K, N), and (e, H, 1) for down."""
 
     def reshape(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("down_proj_weight_scale")]:
@@ -60,7 +60,7 @@ def test_fbgemm_scales_of_llama4_have_the_shapes_that_transformers_writes(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "modelopt mxfp8", "mxfp4, E8M0 dtype"])
-def test_an_e8m0_scale_that_is_nan_is_refused(kind: str, tmp_path: Path) -> None:
+def test_nan_e8m0_scale_is_refused(kind: str, tmp_path: Path) -> None:
     def set_nan(tensors: Tensors) -> None:
         name = next(name for name in tensors if ".2." in name and "scale" in name and "up" in name)
         tensors[name].view(torch.uint8)[0, 0] = 255
@@ -77,20 +77,20 @@ def test_an_e8m0_scale_that_is_nan_is_refused(kind: str, tmp_path: Path) -> None
         mk.load_experts(tmp_path, 0)
 
 
-def test_dimensions_of_1_are_ignored_in_scales_only(tmp_path: Path) -> None:
+def test_size_1_dimensions_are_squeezed_in_scales_only(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
-    changed(tmp_path, lambda t: t.update({name: t[name][:, None]}))
+    rewrite_tensors(tmp_path, lambda t: t.update({name: t[name][:, None]}))
     with pytest.raises(ShapeError, match=rf"{name}: got \(256, 1, 128\)"):
         mk.load_experts(tmp_path, 0)
     write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
     scale = f"{name}_scale"
-    changed(tmp_path, lambda t: t.update({scale: t[scale].reshape(1, 2)}))
+    rewrite_tensors(tmp_path, lambda t: t.update({scale: t[scale].reshape(1, 2)}))
     with pytest.raises(ShapeError, match=rf"{scale}: got \(1, 2\), need \(2, 1\)"):
         mk.load_experts(tmp_path, 0)
 
 
-def test_bytes_are_scales_of_mxfp8_only(tmp_path: Path) -> None:
+def test_uint8_scales_are_accepted_for_mxfp8_only(tmp_path: Path) -> None:
     def to_bytes(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("scale_inv")]:
             tensors[name] = torch.full(tensors[name].shape, 120, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def test_bytes_are_scales_of_mxfp8_only(tmp_path: Path) -> None:
          "int4_w4a16_group:group=64,zero_points=true"),
     ],
 )  # fmt: skip
-def test_packings_of_auto_round(config: dict[str, Any], scheme: str) -> None:
+def test_auto_round_packings_are_read(config: dict[str, Any], scheme: str) -> None:
     format = format_of(AUTO_ROUND | config)
     assert str(format.scheme) == scheme
     packing = config.get("packing_format", "auto_round:auto_gptq")
@@ -129,13 +129,13 @@ def test_packings_of_auto_round(config: dict[str, Any], scheme: str) -> None:
         ({"bits": 3}, "bits = 3"),
     ],
 )
-def test_other_variants_of_auto_round_are_refused(config: dict[str, Any], message: str) -> None:
+def test_unsupported_auto_round_variants_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         format_of(AUTO_ROUND | config)
 
 
-def test_symmetry_by_module_of_auto_round_in_awq_packing(tmp_path: Path) -> None:
-    """extra_config says `sym`, which AWQ calls zero_point."""
+def test_auto_round_extra_config_sets_symmetry_in_awq_packing(tmp_path: Path) -> None:
+    """AutoRound's extra_config has the key `sym`, whose name in AWQ is zero_point."""
     other = {"model.layers.0.mlp.experts": {"sym": False}}
     config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": other}
     sample = write(tmp_path, "qwen3_moe", "auto-round, AWQ")
@@ -146,8 +146,8 @@ def test_symmetry_by_module_of_auto_round_in_awq_packing(tmp_path: Path) -> None
     assert inspect(tmp_path).problem_fields["quant"] == loaded.problem_fields["quant"]
 
 
-def quark(**changes: Any) -> dict[str, Any]:
-    """A config of Quark, mxfp4, with other options of weights."""
+def quark_mxfp4_config(**changes: Any) -> dict[str, Any]:
+    """Return Quark's config of mxfp4, with other options of weights."""
     config = json.loads(json.dumps(CHECKPOINT_FORMATS["quark mxfp4"].config))
     config["global_quant_config"]["weight"] |= changes
     return config
@@ -164,8 +164,8 @@ def quark(**changes: Any) -> dict[str, Any]:
          "fp8_w8a8_block"),
     ],
 )  # fmt: skip
-def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
-    config = quark(**weight)
+def test_quark_specs_select_the_scheme(weight: Any, inputs: Any, scheme: str) -> None:
+    config = quark_mxfp4_config(**weight)
     config["global_quant_config"]["input_tensors"] = inputs
     assert str(format_of(config).scheme) == scheme
     config["global_quant_config"]["weight"] = [config["global_quant_config"]["weight"]]
@@ -175,53 +175,54 @@ def test_specifications_of_quark(weight: Any, inputs: Any, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (quark(dtype="int4"), "need fp8 per tensor"),
-        (quark(group_size=64), "need fp8 per tensor"),
-        (quark(is_dynamic=True), "need fp8 per tensor"),
-        (quark(symmetric=False), "weight.symmetric = False"),
-        (quark(is_scale_quant=True), "weight.is_scale_quant = True"),
-        (quark(rotated=1), "weight.rotated = 1"),
-        (quark() | {"algo_config": [{"name": "rotation"}]}, "algo_config: 'rotation'"),
-        (quark() | {"layer_type_quant_config": {"Linear": {"weight": None}, "x": {"y": 1}}},
+        (quark_mxfp4_config(dtype="int4"), "need fp8 per tensor"),
+        (quark_mxfp4_config(group_size=64), "need fp8 per tensor"),
+        (quark_mxfp4_config(is_dynamic=True), "need fp8 per tensor"),
+        (quark_mxfp4_config(symmetric=False), "weight.symmetric = False"),
+        (quark_mxfp4_config(is_scale_quant=True), "weight.is_scale_quant = True"),
+        (quark_mxfp4_config(rotated=1), "weight.rotated = 1"),
+        (quark_mxfp4_config() | {"algo_config": [{"name": "rotation"}]}, "algo_config: 'rotation'"),
+        (quark_mxfp4_config()
+         | {"layer_type_quant_config": {"Linear": {"weight": None}, "x": {"y": 1}}},
          "layer_type_quant_config"),
-        (quark() | {"export": {"weight_format": "fake_quantized"}}, "weight_format"),
-        (quark() | {"global_quant_config": None}, "global_quant_config = None"),
-        (quark() | {"rotation": {"r1": 1}}, "rotation"),
+        (quark_mxfp4_config() | {"export": {"weight_format": "fake_quantized"}}, "weight_format"),
+        (quark_mxfp4_config() | {"global_quant_config": None}, "global_quant_config = None"),
+        (quark_mxfp4_config() | {"rotation": {"r1": 1}}, "rotation"),
     ],
 )  # fmt: skip
-def test_what_quark_says_and_no_scheme_has_is_refused(config: Any, message: str) -> None:
+def test_unsupported_quark_specs_are_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
 
 
-PTPC = CHECKPOINT_FORMATS["quark fp8, channels"].config
+QUARK_PTPC = CHECKPOINT_FORMATS["quark fp8, channels"].config
 
 
-def ptpc(weight_axis: int | None, input_axis: int | None) -> dict[str, Any]:
-    """A config of Quark, fp8 by channel and token, with the axes of its scales."""
-    config = json.loads(json.dumps(PTPC))
+def quark_ptpc_config(weight_axis: int | None, input_axis: int | None) -> dict[str, Any]:
+    """Return Quark's config of fp8 per channel and token (PTPC), with the axes of its scales."""
+    config = json.loads(json.dumps(QUARK_PTPC))
     for name, axis in (("weight", weight_axis), ("input_tensors", input_axis)):
         config["global_quant_config"][name]["ch_axis"] = axis
     return config
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 0), (None, None)])
-def test_axes_of_quark(axes: tuple[int | None, int | None]) -> None:
-    assert str(format_of(ptpc(*axes)).scheme) == "fp8_w8a8_channel"
-    assert str(format_of(quark(ch_axis=1)).scheme) == "mxfp4_w4a16"
+def test_quark_scale_axes_are_accepted(axes: tuple[int | None, int | None]) -> None:
+    assert str(format_of(quark_ptpc_config(*axes)).scheme) == "fp8_w8a8_channel"
+    assert str(format_of(quark_mxfp4_config(ch_axis=1)).scheme) == "mxfp4_w4a16"
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (ptpc(1, 1), "weight.ch_axis = 1, need 0$"),
-        (ptpc(-1, 1), "weight.ch_axis = -1, need 0$"),
-        (ptpc(0, -1), "input_tensors.ch_axis = -1, need 0 or 1$"),
-        (quark(ch_axis=0), "weight.ch_axis = 0, need 1 or -1$"),
+        (quark_ptpc_config(1, 1), "weight.ch_axis = 1, need 0$"),
+        (quark_ptpc_config(-1, 1), "weight.ch_axis = -1, need 0$"),
+        (quark_ptpc_config(0, -1), "input_tensors.ch_axis = -1, need 0 or 1$"),
+        (quark_mxfp4_config(ch_axis=0), "weight.ch_axis = 0, need 1 or -1$"),
     ],
 )
-def test_scales_of_quark_along_another_axis_are_refused(config: Any, message: str) -> None:
-    """Square matrices would have the same number of scales along either axis."""
+def test_quark_scales_along_another_axis_are_refused(config: Any, message: str) -> None:
+    """For a square matrix, the shape of the scales would not show the mistake."""
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
 
@@ -238,17 +239,20 @@ def test_scales_of_quark_along_another_axis_are_refused(config: Any, message: st
         "*.experts.[!0].up_proj",
     ],
 )
-def test_options_of_quark_for_some_experts_are_refused_without_their_names(name: str) -> None:
-    """`format_of` has one format for all experts; `QuantizationMap` has that of each module."""
-    options = PTPC["global_quant_config"]  # type: ignore[index]
-    config = quark() | {"layer_quant_config": {name: options}}
+def test_quark_options_that_differ_between_experts_need_module_names(name: str) -> None:
+    """`format_of` has one format for all experts, `QuantizationMap` has that of each module."""
+    options = QUARK_PTPC["global_quant_config"]  # type: ignore[index]
+    config = quark_mxfp4_config() | {"layer_quant_config": {name: options}}
     message = re.escape(f"layer_quant_config has {name!r}, need the same options for all experts")
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
-    same = quark()
+    same = quark_mxfp4_config()
     assert format_of(same | {"layer_quant_config": {name: same["global_quant_config"]}})
     others = {"*self_attn*": options, "model.layers.?.mlp.shared_expert.*": options}
-    assert str(format_of(quark() | {"layer_quant_config": others}).scheme) == "mxfp4_w4a16"
+    assert (
+        str(format_of(quark_mxfp4_config() | {"layer_quant_config": others}).scheme)
+        == "mxfp4_w4a16"
+    )
     config["layer_quant_config"] = {name.replace("down_proj", "up_proj"): options}
     formats = QuantizationMap(config)
     assert str(formats.format_of("model.layers.0.mlp.experts.0.down_proj")) in (
@@ -257,10 +261,10 @@ def test_options_of_quark_for_some_experts_are_refused_without_their_names(name:
     )
 
 
-def test_layers_of_quark_have_options_of_their_own(tmp_path: Path) -> None:
-    """Excluded, with fp8, and with the options of all."""
+def test_quark_layers_may_have_different_formats(tmp_path: Path) -> None:
+    """One layer is excluded, one has fp8, and one has the global options."""
     fp8 = CHECKPOINT_FORMATS["quark fp8, channels"].config["global_quant_config"]  # type: ignore[index]
-    config = quark() | {
+    config = quark_mxfp4_config() | {
         "exclude": ["lm_head", "*.1.mlp.*"],
         "layer_quant_config": {"model.layers.2.*": fp8},
     }
@@ -275,8 +279,8 @@ def test_layers_of_quark_have_options_of_their_own(tmp_path: Path) -> None:
             torch.testing.assert_close(w1, samples[layer].w1, rtol=1e-6, atol=1e-12)
 
 
-def test_the_expert_dtype_is_that_of_experts_only(tmp_path: Path) -> None:
-    """In the config.json itself or in its quantization_config; other modules are fp8 by block."""
+def test_expert_dtype_applies_to_experts_only(tmp_path: Path) -> None:
+    """It is a key of config.json or of its quantization_config. Other modules have fp8 blocks."""
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     for inside, beside in ((None, "fp4"), ("fp4", None)):
         config = quantization | ({} if inside is None else {"expert_dtype": inside})
@@ -300,10 +304,10 @@ def test_the_expert_dtype_is_that_of_experts_only(tmp_path: Path) -> None:
     ("step3p5", "moe.experts"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
-def test_experts_of_stacked_families_may_be_modules(
+def test_stacked_families_may_be_stored_per_expert(
     family: str, block: str, kind: str, tmp_path: Path
 ) -> None:
-    """llm-compressor writes them that way; the numbers, the scheme and a share are right."""
+    """llm-compressor writes a module per expert. Values, scheme and shares must be correct."""
     names = replace(FAMILIES[family], names=per_expert_modules(block))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, family, names)
@@ -336,12 +340,12 @@ def test_experts_of_stacked_families_may_be_modules(
         ({"quant_method": "fbgemm_fp8", "transposed": True}, "transposed"),
     ],
 )
-def test_variants_without_a_scheme_are_refused(config: dict[str, Any], message: str) -> None:
+def test_unsupported_variants_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
 
 
-REFUSED = [
+REFUSED_CASES = [
     *(({"quant_method": name}, *texts) for name, texts in REFUSED_METHODS.items()),
     *(
         ({"quant_method": "modelopt", "quant_algo": name}, *texts)
@@ -350,8 +354,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "meaning", "nearest"), REFUSED)
-def test_a_refused_method_is_told_with_its_meaning_and_what_works(
+@pytest.mark.parametrize(("config", "meaning", "nearest"), REFUSED_CASES)
+def test_error_of_a_refused_method_explains_it_and_names_an_alternative(
     config: dict[str, str], meaning: str, nearest: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -363,7 +367,7 @@ def test_a_refused_method_is_told_with_its_meaning_and_what_works(
 
 @pytest.mark.parametrize("inputs", ["int", "float"])
 def test_int4_weights_with_8_bit_activations_are_refused(inputs: str) -> None:
-    """The message has both halves of the recipe, and what is read instead."""
+    """The message states weights and activations of the recipe, and what is supported instead."""
     config = json.loads(json.dumps(CHECKPOINT_FORMATS["compressed int4"].config))
     activations = {"num_bits": 8, "type": inputs, "strategy": "token", "dynamic": True}
     config["config_groups"]["group_0"]["input_activations"] = activations

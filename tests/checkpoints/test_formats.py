@@ -1,4 +1,4 @@
-"""`format_of`, `fit_scheme`, `merge`: stacked tensors of experts give what `load_experts` gives."""
+"""`format_of`, `fit_scheme` and `merge` give the weights that `load_experts` loads."""
 
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ AT = "model.layers.0.block_sparse_moe.experts"
 Projection = dict[str, torch.Tensor]
 
 
-def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projection]:
-    """The tensors (E, ...) of w1 (gate), w3 (up) and w2, by the format's own names."""
+def stacked_projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projection]:
+    """Return the stacked tensors (E, ...) of w1 (gate), w3 (up) and w2 by name."""
     found = {}
     for name in ("w1", "w3", "w2"):
         own: Projection = {}
@@ -42,11 +42,14 @@ def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projec
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_stacks_and_single_matrices_merge_alike(kind: str, tmp_path: Path) -> None:
+def test_merge_of_stacks_and_single_matrices_equals_load_experts(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind, intermediate=192)
     loaded = mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / "model.safetensors")
-    format, own = format_of(CHECKPOINT_FORMATS[kind].config, depth=192), projections(tensors, kind)
+    format, own = (
+        format_of(CHECKPOINT_FORMATS[kind].config, depth=192),
+        stacked_projections(tensors, kind),
+    )
     scheme = fit_scheme(format, 192)
     assert str(scheme) == loaded.problem_fields["quant"]
     dtype = loaded.problem_fields["dtype"]
@@ -71,16 +74,16 @@ def test_stacks_and_single_matrices_merge_alike(kind: str, tmp_path: Path) -> No
         assert w1.scale is None or torch.equal(one.scale.float(), w1.scale[e].float())
 
 
-def test_mxfp4_and_blocks_are_views(tmp_path: Path) -> None:
+def test_merge_returns_views_if_nothing_is_rearranged(tmp_path: Path) -> None:
     for kind in ("mxfp4", "deepseek fp8", "compressed int4"):
         write(tmp_path, "mixtral", kind)
-        own = projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
+        own = stacked_projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
         first = next(iter(own.values()))
         made = merge(format_of(CHECKPOINT_FORMATS[kind].config), [own], torch.bfloat16)
         assert made.w.data_ptr() == first.data_ptr()
 
 
-def test_formats_are_told() -> None:
+def test_str_of_a_format_has_scheme_and_method() -> None:
     assert str(format_of(None)) == "none"
     told = {str(format_of(kind.config, depth=256)) for kind in CHECKPOINT_FORMATS.values()}
     assert {
@@ -106,7 +109,7 @@ def test_formats_are_told() -> None:
         ("bf16", 6, 3, True, "none"),
     ],
 )
-def test_a_share_has_tiles_of_its_own(
+def test_fit_scheme_divides_tiles_to_fit_shares(
     kind: str, intermediate: int, world: int, gated: bool, scheme: str
 ) -> None:
     found = fit_scheme(
@@ -115,7 +118,7 @@ def test_a_share_has_tiles_of_its_own(
     assert str(found) == scheme
 
 
-def packed(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str, Any]:
+def packed_tensors(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str, Any]:
     words = torch.randint(-(2**31), 2**31, (rows, depth // 8), dtype=torch.int64)
     return {
         "weight_packed": words.to(torch.int32),
@@ -125,20 +128,20 @@ def packed(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str, Any]:
     }
 
 
-def test_compressed_integers_by_hand() -> None:
-    """Value k of a word is in its bits 4k on, plus 8; zero point n is packed along rows."""
-    given = packed()
+def test_from_compressed_tensors_decodes_a_known_word() -> None:
+    """Value k of a word is in bits 4k to 4k + 3, offset by 8; zero points are packed along rows."""
+    given = packed_tensors()
     given["weight_packed"][0, 0] = 0x76543210
     given["weight_zero_point"][0] = 0x76543210
     made = from_compressed_tensors(**given)
     assert made.w[0, :4].tolist() == [0x10, 0x32, 0x54, 0x76]
     assert made.zero_point.tolist() == [[0x10, 0x10], [0x32, 0x32], [0x54, 0x54], [0x76, 0x76]]
     assert made.quant == "int4_w4a16_group:group=32,zero_points=true"
-    whole = from_compressed_tensors(**packed(groups=1) | {"group": -1})
+    whole = from_compressed_tensors(**packed_tensors(groups=1) | {"group": -1})
     assert whole.group == 64
 
 
-BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
+INVALID_CASES: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "dtype": ({"weight_packed": torch.zeros(8, 8)}, DtypeError, "weight_packed: got float32"),
     "scale": ({"weight_scale": torch.rand(8, 3)}, ShapeError, r"weight_scale: got \(8, 3\)"),
     "scale dtype": (
@@ -157,20 +160,20 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 }
 
 
-def test_one_group_of_a_row_is_one_of_each_share() -> None:
-    """However it is cut: 100 halves to no group of 32 or more that divides 50."""
+def test_whole_row_group_fits_any_share() -> None:
+    """50 columns have no divisor above 31, but a group of a whole row can be cut anywhere."""
     format = format_of(CHECKPOINT_FORMATS["awq, one group"].config, depth=100)
     assert fit_scheme(format, 100, world=2).group == (100,)
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_compressed_integers_are_checked(case: str) -> None:
-    change, kind, words = BAD[case]
+@pytest.mark.parametrize("case", INVALID_CASES)
+def test_from_compressed_tensors_refuses_invalid_tensors(case: str) -> None:
+    change, kind, words = INVALID_CASES[case]
     with pytest.raises(kind, match=words):
-        from_compressed_tensors(**packed() | change)
+        from_compressed_tensors(**packed_tensors() | change)
 
 
-def test_what_merge_is_given_is_checked() -> None:
+def test_merge_refuses_missing_extra_and_misshapen_tensors() -> None:
     block = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
     weight, scale = torch.zeros(192, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
     gate = {"weight": weight, "weight_scale_inv": scale}

@@ -1,4 +1,4 @@
-"""GGUF files: blocks as weights of a scheme or as numbers, sizes from metadata, hostile files."""
+"""GGUF files: packed or dequantized weights, sizes from metadata, and invalid files."""
 
 import struct
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from modular_kernel.text import format_layers
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 INT4, INT8 = "int4_w4a16_group:group=32", "int8_w8a16_group:group=32"
-# Types of gate, up and down -> the scheme.
+# Maps the GGUF types of gate, up and down to the scheme that they are loaded in.
 TYPES: dict[tuple[str, str, str], str] = {
     ("Q4_0", "Q4_0", "Q4_0"): INT4,
     ("Q8_0", "Q8_0", "Q8_0"): INT8,
@@ -63,16 +63,16 @@ TYPES: dict[tuple[str, str, str], str] = {
 }
 
 
-SUMS = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
+TYPES_WITH_OFFSETS = {"Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"}
 
 
-def values(loaded: LoadedExperts, name: str) -> torch.Tensor:
+def dequantized(loaded: LoadedExperts, name: str) -> torch.Tensor:
     if not loaded.problem(1).scheme.quantized:
         return getattr(loaded.weights, name).double()
     return dequantize_weights(loaded.weights, name, loaded.problem(1)).double()
 
 
-def error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:
+def output_error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> float:
     x, weights, ids = sample.inputs(24)
     machine = this_machine(device="cpu")
     kernel = mk.make_kernel(PAIR[0], experts, loaded.problem(24), machine=machine)
@@ -82,30 +82,32 @@ def error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) -> floa
 
 
 @pytest.mark.parametrize("types", TYPES, ids=" ".join)
-def test_values_are_those_of_the_blocks(types: tuple[str, str, str], tmp_path: Path) -> None:
+def test_loaded_values_equal_the_blocks(types: tuple[str, str, str], tmp_path: Path) -> None:
     sample = write_gguf(tmp_path / "m.gguf", types=types)
     loaded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == TYPES[types]
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
-        # All products are exact in float32; sums and differences are rounded.
-        rtol = 2.0**-23 if {*types} & SUMS else 0
-        torch.testing.assert_close(values(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0))
+        # Code times scale is exact in float32; types that add an offset round the sum.
+        rtol = 2.0**-23 if {*types} & TYPES_WITH_OFFSETS else 0
+        torch.testing.assert_close(
+            dequantized(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0)
+        )
     rounded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="bfloat16")
     if TYPES[types] == "none":
         assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
     else:
         assert torch.equal(rounded.weights.w1, loaded.weights.w1)
-        assert torch.equal(values(rounded, "w1"), values(loaded, "w1"))
+        assert torch.equal(dequantized(rounded, "w1"), dequantized(loaded, "w1"))
     if "int" in TYPES[types]:
         is_product = any(name.startswith("IQ") and name != "IQ4_NL" for name in types)
         need = torch.float32 if is_product else torch.float16
         assert rounded.weights.w1_scale.dtype is need
-    assert error(sample, rounded) <= 1e-2
-    assert error(sample, loaded) <= 1e-5
+    assert output_error(sample, rounded) <= 1e-2
+    assert output_error(sample, loaded) <= 1e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path) -> None:
+def test_metadata_determines_sizes_and_router(architecture: str, tmp_path: Path) -> None:
     types = ("MXFP4",) * 3 if architecture == "gpt-oss" else ("Q8_0",) * 3
     sample = write_gguf(
         tmp_path / "m.gguf", architecture, types, experts=8, hidden=64, intermediate=96, top_k=3
@@ -124,7 +126,7 @@ def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path)
     assert router.score == ("sigmoid" if architecture in ("deepseek2", "glm4moe") else "softmax")
     assert router.renormalize == (architecture != "gpt-oss")
     assert router.groups == (2 if architecture == "deepseek2" else 1)
-    assert error(sample, loaded) <= 1e-2
+    assert output_error(sample, loaded) <= 1e-2
     assert inspect(tmp_path / "m.gguf").layers == (0,)
 
 
@@ -133,17 +135,17 @@ def test_architectures_have_sizes_and_routers(architecture: str, tmp_path: Path)
     [("Q4_0",) * 3, ("Q8_0",) * 3, ("MXFP4",) * 3, ("Q5_0",) * 3, ("IQ4_XS",) * 3],
     ids=" ".join,
 )
-def test_kernels_take_scales_of_either_sign(types: tuple[str, str, str], tmp_path: Path) -> None:
-    """llama.cpp's Q4_0 has negative scales, where other quantizers have none."""
+def test_kernels_accept_negative_scales(types: tuple[str, str, str], tmp_path: Path) -> None:
+    """llama.cpp's Q4_0 has negative scales; those of other quantizers are positive."""
     sample = write_gguf(tmp_path / "m.gguf", types=types)
     loaded = mk.load_experts(tmp_path / "m.gguf", 0)
     scale = loaded.weights.w1_scale
     assert scale is not None
     assert types[0] == "MXFP4" or bool((scale < 0).any())
-    assert error(sample, loaded, "TritonExperts") <= 1e-2
+    assert output_error(sample, loaded, "TritonExperts") <= 1e-2
 
 
-def test_layers_for_multi_token_prediction_are_told_apart(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_reported_separately(tmp_path: Path) -> None:
     path, layers = tmp_path / "m.gguf", {0: ("Q4_0",) * 3, 1: ("Q8_0",) * 3}
     write_gguf(path, "glm4moe", layers, metadata={"glm4moe.block_count": 2})
     report = inspect(path)
@@ -152,7 +154,7 @@ def test_layers_for_multi_token_prediction_are_told_apart(tmp_path: Path) -> Non
     assert str(mk.load_experts(path, 1).problem_fields["quant"]) == INT8
 
 
-def test_a_softmax_router_of_deepseek2_is_that_of_version_2(tmp_path: Path) -> None:
+def test_deepseek2_softmax_router_is_that_of_deepseek_v2(tmp_path: Path) -> None:
     changes = {"expert_gating_func": 1, "expert_weights_norm": False}
     metadata = {f"deepseek2.{key}": value for key, value in changes.items()}
     write_gguf(tmp_path / "m.gguf", "deepseek2", ("Q8_0",) * 3, metadata=metadata)
@@ -166,23 +168,26 @@ def test_a_softmax_router_of_deepseek2_is_that_of_version_2(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "types", [t for t in TYPES if len(set(t)) > 1 or t[0] != "F32"], ids=" ".join
 )
-def test_shares_are_parts_of_the_whole(
+def test_rank_shares_equal_slices_of_the_whole(
     types: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Expert- and tensor-parallel, in pieces of a few rows; shares of I cut blocks of 256."""
+    """For EP and TP ranks, also if read a few rows at a time.
+
+    Shares of I cut blocks of 256 values.
+    """
     write_gguf(tmp_path / "m.gguf", types=types)
     whole = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
-    full = {name: values(whole, name) for name in ("w1", "w2")}
+    full = {name: dequantized(whole, name) for name in ("w1", "w2")}
     down = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_down_exps.weight"]
     for e in range(2):
         for t in range(3):
             part = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32", ep=(e, 2), tp=(t, 3))
             (first, last), width = part.columns, part.problem_fields["intermediate"]
             experts = slice(2 * e, 2 * e + 2)
-            w1 = values(part, "w1").unflatten(1, (2, width))[:, :, : last - first]
+            w1 = dequantized(part, "w1").unflatten(1, (2, width))[:, :, : last - first]
             assert torch.equal(w1, full["w1"][experts].unflatten(1, (2, 256))[:, :, first:last])
-            w2 = values(part, "w2")
+            w2 = dequantized(part, "w2")
             assert torch.equal(w2[..., : last - first], full["w2"][experts, :, first:last])
             assert not w2[..., last - first :].any()
             cuts_blocks = down.type.values == 256  # of w2: each rank reads all of them
@@ -191,13 +196,13 @@ def test_shares_are_parts_of_the_whole(
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("fused", [False, True])
-def test_fused_and_split_models(files: int, fused: bool, tmp_path: Path) -> None:
-    """Gate and up in one tensor, and tensors over several files, in a folder of their own."""
+def test_fused_tensors_and_split_files_are_read(files: int, fused: bool, tmp_path: Path) -> None:
+    """Gate and up may be one tensor, and a model may be split over several files in a folder."""
     sample = write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3, fused=fused, files=files)
     for path in (tmp_path, *tmp_path.iterdir()):
         loaded = mk.load_experts(path, 0)
-        assert torch.equal(values(loaded, "w1"), sample.w1)
-        assert torch.equal(values(loaded, "w2"), sample.w2)
+        assert torch.equal(dequantized(loaded, "w1"), sample.w1)
+        assert torch.equal(dequantized(loaded, "w2"), sample.w2)
     if files > 1:
         (tmp_path / "m-00002-of-00003.gguf").unlink()
         with pytest.raises(WeightsError, match=r"m-00002-of-00003\.gguf: got No such file"):
@@ -207,7 +212,9 @@ def test_fused_and_split_models(files: int, fused: bool, tmp_path: Path) -> None
 MIXED = {1: ("Q4_K", "Q4_K", "Q6_K"), 2: ("Q4_0",) * 3, 3: ("Q4_0",) * 3, 5: ("F16",) * 3}
 
 
-def test_layers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_may_have_different_types(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As in files of llama-quantize, which gives some layers more bits."""
     path = tmp_path / "m.gguf"
     write_gguf(path, types=MIXED)
@@ -229,7 +236,7 @@ def test_layers_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert ended.code == 0, ended.err
 
 
-def test_a_layer_of_a_file(tmp_path: Path) -> None:
+def test_layer_loads_a_gguf_file(tmp_path: Path) -> None:
     sample = write_gguf(tmp_path / "m.gguf", types=("Q4_0",) * 3)
     layer = FusedMoE.from_config(tmp_path / "m.gguf", 0, top_k=2, experts="TorchExperts")
     layer.load(tmp_path / "m.gguf")
@@ -240,19 +247,19 @@ def test_a_layer_of_a_file(tmp_path: Path) -> None:
     assert (y - truth).norm() / truth.norm() <= 1e-2
 
 
-def test_numbers_are_quantized_on_request(tmp_path: Path) -> None:
+def test_dequantized_types_can_be_quantized_while_loading(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", types=("Q4_K", "Q4_K", "Q6_K"))
     loaded = mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT8)
     exact = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32").weights.w2.double()
     step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-    error_of = (values(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
+    error_of = (dequantized(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
     assert bool((error_of <= 0.52 * step).all())
     write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
     with pytest.raises(ConfigurationError, match="need unquantized files"):
         mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT4)
 
 
-def test_what_takes_single_tensors_refuses_blocks(tmp_path: Path) -> None:
+def test_loading_tensor_by_tensor_refuses_blocks(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     format = mk.load_experts(tmp_path / "m.gguf", 0).format
     with pytest.raises(ConfigurationError, match="`load_experts` reads GGUF"):
@@ -261,8 +268,8 @@ def test_what_takes_single_tensors_refuses_blocks(tmp_path: Path) -> None:
         ExpertLoader(Share(4, 256, 256), format)
 
 
-def test_a_config_json_of_the_model_may_be_given(tmp_path: Path) -> None:
-    """Its sizes and dtype count, the types of the file stay."""
+def test_config_argument_overrides_sizes_and_dtype(tmp_path: Path) -> None:
+    """The tensor types still come from the file."""
     write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
     config = (
         '{"model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 256,'
@@ -275,7 +282,7 @@ def test_a_config_json_of_the_model_may_be_given(tmp_path: Path) -> None:
     assert str(loaded.problem_fields["quant"]) == INT8
 
 
-def test_safetensors_come_first_and_two_models_are_refused(tmp_path: Path) -> None:
+def test_safetensors_take_precedence_and_two_gguf_models_are_refused(tmp_path: Path) -> None:
     for name in ("a-Q4_0.gguf", "b-Q8_0.gguf", "mmproj-F16.gguf"):
         write_gguf(tmp_path / name)
     with pytest.raises(ConfigurationError, match=r"a-Q4_0\.gguf and b-Q8_0\.gguf, need the path"):
@@ -284,14 +291,14 @@ def test_safetensors_come_first_and_two_models_are_refused(tmp_path: Path) -> No
     assert mk.load_experts(tmp_path, 0).problem_fields["experts"] == 4
 
 
-def renamed(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+def rename_tensor(old: str, new: str) -> Callable[[dict[str, Any]], None]:
     def change(tensors: dict[str, Any]) -> None:
         tensors[new] = tensors.pop(old)
 
     return change
 
 
-BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
+INVALID_FILES: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "architecture": ({"metadata": {"general.architecture": "mamba"}}, ConfigurationError,
                      "general.architecture = 'mamba', need one of qwen2moe"),
     "no architecture": ({"metadata": {"general.architecture": None}}, ConfigurationError, "None"),
@@ -306,17 +313,17 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
                r"ffn_gate_exps.weight: got \(4, 256, 256\), need \(4, 256, 128\)"),
     "type": ({"types": ("NVFP4",) * 3}, ConfigurationError,
              r"experts of type NVFP4, of which .* in other tensors, need the model in safetensors"),
-    "down": ({"change": renamed("blk.0.ffn_down_exps.weight", "x")}, WeightsError,
+    "down": ({"change": rename_tensor("blk.0.ffn_down_exps.weight", "x")}, WeightsError,
              "blk.0: got no blk.0.ffn_down_exps.weight"),
-    "extra": ({"change": renamed("blk.0.ffn_gate_inp.weight", "blk.0.ffn_up_exps.scale")},
+    "extra": ({"change": rename_tensor("blk.0.ffn_gate_inp.weight", "blk.0.ffn_up_exps.scale")},
               WeightsError, "ffn_up_exps.scale"),
     "alignment": ({"metadata": {"general.alignment": 48}}, WeightsError, "general.alignment = 48"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_metadata_and_tensors_are_checked(case: str, tmp_path: Path) -> None:
-    options, kind, message = BAD[case]
+@pytest.mark.parametrize("case", INVALID_FILES)
+def test_invalid_metadata_and_tensors_are_refused(case: str, tmp_path: Path) -> None:
+    options, kind, message = INVALID_FILES[case]
     write_gguf(tmp_path / "m.gguf", **options)
     with pytest.raises(kind, match=message) as caught:
         mk.load_experts(tmp_path / "m.gguf", 0)
@@ -338,8 +345,8 @@ def test_metadata_and_tensors_are_checked(case: str, tmp_path: Path) -> None:
         ("TQ1_0", 52),
     ],
 )
-def test_a_scale_that_is_no_number_is_refused(kind: str, place: int, tmp_path: Path) -> None:
-    """place: of a float16 number of a block."""
+def test_nan_scale_of_a_block_is_refused(kind: str, place: int, tmp_path: Path) -> None:
+    """place: byte offset of a float16 value in a block."""
     write_gguf(tmp_path / "m.gguf", types=(kind,) * 3)
     info = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]
     data = bytearray((tmp_path / "m.gguf").read_bytes())
@@ -349,8 +356,8 @@ def test_a_scale_that_is_no_number_is_refused(kind: str, place: int, tmp_path: P
         mk.load_experts(tmp_path / "m.gguf", 0)
 
 
-def header_of(*changes: tuple[int, bytes]) -> bytes:
-    """A header without tensors, with bytes replaced at some places."""
+def header_with(*changes: tuple[int, bytes]) -> bytes:
+    """Return a header without tensors, with bytes replaced at some offsets."""
     data = bytearray(file_bytes({"general.architecture": "qwen3moe"}, {}))
     for place, replacement in changes:
         data[place : place + len(replacement)] = replacement
@@ -361,14 +368,14 @@ HUGE = struct.pack("<Q", 1 << 60)
 KEY = struct.pack("<Q", 1) + b"k"
 HEAD = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + KEY
 ONE = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY  # one tensor
-HEADERS: dict[str, tuple[bytes, str]] = {
+INVALID_HEADERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "got 0 bytes"),
-    "magic": (header_of((0, b"GGML")), "the first bytes b'GGML'"),
-    "version 1": (header_of((4, struct.pack("<I", 1))), "version 1, need version 2 or 3"),
-    "big-endian": (header_of((4, struct.pack(">I", 3))), "a big-endian file"),
-    "tensors": (header_of((8, HUGE)), f"{1 << 60} tensors, need a complete file"),
-    "entries": (header_of((16, HUGE)), f"{1 << 60} entries of metadata"),
-    "key": (header_of((24, HUGE)), f"a name of {1 << 60} bytes"),
+    "magic": (header_with((0, b"GGML")), "the first bytes b'GGML'"),
+    "version 1": (header_with((4, struct.pack("<I", 1))), "version 1, need version 2 or 3"),
+    "big-endian": (header_with((4, struct.pack(">I", 3))), "a big-endian file"),
+    "tensors": (header_with((8, HUGE)), f"{1 << 60} tensors, need a complete file"),
+    "entries": (header_with((16, HUGE)), f"{1 << 60} entries of metadata"),
+    "key": (header_with((24, HUGE)), f"a name of {1 << 60} bytes"),
     "type of value": (HEAD + struct.pack("<IQ", 77, 0), "k of type 77"),
     "text": (HEAD + struct.pack("<I", 8) + HUGE, f"a name of {1 << 60} bytes"),
     "array": (HEAD + struct.pack("<II", 9, 0) + HUGE, f"{1 << 60} items of k"),
@@ -377,7 +384,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
         HEAD + struct.pack("<IIQ", 9, 8, 5000) + HUGE + bytes(8 * 5000), "end in the header"),
     "nested arrays": (
         HEAD + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "k of type 9"),
-    "truncated": (header_of()[:40], "complete file"),
+    "truncated": (header_with()[:40], "complete file"),
     "twice": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
         + (KEY + struct.pack("<IB", 0, 1)) * 2 + bytes(9), "k twice"),
@@ -394,17 +401,17 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_a_damaged_header_is_refused_at_once(case: str, tmp_path: Path) -> None:
-    """Counts are compared with the size of the file before anything is done with them."""
-    data, message = HEADERS[case]
+@pytest.mark.parametrize("case", INVALID_HEADERS)
+def test_invalid_header_is_refused(case: str, tmp_path: Path) -> None:
+    """Counts are checked against the size of the file before memory is allocated."""
+    data, message = INVALID_HEADERS[case]
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(WeightsError, match=message) as caught:
         mk.load_experts(tmp_path / "m.gguf", 0)
     assert "m.gguf" in str(caught.value)
 
 
-def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", hidden=32, intermediate=32)
     data = (tmp_path / "m.gguf").read_bytes()
     start = min(info.offset for info in read_header(tmp_path / "m.gguf").tensors.values())
@@ -415,7 +422,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
             mk.load_experts(tmp_path / "cut.gguf", 0)
 
 
-def test_a_missing_file_and_a_folder_of_that_name(tmp_path: Path) -> None:
+def test_missing_file_and_folder_with_a_gguf_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"no\.gguf: got No such file or directory, need a GGUF"):
         mk.load_experts(tmp_path / "no.gguf", 0)
     (tmp_path / "folder.gguf").mkdir()

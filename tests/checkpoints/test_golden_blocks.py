@@ -1,4 +1,6 @@
-"""Test decoding of golden files from bitsandbytes, gguf and torchao (tests/helpers/golden)."""
+"""Golden files of bitsandbytes, gguf and torchao decode to the values that those libraries
+return.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS
 FOLDER = Path(__file__).parents[1] / "helpers" / "golden"
 BITSANDBYTES = load_file(FOLDER / "bitsandbytes.safetensors")
 GGUF = load_file(FOLDER / "gguf.safetensors")
-# Kind of torchao.safetensors -> the format of the same options.
+# Maps the prefix of tensors in torchao.safetensors to the format with the same options.
 TORCHAO = {
     "int4": "torchao int4",
     "int8": "torchao int8",
@@ -35,8 +37,8 @@ TORCHAO = {
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4_double", "fp4", "fp4_double"])
-def test_bitsandbytes_unpacks_the_same_bits(kind: str) -> None:
-    """Rows of 72 values in blocks of 64; with double quantization, bytes are stored as bf16."""
+def test_bitsandbytes_values_equal_those_of_the_library(kind: str) -> None:
+    """Rows of 72 values in blocks of 64. With double quantization, codes are stored as bf16."""
     tensors = {
         name.partition("/")[2]: tensor
         for name, tensor in BITSANDBYTES.items()
@@ -49,18 +51,18 @@ def test_bitsandbytes_unpacks_the_same_bits(kind: str) -> None:
     assert (tensors["weight"].dtype is torch.bfloat16) == ("double" in kind)
 
 
-def test_every_type_but_floats_has_blocks() -> None:
+def test_golden_file_has_every_quantized_gguf_type() -> None:
     assert {name.partition("/")[0] for name in GGUF} == {*SUPPORTED_TYPES} - {*FLOAT_TYPES}
 
 
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED_TYPES} - {*FLOAT_TYPES}))
-def test_gguf_unpacks_the_same_bits(kind: str) -> None:
+def test_gguf_values_equal_those_of_the_library(kind: str) -> None:
     blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
     assert torch.equal(dequantize_blocks(kind, blocks), want)
 
 
 @pytest.mark.parametrize("kind", TORCHAO)
-def test_torchao_unpacks_the_same_bits(kind: str) -> None:
+def test_torchao_values_equal_those_of_the_library(kind: str) -> None:
     with safe_open(FOLDER / "torchao.safetensors", "pt") as file:
         names = [name for name in file.keys() if name.startswith(f"{kind}.")]  # noqa: SIM118
         tensors = {name.partition(".")[2]: file.get_tensor(name) for name in names}
@@ -95,7 +97,7 @@ def test_torchao_unpacks_the_same_bits(kind: str) -> None:
     ("Q4_0", "int4_w4a16_group:group=32"),
     ("MXFP4", "mxfp4_w4a16"),
 ])  # fmt: skip
-def test_schemes_have_the_same_bits(kind: str, quant: str) -> None:
+def test_repacked_gguf_blocks_keep_their_values(kind: str, quant: str) -> None:
     scheme = QuantScheme.parse(quant)
     w, scale = repack_blocks(kind, scheme, GGUF[f"{kind}/blocks"])
     got = dequantize(w[None], scale[None], None, scheme)[0]

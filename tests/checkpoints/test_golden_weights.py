@@ -1,4 +1,4 @@
-"""Tensors written by other packers (tests/helpers/golden) decode to the values they encode."""
+"""Golden files of compressed-tensors, ModelOpt and GPTQModel decode to those libraries' values."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 
 GOLDEN = load_file(Path(__file__).parents[1] / "helpers" / "golden" / "packed.safetensors")
 _GPTQ = CHECKPOINT_FORMATS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]
-# The quantization_config that such a checkpoint has; groups are of 32 columns.
+# The quantization_config of a checkpoint with tensors of each kind. Groups have 32 columns.
 CONFIGS: dict[str, Any] = {
     "compressed_nvfp4": CHECKPOINT_FORMATS["compressed nvfp4"].config,
     "modelopt_nvfp4": CHECKPOINT_FORMATS["modelopt nvfp4"].config,
@@ -31,20 +31,20 @@ CONFIGS: dict[str, Any] = {
 NVFP4 = ("compressed_nvfp4", "modelopt_nvfp4")
 
 
-def golden(kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of a kind by their own names."""
+def tensors_of_kind(kind: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a kind by their names in the format."""
     named = (name.split(".") for name in GOLDEN)
     return {tensor: GOLDEN[f"{of}.{tensor}"] for of, tensor in named if of == kind}
 
 
-def test_every_tensor_is_of_a_known_kind() -> None:
+def test_every_golden_tensor_is_tested() -> None:
     assert {name.split(".")[0] for name in GOLDEN} == set(CONFIGS)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
-    """As w2 of a layer of one expert; to the bit, as far as the packer has bits."""
-    tensors = golden(kind)
+def test_packed_weights_equal_those_of_the_library(kind: str) -> None:
+    """Equal bit for bit in the dtype that the library returns, as w2 of one expert."""
+    tensors = tensors_of_kind(kind)
     want = tensors.pop("unpacked")
     tensors.pop("original", None)
     format = format_of(CONFIGS[kind])
@@ -69,8 +69,8 @@ def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", NVFP4)
-def test_the_quantizer_gives_the_packer_s_bits(kind: str) -> None:
-    tensors = golden(kind)
+def test_nvfp4_quantizer_equals_that_of_the_library(kind: str) -> None:
+    tensors = tensors_of_kind(kind)
     whole = tensors.get("weight_scale_2")
     inverse = tensors["weight_global_scale"] if whole is None else 1 / whole
     codes, scale = nvfp4.quantize(tensors["original"], inverse)

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints: packed here by hand, read back value by value; groups and shards."""
+"""Importing 4-bit GPTQ and AWQ tensors, which are packed here value by value; groups and shards."""
 
 from typing import Any
 
@@ -27,40 +27,42 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
-# Which of eight columns AWQ puts into nibble i, written the other way round than in the importer:
-# column n lies in nibble FOUND[n].
-FOUND = (0, 4, 1, 5, 2, 6, 3, 7)
+# The nibble in which AWQ stores each of eight columns. The importer has the inverse permutation.
+AWQ_NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def word(nibbles: list[int]) -> int:
-    """Eight nibbles, the first lowest, as a signed int32."""
+def pack_nibbles(nibbles: list[int]) -> int:
+    """Return eight nibbles as a signed int32, the first one in the lowest bits."""
     value = sum(nibble << (4 * place) for place, nibble in enumerate(nibbles))
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def gptq(values: torch.Tensor, zeros: torch.Tensor, less: int = 1) -> tuple[Any, Any]:
-    """values (N, K) and zeros (N, G), 0 to 15 -> qweight (K / 8, N), qzeros (G, N / 8)."""
+def pack_gptq(values: torch.Tensor, zeros: torch.Tensor, less: int = 1) -> tuple[Any, Any]:
+    """Pack values (N, K) and zeros (N, G), 0 to 15, into qweight (K / 8, N) and qzeros (G, N / 8).
+
+    less: subtracted from each zero point.
+    """
     (rows, depth), groups = values.shape, zeros.shape[1]
     v, z = values.tolist(), zeros.tolist()
     qweight = [
-        [word([v[n][8 * block + i] for i in range(8)]) for n in range(rows)]
+        [pack_nibbles([v[n][8 * block + i] for i in range(8)]) for n in range(rows)]
         for block in range(depth // 8)
     ]
     qzeros = [
-        [word([z[8 * block + i][g] - less for i in range(8)]) for block in range(rows // 8)]
+        [pack_nibbles([z[8 * block + i][g] - less for i in range(8)]) for block in range(rows // 8)]
         for g in range(groups)
     ]
     return torch.tensor(qweight, dtype=torch.int32), torch.tensor(qzeros, dtype=torch.int32)
 
 
-def awq(values: torch.Tensor, zeros: torch.Tensor) -> tuple[Any, Any]:
-    """values (N, K) and zeros (N, G), 0 to 15 -> qweight (K, N / 8), qzeros (G, N / 8)."""
+def pack_awq(values: torch.Tensor, zeros: torch.Tensor) -> tuple[Any, Any]:
+    """Pack values (N, K) and zeros (N, G) into qweight (K, N / 8) and qzeros (G, N / 8)."""
 
     def packed(columns: list[int]) -> int:
         nibbles = [0] * 8
         for n, value in enumerate(columns):
-            nibbles[FOUND[n]] = value
-        return word(nibbles)
+            nibbles[AWQ_NIBBLE_OF_COLUMN[n]] = value
+        return pack_nibbles(nibbles)
 
     def table(source: torch.Tensor) -> torch.Tensor:
         s = source.tolist()
@@ -75,10 +77,10 @@ def awq(values: torch.Tensor, zeros: torch.Tensor) -> tuple[Any, Any]:
     return table(values), table(zeros)
 
 
-def layer(
+def random_groups(
     rows: int = 16, depth: int = 64, group: int = 16, seed: int = 0, least_zero: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values (N, K) and zero points (N, G), 0 to 15, and scales (N, G)."""
+    """Return values (N, K) and zero points (N, G), 0 to 15, and scales (N, G)."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-depth // group)
     values = torch.randint(0, 16, (rows, depth), generator=generator)
@@ -86,10 +88,10 @@ def layer(
     return values, zeros, torch.rand(rows, groups, generator=generator) + 0.5
 
 
-def exact(
+def dequantize_by_hand(
     values: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, group: int
 ) -> torch.Tensor:
-    """(q - z) s, one value at a time."""
+    """Compute (q - z) s, one value at a time."""
     rows, depth = values.shape
     return torch.tensor(
         [
@@ -103,8 +105,8 @@ def exact(
     )
 
 
-def numbers(weights: GroupWeights) -> torch.Tensor:
-    """What the stored tensors stand for, (N, K)."""
+def dequantized(weights: GroupWeights) -> torch.Tensor:
+    """Return the values (N, K) of the stored tensors."""
     zeros = None if weights.zero_point is None else weights.zero_point[None]
     scheme = QuantScheme.parse(weights.quant)
     return dequantize(weights.w[None], weights.scale[None], zeros, scheme)[0]
@@ -112,15 +114,15 @@ def numbers(weights: GroupWeights) -> torch.Tensor:
 
 @pytest.mark.parametrize("group", [16, 32, 48, -1])
 @pytest.mark.parametrize("kind", ["gptq", "gptq_v2", "awq"])
-def test_round_trip(kind: str, group: int) -> None:
+def test_imported_values_equal_the_packed_values(kind: str, group: int) -> None:
     wide = 64 if group == -1 else group
-    values, zeros, scales = layer(group=wide, least_zero=int(kind == "gptq"))
+    values, zeros, scales = random_groups(group=wide, least_zero=int(kind == "gptq"))
     if kind == "awq":
-        qweight, qzeros = awq(values, zeros)
+        qweight, qzeros = pack_awq(values, zeros)
         made = from_awq(qweight, scales.T, qzeros, group=group)
     else:
         less = int(kind == "gptq")
-        qweight, qzeros = gptq(values, zeros, less)
+        qweight, qzeros = pack_gptq(values, zeros, less)
         made = from_gptq(qweight, scales.T, qzeros, group=group, minus_one=bool(less))
     assert made.w.dtype == torch.uint8
     assert made.w.shape == (16, 32)
@@ -130,11 +132,11 @@ def test_round_trip(kind: str, group: int) -> None:
     assert made.group == wide
     assert made.depth == 64
     assert made.quant == str(QuantScheme.parse(made.quant))
-    torch.testing.assert_close(numbers(made), exact(values, zeros, scales, wide))
+    torch.testing.assert_close(dequantized(made), dequantize_by_hand(values, zeros, scales, wide))
 
 
-def test_gptq_by_hand() -> None:
-    """One int32 holds k = 0..7 of a row, the first in the low nibble; a stored zero is one less."""
+def test_from_gptq_decodes_known_words() -> None:
+    """An int32 has k = 0 to 7 of a row, lowest nibble first; stored zero points are one less."""
     qweight = torch.tensor([[0x76543210] + [0] * 7, [0x0FEDCBA9] + [0] * 7], dtype=torch.int32)
     scales = torch.full((1, 8), 2.0)
     qzeros = torch.tensor([[0x76543214]], dtype=torch.int32)
@@ -142,11 +144,11 @@ def test_gptq_by_hand() -> None:
     assert made.w[0].tolist() == [0x10, 0x32, 0x54, 0x76, 0xA9, 0xCB, 0xED, 0x0F]
     assert made.zero_point is not None
     assert made.zero_point[:, 0].tolist() == [0x25, 0x43, 0x65, 0x87]
-    assert numbers(made)[0, :4].tolist() == [-10.0, -8.0, -6.0, -4.0]
+    assert dequantized(made)[0, :4].tolist() == [-10.0, -8.0, -6.0, -4.0]
 
 
-def test_awq_by_hand() -> None:
-    """Columns 0..7 lie in nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+def test_from_awq_decodes_known_words() -> None:
+    """Columns 0 to 7 are in nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
     qweight = torch.tensor([[0x75316420], [0]], dtype=torch.int32)
     made = from_awq(qweight, torch.ones(1, 8), torch.tensor([[0x75316420]]).int(), group=2)
     assert made.w[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -154,9 +156,9 @@ def test_awq_by_hand() -> None:
     assert made.zero_point[:, 0].tolist() == [0x10, 0x32, 0x54, 0x76]
 
 
-def test_stacks_of_experts() -> None:
-    each = [layer(seed=seed) for seed in range(3)]
-    packed = [gptq(v, z) for v, z, _ in each]
+def test_stacked_experts_are_imported() -> None:
+    each = [random_groups(seed=seed) for seed in range(3)]
+    packed = [pack_gptq(v, z) for v, z, _ in each]
     made = from_gptq(
         torch.stack([q for q, _ in packed]),
         torch.stack([s.T for *_, s in each]),
@@ -168,21 +170,21 @@ def test_stacks_of_experts() -> None:
     assert made.zero_point.shape == (3, 8, 4)
     for e, (v, z, s) in enumerate(each):
         one = GroupWeights(made.w[e], made.scale[e], made.zero_point[e], 16)
-        torch.testing.assert_close(numbers(one), exact(v, z, s, 16))
+        torch.testing.assert_close(dequantized(one), dequantize_by_hand(v, z, s, 16))
 
 
-def test_symmetric_checkpoints_keep_no_zero_points() -> None:
-    values, zeros, scales = layer()
-    for read, pack in ((from_gptq, gptq), (from_awq, awq)):
+def test_drop_zero_points_requires_symmetric_weights() -> None:
+    values, zeros, scales = random_groups()
+    for read, pack in ((from_gptq, pack_gptq), (from_awq, pack_awq)):
         qweight, qzeros = pack(values, torch.full_like(zeros, 8))
         made = drop_zero_points(read(qweight, scales.T, qzeros, group=16))
         assert made.zero_point is None
         assert made.quant == "int4_w4a16_group:group=16"
-        torch.testing.assert_close(numbers(made), exact(values, None, scales, 16))
+        torch.testing.assert_close(dequantized(made), dequantize_by_hand(values, None, scales, 16))
         bare = read(qweight, scales.T, None, group=16)
-        assert torch.equal(numbers(bare), numbers(made))
+        assert torch.equal(dequantized(bare), dequantized(made))
         assert drop_zero_points(bare) is bare
-        for low, high in ((7, 8), (8, 9)):  # of two that share a byte
+        for low, high in ((7, 8), (8, 9)):  # two zero points that share a byte
             mixed = torch.full_like(zeros, 8)
             mixed[14, 0], mixed[15, 0] = low, high
             other = read(qweight, scales.T, pack(values, mixed)[1], group=16)
@@ -190,9 +192,9 @@ def test_symmetric_checkpoints_keep_no_zero_points() -> None:
                 drop_zero_points(other)
 
 
-def test_order_of_columns() -> None:
-    values, zeros, scales = layer()
-    qweight, qzeros = gptq(values, zeros)
+def test_from_gptq_accepts_g_idx_in_order_only() -> None:
+    values, zeros, scales = random_groups()
+    qweight, qzeros = pack_gptq(values, zeros)
     in_order = torch.arange(64) // 16
     from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.int())
     with pytest.raises(WeightsError, match="act-order"):
@@ -204,9 +206,9 @@ def test_order_of_columns() -> None:
             from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.to(dtype))
 
 
-def test_bad_checkpoints() -> None:
-    values, zeros, scales = layer()
-    qweight, qzeros = gptq(values, zeros)
+def test_invalid_tensors_are_refused() -> None:
+    values, zeros, scales = random_groups()
+    qweight, qzeros = pack_gptq(values, zeros)
     with pytest.raises(DtypeError, match="qweight: got int64, need int32"):
         from_gptq(qweight.long(), scales.T, qzeros, group=16)
     with pytest.raises(DtypeError, match="qzeros: got uint8"):
@@ -218,7 +220,7 @@ def test_bad_checkpoints() -> None:
     with pytest.raises(ShapeError, match="scales"):
         from_gptq(qweight, scales.T, qzeros, group=32)
     with pytest.raises(ShapeError, match="qzeros"):
-        from_awq(awq(values, zeros)[0], scales.T, qzeros[:2], group=16)
+        from_awq(pack_awq(values, zeros)[0], scales.T, qzeros[:2], group=16)
     with pytest.raises(ShapeError, match="qweight"):
         from_awq(qweight.flatten(), scales.T, qzeros, group=16)
     for group in (0, 15, -2):
@@ -232,46 +234,49 @@ def test_bad_checkpoints() -> None:
     assert kept.zero_point.unique().tolist() == [0xFF]
 
 
-# ----------------------------------------------------------------------------- groups and shards
+# Groups and shards
 
 
-def example(depth: int = 256, group: int = 128, rows: int = 16) -> tuple[GroupWeights, Any]:
-    values, zeros, scales = layer(rows, depth, group)
-    qweight, qzeros = gptq(values, zeros)
+def imported_example(
+    depth: int = 256, group: int = 128, rows: int = 16
+) -> tuple[GroupWeights, Any]:
+    """Return random GPTQ weights as imported, and their values."""
+    values, zeros, scales = random_groups(rows, depth, group)
+    qweight, qzeros = pack_gptq(values, zeros)
     made = from_gptq(qweight, scales.T, qzeros, group=group)
-    return made, exact(values, zeros, scales, group)
+    return made, dequantize_by_hand(values, zeros, scales, group)
 
 
 @pytest.mark.parametrize("group", [128, 64, 32, 2])
-def test_smaller_groups_mean_the_same(group: int) -> None:
-    made, values = example()
+def test_regroup_to_smaller_groups_keeps_values(group: int) -> None:
+    made, values = imported_example()
     smaller = regroup(made, group)
     assert smaller.scale.shape == (16, 256 // group)
-    assert torch.equal(numbers(smaller), numbers(made))
-    torch.testing.assert_close(numbers(smaller), values)
+    assert torch.equal(dequantized(smaller), dequantized(made))
+    torch.testing.assert_close(dequantized(smaller), values)
 
 
 @pytest.mark.parametrize("group", [256, 128, 96, 300, 10])
-def test_one_group_of_all_columns_may_be_any(group: int) -> None:
-    made, values = example(group=256)
-    assert torch.equal(numbers(regroup(made, group)), numbers(made))
-    torch.testing.assert_close(numbers(regroup(made, group)), values)
+def test_regroup_of_a_whole_row_group_accepts_any_size(group: int) -> None:
+    made, values = imported_example(group=256)
+    assert torch.equal(dequantized(regroup(made, group)), dequantized(made))
+    torch.testing.assert_close(dequantized(regroup(made, group)), values)
 
 
-def test_a_ragged_last_group() -> None:
-    made, values = example(depth=80, group=64)
+def test_partial_last_group_keeps_values() -> None:
+    made, values = imported_example(depth=80, group=64)
     assert made.scale.shape == (16, 2)
-    assert torch.equal(numbers(regroup(made, 32)), numbers(made))
-    torch.testing.assert_close(numbers(made), values)
+    assert torch.equal(dequantized(regroup(made, 32)), dequantized(made))
+    torch.testing.assert_close(dequantized(made), values)
 
 
 @pytest.mark.parametrize("group", [0, 3, 96, 256])
-def test_other_groups_are_refused(group: int) -> None:
+def test_regroup_refuses_other_sizes(group: int) -> None:
     with pytest.raises(ConfigurationError, match="an even divisor of 128"):
-        regroup(example()[0], group)
+        regroup(imported_example()[0], group)
 
 
-def test_fitting_a_group() -> None:
+def test_fit_group_returns_the_largest_divisor() -> None:
     assert [fit_group(128, columns) for columns in (256, 192, 96, 32)] == [128, 64, 32, 32]
     for columns in (48, 100):
         with pytest.raises(
@@ -284,8 +289,8 @@ def test_fitting_a_group() -> None:
     ("depth", "group", "world", "left"),
     [(256, 128, 2, 128), (256, 128, 4, 64), (256, 128, 8, 32), (384, 128, 2, 64), (96, 96, 2, 48)],
 )
-def test_shards_of_columns_are_slices(depth: int, group: int, world: int, left: int) -> None:
-    made, values = example(depth, group)
+def test_shard_columns_returns_slices(depth: int, group: int, world: int, left: int) -> None:
+    made, values = imported_example(depth, group)
     for rank in range(world):
         shard = shard_columns(made, rank, world)
         share = depth // world
@@ -293,20 +298,20 @@ def test_shards_of_columns_are_slices(depth: int, group: int, world: int, left: 
         assert shard.w.is_contiguous()
         assert shard.scale.shape == (16, -(-share // left))
         part = values[:, rank * share : (rank + 1) * share]
-        torch.testing.assert_close(numbers(shard), part)
+        torch.testing.assert_close(dequantized(shard), part)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shards_of_rows_are_slices(world: int) -> None:
-    made, values = example()
+def test_shard_rows_returns_slices(world: int) -> None:
+    made, values = imported_example()
     for rank in range(world):
         shard = shard_rows(made, rank, world)
         share = 16 // world
-        torch.testing.assert_close(numbers(shard), values[rank * share : (rank + 1) * share])
+        torch.testing.assert_close(dequantized(shard), values[rank * share : (rank + 1) * share])
 
 
-def test_bad_shards() -> None:
-    made, _ = example()
+def test_invalid_shards_are_refused() -> None:
+    made, _ = imported_example()
     with pytest.raises(ConfigurationError, match="rank: got 2"):
         shard_columns(made, 2, 2)
     with pytest.raises(ConfigurationError, match="columns: got 256, need an even number for each"):
@@ -317,14 +322,14 @@ def test_bad_shards() -> None:
         shard_columns(made, 0, 16)
 
 
-def test_a_layer_of_imported_weights_is_accepted() -> None:
-    """Two ranks' w2 needs groups of 32, so w1 gets them too; then whole-row groups for both."""
+def test_imported_weights_are_accepted_as_a_layer() -> None:
+    """TP shards of w2 need groups of 32, so w1 is regrouped too; then groups of whole rows."""
     for group, left in ((64, 32), (-1, 128)):
         wide = 64 if group == 64 else None
-        w1 = layer(32, 128, wide or 128)
-        w2 = layer(128, 64, wide or 64)
+        w1 = random_groups(32, 128, wide or 128)
+        w2 = random_groups(128, 64, wide or 64)
         up, down = (
-            from_gptq(gptq(v, z)[0][None], s.T[None], gptq(v, z)[1][None], group=group)
+            from_gptq(pack_gptq(v, z)[0][None], s.T[None], pack_gptq(v, z)[1][None], group=group)
             for v, z, s in (w1, w2)
         )
         down = shard_columns(down, 1, 2)
@@ -345,7 +350,7 @@ def test_a_layer_of_imported_weights_is_accepted() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "words", [[1]], 2.5])
 @pytest.mark.parametrize("name", ["qweight", "scales", "group", "bits"])
-def test_values_of_another_type_are_named(name: str, value: object) -> None:
+def test_arguments_of_wrong_types_are_named(name: str, value: object) -> None:
     given: dict[str, Any] = {
         "qweight": torch.zeros(4, 8, dtype=torch.int32),
         "scales": torch.ones(1, 8),

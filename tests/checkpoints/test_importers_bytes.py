@@ -1,10 +1,10 @@
-"""Checkpoints with a byte or less a weight, beside 4-bit groups: GPTQ's 8 bits, float8, mxfp4."""
+"""Imported 8-bit GPTQ weights, fp8 weights with per-tensor scales, and mxfp4 weights of gpt-oss."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from test_importers import numbers
+from test_importers import dequantized
 
 from modular_kernel.checkpoints import (
     channel_scale,
@@ -25,24 +25,27 @@ from modular_kernel.tensors import ExpertWeights
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 
-# ------------------------------------------------------------------------------ GPTQ, 8 bits
+# GPTQ of 8 bits
 
 
-def word(values: list[int]) -> int:
-    """Four bytes, the first lowest, as a signed int32."""
+def pack_bytes(values: list[int]) -> int:
+    """Return four bytes as a signed int32, the first one in the lowest bits."""
     value = sum(byte << (8 * place) for place, byte in enumerate(values))
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def gptq(values: torch.Tensor, less: int = 0) -> torch.Tensor:
-    """(M, C), 0 to 255 -> (C / 4, M) int32: four of a row, `less` taken from each, a word."""
+def pack_gptq(values: torch.Tensor, less: int = 0) -> torch.Tensor:
+    """Pack (M, C), 0 to 255, into int32 (C / 4, M), four values of a row in each.
+
+    less: subtracted from each value.
+    """
     v = (values - less).tolist()
-    words = [[word(row[c : c + 4]) for row in v] for c in range(0, values.shape[1], 4)]
+    words = [[pack_bytes(row[c : c + 4]) for row in v] for c in range(0, values.shape[1], 4)]
     return torch.tensor(words, dtype=torch.int32)
 
 
-def layer(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor, ...]:
-    """Values (N, K) and zero points (N, G), 0 to 255, and scales (N, G)."""
+def random_groups(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor, ...]:
+    """Return values (N, K) and zero points (N, G), 0 to 255, and scales (N, G)."""
     g = torch.Generator().manual_seed(1)
     groups = -(-depth // group)
     values = torch.randint(0, 256, (rows, depth), generator=g)
@@ -51,13 +54,13 @@ def layer(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize(("group", "less"), [(8, 1), (8, 0), (32, 1), (-1, 1)])
-def test_eight_bits_round_trip(group: int, less: int) -> None:
+def test_imported_int8_values_equal_the_packed_values(group: int, less: int) -> None:
     wide = 32 if group == -1 else group
-    values, zeros, scales = layer(group=wide)
-    # qzeros (G, N / 4): four rows' zero points a word.
-    qzeros = gptq(zeros.T.contiguous(), less).T
+    values, zeros, scales = random_groups(group=wide)
+    # qzeros (G, N / 4): the zero points of four rows in each word.
+    qzeros = pack_gptq(zeros.T.contiguous(), less).T
     made = from_gptq(
-        gptq(values), scales.T, qzeros, group=group, minus_one=bool(less), bits=8
+        pack_gptq(values), scales.T, qzeros, group=group, minus_one=bool(less), bits=8
     )  # fmt: skip
     assert made.w.dtype == torch.uint8
     assert torch.equal(made.w.int(), values.int())
@@ -66,90 +69,94 @@ def test_eight_bits_round_trip(group: int, less: int) -> None:
     assert (made.group, made.depth, made.per_byte) == (wide, 32, 1)
     assert made.quant == f"int8_w8a16_group:group={wide},zero_points=true"
     want = (values - zeros.repeat_interleave(wide, 1)) * scales.repeat_interleave(wide, 1)
-    torch.testing.assert_close(numbers(made), want)
+    torch.testing.assert_close(dequantized(made), want)
 
 
-def test_eight_bits_by_hand() -> None:
-    """k = 0..3 of a row in one int32, the first lowest; a stored zero point is one less."""
+def test_from_gptq_decodes_known_8_bit_words() -> None:
+    """An int32 has k = 0 to 3 of a row, lowest byte first; stored zero points are one less."""
     qweight = torch.tensor([[0x04030201, -1, 0, 0]], dtype=torch.int32)
-    qzeros = torch.tensor([[word([127, 0, 1, 254])]], dtype=torch.int32)
+    qzeros = torch.tensor([[pack_bytes([127, 0, 1, 254])]], dtype=torch.int32)
     made = from_gptq(qweight, torch.full((1, 4), 2.0), qzeros, group=4, bits=8)
     assert made.w.tolist() == [[1, 2, 3, 4], [255] * 4, [0] * 4, [0] * 4]
     assert made.zero_point is not None
     assert made.zero_point[:, 0].tolist() == [128, 1, 2, 255]
-    assert numbers(made)[1].tolist() == [508.0] * 4
+    assert dequantized(made)[1].tolist() == [508.0] * 4
 
 
-def test_eight_bits_without_zero_points_mean_128() -> None:
-    values, zeros, scales = layer()
-    qzeros = gptq(torch.full_like(zeros, 128).T.contiguous(), 1).T
-    made = from_gptq(gptq(values), scales.T, qzeros, group=8, bits=8)
+def test_int8_without_zero_points_is_offset_by_128() -> None:
+    values, zeros, scales = random_groups()
+    qzeros = pack_gptq(torch.full_like(zeros, 128).T.contiguous(), 1).T
+    made = from_gptq(pack_gptq(values), scales.T, qzeros, group=8, bits=8)
     bare = drop_zero_points(made)
     assert bare.zero_point is None
     assert bare.quant == "int8_w8a16_group:group=8"
-    assert torch.equal(numbers(bare), numbers(made))
-    wrong = from_gptq(gptq(values), scales.T, gptq(zeros.T.contiguous(), 1).T, group=8, bits=8)
+    assert torch.equal(dequantized(bare), dequantized(made))
+    wrong = from_gptq(
+        pack_gptq(values), scales.T, pack_gptq(zeros.T.contiguous(), 1).T, group=8, bits=8
+    )
     with pytest.raises(WeightsError, match=r"zero_point: got a zero point of .*, need 128"):
         drop_zero_points(wrong)
 
 
-def test_eight_bits_in_groups_and_shards() -> None:
-    values, zeros, scales = layer(rows=8, depth=64, group=64)
-    made = from_gptq(gptq(values), scales.T, gptq(zeros.T.contiguous(), 1).T, group=64, bits=8)
-    whole = numbers(made)
-    assert torch.equal(numbers(regroup(made, 32)), whole)
+def test_int8_groups_and_shards_keep_values() -> None:
+    values, zeros, scales = random_groups(rows=8, depth=64, group=64)
+    made = from_gptq(
+        pack_gptq(values), scales.T, pack_gptq(zeros.T.contiguous(), 1).T, group=64, bits=8
+    )
+    whole = dequantized(made)
+    assert torch.equal(dequantized(regroup(made, 32)), whole)
     for rank in range(2):
         share = slice(rank * 32, (rank + 1) * 32)
-        assert torch.equal(numbers(shard_columns(made, rank, 2)), whole[:, share])
-        assert torch.equal(numbers(shard_rows(made, rank, 2)), whole[rank * 4 : rank * 4 + 4])
+        assert torch.equal(dequantized(shard_columns(made, rank, 2)), whole[:, share])
+        assert torch.equal(dequantized(shard_rows(made, rank, 2)), whole[rank * 4 : rank * 4 + 4])
         assert shard_rows(made, rank, 2).bits == 8
 
 
-def test_bad_eight_bits() -> None:
-    values, zeros, scales = layer()
-    qzeros = gptq(zeros.T.contiguous(), 1).T
+def test_invalid_8_bit_tensors_are_refused() -> None:
+    values, zeros, scales = random_groups()
+    qzeros = pack_gptq(zeros.T.contiguous(), 1).T
     with pytest.raises(ConfigurationError, match=r"group: got 2147483648, need an int >= -1 and"):
-        from_gptq(gptq(values), scales.T, qzeros, group=2**31, bits=8)
+        from_gptq(pack_gptq(values), scales.T, qzeros, group=2**31, bits=8)
     with pytest.raises(ShapeError, match=r"qweight: got \(0, 8\), need .* none of size 0"):
         from_gptq(torch.zeros(0, 8, dtype=torch.int32), scales.T, None, group=-1)
     with pytest.raises(ConfigurationError, match="bits: got 3, need 4 or 8"):
-        from_gptq(gptq(values), scales.T, qzeros, group=8, bits=3)
-    # As if it were 4 bits: twice the columns, and nothing else fits.
+        from_gptq(pack_gptq(values), scales.T, qzeros, group=8, bits=3)
+    # Read as 4 bits, there would be twice as many columns, which the scales contradict.
     with pytest.raises(ShapeError, match=r"scales: got \(4, 8\), need .* = \(8, 8\)"):
-        from_gptq(gptq(values), scales.T, None, group=8)
+        from_gptq(pack_gptq(values), scales.T, None, group=8)
     wrapped = torch.full((4, 2), -1, dtype=torch.int32)
     with pytest.raises(WeightsError, match="qzeros: got a stored 255, need at most 254"):
-        from_gptq(gptq(values), scales.T, wrapped, group=8, bits=8)
+        from_gptq(pack_gptq(values), scales.T, wrapped, group=8, bits=8)
 
 
-# ------------------------------------------------------------------------- float8, per tensor
+# fp8 with per-tensor scales
 
 
-def halves() -> tuple[torch.Tensor, torch.Tensor]:
-    """w1 (2, 8, 16) in float8, its gate rows of one scale and its up rows of another."""
+def fp8_gate_up() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w1 (2, 8, 16) in fp8, and scales of the gate and up rows of each expert."""
     w = (torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2)) * 100).to(FP8)
     return w, torch.tensor([[0.5, 0.125], [0.01, 0.03]])
 
 
-def test_two_scales_become_the_larger() -> None:
-    w, scales = halves()
+def test_merge_scales_uses_the_larger_scale() -> None:
+    w, scales = fp8_gate_up()
     made, scale = merge_scales(w, scales)
     assert scale.tolist() == scales.amax(1).tolist()
     assert made.dtype == FP8
     # The rows of the larger scale keep their bits.
     assert torch.equal(made.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
     assert torch.equal(made.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
-    # A quarter is exact but for subnormals; a third rounds to the nearest float8.
+    # Multiplying by 1/4 is exact except for subnormals; multiplying by 1/3 rounds.
     got = made.float() * scale[:, None, None]
     want = w.float() * scales.repeat_interleave(4, 1)[:, :, None]
     error = (got - want).abs()
-    step = 2.0**-9 * scale[:, None, None]  # half a subnormal step at least
+    step = 2.0**-9 * scale[:, None, None]  # at least half a step of subnormals
     assert bool((error <= torch.maximum(want.abs() / 15.9, step)).all())
     assert float(error[0, 4:].max()) <= float(step[0])
     assert float(error[1, :4].max()) > 0
 
 
-def test_three_scales_of_an_expert_and_one() -> None:
+def test_merge_scales_accepts_one_or_three_scales_per_expert() -> None:
     w = torch.ones(1, 6, 2).to(FP8)
     made, scale = merge_scales(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
     assert scale.tolist() == [4.0]
@@ -160,8 +167,8 @@ def test_three_scales_of_an_expert_and_one() -> None:
     assert scale.tolist() == [3.0]
 
 
-def test_what_is_made_binds() -> None:
-    w, scales = halves()
+def test_merged_scales_are_accepted_as_a_layer() -> None:
+    w, scales = fp8_gate_up()
     w1, w1_scale = merge_scales(w, scales)
     static = static_scale(torch.tensor([[0.5], [0.25]]))
     assert static.tolist() == [0.5]
@@ -177,8 +184,8 @@ def test_what_is_made_binds() -> None:
     check_weights_quantized(channels, replace(problem, quant="fp8_w8a8_channel"), CPU)
 
 
-def test_bad_scales() -> None:
-    w, scales = halves()
+def test_invalid_scales_are_refused() -> None:
+    w, scales = fp8_gate_up()
     with pytest.raises(DtypeError, match="w: got bfloat16, need float8_e4m3fn"):
         merge_scales(w.bfloat16(), scales)
     with pytest.raises(ShapeError, match=r"w: got \(8, 16\), need \(e, N, K\)"):
@@ -199,11 +206,13 @@ def test_bad_scales() -> None:
         static_scale(torch.ones(0))
 
 
-# ------------------------------------------------------------------------------------- mxfp4
+# mxfp4
 
 
-def test_gpt_oss_by_hand() -> None:
-    """Row 0 of two groups of 32: codes 1, 2 first (0.5 and 1), the rest 0; scales 2 and 1 / 2."""
+def test_from_gpt_oss_decodes_known_blocks() -> None:
+    """Row 0 starts with codes 1 and 2 (0.5 and 1) and a scale of 2; the last is code 7 (6) by
+    1/2.
+    """
     blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 0, 1, 15] = 0x21, 0xF7
     scales = torch.tensor([[[128, 126], [127, 127]]], dtype=torch.uint8)
@@ -216,7 +225,7 @@ def test_gpt_oss_by_hand() -> None:
     assert not values[0, 1].any()
 
 
-def test_a_gpt_oss_layer_binds() -> None:
+def test_gpt_oss_weights_are_accepted_as_a_layer() -> None:
     up = from_gpt_oss(torch.zeros(2, 64, 2, 16).byte(), torch.zeros(2, 64, 2).byte())
     down = from_gpt_oss(torch.zeros(2, 64, 1, 16).byte(), torch.zeros(2, 64, 1).byte())
     weights = ExpertWeights(up[0], down[0], w1_scale=up[1], w2_scale=down[1])
@@ -224,7 +233,7 @@ def test_a_gpt_oss_layer_binds() -> None:
     check_weights_quantized(weights, problem, CPU)
 
 
-def test_bad_mxfp4() -> None:
+def test_invalid_mxfp4_tensors_are_refused() -> None:
     blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
     scales = torch.zeros(1, 2, 2, dtype=torch.uint8)
     with pytest.raises(DtypeError, match="blocks: got int8"):

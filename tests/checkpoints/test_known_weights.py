@@ -1,4 +1,4 @@
-"""A plan does not take weights that get the number of dead ones for those."""
+"""Plans cache checked weights: new weights with the id or address of freed ones are not found."""
 
 import gc
 from dataclasses import replace
@@ -16,7 +16,7 @@ from modular_kernel.testing.verify.compare import compare
 CPU = torch.device("cpu")
 
 
-def test_dead_weights_are_forgotten() -> None:
+def test_freed_weights_are_removed_from_the_cache() -> None:
     known, weights = (
         recording.CheckedWeightsCache(),
         replace(make_inputs(BASE, "uniform", CPU).weights),
@@ -28,8 +28,8 @@ def test_dead_weights_are_forgotten() -> None:
     assert not known._entries
 
 
-def test_a_number_of_dead_weights_is_no_proof() -> None:
-    """Even where a record outlives its weights: the object is asked for, not its number alone."""
+def test_weights_with_the_id_of_freed_weights_are_not_found() -> None:
+    """The cache compares the object itself, even if an entry outlives its weights."""
     known, first = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
     second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
     known._entries[id(second)] = known.add(first)
@@ -40,8 +40,8 @@ def test_a_number_of_dead_weights_is_no_proof() -> None:
     assert known.lookup(second, CPU) is None
 
 
-def test_less_memory_at_an_address_is_checked_again() -> None:
-    """Addresses return: of two tensors at one, the second has lost half of its memory."""
+def test_smaller_storage_at_the_same_address_is_not_found() -> None:
+    """Two tensors have the same address, but half of the memory of the second one was freed."""
     known, weights = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
     short, nbytes = weights.w1.clone(), weights.w1.nbytes
     short.untyped_storage().resize_(nbytes // 2)
@@ -53,13 +53,13 @@ def test_less_memory_at_an_address_is_checked_again() -> None:
     assert known.lookup(second, CPU) is None
 
 
-def test_a_plan_reads_the_weights_that_it_is_given() -> None:
-    """Weights come and go, and numbers return: each call has its own weights' output."""
+def test_plan_uses_the_weights_of_each_call() -> None:
+    """Weights are freed after each call, until Python reuses an id."""
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     if kernel.machine.device != "cpu":
         return
     plan, numbers = kernel.plan(), list[int]()
-    for seed in range(300):  # until the interpreter reuses an address, which is up to it
+    for seed in range(300):  # until Python reuses an id, which it decides
         inputs = make_inputs(BASE, "uniform", CPU, seed=seed)
         weights = replace(inputs.weights)
         numbers.append(id(weights))
@@ -72,4 +72,4 @@ def test_a_plan_reads_the_weights_that_it_is_given() -> None:
         if seed >= 11 and len(set(numbers)) < len(numbers):
             break
     else:
-        pytest.fail("no object had the address of an earlier one: nothing was tried")
+        pytest.fail("no weights had the id of earlier ones, so nothing was tested")

@@ -1,4 +1,4 @@
-"""Adapters of ranks 3, 16 and 64 in one batch beside merged weights in float64, in every scheme."""
+"""Adapters of ranks 3, 16 and 64 in one batch, compared with merged weights in float64."""
 
 from dataclasses import replace
 
@@ -21,22 +21,22 @@ MACHINE = this_machine(device=DEVICE.type)  # type: ignore[arg-type]
 NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 RANKS = (3, 16, 64)
 PARTS = ("TorchExperts", "TritonExperts")
-# Columns out of their order are no adapter's; activations of 4 bits are not TritonExperts'.
-WITHOUT = {name for name in QUANT_SCHEMES if "act_order" in name}
-REFUSED = [(part, name) for part in PARTS for name in sorted(WITHOUT)]
+# Schemes that do not support adapters: act-order, and for TritonExperts 4-bit activations.
+ACT_ORDER_SCHEMES = {name for name in QUANT_SCHEMES if "act_order" in name}
+REFUSED = [(part, name) for part in PARTS for name in sorted(ACT_ORDER_SCHEMES)]
 REFUSED.append((PARTS[1], "nvfp4_w4a4"))
-SCHEMES = tuple(sorted(set(QUANT_SCHEMES) - WITHOUT))
+SCHEMES = tuple(sorted(set(QUANT_SCHEMES) - ACT_ORDER_SCHEMES))
 Matrices = tuple[torch.Tensor, ...]
 
 
-def problem_of(quant: str, top_k: int, dtype: torch.dtype = torch.bfloat16) -> mk.Problem:
+def make_problem(quant: str, top_k: int, dtype: torch.dtype = torch.bfloat16) -> mk.Problem:
     return mk.Problem(
         13, 128, 128, 8, top_k, dtype, quant=quant, bias=True, lora="adapters=3,rank=64"
     )
 
 
-def adapter(problem: mk.Problem, rank: int) -> Adapter:
-    """Its product with a matrix's input is about as large as the matrix's own."""
+def random_adapter(problem: mk.Problem, rank: int) -> Adapter:
+    """Return an adapter whose contribution is about as large as that of the base weights."""
     g = torch.Generator().manual_seed(rank)
     e, h, i = problem.e, problem.hidden, problem.intermediate
     shapes = (e, 2 * rank, h), (e, 2 * i, rank), (e, rank, i), (e, h, rank)
@@ -44,8 +44,10 @@ def adapter(problem: mk.Problem, rank: int) -> Adapter:
     return Adapter(*(each.to(problem.dtype) for each in made))
 
 
-def merged(problem: mk.Problem, base: ExpertWeights, adapter: Adapter | None) -> ExpertWeights:
-    """The values that weights stand for, with B A added: written without `reference_adapters`."""
+def merge_adapter(
+    problem: mk.Problem, base: ExpertWeights, adapter: Adapter | None
+) -> ExpertWeights:
+    """Return the dequantized weights with B A added, independently of `reference_adapters`."""
     matrices = [
         torch.stack([
             dequantize_matrix(base, name, e, problem, torch.float64) for e in range(problem.e)
@@ -61,11 +63,11 @@ def merged(problem: mk.Problem, base: ExpertWeights, adapter: Adapter | None) ->
     return ExpertWeights(*matrices, b1=base.b1, b2=base.b2)
 
 
-def judged(experts: str, problem: mk.Problem) -> tuple[float, tuple[str, ...]]:
-    """Relative error, and what the rule says of it."""
+def compare_with_merged(experts: str, problem: mk.Problem) -> tuple[float, tuple[str, ...]]:
+    """Return the relative error of a call, and the problems that the tolerance rule finds."""
     i = make_inputs(problem, "skips", DEVICE)
     base = replace(i.weights, **dict.fromkeys(NAMES))
-    pool, adapters = AdapterPool(problem, DEVICE), [adapter(problem, rank) for rank in RANKS]
+    pool, adapters = AdapterPool(problem, DEVICE), [random_adapter(problem, rank) for rank in RANKS]
     for rank, each in zip(RANKS, adapters, strict=True):
         pool.load(f"of rank {rank}", each)
     slots_T = (torch.arange(13, device=DEVICE) % 4 - 1).int()
@@ -77,19 +79,18 @@ def judged(experts: str, problem: mk.Problem) -> tuple[float, tuple[str, ...]]:
     want = torch.zeros(13, 128, dtype=torch.float64, device=DEVICE)
     for slot, each in enumerate((None, *adapters), start=-1):
         mine = slots_T == slot
-        its = merged(problem, base, each)
+        its = merge_adapter(problem, base, each)
         want[mine] = reference.float64_reference(i.x_TH, its, without, plain)[mine]
     rounded_reference = reference.rounded_reference(i.x_TH, weights, routing, problem)
     found = compare(got, want, rounded_reference, problem)
-    if found.problems:  # as the rule has it: these may be few tokens
-        found = compare(
-            got, want, rounded_reference, problem, rounding_error=fair_of_more(problem, weights)
-        )
+    if found.problems:  # 13 tokens may be too few to estimate the rounding error
+        error = rounding_error_over_64_tokens(problem, weights)
+        found = compare(got, want, rounded_reference, problem, rounding_error=error)
     return found.error, found.problems
 
 
-def fair_of_more(problem: mk.Problem, weights: ExpertWeights) -> float:
-    """The rounded reference's relative error over 64 tokens of the same layer."""
+def rounding_error_over_64_tokens(problem: mk.Problem, weights: ExpertWeights) -> float:
+    """Return the rounded reference's relative error over 64 tokens of the same layer."""
     more = problem.with_tokens(64)
     i = make_inputs(more, "uniform", DEVICE)
     slots_T = (torch.arange(64, device=DEVICE) % 4 - 1).int()
@@ -100,14 +101,14 @@ def fair_of_more(problem: mk.Problem, weights: ExpertWeights) -> float:
 
 @pytest.mark.parametrize("experts", PARTS)
 @pytest.mark.parametrize("top_k", [1, 2, 8])
-def test_in_float32_within_a_millionth(experts: str, top_k: int) -> None:
-    error, problems = judged(experts, problem_of("none", top_k, torch.float32))
+def test_float32_error_is_below_one_millionth(experts: str, top_k: int) -> None:
+    error, problems = compare_with_merged(experts, make_problem("none", top_k, torch.float32))
     assert problems == ()
     assert error <= 1e-6
 
 
 CASES = [(PARTS[0], quant, top_k) for quant in SCHEMES for top_k in (1, 2, 8)]
-# Interpreted, each scheme with one K in turn.
+# The interpreter is slow, so TritonExperts has one top-k per scheme.
 CASES += [
     (PARTS[1], quant, (1, 2, 8)[n % 3])
     for n, quant in enumerate(SCHEMES)
@@ -117,11 +118,11 @@ CASES += [
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("experts", "quant", "top_k"), CASES)
-def test_in_bf16_and_quantized_within_the_rule(experts: str, quant: str, top_k: int) -> None:
-    _, problems = judged(experts, problem_of(quant, top_k))
+def test_quantized_layers_are_within_the_tolerance(experts: str, quant: str, top_k: int) -> None:
+    _, problems = compare_with_merged(experts, make_problem(quant, top_k))
     assert problems == ()
 
 
 @pytest.mark.parametrize(("experts", "quant"), REFUSED)
-def test_other_schemes_are_refused(experts: str, quant: str) -> None:
-    assert not check("MoEPrepareAndFinalizeNoEP", experts, problem_of(quant, 2), MACHINE).ok
+def test_schemes_without_adapter_support_are_refused(experts: str, quant: str) -> None:
+    assert not check("MoEPrepareAndFinalizeNoEP", experts, make_problem(quant, 2), MACHINE).ok

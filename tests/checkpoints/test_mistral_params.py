@@ -1,4 +1,4 @@
-"""Mistral's own format: names of consolidated files, and the layer that a params.json describes."""
+"""Mistral's own format: names of consolidated files, and the layer that params.json describes."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
-from test_checkpoint_numbers import error, numbers
+from test_checkpoint_numbers import dequantized_weights, output_error
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.inspection import inspect
@@ -32,7 +32,7 @@ MOE = {
     "num_shared_experts": 1,
 }
 FP8 = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
-# Format -> the quantization of params.json.
+# Maps a format to the quantization entry of params.json.
 KINDS: dict[str, Any] = {
     "bf16": None,
     "fp8 tensor, static": FP8,
@@ -40,16 +40,16 @@ KINDS: dict[str, Any] = {
     "compressed fp8 block": CHECKPOINT_FORMATS["compressed fp8 block"].config,
     "compressed nvfp4": CHECKPOINT_FORMATS["compressed nvfp4"].config,
 }
-NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MISTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-def consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
-    """Write a checkpoint of DeepSeek-V3, whose layers are alike, with the names of Mistral."""
+def write_consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
+    """Write a checkpoint of DeepSeek-V3, whose layers are the same, with the names of Mistral."""
     sample = write(folder, "deepseek_v3", kind, layers=(1,))
     renamed = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         name = name.removeprefix("model.").replace("mlp.experts.", "experts.")
-        name = re.sub(r"(gate|up|down)_proj", lambda found: NAMES[found[0]], name)
+        name = re.sub(r"(gate|up|down)_proj", lambda found: MISTRAL_NAMES[found[0]], name)
         if kind.startswith("fp8"):
             name = name.replace("weight_scale", "qscale_weight").replace(
                 "input_scale", "qscale_act"
@@ -69,20 +69,20 @@ def consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_those_of_the_files(kind: str, tmp_path: Path) -> None:
-    sample = consolidated(tmp_path, kind)
+def test_loaded_values_equal_the_files(kind: str, tmp_path: Path) -> None:
+    sample = write_consolidated(tmp_path, kind)
     loaded = mk.load_experts(tmp_path, 1, dtype="bfloat16")
     assert str(loaded.problem_fields["quant"]) == CHECKPOINT_FORMATS[kind].scheme
-    w1, w2 = numbers(loaded)
+    w1, w2 = dequantized_weights(loaded)
     near = 2.0**-4 if "tensor" in kind else 1e-6  # gate and up share a scale
     torch.testing.assert_close(w1, sample.w1, rtol=near, atol=1e-3 if near > 1e-3 else 1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
-    assert error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
+    assert output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
     assert inspect(tmp_path).layers == (1,)
 
 
-def test_the_router_is_a_renormalized_softmax(tmp_path: Path) -> None:
-    consolidated(tmp_path, "bf16")
+def test_router_is_a_renormalized_softmax(tmp_path: Path) -> None:
+    write_consolidated(tmp_path, "bf16")
     loaded = mk.load_experts(tmp_path, 1)
     router = loaded.router
     assert router is not None
@@ -93,8 +93,10 @@ def test_the_router_is_a_renormalized_softmax(tmp_path: Path) -> None:
     assert loaded.problem_fields["dtype"] is torch.bfloat16
 
 
-def test_a_layer_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    consolidated(tmp_path, "bf16", activation="silu")
+def test_layer_and_check_accept_params_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_consolidated(tmp_path, "bf16", activation="silu")
     layer = FusedMoE.from_config(tmp_path, 1, experts="TorchExperts")
     layer.load(tmp_path)
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -107,13 +109,13 @@ def test_a_layer_and_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert loaded.problem_fields["experts"] == 4
 
 
-def test_a_config_json_comes_first(tmp_path: Path) -> None:
+def test_config_json_takes_precedence(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "bf16", hidden=64)
     (tmp_path / "params.json").write_text("{")
     assert mk.load_experts(tmp_path, 0).problem_fields["hidden"] == 64
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "dense": ({"moe": None}, "no moe: a dense model"),
     "no object": ({"moe": 1}, "moe = 1"),
     "no size": (
@@ -136,17 +138,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_other_params_are_refused(case: str, tmp_path: Path) -> None:
-    entries, message = BAD[case]
-    consolidated(tmp_path, "bf16", **entries)
+@pytest.mark.parametrize("case", INVALID_PARAMS)
+def test_unsupported_params_are_refused(case: str, tmp_path: Path) -> None:
+    entries, message = INVALID_PARAMS[case]
+    write_consolidated(tmp_path, "bf16", **entries)
     with pytest.raises(ConfigurationError, match=message) as caught:
         mk.load_experts(tmp_path, 1)
     assert "params.json" in str(caught.value)
 
 
-def test_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
-    consolidated(tmp_path, "fp8 tensor, static")
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
+    write_consolidated(tmp_path, "fp8 tensor, static")
     path = tmp_path / "consolidated-00001-of-00001.safetensors"
     tensors = load_file(path)
     name = "layers.1.experts.2.w2.qscale_weight"

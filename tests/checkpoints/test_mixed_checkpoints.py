@@ -1,4 +1,4 @@
-"""Layers of one checkpoint in several formats: each loads in its own, and gives its numbers."""
+"""Checkpoints whose layers have different formats: each layer loads in its own format."""
 
 import json
 from pathlib import Path
@@ -30,21 +30,23 @@ def relative_error(sample: Sample, call: Any) -> float:
     return float((y.double() - truth).norm() / truth.norm())
 
 
-def call_of(loaded: Any) -> Any:
+def make_call(loaded: Any) -> Any:
     kernel = mk.make_kernel(*PAIR, loaded.problem(24), machine=this_machine(device="cpu"))
     return lambda x, routing: kernel(x, loaded.weights, routing)
 
 
 @pytest.mark.parametrize(("name", "layer"), LAYERS)
-def test_each_layer_has_the_numbers_of_its_format(name: str, layer: int, tmp_path: Path) -> None:
-    """By load_experts, whole and in shares, and by FusedMoE."""
+def test_each_layer_is_within_the_bound_of_its_format(
+    name: str, layer: int, tmp_path: Path
+) -> None:
+    """Loaded as a whole and in shares by `load_experts`, and by `FusedMoE`."""
     kinds, quantization = MIXED[name]
     sample, expected = write_mixed(tmp_path, kinds, quantization)[layer], kinds[layer]
     loaded = mk.load_experts(tmp_path, layer)
     bound = CHECKPOINT_FORMATS[expected].bound
     scheme = str(QuantScheme.parse(loaded.problem_fields["quant"]))
     assert scheme == CHECKPOINT_FORMATS[expected].scheme
-    assert relative_error(sample, call_of(loaded)) <= bound
+    assert relative_error(sample, make_call(loaded)) <= bound
 
     total = torch.zeros(24, 128, dtype=torch.float64)
     x, weights, ids = sample.inputs(24)
@@ -65,7 +67,7 @@ def test_each_layer_has_the_numbers_of_its_format(name: str, layer: int, tmp_pat
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_a_config_json_alone_has_the_schemes_of_its_files(name: str, tmp_path: Path) -> None:
+def test_config_json_alone_determines_the_schemes(name: str, tmp_path: Path) -> None:
     kinds, quantization = MIXED[name]
     write_mixed(tmp_path, kinds, quantization)
     report = inspect(tmp_path)
@@ -88,16 +90,16 @@ def test_a_config_json_alone_has_the_schemes_of_its_files(name: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_no_layer_stands_for_others_that_differ(name: str, tmp_path: Path) -> None:
-    """Neither the first one of files, nor that of a config.json."""
+def test_layer_number_is_required_if_formats_differ(name: str, tmp_path: Path) -> None:
+    """For a folder of files as well as for a config.json."""
     kinds, quantization = MIXED[name]
     write_mixed(tmp_path, kinds, quantization)
     with pytest.raises(ConfigurationError, match=r"layer: got None, and several formats \(layer"):
         FusedMoE.from_config(tmp_path, top_k=2)
 
 
-def test_any_layer_of_files_stands_for_others_that_are_alike(tmp_path: Path) -> None:
-    """Layer 0 has no experts, and the layer for multi-token prediction is unquantized."""
+def test_layer_number_is_optional_if_formats_are_equal(tmp_path: Path) -> None:
+    """Layer 0 has no experts, and the multi-token prediction (MTP) layer is unquantized."""
     write_mixed(tmp_path, {1: "awq", 2: "awq", 3: "bf16"}, AWQ, num_layers=3)
     module = FusedMoE.from_config(tmp_path, top_k=2)
     assert str(QuantScheme.parse(module.problem.quant)) == CHECKPOINT_FORMATS["awq"].scheme
@@ -106,21 +108,19 @@ def test_any_layer_of_files_stands_for_others_that_are_alike(tmp_path: Path) -> 
         module.load(tmp_path, 3)
 
 
-FUSED = [("AWQ and bf16", 0), ("fp8, excluded layers", 1)]
+FUSED_CASES = [("AWQ and bf16", 0), ("fp8, excluded layers", 1)]
 
 
-@pytest.mark.parametrize(("name", "fused"), FUSED)
-def test_unquantized_experts_in_one_tensor_beside_quantized_modules(
-    name: str, fused: int, tmp_path: Path
-) -> None:
-    """transformers stores unquantized experts so; each layer has its own layout."""
+@pytest.mark.parametrize(("name", "fused"), FUSED_CASES)
+def test_layers_may_have_different_layouts(name: str, fused: int, tmp_path: Path) -> None:
+    """transformers stores unquantized experts in one tensor, and quantized ones in modules."""
     kinds, quantization = MIXED[name]
     samples = write_mixed(tmp_path, kinds, quantization)
     fuse_experts(tmp_path, fused)
     for layer, kind in kinds.items():
         bound = CHECKPOINT_FORMATS[kind].bound
         loaded = mk.load_experts(tmp_path, layer)
-        assert relative_error(samples[layer], call_of(loaded)) <= bound
+        assert relative_error(samples[layer], make_call(loaded)) <= bound
         module = FusedMoE.from_config(tmp_path, layer, top_k=2, experts="TorchExperts")
         module.load(tmp_path)
         error = relative_error(
@@ -130,8 +130,8 @@ def test_unquantized_experts_in_one_tensor_beside_quantized_modules(
         assert error <= bound
 
 
-def test_the_other_format_of_a_layer_is_noticed(tmp_path: Path) -> None:
-    """Without the entries for layers 1 to 3 their tensors are not what is expected."""
+def test_config_without_the_entries_of_layers_is_refused(tmp_path: Path) -> None:
+    """Without the entries of layers 1 to 3, their tensors are not the expected ones."""
     kinds, quantization = MIXED["GPTQ, dynamic"]
     write_mixed(tmp_path, kinds, quantization)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -143,8 +143,8 @@ def test_the_other_format_of_a_layer_is_noticed(tmp_path: Path) -> None:
     assert mk.load_experts(tmp_path, 0, config=tmp_path / "plain.json")
 
 
-def test_a_layer_of_another_config_is_loaded_by_it(tmp_path: Path) -> None:
-    """`config=` is another way to a layer that the config.json describes wrongly."""
+def test_config_argument_replaces_config_json(tmp_path: Path) -> None:
+    """With `config=`, a layer can be loaded that config.json describes wrongly."""
     sample = write_mixed(tmp_path, {0: "awq", 1: "bf16"}, AWQ)[1]
     with pytest.raises(WeightsError, match=r"no .*1.mlp.experts.0.gate_proj.qweight"):
         mk.load_experts(tmp_path, 1)
@@ -152,7 +152,7 @@ def test_a_layer_of_another_config_is_loaded_by_it(tmp_path: Path) -> None:
     del config["quantization_config"]
     (tmp_path / "plain.json").write_text(json.dumps(config))
     loaded = mk.load_experts(tmp_path, 1, config=tmp_path / "plain.json")
-    assert relative_error(sample, call_of(loaded)) <= CHECKPOINT_FORMATS["bf16"].bound
+    assert relative_error(sample, make_call(loaded)) <= CHECKPOINT_FORMATS["bf16"].bound
 
 
 def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
     assert mk.load_experts(tmp_path, 0)
 
 
-def test_files_that_are_not_as_the_config_says_are_refused(tmp_path: Path) -> None:
+def test_files_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     kinds, quantization = MIXED["fp8, excluded layers"]
     write_mixed(tmp_path, kinds, quantization)
     path = tmp_path / "model.safetensors"
@@ -186,7 +186,7 @@ def test_files_that_are_not_as_the_config_says_are_refused(tmp_path: Path) -> No
         mk.load_experts(tmp_path, 1)
 
 
-def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
+def test_hf_quant_config_json_of_modelopt_is_read(tmp_path: Path) -> None:
     sample = write_mixed(tmp_path, {0: "modelopt nvfp4", 1: "bf16"}, None)[0]
     with pytest.raises(InputError):
         mk.load_experts(tmp_path, 0)
@@ -194,18 +194,16 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
     content = {"producer": {"name": "modelopt"}, "quantization": quantization}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
     bound = CHECKPOINT_FORMATS["modelopt nvfp4"].bound
-    assert relative_error(sample, call_of(mk.load_experts(tmp_path, 0))) <= bound
+    assert relative_error(sample, make_call(mk.load_experts(tmp_path, 0))) <= bound
     assert mk.load_experts(tmp_path, 1).problem_fields["quant"] == "none"
 
 
-# ------------------------------------------------------------- layers after the model's own
+# Layers for multi-token prediction (MTP), which follow the layers of the model
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
-def test_a_layer_for_multi_token_prediction_has_its_own_format(
-    listed: bool, tmp_path: Path
-) -> None:
-    """Quantizers leave it as it is, often without an entry for it."""
+def test_unquantized_mtp_layer_is_loaded(listed: bool, tmp_path: Path) -> None:
+    """Quantizers skip multi-token prediction (MTP) layers, often without listing them."""
     lists = {"modules_to_not_convert": ["model.layers.2"]} if listed else {}
     samples = write_mixed(tmp_path, {0: "awq", 1: "awq", 2: "bf16"}, AWQ | lists, num_layers=2)
     report = inspect(tmp_path)
@@ -214,8 +212,8 @@ def test_a_layer_for_multi_token_prediction_has_its_own_format(
     assert str(report).endswith("bytes; MTP layer 2 unquantized")
     for layer, kind in ((1, "awq"), (2, "bf16")):
         loaded = mk.load_experts(tmp_path, layer)
-        assert relative_error(samples[layer], call_of(loaded)) <= CHECKPOINT_FORMATS[kind].bound
-    # A layer of the model itself is not loaded that way.
+        assert relative_error(samples[layer], make_call(loaded)) <= CHECKPOINT_FORMATS[kind].bound
+    # If it is a layer of the model itself, it must be listed.
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     if listed:
@@ -225,14 +223,14 @@ def test_a_layer_for_multi_token_prediction_has_its_own_format(
             mk.load_experts(tmp_path, 2)
 
 
-def test_a_quantized_layer_for_multi_token_prediction_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_quantized_mtp_layer_is_loaded(tmp_path: Path) -> None:
     samples = write_mixed(tmp_path, {0: "awq", 1: "awq"}, AWQ, num_layers=1)
     assert inspect(tmp_path).mtp_layers == ((1, f"in {mk.load_experts(tmp_path, 0).format}"),)
     bound = CHECKPOINT_FORMATS["awq"].bound
-    assert relative_error(samples[1], call_of(mk.load_experts(tmp_path, 1))) <= bound
+    assert relative_error(samples[1], make_call(mk.load_experts(tmp_path, 1))) <= bound
 
 
-def test_a_broken_layer_for_multi_token_prediction_is_told(tmp_path: Path) -> None:
+def test_invalid_mtp_layer_is_reported(tmp_path: Path) -> None:
     write_mixed(tmp_path, {0: "awq", 1: "deepseek fp8"}, AWQ, num_layers=1)
     report = inspect(tmp_path)
     assert report.layers == (0,)
@@ -244,7 +242,7 @@ def test_a_broken_layer_for_multi_token_prediction_is_told(tmp_path: Path) -> No
         mk.load_experts(tmp_path, 1)
 
 
-def test_layers_without_a_stated_dtype_have_that_of_their_files(tmp_path: Path) -> None:
+def test_dtype_of_the_files_is_used_without_one_in_the_config(tmp_path: Path) -> None:
     kinds, quantization = MIXED["AWQ and bf16"]
     write_mixed(tmp_path, kinds, quantization)
     config = json.loads((tmp_path / "config.json").read_text())

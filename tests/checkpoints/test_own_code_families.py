@@ -1,4 +1,4 @@
-"""Families whose code is published beside the model, and LongCat with its zero experts."""
+"""Model families with remote code (trust_remote_code), and LongCat with its zero experts."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ from modular_kernel.testing.checkpoints.samples import (
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hidden_size")
-OWN: dict[str, ModelFamily] = {
+REMOTE_CODE_FAMILIES: dict[str, ModelFamily] = {
     "deepseek": ModelFamily(per_expert_modules("mlp.experts"), SIZES),
     "bailing_moe": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZES[1:])),
     "step3_text": ModelFamily(
@@ -41,17 +41,17 @@ OWN: dict[str, ModelFamily] = {
 }
 
 
-def written(folder: Path, family: str, kind: str) -> Sample:
+def write_checkpoint(folder: Path, family: str, kind: str) -> Sample:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, family, OWN[family])
+        patch.setitem(FAMILIES, family, REMOTE_CODE_FAMILIES[family])
         return write(folder, family, kind)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
-@pytest.mark.parametrize("family", OWN)
-def test_the_experts_are_read(family: str, kind: str, tmp_path: Path) -> None:
-    """Whole and in shares of EP x TP, with the numbers of the files."""
-    sample = written(tmp_path, family, kind)
+@pytest.mark.parametrize("family", REMOTE_CODE_FAMILIES)
+def test_loaded_values_equal_the_files(family: str, kind: str, tmp_path: Path) -> None:
+    """As a whole, and in shares of EP and TP ranks."""
+    sample = write_checkpoint(tmp_path, family, kind)
     assert inspect(tmp_path).layers == (0,)
     for ep, tp in (((0, 1), (0, 1)), ((1, 2), (1, 2))):
         loaded = mk.load_experts(tmp_path, 0, ep=ep, tp=tp)
@@ -72,8 +72,8 @@ def test_the_experts_are_read(family: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek", "longcat_flash"])
-def test_a_layer_is_that_of_the_checkpoint(family: str, tmp_path: Path) -> None:
-    sample = written(tmp_path, family, "fp32")
+def test_layer_output_equals_float64(family: str, tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, family, "fp32")
     layer = FusedMoE.from_config(tmp_path, 0, params_dtype="float32", experts="TorchExperts")
     layer.load(tmp_path)
     zero = 3 if family == "longcat_flash" else 0
@@ -87,7 +87,7 @@ def test_a_layer_is_that_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     weights = scores.gather(1, ids)
     own = weights.masked_fill(ids >= 4, 0)
     truth = sample.expected_output(x, own, ids.clamp(max=3))
-    # A zero expert returns its input, which has the factor, too.
+    # A zero expert returns its input, to which the routed scaling factor applies as well.
     truth += (weights - own).sum(1, keepdim=True) * sample.scaling * x
     if zero:
         assert bool((ids >= 4).any())
@@ -96,10 +96,10 @@ def test_a_layer_is_that_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     assert CHECKPOINT_FORMATS["fp32"].config is None
 
 
-def test_longcat_is_that_of_transformers(tmp_path: Path) -> None:
-    """Its own router and zero experts on the same weights."""
+def test_longcat_output_equals_that_of_transformers(tmp_path: Path) -> None:
+    """With the router and the zero experts of transformers on the same weights."""
     modeling = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
-    sample = written(tmp_path, "longcat_flash", "fp32")
+    sample = write_checkpoint(tmp_path, "longcat_flash", "fp32")
     config = SimpleNamespace(
         hidden_size=128, expert_ffn_hidden_size=256, n_routed_experts=4, num_local_experts=4,
         zero_expert_num=3, num_experts_per_tok=2, routed_scaling_factor=6.0, hidden_act="silu",
@@ -121,8 +121,8 @@ def test_longcat_is_that_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_other_zero_experts_are_refused(tmp_path: Path) -> None:
-    sample = written(tmp_path, "longcat_flash", "fp32")
+def test_unsupported_zero_experts_are_refused(tmp_path: Path) -> None:
+    sample = write_checkpoint(tmp_path, "longcat_flash", "fp32")
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("{", '{"zero_expert_type": "constant", ', 1))
     with pytest.raises(ConfigurationError, match="zero_expert_type = constant, need identity"):
@@ -130,7 +130,10 @@ def test_other_zero_experts_are_refused(tmp_path: Path) -> None:
 
 
 def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routing: Any) -> Any:
-    """The layer in float64; the limit bounds silu(gate) from above and up on both sides."""
+    """Return the layer's output in float64.
+
+    The limit bounds silu(gate) from above, and up on both sides.
+    """
     weights, ids = routing
     y = torch.zeros_like(x)
     for t, k in ((t, k) for t in range(len(x)) for k in range(ids.shape[1])):
@@ -142,8 +145,8 @@ def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routin
     return y * sample.scaling
 
 
-def test_limits_of_step3p5_are_those_of_each_layer(tmp_path: Path) -> None:
-    """By load_experts, FusedMoE and in the report; without hidden_act, as it is published."""
+def test_step3p5_layers_have_their_own_activation_limits(tmp_path: Path) -> None:
+    """In `load_experts`, `FusedMoE` and the report; the published config has no hidden_act."""
     samples = {}
     for layer in (0, 1, 2):
         part = tmp_path / f"part{layer}"

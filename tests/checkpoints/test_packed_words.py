@@ -1,4 +1,4 @@
-"""Rearranged words of 4- and 8-bit values, against one value at a time; progress of long loads."""
+"""Transposed and permuted words of packed 4- and 8-bit values, and progress logs of long loads."""
 
 import logging
 from pathlib import Path
@@ -17,19 +17,19 @@ BATCHES = ((), (3,), (2, 2))
 NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each nibble of a word of AWQ
 
 
-def drawn(*shape: int, top: int = 16) -> torch.Tensor:
+def random_codes(*shape: int, top: int = 16) -> torch.Tensor:
     return torch.randint(0, top, shape, generator=torch.Generator().manual_seed(0))
 
 
-def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """(..., K) in bytes, the even one of two nibbles low."""
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack (..., K) into bytes; of two nibbles in a byte, the even one is in the low bits."""
     return (codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.float16])
-def test_words_are_transposed(batch: tuple[int, ...], dtype: torch.dtype) -> None:
-    words = drawn(*batch, 70, 90, top=100).to(dtype)
+def test_transpose_words(batch: tuple[int, ...], dtype: torch.dtype) -> None:
+    words = random_codes(*batch, 70, 90, top=100).to(dtype)
     for source in (words, words[..., 1:, 3:]):
         made = packed_words.transpose_words(source)
         assert made.is_contiguous()
@@ -37,61 +37,61 @@ def test_words_are_transposed(batch: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_columns_of_words_are_packed(batch: tuple[int, ...]) -> None:
-    codes = drawn(*batch, 96, 40)
+def test_pack_columns(batch: tuple[int, ...]) -> None:
+    codes = random_codes(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
-    assert torch.equal(packed_words.pack_columns(words, NIBBLES), packed(codes.mT, 4))
+    assert torch.equal(packed_words.pack_columns(words, NIBBLES), pack_codes(codes.mT, 4))
     wide = torch.cat([words, words], -1)[..., 2:7]
     want = torch.cat([codes, codes], -1)[..., 16:56]
-    assert torch.equal(packed_words.pack_columns(wide, NIBBLES), packed(want.mT, 4))
+    assert torch.equal(packed_words.pack_columns(wide, NIBBLES), pack_codes(want.mT, 4))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_columns_are_permuted(batch: tuple[int, ...], bits: int) -> None:
-    codes, count = drawn(*batch, 24, 64, top=1 << bits), int(torch.Size(batch).numel())
+def test_permute_columns(batch: tuple[int, ...], bits: int) -> None:
+    codes, count = random_codes(*batch, 24, 64, top=1 << bits), int(torch.Size(batch).numel())
     order = torch.stack([torch.randperm(64) for _ in range(count)]).view(*batch, 64)
     want = codes.gather(-1, order[..., None, :].expand_as(codes))
-    made = packed_words.permute_columns(packed(codes, bits), order.int(), bits)
-    assert torch.equal(made, packed(want, bits))
+    made = packed_words.permute_columns(pack_codes(codes, bits), order.int(), bits)
+    assert torch.equal(made, pack_codes(want, bits))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 24, 27])
-def test_rows_are_permuted(batch: tuple[int, ...], bits: int, rows: int) -> None:
-    """The words are unchanged, and rows need not fill words."""
-    codes, count = drawn(*batch, 64, rows, top=1 << bits), int(torch.Size(batch).numel())
+def test_permute_rows(batch: tuple[int, ...], bits: int, rows: int) -> None:
+    """The input is not changed. The number of rows may be odd."""
+    codes, count = random_codes(*batch, 64, rows, top=1 << bits), int(torch.Size(batch).numel())
     order = torch.stack([torch.randperm(64) for _ in range(count)]).view(*batch, 64)
     words = pack_words(codes, -2, bits)
     before = words.clone()
     made = packed_words.permute_rows(words, order.int(), bits)
     want = codes.gather(-2, order[..., None].expand_as(codes))
-    assert torch.equal(made, packed(want.mT, bits))
+    assert torch.equal(made, pack_codes(want.mT, bits))
     assert torch.equal(words, before)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_results_are_written_to_their_place(batch: tuple[int, ...]) -> None:
-    codes = drawn(*batch, 96, 40)
+def test_out_argument_is_written(batch: tuple[int, ...]) -> None:
+    codes = random_codes(*batch, 96, 40)
     words = pack_words(codes, -1, 4, AWQ_ORDER)
     out = torch.zeros(*batch, 40, 48, dtype=torch.uint8)
     assert packed_words.pack_columns(words, NIBBLES, out) is out
-    assert torch.equal(out, packed(codes.mT, 4))
+    assert torch.equal(out, pack_codes(codes.mT, 4))
     words, out = pack_words(codes, -2, 4), torch.zeros(*batch, 40, 12, dtype=torch.int32)
     assert packed_words.transpose_words(words, out) is out
     assert torch.equal(out, words.mT)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_columns_of_awq_are_sorted(batch: tuple[int, ...]) -> None:
-    codes = drawn(*batch, 6, 40)
+def test_interleave_nibbles_sorts_awq_columns(batch: tuple[int, ...]) -> None:
+    codes = random_codes(*batch, 6, 40)
     made = packed_words.interleave_nibbles(pack_words(codes, -1, 4, AWQ_ORDER))
     assert torch.equal(made, pack_words(codes, -1, 4))
 
 
-def test_every_code_is_rounded_as_its_product() -> None:
-    """By a table of 256 products: bit by bit what the conversion of each weight gives."""
+def test_merge_scales_rounds_every_code_like_its_product() -> None:
+    """The table of 256 products gives the same bits as converting each weight."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(1, 4, 128)
     w, scale = codes.view(torch.float8_e4m3fn), torch.tensor([[0.3, 0.7]])
     made, largest = merge_scales(w, scale)
@@ -102,7 +102,7 @@ def test_every_code_is_rounded_as_its_product() -> None:
     assert largest.tolist() == scale[:, 1].tolist()
 
 
-def test_a_long_load_logs_its_progress(
+def test_long_load_logs_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, "mixtral", "bf16", experts=8)

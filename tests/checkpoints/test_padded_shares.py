@@ -1,7 +1,8 @@
-"""Shares of tensor-parallel ranks that are padded: sums, codes and scales, zeros, and bytes read.
+"""Padded shares of tensor-parallel ranks: sums, codes and scales, zeros in the padding, and bytes
+read.
 
-The layers have the shape of gpt-oss, made small: interleaved rows or split projections, biases, and
-swiglu_oai. I is no multiple of the groups of all ranks.
+The layers are small versions of gpt-oss, with interleaved rows or split projections, biases and
+swiglu_oai. I is not a multiple of the number of ranks times the group.
 """
 
 from dataclasses import replace
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint_numbers import numbers
-from test_checkpoint_shares import expert_bytes, ranks, summed
+from test_checkpoint_numbers import dequantized_weights
+from test_checkpoint_shares import expert_bytes, load_all_ranks, summed_outputs
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.formats import fit_scheme, format_of
@@ -23,7 +24,8 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
-# I of each format. Groups of 32, 64 or 128 columns, some with a partial last one; words of 4 or 8.
+# The intermediate size for each format. Groups have 32, 64 or 128 columns, and the last one may be
+# partial. Packed words have 4 or 8 values.
 CASES = {
     "mxfp4": 288,
     "compressed mxfp4": 288,
@@ -44,24 +46,24 @@ RANKS = (2, 4, 8)
 FORMATS = CHECKPOINT_FORMATS | FUSED_FORMATS
 
 
-def layer_of(sample: Sample, rank: LoadedExperts) -> Sample:
-    """The sample with one rank's weights, padding included, in float64."""
-    w1, w2 = numbers(rank)
+def padded_sample(sample: Sample, rank: LoadedExperts) -> Sample:
+    """Return the sample with one rank's weights, including the padding, in float64."""
+    w1, w2 = dequantized_weights(rank)
     b1, b2 = rank.weights.b1.double(), rank.weights.b2.double()
     if rank.problem_fields["activation"].interleaved:
         b1 = torch.cat([b1[:, 0::2], b1[:, 1::2]], 1)
     return replace(sample, w1=w1, w2=w2, b1=b1, b2=b2)
 
 
-def gate_first(rank: LoadedExperts, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of w1 as (E, 2, I, ...)."""
+def split_gate_up(rank: LoadedExperts, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of w1 as (E, 2, I, ...)."""
     if rank.problem_fields["activation"].interleaved:
         return rows.unflatten(1, (-1, 2)).transpose(1, 2)
     return rows.unflatten(1, (2, -1))
 
 
-def elements(rank: LoadedExperts) -> dict[str, torch.Tensor]:
-    """Codes, scales and zero points of each weight: w1 as (E, 2, I, H), w2 as (E, H, I)."""
+def codes_and_scales(rank: LoadedExperts) -> dict[str, torch.Tensor]:
+    """Return codes, scales and zero points per weight: (E, 2, I, H) of w1, (E, H, I) of w2."""
     scheme, found = QuantScheme.parse(rank.problem_fields["quant"]), {}
     for name in ("w1", "w2"):
         w, scale = getattr(rank.weights, name), getattr(rank.weights, f"{name}_scale")
@@ -75,31 +77,36 @@ def elements(rank: LoadedExperts) -> dict[str, torch.Tensor]:
         if zero is not None:
             zero = unpack_pairs(zero, 1) if scheme.packed else zero
             found[f"{name}_zero_point"] = expand_scales(zero.float(), scheme, rows, depth)
-    return {name: gate_first(rank, t) if name.startswith("w1") else t for name, t in found.items()}
+    return {
+        name: split_gate_up(rank, t) if name.startswith("w1") else t for name, t in found.items()
+    }
 
 
 @pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize("kind", CASES)
-def test_a_padded_share(kind: str, tp: int, tmp_path: Path) -> None:
+def test_padded_shares_add_up_to_the_whole(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
-    (whole,), loaded = ranks(sample, (1, 1), "float32"), ranks(sample, (1, tp), "float32")
+    (whole,), loaded = (
+        load_all_ranks(sample, (1, 1), "float32"),
+        load_all_ranks(sample, (1, tp), "float32"),
+    )
     (width,) = {rank.problem_fields["intermediate"] for rank in loaded}
     assert width * tp > CASES[kind]  # padded
 
-    # Each column of I is on one rank, and all ranks run one problem.
+    # Each column of I is on exactly one rank, and all ranks have the same problem.
     held = [column for rank in loaded for column in range(*rank.columns)]
     assert held == list(range(CASES[kind]))
     assert len({str(rank.problem(8)) for rank in loaded}) == 1
 
-    # In float64, with the padding: the ranks' terms add up to the whole layer.
+    # In float64, outputs of padded shares sum to the output of the whole layer.
     inputs = sample.inputs(8)
-    want = layer_of(sample, whole).expected_output(*inputs)
-    terms = [layer_of(sample, rank).expected_output(*inputs) for rank in loaded]
+    want = padded_sample(sample, whole).expected_output(*inputs)
+    terms = [padded_sample(sample, rank).expected_output(*inputs) for rank in loaded]
     got = torch.stack(terms).sum(0)
     assert float((got - want).norm() / want.norm()) <= 1e-14
 
-    # The same by kernels. Activations of fp8 may have smaller groups, so scales of their own.
-    y, y_whole = summed(sample, loaded), summed(sample, [whole])
+    # The same with kernels. With fp8, the activations of a share may have other scales.
+    y, y_whole = summed_outputs(sample, loaded), summed_outputs(sample, [whole])
     if QuantScheme.parse(loaded[0].problem_fields["quant"]).quantizes_activations:
         truth = sample.expected_output(*sample.inputs(16))
         assert float((y - truth).norm() / truth.norm()) <= FORMATS[kind].bound
@@ -109,11 +116,11 @@ def test_a_padded_share(kind: str, tp: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize("kind", CASES)
-def test_codes_and_scales_are_those_of_the_files(kind: str, tp: int, tmp_path: Path) -> None:
+def test_codes_and_scales_equal_those_of_the_files(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
-    whole = elements(mk.load_experts(tmp_path, 0))
-    for rank in ranks(sample, (1, tp)):
-        own, (first, last) = elements(rank), rank.columns
+    whole = codes_and_scales(mk.load_experts(tmp_path, 0))
+    for rank in load_all_ranks(sample, (1, tp)):
+        own, (first, last) = codes_and_scales(rank), rank.columns
         assert own.keys() == whole.keys()
         for name, tensor in own.items():
             axis = 2  # I, of w1 as of w2
@@ -133,12 +140,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def test_padding_is_zero(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
     number_of_padded = 0
-    for rank in ranks(sample, (1, tp)):
+    for rank in load_all_ranks(sample, (1, tp)):
         count = rank.columns[1] - rank.columns[0]
-        scheme, own, (w1, w2) = rank.problem(1).scheme, elements(rank), numbers(rank)
+        scheme, own, (w1, w2) = (
+            rank.problem(1).scheme,
+            codes_and_scales(rank),
+            dequantized_weights(rank),
+        )
         padding = w1.unflatten(1, (2, -1))[:, :, count:], w2[..., count:]
         assert all(not each.any() for each in padding)
-        assert not gate_first(rank, rank.weights.b1)[:, :, count:].any()
+        assert not split_gate_up(rank, rank.weights.b1)[:, :, count:].any()
         for name in ("w1", "w2"):  # codes are 0, or the zero point: not the scale makes it zero
             codes = own[name].float()
             middle = torch.tensor(float(IMPLICIT_ZERO_POINT.get(scheme.weight, 0)))
@@ -151,9 +162,9 @@ def test_padding_is_zero(kind: str, tp: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp", RANKS)
 @pytest.mark.parametrize("kind", CASES)
-def test_a_rank_reads_its_share(kind: str, tp: int, tmp_path: Path) -> None:
+def test_rank_reads_only_its_share(kind: str, tp: int, tmp_path: Path) -> None:
     sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
-    size, loaded = expert_bytes(sample), ranks(sample, (1, tp))
+    size, loaded = expert_bytes(sample), load_all_ranks(sample, (1, tp))
     for rank in loaded:
         share = (rank.columns[1] - rank.columns[0]) / CASES[kind]
         order = 4 * 2 * 128 * 4 if kind.startswith("gptq") else 0  # g_idx of w1, of all columns
@@ -163,21 +174,26 @@ def test_a_rank_reads_its_share(kind: str, tp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (2, 4), (2, 8), (4, 4)])
-def test_ranks_of_both_kinds(grid: tuple[int, int], tmp_path: Path) -> None:
-    """grid: numbers of expert-parallel and of tensor-parallel ranks."""
+def test_ep_and_tp_ranks_combine(grid: tuple[int, int], tmp_path: Path) -> None:
+    """grid: numbers of EP and of TP ranks."""
     sample = write(tmp_path, "gpt_oss", "mxfp4", intermediate=288)
-    whole, loaded = ranks(sample, (1, 1), "float32"), ranks(sample, grid, "float32")
+    whole, loaded = (
+        load_all_ranks(sample, (1, 1), "float32"),
+        load_all_ranks(sample, grid, "float32"),
+    )
     assert len(loaded) == grid[0] * grid[1]
-    y, y_whole = summed(sample, loaded), summed(sample, whole)
+    y, y_whole = summed_outputs(sample, loaded), summed_outputs(sample, whole)
     assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
     assert sum(rank.bytes_read for rank in loaded) == expert_bytes(sample)
 
 
-def test_pieces_of_a_padded_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_padded_matrix_in_pieces_gives_equal_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sample = write(tmp_path, "mixtral", "awq", intermediate=288)
-    whole = ranks(sample, (1, 4))
+    whole = load_all_ranks(sample, (1, 4))
     monkeypatch.setattr("modular_kernel.checkpoints.loading._VALUES_PER_STEP", 1 << 11)
-    for rank, pieces in zip(whole, ranks(sample, (1, 4)), strict=True):
+    for rank, pieces in zip(whole, load_all_ranks(sample, (1, 4)), strict=True):
         for name, tensor in vars(rank.weights).items():
             assert tensor is None or torch.equal(getattr(pieces.weights, name), tensor), name
 
@@ -185,20 +201,22 @@ def test_pieces_of_a_padded_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int4_w4a16_group:group=64,zero_points=true",
                                     "fp8_w8a8_block:block=128x128", "nvfp4_w4a16"])  # fmt: skip
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "nemotron_h"])
-def test_quantized_while_loading(family: str, scheme: str, tmp_path: Path) -> None:
-    """Tiles of the whole layer: ranks have the codes and scales of all its weights, quantized."""
+def test_shares_quantized_while_loading_have_the_scales_of_the_whole(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    """Scale tiles are those of the whole layer, so all ranks together have its codes."""
     sample = write(tmp_path, family, "bf16", intermediate=290)
     exact = mk.load_experts(tmp_path, 0)
     problem = replace(exact.problem(1), quant=scheme)
     values = replace(exact, weights=quantize_weights(exact.weights, problem))
     values.problem_fields["quant"] = scheme
-    w1, w2 = numbers(values)
+    w1, w2 = dequantized_weights(values)
     parts = 1 if family == "nemotron_h" else 2
     w1 = w1.unflatten(1, (parts, -1))
     for t in range(2):
         rank = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
         first, last = rank.columns
-        got_w1, got_w2 = numbers(rank)
+        got_w1, got_w2 = dequantized_weights(rank)
         got_w1, count = got_w1.unflatten(1, (parts, -1)), last - first
         if not problem.scheme.matrix_scales:  # of nvfp4, a matrix has a scale of its share
             # The whole layer has blocks of gate and up rows; the ranks' end with the gate rows.
@@ -223,7 +241,7 @@ def test_quantized_while_loading(family: str, scheme: str, tmp_path: Path) -> No
         ("gptq, act-order", 256, 2, "tp: ranks: got 2, need 1: act-order scatters the columns"),
     ],
 )  # fmt: skip
-def test_fewer_groups_than_ranks_are_refused(
+def test_more_ranks_than_groups_are_refused(
     kind: str, intermediate: int, tp: int, message: str, tmp_path: Path
 ) -> None:
     write(tmp_path, "mixtral", kind, intermediate=intermediate)
@@ -248,14 +266,14 @@ def test_fewer_groups_than_ranks_are_refused(
         (48, 4, "mxfp4_w4a16", IntermediateSplit(48, 4, 12, 12)),  # not of stored weights
     ],
 )
-def test_split_of_published_sizes(
+def test_split_intermediate_of_published_models(
     intermediate: int, ranks_: int, quant: str, split: IntermediateSplit
 ) -> None:
     assert split_intermediate(intermediate, ranks_, QuantScheme.parse(quant)) == split
 
 
-def test_every_split_covers_the_intermediate_size() -> None:
-    """Schemes of `fit_scheme` have shares of whole groups, none empty, none above the width."""
+def test_every_split_covers_the_intermediate_dimension() -> None:
+    """Shares consist of whole groups; none is empty, and none exceeds the width of a share."""
     seen = 0
     for kind in CASES:
         for intermediate in range(64, 520, 24):
@@ -279,13 +297,16 @@ def test_every_split_covers_the_intermediate_size() -> None:
     assert seen > 500
 
 
-def test_a_partial_group_of_files_of_zero_points(tmp_path: Path) -> None:
-    """The last group of w2 has its own zero point; padding after it has that code, not 8."""
+def test_padding_of_a_partial_group_uses_its_zero_point(tmp_path: Path) -> None:
+    """The last group of w2 has its own zero point.
+
+    The padding must have that code to represent 0.
+    """
     write(tmp_path, "mixtral", "compressed int4, zero points", intermediate=160)
     last = mk.load_experts(tmp_path, 0, tp=(1, 2))
     assert last.columns == (128, 160)
-    codes = elements(last)
+    codes = codes_and_scales(last)
     zero = codes["w2_zero_point"][..., :64]
     assert (zero != 8).any()
     assert torch.equal(codes["w2"][..., 32:64].float(), zero[..., 32:])
-    assert not numbers(last)[1][..., 32:].any()
+    assert not dequantized_weights(last)[1][..., 32:].any()

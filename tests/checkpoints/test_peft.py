@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote have the products that PEFT gives them."""
+"""Adapters written by PEFT load with the products B A that PEFT computes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,13 @@ from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, WeightsError
 
 DELTAS = load_file(GOLDEN / "deltas.safetensors")
-OSS = replace(PROBLEM, activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true")
-PROBLEMS = {"transposed": OSS}
+GPT_OSS = replace(PROBLEM, activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true")
+PROBLEMS = {"transposed": GPT_OSS}
 RANKS = {"fused": 5, "transposed": 3, "converted": 4, "down": 4, "modules": 5}
 
 
-def wanted(kind: str, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """PEFT's own delta of w1 and of w2, in float64, rows as the problem has them."""
+def peft_deltas(kind: str, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return PEFT's own deltas of w1 and w2 in float64, with rows in the order of the problem."""
     of = {name.partition(".")[2]: DELTAS[name].double() for name in DELTAS if name.startswith(kind)}
     if "w1" in of:
         return torch.cat([of["w1"], of["w3"]], 1), of["w2"]
@@ -29,27 +29,27 @@ def wanted(kind: str, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("shared", ["", ",a13=shared"])
 @pytest.mark.parametrize("kind", RANKS)
-def test_products_are_those_of_peft(kind: str, shared: str) -> None:
+def test_products_equal_those_of_peft(kind: str, shared: str) -> None:
     problem = PROBLEMS.get(kind, PROBLEM)
     problem = replace(problem, lora=problem.lora + shared)  # type: ignore[operator]
     adapter = load_adapter(GOLDEN / kind, 1, problem)
-    # Gate, of 5 rows, and up, of 3, lie below each other where they have one A.
+    # A shared A contains the ranks of gate (5) and up (3) one after the other.
     assert adapter.lora_a2.shape[1] == (8 if shared and kind == "modules" else RANKS[kind])
-    got, want = products(adapter, problem), wanted(kind, problem.act.interleaved)
+    got, want = products(adapter, problem), peft_deltas(kind, problem.act.interleaved)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("shared", ["", ",a13=shared"])
-def test_rows_of_separate_gate_and_up_alternate_where_those_of_w1_do(shared: str) -> None:
-    problem = replace(OSS, lora=f"adapters=2,rank=8{shared}")
+def test_separate_gate_and_up_are_interleaved_like_w1(shared: str) -> None:
+    problem = replace(GPT_OSS, lora=f"adapters=2,rank=8{shared}")
     first, _ = products(load_adapter(GOLDEN / "modules", 1, problem), problem)
-    want, _ = wanted("modules", interleaved=False)
+    want, _ = peft_deltas("modules", interleaved=False)
     torch.testing.assert_close(first[:, 0::2], want[:, :I], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(first[:, 1::2], want[:, I:], rtol=1e-5, atol=1e-7)
 
 
-def test_rows_beyond_a_projections_rank_are_zero_and_scaling_is_in_b() -> None:
+def test_smaller_ranks_are_padded_and_b_includes_the_scaling() -> None:
     adapter = load_adapter(GOLDEN / "modules", 1, PROBLEM)
     stored = load_file(GOLDEN / "modules" / "adapter_model.safetensors")
     assert not adapter.lora_a2[:, 2:].any()
@@ -61,7 +61,7 @@ def test_rows_beyond_a_projections_rank_are_zero_and_scaling_is_in_b() -> None:
     assert torch.equal(adapter.lora_b2[3, :, :2], want)
 
 
-def test_what_is_not_targeted_is_zero() -> None:
+def test_untargeted_projections_are_zero() -> None:
     adapter = load_adapter(GOLDEN / "down", 1, PROBLEM)
     assert not adapter.lora_a13.any()
     assert not adapter.lora_b13.any()
@@ -69,7 +69,7 @@ def test_what_is_not_targeted_is_zero() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fused", "modules"])
-def test_ranks_have_their_experts(kind: str) -> None:
+def test_ep_ranks_load_their_experts(kind: str) -> None:
     whole = load_adapter(GOLDEN / kind, 1, PROBLEM)
     share = replace(PROBLEM, parallel=mk.Parallel(2, "linear", 1))
     partial = replace(PROBLEM, local_experts=2, expert_map=True)
@@ -83,7 +83,7 @@ def test_ranks_have_their_experts(kind: str) -> None:
         load_adapter(GOLDEN / kind, 1, partial)
 
 
-def test_experts_with_one_a_and_b_are_one_where_the_problem_shares_them(tmp_path: Path) -> None:
+def test_equal_factors_are_shared_if_the_problem_shares_them(tmp_path: Path) -> None:
     problem = replace(PROBLEM, lora="adapters=2,rank=8,outer=shared")
     folder = Folder(tmp_path, "modules")
     folder.config.update(r=3, rank_pattern={}, alpha_pattern={})

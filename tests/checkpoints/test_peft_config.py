@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: what says more than plain LoRA is refused, by field."""
+"""adapter_config.json of PEFT: the error on an option beyond plain LoRA names the field."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, WeightsError
 
 
-def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
+def test_layers_outside_layers_to_transform_are_zero(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "down")
     with pytest.raises(WeightsError, match="got no tensor of layer 7"):
         folder.load(layer=7)
@@ -41,24 +41,22 @@ def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
         ("init_lora_weights", "True"),
     ],
 )  # fmt: skip
-def test_a_config_of_more_than_plain_lora_is_refused(
-    tmp_path: Path, field: str, value: object
-) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path, field: str, value: object) -> None:
     folder = Folder(tmp_path, "modules")
     folder.config[field] = value
     with pytest.raises(ConfigurationError, match=rf"adapter_config.json: {field}: got"):
         folder.load()
 
 
-def test_fields_that_say_nothing_are_none(tmp_path: Path) -> None:
+def test_fields_without_effect_are_accepted(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "down")
     want = folder.load()
     folder.config.update(rank_pattern=None, alpha_pattern=None, exclude_modules=["lm_head"])
     assert torch.equal(folder.load().lora_b2, want.lora_b2)
 
 
-def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
-    """PEFT has no such adapter."""
+def test_layers_to_transform_with_a_module_pattern_is_refused(tmp_path: Path) -> None:
+    """PEFT does not write such adapters."""
     folder = Folder(tmp_path, "modules")
     folder.config["target_modules"] = "w[123]"
     assert folder.load().lora_a2.any()
@@ -68,8 +66,10 @@ def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layers", "mine"), [(1, True), ([1], True), ([0], False), ([], True)])
-def test_no_layers_are_all_of_them(tmp_path: Path, layers: object, mine: bool) -> None:
-    """As PEFT takes a list without any."""
+def test_empty_layers_to_transform_means_all_layers(
+    tmp_path: Path, layers: object, mine: bool
+) -> None:
+    """As in PEFT."""
     folder = Folder(tmp_path, "modules")
     folder.config["layers_to_transform"] = layers
     if mine:
@@ -80,7 +80,7 @@ def test_no_layers_are_all_of_them(tmp_path: Path, layers: object, mine: bool) -
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 1, "r": 2}', None])
-def test_what_is_no_config_is_refused(tmp_path: Path, text: str | None) -> None:
+def test_invalid_config_is_refused(tmp_path: Path, text: str | None) -> None:
     folder = Folder(tmp_path, "down")
     path = folder.path / "adapter_config.json"
     path.unlink() if text is None else path.write_text(text)
@@ -88,7 +88,7 @@ def test_what_is_no_config_is_refused(tmp_path: Path, text: str | None) -> None:
         load_adapter(folder.path, 1, PROBLEM)
 
 
-def test_a_config_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
+def test_config_larger_than_1_mib_is_refused(tmp_path: Path) -> None:
     path = Folder(tmp_path, "down").path / "adapter_config.json"
     text = path.read_text()
     path.write_text(text + " " * ((1 << 20) - len(text)))
@@ -98,7 +98,7 @@ def test_a_config_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
         load_adapter(path.parent, 1, PROBLEM)
 
 
-def test_tensors_of_a_layer_that_the_config_leaves_out_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_a_layer_outside_layers_to_transform_are_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "modules")
     folder.config["layers_to_transform"] = [0]
     with pytest.raises(WeightsError, match="got tensors of layer 1, need none: layers_to_tr"):

@@ -1,4 +1,4 @@
-"""Tensors of PEFT's adapters: names and shapes that do not fit are refused."""
+"""Tensors of PEFT adapters whose names or shapes do not fit the problem are refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, We
 BLOCK = "base_model.model.model.layers.1.mlp.experts"
 
 
-def test_other_modules_are_named_or_refused(tmp_path: Path) -> None:
+def test_tensors_of_other_modules_are_refused_unless_ignored(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "down")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     folder.tensors[key] = torch.zeros(4, H)
@@ -25,7 +25,7 @@ def test_other_modules_are_named_or_refused(tmp_path: Path) -> None:
         assert folder.load(ignored_modules=ignored_modules).lora_a2.any()
 
 
-def test_of_many_names_that_are_nobodys_four_are_told(tmp_path: Path) -> None:
+def test_error_lists_at_most_four_unknown_names(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "down")
     for number in range(6):
         key = f"base_model.model.model.layers.{number}.self_attn.q_proj.lora_A.weight"
@@ -35,7 +35,7 @@ def test_of_many_names_that_are_nobodys_four_are_told(tmp_path: Path) -> None:
     assert "layers.4" not in str(caught.value)
 
 
-def test_a_name_has_up_to_512_characters(tmp_path: Path) -> None:
+def test_names_longer_than_512_characters_are_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "down")
     longest = max(map(len, folder.tensors))
     for length, taken in ((512, True), (513, False)):
@@ -72,7 +72,7 @@ FIRST, LAST = f"{EXPERT}.0.w1.lora_A.weight", f"{EXPERT}.3.w2.lora_B.weight"
         (FIRST.replace("lora_A", "lora_magnitude_vector"), torch.zeros(3), WeightsError, "magnit"),
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit_are_refused_by_name(
+def test_wrong_shapes_and_dtypes_are_refused(
     tmp_path: Path,
     key: str,
     tensor: torch.Tensor | None,
@@ -88,7 +88,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 @pytest.mark.parametrize("number", ["01", "\N{ARABIC-INDIC DIGIT ONE}"])
-def test_an_expert_is_not_written_twice(tmp_path: Path, number: str) -> None:
+def test_duplicate_expert_is_refused(tmp_path: Path, number: str) -> None:
     folder = Folder(tmp_path, "modules")
     folder.tensors[f"{EXPERT}.{number}.w1.lora_A.weight"] = torch.ones(3, H)
     with pytest.raises(WeightsError, match=rf"experts\.{number}\.w1\.lora_A"):
@@ -96,7 +96,7 @@ def test_an_expert_is_not_written_twice(tmp_path: Path, number: str) -> None:
 
 
 @pytest.mark.parametrize("ignored_modules", [None, "self_attn", (1,)])
-def test_elsewhere_is_names(ignored_modules: Any) -> None:
+def test_ignored_modules_must_be_names(ignored_modules: Any) -> None:
     with pytest.raises(ConfigurationError, match="ignored_modules: got"):
         load_adapter(GOLDEN / "modules", 1, PROBLEM, ignored_modules=ignored_modules)
 
@@ -110,7 +110,7 @@ def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:
         folder.load()
 
 
-def test_experts_and_projections_are_whole(tmp_path: Path) -> None:
+def test_missing_experts_and_projections_are_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "modules")
     pairs = {key: folder.tensors[key] for key in folder.tensors if f"{EXPERT}.3.w3" in key}
     for key, value in pairs.items():
@@ -130,7 +130,7 @@ def test_experts_and_projections_are_whole(tmp_path: Path) -> None:
     assert folder.load().lora_a13.any()
 
 
-def test_two_layouts_at_once_are_refused(tmp_path: Path) -> None:
+def test_mixed_layouts_are_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "fused")
     for side, shape in (("A", (3, H)), ("B", (I, 3))):
         for expert in range(E):
@@ -147,14 +147,17 @@ def test_two_layouts_at_once_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [{"hidden": 24}, {"intermediate": 6}, {"experts": 8}])
 @pytest.mark.parametrize("kind", ["fused", "modules"])
-def test_another_base_models_sizes_are_refused(kind: str, sizes: dict[str, int]) -> None:
+def test_sizes_of_another_base_model_are_refused(kind: str, sizes: dict[str, int]) -> None:
     problem = replace(PROBLEM, **sizes)  # type: ignore[arg-type]
     with pytest.raises((ShapeError, WeightsError), match="got"):
         load_adapter(GOLDEN / kind, 1, problem)
 
 
-def test_fused_factors_that_may_lie_either_way_need_the_release(tmp_path: Path) -> None:
-    """Up to PEFT 0.18 A had a fused weight's rows; where H = I nothing else tells."""
+def test_ambiguous_fused_factors_need_the_peft_version(tmp_path: Path) -> None:
+    """Up to PEFT 0.18, A of a fused weight had its rows.
+
+    If H = I, the shapes do not show the layout.
+    """
     problem = replace(PROBLEM, intermediate=H)
     folder = Folder(tmp_path, "down")
     for key, value in folder.tensors.items():
@@ -166,14 +169,14 @@ def test_fused_factors_that_may_lie_either_way_need_the_release(tmp_path: Path) 
             folder.load(problem)
 
 
-def test_a_problem_without_adapters_and_values_too_large_are_refused() -> None:
+def test_problem_without_adapters_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
         load_adapter(GOLDEN / "down", 1, replace(PROBLEM, lora="none"))
     with pytest.raises(ConfigurationError, match="problem: got None"):
         load_adapter(GOLDEN / "down", 1, None)  # type: ignore[arg-type]
 
 
-def test_values_beyond_the_problems_dtype_are_refused(tmp_path: Path) -> None:
+def test_values_outside_the_problem_dtype_are_refused(tmp_path: Path) -> None:
     folder = Folder(tmp_path, "down")
     folder.config["lora_alpha"] = 1e7
     half = replace(PROBLEM, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Unquantized files, quantized while they load: bit by bit what `quantize_weights` returns."""
+"""Unquantized files that are quantized while loading: equal to `quantize_weights`, bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint_numbers import PAIR, error, numbers
-from test_checkpoint_shares import ranks, summed
+from test_checkpoint_numbers import PAIR, dequantized_weights, output_error
+from test_checkpoint_shares import load_all_ranks, summed_outputs
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk
@@ -23,7 +23,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-# Every scheme that weights alone determine, with tiles that do and do not divide I = 192.
+# Every scheme without static activation scales, with tiles that do and do not divide I = 192.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
@@ -44,21 +44,21 @@ SCHEMES = (
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",
 )
-# Expert by expert; a stack (K, N) with rows that alternate and biases; one of (E K, N); ungated.
+# Layouts: a module per expert; stacks (E, K, N), interleaved, with biases; (E K, N); ungated.
 FAMILIES = ("mixtral", "gpt_oss", "dbrx", "nemotron_h")
 
 
-def assert_same(got: ExpertWeights, want: ExpertWeights) -> None:
+def assert_equal_weights(got: ExpertWeights, want: ExpertWeights) -> None:
     for name, tensor in vars(want).items():
         other = getattr(got, name)
         assert (other is None) == (tensor is None), name
         if tensor is not None:
             assert other.dtype is tensor.dtype
-            assert torch.equal(bits(other), bits(tensor)), name
+            assert torch.equal(as_bytes(other), as_bytes(tensor)), name
 
 
-def share_of(whole: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
-    """The weights of a whole layer that a TP rank holds, with its padding of zeros."""
+def tp_share(whole: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
+    """Return the weights of a whole layer that a TP rank has, padded with zeros."""
     (first, last), width = rank.columns, rank.problem_fields["intermediate"]
     w, act = whole.weights, rank.problem(1).act
     parts = 2 if act.gated else 1
@@ -76,7 +76,7 @@ def share_of(whole: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
     return ExpertWeights(rows(w.w1).contiguous(), w2.contiguous(), b1=b1, b2=b2)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
@@ -87,7 +87,7 @@ def test_every_scheme_is_listed() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_is_that_of_quantize_weights(
+def test_loaded_weights_equal_quantize_weights(
     family: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, family, "bf16", intermediate=192)
@@ -97,19 +97,19 @@ def test_a_layer_is_that_of_quantize_weights(
         loaded = mk.load_experts(tmp_path, 0, tp=tp, quantize=scheme)
         problem = loaded.problem(1)
         assert problem.quant == str(problem.scheme)
-        assert_same(loaded.weights, quantize_weights(share_of(whole, loaded), problem))
+        assert_equal_weights(loaded.weights, quantize_weights(tp_share(whole, loaded), problem))
         bias = 0 if whole.weights.b2 is None or tp[0] == 0 else whole.weights.b2.nbytes
         columns = loaded.columns[1] - loaded.columns[0]
         assert loaded.bytes_read * 192 == (whole.bytes_read - bias) * columns
 
 
 def test_values_of_the_files_are_rounded_once(tmp_path: Path) -> None:
-    """Not to the layer's dtype first."""
+    """They are not rounded to the layer's dtype first."""
     write(tmp_path, "mixtral", "fp32")
     loaded = mk.load_experts(tmp_path, 0, dtype="bfloat16", quantize="int8_w8a16_group:group=32")
     assert loaded.problem(1).dtype is torch.bfloat16
     plain = mk.load_experts(tmp_path, 0, dtype="float32").weights
-    assert_same(loaded.weights, quantize_weights(plain, loaded.problem(1)))
+    assert_equal_weights(loaded.weights, quantize_weights(plain, loaded.problem(1)))
     rounded = mk.load_experts(tmp_path, 0, dtype="bfloat16").weights
     assert not torch.equal(quantize_weights(rounded, loaded.problem(1)).w1, loaded.weights.w1)
 
@@ -125,28 +125,28 @@ def test_shares_of_whole_tiles_have_the_scales_of_the_whole(scheme: str, tmp_pat
     assert torch.equal(torch.cat(scales, 2), vars(whole.weights)["w2_scale"])
     halves = [vars(part.weights)["w1_scale"].unflatten(1, (2, -1)) for part in parts]
     assert torch.equal(torch.cat(halves, 2).flatten(1, 2), vars(whole.weights)["w1_scale"])
-    y = summed(sample, [whole])
-    assert float((summed(sample, parts) - y).norm() / y.norm()) <= 1e-5
+    y = summed_outputs(sample, [whole])
+    assert float((summed_outputs(sample, parts) - y).norm() / y.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["fp8_w8a8_tensor", "fp8_w8a16_channel"])
-def test_a_share_has_scales_of_its_own(scheme: str, tmp_path: Path) -> None:
-    """Where a scale would cover what another rank holds, too; the sum is as near as the whole."""
+def test_shares_may_have_their_own_scales(scheme: str, tmp_path: Path) -> None:
+    """If a scale covers weights of several ranks, each rank computes its own."""
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
     bound = CHECKPOINT_FORMATS["fp8 tensor, dynamic"].bound
-    assert error(sample, mk.load_experts(tmp_path, 0, quantize=scheme)) <= bound
+    assert output_error(sample, mk.load_experts(tmp_path, 0, quantize=scheme)) <= bound
     loaded = [
         mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 2), dtype="float32", quantize=scheme)
         for e in (0, 1)
         for t in (0, 1)
     ]
     truth = sample.expected_output(*sample.inputs(16))
-    assert float((summed(sample, loaded) - truth).norm() / truth.norm()) <= bound
-    plain = ranks(sample, (2, 2))
+    assert float((summed_outputs(sample, loaded) - truth).norm() / truth.norm()) <= bound
+    plain = load_all_ranks(sample, (2, 2))
     assert [rank.bytes_read for rank in loaded] == [rank.bytes_read for rank in plain]
 
 
-REFUSED: dict[str, tuple[str, Any, str]] = {
+REFUSED_CASES: dict[str, tuple[str, Any, str]] = {
     "static fp8": ("bf16", "fp8_w8a8_tensor:static=true", "need no static activation scales"),
     "static nvfp4": ("bf16", "nvfp4_w4a4", "quantize: got nvfp4_w4a4, need no static activation"),
     "none": ("bf16", "none", "quantize: got none, need a quantized scheme, or None"),
@@ -161,9 +161,9 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_weights_do_not_determine_is_refused(case: str, tmp_path: Path) -> None:
-    kind, scheme, words = REFUSED[case]
+@pytest.mark.parametrize("case", REFUSED_CASES)
+def test_unsupported_schemes_and_quantized_files_are_refused(case: str, tmp_path: Path) -> None:
+    kind, scheme, words = REFUSED_CASES[case]
     write(tmp_path, "mixtral", kind)
     with pytest.raises(ConfigurationError, match=words):
         mk.load_experts(tmp_path, 0, quantize=scheme)
@@ -174,42 +174,47 @@ def test_what_weights_do_not_determine_is_refused(case: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "kind", ["fp8 tensor, static", "fp8 tensor, dynamic", "modelopt fp8", "compressed fp8 tensor"]
 )
-def test_float8_of_one_scale_is_not_rounded_again(kind: str, tmp_path: Path) -> None:
-    """Gate and up have a scale each. In the scheme of their format, they get one for both."""
+def test_per_tensor_fp8_loads_per_channel_without_rounding(kind: str, tmp_path: Path) -> None:
+    """Gate and up have separate scales.
+
+    The per-tensor scheme merges them, and rounds values again.
+    """
     sample = write(tmp_path, "mixtral", kind)
     loaded = mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_channel")
     assert loaded.weights.a1_scale is None
-    w1, w2 = numbers(loaded)
+    w1, w2 = dequantized_weights(loaded)
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
     rounded_again = mk.load_experts(tmp_path, 0)
     assert rounded_again.problem(1).scheme.name == "fp8_w8a8_tensor"
-    assert float((numbers(rounded_again)[0] - sample.w1).norm() / sample.w1.norm()) > 1e-2
-    assert error(sample, loaded) < error(sample, rounded_again)
+    assert (
+        float((dequantized_weights(rounded_again)[0] - sample.w1).norm() / sample.w1.norm()) > 1e-2
+    )
+    assert output_error(sample, loaded) < output_error(sample, rounded_again)
     for tp in (1, 2):
-        parts = ranks_of(tmp_path, tp)
+        parts = load_tp_ranks(tmp_path, tp)
         truth = sample.expected_output(*sample.inputs(16))
-        y = summed(sample, parts)
+        y = summed_outputs(sample, parts)
         assert float((y - truth).norm() / truth.norm()) <= CHECKPOINT_FORMATS[kind].bound
     with pytest.raises(ConfigurationError, match="need unquantized files"):
         mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_block")
 
 
-def ranks_of(folder: Path, tp: int) -> list[LoadedExperts]:
+def load_tp_ranks(folder: Path, tp: int) -> list[LoadedExperts]:
     return [
         mk.load_experts(folder, 0, tp=(t, tp), dtype="float32", quantize="fp8_w8a8_channel")
         for t in range(tp)
     ]
 
 
-def test_an_odd_share_of_packed_values_is_refused(tmp_path: Path) -> None:
+def test_odd_share_of_packed_values_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "bf16", intermediate=90)
     with pytest.raises(ConfigurationError, match="intermediate: got 45, need a multiple of 2"):
         mk.load_experts(tmp_path, 0, tp=(0, 2), quantize="int4_w4a16_group:group=30")
 
 
 @pytest.mark.parametrize("scheme", ["fp8_w8a8_block", "nvfp4_w4a16"])
-def test_a_layer_is_made_and_loaded_in_the_scheme(scheme: str, tmp_path: Path) -> None:
+def test_layer_is_created_and_loaded_in_the_scheme(scheme: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
     x, weights, ids = sample.inputs(6)
     for tp in range(2):
@@ -228,35 +233,37 @@ def test_a_layer_is_made_and_loaded_in_the_scheme(scheme: str, tmp_path: Path) -
         layer.load(tmp_path, quantize="int8_w8a16_channel")
 
 
-def test_what_was_loaded_says_so(tmp_path: Path) -> None:
+def test_repr_states_the_quantization(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "bf16")
     loaded = mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_block:block=128x128")
     assert "4 of 4 experts in none, quantized to fp8_w8a8_block, ep=(0, 1)" in repr(loaded)
 
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 1024, 2048
-_BITS = {"fp8_w8a8_tensor": 8, "int4_w4a16_act_order": 4, "mxfp4_w4a16:repacked=true": 4}
+BITS_OF_SCHEME = {"fp8_w8a8_tensor": 8, "int4_w4a16_act_order": 4, "mxfp4_w4a16:repacked=true": 4}
 
 
-@pytest.mark.parametrize("scheme", _BITS)
+@pytest.mark.parametrize("scheme", BITS_OF_SCHEME)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_memory_is_what_is_kept_and_a_matrix(scheme: str, tp: int, tmp_path: Path) -> None:
-    """What torch allocates at once: the files are mapped."""
+def test_peak_memory_is_the_weights_plus_one_matrix(scheme: str, tp: int, tmp_path: Path) -> None:
+    """Counts allocations by torch only; the files are memory-mapped."""
     write(tmp_path, "mixtral", "bf16", experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
-    peak, loaded = peak_of_load(tmp_path, scheme, tp)
+    peak, loaded = measure_peak_bytes(tmp_path, scheme, tp)
     kept = sum(tensor.nbytes for tensor in vars(loaded.weights).values() if tensor is not None)
     values = EXPERTS * 3 * HIDDEN * INTERMEDIATE // tp
-    assert values * _BITS[scheme] // 8 <= kept <= 1.2 * values * _BITS[scheme] // 8
+    assert (
+        values * BITS_OF_SCHEME[scheme] // 8 <= kept <= 1.2 * values * BITS_OF_SCHEME[scheme] // 8
+    )
     matrix = 2 * HIDDEN * INTERMEDIATE * torch.bfloat16.itemsize  # w1 of an expert in the file
     assert kept <= peak <= kept + matrix
 
 
-def peak_of_load(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedExperts]:
-    """The most bytes that torch's CPU allocator held at once during a load."""
+def measure_peak_bytes(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedExperts]:
+    """Return the maximum number of bytes that torch's CPU allocator held during a load."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         loaded = mk.load_experts(folder, 0, tp=(0, tp), quantize=scheme)
     assert recorded.profiler is not None
-    # Of one allocation or release each. The mapped file counts as one, too, of its size.
+    # Each event is an allocation or a release. The mapped file counts as an allocation of its size.
     mapped = (folder / "model.safetensors").stat().st_size
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert any(event.nbytes() == mapped for event in events)
@@ -267,8 +274,8 @@ def peak_of_load(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedExperts
     return peak, loaded
 
 
-def test_nothing_is_loaded_on_an_error(tmp_path: Path) -> None:
-    """A missing tensor is found before one is read, as without `quantize`."""
+def test_missing_tensor_is_reported_before_reading(tmp_path: Path) -> None:
+    """As without `quantize`."""
     sample = write(tmp_path, "mixtral", "bf16")
     save_file({"model.norm.weight": torch.ones(4)}, sample.folder / "model.safetensors")
     with pytest.raises(ConfigurationError, match="no experts"):

@@ -1,4 +1,4 @@
-"""torchao: tensors of its subclasses have the values of the files, and other files are refused."""
+"""torchao: tensors of its subclasses load with their values, and invalid files are refused."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoint_numbers import error, numbers
+from test_checkpoint_numbers import dequantized_weights, output_error
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of, loading, merge
@@ -43,7 +43,7 @@ from modular_kernel.testing.checkpoints.torchao import (
 AT = "model.layers.0.mlp.experts"
 
 
-def stack_old_names(tensors: Tensors) -> None:
+def stack_with_old_names(tensors: Tensors) -> None:
     stack_experts(tensors)
     old_names(tensors)
 
@@ -52,12 +52,12 @@ LAYOUTS = {
     "modules": None,
     "parameters": stack_experts,
     "modules, 0.14": old_names,
-    "parameters, 0.14": stack_old_names,
+    "parameters, 0.14": stack_with_old_names,
 }
 
 
 def change_metadata(folder: Path, **entries: str | None) -> None:
-    """Replace entries of the metadata of a file; None removes one."""
+    """Replace entries of a file's metadata; None removes an entry."""
     path = folder / "model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
@@ -68,16 +68,16 @@ def change_metadata(folder: Path, **entries: str | None) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", TORCHAO_FORMATS)
-def test_values_are_those_of_the_files(kind: str, layout: str, tmp_path: Path) -> None:
+def test_loaded_values_equal_the_files(kind: str, layout: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", kind, change=LAYOUTS[layout])
     loaded = mk.load_experts(tmp_path, 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == TORCHAO_FORMATS[kind].scheme
-    w1, w2 = numbers(loaded)
+    w1, w2 = dequantized_weights(loaded)
     # Products are exact in float64; int4 adds a zero point in float32.
     near = {"rtol": 2.0**-22, "atol": 2.0**-26 if "int4" in kind else 0}
     torch.testing.assert_close(w1, sample.w1, **near)
     torch.testing.assert_close(w2, sample.w2, **near)
-    assert error(sample, mk.load_experts(tmp_path, 0)) <= TORCHAO_FORMATS[kind].bound
+    assert output_error(sample, mk.load_experts(tmp_path, 0)) <= TORCHAO_FORMATS[kind].bound
 
 
 @pytest.mark.parametrize("layout", ["modules", "parameters"])
@@ -88,18 +88,18 @@ def test_values_are_those_of_the_files(kind: str, layout: str, tmp_path: Path) -
         *("torchao nvfp4", "torchao mxfp8", "torchao mxfp4"),
     ],
 )
-def test_shares_are_parts_of_the_whole(
+def test_rank_shares_equal_slices_of_the_whole(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in pieces of a few rows, and where a share cuts groups of 64 columns."""
+    """Also if read a few rows at a time, and if a share cuts groups of 64 columns."""
     write(tmp_path, "qwen3_moe", kind, intermediate=192, change=LAYOUTS[layout])
-    whole = numbers(mk.load_experts(tmp_path, 0, dtype="float32"))
+    whole = dequantized_weights(mk.load_experts(tmp_path, 0, dtype="float32"))
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)
     for e in range(2):
         for t in range(2):
             part = mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 2), dtype="float32")
             (first, last), width = part.columns, part.problem_fields["intermediate"]
-            w1, w2 = numbers(part)
+            w1, w2 = dequantized_weights(part)
             experts = slice(2 * e, 2 * e + 2)
             rows = w1.unflatten(1, (2, width))[:, :, : last - first]
             assert torch.equal(rows, whole[0][experts].unflatten(1, (2, 192))[:, :, first:last])
@@ -107,7 +107,7 @@ def test_shares_are_parts_of_the_whole(
 
 
 @pytest.mark.parametrize("columns", [(0, 128), (64, 192), (32, 96), (32, 160), (0, 30), (70, 90)])
-def test_columns_of_int4_keep_their_groups(columns: tuple[int, int]) -> None:
+def test_dequantize_int4_of_partial_groups(columns: tuple[int, int]) -> None:
     make, (first, last) = TORCHAO_FORMATS["torchao int4"].make, columns
     stored = make(8, 192, torch.Generator().manual_seed(0), 1.0)
     groups = slice(first // 64, -(-last // 64))
@@ -130,7 +130,7 @@ def test_int4_is_rounded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TORCHAO_FORMATS)
-def test_one_matrix_is_merged(kind: str, tmp_path: Path) -> None:
+def test_merge_accepts_a_single_matrix(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", kind)
     loaded, tensors = mk.load_experts(tmp_path, 0), load_file(tmp_path / "model.safetensors")
     format = format_of(TORCHAO_FORMATS[kind].config)
@@ -144,7 +144,7 @@ def test_one_matrix_is_merged(kind: str, tmp_path: Path) -> None:
         ExpertLoader(Share(4, 128, 256), format)
 
 
-def test_a_layer_loads_the_files(tmp_path: Path) -> None:
+def test_layer_output_is_within_the_bound(tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", "torchao int8, inputs", change=stack_experts)
     layer = FusedMoE.from_config(tmp_path, 0, top_k=2, experts="TorchExperts")
     layer.load(tmp_path)
@@ -154,16 +154,16 @@ def test_a_layer_loads_the_files(tmp_path: Path) -> None:
     assert (y - truth).norm() / truth.norm() <= 8e-2
 
 
-def test_shards_have_the_metadata(tmp_path: Path) -> None:
+def test_sharded_files_have_metadata(tmp_path: Path) -> None:
     sample = write(tmp_path, "qwen3_moe", "torchao int8", shards=3)
     torch.testing.assert_close(
-        numbers(mk.load_experts(tmp_path, 0))[0], sample.w1, rtol=2.0**-22, atol=0
+        dequantized_weights(mk.load_experts(tmp_path, 0))[0], sample.w1, rtol=2.0**-22, atol=0
     )
 
 
 @pytest.mark.parametrize("kind", ["torchao int4", "torchao int8", "torchao fp8"])
 def test_experts_without_scales_are_unquantized(kind: str, tmp_path: Path) -> None:
-    """transformers 5 quantizes parameters only by name, and has no entry for the others."""
+    """transformers 5 quantizes parameters only by name, and has no metadata for the others."""
     sample = write(tmp_path, "qwen3_moe", "bf16")
     quantization = {"quantization_config": TORCHAO_FORMATS[kind].config}
     (tmp_path / "config.json").write_text(json.dumps(sample.config | quantization))
@@ -175,8 +175,8 @@ def test_experts_without_scales_are_unquantized(kind: str, tmp_path: Path) -> No
 EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj"
 
 
-def test_names_select_the_options() -> None:
-    """Exact names come before regexes, and these before the default, in any order."""
+def test_module_names_select_the_options() -> None:
+    """Exact names precede regular expressions, which precede the default, in any order."""
     fp8 = options("Float8WeightOnlyConfig")
     names = {
         "_default": INT8,
@@ -222,7 +222,7 @@ def test_parameters_are_quantized_by_name(tmp_path: Path) -> None:
 
 
 Q, P = "experts__0__down_proj__weight", "model__layers__0__mlp__"
-HOSTILE_METADATA: dict[str, tuple[str, str | None, str]] = {
+INVALID_METADATA: dict[str, tuple[str, str | None, str]] = {
     "none": ("torchao int8", None, "metadata of .*down_proj.weight: got no entry, need the JSON"),
     "no JSON": ("torchao int8", "{", "got no JSON"),
     "deep": ("torchao int8", "[" * 60000, "got no JSON"),
@@ -294,9 +294,9 @@ HOSTILE_METADATA: dict[str, tuple[str, str | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE_METADATA)
+@pytest.mark.parametrize("case", INVALID_METADATA)
 def test_metadata_that_contradicts_the_config_is_refused(case: str, tmp_path: Path) -> None:
-    kind, text, message = HOSTILE_METADATA[case]
+    kind, text, message = INVALID_METADATA[case]
     write(tmp_path, "qwen3_moe", kind)
     change_metadata(tmp_path, **{P + Q: text})
     with pytest.raises(WeightsError, match=message) as caught:
@@ -304,14 +304,14 @@ def test_metadata_that_contradicts_the_config_is_refused(case: str, tmp_path: Pa
     assert "model.safetensors" in str(caught.value)
 
 
-def put(name: str, tensor: torch.Tensor) -> Any:
+def set_weight_tensor(name: str, tensor: torch.Tensor) -> Any:
     def change(tensors: Tensors) -> None:
         tensors[f"{AT}.1.down_proj._weight_{name}"] = tensor
 
     return change
 
 
-def put_stacked(name: str, tensor: torch.Tensor) -> Any:
+def set_stacked_tensor(name: str, tensor: torch.Tensor) -> Any:
     def change(tensors: Tensors) -> None:
         stack_experts(tensors)
         tensors[f"{AT}._down_proj_{name}"] = tensor
@@ -319,67 +319,119 @@ def put_stacked(name: str, tensor: torch.Tensor) -> Any:
     return change
 
 
-HOSTILE: dict[str, tuple[str, Any, type[InputError], str]] = {
+INVALID_TENSORS: dict[str, tuple[str, Any, type[InputError], str]] = {
     "no scale": (
         "torchao int8",
         lambda tensors: tensors.pop(f"{AT}.1.down_proj._weight_scale"),
         WeightsError,
         "no .*1.down_proj._weight_scale",
     ),
-    "scale shape": ("torchao int8", put("scale", torch.ones(64, 1)), ShapeError, r"\(64, 1\)"),
-    "scale dtype": ("torchao fp8", put("scale", torch.ones(128, 1).half()), DtypeError, "float16"),
+    "scale shape": (
+        "torchao int8",
+        set_weight_tensor("scale", torch.ones(64, 1)),
+        ShapeError,
+        r"\(64, 1\)",
+    ),
+    "scale dtype": (
+        "torchao fp8",
+        set_weight_tensor("scale", torch.ones(128, 1).half()),
+        DtypeError,
+        "float16",
+    ),
     "scale NaN": (
-        "torchao fp8", put("scale", torch.full((128, 1), float("nan"))), WeightsError, "got nan"),
+        "torchao fp8",
+        set_weight_tensor("scale", torch.full((128, 1), float("nan"))),
+        WeightsError,
+        "got nan",
+    ),
     "int4 scale NaN": (
-        "torchao int4", put("scale", torch.full((4, 128), float("nan"))), WeightsError, "got nan"),
+        "torchao int4",
+        set_weight_tensor("scale", torch.full((4, 128), float("nan"))),
+        WeightsError,
+        "got nan",
+    ),
     "int4 zero inf": (
-        "torchao int4", put("zero_point", torch.full((4, 128), float("inf"))), WeightsError,
-        "_weight_zero_point: got inf"),
+        "torchao int4",
+        set_weight_tensor("zero_point", torch.full((4, 128), float("inf"))),
+        WeightsError,
+        "_weight_zero_point: got inf",
+    ),
     "int4 codes": (
-        "torchao int4", put("qdata", torch.ones(128, 256, dtype=torch.int8)), ShapeError,
-        r"got \(128, 256\), need \(128, 128\)"),
+        "torchao int4",
+        set_weight_tensor("qdata", torch.ones(128, 256, dtype=torch.int8)),
+        ShapeError,
+        r"got \(128, 256\), need \(128, 128\)",
+    ),
     "codes dtype": (
-        "torchao int8", put("qdata", torch.ones(128, 256, dtype=torch.uint8)), DtypeError,
-        "got uint8, need int8"),
+        "torchao int8",
+        set_weight_tensor("qdata", torch.ones(128, 256, dtype=torch.uint8)),
+        DtypeError,
+        "got uint8, need int8",
+    ),
     "zero point": (
-        "torchao int8", put("zero_point", torch.ones(128, 1, dtype=torch.int8)), WeightsError,
-        "_weight_zero_point: got a zero point of 1, need 0"),
+        "torchao int8",
+        set_weight_tensor("zero_point", torch.ones(128, 1, dtype=torch.int8)),
+        WeightsError,
+        "_weight_zero_point: got a zero point of 1, need 0",
+    ),
     "factor of inputs": (
-        "torchao int8", put("act_pre_scale", torch.ones(1)), WeightsError,
-        "_weight_act_pre_scale, need 4 experts"),
+        "torchao int8",
+        set_weight_tensor("act_pre_scale", torch.ones(1)),
+        WeightsError,
+        "_weight_act_pre_scale, need 4 experts",
+    ),
     "factor of inputs, stacked": (
-        "torchao int8", put_stacked("act_pre_scale", torch.ones(1)), WeightsError,
-        "_down_proj_act_pre_scale, need 4 experts"),
+        "torchao int8",
+        set_stacked_tensor("act_pre_scale", torch.ones(1)),
+        WeightsError,
+        "_down_proj_act_pre_scale, need 4 experts",
+    ),
     "rows of scales": (
-        "torchao nvfp4", put("scale", torch.ones(128, 16).to(torch.float8_e4m3fn)), ShapeError,
-        r"got \(128, 16\), need \(32, 64\)"),
+        "torchao nvfp4",
+        set_weight_tensor("scale", torch.ones(128, 16).to(torch.float8_e4m3fn)),
+        ShapeError,
+        r"got \(128, 16\), need \(32, 64\)",
+    ),
     "mx scale NaN": (
         "torchao mxfp4",
-        put("scale", torch.full((32, 32), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)),
-        WeightsError, "got 255"),
+        set_weight_tensor(
+            "scale", torch.full((32, 32), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        ),
+        WeightsError,
+        "got 255",
+    ),
     "no scale of the matrix": (
         "torchao nvfp4",
         lambda tensors: tensors.pop(f"{AT}.1.down_proj._weight_per_tensor_scale"),
-        WeightsError, "no .*1.down_proj._weight_per_tensor_scale"),
+        WeightsError,
+        "no .*1.down_proj._weight_per_tensor_scale",
+    ),
     "a scale of the matrix": (
-        "torchao nvfp4, blocks", put("per_tensor_scale", torch.ones(())), WeightsError,
-        "_weight_per_tensor_scale, need 4 experts"),
+        "torchao nvfp4, blocks",
+        set_weight_tensor("per_tensor_scale", torch.ones(())),
+        WeightsError,
+        "_weight_per_tensor_scale, need 4 experts",
+    ),
     "few experts, stacked": (
-        "torchao int8", put_stacked("scale", torch.ones(3, 128, 1)), ShapeError, r"\(3, 128, 1\)"),
-}  # fmt: skip
+        "torchao int8",
+        set_stacked_tensor("scale", torch.ones(3, 128, 1)),
+        ShapeError,
+        r"\(3, 128, 1\)",
+    ),
+}
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_damaged_file_is_refused(case: str, tmp_path: Path) -> None:
-    """With the file, the tensor, what it has and what is needed."""
-    kind, change, error_type, message = HOSTILE[case]
+@pytest.mark.parametrize("case", INVALID_TENSORS)
+def test_invalid_tensors_are_refused(case: str, tmp_path: Path) -> None:
+    """The error names the file, the tensor, the value found and the value needed."""
+    kind, change, error_type, message = INVALID_TENSORS[case]
     write(tmp_path, "qwen3_moe", kind, change=change)
     with pytest.raises(error_type, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "down_proj" in str(caught.value)
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "torchao int8")
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -394,78 +446,114 @@ def test_pickled_tensors_are_refused(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 0)
 
 
-def of(name: str, *, version: int = 2, **data: Any) -> dict[str, Any]:
+def torchao_config(name: str, *, version: int = 2, **data: Any) -> dict[str, Any]:
     return config(options(name, **data) | {"_version": version})
 
 
 _DYNAMIC = "Float8DynamicActivationFloat8WeightConfig"
 _ROW, _TENSOR = ({"_type": name, "_data": {}} for name in ("PerRow", "PerTensor"))
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "name": (config(INT8) | {"quant_type": "int8_weight_only"}, "pickled tensors"),
     "no default": (config(INT8) | {"quant_type": {"other": INT8}}, "the key default"),
     "no class": (config({"_data": {}, "_version": 2}), "quant_type None"),
-    "class": (of("UIntXWeightOnlyConfig"), "'UIntXWeightOnlyConfig', need one of Int4WeightOnly"),
+    "class": (
+        torchao_config("UIntXWeightOnlyConfig"),
+        "'UIntXWeightOnlyConfig', need one of Int4WeightOnly",
+    ),
     "int4 and float8": (
-        of("Float8DynamicActivationInt4WeightConfig"),
+        torchao_config("Float8DynamicActivationInt4WeightConfig"),
         "float8 activations, which no kernel here supports, need Int4WeightOnlyConfig",
     ),
-    "intx": (of("IntxWeightOnlyConfig"), "codes of 1 to 8 bits"),
-    "version": (of("Int8WeightOnlyConfig", version=1), "version 1, need version 2: .* pickled"),
+    "intx": (torchao_config("IntxWeightOnlyConfig"), "codes of 1 to 8 bits"),
+    "version": (
+        torchao_config("Int8WeightOnlyConfig", version=1),
+        "version 1, need version 2: .* pickled",
+    ),
     "packing": (
-        of("Int4WeightOnlyConfig", int4_packing_format={"_data": "TILE_PACKED_TO_4D"}),
+        torchao_config("Int4WeightOnlyConfig", int4_packing_format={"_data": "TILE_PACKED_TO_4D"}),
         "int4_packing_format = 'TILE_PACKED_TO_4D', need PLAIN",
     ),
-    "group": (of("Int4WeightOnlyConfig", group_size=48), "group_size = 48, need one of 32"),
-    "group type": (of("Int4WeightOnlyConfig", group_size="64"), "group_size = '64'"),
-    "int8 tensor": (of("Int8WeightOnlyConfig", granularity=_TENSOR), "granularity PerTensor"),
+    "group": (
+        torchao_config("Int4WeightOnlyConfig", group_size=48),
+        "group_size = 48, need one of 32",
+    ),
+    "group type": (torchao_config("Int4WeightOnlyConfig", group_size="64"), "group_size = '64'"),
+    "int8 tensor": (
+        torchao_config("Int8WeightOnlyConfig", granularity=_TENSOR),
+        "granularity PerTensor",
+    ),
     "int8 group": (
-        of("Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 3}}),
+        torchao_config(
+            "Int8WeightOnlyConfig", granularity={"_type": "PerGroup", "_data": {"group_size": 3}}
+        ),
         "granularity PerGroup",
     ),
     "axis": (
-        of("Int8WeightOnlyConfig", granularity={"_type": "PerRow", "_data": {"dim": 0}}),
+        torchao_config(
+            "Int8WeightOnlyConfig", granularity={"_type": "PerRow", "_data": {"dim": 0}}
+        ),
         "PerRow along the last dimension",
     ),
     "asymmetric": (
-        of("Int8DynamicActivationInt8WeightConfig", act_mapping_type={"_data": "ASYMMETRIC"}),
+        torchao_config(
+            "Int8DynamicActivationInt8WeightConfig", act_mapping_type={"_data": "ASYMMETRIC"}
+        ),
         "act_mapping_type = 'ASYMMETRIC', need SYMMETRIC",
     ),
     "reduced range": (
-        of("Int8DynamicActivationInt8WeightConfig", reduce_range=True), "reduce_range = True"),
-    "mixed": (of(_DYNAMIC, granularity=[_ROW, _TENSOR]), "PerRow and PerTensor"),
-    "bound": (of(_DYNAMIC, activation_value_ub=1.0), "activation_value_ub = 1.0"),
+        torchao_config("Int8DynamicActivationInt8WeightConfig", reduce_range=True),
+        "reduce_range = True",
+    ),
+    "mixed": (torchao_config(_DYNAMIC, granularity=[_ROW, _TENSOR]), "PerRow and PerTensor"),
+    "bound": (torchao_config(_DYNAMIC, activation_value_ub=1.0), "activation_value_ub = 1.0"),
     "dtype": (
-        of("Float8WeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"}),
+        torchao_config(
+            "Float8WeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"}
+        ),
         "weight_dtype = 'FLOAT8_E5M2'",
     ),
     "mx dtype": (
-        of("MXDynamicActivationMXWeightConfig", version=1, weight_dtype={
-            "_type": "torch.dtype", "_data": "float8_e5m2"}),
+        torchao_config(
+            "MXDynamicActivationMXWeightConfig",
+            version=1,
+            weight_dtype={"_type": "torch.dtype", "_data": "float8_e5m2"},
+        ),
         "weight_dtype = 'FLOAT8_E5M2', need float8_e4m3fn or FLOAT4_E2M1FN_X2",
     ),
     "mx block": (
-        of("MXDynamicActivationMXWeightConfig", version=1, block_size=16), "block_size = 16"),
-    "nvfp4 version": (of("NVFP4WeightOnlyConfig"), "of version 2, need version 1"),
+        torchao_config("MXDynamicActivationMXWeightConfig", version=1, block_size=16),
+        "block_size = 16",
+    ),
+    "nvfp4 version": (torchao_config("NVFP4WeightOnlyConfig"), "of version 2, need version 1"),
     "nvfp4 step": (
-        of("NVFP4DynamicActivationNVFP4WeightConfig", version=1, step={"_data": "prepare"}),
+        torchao_config(
+            "NVFP4DynamicActivationNVFP4WeightConfig", version=1, step={"_data": "prepare"}
+        ),
         "step = 'PREPARE', need None or CONVERT",
     ),
-    "unknown": (of("Float8WeightOnlyConfig", rotation="hadamard"), "rotation = 'hadamard'"),
+    "unknown": (
+        torchao_config("Float8WeightOnlyConfig", rotation="hadamard"),
+        "rotation = 'hadamard'",
+    ),
     "key": (config(INT8) | {"rotation": "hadamard"}, "rotation = 'hadamard'"),
     "data": (config({"_type": "Int8WeightOnlyConfig", "_version": 2}), "_data = None"),
     "by name": (config(by_name({})), "need fqn_to_config"),
     "names that differ": (
-        config({"_type": "FqnToConfig", "_data": {
-            "fqn_to_config": {"a": INT8}, "module_fqn_to_config": {"a": INT4}}}),
+        config(
+            {
+                "_type": "FqnToConfig",
+                "_data": {"fqn_to_config": {"a": INT8}, "module_fqn_to_config": {"a": INT4}},
+            }
+        ),
         "that differ, need one of them",
     ),
     "options of a name": (config(by_name({"a": 1})), "a = 1, need an object"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_options_without_a_reader_are_refused(case: str, tmp_path: Path) -> None:
-    quantization, message = REFUSED[case]
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
+def test_unsupported_options_are_refused(case: str, tmp_path: Path) -> None:
+    quantization, message = REFUSED_OPTIONS[case]
     with pytest.raises(ConfigurationError, match=message):
         format_of(quantization)
     sample: Sample = write(tmp_path, "qwen3_moe", "torchao int8")
@@ -478,7 +566,7 @@ def test_options_without_a_reader_are_refused(case: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rows", [5, 128, 200, 384])
 @pytest.mark.parametrize("columns", [2, 8, 11])
-def test_tiles_of_scales_are_taken_apart(rows: int, columns: int) -> None:
+def test_blocked_scales_are_unblocked(rows: int, columns: int) -> None:
     scale = torch.randint(0, 255, (rows, columns), dtype=torch.uint8)
     spec = BlockedScale("s", "scale", (Dim("N"), Dim("K", 16)), (torch.uint8,))
     stored, depth = tiled(scale), 16 * columns
@@ -499,7 +587,7 @@ def test_tiles_of_scales_are_taken_apart(rows: int, columns: int) -> None:
     ],
 )
 def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: Path) -> None:
-    """Parameters (K, N), whose last dimension torchao cuts into blocks."""
+    """Parameters are (K, N), and torchao's blocks are along the last dimension."""
 
     def change(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("_proj")]:
@@ -517,13 +605,13 @@ def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: 
         mk.load_experts(tmp_path, 0)
 
 
-def test_patterns_that_take_long_are_refused() -> None:
+def test_unsupported_name_patterns_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="fqn_to_config has 're:"):
         QuantizationMap(config(by_name({r"re:(?=a).*": INT8})))
 
 
-def test_metadata_of_a_sample_is_that_of_transformers() -> None:
-    """The metadata equals torchao 0.18's for a parameter, without the keys that are not read."""
+def test_sample_metadata_equals_that_of_torchao() -> None:
+    """For a parameter of torchao 0.18, without the keys that are not read."""
     tensors = {"model.layers.0.mlp.experts._down_proj_qdata": torch.ones(4, 64, 96)}
     found = metadata_of(config(by_name({EXPERTS: INT8})), tensors)
     assert json.loads(found["model.layers.0.mlp.experts.down_proj"]) == {

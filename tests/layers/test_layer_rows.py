@@ -42,7 +42,7 @@ ROWS = {
     )),
     "A57": Row("TP: rows of w1 and w3, columns of w2, b2 once", (
         f"{LOADING}::test_shards_are_slices_of_the_whole",
-        "test_checkpoint_shares::test_b2_is_added_once",
+        "test_checkpoint_shares::test_b2_is_nonzero_on_one_tp_rank_only",
         f"{LAYERS}::test_outputs_of_ranks_sum_to_the_whole",
         f"{RANKS}::test_sums_over_groups_equal_the_whole",
     )),
