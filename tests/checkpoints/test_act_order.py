@@ -12,7 +12,7 @@ import pytest
 import torch
 from devices import CPU, DEVICE
 from fused_samples import moved
-from test_checkpoint_numbers import dequantized_weights, output_error
+from test_checkpoint_values import dequantized_weights, output_error
 
 import modular_kernel as mk
 from experts.triton.contiguous import supported_paths

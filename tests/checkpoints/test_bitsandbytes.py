@@ -8,7 +8,7 @@ import pytest
 import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
-from test_checkpoint_numbers import output_error
+from test_checkpoint_values import output_error
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of, loading, merge

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_numbers import dequantized_weights
+from test_checkpoint_values import dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.loading import LoadedExperts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bad_checkpoints import FILE, W1
+from invalid_checkpoints import FILE, W1
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk

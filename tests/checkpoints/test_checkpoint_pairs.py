@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_rows import DRAWN, EXPERTS, LAYOUTS, METHODS, Written, write_row
 from covering_rows import Refusal, name_of
-from test_checkpoint_numbers import PAIR, dequantized_weights
+from test_checkpoint_values import PAIR, dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine

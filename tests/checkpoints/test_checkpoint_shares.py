@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_checkpoint_numbers import PAIR, PUBLISHERS, dequantized_weights
+from test_checkpoint_values import PAIR, PUBLISHERS, dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine

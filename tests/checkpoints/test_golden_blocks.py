@@ -1,6 +1,4 @@
-"""Golden files of bitsandbytes, gguf and torchao decode to the values that those libraries
-return.
-"""
+"""Golden files of bitsandbytes, gguf and torchao decode to the values of those libraries."""
 
 from pathlib import Path
 

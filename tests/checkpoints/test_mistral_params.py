@@ -9,7 +9,7 @@ import pytest
 import torch
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
-from test_checkpoint_numbers import dequantized_weights, output_error
+from test_checkpoint_values import dequantized_weights, output_error
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.inspection import inspect

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint_numbers import dequantized_weights
 from test_checkpoint_shares import expert_bytes, load_all_ranks, summed_outputs
+from test_checkpoint_values import dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.checkpoints.formats import fit_scheme, format_of

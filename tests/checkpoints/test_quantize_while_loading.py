@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint_numbers import PAIR, dequantized_weights, output_error
 from test_checkpoint_shares import load_all_ranks, summed_outputs
+from test_checkpoint_values import PAIR, dequantized_weights, output_error
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk

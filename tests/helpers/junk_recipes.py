@@ -86,7 +86,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
             "ignored_modules": (),
         },
     ),
-    "inspect": lambda: Call(importers_inspect(), {"checkpoint": "nothing/here"}),
+    "inspect": lambda: Call(import_inspect(), {"checkpoint": "nothing/here"}),
     "Problem": lambda: Call(Problem, FIELDS),
     "Problem.with_tokens": lambda: Call(PROBLEM.with_tokens, {"tokens": 4}),
     "Machine": lambda: Call(
@@ -206,7 +206,7 @@ JUNK_RECIPES: Mapping[str, Callable[[], Call]] = {
 }
 
 
-def importers_inspect() -> Callable[..., object]:
+def import_inspect() -> Callable[..., object]:
     """Return `checkpoints.inspection.inspect`, whose name clashes with the standard library's."""
     from modular_kernel.checkpoints.inspection import inspect
 

@@ -67,7 +67,7 @@ ROWS = {
     )),
     "L13": Row("small and odd ranks, several in one batch", (
         f"{BRANCH}::test_irregular_sizes",
-        "test_merged_weights::test_float32_error_is_below_one_millionth",
+        "test_adapters_and_merged_weights::test_float32_error_is_below_one_millionth",
         f"{KERNELS}::test_ranks_of_a_block_and_more",
     )),
     "L14": Row("float32 sums, IEEE products in float32", (

@@ -16,9 +16,15 @@ from experts.triton.configs import files as tile_files
 from experts.triton.launch_config import LaunchConfig
 from modular_kernel import validate
 from modular_kernel.catalog import make_kernel
-from modular_kernel.checkpoints import expert_names, gptq_awq, loading, packed_words, slices
-from modular_kernel.checkpoints import matrix_layout as importers_stored
-from modular_kernel.checkpoints import safetensors_files as importers_files
+from modular_kernel.checkpoints import (
+    expert_names,
+    gptq_awq,
+    loading,
+    matrix_layout,
+    packed_words,
+    safetensors_files,
+    slices,
+)
 from modular_kernel.errors import InputError
 from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
@@ -156,12 +162,12 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
     ("checkpoints", slices.LayerSource, "_check_no_others", _nothing, (INVALID_ACCEPTED,)),
     (
         "checkpoints",
-        importers_stored.StoredTensor,
+        matrix_layout.StoredTensor,
         "check",
         _nothing,
         (UNTYPED_ERROR, WRONG_RESULT),
     ),
-    ("checkpoints", importers_files, "_library_errors", lambda: (KeyError,), (UNTYPED_ERROR,)),
+    ("checkpoints", safetensors_files, "_library_errors", lambda: (KeyError,), (UNTYPED_ERROR,)),
 )
 
 

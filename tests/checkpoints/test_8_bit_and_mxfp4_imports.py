@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_importers import dequantized
+from test_gptq_awq import dequantized
 
 from modular_kernel.checkpoints import (
     channel_scale,
@@ -210,9 +210,7 @@ def test_invalid_scales_are_refused() -> None:
 
 
 def test_from_gpt_oss_decodes_known_blocks() -> None:
-    """Row 0 starts with codes 1 and 2 (0.5 and 1) and a scale of 2; the last is code 7 (6) by
-    1/2.
-    """
+    """Row 0 has codes 1 and 2 (0.5 and 1) with a scale of 2, and code 7 (6) with 1/2."""
     blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 0, 1, 15] = 0x21, 0xF7
     scales = torch.tensor([[[128, 126], [127, 127]]], dtype=torch.uint8)

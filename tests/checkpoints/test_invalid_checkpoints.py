@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_checkpoints import BAD, FILE
+from invalid_checkpoints import BAD, FILE
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
