@@ -1,4 +1,4 @@
-"""What tests of kernels in CuTe DSL share: whether it is there, and what reads its code."""
+"""Helpers for tests of CuTe DSL kernels: compiles a kernel in a subprocess, and disassembles it."""
 
 import subprocess
 import sys
@@ -11,12 +11,12 @@ from experts import CutlassExpertsFP8
 from modular_kernel.machine import find_importable
 
 PACKAGES = CutlassExpertsFP8.requires.packages
-MISSING = not find_importable(PACKAGES) >= {*PACKAGES}
+DSL_MISSING = not find_importable(PACKAGES) >= {*PACKAGES}
 _TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_in(folder: Path, arch: str, code: str, *words: str) -> None:
-    """Run `code`, which compiles one kernel for `arch`, in a process; its files go to `folder`."""
+def compile_to_folder(folder: Path, arch: str, code: str, *words: str) -> None:
+    """Run `code`, which compiles one kernel for `arch` and writes files to `folder`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_DSL_ARCH", arch)
         patch.setenv("CUTE_DSL_KEEP_CUBIN", "1")
@@ -26,8 +26,8 @@ def compile_in(folder: Path, arch: str, code: str, *words: str) -> None:
         subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=120)
 
 
-def told(folder: Path, option: str) -> str:
-    """What cuobjdump says of the folder's one kernel."""
+def run_cuobjdump(folder: Path, option: str) -> str:
+    """Return the output of cuobjdump for the only kernel in the folder."""
     (cubin,) = folder.glob("*.cubin")
     done = subprocess.run([_TOOL, option, cubin], capture_output=True, text=True, check=True)
     return done.stdout

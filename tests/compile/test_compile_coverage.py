@@ -1,4 +1,7 @@
-"""What `mk compile` launches, by name and without compiling: nothing is left out unnamed."""
+"""`mk compile` launches every kernel, or gives the reason why it does not.
+
+Nothing is compiled here.
+"""
 
 import ast
 from pathlib import Path
@@ -18,8 +21,8 @@ GLUON = {"grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_ke
 
 
 @pytest.fixture(autouse=True)
-def _names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are recorded by name; nothing is compiled, and nothing said of the code."""
+def _record_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record the names of launched kernels instead of compiling them."""
 
     def recording(launch: Any, driver: Any, records: list[CompileRecord]) -> Any:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -31,8 +34,8 @@ def _names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_make_recording_run", recording)
 
 
-def jitted() -> dict[str, str]:
-    """Every @triton.jit and @gluon.jit function of the checkout: the sources without its head."""
+def jitted_functions() -> dict[str, str]:
+    """Return jitted functions, each with the text of all kernel files except its own head."""
     paths = (p for package in PACKAGES for p in (ROOT / package).rglob("kernels/**/*.py"))
     texts = {p: p.read_text() for p in paths}
     found = {}
@@ -46,18 +49,18 @@ def jitted() -> dict[str, str]:
     return found
 
 
-def test_every_kernel_of_the_sources_is_known_and_every_other_function_called() -> None:
-    kernels = {name for name in jitted() if name.endswith("_kernel")}
+def test_kernels_are_listed_and_other_jitted_functions_are_used() -> None:
+    kernels = {name for name in jitted_functions() if name.endswith("_kernel")}
     assert kernels == set(defined_kernels())
     assert len(kernels) >= 33
     assert kernels >= GLUON
-    for name, others in jitted().items():
+    for name, others in jitted_functions().items():
         if name not in kernels:  # called, or passed to warp_specialize or to a reduction
             assert f"{name}(" in others or f"({name}," in others or f"{name})" in others, name
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
+def test_every_kernel_is_launched_or_skipped_with_a_reason(target: str) -> None:
     done = compile_all(target)
     seen = {row.record.kernel for row in done.rows}
     left_out = {kernel.kernel: kernel.reason for kernel in done.left_out}
@@ -73,7 +76,7 @@ def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
     assert left_out == expected
 
 
-def test_a_kernel_that_no_case_launches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_a_case_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_cases, "_list_steps", lambda machine, target, only: [])
     expected = {SkippedKernel(k.name, k.module, k.left_out) for k in defined_kernels().values()}
     assert sum(kernel.reason == "" for kernel in expected) == len(expected) - 1
@@ -81,7 +84,7 @@ def test_a_kernel_that_no_case_launches_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("only", ["BatchedTritonExperts T4-", "unwritten pairs"])
-def test_only_the_cases_asked_for_are_launched(only: str) -> None:
+def test_name_filter_selects_cases(only: str) -> None:
     done = compile_all("sm_90", name_filter=only)
     assert done.rows
     assert all(only in row.case for row in done.rows)
@@ -89,14 +92,14 @@ def test_only_the_cases_asked_for_are_launched(only: str) -> None:
 
 
 @pytest.mark.parametrize("only", ["combine_kernel", "gemv_w4"])
-def test_only_the_kernel_asked_for_is_compiled(only: str) -> None:
-    """And each of that name, whatever case launches it."""
+def test_name_filter_selects_kernels(only: str) -> None:
+    """All kernels with that name are compiled, whichever cases launch them."""
     done = compile_all("sm_90", name_filter=only)
     assert {row.record.kernel for row in done.rows} == set(defined_kernels(only))
     assert not any(only in row.case for row in done.rows)
     assert done.left_out == ()
 
 
-def test_a_kernel_that_is_asked_for_and_left_out_says_why() -> None:
+def test_skipped_kernel_selected_by_name_has_its_reason() -> None:
     (left_out,) = compile_all("sm_80", name_filter="tile_weights_kernel").left_out
     assert left_out.reason == "sm_90 only"

@@ -1,4 +1,4 @@
-"""What is compiled for one GPU is not found for another; triton's own cache knows its version."""
+"""Compiled kernels are cached per target and per version of Triton."""
 
 import triton
 import triton.language as tl
@@ -13,8 +13,8 @@ def twice_kernel(x_ptr, BLOCK: tl.constexpr):
     tl.store(x_ptr + at, tl.load(x_ptr + at) * 2)
 
 
-def test_a_compiled_kernel_is_for_one_gpu() -> None:
-    """In one process, by turns: the second time it is found again, not what the other got."""
+def test_compiled_kernels_are_cached_per_target() -> None:
+    """The second compilation for sm_80 finds the first one, not the kernel for sm_90."""
     import torch
 
     found = []
@@ -30,5 +30,5 @@ def test_a_compiled_kernel_is_for_one_gpu() -> None:
     assert kernels[0].hash != kernels[1].hash
 
 
-def test_the_cache_on_disk_is_by_triton_s_version() -> None:
+def test_disk_cache_key_contains_the_triton_version() -> None:
     assert triton.__version__ in cache.triton_key()

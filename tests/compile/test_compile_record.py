@@ -1,4 +1,4 @@
-"""Reports of compilations without a GPU: they see what they should, and say so when it is bad."""
+"""`record_compiles` and `check`: records of kernels compiled without a GPU, and violations."""
 
 import pickle
 
@@ -59,8 +59,8 @@ def tile_matmul_kernel(
     tl.store(c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
-def launch(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="meta", **options):
-    """An ordinary launch: a (1024, 512) times the transpose of b (2048, 512)."""
+def launch_matmul(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="meta", **options):
+    """Launch the product of a (1024, 512) and the transpose of b (2048, 512)."""
     size = 64 if device == "cpu" else 1024
     a = torch.empty(size, 512, dtype=dtype, device=device)
     b = torch.empty(2 * size, 512, dtype=dtype, device=device).t()
@@ -85,15 +85,15 @@ def launch(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="meta", **
     return c
 
 
-def compiled(*args, **kwargs) -> CompileRecord:
+def compile_matmul(*args, **kwargs) -> CompileRecord:
     with record_compiles("sm_90") as records:
-        launch(*args, **kwargs)
+        launch_matmul(*args, **kwargs)
     (record,) = records
     return record
 
 
-def test_a_good_tile_passes_and_is_described():
-    record = compiled(64, 128, num_warps=4, num_stages=3)
+def test_record_of_a_suitable_tile_passes():
+    record = compile_matmul(64, 128, num_warps=4, num_stages=3)
     assert check(record, expect="HGMMA") == ()
     assert record.kernel == "tile_matmul_kernel"
     assert record.target == "sm_90"
@@ -119,13 +119,13 @@ def test_a_good_tile_passes_and_is_described():
     [(torch.float8_e4m3fn, "QGMMA"), (torch.int8, "IGMMA"), (torch.float32, "FFMA")],
     ids=str,
 )
-def test_every_number_format_has_its_instruction(dtype, family):
-    record = compiled(64, 64, 32 if dtype == torch.float32 else 64, dtype, num_warps=4)
+def test_each_dtype_uses_its_instruction(dtype, family):
+    record = compile_matmul(64, 64, 32 if dtype == torch.float32 else 64, dtype, num_warps=4)
     assert check(record, expect=family) == ()
 
 
-def test_a_small_tile_misses_the_wide_instruction():
-    record = compiled(16, 64, num_warps=4)
+def test_small_tile_lacks_the_warpgroup_instruction():
+    record = compile_matmul(16, 64, num_warps=4)
     assert check(record, expect="HMMA") == ()
     (reason,) = check(record, expect="HGMMA")
     assert "no HGMMA" in reason
@@ -134,14 +134,14 @@ def test_a_small_tile_misses_the_wide_instruction():
 
 def test_spilled_registers_are_reported():
     # 128 x 256 float32 accumulators are 256 registers a thread with 4 warps: one more than exist.
-    record = compiled(128, 256, num_warps=4, num_stages=3)
+    record = compile_matmul(128, 256, num_warps=4, num_stages=3)
     assert record.stack > 0
     assert record.instructions["STL"] > 0
     assert any("spilled" in reason for reason in check(record, expect="HGMMA"))
 
 
 def test_too_much_shared_memory_is_reported():
-    record = compiled(128, 128, 128, num_warps=8, num_stages=4)
+    record = compile_matmul(128, 128, 128, num_warps=8, num_stages=4)
     assert record.shared > 227 * 1024
     (reason,) = check(record, expect="HGMMA")
     assert "shared memory" in reason
@@ -149,24 +149,24 @@ def test_too_much_shared_memory_is_reported():
 
 
 def test_all_violations_are_returned():
-    record = compiled(128, 256, num_warps=4, num_stages=3)
+    record = compile_matmul(128, 256, num_warps=4, num_stages=3)
     assert len(check(record, expect="QGMMA", max_shared=0)) >= 3
 
 
-def test_nothing_runs_and_cpu_tensors_do():
+def test_kernels_are_not_run_and_cpu_tensors_are_accepted():
     with record_compiles() as records:
-        c = launch(64, 128, device="cpu", num_warps=4)
-        launch(64, 128, device="cpu", num_warps=4)
+        c = launch_matmul(64, 128, device="cpu", num_warps=4)
+        launch_matmul(64, 128, device="cpu", num_warps=4)
     assert not c.any()
     assert len(records) == 2  # every launch, also of a kernel known already
     assert records[0].instructions == records[1].instructions
 
 
-def test_instructions_are_counted_when_read_and_by_nothing_else():
-    """In another process too; the report of a kernel keeps the kernels apart, read or not."""
+def test_instructions_are_counted_lazily():
+    """Also after pickling; repr and check do not count them, and repr distinguishes kernels."""
     with record_compiles() as records:
-        launch(64, 128, device="meta", num_warps=4)
-        launch(64, 64, device="meta", num_warps=4)
+        launch_matmul(64, 128, device="meta", num_warps=4)
+        launch_matmul(64, 64, device="meta", num_warps=4)
     record, other = records
     assert check(record) == ()
     before = repr(record)
@@ -186,7 +186,7 @@ def specialized_kernel(x_ptr, y_ptr, one, sixteen, odd, scale, BLOCK: tl.constex
     tl.store(y_ptr + offs * one, tl.load(x_ptr + offs * sixteen + odd) * scale)
 
 
-def test_pointers_and_numbers_specialize_as_on_a_gpu():
+def test_arguments_are_specialized_as_on_a_gpu():
     x, y = torch.empty(4096, device="meta"), torch.empty(4096)[1:]
     with record_compiles():
         kernel = specialized_kernel[(1,)](x, y, 1, 32, 33, 0.5, BLOCK=128)
@@ -200,7 +200,7 @@ def test_pointers_and_numbers_specialize_as_on_a_gpu():
     assert names == ["x_ptr", "sixteen"]  # y starts 4 bytes off a boundary
 
 
-def test_fake_tensors_count_as_aligned():
+def test_fake_tensors_are_treated_as_aligned():
     with FakeTensorMode(), record_compiles() as records:
         x = torch.empty(4096, dtype=torch.float16, device="cuda")
         kernel = specialized_kernel[(1,)](x, x, 1, 32, 33, 0.5, BLOCK=128)
@@ -214,7 +214,7 @@ def descriptor_kernel(x_desc, y_desc, BLOCK: tl.constexpr):
     y_desc.store([row, 0], relu(x_desc.load([row, 0])))
 
 
-def test_host_descriptors_become_tma():
+def test_host_descriptors_compile_to_tma():
     x, y = (torch.empty(256, 64, dtype=torch.bfloat16, device="meta") for _ in "xy")
     x_desc, y_desc = (TensorDescriptor.from_tensor(t, [64, 64]) for t in (x, y))
     with record_compiles() as records:
@@ -223,17 +223,17 @@ def test_host_descriptors_become_tma():
     assert records[0].dtypes == {"x_desc": "bf16", "y_desc": "bf16"}
 
 
-def test_targets_are_kept_apart():
+def test_targets_are_compiled_separately():
     records: list[CompileRecord] = []
     for target in ("sm_90", "sm_80", "sm_90"):
         with record_compiles(target) as found:
-            launch(64, 64, num_warps=4)
+            launch_matmul(64, 64, num_warps=4)
         records += found
     assert [r.target for r in records] == ["sm_90", "sm_80", "sm_90"]
     assert [check(r, expect="HGMMA") == () for r in records] == [True, False, True]
 
 
-def test_driver_and_launch_come_back_whatever_happens():
+def test_driver_and_launch_are_restored_after_errors():
     before = (triton.runtime.driver._active, JITFunction.run)
     with record_compiles():
         assert JITFunction.run is not before[1]
@@ -242,7 +242,7 @@ def test_driver_and_launch_come_back_whatever_happens():
         raise ZeroDivisionError
     assert (triton.runtime.driver._active, JITFunction.run) == before
     with pytest.raises(triton.CompilationError), record_compiles() as records:
-        launch(24, 64, num_warps=4)  # not a power of two
+        launch_matmul(24, 64, num_warps=4)  # not a power of two
     assert records == []
     assert (triton.runtime.driver._active, JITFunction.run) == before
 
@@ -251,11 +251,11 @@ CONFIGS = [triton.Config({"BLOCK": block}) for block in (64, 128)]
 tuned_kernel = triton.autotune(configs=CONFIGS, key=[])(specialized_kernel)
 
 
-def test_misuse_is_refused_with_what_is_needed():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ConfigurationError, match="sm_90"), record_compiles("h200"):
         pass
     with pytest.raises(ConfigurationError, match="one of"):
-        check(compiled(64, 64, num_warps=4), expect="WGMMA")
+        check(compile_matmul(64, 64, num_warps=4), expect="WGMMA")
     x = torch.empty(4096, device="meta")
     with pytest.raises(ConfigurationError, match="autotune"), record_compiles():
         tuned_kernel[(1,)](x, x, 1, 32, 33, 0.5)

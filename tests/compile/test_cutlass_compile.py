@@ -1,6 +1,7 @@
-"""The kernel of CutlassExpertsFP8 compiles for sm_90a without a GPU, to the instructions it needs.
+"""The kernel of CutlassExpertsFP8, compiled for sm_90a without a GPU, has the expected
+instructions.
 
-Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's license.
+Skipped without nvidia-cutlass-dsl, which the extra `cutlass` installs (330 MB, NVIDIA's license).
 """
 
 import re
@@ -8,32 +9,32 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cutlass_code import MISSING, compile_in, told
+from cutlass_code import DSL_MISSING, compile_to_folder, run_cuobjdump
 
-pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
+pytestmark = pytest.mark.skipif(DSL_MISSING, reason="pip install '.[cutlass]'")
 
 COMPILE = (
     "import sys; from experts.cutlass.block_gemm import load_kernel; "
     "load_kernel(sys.argv[1] == 'True')"
 )
 THREADS, MULTIPLYING, OTHERS = 384, 256, 128
-MOST_IN_LOOP = 230  # instructions of a step of 256 columns, 128 of them FFMA
+MAX_LOOP_INSTRUCTIONS = 230  # instructions of a step of 256 columns, 128 of them FFMA
 
 
-def disassembled(folder: Path, gated: bool) -> tuple[list[tuple[int, str]], str]:
-    """Addresses and instructions of the kernel, and what cuobjdump says of its resources."""
-    compile_in(folder, "sm_90a", COMPILE, str(gated))
-    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", told(folder, "-sass"))
-    return [(int(m[1], 16), m[2].strip()) for m in found], told(folder, "-res-usage")
+def disassemble(folder: Path, gated: bool) -> tuple[list[tuple[int, str]], str]:
+    """Return the kernel's instructions with their addresses, and cuobjdump's resource usage."""
+    compile_to_folder(folder, "sm_90a", COMPILE, str(gated))
+    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", run_cuobjdump(folder, "-sass"))
+    return [(int(m[1], 16), m[2].strip()) for m in found], run_cuobjdump(folder, "-res-usage")
 
 
-def named(instruction: str) -> str:
-    """The operation, without its predicate."""
+def opcode(instruction: str) -> str:
+    """Return the operation of an instruction, without its predicate."""
     return re.sub(r"^@!?U?P\d+\s+", "", instruction).split()[0]
 
 
 def product_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """The shortest loop that multiplies."""
+    """Return the shortest loop that contains an MMA instruction."""
     loops = []
     for address, instruction in instructions:
         jump = re.search(r"\bBRA\b.*(0x[0-9a-f]+)$", instruction)
@@ -48,12 +49,12 @@ def product_loop(instructions: list[tuple[int, str]]) -> list[str]:
 def kernel(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[tuple[int, str]], str]:
-    return disassembled(tmp_path_factory.mktemp("cubin"), request.param)
+    return disassemble(tmp_path_factory.mktemp("cubin"), request.param)
 
 
-def test_instructions(kernel: tuple[list[tuple[int, str]], str]) -> None:
+def test_kernel_has_the_expected_instructions(kernel: tuple[list[tuple[int, str]], str]) -> None:
     instructions, resources = kernel
-    counts = Counter(named(i) for _, i in instructions)
+    counts = Counter(opcode(i) for _, i in instructions)
     assert counts["QGMMA.64x128x32.F32.E4M3.E4M3"] == 8
     # A group of four products each: the assembler has not made it wait for every one.
     assert counts["WARPGROUP.ARRIVE"] == counts["WARPGROUP.DEPBAR.LE"] == 2
@@ -66,18 +67,20 @@ def test_instructions(kernel: tuple[list[tuple[int, str]], str]) -> None:
     given = {
         name.split(".")[1]: int(i.split()[-1], 16)
         for _, i in instructions
-        if (name := named(i)).startswith("USETMAXREG")
+        if (name := opcode(i)).startswith("USETMAXREG")
     }
     wanted = given["TRY_ALLOC"] * MULTIPLYING + given["DEALLOC"] * OTHERS
     assert wanted <= registers * THREADS
 
 
-def test_loop(kernel: tuple[list[tuple[int, str]], str]) -> None:
-    """Nothing waits for the other warpgroup, and little is done beside the products."""
+def test_main_loop_has_no_barrier_and_few_instructions(
+    kernel: tuple[list[tuple[int, str]], str],
+) -> None:
+    """The warpgroups do not wait for each other, and the loop does little besides MMAs."""
     loop = product_loop(kernel[0])
-    counts = Counter(named(i).split(".")[0] for i in loop)
+    counts = Counter(opcode(i).split(".")[0] for i in loop)
     assert counts["QGMMA"] == 8
     assert counts["FFMA"] == 128
     assert not counts["BAR"]
     assert not counts["LDG"]  # scales come through the ring
-    assert len(loop) <= MOST_IN_LOOP
+    assert len(loop) <= MAX_LOOP_INSTRUCTIONS

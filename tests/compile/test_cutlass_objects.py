@@ -1,6 +1,7 @@
-"""Kernels in CuTe DSL compiled ahead of time: another process loads them, and compiles no more.
+"""CuTe DSL kernels that are compiled ahead of time: another process loads them instead of
+compiling.
 
-What a loaded one computes needs a GPU. Skipped without nvidia-cutlass-dsl.
+The results of loaded kernels are tested on a GPU. Skipped without nvidia-cutlass-dsl.
 """
 
 import re
@@ -9,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from cutlass_code import MISSING
+from cutlass_code import DSL_MISSING
 
-pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
+pytestmark = pytest.mark.skipif(DSL_MISSING, reason="pip install '.[cutlass]'")
 
 # Given nothing, a loaded kernel names all that it takes; one compiled here needs a GPU for that.
-ASK = """
+COUNT_COMPILATIONS = """
 import sys
 from cutlass import cute
 from experts.cutlass import block_gemm, fp4_gemm
@@ -41,15 +42,17 @@ TENSORS = {
 }
 
 
-def ask(which: str, cache: Path) -> str:
-    """How many kernels a process compiles that has this cache, and what a loaded one takes."""
+def count_compilations(which: str, cache: Path) -> str:
+    """Run a process with this cache that loads a kernel; return the number of compilations, and the
+    arguments of a loaded kernel.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MK_CACHE_DIR", str(cache))
         patch.setenv("CUTE_DSL_ARCH", "sm_100a" if which == "fp4" else "sm_90a")  # no GPU says it
-        return run("-c", ASK, which)
+        return run_python("-c", COUNT_COMPILATIONS, which)
 
 
-def run(*words: str) -> str:
+def run_python(*words: str) -> str:
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, check=True, timeout=300
     )
@@ -58,13 +61,13 @@ def run(*words: str) -> str:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the objects of all kernels."""
+    """Return a folder with the objects of all kernels."""
     folder = tmp_path_factory.mktemp("objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MK_CACHE_DIR", str(folder))
-        told = run("-m", "experts.cutlass").splitlines()
-    found = [Path(line.rpartition(": ")[2]) for line in told]
-    assert [line.partition(":")[0] for line in told] == [
+        lines = run_python("-m", "experts.cutlass").splitlines()
+    found = [Path(line.rpartition(": ")[2]) for line in lines]
+    assert [line.partition(":")[0] for line in lines] == [
         "block_gemm_gated for sm_90a",
         "block_gemm_plain for sm_90a",
         "fp4_gemm for sm_100a",
@@ -74,15 +77,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("which", ["gated", "fp4"])
-def test_a_process_loads_what_another_has_compiled(cache: Path, which: str, tmp_path: Path) -> None:
-    loaded, compiled = ask(which, cache), ask(which, tmp_path)
+def test_compiled_objects_are_loaded_by_another_process(
+    cache: Path, which: str, tmp_path: Path
+) -> None:
+    loaded, compiled = count_compilations(which, cache), count_compilations(which, tmp_path)
     assert (loaded[0], compiled) == ("0", "1")
     assert re.findall(r"(\w+): Tensor\(", loaded) == TENSORS[which]
     assert list(tmp_path.rglob("*.o")) == []  # nothing is kept unasked
 
 
-def test_an_object_of_other_bytes_is_not_loaded(cache: Path) -> None:
+def test_damaged_object_is_not_loaded(cache: Path) -> None:
     (path,) = cache.rglob("block_gemm_plain-*.o")
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert ask("plain", cache) == "1"
+    assert count_compilations("plain", cache) == "1"
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""The dequantized path's launches compile for sm_90: wide loads and stores, no spills."""
+"""Launches of the dequantized path compile for sm_90: wide loads and stores, no spills."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ DEVICE = Device("sm_90", tma=True)
     ],
     ids=str,
 )
-def test_every_launch_is_clean(
+def test_launches_compile_without_violations(
     change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)

@@ -1,4 +1,4 @@
-"""EPMoE's steps compile for sm_90, each as it is launched: no spills, the product expected."""
+"""The steps of EPMoE compile for sm_90 as they are launched: no spills, and the expected MMA."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from modular_kernel.testing.compile.report import check, record_compiles
 
 # Few rows of bf16: the weights take the side of 64.
 @pytest.mark.parametrize(("tokens", "dtype", "block_shape"), COMPILE_CASES, ids=str)
-def test_every_step_is_clean(
+def test_steps_compile_without_violations(
     tokens: int, dtype: torch.dtype, block_shape: list[int] | None
 ) -> None:
     with record_compiles("sm_90") as records:

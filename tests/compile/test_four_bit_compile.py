@@ -1,4 +1,4 @@
-"""Products of few rows and 4-bit weights compile for sm_90: wide copies, no spills."""
+"""Launches of the aligned_w4 path (4-bit weights) compile for sm_90: wide copies, no spills."""
 
 from collections import Counter
 from dataclasses import replace
@@ -29,8 +29,8 @@ ZEROS = "zero_points=true"
 REPACKED = "mxfp4_w4a16:repacked=true"
 
 
-def compiled(problem: Problem) -> list[CompileRecord]:
-    """Both products of a call, for weights and rows that have no memory."""
+def compile_gemms(problem: Problem) -> list[CompileRecord]:
+    """Return the records of both GEMMs of a call on meta tensors."""
     pairs = problem.tokens * problem.top_k
     tensors = {
         name: torch.empty(spec.shape, dtype=spec.dtypes[-1], device=META)
@@ -63,8 +63,10 @@ def compiled(problem: Problem) -> list[CompileRecord]:
     "quant",
     ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16", REPACKED, "nvfp4_w4a16"],
 )
-def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
-    for record in compiled(replace(model, quant=quant, tokens=tokens)):
+def test_small_tiles_compile_without_moves_between_registers(
+    quant: str, model: Problem, tokens: int
+) -> None:
+    for record in compile_gemms(replace(model, quant=quant, tokens=tokens)):
         assert record.config["BLOCK_M"] == 8
         assert check(record, expect="HMMA") == ()
         assert Counter(record.instructions)["LDGSTS"] > 0
@@ -89,6 +91,6 @@ def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
     ],
     ids=str,
 )
-def test_more_rows_and_smaller_groups(change: dict[str, object]) -> None:
-    for record in compiled(replace(MIXTRAL, **change)):  # type: ignore[arg-type]
+def test_other_tiles_compile_without_violations(change: dict[str, object]) -> None:
+    for record in compile_gemms(replace(MIXTRAL, **change)):  # type: ignore[arg-type]
         assert check(record, expect="HMMA") == ()

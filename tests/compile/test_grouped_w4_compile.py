@@ -1,7 +1,7 @@
-"""The path of weights in registers compiles for sm_90: nothing is stored on the way to a product.
+"""Launches of the grouped_w4 path compile for sm_90: its MMAs take unpacked weights from registers.
 
-Of the product's loop: its left operand comes from registers, words and scales are loaded as whole
-vectors, nothing is stored to shared memory, and the assembler serializes no products.
+In the loop with the MMAs, the left operand is in registers, words and scales are loaded as whole
+vectors, nothing is stored to shared memory, and the assembler does not serialize the MMAs.
 """
 
 import re
@@ -46,7 +46,7 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
     ],
     ids=str,
 )
-def test_every_launch_is_clean(
+def test_launches_compile_without_violations(
     change: dict[str, object], at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)  # type: ignore[arg-type]
@@ -69,11 +69,11 @@ def test_every_launch_is_clean(
             assert room - grouped_w4_config._MAX_BARRIER_BYTES <= record.shared <= room
 
 
-def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:
-    """Instructions and operands of every innermost loop that has products."""
+def mma_loops(cubin: bytes) -> list[list[tuple[str, str]]]:
+    """Return the instructions and operands of every innermost loop with MMAs."""
     found, labels, code = [], {}, []
-    said = report._run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
-    for line in said.splitlines():
+    disassembly = report._run_tool(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
+    for line in disassembly.splitlines():
         label, instruction = _LABEL.match(line.strip()), _LINE.match(line)
         if label:
             labels[label[1]] = len(code)
@@ -103,7 +103,7 @@ def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:
         ("int4_w4a16_group:group=32,zero_points=true", torch.float16, 260, 4),
     ],
 )
-def test_operands_stay_in_registers(
+def test_weights_stay_in_registers(
     quant: str,
     scales: torch.dtype,
     most: int,
@@ -132,7 +132,7 @@ def test_operands_stay_in_registers(
         stored._weight_specs.cache_clear()
     assert len(cubins) == 2
     for cubin in cubins:
-        loops = loops_of(cubin)
+        loops = mma_loops(cubin)
         assert len(loops) == 4  # a tile, and one multiplied as half of it, for both warpgroups
         for body in loops:
             counts = Counter(name.split(".")[0] for name, _ in body)

@@ -19,10 +19,10 @@ _ORDER = re.compile(
 
 
 @pytest.mark.parametrize("has_single_block", [False, True])
-def test_every_warp_loads_the_order_before_one_stores_it(
+def test_barrier_separates_loads_and_stores_of_the_call_order(
     has_single_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Warps write the headers for different ranks, with the order that each of them has loaded."""
+    """Each warp writes headers with the digest of the call order that it has loaded."""
     ptx: list[str] = []
     run = JITFunction.run
 

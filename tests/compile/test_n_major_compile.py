@@ -28,7 +28,7 @@ MAX_SCALAR_LOADS = 24  # of rows, biases and ids
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 @pytest.mark.parametrize("tokens", [16, 128, 256, 1024])
-def test_tiles_are_copied_in_vectors(tokens: int, change: dict[str, Any]) -> None:
+def test_aligned_tiles_are_copied_in_vectors(tokens: int, change: dict[str, Any]) -> None:
     problem = replace(BASE, tokens=tokens, **change)
     config = n_major_config(problem, default_config(problem, tokens, Device()), BOTH, Device())
     records = [
@@ -50,7 +50,9 @@ def test_tiles_are_copied_in_vectors(tokens: int, change: dict[str, Any]) -> Non
     "change", [{"dtype": torch.float32}, {"hidden": 200, "intermediate": 136}], ids=str
 )
 @pytest.mark.parametrize("tokens", [16, 512])
-def test_other_tiles_are_clean(tokens: int, change: dict[str, Any]) -> None:
+def test_unaligned_and_float32_tiles_compile_without_violations(
+    tokens: int, change: dict[str, Any]
+) -> None:
     problem = replace(BASE, tokens=tokens, activation="silu:interleaved=true", **change)
     config = n_major_config(problem, default_config(problem, tokens, Device()), BOTH, Device())
     for record in launches_of(AlignedPath(problem), problem, config, n_major=True):
@@ -58,7 +60,7 @@ def test_other_tiles_are_clean(tokens: int, change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_vectors_are_loaded_along_n(change: dict[str, Any]) -> None:
+def test_gemv_loads_vectors_along_n(change: dict[str, Any]) -> None:
     problem = replace(BASE, tokens=2, **change)
     config = gemv_config.n_major_config(gemv_config.default_config(problem), BOTH)
     records = launches_of(GemvPath(problem), problem, config, n_major=True)

@@ -1,4 +1,4 @@
-"""What parts around libraries launch compiles for sm_90, in every form that they launch."""
+"""Operations of parts that wrap libraries compile for sm_90: slots, masks and zeros."""
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def pairs_of(
+def make_pairs(
     placement: Placement, top_k: int, *, join: bool, ids_dtype: torch.dtype, sinks: int = 0
 ) -> Pairs:
-    """As DeepEP takes them, or with sinks as pplx-kernels does."""
+    """Return pairs as DeepEP expects them, or with sinks as pplx-kernels does."""
     tables = PlacementTables(empty(32, 2, 2, dtype=torch.int32), empty(32, dtype=torch.int32))
     weights = empty(16, top_k)
     return Pairs(
@@ -49,12 +49,12 @@ def assert_clean(records: list[CompileRecord], *kernels: str) -> None:
     ("join", "top_k", "sinks"),
     [(False, 8, 0), (True, 1, 0), (True, 8, 0), (True, 32, 0), (True, 8, 4), (True, 3, 2)],
 )
-def test_it_compiles_without_spills(
+def test_number_pairs_compiles_without_spills(
     ids_dtype: torch.dtype, join: bool, top_k: int, sinks: int
 ) -> None:
     with record_compiles("sm_90") as records:
         for placement in (LINEAR, COPIES):
-            number_pairs(pairs_of(placement, top_k, join=join, ids_dtype=ids_dtype, sinks=sinks))
+            number_pairs(make_pairs(placement, top_k, join=join, ids_dtype=ids_dtype, sinks=sinks))
     assert_clean(records, *["number_pairs_kernel"] * 2)
     # One warp compares its lanes without memory between them.
     assert [record.shared for record in records] == [0, 0]
@@ -64,19 +64,19 @@ def test_it_compiles_without_spills(
 @pytest.mark.parametrize(
     "text", ["fp8_w8a8_tensor:static=true", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_block"]
 )
-def test_both_in_one_compile_without_spills(text: str, sinks: int) -> None:
+def test_number_and_quantize_compiles_without_spills(text: str, sinks: int) -> None:
     scheme, hidden = QuantScheme.parse(text), 7168
     workspace = Workspace(quantize_specs("x", scheme, 16, hidden), torch.device("meta"))
     static = empty(1) if scheme.static else None
     out = take_quantized(workspace, "x", scheme, (16, hidden), static_scale=static)
-    pairs = pairs_of(LINEAR, 8, join=True, ids_dtype=torch.int32, sinks=sinks)
+    pairs = make_pairs(LINEAR, 8, join=True, ids_dtype=torch.int32, sinks=sinks)
     with record_compiles("sm_90") as records:
         number_and_quantize(empty(16, hidden, dtype=torch.bfloat16), scheme, pairs, out=out)
     assert_clean(records, "number_and_quantize_kernel")
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_live_pairs_compile_without_spills(ids_dtype: torch.dtype) -> None:
+def test_mask_unwritten_pairs_compiles_without_spills(ids_dtype: torch.dtype) -> None:
     with record_compiles("sm_90") as records:
         mask_unwritten_pairs(
             empty(16, 8, dtype=ids_dtype),
@@ -89,7 +89,7 @@ def test_live_pairs_compile_without_spills(ids_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_zero_rows_compile_without_spills(dtype: torch.dtype) -> None:
+def test_zero_rows_compiles_without_spills(dtype: torch.dtype) -> None:
     with record_compiles("sm_90") as records:
         zero_rows(empty(4, 256, 7168, dtype=dtype), empty(4, dtype=torch.int32))
     assert_clean(records, "zero_rows_kernel")

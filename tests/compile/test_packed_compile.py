@@ -1,4 +1,4 @@
-"""The gemv path for 4-bit weights compiles for sm_90: from registers alone, no spills."""
+"""Launches of the gemv_w4 path compile for sm_90: operands stay in registers, no spills."""
 
 from dataclasses import replace
 
@@ -24,11 +24,11 @@ GPT_OSS = Problem(
 MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 REPACKED = "mxfp4_w4a16:repacked=true"
 # Bytes of shared memory: what sums of a program's warps take. More are layouts that do not fit.
-SUMS = 4096
+MAX_SHARED_BYTES = 4096
 
 
-def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[CompileRecord]:
-    """Both launches of a call."""
+def compile_gemms(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[CompileRecord]:
+    """Return the records of both launches of a call."""
     return launches_of(GemvW4Path(problem), problem, pair, target=target)
 
 
@@ -38,25 +38,25 @@ def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[C
     "quant",
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
-def test_defaults_are_clean(quant: str, model: Problem) -> None:
+def test_default_launches_compile_without_violations(quant: str, model: Problem) -> None:
     problem = replace(model, quant=quant)
-    records = compiled(problem, gemv_w4_config.default_config(problem))
+    records = compile_gemms(problem, gemv_w4_config.default_config(problem))
     assert [record.kernel for record in records] == [
         "gemv_w4_gate_up_kernel",
         "gemv_w4_down_kernel",
     ]
     for record in records:
-        assert check(record, expect="HMMA", max_shared=SUMS) == ()
+        assert check(record, expect="HMMA", max_shared=MAX_SHARED_BYTES) == ()
 
 
 @pytest.mark.parametrize(
     "quant",
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
-def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
-    """Not ids, nor what follows from them, which took five exchanges and as many barriers."""
+def test_warps_exchange_only_partial_sums(quant: str) -> None:
+    """Exchanging ids and values derived from them took five exchanges and five barriers."""
     problem = replace(QWEN3, quant=quant, tokens=1)
-    _, down = compiled(problem, gemv_w4_config.default_config(problem))
+    _, down = compile_gemms(problem, gemv_w4_config.default_config(problem))
     assert 0 < down.instructions["STS"] <= 3
 
 
@@ -64,25 +64,28 @@ def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
     "quant",
     ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
-def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
-    """Values that were parted into halves of registers and joined again took four moves a product,
-    h in another order two more. What is left belongs to ids, rings and sums."""
+def test_unpacked_weights_are_not_moved_between_registers(quant: str) -> None:
+    """Splitting registers into halves and joining them took four moves per MMA, and reordering h
+    two more.
+
+    The remaining moves belong to ids, rings and sums.
+    """
     for model in (QWEN3, GPT_OSS):
         problem = replace(model, quant=quant, tokens=1)
-        up, down = compiled(problem, gemv_w4_config.default_config(problem))
+        up, down = compile_gemms(problem, gemv_w4_config.default_config(problem))
         assert up.instructions["MOV"] <= 20 < up.instructions["HMMA"] * 4
         assert down.instructions["MOV"] <= max(40, 1.5 * down.instructions["HMMA"])
 
 
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
-def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
+def test_launches_for_more_tokens_compile_without_violations(quant: str) -> None:
     problem = replace(QWEN3, quant=quant)
     most = range(1, gemv_w4_config.max_tokens(problem) + 1)
     last = {gemv_w4_config.default_config(problem, tokens): tokens for tokens in most}
     assert len(last) > 1
     for pair, tokens in last.items():
-        for record in compiled(replace(QWEN3, quant=quant, tokens=tokens), pair):
-            assert check(record, expect="HMMA", max_shared=SUMS) == ()
+        for record in compile_gemms(replace(QWEN3, quant=quant, tokens=tokens), pair):
+            assert check(record, expect="HMMA", max_shared=MAX_SHARED_BYTES) == ()
 
 
 @pytest.mark.parametrize(
@@ -97,15 +100,15 @@ def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     ],
     ids=str,
 )
-def test_other_problems_are_clean(change: dict[str, object]) -> None:
+def test_other_problems_compile_without_violations(change: dict[str, object]) -> None:
     problem = replace(QWEN3, quant="int4_w4a16_group")
     problem = replace(problem, **change)  # type: ignore[arg-type]
-    for record in compiled(problem, gemv_w4_config.default_config(problem)):
-        assert check(record, expect="HMMA", max_shared=SUMS) == ()
+    for record in compile_gemms(problem, gemv_w4_config.default_config(problem)):
+        assert check(record, expect="HMMA", max_shared=MAX_SHARED_BYTES) == ()
 
 
-def test_no_launch_overlaps_before_hopper() -> None:
+def test_launches_do_not_overlap_before_hopper() -> None:
     problem = replace(QWEN3, quant="mxfp4_w4a16")
     for target, overlaps in (("sm_80", False), ("sm_90", True)):
-        for record in compiled(problem, gemv_w4_config.default_config(problem), target):
+        for record in compile_gemms(problem, gemv_w4_config.default_config(problem), target):
             assert record.config.get("OVERLAP", False) is overlaps

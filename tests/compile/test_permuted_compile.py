@@ -1,6 +1,6 @@
-"""Persistent grouped GEMMs compile for sm_90: TMA, warpgroup products, no spills.
+"""Launches of the grouped_tma path compile for sm_90: TMA, warpgroup MMAs, no spills.
 
-Where GEMM 1 gathers there is no launch that moves tokens, and rows are copied by cp.async.
+If GEMM 1 gathers rows, no launch moves tokens, and rows are copied by cp.async.
 """
 
 from dataclasses import replace
@@ -22,8 +22,8 @@ BASE = Problem(tokens=600, hidden=512, intermediate=256, experts=4, top_k=2)
 DEVICE = Device("sm_90", tma=True)
 
 
-def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
-    """Everything a call launches, and what quantizes its tokens before."""
+def compile_call(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
+    """Return the records of all launches of a call, including the quantization of its tokens."""
     assert grouped_tma_config.supports(problem, DEVICE)
     path, scheme = GroupedTmaPath(problem), problem.scheme
     if not scheme.quantized:
@@ -64,10 +64,10 @@ def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
     ],
     ids=str,
 )
-def test_every_launch_is_clean(change: dict[str, object]) -> None:
+def test_launches_compile_without_violations(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
     quantized = problem.scheme.quantized
-    records = compiled(problem, grouped_tma_config.default_config(problem))
+    records = compile_call(problem, grouped_tma_config.default_config(problem))
     products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert len(products) == 2
     for record in records:
@@ -95,10 +95,10 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
     ],
     ids=str,
 )
-def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
-    """Threads put matrices of 8 by 8 into shared memory, not single values; TMA stores them."""
+def test_outputs_are_stored_by_stmatrix_and_tma(change: dict[str, object]) -> None:
+    """Threads write 8 x 8 matrices to shared memory, not single values; TMA stores them."""
     problem = replace(BASE, **change)
-    records = compiled(problem, grouped_tma_config.default_config(problem))
+    records = compile_call(problem, grouped_tma_config.default_config(problem))
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
         one = record.config["GATED"] and record.config["STEP"] == 1
@@ -108,19 +108,19 @@ def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("hidden", [512, 640])
-def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
-    """Each of two warpgroups has a step that an even number of them leaves, and a loop of two."""
+def test_mmas_of_two_steps_overlap(hidden: int) -> None:
+    """Each warpgroup has a loop over two steps, and code for a remaining single step."""
     problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
-    records = compiled(problem, grouped_tma_config.default_config(problem))
+    records = compile_call(problem, grouped_tma_config.default_config(problem))
     products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
 
 
-def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:
-    """Why such tiles are refused: wider ones spill."""
+def test_wide_tiles_with_block_scales_spill() -> None:
+    """This is why such tiles are refused."""
     problem = replace(BASE, quant="fp8_w8a8_block")
     wide = MoEConfig(
         LaunchConfig(128, 128, 128, 8, 4, 4), LaunchConfig(128, 256, 128, 8, 4, 4), "permuted"
     )
-    products = [r for r in compiled(problem, wide) if r.kernel == "grouped_gemm_tma_kernel"]
+    products = [r for r in compile_call(problem, wide) if r.kernel == "grouped_gemm_tma_kernel"]
     assert all(record.stack > 0 for record in products)

@@ -1,4 +1,4 @@
-"""The router compiles for sm_90 in every form: no spills, and rows stay within a warp."""
+"""The router kernel compiles for sm_90 in every variant: no spills, one warp per row."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize(("tokens", "dtype"), [(4, torch.float32), (4096, torch.bfloat16)])
 @pytest.mark.parametrize(("spec", "experts"), FORMS, ids=str)
-def test_it_compiles_without_spills(
+def test_route_compiles_without_spills(
     spec: RouterSpec, experts: int, tokens: int, dtype: torch.dtype
 ) -> None:
     columns = spec.columns(experts)

@@ -1,4 +1,4 @@
-"""The gemv path's launches compile for sm_90: wide loads, no tensor cores, no spills."""
+"""Launches of the gemv path compile for sm_90: wide loads, no tensor cores, no spills."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,8 @@ from modular_kernel.testing.compile.report import CompileRecord, check
 BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 
-def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
-    """Both launches of a call whose activations are quantized in them."""
+def compile_gemms(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
+    """Return the records of both launches of a call that quantize their activations."""
     return launches_of(
         GemvPath(problem), problem, gemv_config.default_config(problem), target=target
     )
@@ -45,15 +45,15 @@ def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
     ],
     ids=str,
 )
-def test_both_launches_are_clean(change: dict[str, Any]) -> None:
-    records = compiled(replace(BASE, **change))
+def test_launches_compile_without_violations(change: dict[str, Any]) -> None:
+    records = compile_gemms(replace(BASE, **change))
     assert [record.kernel for record in records] == ["gemv_gate_up_kernel", "gemv_down_kernel"]
     for record in records:
         assert check(record, "FFMA") == ()
         assert not any(n for name, n in record.instructions.items() if name.endswith("MMA"))
 
 
-def test_no_launch_overlaps_before_hopper() -> None:
+def test_launches_do_not_overlap_before_hopper() -> None:
     for target, overlaps in (("sm_80", False), ("sm_90", True)):
-        for record in compiled(BASE, target):
+        for record in compile_gemms(BASE, target):
             assert record.config.get("OVERLAP", False) is overlaps

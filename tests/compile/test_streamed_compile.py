@@ -1,4 +1,4 @@
-"""The TMA-pipelined gemv's launches compile for sm_90: TMA, warpgroup products of few columns."""
+"""Launches of the gemv_tma path compile for sm_90: TMA, and warpgroup MMAs with few columns."""
 
 from dataclasses import replace
 
@@ -19,8 +19,8 @@ BASE = Problem(
 )  # fmt: skip
 
 
-def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
-    """Everything a call launches. given: x arrives quantized."""
+def compile_call(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
+    """Return the records of all launches of a call. given: whether x is already quantized."""
     assert gemv_tma_config.supports(problem, DEVICE)
     path, tiles = GemvTmaPath(problem), gemv_tma_config.default_config(problem, DEVICE)
     if not given:
@@ -46,10 +46,10 @@ def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
     ],
     ids=str,
 )  # fmt: skip
-def test_every_launch_is_clean(quant: str, change: dict[str, object]) -> None:
+def test_launches_compile_without_violations(quant: str, change: dict[str, object]) -> None:
     fields = {name: value for name, value in change.items() if name != "given"}
     problem = replace(BASE, quant=quant, **fields)
-    records = compiled(problem, given="given" in change)
+    records = compile_call(problem, given="given" in change)
     assert [r.kernel for r in records] == ["gemv_tma_gate_up_kernel", "gemv_tma_down_kernel"]
     for record in records:
         assert check(record, "QGMMA") == ()

@@ -1,4 +1,4 @@
-"""The launches over symmetric memory compile for sm_90 without spills, at a model's sizes."""
+"""The kernels of SymmMemPrepareAndFinalize compile for sm_90 without spills."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from prepare_finalize.symm_mem.compile_cases import launch_all, problems
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)
-def test_compiles_without_spills(problem: Problem) -> None:
+def test_dispatch_and_combine_compile_without_spills(problem: Problem) -> None:
     with record_compiles() as records:
         launch_all(problem)
     assert [record.kernel for record in records] == [
@@ -26,10 +26,10 @@ def test_compiles_without_spills(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(("release", "given"), [("3.6", False), ("3.8", False), ("3.9", True)])
-def test_a_dispatch_says_how_many_programs_share_a_multiprocessor(
+def test_dispatch_sets_the_occupancy_from_triton_3_9_on(
     release: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 3.9, which has it spill otherwise. What was measured with 3.6 stays as it was."""
+    """Triton 3.9 spills otherwise. The code that was measured with 3.6 is unchanged."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(symm_launch, "launch", lambda *_, **given: launched.append(given))
     monkeypatch.setattr(compat, "RELEASE", release)
@@ -40,7 +40,7 @@ def test_a_dispatch_says_how_many_programs_share_a_multiprocessor(
     assert found == [option, option, {}, {}]
 
 
-def test_options_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ptx_options_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "RELEASE", "3.9")
     monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", "--verbose")
     assert compat.occupancy_options(2) == {"ptx_options": "--verbose --minnctapersm=2"}

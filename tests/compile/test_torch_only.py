@@ -1,4 +1,4 @@
-"""Without a GPU and without Triton's interpreter: the twins in plain torch are what runs."""
+"""Without a GPU and without Triton's interpreter, parts run their references in plain torch."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.testing.verify.one_process import prove
 
 
-def _kind(case: Case) -> tuple[str, str, str]:
+def _pairing_and_scheme(case: Case) -> tuple[str, str, str]:
     return case.prepare_finalize, case.experts, case.problem.scheme.name
 
 
@@ -30,13 +30,15 @@ FULL = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "full").cas
 # Of a pairing and a scheme the first two.
 QUANTIZED = [
     case
-    for (*_, quant), cases in groupby(sorted(FULL, key=_kind), key=_kind)
+    for (*_, quant), cases in groupby(
+        sorted(FULL, key=_pairing_and_scheme), key=_pairing_and_scheme
+    )
     if quant != "none"
     for case in islice(cases, 2)
 ]
 
 
-def test_no_kernel_is_interpreted() -> None:
+def test_interpreter_is_off() -> None:
     assert not MACHINE.interpreter
     assert {case.problem.scheme.name for case in QUANTIZED} == SCHEMES - {"none"}
     assert not use_triton(torch.ones(1))
@@ -45,22 +47,22 @@ def test_no_kernel_is_interpreted() -> None:
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=str)
-def test_smoke_cases(case: Case) -> None:
+def test_smoke_cases_are_proven(case: Case) -> None:
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize("case", QUANTIZED, ids=str)
-def test_every_scheme(case: Case) -> None:
+def test_every_scheme_is_proven(case: Case) -> None:
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.share(24)
 @pytest.mark.parametrize("case", FULL, ids=str)
-def test_full_cases(case: Case) -> None:
-    """What `mk test` runs with interpreted operations elsewhere, here with their torch twins."""
+def test_full_cases_are_proven(case: Case) -> None:
+    """The cases of `mk test`, which otherwise run interpreted operations."""
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
 
@@ -68,8 +70,10 @@ def test_full_cases(case: Case) -> None:
 @pytest.mark.parametrize("combine", [Combine.SUM, Combine.TOPK_WEIGHTED])
 @pytest.mark.parametrize("quant", sorted(SCHEMES))
 @pytest.mark.parametrize(("pf", "experts"), PAIRS, ids="+".join)
-def test_every_pair_is_skipped(pf: str, experts: str, quant: str, combine: Combine) -> None:
-    """Then there are no rows to quantize."""
+def test_output_is_zero_if_every_pair_is_skipped(
+    pf: str, experts: str, quant: str, combine: Combine
+) -> None:
+    """There are no rows to quantize."""
     problem = replace(BASE, quant=quant, combine=combine)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     nowhere = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
@@ -78,7 +82,7 @@ def test_every_pair_is_skipped(pf: str, experts: str, quant: str, combine: Combi
     assert out.shape[0] == 5
 
 
-def test_the_command_proves_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_torch_only_option_proves_the_same_cases(capsys: pytest.CaptureFixture[str]) -> None:
     mk = partial(run_mk, capsys)
     torch_pair = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "NaiveBatchedExperts")
     record = mk("test", "--torch-only", "--one", *torch_pair, "--json").json
@@ -91,7 +95,7 @@ def test_the_command_proves_the_same(capsys: pytest.CaptureFixture[str]) -> None
     assert mk("test", "--torch-only", "--world-size", "2").code == 2
 
 
-def test_the_command_refuses_an_interpreter(
+def test_torch_only_option_refuses_the_interpreter(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -1,6 +1,7 @@
-"""Parts of plain torch without the interpreter, where the CPU's instruction set tells in a product.
+"""Parts in plain torch under one CPU instruction set, which affects the products of oneDNN.
 
-`make test-isa` runs this file once for each set that oneDNN may be limited to here.
+`make test-isa` runs this file once for every instruction set that oneDNN can be limited to on the
+machine.
 """
 
 import pytest
@@ -15,7 +16,7 @@ MACHINE = this_machine(device="cpu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_case(case: Case) -> None:
+def test_case_is_proven(case: Case) -> None:
     assert not MACHINE.interpreter
     proof = prove(case, MACHINE)
     assert proof.passed, str(proof)
@@ -23,8 +24,8 @@ def test_case(case: Case) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_one_row_changes_no_other(dtype: torch.dtype, bad: float) -> None:
-    """A row's NaN or infinity stays in that row: of plain `@`, a CPU with AMX spreads it."""
+def test_nonfinite_row_does_not_affect_other_rows(dtype: torch.dtype, bad: float) -> None:
+    """With plain `@`, a CPU with AMX spreads NaN and infinity of one row to others."""
     for rows in (2, 7, 17, 33, 65):
         for depth in (7, 16, 33, 40, 80, 136):
             a, b = torch.ones(rows, depth, dtype=dtype), torch.ones(depth, 80, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the tuner learns from the compiler, in this process and in others; and shared memory."""
+"""Compilation of the choices of `mk tune`, and the estimate of shared memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,31 +36,31 @@ TILES = (
 )
 
 
-def reason(pair: TunedPair, problem: Problem, choice: MoEConfig) -> str:
+def compile_reason(pair: TunedPair, problem: Problem, choice: MoEConfig) -> str:
     return compile_choice(
         CompileTask(pair, pair.make_search_space(problem), problem, (choice,)), choice
     )
 
 
-def test_a_sound_choice_compiles_without_a_reason() -> None:
+def test_valid_choice_compiles() -> None:
     for pair in (PAIR, BATCHED):
-        assert reason(pair, PROBLEM, GOOD) == ""
+        assert compile_reason(pair, PROBLEM, GOOD) == ""
     flags = replace(PROBLEM, bias=True, expert_map=True, local_experts=3)
-    assert reason(PAIR, flags, GOOD) == ""
+    assert compile_reason(PAIR, flags, GOOD) == ""
     gemms_of = [r for r in launches(flags, GOOD) if "gemm" in r.kernel]
     assert [record.config["HAS_BIAS"] for record in gemms_of] == [True, True]
 
 
-def test_a_choice_that_spills_has_its_reason() -> None:
-    assert "registers are spilled" in reason(PAIR, SPILLS, GOOD)
+def test_spilling_choice_is_refused() -> None:
+    assert "registers are spilled" in compile_reason(PAIR, SPILLS, GOOD)
 
 
-def test_a_choice_that_does_not_compile_has_its_reason() -> None:
+def test_choice_that_does_not_compile_is_refused() -> None:
     broken = replace(GOOD, gemm1=replace(GOOD.gemm1, block_n=48))
-    assert reason(PAIR, PROBLEM, broken).startswith("does not compile")
+    assert compile_reason(PAIR, PROBLEM, broken).startswith("does not compile")
 
 
-def test_other_processes_find_the_same() -> None:
+def test_compiler_processes_give_the_same_reason() -> None:
     with Compiler(workers=1) as compiler:
         space = PAIR.make_search_space(PROBLEM)
         compiler.submit(PAIR, space, PROBLEM, [GOOD])
@@ -72,7 +72,7 @@ def test_other_processes_find_the_same() -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int8_w8a16_group", "mxfp4_w4a16"])
-def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
+def test_estimated_shared_memory_is_an_upper_bound(quant: str) -> None:
     problem, device = replace(PROBLEM, quant=quant), Device.from_machine(MACHINE)
     first, second = gemms(problem)
     for tile in TILES:
@@ -94,7 +94,7 @@ def launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
 
 
 @pytest.mark.parametrize("tokens", [30, 200])
-def test_with_prepared_weights_no_launch_makes_them(tokens: int) -> None:
+def test_prepared_weights_are_not_tiled_again(tokens: int) -> None:
     pair, problem = replace(PAIR, prepared=True), replace(PROBLEM, quant="mxfp4_w4a16")
     problem, names = problem.with_tokens(tokens), (PAIR.prepare_finalize, PAIR.experts)
     with TritonExperts.described(MACHINE):

@@ -1,4 +1,4 @@
-"""The shape of the house: what an import loads, and where things stand."""
+"""Structure of the repository: imports, import cycles, packages, and sizes of files."""
 
 import ast
 import subprocess
@@ -21,7 +21,7 @@ OTHERS = {"transformers", "matplotlib", "vllm", "sglang"}
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level modules that `statement` loads in a fresh interpreter."""
+    """Return the top-level modules that `statement` loads in a new interpreter."""
     program = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -35,7 +35,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_import_loads_no_vendor(package: str) -> None:
+def test_import_loads_no_vendor_library(package: str) -> None:
     assert loaded_by(f"import {package}") & (VENDORS | OTHERS) == set()
 
 
@@ -50,13 +50,13 @@ def test_core_loads_no_part() -> None:
 
 
 def test_command_line_loads_no_torch() -> None:
-    """`mk --help` answers at once."""
+    """`mk --help` must be fast."""
     assert "torch" not in loaded_by(
         "from modular_kernel.cli.main import make_application; make_application()"
     )
 
 
-def test_public_names_are_few_and_real() -> None:
+def test_public_names_exist_and_are_few() -> None:
     core = import_module("modular_kernel")
     assert len(core.__all__) == len(set(core.__all__)) <= MAX_PUBLIC_NAMES
     assert [name for name in core.__all__ if not hasattr(core, name)] == []
@@ -76,12 +76,12 @@ def test_package_is_typed(package: str) -> None:
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    """A folder without `__init__.py` would be left out of the wheel."""
+    """A folder without `__init__.py` would not be in the wheel."""
     folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").is_file()] == []
 
 
-def test_tests_are_no_package_and_have_names_of_their_own() -> None:
+def test_test_folders_are_no_packages_and_file_names_are_unique() -> None:
     """`tests/experts/__init__.py` would shadow the package `experts`."""
     tests = ROOT / "tests"
     assert list(tests.rglob("__init__.py")) == []
@@ -89,14 +89,14 @@ def test_tests_are_no_package_and_have_names_of_their_own() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_setup_has_no_logic_and_is_the_one_home_of_metadata() -> None:
+def test_setup_py_has_all_metadata_and_no_logic() -> None:
     statements = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
     assert {type(s).__name__ for s in statements} <= {"Expr", "ImportFrom", "Import"}
     assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_triton_kernels_are_launched_by_launch() -> None:
-    """A launch past `modular_kernel.replay.launch` would be missing where a plan replays a call."""
+def test_triton_kernels_are_launched_by_launch_only() -> None:
+    """Plans cannot replay launches that bypass `modular_kernel.replay.launch`."""
     found = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -108,23 +108,23 @@ def test_triton_kernels_are_launched_by_launch() -> None:
     assert found == [("launch.py", "kernel")]
 
 
-def test_cute_kernels_keep_their_annotations() -> None:
-    """The CuTe DSL reads annotations as objects; postponed ones are strings to it."""
+def test_cute_kernels_do_not_postpone_annotations() -> None:
+    """The CuTe DSL reads annotations as objects; postponed annotations are strings."""
     postponed = "from __future__ import " + "annotations"
     kernels = (p for p in (ROOT / "experts").rglob("*.py") if "kernels" in p.parts)
     assert [str(p) for p in kernels if postponed in p.read_text(encoding="utf-8")] == []
 
 
-def test_public_names_are_not_hidden_by_submodules() -> None:
-    """`import modular_kernel.x` binds x in the package: no public name may be a module's."""
+def test_public_names_differ_from_submodules() -> None:
+    """`import modular_kernel.x` binds x in the package, and would hide a public name x."""
     import modular_kernel
 
     modules = {path.stem for path in (ROOT / "modular_kernel").iterdir()}
     assert not modules & set(modular_kernel.__all__)
 
 
-def _imports() -> set[tuple[str, str]]:
-    """(module, module that it imports anywhere but for type checkers): of our packages."""
+def _imported_modules() -> set[tuple[str, str]]:
+    """Return (module, imported module) for our packages, without imports for type checkers."""
     files = {}
     for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -145,8 +145,8 @@ def _imports() -> set[tuple[str, str]]:
     return {(user, used) for user, used in found if used in files and used != user}
 
 
-def _in_loops(pairs: set[tuple[str, str]]) -> set[str]:
-    """Return what imports itself through others: what is left when ends are taken off."""
+def _modules_in_cycles(pairs: set[tuple[str, str]]) -> set[str]:
+    """Return the modules in import cycles, by repeatedly removing modules without imports."""
     while True:
         users, used = {user for user, _ in pairs}, {used for _, used in pairs}
         kept = {pair for pair in pairs if pair[1] in users and pair[0] in used}
@@ -155,10 +155,10 @@ def _in_loops(pairs: set[tuple[str, str]]) -> set[str]:
         pairs = kept
 
 
-def test_no_files_and_no_folders_beside_each_other_import_in_a_loop() -> None:
-    """Late imports count: a loop that is closed in a function is one to a reader."""
-    found = _imports()
-    assert _in_loops(found) == set()
+def test_files_and_sibling_folders_have_no_import_cycles() -> None:
+    """Imports inside functions count, too."""
+    found = _imported_modules()
+    assert _modules_in_cycles(found) == set()
     between: dict[str, set[tuple[str, str]]] = {}
     for user, used in found:
         mine, other = user.split("."), used.split(".")
@@ -167,11 +167,15 @@ def test_no_files_and_no_folders_beside_each_other_import_in_a_loop() -> None:
         if same is not None and min(len(mine), len(other)) > same + 1:
             pair = ".".join(mine[: same + 1]), ".".join(other[: same + 1])
             between.setdefault(".".join(mine[:same]), set()).add(pair)
-    assert {where: _in_loops(pairs) for where, pairs in between.items() if _in_loops(pairs)} == {}
+    assert {
+        where: _modules_in_cycles(pairs)
+        for where, pairs in between.items()
+        if _modules_in_cycles(pairs)
+    } == {}
 
 
-def test_no_file_is_a_thousand_lines_long() -> None:
-    """Tests apart. A file that grows past this has a second thing in it."""
+def test_files_have_at_most_1000_lines() -> None:
+    """A longer file does more than one thing. Tests are exempt."""
     listed = (path for path in ROOT.rglob("*.py") if "tests" not in path.relative_to(ROOT).parts)
     files = [p for p in listed if p.relative_to(ROOT).parts[0] in (*PACKAGES, "tools", "examples")]
     lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in files}

@@ -1,4 +1,4 @@
-"""tools/check_choice.py: which layers it draws, and what it reports of a choice."""
+"""tools/check_choice.py: the layers that it draws, and its report on the choices of `compose`."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ def tool() -> ModuleType:
     return module
 
 
-def test_layers_are_drawn_by_the_seed(tool: ModuleType) -> None:
+def test_seed_determines_the_drawn_layers(tool: ModuleType) -> None:
     first = tool.random_layers(4, 1)
     assert first == tool.random_layers(4, 1)
     assert first != tool.random_layers(4, 2)
@@ -36,14 +36,14 @@ def test_layers_are_drawn_by_the_seed(tool: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("slow", ["TorchExperts", "NaiveBatchedExperts"])
-def test_a_choice_is_beside_the_default_and_the_best(
+def test_report_compares_the_choice_with_the_default_and_the_best(
     tool: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     slow: str,
 ) -> None:
-    """By a clock on which one of the two experts takes 1.3 times as long as the other."""
+    """The clock is simulated: one of the two experts parts takes 1.3 times as long as the other."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
     def beside(plan, _default, given, _device):
@@ -68,7 +68,7 @@ def test_a_choice_is_beside_the_default_and_the_best(
     assert "budget 20 s: 2 cells" in capsys.readouterr().out
 
 
-def test_a_choice_that_is_slower_than_the_default_is_an_error(
+def test_slower_choice_and_overrun_budget_are_errors(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cell = {"layer": "L", "quant": "none", "tokens": 4, "budget": 5.0, "x_best": 1.0}

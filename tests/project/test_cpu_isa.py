@@ -1,4 +1,4 @@
-"""The tool behind `make test-isa`: what a machine has, and a run under each."""
+"""tools/cpu_isa.py, which `make test-isa` uses to run a command under every CPU instruction set."""
 
 import subprocess
 import sys
@@ -38,7 +38,9 @@ def tool() -> ModuleType:
     ],
     ids=["none", "avx2", "avx512", "amx"],
 )
-def test_what_a_machine_has(tool: ModuleType, flags: set[str], present: list[str]) -> None:
+def test_instruction_sets_follow_from_cpu_flags(
+    tool: ModuleType, flags: set[str], present: list[str]
+) -> None:
     text = f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nprocessor\t: 1\nflags\t\t: other\n"
     found, missing = tool.split_isas(tool.cpu_flags(text))
     assert found == present
@@ -47,26 +49,26 @@ def test_what_a_machine_has(tool: ModuleType, flags: set[str], present: list[str
     assert tool.cpu_flags("processor : 0\nFeatures : asimd bf16\n") == frozenset()
 
 
-def test_each_run_is_limited(tool: ModuleType) -> None:
+def test_environment_limits_the_instruction_set(tool: ModuleType) -> None:
     for name, _, capability in tool.ISAS:
         env = tool.environment(name)
         assert (env["ONEDNN_MAX_CPU_ISA"], env["ATEN_CPU_CAPABILITY"]) == (name, capability)
         assert "TRITON_INTERPRET" not in env
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
+def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROGRAM), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_command_runs_under_each(tool: ModuleType, code: int) -> None:
+def test_command_runs_under_each_instruction_set(tool: ModuleType, code: int) -> None:
     cpuinfo = Path("/proc/cpuinfo")
     present, missing = tool.split_isas(tool.cpu_flags(cpuinfo.read_text()))
     program = (
         f"import os; print('in', os.environ.get('ONEDNN_MAX_CPU_ISA')); raise SystemExit({code})"
     )
-    done = run("--", sys.executable, "-c", program)
+    done = run_tool("--", sys.executable, "-c", program)
     assert done.returncode == int(bool(code)), done.stderr
     lines = done.stdout.splitlines()
     assert [line[3:] for line in lines if line.startswith("in ")] == (present or ["None"])
@@ -75,6 +77,6 @@ def test_the_command_runs_under_each(tool: ModuleType, code: int) -> None:
     assert any(line.startswith("failed under") for line in lines) is bool(code)
 
 
-def test_other_words_are_refused() -> None:
-    assert run("--").returncode == 2
-    assert run("ls").returncode == 2
+def test_invalid_arguments_are_refused() -> None:
+    assert run_tool("--").returncode == 2
+    assert run_tool("ls").returncode == 2

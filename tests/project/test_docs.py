@@ -1,4 +1,4 @@
-"""What the pages show runs as it stands there, or says why it does not."""
+"""Code blocks of the documentation run as shown, or state why they are not run."""
 
 import json
 import re
@@ -28,23 +28,23 @@ SHOWN = ("add-a-part.md", "choose.md", "compose.md", "concepts.md", "errors.md",
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
-    """Runs `mk` in this process."""
+    """Return a function that runs `mk` in this process."""
 
     return lambda *words: run_mk(capsys, *words)[:2]
 
 
-def test_the_pages_were_read() -> None:
+def test_pages_with_code_are_tested() -> None:
     assert {DOCS / name for name in SHOWN} <= set(RUN)
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_the_page_runs(page: Path, mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_runs(page: Path, mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page(page, mk)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_runs_or_says_why_not(block: Block) -> None:
+def test_block_that_is_not_run_has_a_reason(block: Block) -> None:
     directive = block.language.startswith("{")
     known = directive or block.language in (*LANGUAGES, "diff", "toml", "json")
     assert known, "a fence is python, console, toml, json, diff or a directive"
@@ -58,29 +58,29 @@ def test_a_block_runs_or_says_why_not(block: Block) -> None:
 # ------------------------------------------------------------------------------ the runner itself
 
 
-def page_of(folder: Path, text: str) -> Path:
+def write_page(folder: Path, text: str) -> Path:
     page = folder / "page.md"
     page.write_text(text, encoding="utf-8")
     return page
 
 
-def saying(text: str, code: int = 0) -> Mk:
+def make_printing_mk(text: str, code: int = 0) -> Mk:
     return lambda *_: (code, text)
 
 
-def test_blocks_share_names_and_errors_tell_the_line(tmp_path: Path) -> None:
+def test_blocks_share_a_namespace_and_errors_have_page_lines(tmp_path: Path) -> None:
     text = "# T\n\n```python\na = 1\n```\n\n- item\n\n  ```python\n  b = a + 1\n  ```\n"
-    assert run_page(page_of(tmp_path, text), saying(""))["b"] == 2
-    page = page_of(tmp_path, text + "\n```python\n\nassert b == 3\n```\n")
+    assert run_page(write_page(tmp_path, text), make_printing_mk(""))["b"] == 2
+    page = write_page(tmp_path, text + "\n```python\n\nassert b == 3\n```\n")
     with pytest.raises(AssertionError) as caught:
-        run_page(page, saying(""))
+        run_page(page, make_printing_mk(""))
     last = caught.traceback[-1]
     assert (last.path, last.lineno + 1) == (page, 15)
 
 
-def test_a_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
-    page = page_of(tmp_path, "```python\n# not run: needs a GPU\n1 / 0\n```\n")
-    run_page(page, saying(""))
+def test_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
+    page = write_page(tmp_path, "```python\n# not run: needs a GPU\n1 / 0\n```\n")
+    run_page(page, make_printing_mk(""))
     assert blocks_of(page)[0].reason == "needs a GPU"
 
 
@@ -94,11 +94,11 @@ def test_a_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
         ("one\n$ echo $?\n1", "exited with 0"),
     ],
 )
-def test_what_is_shown_must_be_printed_in_order(
+def test_shown_output_must_be_printed_in_order(
     tmp_path: Path, shown: str, fault: str | None
 ) -> None:
-    page = page_of(tmp_path, f"```console\n$ mk list\n{shown}\n```\n")
-    printed: Callable[[], object] = lambda: run_page(page, saying("one\ntwo  x\nthree\n"))  # noqa: E731
+    page = write_page(tmp_path, f"```console\n$ mk list\n{shown}\n```\n")
+    printed: Callable[[], object] = lambda: run_page(page, make_printing_mk("one\ntwo  x\nthree\n"))  # noqa: E731
     if fault is None:
         printed()
         return
@@ -106,32 +106,32 @@ def test_what_is_shown_must_be_printed_in_order(
         printed()
 
 
-def test_a_command_that_fails_must_be_shown_to_fail(tmp_path: Path) -> None:
-    page = page_of(tmp_path, "```console\n$ mk check\n```\n")
+def test_failing_command_needs_a_shown_exit_status(tmp_path: Path) -> None:
+    page = write_page(tmp_path, "```console\n$ mk check\n```\n")
     with pytest.raises(AssertionError, match="exited with 1"):
-        run_page(page, saying("", code=1))
-    page = page_of(tmp_path, "```console\n$ mk check\n$ echo $?\n1\n```\n")
-    run_page(page, saying("", code=1))
+        run_page(page, make_printing_mk("", code=1))
+    page = write_page(tmp_path, "```console\n$ mk check\n$ echo $?\n1\n```\n")
+    run_page(page, make_printing_mk("", code=1))
 
 
 # ------------------------------------------------------------------------------------ other facts
 
 
-def test_the_stages_are_described() -> None:
+def test_stages_are_described() -> None:
     text = (DOCS / "profiling.md").read_text(encoding="utf-8")
     assert [name for name in STAGES if f"| `{name.removeprefix('mk::')}` |" not in text] == []
 
 
-def test_the_site_s_packages_are_pinned() -> None:
-    """Installed without resolving: each by its exact version, and none is forgotten in silence."""
+def test_packages_of_the_site_are_pinned() -> None:
+    """They are installed without dependency resolution, so each needs an exact version."""
     lines = (ROOT / "constraints-docs.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert {"Sphinx", "myst-parser", "furo"} <= set(pins)
     assert all(re.fullmatch(r"[0-9.]+(b[0-9]+)?", version) for version in pins.values())
 
 
-def test_rows_of_the_site_s_tables_keep_their_names_when_scrolled() -> None:
-    """The support matrix has 22 columns, and a page has room for five."""
+def test_first_column_of_tables_is_sticky() -> None:
+    """The support matrix has 22 columns, of which a page shows five."""
     style = (DOCS / "_static" / "custom.css").read_text(encoding="utf-8")
     rules = dict(re.findall(r"([^{}]+)\{([^{}]*)\}", style))
     (named,) = (body for of, body in rules.items() if "th:first-child" in of and "left: 0" in body)
@@ -139,16 +139,16 @@ def test_rows_of_the_site_s_tables_keep_their_names_when_scrolled() -> None:
     assert "background:" in named  # else what is scrolled shows through
 
 
-def test_every_page_can_be_found() -> None:
-    """As Sphinx demands it: from the index, by name or by pattern."""
+def test_every_page_is_in_the_index() -> None:
+    """Sphinx requires it, by name or by pattern."""
     contents = [DOCS / "index.md", DOCS / "api.md"]
     lines = [line for page in contents for line in page.read_text("utf-8").splitlines()]
     named = {path for line in lines for path in DOCS.glob(f"{line}.md") if line}
     assert sorted(set(DOCS.rglob("*.md")) - named) == [DOCS / "index.md"]
 
 
-def test_the_reference_names_what_is_public() -> None:
-    """It is read from the source, so a name must be where it is defined."""
+def test_api_reference_contains_all_public_names() -> None:
+    """It is read from the source, so names must be listed with the module that defines them."""
     found: set[str] = set()
     for block in (block for page in (DOCS / "api").glob("*.md") for block in blocks_of(page)):
         for line in block.text.splitlines():
@@ -166,7 +166,7 @@ def test_the_reference_names_what_is_public() -> None:
 
 @pytest.fixture
 def directive(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The directive, where Sphinx need not be installed."""
+    """Return the module of the API directive, without Sphinx."""
     for name in ("docutils", "sphinx.application", "sphinx.pycode", "sphinx.util.docutils"):
         stand_in = ModuleType(name)
         stand_in.__dict__.update(
@@ -181,8 +181,8 @@ def directive(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.delitem(sys.modules, "api_directive")
 
 
-def test_an_example_of_a_docstring_is_shown_as_code(directive: ModuleType) -> None:
-    """Without a fence Markdown reads a prompt as quotations, and curls the quotes."""
+def test_docstring_example_is_fenced(directive: ModuleType) -> None:
+    """Without a fence, Markdown shows `>>>` as nested quotations."""
     name = "modular_kernel.catalog"
     text = "\n\n".join(directive.described(name, directive.source_of(name), ["check"]))
     (example,) = re.findall(r"^```pycon\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
@@ -191,7 +191,7 @@ def test_an_example_of_a_docstring_is_shown_as_code(directive: ModuleType) -> No
     assert text.count(">>> problem = ") == 1
 
 
-def test_a_build_fetches_nothing_and_accepts_no_unresolved_reference() -> None:
+def test_build_is_offline_and_nitpicky() -> None:
     text = (DOCS / "conf.py").read_text(encoding="utf-8")
     assert "\nnitpicky = True " in text
     inventories = re.findall(r'"(inventories/\w+\.inv)"', text)
@@ -203,9 +203,7 @@ def test_a_build_fetches_nothing_and_accepts_no_unresolved_reference() -> None:
         assert all(len(line.split()) == 3 for line in lines[3:])
 
 
-def test_a_folder_of_versions_lists_all_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_site_lists_all_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     publish = import_module("publish")
     monkeypatch.delitem(sys.modules, "publish")
@@ -225,7 +223,7 @@ def test_a_folder_of_versions_lists_all_of_them(
     assert f'version="{publish.version_of_checkout()}"' in stated
 
 
-def test_arguments_of_a_docstring_are_a_list(directive: ModuleType) -> None:
+def test_docstring_arguments_become_a_list(directive: ModuleType) -> None:
     name = "modular_kernel.select.autotune"
     (text,) = directive.described(name, directive.source_of(name), ["Terms"])
     assert "\n- `budget`: seconds" in text
@@ -233,6 +231,6 @@ def test_arguments_of_a_docstring_are_a_list(directive: ModuleType) -> None:
     assert "pathlib.Path | None" in text  # types are qualified, so that they can be linked
 
 
-def test_prose_is_copied_as_it_was_typed() -> None:
-    """Sphinx would curl quotes, and make a dash of the hyphens of an option."""
+def test_smart_quotes_are_off() -> None:
+    """Sphinx would otherwise curl quotes, and turn `--` of options into dashes."""
     assert "\nsmartquotes = False\n" in (DOCS / "conf.py").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Examples in docstrings are run, and give what they show."""
+"""Examples in docstrings run, and return what they show."""
 
 import doctest
 from importlib import import_module
@@ -12,7 +12,7 @@ PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 
 
 def modules_with_examples() -> list[str]:
-    """Modules that hold a docstring with a prompt in it."""
+    """Return the modules with a `>>>` prompt in a docstring."""
     return [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for package in PACKAGES
@@ -22,7 +22,7 @@ def modules_with_examples() -> list[str]:
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-def test_examples_give_what_they_show(name: str) -> None:
+def test_examples_pass(name: str) -> None:
     failed, tried = doctest.testmod(import_module(name))
     assert tried > 0
     assert failed == 0
@@ -37,7 +37,7 @@ def test_public_functions_have_examples() -> None:
     } <= shown
 
 
-def test_an_example_that_does_not_hold_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_example_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     module = ModuleType("wrong", ">>> 1 + 1\n3\n")
     assert doctest.testmod(module) == (1, 1)
     assert "Expected:\n    3\nGot:\n    2" in capsys.readouterr().out

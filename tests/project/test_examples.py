@@ -1,4 +1,4 @@
-"""The programs of examples/ run as they stand there, and print what they promise."""
+"""The programs and notebooks of examples/ run, and print the expected text."""
 
 import json
 import runpy
@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Program -> what it prints, at the least.
-PRINTED = {
+EXPECTED_TEXTS = {
     "compose_and_check.py": ["(16, 64)", "the same within 1e-4", "plan: the same bits"],
     "in_a_transformers_model.py": ["as with transformers' own experts"],
     "layer_over_ranks.py": ["(128.0, 0.0)", "balanced: ", "the same within 1e-4"],
@@ -18,15 +18,15 @@ PRINTED = {
     "two_ranks.py": ["rank 0 of 2", "rank 1 of 2", "as on one rank"],
     "why_not.py": ["NoEP x TritonExperts\n", "format: got", "raises IncompatibleError"],
 }
-OWN_PROCESS = {"two_ranks.py"}  # starts others, which import the main module
+STARTS_PROCESSES = {"two_ranks.py"}  # starts others, which import the main module
 
 
-def test_every_example_is_run() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+def test_every_example_is_tested() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED_TEXTS)
 
 
-@pytest.mark.parametrize("name", sorted(set(PRINTED) - OWN_PROCESS))
-def test_the_example_runs(
+@pytest.mark.parametrize("name", sorted(set(EXPECTED_TEXTS) - STARTS_PROCESSES))
+def test_example_runs(
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -43,15 +43,13 @@ def test_the_example_runs(
     finally:
         torch.set_default_device(None)
     printed, noise = capfd.readouterr()
-    assert [text for text in PRINTED[name] if text not in printed] == []
+    assert [text for text in EXPECTED_TEXTS[name] if text not in printed] == []
     assert "USDT:" not in noise
     made = [path.name for path in tmp_path.iterdir()]
     assert made == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
 
 
-def test_a_trace_may_lie_in_a_folder_that_is_not_there_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trace_folder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     path = tmp_path / "new" / "layer.json"
@@ -63,19 +61,19 @@ def test_a_trace_may_lie_in_a_folder_that_is_not_there_yet(
     assert path.is_file()
 
 
-@pytest.mark.parametrize("name", sorted(OWN_PROCESS))
-def test_the_example_with_processes_runs(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sorted(STARTS_PROCESSES))
+def test_example_with_processes_runs(name: str, tmp_path: Path) -> None:
     words = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(
         words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert [text for text in PRINTED[name] if text not in done.stdout] == []
+    assert [text for text in EXPECTED_TEXTS[name] if text not in done.stdout] == []
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
-def test_the_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
-    """`python tools/run_notebook.py` stores new outputs. Numbers may differ."""
+def test_notebook_outputs_equal_the_stored_ones(path: Path) -> None:
+    """Numbers may differ. `python tools/run_notebook.py` stores new outputs."""
     import torch
 
     tool = runpy.run_path(str(EXAMPLES.parent / "tools" / "run_notebook.py"))
@@ -90,7 +88,7 @@ def test_the_notebook_runs_and_shows_what_is_stored(path: Path) -> None:
     assert tool["dump"](stored) == path.read_text(encoding="utf-8")
 
 
-def test_the_notebook_composes_refuses_verifies_and_profiles() -> None:
+def test_notebook_shows_compose_check_test_and_profile() -> None:
     notebook = json.loads((EXAMPLES / "compose.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     texts = ["".join(out.get("text", [])) for cell in cells for out in cell["outputs"]]
@@ -100,7 +98,7 @@ def test_the_notebook_composes_refuses_verifies_and_profiles() -> None:
         assert text in printed
 
 
-def test_a_cell_s_output_is_what_it_prints_and_the_value_at_its_end() -> None:
+def test_cell_output_is_printed_text_and_last_value() -> None:
     tool = runpy.run_path(str(EXAMPLES.parent / "tools" / "run_notebook.py"))
     code = {"cell_type": "code", "metadata": {}, "source": ["a = 2\n", "print('one')\n", "a + 1"]}
     text = {"cell_type": "markdown", "metadata": {}, "source": ["text"]}

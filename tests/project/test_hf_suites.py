@@ -1,4 +1,4 @@
-"""tools/hf_suites: every case has an end, and a broken part is seen."""
+"""tools/hf_suites: every case has an outcome, and wrong results of our parts are detected."""
 
 import sys
 from dataclasses import replace
@@ -53,11 +53,11 @@ CHANNEL = {
         (2e-2, 2e-2, Outcome.OURS),
     ],
 )
-def test_float64_says_whose_a_mismatch_is(ours, theirs, end) -> None:
+def test_float64_attributes_a_mismatch_to_a_side(ours, theirs, end) -> None:
     assert judge_errors(ours, theirs, 1e-2)[0] is end
 
 
-def test_no_case_vanishes_from_the_counts() -> None:
+def test_counts_include_every_case() -> None:
     cases = [Case("one", str(end), end, "why") for end in Outcome] * 2 + [
         Case("other", "x", Outcome.AGREE)
     ]
@@ -72,14 +72,14 @@ def test_no_case_vanishes_from_the_counts() -> None:
     assert len(found["bad"]) == 4
 
 
-def test_a_bad_case_makes_the_exit_code_1(monkeypatch) -> None:
+def test_bad_case_sets_exit_code_1(monkeypatch) -> None:
     for end in Outcome:
         ends = Case("one", "x", end), Case("one", "y", Outcome.AGREE)
         monkeypatch.setattr(program, "_classes", lambda _, ends=ends: ends)
         assert program.main(["classes"]) == int(end in (Outcome.OURS, Outcome.RAW))
 
 
-def test_a_suite_of_which_nothing_could_be_used_is_bad() -> None:
+def test_suite_without_usable_cases_is_bad() -> None:
     absent = Case("packer", "x", Outcome.NOT_USABLE, "ModuleNotFoundError: datasets")
     found = summary([absent, absent, Case("other", "x", Outcome.AGREE)])
     assert found["bad"] == ["packer: no case could be used: ModuleNotFoundError: datasets"]
@@ -90,7 +90,7 @@ def _experts_class(name: str) -> type[torch.nn.Module]:
     return next(cls for cls in classes.import_classes() if cls.__name__ == name)
 
 
-def test_a_class_agrees_is_refused_or_runs_without_ours() -> None:
+def test_outcome_of_an_experts_class() -> None:
     ours = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="suites_test")
     mixtral = _experts_class("MixtralExperts")
     assert classes.case(mixtral, CALL, ours).outcome is Outcome.AGREE
@@ -102,7 +102,7 @@ def test_a_class_agrees_is_refused_or_runs_without_ours() -> None:
 
 
 @pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "NemotronHExperts"])
-def test_a_broken_part_is_seen_in_a_class(monkeypatch, name) -> None:
+def test_defective_part_is_detected_in_a_class(monkeypatch, name) -> None:
     ours = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="suites_test")
     forward = Registration.forward
 
@@ -126,17 +126,17 @@ def _pack(weight: torch.Tensor, _: torch.Generator) -> packed.Packed:
     return packed.Packed(tensors, truth, truth.float(), weight)
 
 
-def _end(make, config=CHANNEL) -> Outcome:
+def _outcome(make, config=CHANNEL) -> Outcome:
     ends = {c.outcome for c in packed.cases(iter([packed.Packer("one", "x", config, make)]))}
     (end,) = ends
     return end
 
 
-def test_a_packed_matrix_and_its_layer_agree() -> None:
-    assert _end(_pack) is Outcome.AGREE
+def test_packed_matrix_and_its_layer_agree() -> None:
+    assert _outcome(_pack) is Outcome.AGREE
 
 
-def test_each_side_of_a_packed_mismatch_is_named() -> None:
+def test_packed_mismatch_is_attributed_to_a_side() -> None:
     def theirs_is_off(weight, g):
         made = _pack(weight, g)
         return replace(made, their_values=made.their_values * 1.01)
@@ -148,13 +148,13 @@ def test_each_side_of_a_packed_mismatch_is_named() -> None:
     def raises(weight, g):
         raise ValueError("no such group")
 
-    assert _end(theirs_is_off) is Outcome.THEIRS
-    assert _end(ours_is_off) is Outcome.OURS
-    assert _end(raises) is Outcome.NOT_USABLE
-    assert _end(_pack, CHANNEL | {"format": "marlin-24"}) is Outcome.REFUSED
+    assert _outcome(theirs_is_off) is Outcome.THEIRS
+    assert _outcome(ours_is_off) is Outcome.OURS
+    assert _outcome(raises) is Outcome.NOT_USABLE
+    assert _outcome(_pack, CHANNEL | {"format": "marlin-24"}) is Outcome.REFUSED
 
 
-def test_a_broken_importer_is_seen(monkeypatch) -> None:
+def test_defective_import_is_detected(monkeypatch) -> None:
     merge = packed.merge
 
     def upside_down(*given):
@@ -162,15 +162,15 @@ def test_a_broken_importer_is_seen(monkeypatch) -> None:
         return replace(made, w=made.w.view(torch.uint8).flip(0).view(made.w.dtype))
 
     monkeypatch.setattr(packed, "merge", upside_down)
-    assert _end(_pack) is Outcome.OURS
+    assert _outcome(_pack) is Outcome.OURS
     monkeypatch.setattr(packed, "merge", None)
-    assert _end(_pack) is Outcome.RAW
+    assert _outcome(_pack) is Outcome.RAW
 
 
-def test_a_wrong_layer_of_right_matrices_is_seen(monkeypatch) -> None:
+def test_wrong_layer_output_is_detected(monkeypatch) -> None:
     layer = packed._layer
     monkeypatch.setattr(packed, "_layer", lambda *given: layer(*given) * 1.001)
-    assert _end(_pack) is Outcome.OURS
+    assert _outcome(_pack) is Outcome.OURS
 
 
 def _line(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
@@ -201,13 +201,13 @@ def _line(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
         ),
     ],
 )
-def test_only_what_passes_without_ours_counts(theirs, ours, end) -> None:
+def test_upstream_test_counts_only_if_it_passes_without_ours(theirs, ours, end) -> None:
     sides = ({} if side is None else {"a::b": side} for side in (theirs, ours))
     (case,) = upstream.judge(*sides)
     assert case.outcome is end
 
 
-def test_a_failed_comparison_is_judged_by_float64() -> None:
+def test_failed_comparison_is_attributed_by_float64() -> None:
     case = Case("one", "x", Outcome.OURS, "not close")
     errors = {"eager": 4e-3, "batched_mm": 4e-3}
     assert upstream.by_errors(case, errors | {"modular_kernel": 4.1e-3}).outcome is Outcome.THEIRS
@@ -215,7 +215,7 @@ def test_a_failed_comparison_is_judged_by_float64() -> None:
     assert upstream.by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
 
 
-def test_an_error_that_is_no_number_is_the_largest(monkeypatch) -> None:
+def test_nan_error_is_the_largest(monkeypatch) -> None:
     from hf_suites import nearer
 
     for found in ([NAN, 1.0], [1.0, NAN]):
@@ -228,7 +228,7 @@ def test_an_error_that_is_no_number_is_the_largest(monkeypatch) -> None:
     assert largest == {"ours": 2.0}
 
 
-def test_a_gradient_that_is_no_number_is_seen() -> None:
+def test_nan_gradient_is_detected() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     experts = torch.nn.ParameterList([weight])
     end = [
@@ -239,8 +239,8 @@ def test_a_gradient_that_is_no_number_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("text", "ends"), [("def test_forward(): pass", True), (None, False)])
-def test_a_side_whose_pytest_went_wrong_is_no_result(tmp_path, text, ends) -> None:
-    """A file that is not there ends pytest before any case; a folder for lines is made."""
+def test_failed_pytest_run_is_no_result(tmp_path, text, ends) -> None:
+    """A missing file ends pytest before any case runs. The folder for outcomes is created."""
     if text is not None:
         (tmp_path / "test_one.py").write_text(text)
     into = tmp_path / "new/folder/ours.jsonl"
@@ -253,7 +253,7 @@ def test_a_side_whose_pytest_went_wrong_is_no_result(tmp_path, text, ends) -> No
     assert '"outcome": "passed"' in into.read_text()
 
 
-def test_a_file_of_tests_without_a_case_is_a_case(tmp_path) -> None:
+def test_test_file_without_cases_is_reported_as_a_case(tmp_path) -> None:
     lines = upstream.ResultFolder(tmp_path)
     lines.path_of("theirs").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'

@@ -1,4 +1,4 @@
-"""The table of tiles without a tuned file: whose tiles a layer left out takes, and their times."""
+"""tools/leave_one_out.py: the launches of a layer without its own tuned file, and their times."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def tool() -> ModuleType:
 
 @pytest.fixture
 def configs(tool: ModuleType, tmp_path: Path) -> Path:
-    """The files of three layers."""
+    """Write the tuned files of three layers."""
     inner = tmp_path / "triton_3_6_0"
     inner.mkdir()
     for sizes in ("E=8,N=14336", "E=8,N=7168", "E=256,N=256"):
@@ -40,7 +40,7 @@ def configs(tool: ModuleType, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, configs: Path) -> None:
+def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: Path) -> None:
     found = tool.cells(LAYERS, ["none"], [16, 4096], configs)
     assert [(cell.layer, cell.problem.tokens) for cell in found] == [
         (layer, tokens) for layer in LAYERS for tokens in (16, 4096)
@@ -57,7 +57,7 @@ def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, conf
     assert alone[0].tuned == own["mixtral", 16], "the files that ship"
 
 
-def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
+def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
     cell = tool.cells(["dsv3_tp8"], ["none"], [16], configs)[0]
     assert cell.choices == [cell.tuned, cell.regimes]
     row = json.loads(json.dumps(cell.record({cell.tuned: 1e-5, cell.regimes: 1.5e-5})))
@@ -70,8 +70,8 @@ def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
     assert (result.neighbors, result.regimes) == (1.0, 1.0)
 
 
-class Bench:
-    """Takes as many microseconds as GEMM 2 has columns; tiles of 64 columns are wrong."""
+class FakeBench:
+    """A layer takes as many microseconds as GEMM 2 has columns. Tiles of 64 columns are wrong."""
 
     def __init__(self, *_: object, tokens: list[int], target_ms: float) -> None:
         self.tokens = tokens
@@ -82,13 +82,13 @@ class Bench:
         return {c: Refusal("wrong") if n == 64 else n * 1e-6 for c, n in took.items()}
 
 
-class Compiler:
+class FakeCompiler:
     begun: list[MoEConfig] = []  # noqa: RUF012 - one for all, emptied by the test
 
     def __init__(self, workers: int) -> None:
         pass
 
-    def __enter__(self) -> "Compiler":
+    def __enter__(self) -> "FakeCompiler":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,15 +97,15 @@ class Compiler:
     def submit(
         self, pair: object, space: object, problem: Problem, choices: list[MoEConfig]
     ) -> None:
-        Compiler.begun += choices
+        FakeCompiler.begun += choices
 
 
-def test_only_what_differs_is_timed(
+def test_only_different_launches_are_timed(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(tool, "DeviceBenchmarker", Bench)
-    monkeypatch.setattr(tool, "Compiler", Compiler)
-    Compiler.begun.clear()
+    monkeypatch.setattr(tool, "DeviceBenchmarker", FakeBench)
+    monkeypatch.setattr(tool, "FakeCompiler", FakeCompiler)
+    FakeCompiler.begun.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
     one, two, wrong = (
         MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
@@ -124,20 +124,25 @@ def test_only_what_differs_is_timed(
     us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
     timed = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
     assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
-    assert Compiler.begun == [one, two, one, wrong]
+    assert FakeCompiler.begun == [one, two, one, wrong]
     assert tool.time_cells(found, -1.0, kept.append) == 3, "no time: whole layers"
     assert [row["layer"] for row in kept[-1]] == ["c"]
 
 
-def row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[str, object]:
+def make_row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[str, object]:
     us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "regimes": 10.0 * regimes}
     return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": us}
 
 
-def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_report(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     # Rows come as cells were timed: what is alike first.
-    alike = {**row("one", 4096, 1.0, 1.0), "us": {}}
-    rows = [alike, row("two", 16, 1.21, 1.0), row("two", 1, 1.3, 1.0), row("one", 16, 0.9, 1.44)]
+    alike = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
+    rows = [
+        alike,
+        make_row("two", 16, 1.21, 1.0),
+        make_row("two", 1, 1.3, 1.0),
+        make_row("one", 16, 0.9, 1.44),
+    ]
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"measured": "today with this", "rows": rows}))
     assert tool.main(["report", str(record)]) == 0

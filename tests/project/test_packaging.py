@@ -1,4 +1,4 @@
-"""What a user installs: four typed packages, the `mk` command, the parts, and nothing else."""
+"""The wheel: four typed packages, the `mk` command, entry points and requirements."""
 
 import ast
 import configparser
@@ -38,7 +38,7 @@ def build_wheel(source: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """The wheel of a copy of the tree in which tests, tools and docs would pass for packages."""
+    """Build the wheel of a copy of the tree in which tests and tools look like packages."""
     source = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
         shutil.copytree(
@@ -59,13 +59,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 
 def build_context() -> list[str]:
-    """Return what .dockerignore, which excludes everything else, lets an image see."""
+    """Return the files that .dockerignore lets an image see; it excludes all others."""
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert lines[0] == "*"
     return [line[1:] for line in lines if line.startswith("!")]
 
 
-def test_an_image_s_files_build_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_docker_build_context_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "wheel"
     source.mkdir()
     for name in build_context():
@@ -78,10 +78,10 @@ def test_an_image_s_files_build_the_same_wheel(wheel: zipfile.ZipFile, tmp_path:
     (path,) = out.glob("*.whl")
     with zipfile.ZipFile(path) as built:
         assert sorted(built.namelist()) == sorted(wheel.namelist())
-        assert read(built, "METADATA") == read(wheel, "METADATA")
+        assert read_dist_info(built, "METADATA") == read_dist_info(wheel, "METADATA")
 
 
-def test_each_target_of_the_image_installs_extras_that_exist_and_runs_the_demo() -> None:
+def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     _, *targets = re.split(r"^FROM ", text, flags=re.M)
     names = [re.match(r"\S+ AS (\w+)\n", target) for target in targets]
@@ -97,23 +97,23 @@ def test_each_target_of_the_image_installs_extras_that_exist_and_runs_the_demo()
     assert hosts == {"download.pytorch.org"}, "images and packages come from the usual places"
 
 
-def read(wheel: zipfile.ZipFile, name: str) -> str:
-    """The text of a file in the wheel's .dist-info."""
+def read_dist_info(wheel: zipfile.ZipFile, name: str) -> str:
+    """Return the text of a file in the wheel's .dist-info."""
     (path,) = (n for n in wheel.namelist() if n.endswith(f".dist-info/{name}"))
     return wheel.read(path).decode()
 
 
 @pytest.fixture(scope="module")
 def metadata(wheel: zipfile.ZipFile) -> Message:
-    return email.message_from_string(read(wheel, "METADATA"))
+    return email.message_from_string(read_dist_info(wheel, "METADATA"))
 
 
-def test_wheel_holds_the_four_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_only_the_four_packages(wheel: zipfile.ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" not in name}
     assert tops == PACKAGES
 
 
-def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
     in_tree = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
@@ -125,7 +125,7 @@ def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
 
 
 def changelog_versions() -> list[str]:
-    """Releases, the newest first; each has a date."""
+    """Return the released versions, newest first. Each must have a date."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heads = [head for head in re.findall(r"^## (.*)$", text, re.M) if head != "[Unreleased]"]
     dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
@@ -137,8 +137,8 @@ def changelog_versions() -> list[str]:
 RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": "8805e91bfb94f5e4"}
 
 
-def test_releases_keep_their_words_and_what_is_new_stands_apart() -> None:
-    """A release's section is never rewritten: a change after it belongs under Unreleased."""
+def test_changelog_of_releases_is_unchanged() -> None:
+    """Changes after a release belong to the section Unreleased."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     _, *sections = re.split(r"^## ", text, flags=re.M)
     heads = [section.partition("\n")[0] for section in sections]
@@ -149,10 +149,10 @@ def test_releases_keep_their_words_and_what_is_new_stands_apart() -> None:
     assert kinds == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds]
 
 
-def test_wheel_alone_writes_and_judges_the_checkpoints_of_the_demo(
+def test_installed_wheel_runs_the_checkpoints_of_the_demo(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
-    """Without the tree, and without transformers."""
+    """Without the source tree, and without transformers."""
     wheel.extractall(tmp_path)
     program = (
         "import sys",
@@ -182,8 +182,8 @@ def test_metadata(metadata: Message) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
 
 
-def test_the_description_has_no_link_to_a_file_of_the_source_tree(metadata: Message) -> None:
-    """Package indexes show it without the files."""
+def test_description_has_no_relative_links(metadata: Message) -> None:
+    """Package indexes show the description without the files."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     description = str(metadata.get_payload())
     targets = re.findall(r"\]\(([^)]*)\)", readme)
@@ -196,7 +196,7 @@ def test_the_description_has_no_link_to_a_file_of_the_source_tree(metadata: Mess
         assert text in description
 
 
-def test_run_time_needs_are_few(metadata: Message) -> None:
+def test_run_time_requirements(metadata: Message) -> None:
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}
     assert names == {"torch", "numpy", "triton", "click", "rich", "safetensors", "jinja2"}
@@ -204,44 +204,43 @@ def test_run_time_needs_are_few(metadata: Message) -> None:
     assert "platform_system" in triton
 
 
-def pins(name: str) -> dict[str, str]:
-    """What a constraints file pins, by package."""
+def pinned_versions(name: str) -> dict[str, str]:
+    """Return the versions that a constraints file pins, by package."""
     lines = (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
-def test_the_oldest_and_the_newest_triton_are_tested(metadata: Message) -> None:
-    """`make test` has the first minor release of the range, `make test-triton` the last, and
-    replay knows those and each between them."""
+def test_oldest_and_newest_triton_are_tested(metadata: Message) -> None:
+    """`make test` has the oldest minor release, `make test-triton` the newest."""
     (need,) = (r for r in metadata.get_all("Requires-Dist", []) if r.startswith("triton"))
     least, most = (re.search(rf"{sign}3\.(\d+)", need) for sign in (">=", "<"))
     assert least is not None
     assert most is not None
     minors = range(int(least[1]), int(most[1]))
-    oldest, newest = (pins(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
+    oldest, newest = (pinned_versions(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
     assert oldest == ["3", str(minors[0])]
     assert newest == ["3", str(minors[-1])]
     compat = pytest.importorskip("modular_kernel.replay.launch.triton_versions")
     assert tuple(f"3.{minor}" for minor in minors) == compat.REPLAYABLE_RELEASES
 
 
-def test_the_least_transformers_is_the_one_that_is_tested(metadata: Message) -> None:
+def test_oldest_transformers_is_tested(metadata: Message) -> None:
     needs = [r for r in metadata.get_all("Requires-Dist", []) if r.startswith("transformers")]
     assert {re.search(r">=([\d.]+)", need)[1] for need in needs} == {"5.23"}  # type: ignore[index]
-    assert pins("cpu")["transformers"].startswith("5.23.")
+    assert pinned_versions("cpu")["transformers"].startswith("5.23.")
 
 
-def test_the_cutlass_extra_is_the_one_that_is_compiled_with(metadata: Message) -> None:
-    """`make test-cutlass` has all that the extra names, in a release that the extra admits."""
+def test_cutlass_extra_is_tested(metadata: Message) -> None:
+    """`make test-cutlass` installs all its packages, in releases that the extra allows."""
     wanted = [r for r in metadata.get_all("Requires-Dist", []) if 'extra == "cutlass"' in r]
-    found = pins("cutlass")
+    found = pinned_versions("cutlass")
     least = {re.split(r"[<>=;,\s]", r)[0]: re.search(r">=([\d.]+)", r)[1] for r in wanted}  # type: ignore[index]
     assert least.keys() <= found.keys()
     assert found["nvidia-cutlass-dsl"].startswith(least["nvidia-cutlass-dsl"][:3])
 
 
-def test_the_vllm_extra_is_the_one_that_is_tested(metadata: Message) -> None:
-    """And the plugin has a module for it."""
+def test_vllm_extra_is_tested(metadata: Message) -> None:
+    """The plugin has a module for its version."""
     (wanted,) = (r for r in metadata.get_all("Requires-Dist", []) if 'extra == "vllm"' in r)
     least = re.search(r">=([\d.]+)", wanted)
     assert least is not None
@@ -252,14 +251,14 @@ def test_the_vllm_extra_is_the_one_that_is_tested(metadata: Message) -> None:
     assert tuple(map(int, least[1].split("."))) in MODULE_BY_VERSION
 
 
-def test_every_requirement_is_named_not_located(metadata: Message) -> None:
-    """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
+def test_no_requirement_is_a_url(metadata: Message) -> None:
+    """Such packages cannot be uploaded, and resolving any extra builds the source."""
     assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []
 
 
 def test_entry_points(wheel: zipfile.ZipFile) -> None:
     parser = configparser.ConfigParser()
-    parser.read_string(read(wheel, "entry_points.txt"))
+    parser.read_string(read_dist_info(wheel, "entry_points.txt"))
     assert dict(parser["console_scripts"]) == {"mk": "modular_kernel.cli.main:run"}
     assert dict(parser["modular_kernel.parts"]) == {
         "prepare_finalize": "prepare_finalize:COMPONENTS",
@@ -283,10 +282,10 @@ def test_wheel_carries_the_license(wheel: zipfile.ZipFile) -> None:
         ("/tmp/torch-2.13.0+cpu-cp311.whl", ["/tmp/torch-2.13.0+cpu-cp311.whl"], False),
     ],
 )
-def test_make_warns_of_cuda_only_where_pip_chooses_the_build(
+def test_make_warns_of_cuda_if_pip_selects_the_build(
     tmp_path: Path, torch_given: str, installs: list[str], warns: bool
 ) -> None:
-    """`make demo TORCH=...` in an environment of its own, whose pip finds no CPU-only build."""
+    """Runs `make demo TORCH=...` with a pip that finds no CPU-only build."""
     log, python = tmp_path / "log", tmp_path / "bin" / "python"
     (tmp_path / ".made-by-make").touch()
     python.parent.mkdir()
@@ -304,7 +303,7 @@ def test_make_warns_of_cuda_only_where_pip_chooses_the_build(
 
 
 def strings_of(path: Path) -> Iterator[str]:
-    """Every string of a module but docstrings; those of verbs are their help."""
+    """Yield every string of a module except docstrings; those of verbs are their help."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     holders = ast.Module if path.parent.name == "cli" else ast.Module | ast.ClassDef | FUNCTION
     bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, holders) and node.body]
@@ -319,8 +318,8 @@ def strings_of(path: Path) -> Iterator[str]:
 IN_DOCS = ("mutation_page.py", "cpu_undetectable.py", "benchmarks.py")
 
 
-def test_no_message_sends_an_installation_to_a_file_of_the_source_tree_alone() -> None:
-    """A wheel has neither docs nor tests nor tools: who names a file there says where it is."""
+def test_messages_about_repository_files_say_so() -> None:
+    """A wheel has no docs, tests or tools, so messages must say "source tree"."""
     outside = re.compile(r"(?<![\w/.])(?:docs|tests|tools|notebook)/\w")
     for package in sorted(PACKAGES):
         for path in (ROOT / package).rglob("*.py"):

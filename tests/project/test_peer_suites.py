@@ -1,4 +1,4 @@
-"""Other projects' suites: what is read from a checkout, and who is blamed for a difference."""
+"""tools/peer_suites.py: cases extracted from other projects' tests, attributed mismatches."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from modular_kernel.ops.route import route_ref
 pytestmark = pytest.mark.cpu
 
 TOOLS = Path(__file__).parents[2] / "tools"
-FAKE = """
+FAKE_TEST_FILE = """
 import their_package
 from their_package import SiluAndMul
 
@@ -74,12 +74,14 @@ def tool() -> ModuleType:
 
 @pytest.fixture
 def checkout(tool: ModuleType, tmp_path: Path) -> Path:
-    (tmp_path / "test_fake.py").write_text(FAKE)
+    (tmp_path / "test_fake.py").write_text(FAKE_TEST_FILE)
     return tmp_path
 
 
-def layers_of(checkout: Path, factor: float = 1.0) -> Any:
-    """Return the suite of the fake's layers, whose reference is wrong unless factor is 1."""
+def fake_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
+    """Return the suite of the fake project's layers, whose reference is wrong unless factor is
+    1.
+    """
     from peer_suites_lib.checkout import Source
     from peer_suites_lib.layers import Layer, LayerCheck
     from peer_suites_lib.outcomes import Suite, Tolerance
@@ -101,7 +103,7 @@ def layers_of(checkout: Path, factor: float = 1.0) -> Any:
     return Suite("fake", "layers", lambda: source.grid("test_moe"), case)
 
 
-def test_grids_and_functions_come_out_of_a_file_that_cannot_be_imported(checkout: Path) -> None:
+def test_grids_and_functions_are_extracted_without_importing(checkout: Path) -> None:
     from peer_suites_lib.checkout import Source, UnreadableError
 
     source = Source(checkout, "test_fake.py", {"FACTOR": 1.0})
@@ -117,8 +119,8 @@ def test_grids_and_functions_come_out_of_a_file_that_cannot_be_imported(checkout
             what()
 
 
-def test_parts_that_agree(tool: ModuleType, checkout: Path) -> None:
-    tally = tool.run_suite(layers_of(checkout), 100)
+def test_agreeing_parts(tool: ModuleType, checkout: Path) -> None:
+    tally = tool.run_suite(fake_layer_suite(checkout), 100)
     assert tally.outcomes == {"agree": 8}
     assert not tally.failed
     assert set(tally.compared) == {
@@ -127,14 +129,14 @@ def test_parts_that_agree(tool: ModuleType, checkout: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_wrong_reference_is_theirs(tool: ModuleType, checkout: Path) -> None:
-    tally = tool.run_suite(layers_of(checkout, factor=1.5), 100)
+def test_wrong_reference_is_attributed_to_them(tool: ModuleType, checkout: Path) -> None:
+    tally = tool.run_suite(fake_layer_suite(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: theirs": 8}
     assert not tally.failed
 
 
 @pytest.mark.parametrize("broken", ["TorchExperts", "GroupedGemmExperts"])
-def test_a_broken_part_is_ours(
+def test_defective_part_is_attributed_to_us(
     tool: ModuleType,
     checkout: Path,
     tmp_path: Path,
@@ -150,7 +152,7 @@ def test_a_broken_part_is_ours(
         return (lambda *given: kernel(*given) * 1.2) if experts == broken else kernel
 
     monkeypatch.setattr(layers, "make_kernel", kernel_of)
-    monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [layers_of(root)]})
+    monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [fake_layer_suite(root)]})
     record = tmp_path / "record.json"
     assert tool.main(["--fake", str(checkout), "--out", str(record)]) == 1
     kept = json.loads(record.read_text())
@@ -158,7 +160,7 @@ def test_a_broken_part_is_ours(
     assert all(broken in why for why in kept["suites"]["fake layers"]["reasons"])
 
 
-def test_no_case_vanishes(
+def test_every_case_is_counted(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peer_suites_lib.outcomes import (
@@ -213,7 +215,7 @@ def test_no_case_vanishes(
     assert json.loads(other.read_text()) == kept | {"checkouts": {"fake": "abc"}}
 
 
-def test_a_part_that_is_as_wrong_as_their_reference_is_ours(
+def test_part_as_wrong_as_the_reference_is_attributed_to_us(
     tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peer_suites_lib import layers
@@ -222,11 +224,11 @@ def test_a_part_that_is_as_wrong_as_their_reference_is_ours(
     monkeypatch.setattr(
         layers, "make_kernel", lambda *a, **options: lambda *call: sound(*a, **options)(*call) * 1.5
     )
-    tally = tool.run_suite(layers_of(checkout, factor=1.5), 100)
+    tally = tool.run_suite(fake_layer_suite(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: ours": 8}
 
 
-def test_memory_that_a_part_spoils_is_no_refusal(
+def test_corrupted_memory_is_a_raw_exception(
     tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peer_suites_lib import layers
@@ -235,10 +237,10 @@ def test_memory_that_a_part_spoils_is_no_refusal(
         raise CorruptionError("a kernel wrote behind its output")
 
     monkeypatch.setattr(layers, "make_kernel", spoils)
-    assert tool.run_suite(layers_of(checkout), 100).outcomes == {"raw exception": 8}
+    assert tool.run_suite(fake_layer_suite(checkout), 100).outcomes == {"raw exception": 8}
 
 
-def test_a_failure_is_told_though_its_case_was_seen(tool: ModuleType) -> None:
+def test_failure_of_a_repeated_case_is_reported(tool: ModuleType) -> None:
     from peer_suites_lib.outcomes import CaseOutcome, Suite
 
     ends = [CaseOutcome(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
@@ -249,7 +251,9 @@ def test_a_failure_is_told_though_its_case_was_seen(tool: ModuleType) -> None:
     assert tally.failed
 
 
-def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_mismatches_are_attributed(
+    tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peer_suites_lib import routers
     from peer_suites_lib.checkout import Source
 
@@ -275,7 +279,9 @@ def test_routers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPat
         assert routers.check_router(case, lambda x, _: pick(x, 2)).outcome == "mismatch: ours"
 
 
-def test_quantizers(tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizer_mismatches_are_attributed(
+    tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peer_suites_lib import rows
     from peer_suites_lib.checkout import Source
 
@@ -298,10 +304,10 @@ def test_quantizers(tool: ModuleType, checkout: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "fp8_w8a8_tensor", "int8_w8a8_channel"])
-def test_a_scale_that_is_too_large_is_ours(
+def test_too_large_scale_is_attributed_to_us(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
-    """Its codes are as near to their values as any, in steps that are too large."""
+    """Its codes are as close to the values as others, but in steps that are too large."""
     from peer_suites_lib import rows
 
     sound = rows.quantize_values
@@ -317,7 +323,7 @@ def test_a_scale_that_is_too_large_is_ours(
     assert rows.check_quantizer(x, quant, reference, "").outcome == "mismatch: ours"
 
 
-def test_whose_a_difference_is(tool: ModuleType) -> None:
+def test_compare_with_exact_attributes_differences(tool: ModuleType) -> None:
     from peer_suites_lib.outcomes import Tolerance, compare_with_exact
 
     exact = torch.linspace(1, 2, 50, dtype=torch.float64)
@@ -340,7 +346,7 @@ def test_whose_a_difference_is(tool: ModuleType) -> None:
     )
 
 
-def test_alignment(tool: ModuleType) -> None:
+def test_alignment_mismatches_are_attributed(tool: ModuleType) -> None:
     from peer_suites_lib import rows
 
     ids = torch.tensor([[0, 1], [1, 3]], dtype=torch.int32)

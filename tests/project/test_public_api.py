@@ -5,8 +5,8 @@ from difflib import unified_diff
 from public_api import RECORD, surface
 
 
-def test_the_public_surface_is_as_recorded() -> None:
-    """If this is meant: say it in CHANGELOG.md, and run `python tests/helpers/public_api.py`."""
+def test_public_api_equals_the_record() -> None:
+    """If intended, update CHANGELOG.md and run `python tests/helpers/public_api.py`."""
     recorded = RECORD.read_text(encoding="utf-8").splitlines()
     changed = list(unified_diff(recorded, surface(), "recorded", "now", lineterm="", n=0))
     assert not changed, "\n".join(changed)

@@ -1,4 +1,4 @@
-"""Ranks that end without destroying their manager end cleanly."""
+"""Ranks that exit without destroying their manager exit cleanly."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # A thread of gloo's has tensors to free, and waits for the GIL until the interpreter ends.
-HELD = """
+HOLDS_GIL_AT_EXIT = """
 import sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
@@ -25,19 +25,19 @@ while time.perf_counter() < until:
 """
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run_python(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
 
-def test_exchanges_that_nobody_waited_for_do_not_abort_the_process(tmp_path: Path) -> None:
+def test_pending_exchanges_do_not_abort_at_exit(tmp_path: Path) -> None:
     for attempt in range(3):
-        done = run("-c", HELD, str(tmp_path / f"store-{attempt}"))
+        done = run_python("-c", HOLDS_GIL_AT_EXIT, str(tmp_path / f"store-{attempt}"))
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_ranks_that_destroy_nothing_end_cleanly() -> None:
-    done = run("tools/rank_exits.py", "--starts", "5", "--lanes", "2")
+def test_ranks_exit_cleanly_without_destroy() -> None:
+    done = run_python("tools/rank_exits.py", "--starts", "5", "--lanes", "2")
     assert done.stdout == "5 starts of 2 ranks, 0 findings\n", done.stderr
     assert done.returncode == 0

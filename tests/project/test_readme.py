@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands there."""
+"""The README: its examples run, and its numbers are those of the records."""
 
 import json
 import re
@@ -15,13 +15,13 @@ README = PAGE.read_text(encoding="utf-8")
 KINDS = ("prepare_finalize", "experts", "topk_reduce")
 
 
-def no_commands(*words: str) -> tuple[int, str]:
+def refuse_commands(*words: str) -> tuple[int, str]:
     raise AssertionError(f"a command in the README is not run: {words}")
 
 
-def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    names = run_page(PAGE, no_commands)
+    names = run_page(PAGE, refuse_commands)
     y_TH, kernel = names["y_TH"], names["kernel"]
     assert tuple(y_TH.shape) == (64, 128)
     assert bool(y_TH.isfinite().all())
@@ -30,7 +30,7 @@ def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert any(bucket.times for bucket in choice.buckets) or choice.candidates.untimeable
 
 
-def test_the_transformers_example_names_what_exists() -> None:
+def test_transformers_example_has_existing_names() -> None:
     pytest.importorskip("transformers", reason="the extra is not installed")
     (block,) = (block for block in blocks_of(PAGE) if "transformers" in block.text)
     lines = [line for line in block.text.splitlines() if line.startswith(("from", "import"))]
@@ -38,7 +38,7 @@ def test_the_transformers_example_names_what_exists() -> None:
     exec(compile("\n".join(lines), "README.md", "exec"), {})
 
 
-def test_the_table_of_commands_has_each() -> None:
+def test_table_of_commands_is_complete() -> None:
     from modular_kernel.cli.main import VERBS
 
     table = PAGE.with_name("docs") / "command-line.md"
@@ -46,7 +46,7 @@ def test_the_table_of_commands_has_each() -> None:
     assert set(shown) == set(VERBS)
 
 
-def test_what_is_said_of_the_proofs_is_what_is_recorded() -> None:
+def test_numbers_of_proofs_equal_the_records() -> None:
     docs = PAGE.with_name("docs")
     record = json.loads((docs / "verified.json").read_text(encoding="utf-8"))
     cases = sum(pair["cases"] for run in record["runs"] for pair in run["pairs"])
@@ -57,13 +57,13 @@ def test_what_is_said_of_the_proofs_is_what_is_recorded() -> None:
     names = {name for kind in KINDS for name in parts.names(kind)}
     scopes = [json.loads(path.read_text(encoding="utf-8")) for path in docs.glob("mutation/*.json")]
     scores = {scope["part"]: scope["score"] for scope in scopes if scope["part"] in names}
-    said = re.findall(r"(\d+) of (\d+) parts have a score,.*?: (\d+) to\s+100 % of those", README)
-    assert said == [(str(len(scores)), str(len(names)), str(int(100 * min(scores.values()))))]
+    stated = re.findall(r"(\d+) of (\d+) parts have a score,.*?: (\d+) to\s+100 % of those", README)
+    assert stated == [(str(len(scores)), str(len(names)), str(int(100 * min(scores.values()))))]
     assert max(scores.values()) == 1
     first = [
         json.loads(path.read_text(encoding="utf-8")) for path in docs.glob("mutation/first/*.json")
     ]
     killed = sum(record["killed"] for record in first)
     counted = sum(record["put_in"] - len(record["equivalent"]) for record in first)
-    said_of_first = re.findall(r"Fresh samples of\s+(\d+) parts.*?: (\d+) of\s+(\d+)", README, re.S)
-    assert said_of_first == [(str(len(first)), str(killed), str(counted))]
+    stated_first = re.findall(r"Fresh samples of\s+(\d+) parts.*?: (\d+) of\s+(\d+)", README, re.S)
+    assert stated_first == [(str(len(first)), str(killed), str(counted))]

@@ -1,4 +1,4 @@
-"""Shares of cases: equal for equal trees, of the right size, and over many trees all cases."""
+"""Shares of cases: determined by the tree, of the requested size, complete over many trees."""
 
 import subprocess
 import sys
@@ -20,24 +20,24 @@ CASES = tuple(
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 
 
-def test_equal_trees_have_equal_shares() -> None:
+def test_share_depends_on_the_tree_only() -> None:
     assert tree_hash() == tree_hash.__wrapped__()
     assert share(CASES, THIRTY_SIXTH, "one") == share(CASES, THIRTY_SIXTH, "one")
     assert share(CASES, THIRTY_SIXTH, "one") != share(CASES, THIRTY_SIXTH, "other")
 
 
-def test_a_share_is_about_its_part_in_the_order_of_the_list() -> None:
+def test_share_has_about_the_requested_size() -> None:
     found = share(CASES, THIRTY_SIXTH, "one")
     assert len(CASES) / 72 < len(found) < len(CASES) / 18
     assert list(found) == sorted(found, key=CASES.index)
 
 
-def test_each_case_has_its_tree() -> None:
+def test_every_case_is_in_the_share_of_some_tree() -> None:
     trees = [share(CASES, THIRTY_SIXTH, str(tree)) for tree in range(600)]
     assert set().union(*trees) == set(CASES)
 
 
-def test_an_experts_part_has_its_whole_list_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_part_has_its_full_list_with_one_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine("cpu")
     full = cases_for(*PAIR, machine).cases
     smoke = cases_for(*PAIR, machine, "smoke").cases
@@ -55,7 +55,7 @@ def test_an_experts_part_has_its_whole_list_once(monkeypatch: pytest.MonkeyPatch
     assert len(smoke) < len(found[elsewhere]) < len(full) / 2
 
 
-def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
+def test_share_marker_is_ignored_with_whole_or_named_tests() -> None:
     file = "tests/quant/test_four_bit.py"
 
     ways = (
@@ -71,7 +71,7 @@ def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
             print("collected")
             assert pytest.main(["--collect-only", "-q", *words]) == 0
     """
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
@@ -80,7 +80,7 @@ def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
     )
     every, drawn, named, chosen = (
         {line for line in part.splitlines() if "::test_the_harness_verifies_it[" in line}
-        for part in told.stdout.split("collected\n")[1:]
+        for part in done.stdout.split("collected\n")[1:]
     )
     assert drawn == {name for name in every if in_share(name, 6, tree_hash())}
     assert len(drawn) < len(every)

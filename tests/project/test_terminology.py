@@ -75,7 +75,7 @@ PHRASES = (
 
 
 def wrong_names(name: str) -> list[str]:
-    """The parts of a name that are not the field's, and what to use."""
+    """Return the parts of a name that are not the field's, and what to use."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     wrong = [f"{part}: use {NAMES[part]}" for part in snake.split("_") if part in NAMES]
     if name in KERNEL_CONSTANTS:
@@ -89,7 +89,7 @@ def wrong_phrases(text: str) -> list[str]:
 
 
 def names_of(path: Path) -> Iterator[str]:
-    """Names of the module, its classes and functions, and the constants that kernels take."""
+    """Yield the names of the module, its classes and functions, and the constants of kernels."""
     yield path.stem
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -99,7 +99,7 @@ def names_of(path: Path) -> Iterator[str]:
 
 
 def prose_of(path: Path) -> Iterator[str]:
-    """Docstrings and comments of a module."""
+    """Yield the docstrings and comments of a module."""
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
@@ -109,7 +109,7 @@ def prose_of(path: Path) -> Iterator[str]:
             yield token.string
 
 
-def test_names_of_files_classes_functions_and_kernel_constants() -> None:
+def test_names_use_the_terminology() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {name}": wrong
         for path in SOURCES
@@ -119,7 +119,7 @@ def test_names_of_files_classes_functions_and_kernel_constants() -> None:
     assert found == {}
 
 
-def test_docstrings_and_comments() -> None:
+def test_docstrings_and_comments_use_the_terminology() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {prose[:60]}": wrong
         for path in SOURCES
@@ -129,7 +129,7 @@ def test_docstrings_and_comments() -> None:
     assert found == {}
 
 
-def test_pages() -> None:
+def test_pages_use_the_terminology() -> None:
     found = {
         str(path.relative_to(ROOT)): wrong
         for path in PAGES
@@ -142,12 +142,12 @@ def test_pages() -> None:
     "name",
     ["StagedTwin", "_told", "scene_of", "known_launches", "fate", "live_rows", "TEAM", "LARGEST"],
 )
-def test_a_wrong_name_is_rejected(name: str) -> None:
+def test_wrong_name_is_detected(name: str) -> None:
     assert wrong_names(name)
 
 
 @pytest.mark.parametrize("name", ["stage", "fields_of", "serve", "stored", "returns", "Outcome"])
-def test_ordinary_words_are_allowed(name: str) -> None:
+def test_ordinary_words_are_accepted(name: str) -> None:
     assert wrong_names(name) == []
 
 
@@ -155,5 +155,5 @@ def test_ordinary_words_are_allowed(name: str) -> None:
     "text",
     ["Whoever raised first.", "times them by\nturns", "the part is told so", "but for a bias"],
 )
-def test_a_wrong_phrase_is_rejected(text: str) -> None:
+def test_wrong_phrase_is_detected(text: str) -> None:
     assert wrong_phrases(text)

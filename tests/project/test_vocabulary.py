@@ -1,4 +1,4 @@
-"""Schemes and activations by name: what is printed is read back, and nothing is half understood."""
+"""Names of schemes and activations: parse and str are inverse, invalid names are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import ActivationSpec, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES, QuantScheme
 
-OPTIONS = (
+SCHEMES_WITH_OPTIONS = (
     "fp8_w8a8_block:block=64x32",
     "int8_w8a8_block:block=1x128",
     "fp8_w8a8_tensor:static=true",
@@ -18,15 +18,15 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("text", [*QUANT_SCHEMES, *OPTIONS])
-def test_a_scheme_is_what_its_name_says(text: str) -> None:
+@pytest.mark.parametrize("text", [*QUANT_SCHEMES, *SCHEMES_WITH_OPTIONS])
+def test_scheme_name_round_trip(text: str) -> None:
     scheme = QuantScheme.parse(text)
     assert str(scheme) == text
     assert QuantScheme.parse(scheme) == scheme
     assert Problem(1, 64, 64, 2, 1, quant=text).scheme == scheme
 
 
-def test_options_at_their_defaults_are_not_printed() -> None:
+def test_default_options_are_omitted() -> None:
     assert str(QuantScheme.parse("fp8_w8a8_block:block=128x128")) == "fp8_w8a8_block"
     assert str(QuantScheme.parse("int4_w4a16_group:zero_points=false,")) == "int4_w4a16_group"
 
@@ -65,7 +65,7 @@ BAD_SCHEMES: tuple[tuple[Any, str], ...] = (
 
 
 @pytest.mark.parametrize(("quant", "got"), BAD_SCHEMES, ids=lambda value: repr(value)[:40])
-def test_other_schemes_are_refused(quant: Any, got: str) -> None:
+def test_invalid_schemes_are_refused(quant: Any, got: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Problem(1, 64, 64, 2, 1, quant=quant)
     assert caught.value.what.startswith("quant")
@@ -85,12 +85,12 @@ BAD_ACTIVATIONS = (
 
 
 @pytest.mark.parametrize("text", BAD_ACTIVATIONS)
-def test_other_activations_are_refused(text: str) -> None:
+def test_invalid_activations_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="activation"):
         ActivationSpec.parse(text)
 
 
-def test_the_constructor_and_the_name_have_one_default_row_order() -> None:
+def test_constructor_and_name_have_the_same_default_row_order() -> None:
     named = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=7.0")
     assert ActivationSpec("swiglu_oai", 1.702, 7.0) == named
     assert named.interleaved is True  # as in gpt-oss
@@ -106,5 +106,5 @@ def test_the_constructor_and_the_name_have_one_default_row_order() -> None:
 @pytest.mark.parametrize(
     "text", ["silu", "swiglu_oai:alpha=1.702,limit=7.0,interleaved=false", "silu:interleaved=true"]
 )
-def test_an_activation_is_what_its_name_says(text: str) -> None:
+def test_activation_name_round_trip(text: str) -> None:
     assert str(ActivationSpec.parse(text)) == text
