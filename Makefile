@@ -60,7 +60,7 @@ NEWEST_TESTS ?= tests/interpreter tests/core/test_cuda_replay.py tests/core/test
 # Tests of tests/compile beyond the check of all kernels; newest-compile-all runs all of them. Two
 # known regressions with triton 3.9 are left out: nvfp4 kernels use more register permutes than the
 # tests allow, and the float32 kernel of the adapter branch spills 24 bytes at ranks from 64 on.
-NEWEST_COMPILED ?= tests/compile/test_four_bit_compile.py tests/compile/test_moe_lora_compile.py
+NEWEST_COMPILED ?= tests/compile/test_aligned_w4_compile.py tests/compile/test_moe_lora_compile.py
 NEWEST_MARK  := $(NEWEST_VENV)/.made-by-make
 NEWEST_STAMP := $(NEWEST_VENV)/.installed
 NEWEST_PY    := $(NEWEST_VENV)/bin/python
@@ -161,7 +161,7 @@ test-compile: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --suite $(SUITE) tests/compile $(ARGS)
 
 # What oneDNN may use is read once in a process: cases of the torch parts run in one for each set.
-ISA_TESTS  ?= tests/compile/test_torch_part_products.py
+ISA_TESTS  ?= tests/compile/test_torch_parts_isa.py
 
 test-isa: $(READY)
 	$(PY) tools/cpu_isa.py -- $(PY) -m pytest -q -p no:cacheprovider -n 2 $(ISA_TESTS) $(ARGS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from module_ranks import module_ranks
-from test_hosts import in_memory, left_in_memory, made, simulated
+from test_ranks_on_hosts import in_memory, left_in_memory, made, simulated
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError

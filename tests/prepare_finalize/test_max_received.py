@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from module_ranks import module_ranks
-from test_hosts import simulated
+from test_ranks_on_hosts import simulated
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError
