@@ -104,7 +104,7 @@ def test_only_different_launches_are_timed(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(tool, "DeviceBenchmarker", FakeBench)
-    monkeypatch.setattr(tool, "FakeCompiler", FakeCompiler)
+    monkeypatch.setattr(tool, "Compiler", FakeCompiler)
     FakeCompiler.begun.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
     one, two, wrong = (
