@@ -225,7 +225,7 @@ def test_published_site_lists_all_versions(tmp_path: Path, monkeypatch: pytest.M
 
 def test_docstring_arguments_become_a_list(directive: ModuleType) -> None:
     name = "modular_kernel.select.autotune"
-    (text,) = directive.described(name, directive.source_of(name), ["Terms"])
+    (text,) = directive.described(name, directive.source_of(name), ["MeasurementOptions"])
     assert "\n- `budget`: seconds" in text
     assert "budget: float = BUDGET_S" in text
     assert "pathlib.Path | None" in text  # types are qualified, so that they can be linked
