@@ -1,10 +1,11 @@
-"""Compile every Triton kernel as the parts launch it, for a GPU that need not be present.
+"""Compile every Triton kernel as real calls launch it, for a GPU that need not be present.
 
-Every valid pairing with a Triton part is called once per problem, on meta tensors, inside
-`record_compiles`. Tiles, flags and shapes are those of real calls on that GPU, so there are no
-hand-written signatures to maintain. The kernels of parts that need several ranks are launched by
-the `meta_calls` of the parts. This module also launches the operations that no pairing uses on a
-single rank.
+Used by `mk compile` (`compile_all`). A case is one call: every valid pairing of an exchange class
+and a Triton experts class ("parts") is called once per problem, on meta tensors (which have shapes
+but no data), inside `record_compiles`. Tiles, flags and shapes are those of real calls on that GPU,
+so there are no hand-written signatures to maintain. The kernels of parts that need several ranks
+are launched by the `meta_calls` of the parts. This module also launches the operations that no
+pairing uses on a single rank.
 """
 
 from collections.abc import Callable, Iterator

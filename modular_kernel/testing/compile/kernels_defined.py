@@ -1,9 +1,10 @@
-"""Find the Triton and Gluon kernels that the installed parts define.
+"""Find the Triton and Gluon kernels that the installed experts and exchange classes define.
 
-Kernels are in packages called `kernels`, anywhere below the package of a part or below
+`mk compile` uses this list to report kernels that none of its calls compiled. Kernels are in
+packages called `kernels`, anywhere below the package of such a class (a "part") or below
 modular_kernel.ops. The names of kernels end in `_kernel`; other jit functions are device functions
 that kernels call. A package or module may define `TARGETS`, the GPU architectures that its kernels
-support. A module may define `LEFT_OUT`, which maps names of kernels to the reason why no case of
+support. A module may define `LEFT_OUT`, which maps names of kernels to the reason why no call of
 `mk compile` launches them.
 """
 

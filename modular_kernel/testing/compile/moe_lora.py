@@ -1,4 +1,7 @@
-"""Launch the kernels of `run_moe_lora` on meta tensors, for compilation."""
+"""Launch the kernels of `run_moe_lora` on meta tensors, for compilation.
+
+Meta tensors have shapes but no data. `cases` calls `launch_all` for `mk compile`.
+"""
 
 import torch
 

@@ -5,9 +5,11 @@
     for record in records:
         assert check(record, expect="HGMMA") == ()
 
-Inside the context, every launch is compiled for the target and recorded. Kernels do not run, so no
-output is written. Triton decides at the definition of a kernel whether it is interpreted, so a
-process either interprets all kernels (TRITON_INTERPRET=1) or compiles all of them. Not thread-safe.
+Inside the context, every launch is compiled for the target architecture and recorded. `check`
+reports register spills, too much shared memory, or a missing tensor-core instruction. Kernels do
+not run, so no output is written. Triton decides at the definition of a kernel whether it is
+interpreted, so a process either interprets all kernels (TRITON_INTERPRET=1) or compiles all of
+them. Not thread-safe.
 """
 
 import re

@@ -1,4 +1,8 @@
-"""Find the edges of compatibility rules: pairs of an accepted problem and a similar refused one."""
+"""Find the edges of compatibility rules: an accepted problem and a similar refused one.
+
+The rules (`modular_kernel.compatibility`) decide whether an exchange class and an experts class can
+run a problem on a machine. The test suite calls `edges_of`, and authors of such classes may, too.
+"""
 
 from modular_kernel.testing.edges.edges import edges_of
 

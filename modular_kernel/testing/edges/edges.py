@@ -1,6 +1,8 @@
 """Find the edges of the rules: for each reason to refuse, a refused and a similar accepted problem.
 
-Tests check at the edges that the rules compare correctly and that their messages are true.
+The rules decide whether an exchange class and an experts class (the "parts" of a pairing) can run a
+problem on a machine. Each refusal is a `Rejection` with the rule, what it got and what it needs.
+Tests check at the edges that the rules compare correctly and that these messages are true.
 
     result = edges_of(MyPrepare, MyExperts, machine)
     for edge in result.edges:
@@ -50,7 +52,7 @@ class EdgeReason:
     """One reason to refuse a pairing.
 
     Attributes:
-        rule, parties: as in the Rejection.
+        rule, parties: as in the Rejection; the parties are the parts and fields in conflict.
         need: as in the Rejection, with each number replaced with "#".
         site: the source line that creates the Rejection.
     """

@@ -1,6 +1,7 @@
 """Check that the text of a refusal agrees with the edge at which it occurs.
 
-A rule reports what it got and what it needs. If the need is a bound, a multiple, a range or a list,
+An edge consists of an accepted and a refused problem that differ in a single field. A compatibility
+rule reports what it got and what it needs. If the need is a bound, a multiple, a range or a list,
 it is parsed. The refused value must not satisfy the need, and the accepted value must satisfy it.
 If the comparison in a rule is off by one, its text contradicts the edge.
 """

@@ -1,4 +1,8 @@
-"""Find the source lines (sites) that can refuse a pairing, in the rules or in checks of a part."""
+"""Find the source lines (sites) that can refuse a pairing of an exchange and an experts class.
+
+A site creates a `Rejection`, in a compatibility rule or in the method `extra_rejections` of one of
+the classes ("parts"). Tests check that the edges found by `edges_of` reach every site.
+"""
 
 import ast
 import inspect

@@ -1,8 +1,9 @@
 """Enumerate the situations that differ from a given situation in a single field.
 
-A situation consists of a pairing with the requirements of its parts, a problem and a machine. The
-fields are those of Problem, of Machine, and of the requirements of both parts. The values of a
-field are derived from its annotation, so that new fields are included automatically.
+A situation is what the compatibility rules judge: an exchange class and an experts class ("parts"),
+their declared requirements, a problem and a machine. The fields are those of Problem, of Machine,
+and of the requirements of both parts. The values of a field are derived from its annotation, so
+that new fields are included automatically. `edges.edges_of` uses this file.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -4,7 +4,8 @@
 
 Every rank must run the same command, and thus the same tasks in the same order. The ranks exchange
 results through the launcher's store, so all ranks have the same results and exit with the same
-status, and only rank 0 needs to report.
+status, and only rank 0 needs to report. After a failure, the ranks join a new process group; a
+counter, the generation, distinguishes the groups.
 """
 
 import pickle

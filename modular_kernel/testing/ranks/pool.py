@@ -3,8 +3,9 @@
     with RankPool(4) as pool:                      # gloo on the CPU; "nccl": one GPU per rank
         sums = pool.run(function, 3, timeout=60)   # function(rank, world_size, group, 3) on each
 
-The process group persists between runs. After a failure, the next run uses a new process group. If
-a rank died or did not answer, the next run also uses new processes.
+The process group persists between runs. After a failure, the next run uses a new process group,
+with the next generation number. If a rank died or did not answer, the next run also uses new
+processes.
 """
 
 import datetime
