@@ -4,8 +4,8 @@ Codes and scales are drawn at random, not rounded from other numbers, so the flo
 exactly those of the stored matrix. The packing follows the documentation of the formats, and shares
 no code with `modular_kernel.checkpoints`.
 
-Most functions are a `Make`, which draws a matrix, or return one. The arguments of the latter are
-the parameters of the format.
+Most functions are a `Make`, which draws one matrix, or return a `Make`, in which case their
+arguments are the parameters of the format. `published_formats` lists the formats that they make.
 """
 
 import json
@@ -35,8 +35,8 @@ class StoredMatrix:
     values: torch.Tensor
 
 
-# Maps (rows N, depth K, generator, gain) to a matrix. The scales are multiplied by gain, so that
-# the scales of two matrices differ.
+# Maps (rows N, depth K, generator, gain) to a matrix. The scales are multiplied by gain: the gate
+# and up matrices of an expert are made with different gains, so that confusing them is detected.
 Make = Callable[[int, int, torch.Generator, float], StoredMatrix]
 
 

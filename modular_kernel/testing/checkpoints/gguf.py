@@ -3,8 +3,10 @@
     sample = write_gguf(folder / "model.gguf", "qwen3moe", ("Q4_0", "Q4_0", "Q8_0"))
     sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
 
-The layouts follow the comments in ggml and share no code with `modular_kernel.checkpoints`. Values
-are drawn as codes and scales, and written into the bytes one group at a time.
+GGUF types store blocks of 32 or 256 values as integer codes with float16 scales. For each type, a
+function draws codes and scales at random, and returns the bytes of the blocks and their values. The
+layouts follow the comments in ggml, with its names (d is the scale of a block, m or dmin its
+minimum), and share no code with `modular_kernel.checkpoints`.
 """
 
 import json
@@ -323,6 +325,7 @@ def _q5_k(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _k(count: int, gain: float, g: torch.Generator, *, bits: int) -> Blocks:
+    """Draw blocks of Q4_K or Q5_K, which differ in the number of bits of a code."""
     codes = torch.randint(0, 1 << bits, (count, 256), generator=g)
     scales, minima = (torch.randint(0, 64, (count, 8), generator=g) for _ in range(2))
     d, dmin = _half((count, 1), gain / 256, g), _half((count, 1), gain / 64, g)

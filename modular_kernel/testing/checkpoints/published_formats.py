@@ -1,4 +1,9 @@
-"""List the formats of published checkpoints, with their quantization_config and scheme."""
+"""List the formats of published checkpoints.
+
+Each has the quantization_config of its config.json, a function of `formats` that draws a matrix in
+it, and the quantization scheme of this package as which its weights are loaded. `samples.write`
+writes a checkpoint in one of them.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -336,7 +336,7 @@ class Sample:
         folder: the folder with the files.
         config: the contents of config.json.
         kind: the format.
-        published: the model family.
+        family: the model family.
         w1: (E, 2I or I, H) float64, gate rows first.
         w2: (E, H, I) float64.
         b1: (E, 2I) float64, gate values first; None without biases.
@@ -347,7 +347,7 @@ class Sample:
     folder: Path
     config: dict[str, Any]
     kind: CheckpointFormat
-    published: ModelFamily
+    family: ModelFamily
     w1: torch.Tensor
     w2: torch.Tensor
     b1: torch.Tensor | None
@@ -379,7 +379,7 @@ class Sample:
         return y * self.scaling
 
     def _activate(self, h: torch.Tensor) -> torch.Tensor:
-        activation = self.published.act
+        activation = self.family.act
         if activation == "relu2":
             return h.clamp(min=0) ** 2
         gate, up = h.chunk(2)

@@ -3,9 +3,9 @@
     kind = TORCHAO_FORMATS["torchao int4"]      # config, make, scheme
     metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
 
-A matrix has the tensors `_weight_qdata`, `_weight_scale` and, for integers, `_weight_zero_point`.
-`stack_experts` stacks these tensors of all experts, and `old_names` renames them as torchao 0.14
-does. The layouts follow torchao's documentation and share no code with
+`samples.write` uses both. A matrix has the tensors `_weight_qdata`, `_weight_scale` and, for
+integers, `_weight_zero_point`. `stack_experts` stacks these tensors of all experts, and `old_names`
+renames them as torchao 0.14 does. The layouts follow torchao's documentation and share no code with
 `modular_kernel.checkpoints`.
 """
 
@@ -140,7 +140,7 @@ def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _blocked(make_plain: Make, *, has_matrix_scale: bool = False) -> Make:
-    """Make a matrix whose scales are in tiles. make_plain: with a weight and its scale by row."""
+    """Make matrices like `make_plain`, but with the scales in the tiles that `tiled` makes."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         plain = make_plain(rows, depth, g, gain)

@@ -1,4 +1,9 @@
-"""Run the fault matrix: all fault scenarios of parts, and compare with the expected results."""
+"""Run the fault matrix: all fault scenarios of the exchange classes ("parts") over ranks.
+
+In a fault scenario, rank 1 is killed, stopped, late, or makes a wrong call. The other ranks must
+raise CommunicationError in time and name rank 1. `faults` runs one scenario on one rank; this file
+lists the scenarios, runs them on pools of processes, and formats a table of the findings.
+"""
 
 import tempfile
 import threading

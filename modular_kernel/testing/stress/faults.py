@@ -1,8 +1,10 @@
-"""Run the ranks of a fault scenario: one rank fails, and the others must raise in time.
+"""Run one rank of a fault scenario: one rank fails, and the others must raise in time.
 
-This works for any distributed part that creates its communicator from a process group and reads its
-timeout from MK_TIMEOUT_S. A part whose calls do not wait for the device, and which thus reports
-errors later, must provide `check()`, which waits and raises CommunicationError.
+`fault_matrix` sends `run_faulty_rank` to the ranks of a pool. This works for any exchange class
+("part") that creates its communicator from a process group and reads its timeout from
+MK_TIMEOUT_S. A part whose calls do not wait for the device, and which thus reports errors later,
+must provide `check()`, which waits and raises CommunicationError. The manager of a part is the
+object through which it communicates.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Soak test: many calls of varying size on several ranks, with checks of outputs and memory.
 
-The layer is small, so that many calls can be made. Each step calls the kernel, a plan, or a CUDA
-graph of the plan on one of several input sets. Every `check_every` steps, a new input set is drawn,
+`run_soak` runs on each rank of a pool. The layer is small, so that many calls can be made. Each
+step calls the kernel, a plan (a kernel with preallocated buffers), or a CUDA graph of the plan on
+one of several input sets. Every `check_every` steps, a new input set is drawn,
 and the output of that step is compared with the float64 reference. All ranks use the same seed, so
 they draw the same inputs without communication.
 """

@@ -1,4 +1,8 @@
-"""Draw the input sets of a soak test. Every rank draws the same tokens and routing of all ranks."""
+"""Draw the input sets of a soak test (`soak`), and check the output of a call.
+
+Every rank draws the tokens and routing of all ranks from the same random numbers, and takes its own
+slice of them. Thus it can compute the expected output without communication.
+"""
 
 import random
 from collections.abc import Callable

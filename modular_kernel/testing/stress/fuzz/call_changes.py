@@ -1,4 +1,4 @@
-"""Single changes of an otherwise valid call.
+"""Single changes of an otherwise valid call, for the fuzz targets in `calls`.
 
 MUST_BE_REFUSED: changes after which the call must be refused.
 MAY_BE_REFUSED: changes after which the call must be refused or computed correctly.

@@ -1,4 +1,8 @@
-"""Fuzz targets: kernel calls with valid arguments, with one argument changed, and with NaN."""
+"""Fuzz targets: kernel calls with valid arguments, with one argument changed, and with NaN.
+
+The kernel has a random pairing of an exchange class and an experts class. Other targets make their
+calls with `build_call` and `check_call`, too.
+"""
 
 import contextlib
 from dataclasses import dataclass, replace

@@ -1,4 +1,8 @@
-"""Fuzz targets: load valid and damaged checkpoints (safetensors, index, config.json)."""
+"""Fuzz targets: load valid and damaged checkpoints (safetensors, index, config.json).
+
+An undamaged checkpoint must give the weights that were written. For a damaged one, an error of this
+package is also allowed.
+"""
 
 import json
 import tempfile
@@ -94,13 +98,13 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 
 @dataclass(frozen=True)
 class CheckpointCase:
-    """A checkpoint, and which part of it is loaded.
+    """A checkpoint, and the rank whose weights are loaded from it.
 
     Attributes:
         format: index in _FORMATS.
         experts, intermediate: sizes of the layer.
         seed: seed of the weights.
-        ep, tp: (rank, world size) of expert and tensor parallelism, which determine the part.
+        ep, tp: (rank, world size) of expert and tensor parallelism, which determine what is loaded.
         change: what is changed; "" for nothing.
         data: draws the change, because it depends on the contents of the file.
     """

@@ -1,4 +1,7 @@
-"""Fuzz targets: the command line with random options, and with invalid file names."""
+"""Fuzz targets: the command line with random options, and with invalid file names.
+
+A fuzz target (`target.Target`) is a kind of call with random input and a check of its outcome.
+"""
 
 import contextlib
 import io

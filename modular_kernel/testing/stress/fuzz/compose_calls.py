@@ -1,4 +1,8 @@
-"""Fuzz target: layers made by `compose` with random options or a junk argument."""
+"""Fuzz target: layers made by `compose` with random options or a junk argument.
+
+`compose` measures which pairing of an exchange and an experts class is fastest and makes a kernel
+of it. Junk is a value of a wrong type (`junk`).
+"""
 
 import tempfile
 from dataclasses import dataclass, replace

@@ -1,4 +1,8 @@
-"""Fuzz targets: threads that use adapter pools and kernels, forks during calls, and interrupts."""
+"""Fuzz targets: threads that use adapter pools and kernels, forks during calls, and interrupts.
+
+An adapter pool holds LoRA adapters in numbered slots. Kernels are made from a pair of an exchange
+and an experts class (`parts` in the cases below).
+"""
 
 import contextlib
 import os

@@ -1,4 +1,8 @@
-"""Fuzz target: entry points of packages that raise, return junk, or provide invalid parts."""
+"""Fuzz target: entry points of other packages that raise, return junk, or provide invalid parts.
+
+A part is an exchange or experts class, which packages provide through the entry-point group of
+`modular_kernel.catalog`. A broken package must not make the parts of others unusable.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -1,4 +1,7 @@
-"""Fuzz target: read valid and damaged files of launch configurations, cached choices and models."""
+"""Fuzz target: read valid and damaged JSON files.
+
+These are tuned launch configurations, saved choices of `compose`, and config.json of models.
+"""
 
 import json
 import math

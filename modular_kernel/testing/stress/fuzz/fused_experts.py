@@ -1,4 +1,7 @@
-"""Fuzz target: calls of `fused_experts`, with or without a junk argument."""
+"""Fuzz target: calls of `fused_experts`, with or without a junk argument.
+
+`modular_kernel.integrations.fused_moe.fused_experts` has the signature of SGLang's function.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

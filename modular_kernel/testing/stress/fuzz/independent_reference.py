@@ -1,8 +1,9 @@
-"""Independent float64 reference of a layer, written pair by pair from the documentation alone.
+"""Independent float64 reference of a layer, which computes each (token, expert) pair separately.
 
-The tolerance depends only on the number formats. It is much larger than rounding errors, and much
-smaller than the effect of a wrong expert, weight, scale, row or sign. `mk test` detects smaller
-errors.
+It is written from the documentation alone and shares no code with `modular_kernel.reference`, so
+that a mistake there is not repeated here. The tolerance depends only on the number formats. It is
+much larger than rounding errors, and much smaller than the effect of a wrong expert, weight, scale,
+row or sign. `mk test` detects smaller errors.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Run configurations one after the other in a separate process, because they may crash or hang."""
+"""Run fuzz configurations in a separate process, because they may crash or hang.
+
+A configuration is one random input of one target, determined by a seed and a number. The process
+(`worker`) prints the outcome of each; if it ends or hangs, another one continues.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""Values of many types, most of which are invalid for any given argument."""
+"""Junk: values of many types, most of which are invalid for any given argument.
+
+Fuzz targets pass them to functions, which must refuse them with an error of this package.
+"""
 
 from enum import Enum
 from math import inf, nan

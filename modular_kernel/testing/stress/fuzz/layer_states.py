@@ -1,4 +1,8 @@
-"""Fuzz targets: copies of objects, edited state dicts, environment variables, cache folders."""
+"""Fuzz targets: copies of objects, edited state dicts, environment variables, cache folders.
+
+A copy must compute the same as the original. An edited state dict or damaged cache folder must be
+refused or have no effect on results.
+"""
 
 import copy
 import io

@@ -1,4 +1,8 @@
-"""Fuzz targets: calls with tensors in unusual memory: freed, overlapping, misaligned, expanded."""
+"""Fuzz targets: calls with tensors in unusual memory: freed, overlapping, misaligned, expanded.
+
+Calls must compute the right output or raise an error of this package; freed memory and overlapping
+outputs must be refused.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,7 @@
-"""Fuzz targets: unusual counts and floating-point values, placements with copies, torch.compile."""
+"""Fuzz targets: unusual counts and floating-point values, placements with copies, torch.compile.
+
+A placement maps experts to slots of ranks, possibly with several copies of an expert.
+"""
 
 import math
 from collections.abc import Callable

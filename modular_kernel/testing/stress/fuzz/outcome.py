@@ -1,4 +1,8 @@
-"""Classify the outcomes of calls with random input."""
+"""Classify the outcomes of calls with random input.
+
+A typed error is one of this package's error classes. Invalid input must cause one; any other
+exception is a failure. The texts below appear in reports.
+"""
 
 import traceback
 from collections.abc import Callable

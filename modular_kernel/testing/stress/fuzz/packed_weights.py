@@ -1,4 +1,8 @@
-"""Fuzz target: importers of packed weights, with random GPTQ and AWQ matrices or junk."""
+"""Fuzz target: importers of packed weights, with random GPTQ and AWQ matrices or junk.
+
+The importers, `modular_kernel.checkpoints.from_gptq` and `from_awq`, convert one matrix to the
+layout of this package.
+"""
 
 from dataclasses import dataclass
 from typing import Any

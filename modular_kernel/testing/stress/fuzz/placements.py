@@ -1,4 +1,7 @@
-"""Fuzz target: call functions that make or read expert placements with junk arguments."""
+"""Fuzz target: call functions that make or read expert placements with junk arguments.
+
+A placement maps experts to slots of ranks. Errors must be those of this package.
+"""
 
 from collections.abc import Callable
 from functools import partial

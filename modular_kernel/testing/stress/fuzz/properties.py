@@ -1,4 +1,9 @@
-"""Run fuzz targets with Hypothesis: a single configuration, or saved failures with shrinking."""
+"""Run fuzz targets with Hypothesis: a single configuration, or saved failures with shrinking.
+
+A target has a Hypothesis strategy for inputs and a check of the outcome. A configuration is one
+input, made from random bytes that a seed determines. Hypothesis saves failing inputs, and shrinks
+them, that is, searches for simpler ones that fail, too.
+"""
 
 from collections.abc import Iterator
 from random import Random

@@ -1,4 +1,8 @@
-"""Hypothesis strategies for small problems, most of them valid, and for inputs of calls."""
+"""Hypothesis strategies for small problems, most of them valid, and for inputs of calls.
+
+A problem has the shapes, dtypes and options of a layer. A pairing is an exchange (prepare/finalize)
+class with an experts class. Most fuzz targets that make calls use these strategies.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +16,7 @@ from modular_kernel.spec.problem import MAX_TOP_K, ActivationSpec, Combine, Prob
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.stress.fuzz.target import chance, seeds
 
-# (PrepareAndFinalize, its experts in torch, its experts that need Triton)
+# (PrepareAndFinalize, compatible experts in pure PyTorch, compatible experts in Triton)
 _PARTS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts", ("TritonExperts", "GroupedGemmExperts")),
     ("BatchedPrepareAndFinalize", "NaiveBatchedExperts", ("BatchedTritonExperts",)),

@@ -1,4 +1,8 @@
-"""Factories for small valid problems, inputs, kernels, layers and adapters, for fuzz targets."""
+"""Factories for small valid problems, inputs, kernels, layers and adapters, for fuzz targets.
+
+They are for targets that change something else than the problem, for example memory or threads;
+`random_problems` draws random problems.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Fuzz targets: problems and other specs with junk fields, and checks of pairings."""
+"""Fuzz targets: problems and other specs with junk fields, and checks of pairings.
+
+Specs are the dataclasses of `modular_kernel.spec`. Junk is a value that is probably of a wrong
+type (`junk`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -225,6 +229,6 @@ _CHECKS = st.tuples(
 )
 TARGETS: tuple[Target[Any], ...] = (
     Target("problem_fields", 13, _PROBLEMS, check_problem),
-    Target("small_facts", 5, _spec_calls(), check_spec_arguments),
+    Target("spec_arguments", 5, _spec_calls(), check_spec_arguments),
     Target("compatibility_checks", 7, _CHECKS, check_compatibility_call),
 )

@@ -1,4 +1,7 @@
-"""Define `Target`: a Hypothesis strategy for inputs, and a check that classifies the outcome."""
+"""Define `Target`, a kind of call with random input: a Hypothesis strategy and a check.
+
+Each module of this folder with a tuple TARGETS defines some; `targets` collects them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ class Target(Generic[Case]):
 
     Attributes:
         name: name of the target.
-        share: relative frequency among the configurations.
+        frequency: relative frequency among the configurations.
         cases: strategy for the input.
         check: makes the call and classifies its outcome; must be deterministic for a given input.
         launches: whether the target may launch kernels. If so, it also runs with interpreted
@@ -28,7 +31,7 @@ class Target(Generic[Case]):
     """
 
     name: str
-    share: float
+    frequency: float
     cases: st.SearchStrategy[Case]
     check: Callable[[Case], FuzzOutcome]
     launches: bool = False

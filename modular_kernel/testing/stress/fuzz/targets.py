@@ -1,4 +1,7 @@
-"""List all fuzz targets, and run the configuration that a seed and a number determine."""
+"""List all fuzz targets, and run the configuration that a seed and a number determine.
+
+A target is a kind of call with random input. A configuration is one input of one target.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -80,7 +83,7 @@ def run_configuration(
     """Run configuration `number` of a seed; return the name of its target and its outcome."""
     rng = Random(f"{seed}/{number}")
     targets = select_targets(calls_only=calls_only, only=only)
-    (target,) = rng.choices(targets, [target.share for target in targets])
+    (target,) = rng.choices(targets, [target.frequency for target in targets])
     return target.name, get_property(target.name).run(rng)
 
 

@@ -1,4 +1,8 @@
-"""Fuzz targets: calls under torch settings, memory changes of started calls, module patterns."""
+"""Fuzz targets: calls under torch settings, memory changes of started calls, module patterns.
+
+Module patterns are the regular expressions and globs by which the quantization_config of a
+checkpoint includes or excludes modules.
+"""
 
 import re
 import sys

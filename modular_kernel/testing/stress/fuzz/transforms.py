@@ -1,4 +1,8 @@
-"""Fuzz targets: calls inside function transforms, and with tensor subclasses."""
+"""Fuzz targets: calls inside function transforms, and with tensor subclasses.
+
+The transforms are those of torch.func and torch.autograd. Kernels compute no gradients. A call that
+needs one must raise an error, and must never return an output that has silently lost it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
