@@ -406,7 +406,7 @@ def main() -> int:
         f"{scope.name}: {len(score.outcomes)} of {score.executed} mutants run, "
         f"seed {score.seed}: "
         f"{len(score.killed)} killed, {len(score.survivors)} survived, "
-        f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
+        f"{len(score.equivalent)} equivalent: score {score.kill_rate:.1%}"
     )
     return int(bool(score.survivors))
 

@@ -20,7 +20,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.input_mutations.run import Kill
+    from modular_kernel.testing.input_mutations.run import CallMutantResult
     from modular_kernel.testing.mutation import Mutant, MutationBackend, Score, Survey
 
 Pair = tuple[str, str]
@@ -174,9 +174,9 @@ def run_mutation(
     return ok
 
 
-def run_input_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[Kill]":
+def run_input_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[CallMutantResult]":
     """Run every mutation of inputs and outputs on every pairing, and return the outcomes."""
-    kills: list[Kill] = []
+    kills: list[CallMutantResult] = []
     with output.show_progress(len(pairs), "pairings") as advance:
         for pair in pairs:
             kills += executor.run_input_mutations(*pair)
@@ -184,7 +184,7 @@ def run_input_mutations(pairs: Sequence[Pair], executor: Executor) -> "list[Kill
     return kills
 
 
-def make_kill_record(kill: "Kill") -> dict[str, object]:
+def make_kill_record(kill: "CallMutantResult") -> dict[str, object]:
     """Return the JSON record of the outcome of an input or output mutation."""
     return {
         "mutant": kill.mutant,
@@ -192,15 +192,15 @@ def make_kill_record(kill: "Kill") -> dict[str, object]:
         "experts": kill.case.experts,
         "case": str(kill.case),
         "ok": kill.ok,
-        "unsound": kill.unsound,
+        "unsound": kill.failure_without_mutant,
         "killed_by": kill.killed_by,
-        "changes_nothing": kill.nothing,
+        "changes_nothing": kill.no_effect_reason,
     }
 
 
-def print_kills(all_kills: Sequence["Kill"]) -> None:
+def print_kills(all_kills: Sequence["CallMutantResult"]) -> None:
     """Print a table of the mutations of each pairing, and a line for each that was not killed."""
-    groups: dict[Pair, list[Kill]] = {}
+    groups: dict[Pair, list[CallMutantResult]] = {}
     for kill in all_kills:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
         groups.setdefault(key, []).append(kill)
@@ -211,10 +211,10 @@ def print_kills(all_kills: Sequence["Kill"]) -> None:
     columns = ("input mutation", "pairing", "cases", "killed by", "verdict")
     output.print_table(columns, rows)
     for kill in all_kills:
-        if not kill.ok or kill.nothing:
+        if not kill.ok or kill.no_effect_reason:
             output.print_line(str(kill))
     missed = sum(not kill.ok for kill in all_kills)
-    unused = sum(kill.ok and kill.nothing is not None for kill in all_kills)
+    unused = sum(kill.ok and kill.no_effect_reason is not None for kill in all_kills)
     killed = len(all_kills) - missed - unused
     not_applicable = f", {unused} not applicable" if unused else ""
     output.print_line(
@@ -223,13 +223,13 @@ def print_kills(all_kills: Sequence["Kill"]) -> None:
     )
 
 
-def _format_killing_checks(kills: Sequence["Kill"]) -> str:
+def _format_killing_checks(kills: Sequence["CallMutantResult"]) -> str:
     names = [kill.killed_by.partition(":")[0] for kill in kills if kill.killed_by is not None]
     return ", ".join(dict.fromkeys(names))
 
 
-def _format_verdict(kills: Sequence["Kill"]) -> str:
-    if any(kill.unsound is not None for kill in kills):
+def _format_verdict(kills: Sequence["CallMutantResult"]) -> str:
+    if any(kill.failure_without_mutant is not None for kill in kills):
         return "fails without the mutation"
     if not all(kill.ok for kill in kills):
         return "MISSED"
@@ -391,5 +391,5 @@ def _print_text(score: "Score") -> None:
     output.print_line(
         f"{survey.part}: {len(score.outcomes)} of {score.executed} mutants run (seed "
         f"{score.seed}): {len(score.killed)} killed, {len(score.survivors)} survived, "
-        f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
+        f"{len(score.equivalent)} equivalent: score {score.kill_rate:.1%}"
     )

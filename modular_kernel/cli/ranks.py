@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from modular_kernel.testing.cases.case import Case
     from modular_kernel.testing.cases.lists import Selection
     from modular_kernel.testing.cases.ranks import RankCase, RankSelection
-    from modular_kernel.testing.input_mutations.run import Kill
+    from modular_kernel.testing.input_mutations.run import CallMutantResult
     from modular_kernel.testing.ranks.external_launcher import AnyRanks
     from modular_kernel.testing.verify.one_process import Proof
 
@@ -88,7 +88,9 @@ class Executor:
             assert isinstance(case, RankCase)
             yield prove_ranks(case, self.pool, self.machine)
 
-    def run_input_mutations(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
+    def run_input_mutations(
+        self, prepare_finalize: str, experts: str
+    ) -> "tuple[CallMutantResult, ...]":
         """Run every mutation of inputs and outputs on a pairing, and return the outcomes.
 
         A mutation corrupts a tensor that a part receives or returns. It is killed if a check fails.

@@ -26,7 +26,7 @@ from modular_kernel.text import format_count
 
 if TYPE_CHECKING:
     from modular_kernel.testing.cases.case import Case
-    from modular_kernel.testing.cases.path_coverage import PathCell
+    from modular_kernel.testing.cases.path_coverage import PathCombination
     from modular_kernel.testing.verify.one_process import Proof
 
 
@@ -94,10 +94,10 @@ class VerifyJob:
     covered_pairs: number of pairs of axis values that occur together in some case, if the cases are
     a pairwise selection.
     impossible_pairs: number of pairs of axis values that no valid case can have.
-    reachable: cells of the experts' code paths that the cases can enter; a cell is a path with a
-    scheme and other properties of the call (see testing.cases.path_coverage). Empty for experts
-    with a single path, and for cases over ranks.
-    requires_all_cells: whether the cases must enter all reachable cells.
+    reachable: the (code path, scheme, value of one property) combinations that calls of the
+    pairing can enter (see testing.cases.path_coverage). Empty for experts with a single path, and
+    for cases over ranks.
+    requires_all_combinations: whether the cases must enter all reachable combinations.
     """
 
     prepare_finalize: str
@@ -107,8 +107,8 @@ class VerifyJob:
     omitted: str
     covered_pairs: int = 0
     impossible_pairs: int = 0
-    reachable: "frozenset[PathCell]" = frozenset()
-    requires_all_cells: bool = False
+    reachable: "frozenset[PathCombination]" = frozenset()
+    requires_all_combinations: bool = False
 
     @property
     def coverage(self) -> str:
@@ -132,35 +132,42 @@ class JobResult:
         return [proof for proof in self.proofs if not proof.passed]
 
     @cached_property
-    def missed_cells(self) -> "list[PathCell]":
-        """Reachable path cells that no case entered."""
-        entered = (proof.cells for proof in self.proofs)
+    def missed_combinations(self) -> "list[PathCombination]":
+        """Reachable (path, scheme, value) combinations that no case entered."""
+        entered = (proof.path_combinations for proof in self.proofs)
         return sorted(self.job.reachable.difference(*entered))
 
     @property
     def ok(self) -> bool:
-        return not self.failed and not (self.job.requires_all_cells and self.missed_cells)
+        return not self.failed and not (
+            self.job.requires_all_combinations and self.missed_combinations
+        )
 
     @property
     def paths(self) -> str:
-        """For each code path, how many of its schemes and cells were entered."""
+        """For each code path, how many of its schemes and combinations were entered."""
         return "; ".join(
             self._format_path(path) for path in sorted({c.path for c in self.job.reachable})
         )
 
     def _format_path(self, path: str) -> str:
-        cells = {cell for cell in self.job.reachable if cell.path == path}
-        missed = cells.intersection(self.missed_cells)
-        schemes = {cell.scheme for cell in cells}
-        missed_schemes = sorted(schemes - {cell.scheme for cell in cells - missed})
+        combinations = {
+            combination for combination in self.job.reachable if combination.path == path
+        }
+        missed = combinations.intersection(self.missed_combinations)
+        schemes = {combination.scheme for combination in combinations}
+        missed_schemes = sorted(
+            schemes - {combination.scheme for combination in combinations - missed}
+        )
         text = (
             f"{path}: {len(schemes) - len(missed_schemes)} of "
             f"{format_count(len(schemes), 'scheme')}"
         )
-        text += f", {len(cells) - len(missed)} of {format_count(len(cells), 'cell')}"
+        num_entered = len(combinations) - len(missed)
+        text += f", {num_entered} of {format_count(len(combinations), 'combination')}"
         return (
             f"{text}, never {', '.join(missed_schemes)}"
-            if missed_schemes and self.job.requires_all_cells
+            if missed_schemes and self.job.requires_all_combinations
             else text
         )
 
@@ -292,22 +299,30 @@ def _make_jobs(
                 covered_pairs = getattr(selection, "num_covered", 0)
                 impossible_pairs = len(getattr(selection, "impossible", ()))
                 pair, omitted = (pf_name, experts_name), _describe_omitted(executor, level)
-                cells = _find_reachable_cells(executor, *pair)
+                combinations = _find_reachable_combinations(executor, *pair)
                 job = VerifyJob(
-                    *pair, selection.cases, refused, omitted, covered_pairs, impossible_pairs, cells
+                    *pair,
+                    selection.cases,
+                    refused,
+                    omitted,
+                    covered_pairs,
+                    impossible_pairs,
+                    combinations,
                 )
-                jobs.append(replace(job, requires_all_cells=level == "full"))
+                jobs.append(replace(job, requires_all_combinations=level == "full"))
     return jobs
 
 
-def _find_reachable_cells(executor: Executor, pf: str, experts: str) -> "frozenset[PathCell]":
-    """Return the cells of the experts' code paths that a single-process call can enter."""
-    from modular_kernel.testing.cases.path_coverage import reachable_cells
+def _find_reachable_combinations(
+    executor: Executor, pf: str, experts: str
+) -> "frozenset[PathCombination]":
+    """Return the (path, scheme, value) combinations that a single-process call can enter."""
+    from modular_kernel.testing.cases.path_coverage import reachable_combinations
 
     return (
         frozenset()
         if executor.pool is not None
-        else frozenset(reachable_cells(pf, experts, executor.machine))
+        else frozenset(reachable_combinations(pf, experts, executor.machine))
     )
 
 
@@ -397,7 +412,7 @@ def _make_record(result: JobResult) -> dict[str, object]:
         "covers": result.job.coverage,
         "paths": {
             "reachable": len(result.job.reachable),
-            "not_entered": [str(cell) for cell in result.missed_cells],
+            "not_entered": [str(combination) for combination in result.missed_combinations],
         },
         "failed": len(failures),
         "seconds": sum(proof.seconds for proof in result.proofs),
@@ -416,8 +431,8 @@ def _print_text(results: Sequence[JobResult]) -> None:
             output.print_line(f"{job.prepare_finalize} x {job.experts}: {job.coverage}")
             if job.reachable:
                 output.print_line(f"paths entered: {result.paths}")
-            for cell in result.missed_cells if job.requires_all_cells else ():
-                output.print_line(f"failed: no case covers {cell}")
+            for combination in result.missed_combinations if job.requires_all_combinations else ():
+                output.print_line(f"failed: no case covers {combination}")
         for proof in result.failed:
             output.print_line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)

@@ -1,4 +1,6 @@
-"""Correctness tests for pairings of prepare/finalize and experts parts, including third-party ones.
+"""Correctness tests for a prepare/finalize class together with an experts class (a "pairing").
+
+The classes ("parts") may come from this package or from another one.
 
     from modular_kernel.testing import cases_for, pairings, prove, sensitivity
 
@@ -9,10 +11,13 @@
 Packages:
 
 - `cases`: the test cases of a pairing and their input tensors.
-- `verify`: runs a case and checks its results: tolerance (`compare`), checks (`checks`), and the
-  ledger of pairings that must pass (`ledger`).
-- `input_mutations`: injected defects that the checks must detect.
+- `verify`: runs a case and checks its results. `compare` has the tolerance, `checks` the properties
+  that are checked, and `ledger` the list of pairings that must pass.
+- `input_mutations`: wrong inputs and outputs, injected to see that the checks detect them.
+- `mutation`: the same for small changes of the source code of a part (mutation testing).
 - `ranks`: the pool of processes for cases with several ranks.
+- `checkpoints`, `compile`, `edges`, `stress`: tests of checkpoint formats, of `torch.compile`, of
+  extreme calls, and of random calls, faults and long runs.
 
 No GPU is required. On a GPU, the same code runs unchanged.
 
@@ -30,7 +35,7 @@ With several ranks:
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.lists import cases_for, pairings
 from modular_kernel.testing.input_mutations.inject import CallMutant
-from modular_kernel.testing.input_mutations.run import MUTANTS, Kill, sensitivity
+from modular_kernel.testing.input_mutations.run import MUTANTS, CallMutantResult, sensitivity
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.ledger import check_proofs, machine_kind, read_ledger
 from modular_kernel.testing.verify.one_process import Proof, prove
@@ -38,9 +43,9 @@ from modular_kernel.testing.verify.one_process import Proof, prove
 __all__ = [
     "MUTANTS",
     "CallMutant",
+    "CallMutantResult",
     "Case",
     "Comparison",
-    "Kill",
     "Proof",
     "cases_for",
     "check_proofs",

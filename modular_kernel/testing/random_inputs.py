@@ -1,4 +1,8 @@
-"""Random inputs for a problem, used by benchmarks and examples."""
+"""Random inputs for a problem (the shapes, dtypes and options of a layer).
+
+Used by benchmarks, examples and `tune`. Tests use `cases.inputs`, which has more kinds of inputs.
+Dimension names in this file: e local experts, i intermediate size, k = top_k.
+"""
 
 from dataclasses import replace
 

@@ -280,7 +280,7 @@ def test_every_input_mutation_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch
 
 def test_missed_input_mutation_exits_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.Kill("harmless", case, unsound=None, killed_by=None)
+    kill = mutants.CallMutantResult("harmless", case, failure_without_mutant=None, killed_by=None)
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 1
@@ -292,7 +292,13 @@ def test_input_mutation_without_effect_is_not_applicable(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.Kill("idle", case, unsound=None, killed_by=None, nothing="no part reads it")
+    kill = mutants.CallMutantResult(
+        "idle",
+        case,
+        failure_without_mutant=None,
+        killed_by=None,
+        no_effect_reason="no part reads it",
+    )
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 0
@@ -305,7 +311,12 @@ def test_pair_that_fails_without_mutation_is_reported(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.Kill("zeros", case, unsound="numeric: far off", killed_by="numeric: all zeros")
+    kill = mutants.CallMutantResult(
+        "zeros",
+        case,
+        failure_without_mutant="numeric: far off",
+        killed_by="numeric: all zeros",
+    )
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
     result = mk(*INPUT_MUTATIONS)
     assert result.code == 1

@@ -124,8 +124,8 @@ def make_kills() -> list[SimpleNamespace]:
             case=case,
             killed_by=check,
             ok=ok,
-            unsound=None,
-            nothing=None,
+            failure_without_mutant=None,
+            no_effect_reason=None,
         )
         for check, ok in outcomes
     ]

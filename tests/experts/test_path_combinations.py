@@ -1,4 +1,4 @@
-"""Cells of paths: the full case list enters every reachable cell, and calls report which."""
+"""Coverage of code paths: the full case list enters every reachable (path, scheme, value)."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, cases_for
 from modular_kernel.testing.cases.path_coverage import (
-    PathCell,
+    PathCombination,
     list_path_cases,
-    predict_cells,
-    reachable_cells,
+    predict_combinations,
+    reachable_combinations,
 )
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -27,43 +27,49 @@ needs_paths = pytest.mark.skipif(
 
 
 @needs_paths
-def test_the_full_list_enters_every_reachable_cell(machine: Machine) -> None:
-    wanted = set(reachable_cells(*PAIR, machine))
-    assert {cell.path for cell in wanted} == {"aligned", "aligned_w4", "gemv", "gemv_w4"}
+def test_the_full_list_enters_every_reachable_combination(machine: Machine) -> None:
+    wanted = set(reachable_combinations(*PAIR, machine))
+    assert {combination.path for combination in wanted} == {
+        "aligned",
+        "aligned_w4",
+        "gemv",
+        "gemv_w4",
+    }
     assert len(wanted) > 500
     for case in reversed(cases_for(*PAIR, machine).cases):
         if not wanted:
             break
-        wanted -= predict_cells(case)
+        wanted -= predict_combinations(case)
     assert not wanted, sorted(map(str, wanted))
 
 
 @needs_paths
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:group=32", "nvfp4_w4a16", "fp8_w8a8_channel"])
-def test_a_report_states_the_entered_cells(quant: str, machine: Machine) -> None:
+def test_a_report_states_the_entered_combinations(quant: str, machine: Machine) -> None:
     case = Case(*PAIR, replace(WORDS, quant=quant))
     proof = prove(case, machine)
     assert proof.passed, str(proof)
-    assert proof.cells == predict_cells(case)
+    assert proof.path_combinations == predict_combinations(case)
     name = {"int4": "gemv_w4", "nvfp": "aligned_w4", "fp8_": "gemv"}[quant[:4]]
-    assert {cell.path for cell in proof.cells} == {name}
+    assert {combination.path for combination in proof.path_combinations} == {name}
 
 
-def test_a_part_with_one_path_has_no_cells(machine: Machine) -> None:
-    assert reachable_cells("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
+def test_a_part_with_one_path_has_no_combinations(machine: Machine) -> None:
+    assert reachable_combinations("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine) == {}
     assert list(list_path_cases("TorchExperts")) == []
 
 
-def test_a_cell_that_no_case_enters_fails_the_full_list(machine: Machine) -> None:
+def test_a_combination_that_no_case_enters_fails_the_full_list(machine: Machine) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE.with_tokens(1))
     proof = prove(case, machine)
-    cells = frozenset({PathCell("fast", "nvfp4_w4a16", "bias=True")})
-    job = VerifyJob(case.prepare_finalize, case.experts, (case,), 0, "", reachable=cells)
+    combinations = frozenset({PathCombination("fast", "nvfp4_w4a16", "bias=True")})
+    job = VerifyJob(case.prepare_finalize, case.experts, (case,), 0, "", reachable=combinations)
     smoke, full = (
-        JobResult(replace(job, requires_all_cells=whole), (proof,)) for whole in (False, True)
+        JobResult(replace(job, requires_all_combinations=whole), (proof,))
+        for whole in (False, True)
     )
     assert smoke.ok
     assert not full.ok
-    assert "fast: 0 of 1 scheme, 0 of 1 cell, never nvfp4_w4a16" in full.paths
-    entered = replace(proof, cells=cells)
+    assert "fast: 0 of 1 scheme, 0 of 1 combination, never nvfp4_w4a16" in full.paths
+    entered = replace(proof, path_combinations=combinations)
     assert JobResult(full.job, (entered,)).ok

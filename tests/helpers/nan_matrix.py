@@ -94,7 +94,7 @@ def check_calls(
             continue
         case = Case(*pair, problem, variation=InputVariation(nan=name))
         sample = Sample(case, device, tokens=problem.tokens, seed_offset=0)
-        routing = sample.pristine.routing
+        routing = sample.original_inputs.routing
         fill_unused(sample.inputs.weights, routing, tuple(range(problem.e)), problem.experts)
         failures = sample.compare(call(kernel, sample)).problems
         counts.calls += 1

@@ -61,7 +61,7 @@ DEFECTS = ("rows_reordered", "stale_rows", "last_expert_lost")
 @pytest.mark.parametrize("mutant", [m for m in RANK_MUTANTS if m.name in DEFECTS])
 def test_defects_are_found(mutant: Any, rank_pool: Pool) -> None:
     kills = sensitivity_ranks(PART, "TorchExperts", rank_pool(2), mutants=[mutant])
-    assert [str(kill) for kill in kills if not kill.ok or kill.nothing] == []
+    assert [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason] == []
     assert kills
 
 

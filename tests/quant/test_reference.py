@@ -266,11 +266,11 @@ def test_skipped_rows_are_exactly_zero() -> None:
 
 
 def test_inputs_are_not_changed() -> None:
-    inputs, pristine = (make_inputs(SMALL, "skips", CPU) for _ in range(2))
+    inputs, original_inputs = (make_inputs(SMALL, "skips", CPU) for _ in range(2))
     float64_reference(SMALL, inputs)
     rounded_reference(SMALL, inputs)
     for name, tensor in inputs.tensors().items():
-        same = pristine.tensors()[name]
+        same = original_inputs.tensors()[name]
         torch.testing.assert_close(tensor, same, rtol=0, atol=0, equal_nan=True)
 
 

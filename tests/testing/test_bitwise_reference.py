@@ -167,7 +167,7 @@ def _detects_weight_change(trial: Trial, change: float) -> bool:
     mismatches, perturbed_mismatches = [], []
     for sample in (trial.first, trial.second):
         (roundings,) = bitwise_reference.list_declared_roundings(trial, sample) or []
-        weights = sample.pristine.routing.topk_weights_TK
+        weights = sample.original_inputs.routing.topk_weights_TK
         expected = bitwise_reference.compute_bitwise_reference(sample, roundings)
         original_weights = weights.clone()
         weights.mul_(1 + change)

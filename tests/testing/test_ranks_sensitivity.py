@@ -26,7 +26,7 @@ from modular_kernel.testing.input_mutations.rank_operators import (
     build_mutant,
     build_on_last_rank,
 )
-from modular_kernel.testing.input_mutations.run import Kill
+from modular_kernel.testing.input_mutations.run import CallMutantResult
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 
@@ -88,7 +88,7 @@ def survivors(
 ) -> list[str]:
     kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], proven=proven)
     assert kills, "no case has the mutant"
-    return [str(kill) for kill in kills if not kill.ok or kill.nothing]
+    return [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason]
 
 
 @pytest.mark.share(6)
@@ -114,7 +114,7 @@ def test_a_change_of_unread_values_is_neither_killed_nor_survived(
     (mutant,) = (each for each in RANK_MUTANTS if each.name == UNREAD_COUNTS[1])
     pair = UNREAD_COUNTS[0], "TorchExperts"
     (kill,) = sensitivity_ranks(*pair, rank_pool(4), mutants=[mutant], proven=proven)
-    assert kill.nothing == "what it changes is never read", str(kill)
+    assert kill.no_effect_reason == "what it changes is never read", str(kill)
     assert (kill.ok, kill.killed_by) == (True, None)
 
 
@@ -154,12 +154,13 @@ def test_effects_record_reads() -> None:
 
 def test_a_failure_without_an_effect_is_unsound() -> None:
     case = CASES[0]
-    kill = Kill.from_effect("defect", case, None, "numeric: far off", Effect.NONE)
-    assert (kill.ok, kill.killed_by, kill.unsound) == (False, None, "numeric: far off")
-    assert str(Kill.from_effect("defect", case, None, None, Effect.NONE)).endswith(
+    kill = CallMutantResult.from_effect("defect", case, None, "numeric: far off", Effect.NONE)
+    assert not kill.ok
+    assert (kill.killed_by, kill.failure_without_mutant) == (None, "numeric: far off")
+    assert str(CallMutantResult.from_effect("defect", case, None, None, Effect.NONE)).endswith(
         "no effect: the tensors it changes are absent"
     )
-    assert not Kill.from_effect("defect", case, None, None, Effect.USED).ok
+    assert not CallMutantResult.from_effect("defect", case, None, None, Effect.USED).ok
 
 
 def test_defects_occur_exactly_where_they_can() -> None:

@@ -39,7 +39,7 @@ def test_killed(
 ) -> None:
     # One case per mutant: `mk test --sensitivity` runs two.
     kills = sensitivity(*pairing, machine, mutants=[mutant], cases_each=1, proven=proven)
-    assert [str(kill) for kill in kills if not kill.ok or kill.nothing] == []
+    assert [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason] == []
 
 
 def test_every_mutant_occurs_in_some_pairing(machine: Machine) -> None:

@@ -1,9 +1,10 @@
 """Measure how well cases cover the code paths of an experts part.
 
-Coverage is measured in cells: (code path, scheme, value of one property). A part selects its path
-by the shape of a call. Therefore, a scheme may have many cases and still none that enters its fast
-path. `reachable_cells` returns the cells that valid calls can enter, and `list_cells` the cells
-that a given call enters.
+An experts component ("part") selects its code path by the shape of a call. Therefore, a scheme may
+have many cases and still none that enters its fast path. Coverage is therefore counted in
+combinations of a code path, a quantization scheme, and the value of one property of the call, such
+as "bias=True" (`PathCombination`). `reachable_combinations` returns those that valid calls can
+enter, and `list_combinations` those that a given call enters.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ _FLAGS = ("zero_points", "static", "repacked")
 
 
 @dataclass(frozen=True, order=True)
-class PathCell:
+class PathCombination:
     """A code path, a scheme, and one property such as "bias=True" or "layout=spaced"."""
 
     path: str
@@ -48,14 +49,16 @@ class PathCell:
 
 @dataclass(frozen=True)
 class Probe:
-    """A call that enters a cell: its problem and the layout of its tensors."""
+    """A call that enters a combination: its problem and the layout of its tensors."""
 
     problem: Problem
     variation: InputVariation
 
 
-def list_cells(path: str, problem: Problem, weights: ExpertWeights) -> frozenset[PathCell]:
-    """Return the cells of a call of `problem` with these weights."""
+def list_combinations(
+    path: str, problem: Problem, weights: ExpertWeights
+) -> frozenset[PathCombination]:
+    """Return the combinations of a call of `problem` with these weights."""
     scales = "none" if weights.w1_scale is None else dtype_name(weights.w1_scale.dtype)
     values = {
         "layout": detect_layout(weights.w1),
@@ -67,11 +70,13 @@ def list_cells(path: str, problem: Problem, weights: ExpertWeights) -> frozenset
         "interleaved": problem.act.interleaved,
     }
     scheme = format_scheme(problem.scheme)
-    return frozenset(PathCell(path, scheme, f"{axis}={value}") for axis, value in values.items())
+    return frozenset(
+        PathCombination(path, scheme, f"{axis}={value}") for axis, value in values.items()
+    )
 
 
 def format_scheme(scheme: QuantScheme) -> str:
-    """Format a scheme without its group sizes, which do not distinguish cells."""
+    """Format a scheme without its group sizes, which do not distinguish combinations."""
     flags = [flag for flag in _FLAGS if getattr(scheme, flag)]
     return ":".join([scheme.name, *flags])
 
@@ -84,13 +89,15 @@ def detect_layout(w_eNK: torch.Tensor) -> str:
 
 
 @cache
-def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> dict[PathCell, Probe]:
-    """Return every cell that a valid call of the pairing can enter on `machine`.
+def reachable_combinations(
+    prepare_finalize: str, experts: str, machine: Machine
+) -> dict[PathCombination, Probe]:
+    """Return every combination that a valid call of the pairing can enter on `machine`.
 
-    Maps each cell to the probe with the fewest tokens that enters it. Returns {} for a part with a
-    single path, whose `path_name` is empty.
+    Maps each combination to the probe with the fewest tokens that enters it. Returns {} for a part
+    with a single path, whose `path_name` is empty.
     """
-    probes: dict[PathCell, Probe] = {}
+    probes: dict[PathCombination, Probe] = {}
     part = load_catalog().experts(experts)
     for problem, variation in _list_probes():
         if not check(prepare_finalize, experts, problem, machine).ok:
@@ -101,10 +108,10 @@ def reachable_cells(prepare_finalize: str, experts: str, machine: Machine) -> di
             path = instance.path_name(inputs.x_TH[:tokens], inputs.weights)
             if not path:
                 return {}
-            for cell in list_cells(path, problem, inputs.weights):
-                best = probes.get(cell)
+            for combination in list_combinations(path, problem, inputs.weights):
+                best = probes.get(combination)
                 if best is None or best.problem.tokens > tokens:
-                    probes[cell] = Probe(problem.with_tokens(tokens), variation)
+                    probes[combination] = Probe(problem.with_tokens(tokens), variation)
     return probes
 
 
@@ -183,24 +190,24 @@ def list_path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation
 def list_external_path_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
-    """Yield a case for each cell of every scheme that a path of another package supports.
+    """Yield a case for each combination of every scheme that a path of another package supports.
 
     The other lists of cases are designed for the built-in paths. An external path takes over some
-    of their calls, and adds cells of its own.
+    of their calls, and adds combinations of its own.
     """
     paths = [path for path in load_catalog().experts(experts).paths() if not path.error]
     external = {path.name for path in paths if path.origin != paths[0].origin}
     if not external:
         return
-    cells = reachable_cells(prepare_finalize, experts, machine)
-    schemes = {cell.scheme for cell in cells if cell.path in external}
-    probes = (probe for cell, probe in cells.items() if cell.scheme in schemes)
+    combinations = reachable_combinations(prepare_finalize, experts, machine)
+    schemes = {combination.scheme for combination in combinations if combination.path in external}
+    probes = (probe for combination, probe in combinations.items() if combination.scheme in schemes)
     for probe in dict.fromkeys(probes):
         yield probe.problem, "skips", probe.variation
 
 
-def predict_cells(case: Case) -> frozenset[PathCell]:
-    """Return the cells that the calls of a case enter, without running them.
+def predict_combinations(case: Case) -> frozenset[PathCombination]:
+    """Return the combinations that the calls of a case enter, without running them.
 
     Assumes that the PrepareAndFinalize does not change the tokens. A call without adapters enters
     the path of the same problem without LoRA.
@@ -212,7 +219,7 @@ def predict_cells(case: Case) -> frozenset[PathCell]:
             variation=replace(case.variation, slot_pattern=SLOT_PATTERNS[0]),
         )
     part = load_catalog().experts(case.experts)
-    instance, cells, tokens = part(case.problem), set[PathCell](), case.problem.tokens
+    instance, combinations, tokens = part(case.problem), set[PathCombination](), case.problem.tokens
     device = torch.device("cpu")
     for seed_offset, count, strided in ((0, tokens, False), (2, (tokens + 1) // 2, True)):
         problem = case.problem.with_tokens(count)
@@ -224,5 +231,5 @@ def predict_cells(case: Case) -> frozenset[PathCell]:
         remainder = count % chunk if chunk else 0
         for rows in {chunk, remainder} - {0}:
             path = instance.path_name(inputs.x_TH[:rows], inputs.weights)
-            cells |= list_cells(path, case.problem, inputs.weights)
-    return frozenset(cells)
+            combinations |= list_combinations(path, case.problem, inputs.weights)
+    return frozenset(combinations)

@@ -1,4 +1,8 @@
-"""Input mutations of calls with LoRA adapters."""
+"""Input mutations of calls with LoRA adapters.
+
+Each token has an adapter slot, or -1 for none. A mutation changes the slots or the matrices A and B
+of the adapters before the call, which must change the output noticeably.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,11 @@
-"""Conditions on the problem, the kind of routing and the pairing for a defect to be visible."""
+"""Conditions under which an injected defect must be visible.
+
+Imported as `when` by the lists of defects (`operators`, `memory`, `quantized`, `adapters`). Most
+conditions take a problem (shapes, dtypes and options of a layer) and a kind of routing, one of
+`testing.cases.inputs`. Those whose names end in `_pair`, and `reads_every_row` and
+`finalize_applies_weights`, take the requirements of the two components of a kernel. Elsewhere, a
+pair is a (token, top-k slot).
+"""
 
 from collections.abc import Callable
 

@@ -1,8 +1,9 @@
 """Record whether an injected defect had any effect.
 
-A defect without effect is neither killed nor a survivor. Changes of arguments, rows or results
-always have an effect. A changed problem, handle or set of tokens may be equal to the original, and
-a changed field of a handle may never be read.
+In mutation testing, a defect is killed if a check fails, and survives otherwise. A defect without
+any effect is neither. Changes of arguments, rows or results always have an effect. A changed
+problem, handle or set of tokens may be equal to the original, and a changed field of a handle may
+never be read. (A handle is the data that `prepare` passes to `finalize`.)
 """
 
 import copy

@@ -1,7 +1,9 @@
-"""Inject a defect into a kernel by wrapping its parts and its calls.
+"""Inject a defect into a kernel by wrapping its two components ("parts") and its calls.
 
-A `CallMutant` has a hook for each step of a call that it changes. The other steps are not changed,
-so the kernel behaves as if a part had the defect.
+A call has these steps: `prepare` of the exchange part dispatches tokens to the experts and returns
+them with a handle; the experts part computes output rows from them; `finalize` of the exchange part
+combines these rows, as the handle says. A `CallMutant` has a hook for each step that it changes.
+The other steps are not changed, so the kernel behaves as if a part had the defect.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,9 @@
-"""Defects in the problem and in the arguments of a call, one function each."""
+"""Defects in the problem and in the arguments of a call, one function each.
+
+The lists of defects in `operators`, `memory`, `quantized`, `adapters` and `roundings` use these
+functions as hooks of a `CallMutant`. A pair is a (token, top-k slot); w1 holds the gate and up
+matrices, and w2 the down matrix.
+"""
 
 import math
 from dataclasses import replace

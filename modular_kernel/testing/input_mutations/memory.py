@@ -1,6 +1,7 @@
-"""Mutants that misuse memory or state.
+"""Injected defects ("mutants") that misuse memory or state; `operators.MUTANTS` contains them.
 
-Values are not written, overwritten, stale, or returned wrongly.
+Values are not written, overwritten, stale, or returned wrongly. Each mutant has a name, a
+description, the condition under which the checks must detect it, and the function that injects it.
 """
 
 from functools import partial

@@ -1,7 +1,8 @@
-"""The input mutations that the checks must detect. Each is a defect that real kernels have had.
+"""The input mutations of unquantized calls, each of which is a defect that real kernels have had.
 
-`conditions` defines when a defect must be visible. `inputs` and `outputs` implement the defects.
-`memory` lists those that misuse memory.
+Each has a name, a description, the condition under which the checks must detect it (`conditions`),
+and the function that injects it (`inputs` and `outputs`). `run.sensitivity` runs them. A pair is a
+(token, top-k slot).
 """
 
 from dataclasses import replace

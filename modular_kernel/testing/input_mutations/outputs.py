@@ -1,4 +1,9 @@
-"""Defects inside a call and in its output, one function each. `operators` and others use them."""
+"""Defects inside a call and in its output, one function each.
+
+The lists of defects in `operators` and `memory` use these functions as hooks of a `CallMutant`.
+`call.initial_out` is a copy of the output tensor from before the call, so copying rows of it to
+`call.out` imitates rows that are not written.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +25,7 @@ def reuse_output(call: StartedCall) -> None:
 
 
 def receive_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
-    """Keep the dispatched tokens in the part, not the handle. A later call replaces them."""
+    """Keep the dispatched tokens where a later call replaces them, instead of in the handle."""
     memory["arrived"] = arrived
     return LatestArrival(memory)
 
@@ -93,7 +98,7 @@ def zero_last_token(call: StartedCall) -> None:
 
 
 def zero_last_token_of_smaller_plan(call: StartedCall) -> None:
-    """Zero the last token if `out` is a part of the larger output of a plan."""
+    """Zero the last token if `out` is a slice of the larger output buffer of a plan."""
     rows = call.arguments.problem.tokens
     row_bytes = call.out[0].numel() * call.out.element_size()
     if len(call.out) < rows and call.out.untyped_storage().nbytes() == rows * row_bytes:

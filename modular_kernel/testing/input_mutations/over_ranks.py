@@ -1,4 +1,8 @@
-"""Run the input mutations with several ranks: the checks must detect each one in every pairing."""
+"""Run the input mutations with several ranks: the checks must detect each one in every pairing.
+
+A pairing is an exchange class with an experts class. `mk test --mutate` with `--world-size` and the
+test suite call `sensitivity_ranks`.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +15,7 @@ from modular_kernel.testing.input_mutations.rank_operators import (
     RankMutant,
     build_mutant,
 )
-from modular_kernel.testing.input_mutations.run import Kill, first_or_none
+from modular_kernel.testing.input_mutations.run import CallMutantResult, first_or_none
 from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, check_plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
@@ -30,10 +34,11 @@ def sensitivity_ranks(
     mutants: Sequence[RankMutant] = RANK_MUTANTS,
     cases_each: int = 1,
     proven: dict[Case, str | None] | None = None,
-) -> tuple[Kill, ...]:
-    """Run each mutant that can occur in the pairing on the ranks of a pool, on smoke cases.
+) -> tuple[CallMutantResult, ...]:
+    """Run each mutant that can occur in the pairing on the ranks of a pool.
 
-    The other arguments and the result are those of `sensitivity`.
+    The cases are those of level "smoke", the short list. The other arguments and the result are
+    those of `sensitivity`.
     """
     proven = {} if proven is None else proven
     machine = machine_of(pool)
@@ -50,5 +55,7 @@ def sensitivity_ranks(
                 first_or_none(proof.failures),
                 pop_effect_on_ranks(mutant.name, pool),
             )
-            kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
+            kills.append(
+                CallMutantResult.from_effect(mutant.name, case, proven[case], failure, effect)
+            )
     return tuple(kills)

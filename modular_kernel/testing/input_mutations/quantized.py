@@ -1,4 +1,8 @@
-"""Input mutations of scales, zero points and packing, which are visible only in quantized cases."""
+"""Input mutations of scales, zero points and packing, which are visible only in quantized cases.
+
+Each has a name, a description, the condition under which the checks must detect it, and the
+function of `inputs` that injects it. `run.MUTANTS` contains them.
+"""
 
 from functools import partial
 

@@ -1,7 +1,8 @@
 """Input mutations that need several ranks: wrong destinations, exchanged rows, doubled sums.
 
-A mutant is made for the kernel of each rank, so that it can change one rank and leave the others
-unchanged.
+`RANK_MUTANTS` lists these defects; `over_ranks.sensitivity_ranks` runs them. A `RankMutant` makes
+the defect (`CallMutant`) of each rank's kernel separately, so that it can change one rank and leave
+the others unchanged. The fault scenarios of `verify` also use `build_on_last_rank`.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def build_mutant(
 ) -> FusedMoEModularKernel:
     """Make a rank's kernel with the named defect.
 
-    `partial(build_mutant, name)` is a RankBuild.
+    With `name` bound by `functools.partial`, it is the `build` argument of `prove_ranks`.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
     with nullcontext() if mutant.timeout_s is None else use_timeout(mutant.timeout_s):
@@ -69,7 +70,7 @@ def build_on_last_rank(
 
 
 def _has_many_pairs(case: RankCase) -> bool:
-    """Return whether all ranks get pairs, and the problem is not quantized.
+    """Return whether all ranks get (token, top-k slot) pairs, and the problem is not quantized.
 
     Quantization hides small changes.
     """

@@ -1,4 +1,8 @@
-"""Input mutations that add a single rounding, which `check_one_rounding` must detect."""
+"""Input mutations that add a single rounding, which `check_one_rounding` must detect.
+
+That check compares the output with a reference that rounds only where the experts component
+declares it, so these mutations apply only to components that declare their roundings.
+"""
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute

@@ -1,6 +1,8 @@
 """Run the input mutations: the checks must detect each one in every pairing in which it can occur.
 
-The checks are those of `prove`. If a mutant survives, the checks have a gap.
+A pairing is an exchange class with an experts class. A mutant, that is, a kernel with an injected
+defect, is killed if one of the checks of `prove` fails, and survives otherwise. If a mutant
+survives, the checks have a gap. `mk test --mutate` and authors of new classes call `sensitivity`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,47 +21,55 @@ from modular_kernel.testing.verify.one_process import prove, run_all_checks
 from modular_kernel.testing.verify.trial import Trial
 
 MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS + ADAPTER_MUTANTS
-__all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
+__all__ = ["MUTANTS", "CallMutant", "CallMutantResult", "sensitivity"]
 
 
 @dataclass(frozen=True)
-class Kill:
+class CallMutantResult:
     """Result of one mutant in one case.
 
     Attributes:
         mutant: name of the mutant.
         case: the case.
-        unsound: first failure of the kernel without the mutant; None if the kernel passes.
+        failure_without_mutant: first failure of the kernel without the defect; None if it passes.
         killed_by: first failure with the mutant; None if all checks pass.
-        nothing: why the mutant has no effect in this case, so that it is neither killed nor a
-            survivor; None if it has an effect.
+        no_effect_reason: why the mutant has no effect in this case, so that it is neither killed
+            nor a survivor; None if it has an effect.
     """
 
     mutant: str
     case: Case
-    unsound: str | None
+    failure_without_mutant: str | None
     killed_by: str | None
-    nothing: str | None = None
+    no_effect_reason: str | None = None
 
     @classmethod
     def from_effect(
-        cls, mutant: str, case: Case, unsound: str | None, failure: str | None, effect: Effect
-    ) -> "Kill":
+        cls,
+        mutant: str,
+        case: Case,
+        failure_without_mutant: str | None,
+        failure: str | None,
+        effect: Effect,
+    ) -> "CallMutantResult":
         """Make the result from a mutant's first failure and its effect."""
         reason = find_no_effect_reason(effect)
         if reason is None:
-            return cls(mutant, case, unsound, failure)
+            return cls(mutant, case, failure_without_mutant, failure)
         # A failure without any effect is a failure without the mutant.
-        return cls(mutant, case, unsound or failure, None, reason)
+        return cls(mutant, case, failure_without_mutant or failure, None, reason)
 
     @property
     def ok(self) -> bool:
-        return self.unsound is None and (self.killed_by is not None or self.nothing is not None)
+        is_explained = self.killed_by is not None or self.no_effect_reason is not None
+        return self.failure_without_mutant is None and is_explained
 
     def __str__(self) -> str:
-        outcome = f"no effect: {self.nothing}" if self.nothing else self.killed_by or "SURVIVED"
-        if self.unsound is not None:
-            outcome = f"fails without the mutant: {self.unsound}"
+        outcome = self.killed_by or "SURVIVED"
+        if self.no_effect_reason:
+            outcome = f"no effect: {self.no_effect_reason}"
+        if self.failure_without_mutant is not None:
+            outcome = f"fails without the mutant: {self.failure_without_mutant}"
         return f"{self.mutant} in {self.case}: {outcome}"
 
 
@@ -71,7 +81,7 @@ def sensitivity(
     mutants: Sequence[CallMutant] = MUTANTS,
     cases_each: int = 2,
     proven: dict[Case, str | None] | None = None,
-) -> tuple[Kill, ...]:
+) -> tuple[CallMutantResult, ...]:
     """Run each mutant that can occur in the pairing; return which check killed it.
 
     mutants: the mutants to run.
@@ -92,7 +102,9 @@ def sensitivity(
                 proven[case] = first_or_none(prove(case, machine).failures)
             failure = first_or_none(run_all_checks(Trial(case, machine, mutant.build)))
             effect = pop_effect(mutant.name)
-            kills.append(Kill.from_effect(mutant.name, case, proven[case], failure, effect))
+            kills.append(
+                CallMutantResult.from_effect(mutant.name, case, proven[case], failure, effect)
+            )
     return tuple(kills)
 
 

@@ -1,12 +1,19 @@
-r"""Mutation testing of parts: measure whether a part's cases detect defects in its source.
+r"""Mutation testing: measure whether the test cases of a part detect defects in its source code.
 
-    surveyed = survey("TorchExperts")
-    score = mutation_score(surveyed)
-    print(f"{score.share:.1%}", *(outcome.mutant.diff() for outcome in score.survivors), sep="\n")
+A part is an experts class, an exchange (prepare/finalize) class or a reducer.
 
-A mutant is one change to the source of a part, of its kernels, or of the operations that it uses.
-Each mutant is applied in a forked process (or in forked ranks), never on disk. The cases that
-execute the changed line run there until one of them fails.
+    score = mutation_score(survey("TorchExperts"))
+    print(f"{score.kill_rate:.1%}")
+    print("\n".join(outcome.mutant.diff() for outcome in score.survivors))
+
+A mutant is one change to the source of a part, of its kernels, or of the operations that it uses. A
+survey lists the mutants of a part and traces which cases execute their lines. Then each mutant is
+applied in a forked process (or in forked ranks), never on disk, and the cases that execute the
+changed line run there until one of them fails: it is killed. If none fails, it survives.
+
+`mk test --mutate` and tools/mutate_modules.py use this package. `sites`, `operators` and `source`
+make the mutants; `run_mutant` and the backends `one_process` and `over_ranks` run them; `score`
+counts the outcomes.
 """
 
 from modular_kernel.testing.mutation.coverage import Coverage, cover

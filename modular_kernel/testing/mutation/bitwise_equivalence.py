@@ -1,9 +1,10 @@
-"""Check whether mutants change any bit of a result.
+"""Check whether mutants (single changes of source code) change any bit of a result.
 
-Random valid problems are derived from the cases that execute a changed line, with other values and
-other numbers of tokens. They are computed with and without the mutants. Several mutants of
-different lines can be applied at the same time. Each problem then counts for the mutants that its
-case executes.
+This is one of two proofs that a surviving mutant is equivalent to the original; the other one is
+`code_equivalence`. Random valid problems are derived from the test cases that execute a changed
+line, with other values and other numbers of tokens. They are computed with and without the mutants,
+and hashes of their results ("digests") are compared. Several mutants of different lines can be
+applied at the same time. Each problem then counts for the mutants that its case executes.
 """
 
 import random

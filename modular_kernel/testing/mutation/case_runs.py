@@ -1,4 +1,9 @@
-"""Run cases in this process: list them, find the first failure of a case, or hash its results."""
+"""Run test cases in this process: list them, find the first failure of one, or hash its results.
+
+A forked process in which the source of a module is changed imports this module, and thereby the
+changed source. The hash of the bits of a case's results, its digest, shows whether the change has
+any effect on them.
+"""
 
 import hashlib
 import time
@@ -14,8 +19,8 @@ from modular_kernel.testing.cases.lists import Case, cases_for
 from modular_kernel.testing.verify.one_process import run_all_checks
 from modular_kernel.testing.verify.trial import Trial, build_kernel, call
 
-Pair = tuple[str, str]
-Level = Literal["smoke", "full"]
+Pair = tuple[str, str]  # names of the PrepareAndFinalize and the experts class of a pairing
+Level = Literal["smoke", "full"]  # the short or the full list of cases of a pairing
 
 
 def case_list(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], Machine]:

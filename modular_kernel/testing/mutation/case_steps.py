@@ -1,4 +1,9 @@
-"""Run the cases of a mutant step by step, in one process or on several ranks."""
+"""Run the test cases of a mutant step by step, in one process or on several ranks.
+
+The changed source is already loaded. Two calls of each case are cheap, and their digest (a hash of
+all result bits) shows whether the mutant has an effect. All checks, which take longer, then run
+mainly on cases whose digest differs.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,10 +1,12 @@
-"""Check whether mutants leave all compiled kernels unchanged.
+"""Check whether mutants (single changes of source code) leave all compiled kernels unchanged.
 
     comparison = same_code([mutant])  # a mutant of a kernel or of a device function
     assert comparison.differing == 0 and comparison.reached == (12,)
 
-Kernels are compiled as the parts launch them (`testing.compile.cases`), first without and then with
-the mutants, in processes that do not interpret kernels. The GPU need not be present.
+This is one of two proofs that a surviving mutant is equivalent to the original; the other one is
+`bitwise_equivalence`. Kernels are compiled as real calls launch them (`testing.compile.cases`),
+first without and then with the mutants, in processes that do not interpret kernels. The GPU need
+not be present.
 """
 
 import ast

@@ -1,7 +1,8 @@
-"""Measure which lines of a part are executed by its cases.
+"""Measure which source lines of a part (an experts or exchange class) its test cases execute.
 
-Each case makes two calls: its first call, and one with strided tensors. Interpreted kernels are
-Python code, so their lines are recorded like all others.
+A mutant needs to run only with the cases that execute its line. Each case makes two calls: its
+first call, and one with strided tensors; a hash of all result bits, the digest, is recorded, too.
+Interpreted kernels are Python code, so their lines are recorded like all others.
 """
 
 import sys

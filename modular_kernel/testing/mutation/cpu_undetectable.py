@@ -1,4 +1,7 @@
-"""Recognize mutants that cannot be distinguished from the original on a CPU, and state why."""
+"""Recognize mutants that cannot be distinguished from the original on a CPU, and state why.
+
+Mutation scores are computed on CPUs, and leave these mutants out.
+"""
 
 import ast
 import re

@@ -1,7 +1,8 @@
 """Run a function in a forked child process that sends messages to its parent.
 
-Messages are JSON objects, one per line. The child may hang, crash or exhaust memory, so its memory
-is limited, and the parent waits for each message for a limited time.
+`one_process` runs each mutant in such a child. Messages are JSON objects, one per line. The child
+may hang, crash or exhaust memory, so its memory is limited, and the parent waits for each message
+for a limited time.
 """
 
 import json

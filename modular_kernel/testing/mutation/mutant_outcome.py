@@ -1,4 +1,8 @@
-"""Outcome of a mutant, and a tracker that derives it from the messages of running cases."""
+"""Outcome of a mutant, and a tracker that derives it from the messages of running test cases.
+
+A mutant is killed if a case fails, hangs, crashes or is refused with it, and survives otherwise.
+`case_steps.run_cases` sends the messages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""Mutation testing in one process: each mutant runs in a separate child process."""
+"""Mutation testing of cases without ranks: each mutant runs in a separate forked process.
+
+`OneProcess` is the default `run_mutant.MutationBackend`. A digest is a hash of the result bits of a
+case.
+"""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,9 @@
 """Mutation operators: realistic mistakes in one expression or statement.
 
-Each operator is a function that yields the possible edits of a syntax node. OPERATORS lists them by
-node type. They handle idioms of Triton and torch (masks, `tl.where`, dtypes), but are not specific
-to any part.
+A mutation operator is a kind of change, such as "compare": `<` becomes `<=`. Here, each operator is
+a function that yields the possible edits of a syntax node. OPERATORS lists them by node type, and
+`sites` applies them to a module. They handle idioms of Triton and torch (masks, `tl.where`,
+dtypes), but are not specific to any module.
 """
 
 import ast

@@ -1,6 +1,7 @@
-"""Mutation testing on several ranks.
+"""Mutation testing of cases over several ranks: each mutant runs in newly forked ranks.
 
-Each mutant runs in newly forked ranks. A rank that waits for a peer times out after some seconds.
+`OverRanks` is the `run_mutant.MutationBackend` for these cases. A rank that waits for a peer times
+out after some seconds. A digest is a hash of the result bits of a case.
 """
 
 import time

@@ -1,6 +1,7 @@
 """Import modules from changed source text, together with all modules that depend on them.
 
-This is only for forked child processes, because imported modules are removed from sys.modules.
+This applies a mutant. It is only for forked child processes, because imported modules are removed
+from sys.modules.
 """
 
 import ast
@@ -20,7 +21,8 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Mutant, Source
 
-# This module loads parts at run time, so it depends on all of them.
+# This module loads the classes of experts and exchanges ("parts") from entry points at run time, so
+# it depends on all of them.
 _PART_LOADER = "modular_kernel.catalog"
 
 

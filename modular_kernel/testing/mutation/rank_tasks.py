@@ -1,7 +1,7 @@
-"""Tasks of a RankPool that run a mutant on each rank.
+"""Tasks of a RankPool that run a mutant on each rank; `over_ranks` sends them.
 
-A rank looks up a task by the name of its module. After `apply_mutants` or `trace_imports`, it thus
-runs the newly imported task, and with it the changed source.
+A rank looks up a task by the name of its module. After `apply_mutants` or `trace_imports` has
+imported this module again, it thus runs the newly imported task, and with it the changed source.
 """
 
 import hashlib
@@ -142,7 +142,7 @@ def build(
 ) -> FusedMoEModularKernel:
     """Make a rank's kernel whose exchanges time out after `timeout` seconds.
 
-    `partial(build, timeout)` is a RankBuild.
+    With `timeout` bound by `functools.partial`, it is the `build` argument of `prove_ranks`.
     """
     with use_timeout(timeout):
         return over_ranks.build_kernel(case, machine, poison, group)

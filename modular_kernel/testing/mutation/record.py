@@ -1,4 +1,8 @@
-"""Write a mutation score as JSON, for programs and for the page in docs/."""
+"""Write a mutation score as JSON, for programs and for the page in docs/.
+
+`mk test --mutate` writes such a record, and reads an earlier one to skip the mutants that it lists
+as killed.
+"""
 
 from collections import Counter
 from importlib.metadata import version
@@ -28,7 +32,7 @@ def record_of(score: Score) -> Record:
         "put_in": len(score.outcomes),
         "killed": len(score.killed),
         "shared": sum(bool(outcome.shared) for outcome in score.killed),
-        "score": round(score.share, 4),
+        "score": round(score.kill_rate, 4),
         "killed_by": killers(score.killed),
         "died": {outcome.mutant.ident: killer(outcome) for outcome in score.killed},
         "equivalent": [

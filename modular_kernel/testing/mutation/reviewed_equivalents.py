@@ -1,9 +1,10 @@
-"""Read the reviewed equivalent mutants. They do not change results, so scores do not count them.
+"""Read the list of mutants that were reviewed and found to be equivalent to the original.
 
-A mutant is accepted as equivalent only with a proof. Either it does not change the compiled code of
-any kernel, or no bit of a result differs in at least 2,000 random valid problems, which are derived
-from cases that execute the changed line. reviewed_equivalents.json in this folder lists the mutants
-by identifier.
+No test can detect them, so mutation scores do not count them. A mutant is accepted as equivalent
+only with a proof. Either it does not change the compiled code of any kernel (`code_equivalence`),
+or no bit of a result differs in at least 2,000 random valid problems, which are derived from cases
+that execute the changed line (`bitwise_equivalence`). reviewed_equivalents.json in this folder
+lists the mutants by identifier.
 """
 
 import json
@@ -25,8 +26,8 @@ class Equivalent:
         problems: number of random problems.
         forms: number of compiled variants of the kernels.
         beside: number of other mutants that were applied at the same time.
-        parts: parts for which the mutant is equivalent, because their pairings never pass inputs
-            that would reveal it; () means all parts.
+        parts: names of the experts or exchange classes ("parts") for which the mutant is
+            equivalent, because their pairings never pass inputs that would reveal it; () means all.
     """
 
     reason: str

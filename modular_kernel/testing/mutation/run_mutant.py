@@ -1,4 +1,8 @@
-"""Run one mutant with the cases that execute it, until one of them fails."""
+"""Run one mutant with the test cases that execute it, until one of them fails.
+
+`score.mutation_score` calls `run_mutant` for each mutant. The cases that are most likely to fail
+run first.
+"""
 
 import time
 from collections import Counter
@@ -32,8 +36,8 @@ class MutationBackend(Protocol):
     - cover: traces the lines of `modules` that the cases of `pairs` execute.
     - run_mutant: runs a mutant with the given cases, and returns its outcome.
     - failure: returns the first failure of a case without mutants, or None.
-    - digests: yields a digest per case, computed with all of the given mutants. Stops early if a
-      process dies or times out.
+    - digests: yields a hash of the result bits of each case, computed with all of the given
+      mutants. Stops early if a process dies or times out.
     """
 
     @property

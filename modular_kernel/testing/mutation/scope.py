@@ -1,4 +1,7 @@
-"""Find the modules of a part: its package, its kernels, and the operations that it uses.
+"""Find the modules whose source mutation testing of a part changes.
+
+These are the package of the part (an experts or exchange class), its kernels, and the operations
+that it uses.
 
 The search reads import statements, including those inside functions. It starts at the module of the
 part, and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.

@@ -1,7 +1,10 @@
-"""Compute the mutation score of a part: the fraction of its mutants that its cases kill.
+"""Compute the mutation score of a part: the fraction of its mutants that its test cases kill.
+
+A part is an experts or exchange class; its mutants are single changes of its source. `survey` lists
+them and traces the cases, and `mutation_score` runs a random sample of them.
 
 score = mutation_score(survey("TorchExperts"))
-print(score.share, [outcome.mutant.diff() for outcome in score.survivors])
+print(score.kill_rate, [outcome.mutant.diff() for outcome in score.survivors])
 """
 
 import hashlib
@@ -104,7 +107,7 @@ class Score:
         return tuple(o for o in self.outcomes if not o.killed and o.mutant not in equivalents)
 
     @property
-    def share(self) -> float:
+    def kill_rate(self) -> float:
         """Killed mutants divided by killed mutants plus survivors; 1.0 if there are none."""
         counted = len(self.killed) + len(self.survivors)
         return len(self.killed) / counted if counted else 1.0
@@ -268,9 +271,10 @@ def mutation_score(
         count: number of mutants to draw among those that some case executes; None means all.
         seed: seed of the draw; None means the version of the package.
         ident: identity of a single mutant to run instead.
-        known_outcomes: outcomes by identity, from scores of other parts of the same source; updated
-            in place. A mutant that a case of this part has killed is not run again.
-        recorded: identity -> killer of mutants that an earlier record lists. They are not run.
+        known_outcomes: outcomes by identity, from scores of other parts that share source files;
+            updated in place. A mutant that a case of this part has killed is not run again.
+        recorded: maps the identities of mutants that an earlier record lists as killed to what
+            killed them. They are not run.
         on_progress: called with the score so far after each mutant.
     """
     seed = default_seed() if seed is None else seed

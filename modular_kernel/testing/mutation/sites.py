@@ -1,4 +1,6 @@
-"""Mutation sites of a module: every expression and statement that affects the computation.
+"""Find the places of a module to mutate: every expression and statement that affects results.
+
+`mutants_of` applies the mutation operators of `operators` there.
 
 Strings, docstrings, annotations, imports, assertions and arguments of raised errors are not
 mutated. A condition that only guards a `raise` is negated, but not changed in other ways, because

@@ -1,4 +1,8 @@
-"""Edit the source text of a module: byte offsets of syntax nodes, edits, and mutants."""
+"""Edit the source text of a module: byte offsets of syntax nodes, edits, and mutants.
+
+`operators` and `sites` make edits with it. A mutant is one edit with an identifier that remains the
+same as long as the changed line does, so that records and reviews can refer to it.
+"""
 
 import ast
 import difflib
@@ -99,9 +103,9 @@ class Mutant:
         edit: the change.
         first, last: the lines of the changed statement. A case executes the mutant if it executes
             one of them.
-        readers: for a private constant that only functions read, the line spans of the statements
-            that read it. A case executes the mutant if it executes one of these lines. None for any
-            other mutant.
+        readers: for a mutant of the value of a private constant that only functions read, the line
+            spans of the statements that read it. A case executes the mutant if it executes one of
+            these lines. None for any other mutant.
     """
 
     ident: str

@@ -1,10 +1,12 @@
-"""Compare a part with a bitwise reference, to detect even a single undeclared rounding.
+"""Detect a rounding to 16 or 8 bits that an experts component ("part") does not declare.
 
-The reference multiplies the same numbers as the part and rounds exactly where the part declares a
-rounding. The two differ only in the order of float32 sums, which occasionally moves a value across
-the midpoint between two 16-bit numbers. The tolerance is derived from the fraction of values that
-change when the sums of the reference are perturbed at random. An undeclared rounding (of router
-weights, partial sums or weights) changes at least a quarter of all values.
+A part declares in `roundings()` which intermediate values it rounds. The bitwise reference
+(`modular_kernel.reference.bitwise_references`) multiplies the same numbers as the part and rounds
+exactly these values, so its output should have the same bits. The two differ only in the order of
+float32 sums, which occasionally moves a value across the midpoint between two 16-bit numbers. The
+fraction of values that may differ is derived from references whose sums are perturbed at random. An
+undeclared rounding (of router weights, partial sums or weights) changes at least a quarter of all
+values. `checks.CHECKS` contains `check_one_rounding`.
 """
 
 from collections.abc import Iterator
@@ -21,9 +23,9 @@ from modular_kernel.testing.verify.trial import Trial
 # the built-in parts, no value of the median row differed (triton 3.6 interpreted, torch 2.13, CPU).
 MIN_MEDIAN_TOLERANCE = 0.03
 TOLERANCE_FACTOR = 3.0  # tolerance, relative to the fraction of the perturbed reference
-# A single changed value of h affects at most this fraction of the outputs of its row, unless it is
-# the largest value of the row: then the 8-bit scale changes, and with it nearly all outputs. Such
-# rows are rare.
+# h is the activation between the two GEMMs. A single changed value of h affects at most this
+# fraction of the outputs of its row, unless it is the largest value of the row: then the 8-bit
+# scale changes, and with it nearly all outputs. Such rows are rare.
 ROW_MISMATCH_LIMIT = 0.125
 OUTLIER_ROW_INTERVAL = 8  # one row in eight, plus one, may exceed ROW_MISMATCH_LIMIT
 _NUM_PERTURBED = 3  # perturbed references per call
@@ -124,8 +126,8 @@ def list_declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings
     rows its rank received, so there is a variant for each number of rows from 0 to the total number
     of tokens. Returns None if the part declares no roundings.
     """
-    experts, inputs = trial.kernel.experts, sample.pristine
-    if inputs is sample.global_pristine:
+    experts, inputs = trial.kernel.experts, sample.original_inputs
+    if inputs is sample.global_original_inputs:
         roundings = [
             experts.roundings(inputs.x_TH[chunk], inputs.weights)
             for chunk in _split_into_chunks(sample)
@@ -133,7 +135,7 @@ def list_declared_roundings(trial: Trial, sample: Sample) -> list[list[Roundings
         if None in roundings:
             return None
         return [[rounding for rounding in roundings if rounding is not None]]
-    max_rows = len(sample.global_pristine.x_TH)
+    max_rows = len(sample.global_original_inputs.x_TH)
     rows_RH = inputs.x_TH.new_empty(max_rows, sample.problem.hidden)
     variants = {
         experts.roundings(rows_RH[:count], inputs.weights): None for count in range(max_rows + 1)
@@ -153,11 +155,11 @@ def compute_perturbed_references(
     sample: Sample, roundings: list[Roundings], num_perturbed: int
 ) -> list[torch.Tensor]:
     """Return the bitwise reference, followed by `num_perturbed` outputs with perturbed sums."""
-    inputs = sample.global_pristine  # with multiple ranks, these are CPU tensors
+    inputs = sample.global_original_inputs  # with multiple ranks, these are CPU tensors
     # Each generator perturbs the sums of one reference at random.
     generators = [None, *(torch.Generator().manual_seed(seed) for seed in range(num_perturbed))]
     parts = [torch.stack([sample.empty_output()[:0].to(inputs.x_TH.device)] * len(generators))]
-    chunks = _split_into_chunks(sample) if inputs is sample.pristine else [slice(None)]
+    chunks = _split_into_chunks(sample) if inputs is sample.original_inputs else [slice(None)]
     for chunk, rounding in zip(chunks, roundings, strict=True):
         parts.append(
             reference.bitwise_references(
@@ -174,13 +176,13 @@ def compute_perturbed_references(
 
 
 def _split_into_chunks(sample: Sample) -> list[slice]:
-    tokens = len(sample.pristine.x_TH)
+    tokens = len(sample.original_inputs.x_TH)
     step = sample.problem.chunk_tokens or max(1, tokens)
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
 def mismatch_fraction(output: torch.Tensor, reference_output: torch.Tensor) -> torch.Tensor:
-    """Return the fraction of each row's values that differ, (T,) or (T, K)."""
+    """Return the fraction of each row's values that differ, of shape (T,) or (T, K)."""
     return 1 - (output == reference_output).double().mean(-1)
 
 

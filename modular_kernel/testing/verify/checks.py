@@ -1,7 +1,8 @@
-"""Checks of a pairing: one small generator per property, yielding a message for each violation.
+"""Checks of a test case: one generator per property, yielding a message for each violation.
 
-Findings call a check by the name of its function without "check_". The checks of accuracy compare
-three different calls with the float64 reference. Other checks require that inputs are unchanged,
+Each check takes a `Trial`, which makes the calls of the case and caches their results. Reports call
+a check by the name of its function without "check_". The checks of accuracy compare three different
+calls with the float64 reference. Other checks require that inputs are unchanged,
 `out` is written and returned, invalid ids are counted, programs do not race, equal calls give equal
 bits, concurrent and planned calls do not affect each other, a plan can be captured and allocates
 nothing, and the reducer refuses invalid arguments.
@@ -31,7 +32,7 @@ from modular_kernel.testing.verify.without_adapters import (
 )
 from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
 
-Findings = Iterator[str]
+Findings = Iterator[str]  # messages about violations
 Check = Callable[[Trial], Findings]
 
 
@@ -71,7 +72,9 @@ def check_races(trial: Trial) -> Findings:
 
 
 def check_staged_reference(trial: Trial) -> Findings:
-    """Compare a fused experts part with the staged part that it replaces.
+    """Compare a fused experts component ("part") with the staged part that it replaces.
+
+    A staged part runs the two GEMMs and the activation as separate kernels.
 
     Each part may differ from the float64 reference by the bound of `check_numeric`. Two independent
     errors of that size add up to sqrt(2) times the bound, which is the tolerance between the parts.
@@ -114,7 +117,10 @@ def check_numeric_planned(trial: Trial) -> Findings:
 
 
 def check_plan_reused(trial: Trial) -> Findings:
-    """Check that a plan keeps no state of its last call, by comparing it with the kernel."""
+    """Check that a plan keeps no state of its last call, by comparing it with the kernel.
+
+    A plan is a kernel with preallocated buffers that are reused by all of its calls.
+    """
     yield from compare_outputs(trial, trial.first, trial.planned.output, trial.eager_output)
 
 
@@ -155,9 +161,9 @@ def check_plan_shrunk(trial: Trial) -> Findings:
 def check_inputs_unchanged(trial: Trial) -> Findings:
     """Check that the arguments of all earlier calls kept their bits."""
     for sample in trial.samples:
-        pristine = sample.pristine.tensors()
+        original_inputs = sample.original_inputs.tensors()
         for name, tensor in sample.inputs.tensors().items():
-            if bool((_bits(tensor) != _bits(pristine[name])).any()):
+            if bool((_bits(tensor) != _bits(original_inputs[name])).any()):
                 yield f"{name} was written"
 
 
@@ -184,12 +190,12 @@ def check_graph_replay(trial: Trial) -> Findings:
     with torch.cuda.graph(graph):
         output = plan(x_TH, inputs.weights, inputs.routing)
     for sample, expected in trial.expected_replays:
-        pristine = sample.pristine
+        original_inputs = sample.original_inputs
         for tensor, value in zip(
-            inputs.tensors().values(), pristine.tensors().values(), strict=True
+            inputs.tensors().values(), original_inputs.tensors().values(), strict=True
         ):
             tensor.copy_(value)
-        x_TH.copy_(pristine.x_TH)
+        x_TH.copy_(original_inputs.x_TH)
         graph.replay()
         yield from compare_outputs(trial, sample, output.clone(), expected)
 

@@ -1,9 +1,11 @@
 """Compare an output with the float64 reference, with a tolerance derived from the case.
 
-The *float64 reference* computes the layer without rounding. The *rounded reference* computes it
-with plain torch operations in the problem's dtype, and quantizes activations where the scheme does
-(both are in `modular_kernel.reference`). An output may deviate from the float64 reference by up to
-1.25 times as much as the rounded reference does on the same inputs.
+Two references, both in `modular_kernel.reference`, determine whether an output is correct. The
+*float64 reference* computes the layer without rounding. The *rounded reference* computes it with
+plain torch operations in the problem's dtype, and quantizes activations where the scheme does. The
+error of the output, measured against the float64 reference, may be up to 1.25 times the error of
+the rounded reference on the same inputs. `Sample.compare` calls this file, or `compare_isolated`
+and `compare_nan` for inputs with huge or NaN values.
 """
 
 import math
@@ -21,10 +23,10 @@ MAX_ERROR_RATIO = 1.25
 # one expert, one token) affects few rows or values, and an average over all rows would hide it.
 MAX_ROW_ERROR_RATIO = 4.0
 MAX_VALUE_ERROR_RATIO = 12.0
-# Added to each bound, for problems in float32. Their error comes from the order of sums alone, and
-# may be smaller in torch by chance. The unit roundoff, 6e-8, times sqrt(fan-in), for two GEMMs,
-# stays below 1e-6 for the shapes of the cases. The smallest defect, gelu's tanh approximation
-# instead of erf, causes an error of 2e-4.
+# Added to each bound, for problems in float32. There the error of the rounded reference comes from
+# the order of sums alone, and may be small by chance. The unit roundoff, 6e-8, times sqrt(fan-in),
+# for two GEMMs, stays below 1e-6 for the shapes of the cases. The smallest defect to detect, gelu's
+# tanh approximation instead of erf, causes an error of 2e-4.
 FLOAT32_TOLERANCE = 1e-6
 
 

@@ -1,10 +1,13 @@
 """Compare the outputs of calls with huge or non-finite tokens, which must not affect other tokens.
 
-- Ordinary tokens are compared by the rule of `compare`, separately from all others.
-- Huge tokens for which the rounded reference is finite are compared by the same rule, within their
-  group. Where the rounded reference overflows, a value must be correct or not finite. If the
-  activation has a limit, huge tokens are not checked, because their output then depends only on the
-  sign of the gate, which any rounding may flip.
+`assign_token_groups` divides the tokens of a call into groups: 0 for ordinary tokens, and further
+ones for tokens with extreme values. Each group is compared with the float64 reference separately.
+
+- Ordinary tokens are compared by the rule of `compare`.
+- Huge tokens for which the rounded reference (plain torch with the roundings of the scheme) is
+  finite are compared by the same rule. Where the rounded reference overflows, a value must be
+  correct or not finite. If the activation clamps its input to a limit, huge tokens are not checked,
+  because their output then depends only on the sign of the gate, which any rounding may flip.
 - The output of a NaN token must not be finite. The output of an infinite token is not checked.
 """
 

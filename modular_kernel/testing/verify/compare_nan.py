@@ -1,6 +1,7 @@
 """Compare the outputs of calls with a NaN in their arguments.
 
-The NaN must reach every output value that depends on it, and no other.
+The NaN must reach every output value that depends on it, and no other. The rounded reference, which
+computes the layer with plain torch operations, shows which values these are.
 """
 
 from dataclasses import replace

@@ -1,4 +1,9 @@
-"""Check batch invariance: whether a token's output bits depend on the other tokens of its call."""
+"""Check batch invariance: whether a token's output bits depend on the other tokens of its call.
+
+`check_batch_invariant` runs for cases whose problem has `batch_invariant=True`; `invariance_table`
+measures all pairings. Both repeat a call with its tokens ordered, split or chunked differently and
+compare the bits of every output row.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,8 +40,9 @@ def make_reversed_call(tokens: int) -> list[torch.Tensor]:
 def split_doubling(tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
     """Split the tokens into calls on 1, 2, 4, ... tokens; return the token indices of each call.
 
-    max_tokens: maximum number of tokens of any rank; None means `tokens`. It makes all ranks make
-        the same number of calls, of which the last ones may have no tokens.
+    max_tokens: maximum number of tokens of any rank; None means `tokens`. With several ranks, it
+        determines the number of calls, which must be equal on all ranks. A rank with fewer tokens
+        ends with calls without tokens.
     """
     parts, start, size = [], 0, 1
     while start < (tokens if max_tokens is None else max_tokens):
@@ -85,7 +91,7 @@ def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     Yields (description, output rows) for each way. All ranks make the same number of calls,
     regardless of how many tokens they have.
     """
-    inputs, expected = trial.first.pristine, trial.eager_output
+    inputs, expected = trial.first.original_inputs, trial.eager_output
     tokens, max_tokens = len(expected), trial.case.problem.tokens
     one_call, call = [torch.arange(tokens)], make_subset_call(trial.kernel, inputs)
     yield "in reverse order", call_in_parts(call, make_reversed_call(tokens), expected)

@@ -1,7 +1,8 @@
-"""Measure for which parts and schemes a token's output bits depend on the other tokens of its call.
+"""Measure which experts components ("parts") are batch invariant, and for which schemes.
 
-The table has two rows per experts part: without and with `batch_invariant`. Its columns are schemes
-and dtypes.
+A call is batch invariant if the output bits of a token do not depend on the other tokens of its
+call. The table, which docs/batch-invariance.md shows, has two rows per experts part: without and
+with `batch_invariant` in the problem. Its columns are schemes and dtypes.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,9 @@
 """Check the ledger: a checked-in list of pairings that must pass, with a minimum number of cases.
 
-If a compatibility rule rejects too much, cases disappear and the suite still passes. The ledger
-detects this: for each kind of machine, it lists the pairings and how many cases each must pass.
+A pairing is a prepare/finalize class with an experts class. Test cases are generated, and those
+that the compatibility rules refuse are left out. If a rule refuses too much, cases disappear and
+the suite still passes. The ledger detects this: for each kind of machine, it lists the pairings and
+how many cases each must pass.
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100

@@ -1,6 +1,9 @@
-"""Run every check on one case on one rank; report failures, accuracy, and a command to repeat it.
+"""Run every check on one test case in this process.
 
-The test suite, `mk test` and authors of parts use `prove`.
+A test case is a pairing (an exchange component and an experts component, called "parts") with a
+problem (the shapes, dtypes and options of a layer) and the kind of inputs. `prove` runs the
+functions of `checks.CHECKS` on it and returns a `Proof`: the failures, the accuracy, and a command
+that repeats the case. It is called by the test suite, `mk test` and authors of parts.
 """
 
 import math
@@ -14,7 +17,7 @@ from modular_kernel.path_log import EnteredPath, record_paths
 from modular_kernel.replay.launch.runtime import cache_interpreted_launches
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.cases.path_coverage import PathCell, list_cells
+from modular_kernel.testing.cases.path_coverage import PathCombination, list_combinations
 from modular_kernel.testing.verify.checks import CHECKS, Check
 from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 
@@ -29,7 +32,8 @@ class Proof:
         failures: one line "check: finding" for each failure; empty if the case passed.
         seconds: wall-clock time of all checks.
         invalid_ids: number of invalid ids in the first call.
-        cells: the path cells that the calls entered, for experts parts with several code paths.
+        path_combinations: the (code path, scheme, property) combinations that the calls entered,
+            for experts parts with several code paths.
     """
 
     case: Case
@@ -39,7 +43,7 @@ class Proof:
     failures: tuple[str, ...]
     seconds: float
     invalid_ids: int = 0
-    cells: frozenset[PathCell] = frozenset()
+    path_combinations: frozenset[PathCombination] = frozenset()
 
     @property
     def passed(self) -> bool:
@@ -58,7 +62,8 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
     """Run all checks on a case. Raise IncompatibleError if the pairing is refused for this case.
 
     machine: the machine to run on; None means the current one.
-    build: makes the kernel from (case, machine, poison).
+    build: makes the kernel from (case, machine, poison). With poison, the kernel fills its buffers
+        with invalid values before each call.
     """
     machine = machine or this_machine()
     start = time.perf_counter()
@@ -78,13 +83,17 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
     error, bound = _measure_accuracy(trial)
     seconds = time.perf_counter() - start
     ids = trial.first.invalid_ids
-    return Proof(case, machine, error, bound, failures, seconds, ids, _collect_cells(entered_paths))
+    return Proof(
+        case, machine, error, bound, failures, seconds, ids, _collect_combinations(entered_paths)
+    )
 
 
-def _collect_cells(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCell]:
-    """Return the path cells of all entered calls."""
-    cells = (list_cells(call.path, call.problem, call.weights) for call in entered_paths)
-    return frozenset[PathCell]().union(*cells)
+def _collect_combinations(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCombination]:
+    """Return the (path, scheme, property) combinations of all recorded calls."""
+    combinations = (
+        list_combinations(call.path, call.problem, call.weights) for call in entered_paths
+    )
+    return frozenset[PathCombination]().union(*combinations)
 
 
 def run_all_checks(trial: Trial) -> Iterator[str]:

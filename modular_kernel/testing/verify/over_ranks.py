@@ -112,7 +112,7 @@ class RankSample(Sample):
         )
 
     @property
-    def global_pristine(self) -> Inputs:
+    def global_original_inputs(self) -> Inputs:
         return self.global_inputs
 
     @property

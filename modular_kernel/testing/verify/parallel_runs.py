@@ -1,4 +1,7 @@
-"""Run the checks of many cases, in this process or in several worker processes."""
+"""Run the checks of many test cases, in this process or in several worker processes.
+
+Used by `mk test`. The result of a case is called its proof.
+"""
 
 import os
 import signal

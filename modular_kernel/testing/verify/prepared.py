@@ -1,4 +1,8 @@
-"""Check that prepared weights give correct results in direct and planned calls."""
+"""Check that prepared weights give correct results in direct and planned calls.
+
+`kernel.prepare_weights` converts weights once, for example into a tiled layout that an experts
+component ("part") reads faster. `checks.CHECKS` contains `check_prepared_weights`.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,9 @@
-"""One call of a case: its inputs and expected output."""
+"""One call of a test case: its inputs and expected output.
+
+A `Trial` makes one `Sample` for each kind of call, and the checks compare outputs with
+`Sample.compare`. "Fenced" tensors are surrounded by memory of a known pattern, so that a write
+outside of them is detected.
+"""
 
 from dataclasses import replace
 from functools import cached_property
@@ -31,11 +36,11 @@ class Sample:
 
     Attributes:
         inputs: the arguments of the call. A faulty part may write to them.
-        pristine: a separate copy of the inputs, from which the expected output is computed.
+        original_inputs: a separate copy of the inputs, from which the expected output is computed.
         exact: the output of the float64 reference.
         rounded_reference: the output of plain torch with the roundings of the dtype and scheme.
         input_weighted: whether the PrepareAndFinalize multiplies x by the router weights before it
-            quantizes x, in problems whose router weights apply to the input.
+            quantizes x. Matters only in problems whose router weights apply to the input.
         invalid_ids: number of invalid ids in the routing.
     """
 
@@ -56,8 +61,8 @@ class Sample:
         self.input_weighted = prepare.requires.multiplies_input
         self.seed = 1000 * case.seed + seed_offset
         self.inputs = self._make()
-        self.pristine = self._make()
-        self.invalid_ids = count_invalid_ids(self.pristine.routing, self.problem)
+        self.original_inputs = self._make()
+        self.invalid_ids = count_invalid_ids(self.original_inputs.routing, self.problem)
 
     def _make(self, variation: InputVariation | None = None) -> Inputs:
         return make_inputs(
@@ -75,9 +80,9 @@ class Sample:
         return slice(None)
 
     @property
-    def global_pristine(self) -> Inputs:
+    def global_original_inputs(self) -> Inputs:
         """The inputs of the whole call, across all ranks."""
-        return self.pristine
+        return self.original_inputs
 
     @property
     def global_problem(self) -> Problem:
@@ -86,14 +91,14 @@ class Sample:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        inputs = self.pristine
+        inputs = self.original_inputs
         return reference.float64_reference(
             inputs.x_TH, inputs.weights, inputs.routing, self.problem
         )
 
     @cached_property
     def rounded_reference(self) -> torch.Tensor:
-        inputs = self.pristine
+        inputs = self.original_inputs
         args = inputs.x_TH, inputs.weights, inputs.routing, self.problem
         return reference.rounded_reference(*args, input_weighted=self.input_weighted)
 
@@ -125,13 +130,13 @@ class Sample:
         """
         problem = replace(self.problem.with_tokens(NUM_REFERENCE_TOKENS), chunk_tokens=None)
         inputs = make_inputs(problem, "uniform", self.device, seed=self.seed)
-        weights = self.pristine.weights
+        weights = self.original_inputs.weights
         if self.variation.nan:
             variation = replace(self.variation, nan="")
             weights = self._make(variation).weights
         # Slots that no token of this call uses are filled with NaN, so repeat the slots of this
         # call.
-        adapters_T = self.pristine.routing.adapters_T
+        adapters_T = self.original_inputs.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
                 torch.arange(NUM_REFERENCE_TOKENS, device=adapters_T.device) % len(adapters_T)
@@ -149,7 +154,7 @@ class Sample:
 
     def x_TH(self) -> torch.Tensor:
         """Return x for one call; a new copy if the call overwrites x."""
-        return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
+        return fenced(self.original_inputs.x_TH) if self.problem.inplace else self.inputs.x_TH
 
     def empty_output(self) -> torch.Tensor:
         """Return a fenced tensor for `out=`, full of NaN."""

@@ -1,4 +1,10 @@
-"""State and helpers of a fault scenario on one rank: its case, its calls, and expected errors."""
+"""State and helpers of a fault scenario on one rank: its case, its calls, and expected errors.
+
+A fault scenario (files `*scenarios.py`) makes one rank call a layer wrongly, and checks that every
+rank raises the error that the scenario expects. The kernels of several layers share one manager,
+the object through which a prepare/finalize class communicates. A manager numbers its layers, the
+calls of each layer, and the exchanges of each call (steps); errors name these numbers.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +25,8 @@ if TYPE_CHECKING:
     from modular_kernel.testing.verify.sample import Sample
 
 FAULTY_RANK = 1  # the rank at which the fault is injected
-CORRECT = "right"  # outcome of a correct call
+CORRECT = "right"  # outcome of a correct call; errors have other texts
+# Parts of error texts that differ between runs:
 _SECONDS = re.compile(r"\d+\.\d+ s")
 _HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")

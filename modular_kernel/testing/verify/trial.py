@@ -1,4 +1,10 @@
-"""Run the calls of one case on one machine, and cache the results that its checks share."""
+"""Run the calls of one test case on one machine, and cache the results that its checks share.
+
+A `Trial` is passed to every check of `checks.CHECKS`. A plan is a kernel with preallocated buffers
+for a maximum number of tokens. A kernel with `poison` fills its buffers with invalid values before
+each call, so that reads of unwritten memory change the output. "Red zones" are the fenced memory
+around a tensor, in which a write is detected.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
