@@ -14,7 +14,9 @@ of integers differ from the hardware. `install()` replaces the storage and the a
 - `device_assert` raises, loops work with numpy >= 2.4, and launches of several threads are
   serialized;
 - an access outside the arguments of the launch raises (`modular_kernel.interpreter.bounds`), and
-  races between programs can be reported (`modular_kernel.interpreter.races`).
+  races between programs can be reported (`modular_kernel.interpreter.races`);
+- what Triton's compiler refuses raises: launch options such as three warps, and unrolled loops of
+  so many iterations that they do not compile in a reasonable time.
 
 The patches are written for triton 3.6 to 3.9. Import this module only if triton is installed, and
 call `install()` before the first launch. fp8e4b15 and the order of sums inside a `dot` are not
@@ -48,6 +50,10 @@ from modular_kernel.utils import forks
 _implicit_cvt = upstream._implicit_cvt
 _patch_lang = upstream._patch_lang
 _patch_lang_tensor = upstream._patch_lang_tensor
+
+# Launch options that must be a power of two, with the maximum that NVIDIA GPUs allow.
+_MAX_OPTIONS = {"num_warps": 32, "num_ctas": 16}
+_MAX_UNROLLED = 512  # maximum number of iterations of `tl.static_range`
 
 # The interpreter stores the index of the running program in a global, so launches are serialized.
 _LAUNCH_LOCK = threading.RLock()
@@ -101,6 +107,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
 
     def __call__(self, *args: TritonObject, **kwargs: TritonObject) -> None:
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        _check_options(self.fn.__name__, kwargs)
         with _LAUNCH_LOCK, np.errstate(all="ignore"):
             run = partial(self._run, *args, **kwargs)
             is_plain_grid = type(self.grid) is tuple and all(
@@ -129,6 +136,19 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         return positional, named
 
 
+def _check_options(kernel: str, options: dict[str, TritonObject]) -> None:
+    """Raise ValueError for a launch option that Triton's compiler refuses.
+
+    options: the keyword arguments of the launch. Upstream ignores its options.
+    """
+    for name, maximum in _MAX_OPTIONS.items():
+        value = options.get(name)
+        if value is not None and (not 0 < value <= maximum or value & (value - 1)):
+            raise ValueError(
+                f"{kernel}: {name} is {value}, need a power of two from 1 to {maximum}"
+            )
+
+
 def _call_device_function(
     self: TritonObject, *args: TritonObject, **kwargs: TritonObject
 ) -> TritonObject:
@@ -145,7 +165,21 @@ _ALL_LANGUAGE_MODULES = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 def patch_language() -> TritonObject:
     """Patch all language modules. Return a scope that restores them."""
-    return _patch_lang(_ALL_LANGUAGE_MODULES)
+    scope = _patch_lang(_ALL_LANGUAGE_MODULES)
+    for module in (tl, tl.core):
+        scope.set_attr(module, "static_range", partial(_unroll, module.static_range))
+    return scope
+
+
+def _unroll(make_range: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> range:
+    """Return the iterations of `tl.static_range`. Raise ValueError if there are too many.
+
+    make_range: upstream's replacement of `tl.static_range`.
+    """
+    iterations: range = make_range(*args, **kwargs)
+    if len(iterations) > _MAX_UNROLLED:
+        raise ValueError(f"{len(iterations)} unrolled iterations, need at most {_MAX_UNROLLED}")
+    return iterations
 
 
 def _patch_language_once(fn: TritonObject) -> TritonObject:

@@ -25,6 +25,8 @@ def weight_and_sum(
 ) -> None:
     """Compute out[t] = scale * sum over k of weights_TK[t, k] * rows_TKH[t, k].
 
+    The kernel sums in float32 in the order of k.
+
     rows_TKH: (T, K, H), contiguous.
     weights_TK: (T, K) float32; None means 1.
     out: output, (T, H).

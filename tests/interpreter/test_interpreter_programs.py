@@ -284,3 +284,36 @@ def test_first_launch_of_a_process_has_gpu_numerics() -> None:
     with RankPool(1) as pool:
         (error,) = pool.run(first_launch)
     assert error < 0.01
+
+
+# ------------------------------------------------------------------------- launch options
+
+
+@pytest.mark.parametrize("options", [{"num_warps": 3}, {"num_warps": 64}, {"num_ctas": 0}], ids=str)
+def test_options_that_the_compiler_refuses(options):
+    x = torch.ones(64)
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"masked_copy_kernel: {name} is {value}, need a power"):
+        masked_copy_kernel[(1,)](x, torch.zeros(64), 64, 0.0, BLOCK=64, **options)
+
+
+def test_options_that_the_compiler_accepts():
+    x, y = torch.ones(64), torch.zeros(64)
+    masked_copy_kernel[(1,)](x, y, 64, 0.0, BLOCK=64, num_warps=8, num_ctas=1, num_stages=3)
+    assert same(y, x)
+
+
+@triton.jit
+def unrolled_kernel(y_ptr, COUNT: tl.constexpr):
+    total = 0
+    for i in tl.static_range(1, COUNT + 1):
+        total += i
+    tl.store(y_ptr, total)
+
+
+def test_unrolled_loops():
+    y = torch.zeros(1, dtype=torch.int32)
+    unrolled_kernel[(1,)](y, COUNT=512)
+    assert int(y) == 512 * 513 // 2
+    with pytest.raises(InterpreterError, match="513 unrolled iterations, need at most 512"):
+        unrolled_kernel[(1,)](y, COUNT=513)

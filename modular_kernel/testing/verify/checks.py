@@ -2,10 +2,10 @@
 
 Each check takes a `Trial`, which makes the calls of the case and caches their results. Reports call
 a check by the name of its function without "check_". The checks of accuracy compare three different
-calls with the float64 reference. Other checks require that inputs are unchanged,
-`out` is written and returned, invalid ids are counted, programs do not race, equal calls give equal
-bits, concurrent and planned calls do not affect each other, a plan can be captured and allocates
-nothing, and the reducer refuses invalid arguments.
+calls with the float64 reference. Other checks require that inputs are unchanged, `out` is written
+and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
+and planned calls do not affect each other, a plan can be captured and allocates nothing, and the
+reducer refuses invalid arguments and sums in the order of k.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
 an error. The fill alternates between calls. One fill consists of NaN and huge integers. The other
@@ -24,6 +24,7 @@ from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
 from modular_kernel.testing.verify.invariance import as_bytes, check_batch_invariant
 from modular_kernel.testing.verify.prepared import check_prepared_weights
+from modular_kernel.testing.verify.reducer_results import check_reducer_results
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.without_adapters import (
@@ -281,4 +282,5 @@ CHECKS: tuple[Check, ...] = (
     check_prepared_weights,
     check_inputs_unchanged,
     check_reducer_arguments,
+    check_reducer_results,
 )
