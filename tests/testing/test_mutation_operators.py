@@ -55,6 +55,14 @@ def test_gpu_branches_are_undetectable(tmp_path: Path) -> None:
     assert reasons == {2: DEVICE_REASON, 3: None}
 
 
+def test_transfers_to_a_device_are_undetectable(tmp_path: Path) -> None:
+    text = "def f(self, x, y):\n    a = x.to(self.device)\n    b = x.to(y.dtype)\n    return a, b\n"
+    mutants = mutants_in(tmp_path, text)
+    reasons = {m.first: find_undetectable_reason(m) for m in mutants.values()}
+    assert reasons == {2: DEVICE_REASON, 3: None}
+    assert {operator for operator, _ in mutants} == {"cast lost"}
+
+
 def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path: Path) -> None:
     mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
     case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]

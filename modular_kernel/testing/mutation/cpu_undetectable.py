@@ -15,6 +15,8 @@ _GPU_PATTERN = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
     r"|pdl_wait|pdl_arguments\(|inline_asm|== \"cuda\"|debug_barrier"
 )
+# A tensor moved to a device by name, as in `.to(self.device)`. Cases on a CPU have no other device.
+_TRANSFER_PATTERN = re.compile(r"\.to\((?:\w+\.)*_?device\)$")
 # Statements that depend on the installed Triton release.
 _RELEASE_PATTERN = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
 # An instruction with its type, as in "and.b32 ".
@@ -36,8 +38,19 @@ def find_undetectable_reason(mutant: Mutant) -> str | None:
     statement = "\n".join(text.splitlines()[mutant.first - 1 : mutant.last])
     if _RELEASE_PATTERN.search(statement):
         return RELEASE_REASON
-    is_gpu_only = _GPU_PATTERN.search(statement) or mutant.first in _find_lines_with_asm(text)
+    is_gpu_only = (
+        _GPU_PATTERN.search(statement)
+        or _loses_transfer(mutant, text)
+        or mutant.first in _find_lines_with_asm(text)
+    )
     return DEVICE_REASON if is_gpu_only else None
+
+
+def _loses_transfer(mutant: Mutant, text: str) -> bool:
+    """Return whether the mutant leaves a tensor on its device, which is the CPU in every case."""
+    edit = mutant.edit
+    replaced = text.encode()[edit.start : edit.end].decode()
+    return edit.operator == "cast lost" and bool(_TRANSFER_PATTERN.search(replaced))
 
 
 @lru_cache(maxsize=64)
