@@ -66,7 +66,7 @@ def skip_reported_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_managers_report_the_ranks_that_failed() -> None:
     manager = TorchGroup()
     checks = [*failure_scenarios.check_simulated_failures(OURS, manager)]
-    assert len(checks) == 16
+    assert len(checks) == 17
     assert [outcome for outcome, _ in checks] == [expected for _, expected in checks]
     manager.destroy()
 

@@ -30,6 +30,7 @@ def launch(kernel: TritonObject, grid: tuple[int, ...], **arguments: TritonObjec
 
     if not isinstance(kernel, JITFunction):  # interpreted, possibly before any operation ran
         patch_interpreter_once()
+        _check_num_warps(arguments.get("num_warps", 1))
     compiled = kernel[grid](**arguments)
     recorder = get_active_recorder()
     if recorder is not None:
@@ -37,6 +38,15 @@ def launch(kernel: TritonObject, grid: tuple[int, ...], **arguments: TritonObjec
         from modular_kernel.replay.launch.record import record_launch
 
         record_launch(recorder, kernel, compiled, grid, arguments)
+
+
+def _check_num_warps(num_warps: int) -> None:
+    """Raise ValueError for a number of warps that Triton's compiler refuses.
+
+    The interpreter ignores the number, so that the kernel would fail on a GPU only.
+    """
+    if num_warps < 1 or num_warps & (num_warps - 1):
+        raise ValueError(f"num_warps: got {num_warps}, need a power of 2")
 
 
 def why_not_replayed() -> str:

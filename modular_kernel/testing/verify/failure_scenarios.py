@@ -33,6 +33,9 @@ _ERROR = "the backend failed"
 _RELEASE_S = 5.0  # a store that does not answer is released after this time
 _MAX_REPORT_S = 3.0  # an error must be raised within this time, if its exchange is overdue
 
+_MAX_OVERDUE_WAIT_S = 0.5  # an exchange that is overdue is waited for no longer than this
+_MIN_GRACE_S = 0.7  # other ranks may publish records until a second after the timeout
+
 _ALL_OTHERS = (0, 1, 3, 4, 5)
 _ON_HOSTS = "; ranks 0, 1: all of host a; ranks 3, 4, 5: on host b"
 
@@ -182,7 +185,7 @@ def _rank_of(key: str) -> int:
     return int(key.rpartition("/")[2])
 
 
-class _SimulatedManager:
+class SimulatedManager:
     """A copy of a manager, with a simulated backend and store.
 
     manager: the copy.
@@ -251,6 +254,7 @@ def check_simulated_failures(context: ScenarioContext, manager: Any) -> Outcomes
     checks = [
         *(partial(_check_reported_ranks, manager, *failure) for failure in _FAILURES),
         *(partial(_check_dead_store, manager, *dead) for dead in _DEAD_STORES),
+        partial(_check_grace, manager),
         partial(_check_release, manager),
         partial(_check_two_threads, manager),
         partial(_check_abort, manager),
@@ -266,12 +270,25 @@ def _check_reported_ranks(
     peers: tuple[int, ...],
     reason: str,
 ) -> tuple[str, str]:
-    simulated = _SimulatedManager(manager, records)
+    simulated = SimulatedManager(manager, records)
     start = time.monotonic()
     outcome = simulated.fail(waited_s)
     if time.monotonic() - start > _MAX_REPORT_S:
         return "the error came late", "the error came at once"
+    (wait_s,) = simulated.backend.waits_s
+    if waited_s > _TIMEOUT_S and wait_s > _MAX_OVERDUE_WAIT_S:
+        return f"waited {wait_s} s for an exchange that was overdue", "at most half a second"
     return outcome, f"{peers} {reason}"
+
+
+def _check_grace(manager: Any) -> tuple[str, str]:
+    """Check that a rank waits for the records of ranks that time out a little later."""
+    simulated = SimulatedManager(manager, {})
+    start = time.monotonic()
+    outcome = simulated.fail(_TIMEOUT_S + 0.2)
+    if time.monotonic() - start < _MIN_GRACE_S:
+        return "no time for the records of other ranks", "a second after the timeout"
+    return outcome, f"{_ALL_OTHERS} no sign of life{_ON_HOSTS}"
 
 
 # What the store does when this rank publishes its record, the host of each rank, the ranks that the
@@ -295,7 +312,7 @@ def _check_dead_store(
             raise RuntimeError("connection closed")
         released.wait(_RELEASE_S)
 
-    simulated = _SimulatedManager(manager, _SAME, on_set=on_set, host_indices=host_indices)
+    simulated = SimulatedManager(manager, _SAME, on_set=on_set, host_indices=host_indices)
     start = time.monotonic()
     outcome = simulated.fail(12.0)
     released.set()
@@ -318,7 +335,7 @@ def _check_release(manager: Any) -> tuple[str, str]:
         is_closed = simulated.manager._communicator.group is None
         states.append(f"freed: {is_freed}, closed: {is_closed}")
 
-    simulated = _SimulatedManager(manager, _SAME, on_set=on_set)
+    simulated = SimulatedManager(manager, _SAME, on_set=on_set)
     given_up = simulated.start(0.0)
     exchange = simulated.start(4.0)
     outcome = _describe_failure(exchange.wait)
@@ -348,7 +365,7 @@ def _check_two_threads(manager: Any) -> tuple[str, str]:
         publishing.set()
         time.sleep(0.2)  # the others reach their error
 
-    simulated = _SimulatedManager(manager, _SAME, on_set=on_set, meet=both.wait)
+    simulated = SimulatedManager(manager, _SAME, on_set=on_set, meet=both.wait)
     exchanges = [simulated.start(12.0) for _ in range(2)]
 
     def begin_call() -> str:
@@ -370,7 +387,7 @@ def _check_abort(manager: Any) -> tuple[str, str]:
 
     A manager that was destroyed has nothing to abort.
     """
-    simulated = _SimulatedManager(manager, _SAME)
+    simulated = SimulatedManager(manager, _SAME)
     aborted = simulated.manager
     aborted.step = _STEP
     aborted.abort(
@@ -386,7 +403,7 @@ def _check_abort(manager: Any) -> tuple[str, str]:
     states += [
         f"failed: {aborted.failed}, closed: {aborted._communicator.group is None}",
     ]
-    destroyed = _SimulatedManager(manager, _SAME)
+    destroyed = SimulatedManager(manager, _SAME)
     destroyed.manager.destroy()
     destroyed.manager.abort(RuntimeError("broken"))
     states.append(f"{len(destroyed.store.published)} records")

@@ -6,7 +6,6 @@ that only our own classes have are skipped for the parts and managers of other p
 """
 
 import gc
-import inspect
 import threading
 import time
 from collections.abc import Collection
@@ -53,18 +52,6 @@ def check_manager_arguments(context: ScenarioContext) -> Outcomes:
 
 def _describe_manager(manager_class: Any, timeout_s: Any) -> str:
     return str(manager_class(None, timeout_s=timeout_s))
-
-
-def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
-    """Make calls on a manager whose ranks do not agree on the host before each call."""
-    manager_class = find_manager_class(context.part)
-    if "checked" not in inspect.signature(manager_class).parameters:
-        return
-    manager = manager_class(None, checked=False)
-    kernel = context.make_kernel_on(manager)
-    for _ in range(2):  # the ranks agree on the host in the first call only
-        yield context.make_correct_call(kernel)
-    manager.destroy()
 
 
 def check_max_received(context: ScenarioContext, manager: object) -> Outcomes:

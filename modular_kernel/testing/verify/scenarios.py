@@ -32,9 +32,9 @@ from modular_kernel.testing.verify.call_scenarios import (
     move_routing,
 )
 from modular_kernel.testing.verify.failure_scenarios import check_simulated_failures
+from modular_kernel.testing.verify.handshake_scenarios import check_calls_without_agreement
 from modular_kernel.testing.verify.host_scenarios import check_host_assignment, check_host_records
 from modular_kernel.testing.verify.manager_scenarios import (
-    check_calls_without_agreement,
     check_destroyed_manager,
     check_dropped_manager,
     check_manager_arguments,
