@@ -6,6 +6,7 @@ headers of the blocks on the device.
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from modular_kernel.testing.verify.scenario_context import ScenarioContext, capt
 # largest number of rows for one rank, the refusal, and the number of rows in this block.
 _HEADER = {"layer": 4, "call": 3, "order": 77, "tokens": 3, "rows": 2, "refusal": -1, "sent": 0}
 _MAX_TOKENS, _MAX_ROWS = 5, 4
+_ALIGNMENT = 16  # bytes; sections of rows and blocks begin at a multiple
 _WORLD_SIZE, _CHANGED_RANK = 6, 3  # of the simulated manager; its rank is 2
 _SAME_CALL = "one layer, call and order"
 # Changes of one rank's header, whether every rank must have the same number of tokens, and the
@@ -85,7 +87,26 @@ def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
         for _ in range(2):  # the ranks agree on the host in the first call only
             yield changed.make_correct_call(kernel)
         yield from check_device_handshake(changed, kernel)
+        yield from _check_alignment(changed, kernel)
     manager.destroy()
+
+
+def _check_alignment(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
+    """Check that the sections of packed rows and of blocks are aligned, without unused space."""
+    part: Any = kernel.prepare_finalize
+    if not has_builtin_classes(context) or not hasattr(part, "rows"):
+        return
+    for layout in (part.rows.layout(quantized=False), *part._layouts.values()):
+        starts = [start for start, *_ in layout.sections.values()]
+        sizes = [
+            math.prod((shape,) if isinstance(shape, int) else shape) * dtype.itemsize
+            for _, shape, dtype in layout.sections.values()
+        ]
+        ends = [*starts[1:], starts[-1] + sizes[-1]]
+        unused = [end - start - size for start, end, size in zip(starts, ends, sizes, strict=True)]
+        is_aligned = not any(start % _ALIGNMENT for start in (*starts, layout.nbytes))
+        is_aligned &= all(0 <= size < _ALIGNMENT for size in unused)
+        yield f"{starts}: {is_aligned}", f"{starts}: True"
 
 
 def check_device_handshake(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
@@ -120,7 +141,7 @@ def _verify(
     copied.layer = replace(handshake.layer, manager=simulated)
     headers_WF = torch.tensor([[*_HEADER.values()]] * _WORLD_SIZE)
     local_header_F = headers_WF[0].clone()
-    headers_WF[_CHANGED_RANK] = torch.tensor([*(_HEADER | changes).values()])
+    headers_WF[_CHANGED_RANK] = torch.tensor([*(_HEADER | {**changes}).values()])
     limits = torch.tensor([_MAX_TOKENS, _MAX_ROWS, int(equal_tokens), 1])
     status.verify(headers_WF, local_header_F, limits)
     outcomes = [f"failed {int(status.failed)}", _raise_failure(copied)]
@@ -134,9 +155,9 @@ def _verify(
     if not reason:
         return "; ".join(outcomes), "failed 0; no error; None; closed: False; failed 0; none"
     position = (
-        (_HEADER | changes)["layer"],
-        (_HEADER | changes)["call"],
-        (_HEADER | changes)["order"],
+        (_HEADER | {**changes})["layer"],
+        (_HEADER | {**changes})["call"],
+        (_HEADER | {**changes})["order"],
     )
     text = f"({_CHANGED_RANK},) dispatch of call 3 of layer 4: {reason}; rank 3: on host b, {need}"
     return "; ".join(outcomes), f"failed 1; {text}; None; closed: True; failed 1; {position}"

@@ -41,6 +41,7 @@ from modular_kernel.testing.verify.manager_scenarios import (
     check_max_received,
     check_too_many_tokens,
     check_undeclared_hosts,
+    has_builtin_classes,
 )
 from modular_kernel.testing.verify.memory_scenarios import check_shared_memory
 from modular_kernel.testing.verify.problem_scenarios import (
@@ -402,7 +403,32 @@ def check_records(
             return f"implausible timestamps: {record}"
         if (record["phase"] == "counts") > (record["bytes"] > 0):
             return f"implausible number of bytes: {record}"
-    return CORRECT
+    return _check_record_bytes(context, records) if has_builtin_classes(context) else CORRECT
+
+
+def _check_record_bytes(context: ScenarioContext, records: list[dict[str, Any]]) -> str:
+    """Return "right" if our own manager recorded the bytes that it sends, else what is wrong.
+
+    Connecting sends none. All exchanges of counts have one size, several int64 for each rank. Sums
+    are sent in whole rows. Parts whose ranks only share memory send all tokens, padded sums, and
+    as many bytes as they allocate.
+    """
+    problem, tokens = context.case.problem, len(context.sample.inputs.x_TH)
+    row_bytes = problem.hidden * problem.dtype.itemsize
+    sizes = {
+        phase: {record["bytes"] for record in records if record["phase"] == phase}
+        for phase in ("construct", "counts", "dispatch", "combine")
+    }
+    if exchanges_call_numbers(context.part):
+        is_right = sizes["construct"] == {0} and len(sizes["counts"]) == 1
+        is_right &= all(size % 8 == 0 and size > 8 * context.world_size for size in sizes["counts"])
+        is_right &= all(size % row_bytes == 0 for size in sizes["combine"])
+    else:
+        rows = context.world_size * problem.tokens
+        is_right = sizes["dispatch"] == {tokens * row_bytes}
+        is_right &= sizes["combine"] == {rows * row_bytes} and min(sizes["construct"]) == 0
+        is_right &= all(size % 256 == 0 and size != 256 for size in sizes["construct"])
+    return CORRECT if is_right else f"implausible numbers of bytes: {sizes}"
 
 
 def _expected_records(
