@@ -77,3 +77,14 @@ def test_the_reason_for_disabled_replay_is_reported(monkeypatch: pytest.MonkeyPa
         assert str(get_replay_state()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     assert str(get_replay_state()) == "off: triton is not installed"
+
+
+@pytest.mark.parametrize("num_warps", [0, 3, 7, 9])
+def test_the_interpreter_refuses_numbers_of_warps_that_the_compiler_refuses(num_warps: int) -> None:
+    pytest.importorskip("triton")
+    from modular_kernel.replay.launch.launch import _check_num_warps
+
+    for valid in (1, 2, 4, 8, 16):
+        _check_num_warps(valid)
+    with pytest.raises(ValueError, match=f"num_warps: got {num_warps}, need a power of 2"):
+        _check_num_warps(num_warps)

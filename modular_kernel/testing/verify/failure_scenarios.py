@@ -159,6 +159,7 @@ class _Store:
         publishes is added, unless there is one already.
     on_set: called when this rank publishes its record.
     published: the records that this rank has published.
+    read: the ranks whose records this rank has read, in order.
     """
 
     def __init__(self, records: Mapping[int, Any], on_set: Callable[[], object]) -> None:
@@ -168,6 +169,7 @@ class _Store:
         }
         self._on_set = on_set
         self.published: list[dict[str, Any]] = []
+        self.read: list[int] = []
 
     def set(self, _key: str, text: str) -> None:
         self.published.append(json.loads(text))
@@ -178,7 +180,8 @@ class _Store:
         return all(_rank_of(key) in self._texts for key in keys)
 
     def get(self, key: str) -> bytes:
-        return self._texts[_rank_of(key)].encode()
+        self.read.append(_rank_of(key))
+        return self._texts[self.read[-1]].encode()
 
 
 def _rank_of(key: str) -> int:
@@ -283,12 +286,13 @@ def _check_reported_ranks(
 
 def _check_grace(manager: Any) -> tuple[str, str]:
     """Check that a rank waits for the records of ranks that time out a little later."""
-    simulated = SimulatedManager(manager, {})
+    simulated = SimulatedManager(manager, {0: _record(), 1: _record()})
     start = time.monotonic()
     outcome = simulated.fail(_TIMEOUT_S + 0.2)
     if time.monotonic() - start < _MIN_GRACE_S:
         return "no time for the records of other ranks", "a second after the timeout"
-    return outcome, f"{_ALL_OTHERS} no sign of life{_ON_HOSTS}"
+    expected = "(3, 4, 5) no sign of life; ranks 3, 4, 5: on host b; read 0, 1, 2"
+    return f"{outcome}; read {', '.join(map(str, simulated.store.read))}", expected
 
 
 # What the store does when this rank publishes its record, the host of each rank, the ranks that the

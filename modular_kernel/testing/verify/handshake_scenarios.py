@@ -27,7 +27,8 @@ from modular_kernel.testing.verify.scenario_context import ScenarioContext, capt
 _HEADER = {"layer": 4, "call": 3, "order": 77, "tokens": 3, "rows": 2, "refusal": -1, "sent": 0}
 _MAX_TOKENS, _MAX_ROWS = 5, 4
 _ALIGNMENT = 16  # bytes; sections of rows and blocks begin at a multiple
-_WORLD_SIZE, _CHANGED_RANK = 6, 3  # of the simulated manager; its rank is 2
+_RANK, _WORLD_SIZE = 2, 6  # of the simulated manager
+_CHANGED_RANK = 3  # the rank whose header is changed
 _SAME_CALL = "one layer, call and order"
 # Changes of one rank's header, whether every rank must have the same number of tokens, and the
 # expected error: its reason, and what is needed. "" if the headers are valid.
@@ -147,20 +148,27 @@ def _verify(
     outcomes = [f"failed {int(status.failed)}", _raise_failure(copied)]
     outcomes.append(capture_outcome(lambda: str(copied.raise_failure())))  # raised once
     outcomes.append(f"closed: {simulated._communicator.group is None}")
+    outcomes.append(capture_outcome(lambda: str(copied.check())).partition(", need")[0])
     # A later call does not replace the headers of the first one that failed.
     status.verify(local_header_F.expand_as(headers_WF).contiguous(), local_header_F, limits)
     outcomes.append(f"failed {int(status.failed)}")
     kept = status.failure()
     outcomes.append("none" if kept is None else str(kept.headers[_CHANGED_RANK][:3]))
     if not reason:
-        return "; ".join(outcomes), "failed 0; no error; None; closed: False; failed 0; none"
+        return "; ".join(outcomes), "failed 0; no error; None; closed: False; None; failed 0; none"
     position = (
         (_HEADER | {**changes})["layer"],
         (_HEADER | {**changes})["call"],
         (_HEADER | {**changes})["order"],
     )
-    text = f"({_CHANGED_RANK},) dispatch of call 3 of layer 4: {reason}; rank 3: on host b, {need}"
-    return "; ".join(outcomes), f"failed 1; {text}; None; closed: True; failed 1; {position}"
+    got = f"{reason}; rank 3: on host b"
+    text = f"({_CHANGED_RANK},) dispatch of call 3 of layer 4: {got}, {need}"
+    later = (
+        f"({_RANK}, 'dispatch', 0, 0, 0, (3,)) exchange between ranks: got a manager that failed "
+        f"before: {reason}"
+    )
+    expected = f"failed 1; {text}; None; closed: True; {later}; failed 1; {position}"
+    return "; ".join(outcomes), expected
 
 
 def _raise_failure(handshake: Any) -> str:

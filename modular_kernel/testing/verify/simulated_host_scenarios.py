@@ -9,9 +9,10 @@ import fcntl
 import json
 import os
 import secrets
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -68,6 +69,19 @@ _SUPPORT: tuple[tuple[tuple[int, ...], dict[str, Any], int | None, str], ...] = 
 )
 
 
+# The attempts to create a manager that each rank has counted, the attempts and ranks that have
+# failed, and the number of the attempt that rank 2 must join or begin.
+_ATTEMPTS: tuple[tuple[Mapping[int, str], tuple[tuple[int, int], ...], str], ...] = (
+    ({}, (), "1"),
+    ({0: "3", 1: "2", _RANK: "1"}, ((2, 0), (4, 0)), "3"),
+    ({0: "3", _RANK: "1"}, ((3, 0),), "4"),
+    ({5: "3"}, ((3, 5),), "4"),
+    ({0: "3", _RANK: "3"}, (), "4"),
+    ({0: "3", _RANK: "5"}, (), "6"),
+    ({0: "three"}, (), "the store holds b'three' as modular_kernel/attempts/0, not a number"),
+)
+
+
 def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
     """Check which ranks share a host, which hosts a part supports, and the files that hosts share.
 
@@ -79,6 +93,7 @@ def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKerne
     yield _find_hosts(part.manager), f"{_HOSTS}; readable {_READABLE}"
     for row in _SUPPORT:
         yield _check_support(part, *row), str(row)
+    yield from (_agree_on_prefix(part.manager, *row) for row in _ATTEMPTS)
     yield from _check_ranks_per_node(context)
     yield from _check_stale_files(context)
 
@@ -107,6 +122,25 @@ def _find_hosts(manager: Any) -> str:
             hosts = simulated._find_hosts()
     own = json.loads(store.get(f"hosts/gather/2/{_RANK}"))
     return f"{hosts}; readable {own['readable']}"
+
+
+def _agree_on_prefix(
+    manager: Any, attempts: Mapping[int, str], failed: Sequence[tuple[int, int]], expected: str
+) -> tuple[str, str]:
+    """Return the attempt that rank 2 joins according to the store of its group."""
+    store = HashStore()
+    for rank, attempt in attempts.items():
+        store.set(f"modular_kernel/attempts/{rank}", attempt)
+    for failed_attempt, rank in failed:
+        store.set(f"modular_kernel/{failed_attempt}/failed/{rank}", "{}")
+    modules = (sys.modules[cls.__module__] for cls in type(manager).__mro__)
+    connect = next(vars(m)["new_prefix_store"] for m in modules if "new_prefix_store" in vars(m))
+    try:
+        prefix = connect.__globals__["agree_on_prefix"](store, _RANK, _WORLD_SIZE)
+    except RuntimeError as error:
+        return str(error), expected
+    counted = store.get(f"modular_kernel/attempts/{_RANK}").decode()
+    return f"{prefix}, counted {counted}", f"modular_kernel/{expected}, counted {expected}"
 
 
 @contextmanager
