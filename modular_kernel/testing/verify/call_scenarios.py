@@ -4,6 +4,7 @@ They reject tensors on an unsupported device, exceed the number of calls in flig
 shared memory, and check that (token, expert) pairs go to the nearest copy of an expert.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel.contracts import CallState
+from modular_kernel.contracts import CallState, Receiver
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.spec.placement import Placement
 from modular_kernel.tensors import ContiguousTokens, Routing
@@ -20,6 +21,7 @@ from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from modular_kernel.testing.verify.scenario_context import CORRECT, ScenarioContext, capture_outcome
 from modular_kernel.workspace import Workspace
 
+_DELAY_S = 0.2
 _MAX_IN_FLIGHT = 2  # maximum number of calls in flight with shared memory
 
 
@@ -35,6 +37,31 @@ def check_meta_tokens_rejected(
     return capture_outcome(
         lambda: str(prepare(*tokens, weights=inputs.weights, call=call))
     ), "DeviceError"
+
+
+def check_synchronous_prepare(
+    context: ScenarioContext, kernel: FusedMoEModularKernel
+) -> tuple[str, str]:
+    """Make a call whose dispatch is one step, `prepare`, while rank 1 is late.
+
+    The other ranks must wait for its rows in that step.
+    """
+    part: Any = kernel.prepare_finalize
+
+    def prepare_no_receive(*args: Any, **kwargs: Any) -> Receiver:
+        del part.prepare_no_receive
+        result = part.prepare(*args, **kwargs)
+        return lambda: result
+
+    # Rows that are read too early are those of this call.
+    context.start(kernel, torch.zeros_like(context.sample.inputs.x_TH)).finish()
+    part.prepare_no_receive = prepare_no_receive
+    dist.barrier()
+    if context.is_faulty_rank:
+        time.sleep(_DELAY_S)
+    outcome = context.make_correct_call(kernel)
+    vars(part).pop("prepare_no_receive", None)  # a kernel may call `prepare` itself
+    return outcome
 
 
 def move_routing(device: torch.device, routing: Routing) -> Routing:

@@ -29,6 +29,7 @@ from modular_kernel.testing.verify.call_scenarios import (
     check_in_flight_limit,
     check_meta_tokens_rejected,
     check_nearest_copies,
+    check_synchronous_prepare,
     move_routing,
 )
 from modular_kernel.testing.verify.failure_scenarios import check_simulated_failures
@@ -202,6 +203,7 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
     yield context.make_correct_call(kernel_on_manager)
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
     yield check_meta_tokens_rejected(context, kernel_on_manager)
+    yield check_synchronous_prepare(context, kernel_on_manager)
     yield from check_in_flight_limit(context, kernel_on_manager)
     yield from check_nearest_copies(context, manager)
     yield from check_max_received(context, manager)
