@@ -1,6 +1,7 @@
 """Checks with a simulated group of six ranks: our managers pass them, defective ones fail."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,7 +114,13 @@ def test_hosts_are_found_in_the_order_of_their_first_rank(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("seconds", [30.0, 90.0])
-def test_files_are_stale_after_a_minute(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def test_files_are_stale_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float
+) -> None:
+    # A folder of its own, because other processes remove the stale files of the shared one.
+    for module in (memory_files, hosts):
+        monkeypatch.setattr(module, "SHARED_MEMORY_DIR", tmp_path)
+    monkeypatch.setattr(simulated_host_scenarios, "_SHARED_MEMORY", tmp_path)
     ((outcome, expected),) = simulated_host_scenarios._check_stale_files(OURS)
     assert outcome == expected
     monkeypatch.setattr(memory_files, "_MIN_STALE_AGE_S", seconds)
