@@ -200,6 +200,8 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
     # buffer. Then, there are more blocks than are prefetched.
     full_block = replace(zeros, hidden=64, intermediate=256, experts=2)
     yield full_block.with_tokens(1), "uniform", InputVariation()
+    # The depth of GEMM 2 ends after the first half of a block.
+    yield replace(full_block, tokens=1, intermediate=128), "uniform", InputVariation()
     top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     top_9 = replace(top_9, quant="int4_w4a16_group:group=32")
     yield top_9.with_tokens(1), "uniform", InputVariation()
