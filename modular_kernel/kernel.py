@@ -160,9 +160,10 @@ class FusedMoEModularKernel(Execution):
         The output is a new tensor, `out` if given, or x itself if the problem is inplace. Calls of
         up to 2,048 tokens on one CUDA stream share a workspace that is kept between calls
         (`modular_kernel.plan.held_bytes`). Larger calls, calls captured in a CUDA graph, and calls
-        of a kernel with `checked` or `poison` allocate their own. If both parts are replayable,
-        calls replay the launches of the first call of the same signature, or of the second one for
-        more than 2,048 tokens. Calls with `checked` or `poison`, or in a CUDA graph, do not.
+        of a kernel with `checked` or `poison` allocate their own. If calls of both parts can be
+        replayed from recorded launches (`replayable`), calls replay the launches of the first call
+        of the same signature, or of the second one for more than 2,048 tokens. Calls with `checked`
+        or `poison`, or in a CUDA graph, do not.
 
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: (T, H) or (T, K, H).
         Raises an InputError before anything is launched if a tensor does not match.

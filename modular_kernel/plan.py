@@ -40,10 +40,10 @@ class BoundCalls(ABC):
     """Calls of a kernel in one workspace, of at most `problem.tokens` tokens.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
-    replaced. If both parts are replayable, the launches of the first call of each signature
-    (shapes, strides, dtypes and alignment of all tensors) are recorded, and later calls replay
-    them. Subclasses set `_workspace`, or override `_workspace_for`, and define the output of a
-    call.
+    replaced. If both parts declare that their calls can be replayed (`replayable`), the launches of
+    the first call of each signature (shapes, strides, dtypes and alignment of all tensors) are
+    recorded, and later calls replay them. Subclasses set `_workspace`, or override
+    `_workspace_for`, and define the output of a call.
     """
 
     _workspace: Workspace
@@ -359,9 +359,9 @@ class Plan(BoundCalls):
     thread's next call.
 
     Weights are checked once per ExpertWeights object, and again if the memory of a tensor was
-    replaced. If both parts are replayable, their host code runs only in the first call of each
-    signature (shapes, strides, dtypes and alignment of all tensors); later calls replay its
-    launches.
+    replaced. If both parts declare that their calls can be replayed (`replayable`), their host code
+    runs only in the first call of each signature (shapes, strides, dtypes and alignment of all
+    tensors); later calls replay its launches.
     """
 
     _reuses_outputs = True

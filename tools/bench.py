@@ -5,8 +5,8 @@
     make bench ARGS="--load A.json --load B.json"         # merge and render earlier records
     make bench ARGS="--tiny"                              # small layers, on any machine
 
-Layer sizes are random, with a committed seed (modular_kernel/bench/sampled_layers.py). A cell is a
-layer with a scheme, a routing and a number of tokens. In each cell, the following are timed
+Layer sizes are random, with a committed seed (modular_kernel/bench/sampled_layers.py). A case is a
+layer with a scheme, a routing and a number of tokens. In each case, the following are timed
 interleaved in one process (modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments,
 the layer that `mk.compose` builds, every part, torch._grouped_mm, and the layers in
 tools/bench_peers.py. Libraries that are not installed are listed.
@@ -34,7 +34,7 @@ from modular_kernel.bench.candidates import (
     pairing_candidates,
     peer_candidates,
 )
-from modular_kernel.bench.interleaved import ROUNDS, CellBlock, Comparison, run_interleaved
+from modular_kernel.bench.interleaved import ROUNDS, CaseBlock, Comparison, run_interleaved
 from modular_kernel.bench.leads import (
     layers_table,
     leads_table,
@@ -106,13 +106,13 @@ def selected_layers(text, seed, *, tiny):
         raise click.BadParameter(f"got {text!r}, need {need}") from None
 
 
-def our_candidates(quant, cells, machine, *, compose_seconds, prepare):
+def our_candidates(quant, cases, machine, *, compose_seconds, prepare):
     """Return FusedMoE, the composed layer, and every part that can run such a layer.
 
     prepare: prepare the weights of parts that support it, and leave out those parts without it.
     """
     problems = [
-        replace(cell.problem, quant=quant, graph=machine.device == "cuda") for cell in cells
+        replace(case.problem, quant=quant, graph=machine.device == "cuda") for case in cases
     ]
     pairs = pairing_candidates(PF, None, problems, machine, prepared=prepare)
     prepared_names = {
@@ -125,7 +125,7 @@ def our_candidates(quant, cells, machine, *, compose_seconds, prepare):
     ]
     default = "TritonExperts" if machine.device == "cuda" else "TorchExperts"
     prepared = prepare and bool(prepared_specs_of(default, problems[0]))
-    tokens = tuple(dict.fromkeys(cell.problem.tokens for cell in cells))
+    tokens = tuple(dict.fromkeys(case.problem.tokens for case in cases))
     make_composed = partial(
         ComposedLayer, quant, machine, tokens, compose_seconds, prepared=prepare
     )
@@ -136,16 +136,16 @@ def our_candidates(quant, cells, machine, *, compose_seconds, prepare):
     ]
 
 
-def peers_of(quant, cell, wanted):
+def peers_of(quant, case, wanted):
     """Return torch._grouped_mm and the public layers whose operands have the formats of `quant`.
 
     wanted: beginnings of the names of peers to include; empty includes all.
     """
-    kind = operand_types(cell.problem, QuantScheme.parse(quant))
+    kind = operand_types(case.problem, QuantScheme.parse(quant))
     return [
         candidate
         for candidate in [*baseline_candidates(), *peer_candidates(PEERS)]
-        if operand_types(cell.problem, QuantScheme.parse(candidate.quant)) == kind
+        if operand_types(case.problem, QuantScheme.parse(candidate.quant)) == kind
         and (not wanted or any(candidate.name.startswith(name) for name in wanted))
     ]
 
@@ -171,20 +171,20 @@ def blocks_of(  # noqa: PLR0913  options of the command line
 ):
     """Return a block for each layer and scheme.
 
-    Routings alternate within a block, so that a time limit leaves out as many cells of each.
+    Routings alternate within a block, so that a time limit leaves out as many cases of each.
     """
     blocks = []
     kinds = [RoutingKind.parse(routing) for routing in routings]
     for layer in layers:
-        cells = tuple(
+        cases = tuple(
             LayerCase(layer.name, layer.problem(count), kind) for count in tokens for kind in kinds
         )
         for quant in schemes:
             candidates = our_candidates(
-                quant, cells, machine, compose_seconds=compose_seconds, prepare=prepare
+                quant, cases, machine, compose_seconds=compose_seconds, prepare=prepare
             )
-            candidates += peers_of(quant, cells[0], peers)
-            blocks.append(CellBlock(cells, tuple(candidates)))
+            candidates += peers_of(quant, cases[0], peers)
+            blocks.append(CaseBlock(cases, tuple(candidates)))
     return blocks
 
 
@@ -252,9 +252,9 @@ def update_readme(report):
 @click.option("--routing", default=",".join(ROUTINGS), help="Distributions of the routing.")
 @click.option("--peers", default="", help="Beginnings of the names of peers.  [default: all]")
 @click.option(
-    "--minutes", type=float, help="Time limit to start cells, divided among layers and schemes."
+    "--minutes", type=float, help="Time limit to start cases, divided among layers and schemes."
 )
-@click.option("--rounds", default=ROUNDS, help="Timed replays of each layer in a cell.")
+@click.option("--rounds", default=ROUNDS, help="Timed replays of each layer in a case.")
 @click.option("--workers", default=0, help="Number of processes that compile kernels in advance.")
 @click.option("--compile-minutes", default=4.0, help="Time limit of each of these processes.")
 @click.option("--compose-seconds", default=8.0, help="Budget of compose per layer and scheme.")
@@ -351,9 +351,9 @@ def bench(  # noqa: PLR0913  options of the command line
 
 def list_blocks(blocks, missing):
     for block in blocks:
-        cell = block.cells[0]
-        size = cell.problem.experts * cell.problem.hidden * cell.problem.intermediate
-        click.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cells)} cells")
+        case = block.cases[0]
+        size = case.problem.experts * case.problem.hidden * case.problem.intermediate
+        click.echo(f"{block.name}: E*H*I {size:.3g}, {len(block.cases)} cases")
         for candidate in block.candidates:
             library = f", products of {candidate.library}" if candidate.library else ""
             click.echo(f"  {candidate.name} {candidate.quant} ({candidate.origin}{library})")

@@ -1,7 +1,7 @@
-"""The benchmark run of `make bench` (tools/bench.py), which alternates the layers of a cell.
+"""The benchmark run of `make bench` (tools/bench.py), which alternates the layers of a case.
 
 The clock rate of a GPU depends on its previous load, so times of layers that ran one after the
-other are not comparable to within a few percent. Here all layers of a cell are set up in one
+other are not comparable to within a few percent. Here all layers of a case are set up in one
 process, each with a CUDA graph of several calls on different inputs. In each round every graph is
 replayed once, in random order. The time of a layer is the median over rounds, divided by the number
 of calls per graph. Before timing, the output of every layer is compared with a float64 reference.
@@ -64,37 +64,37 @@ from modular_kernel.spec.quantization import QuantScheme
 ROUNDS = 21
 _MIN_WARMUP_ROUNDS, _MAX_WARMUP_ROUNDS = 2, 200
 
-CellCallback = Callable[[str], object]
+CaseCallback = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class CellBlock:
-    """The cells of one shape, and the layers to compare in them.
+class CaseBlock:
+    """The cases of one shape, and the layers to compare in them.
 
     candidates: layers whose operands have equal types (measure.cases.operand_types).
     """
 
-    cells: tuple[LayerCase, ...]
+    cases: tuple[LayerCase, ...]
     candidates: tuple[Candidate, ...]
 
     @property
     def name(self) -> str:
         schemes = dict.fromkeys(candidate.quant for candidate in self.candidates)
-        return f"{self.cells[0].shape} {', '.join(schemes)}"
+        return f"{self.cases[0].shape} {', '.join(schemes)}"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A run over several blocks.
 
-    rounds: number of timed rounds per cell. seconds: time limit, after which no cell is started;
+    rounds: number of timed rounds per case. seconds: time limit, after which no case is started;
     None for no limit. The remaining time is divided equally among the remaining blocks.
     bandwidth: bytes per second for rooflines; None measures it. missing: layers whose packages are
     not installed, for the record. command: the command line, for the record. compile_only: whether
     to set up every layer and call it once with each number of tokens, without timing.
     """
 
-    blocks: tuple[CellBlock, ...]
+    blocks: tuple[CaseBlock, ...]
     machine: Machine
     rounds: int = ROUNDS
     seconds: float | None = None
@@ -106,23 +106,23 @@ class Comparison:
 
 def run_interleaved(
     comparison: Comparison,
-    on_cell: CellCallback = lambda _line: None,
+    on_case: CaseCallback = lambda _line: None,
     on_report: Callable[[Report], object] = lambda _report: None,
 ) -> Report:
     """Run the comparison and return its report.
 
-    on_cell: called with a line of text about each cell. on_report: called after each cell with the
+    on_case: called with a line of text about each case. on_report: called after each case with the
     report of the rows so far. It can save them, in case a library terminates the process later.
     """
     with torch.no_grad():
-        return _Run(comparison, on_cell, on_report).run()
+        return _Run(comparison, on_case, on_report).run()
 
 
 @dataclass
 class _ReadyLayer:
     """A layer with correct results, ready to be timed.
 
-    index: index of its row in the cell. runs: functions that replay a CUDA graph, or make the calls
+    index: index of its row in the case. runs: functions that replay a CUDA graph, or make the calls
     if they cannot be captured. There is one for all calls, or one per call if the L2 cache is
     overwritten before each call. calls: number of calls that `runs` make together. mode: see
     measure.timing.Timing. checked: result of the check. expected: expected output of the last call.
@@ -141,14 +141,14 @@ class _ReadyLayer:
 class _Run:
     """One run of a comparison.
 
-    block_deadline: value of time.monotonic() after which no cell of the block is started. stopped:
+    block_deadline: value of time.monotonic() after which no case of the block is started. stopped:
     the reason why the run ended early, or "".
     """
 
     def __init__(
-        self, comparison: Comparison, on_cell: CellCallback, on_report: Callable[[Report], object]
+        self, comparison: Comparison, on_case: CaseCallback, on_report: Callable[[Report], object]
     ) -> None:
-        self.comparison, self.on_cell, self.on_report = comparison, on_cell, on_report
+        self.comparison, self.on_case, self.on_report = comparison, on_case, on_report
         self.device = torch.device(comparison.machine.device)
         self.started = time.monotonic()
         self.environment = collect_environment(self.device, comparison.command)
@@ -156,12 +156,12 @@ class _Run:
         self.stopped = ""
         self.block_deadline = math.inf
         types = [
-            compute_type(cell.problem, QuantScheme.parse(candidate.quant))
+            compute_type(case.problem, QuantScheme.parse(candidate.quant))
             for block in comparison.blocks
-            for cell in block.cells[:1]
+            for case in block.cases[:1]
             for candidate in block.candidates
         ]
-        types += [dtype_name(block.cells[0].problem.dtype) for block in comparison.blocks]
+        types += [dtype_name(block.cases[0].problem.dtype) for block in comparison.blocks]
         # compile_only does not use the rates, so measure them with small operands.
         self.peaks = measure_peaks(
             self.device,
@@ -193,32 +193,32 @@ class _Run:
             missing=self.comparison.missing,
         )
 
-    def _compile(self, block: CellBlock) -> None:
+    def _compile(self, block: CaseBlock) -> None:
         """Set up each layer and call it once with each number of tokens; report failures."""
-        weight_sets = WeightSets(block.cells, self.device)
+        weight_sets = WeightSets(block.cases, self.device)
         for candidate in block.candidates:
             instances = LayerInstances(candidate, weight_sets)
             if instances.first.tuned:
                 continue  # it times kernels, and other processes compile at the same time
-            for cell in {cell.problem.tokens: cell for cell in block.cells}.values():
+            for case in {case.problem.tokens: case for case in block.cases}.values():
                 try:
-                    if instances.first.refusal(cell.problem) is None:
-                        inputs = make_input(cell, self.device, 0)
+                    if instances.first.refusal(case.problem) is None:
+                        inputs = make_input(case, self.device, 0)
                         instances.layer(0).call(inputs.x_TH, inputs.routing)
                 except Exception as error:  # noqa: BLE001  the timed run puts it into a row
-                    self.on_cell(
-                        f"{cell.shape} T={cell.problem.tokens} {candidate.name}: {error}"[:200]
+                    self.on_case(
+                        f"{case.shape} T={case.problem.tokens} {candidate.name}: {error}"[:200]
                     )
             instances.free()
             free_memory(self.device)
 
-    def _measure(self, block: CellBlock) -> None:
-        weight_sets = WeightSets(block.cells, self.device)
+    def _measure(self, block: CaseBlock) -> None:
+        weight_sets = WeightSets(block.cases, self.device)
         all_instances = [LayerInstances(candidate, weight_sets) for candidate in block.candidates]
-        for cell in block.cells:
-            rows = self._measure_cell(cell, all_instances, weight_sets)
+        for case in block.cases:
+            rows = self._measure_case(case, all_instances, weight_sets)
             self.rows += rows
-            self.on_cell(format_cell(rows))
+            self.on_case(format_case(rows))
             self.on_report(self._report())
         all_instances.clear()
         weight_sets.sets.clear()
@@ -228,32 +228,32 @@ class _Run:
         if not self.stopped:
             free_memory(self.device)
 
-    def _measure_cell(
-        self, cell: LayerCase, all_instances: Sequence[LayerInstances], weight_sets: WeightSets
+    def _measure_case(
+        self, case: LayerCase, all_instances: Sequence[LayerInstances], weight_sets: WeightSets
     ) -> list[Row]:
         """Check every layer, then time those that are correct; return a row for each."""
-        rows = [empty_row(cell, instances.candidate) for instances in all_instances]
+        rows = [empty_row(case, instances.candidate) for instances in all_instances]
         if self.stopped or time.monotonic() > self.block_deadline:
             note = self.stopped or "not started: the time limit had passed"
             return [replace(row, note=note) for row in rows]
-        schedule = self._choose_rotation(cell, all_instances)
-        inputs = [make_input(cell, self.device, index) for index in range(schedule.calls)]
+        schedule = self._choose_rotation(case, all_instances)
+        inputs = [make_input(case, self.device, index) for index in range(schedule.calls)]
         self.expected.clear()
         ready: list[_ReadyLayer] = []
         for index, instances in enumerate(all_instances):
             try:
-                rows[index] = self._add_work(rows[index], cell, instances, schedule, inputs)
-                reason = instances.first.refusal(cell.problem)
+                rows[index] = self._add_work(rows[index], case, instances, schedule, inputs)
+                reason = instances.first.refusal(case.problem)
                 if reason is not None:
                     rows[index] = replace(rows[index], status=status.REFUSED, note=reason)
                     continue
-                item = self._set_up_and_check(index, cell, instances, schedule, inputs, weight_sets)
+                item = self._set_up_and_check(index, case, instances, schedule, inputs, weight_sets)
                 result = item.checked.result
                 rows[index] = replace(
                     rows[index],
                     error=result.error,
                     error_bound=result.bound,
-                    note=instances.first.note(cell.problem),
+                    note=instances.first.note(case.problem),
                 )
                 if result.failure:
                     rows[index] = replace(rows[index], status=status.WRONG, note=result.failure)
@@ -267,13 +267,13 @@ class _Run:
                     return rows
         self._time_rounds(ready, schedule)
         for item in ready:
-            rows[item.index] = self._timed_row(rows[item.index], cell, item)
+            rows[item.index] = self._timed_row(rows[item.index], case, item)
         ready.clear()
         self._free_memory()
         return rows
 
     def _choose_rotation(
-        self, cell: LayerCase, all_instances: Sequence[LayerInstances]
+        self, case: LayerCase, all_instances: Sequence[LayerInstances]
     ) -> Rotation:
         """Return the rotation of calls over inputs and sets of weights, the same for all layers.
 
@@ -281,30 +281,30 @@ class _Run:
         layer's scheme determines the bytes.
         """
         scheme = QuantScheme.parse(all_instances[0].candidate.quant)
-        load = count_load(make_input(cell, self.device, 0).routing, cell.problem)
-        work = compute_work(cell.problem, scheme, [load])
-        unquantized = expert_bytes(cell.problem, QuantScheme.parse("none"))
-        weight_bytes = cell.problem.e * (
-            unquantized + len(all_instances) * expert_bytes(cell.problem, scheme)
+        load = count_load(make_input(case, self.device, 0).routing, case.problem)
+        work = compute_work(case.problem, scheme, [load])
+        unquantized = expert_bytes(case.problem, QuantScheme.parse("none"))
+        weight_bytes = case.problem.e * (
+            unquantized + len(all_instances) * expert_bytes(case.problem, scheme)
         )
         # All layers are in memory at the same time, so allow twice the memory of a single one.
         memory = 2 * int(self.environment.get("memory_bytes") or 0)
         l2 = l2_bytes(self.device)
-        return choose_rotation(work.bytes, weight_bytes, cell.problem.tokens, l2=l2, memory=memory)
+        return choose_rotation(work.bytes, weight_bytes, case.problem.tokens, l2=l2, memory=memory)
 
     def _add_work(
         self,
         row: Row,
-        cell: LayerCase,
+        case: LayerCase,
         instances: LayerInstances,
         schedule: Rotation,
         inputs: Sequence[Input],
     ) -> Row:
-        """Return the row with the work and the roofline of the cell."""
+        """Return the row with the work and the roofline of the case."""
         scheme = QuantScheme.parse(instances.candidate.quant)
-        loads = [count_load(item.routing, cell.problem) for item in inputs]
-        work = compute_work(cell.problem, scheme, loads)
-        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
+        loads = [count_load(item.routing, case.problem) for item in inputs]
+        work = compute_work(case.problem, scheme, loads)
+        floor = compute_roofline(work, case.problem, scheme, self.peaks)
         return replace(
             row,
             calls=schedule.calls,
@@ -320,7 +320,7 @@ class _Run:
     def _set_up_and_check(
         self,
         index: int,
-        cell: LayerCase,
+        case: LayerCase,
         instances: LayerInstances,
         schedule: Rotation,
         inputs: Sequence[Input],
@@ -332,10 +332,10 @@ class _Run:
         """
         layers = [instances.layer(number) for number in range(schedule.weight_sets)]
         for layer in layers:
-            layer.tune(cell.problem)
-        numbers = inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem))
+            layer.tune(case.problem)
+        numbers = inputs_to_verify(schedule.calls, num_inputs_to_check(case.problem))
         # If outputs have few values, the check needs more inputs than the timed calls have.
-        untimed = [make_input(cell, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
+        untimed = [make_input(case, self.device, n) for n in range(len(inputs), max(numbers) + 1)]
         items = [*inputs, *untimed]
         calls = [
             partial(layers[number % schedule.weight_sets].call, item.x_TH, item.routing)
@@ -347,9 +347,9 @@ class _Run:
             key = number, instances.candidate.quant
             if key not in self.expected:
                 scheme = QuantScheme.parse(instances.candidate.quant)
-                self.expected[key] = compute_expected_output(cell, items[number], weights, scheme)
+                self.expected[key] = compute_expected_output(case, items[number], weights, scheme)
             checks.append((calls[number], self.expected[key]))
-        checked = check_calls(checks, cell.problem)
+        checked = check_calls(checks, case.problem)
         timed = calls[: schedule.calls]
         groups: list[list[Call]] = [[call] for call in timed] if schedule.flush else [list(timed)]
         runs: list[Call] = [partial(call_all, group) for group in groups]
@@ -392,13 +392,13 @@ class _Run:
         for item, ms in replay(self.comparison.rounds):
             item.times_us.append(ms / (item.calls / len(item.runs)) * 1e3)
 
-    def _timed_row(self, row: Row, cell: LayerCase, item: _ReadyLayer) -> Row:
+    def _timed_row(self, row: Row, case: LayerCase, item: _ReadyLayer) -> Row:
         """Check the output of a replay; return the row with the times."""
         # Fill the output with NaN between two replays, so that unwritten values fail the check.
         last_output = item.runs[-1]()
         last_output.fill_(math.nan)
         last_output = item.runs[-1]()
-        result = check_unchanged(last_output, item.expected, item.checked, cell.problem)
+        result = check_unchanged(last_output, item.expected, item.checked, case.problem)
         if result.failure:
             note = f"after {item.mode} calls: {result.failure}"
             return replace(row, status=status.WRONG, note=note, error=result.error)
@@ -421,8 +421,8 @@ class _Run:
         )
 
 
-def format_cell(rows: Sequence[Row]) -> str:
-    """Format a cell as one line: the microseconds or the status of each layer."""
+def format_case(rows: Sequence[Row]) -> str:
+    """Format a case as one line: the microseconds or the status of each layer."""
     first = rows[0]
     parts = [
         f"{row.layer} {row.us:.1f}" if row.us is not None else f"{row.layer} {row.status}"

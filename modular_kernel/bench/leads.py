@@ -1,6 +1,6 @@
 """Leads over the best peer, for the tables and the plot of `make bench`.
 
-A lead is the time of the fastest peer in a cell divided by ours, so it is more than 1 if ours is
+A lead is the time of the fastest peer in a case divided by ours, so it is more than 1 if ours is
 faster. The tables have a column for each of four layers of ours: FusedMoE with default arguments,
 the layer that `mk.compose` builds, the fastest part whose GEMMs are this project's kernels, and the
 fastest part whose GEMMs are another library's.
@@ -46,8 +46,8 @@ def column_name(row: Row) -> str | None:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The fastest times of one cell in microseconds.
+class CaseTimes:
+    """The fastest times of one case in microseconds.
 
     ours: our times, by column. peer, peer_name: time and name of the fastest peer or baseline; None
     and "" if there is none.
@@ -70,13 +70,13 @@ class Cell:
         return f"{self.shape}, {format_count(self.tokens, 'token')}, {self.routing}"
 
 
-def collect_cells(rows: Iterable[Row]) -> list[Cell]:
-    """Return the cells in which any layer was timed, in the order of the rows."""
+def collect_case_times(rows: Iterable[Row]) -> list[CaseTimes]:
+    """Return the cases in which any layer was timed, in the order of the rows."""
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
         if row.is_comparable:
             groups.setdefault(row.group, []).append(row)
-    cells = []
+    cases = []
     for (shape, tokens, routing, operands), members in groups.items():
         ours: dict[str, float] = {}
         peers: list[tuple[float, str]] = []
@@ -88,25 +88,25 @@ def collect_cells(rows: Iterable[Row]) -> list[Cell]:
             else:
                 ours[column] = min(row.us, ours.get(column, math.inf))
         peer, name = min(peers, default=(None, ""))
-        cells.append(Cell(shape, tokens, routing, operands, ours, peer, name))
-    return cells
+        cases.append(CaseTimes(shape, tokens, routing, operands, ours, peer, name))
+    return cases
 
 
 @dataclass(frozen=True)
 class LeadSummary:
-    """Leads of one column over all cells with one type of operands.
+    """Leads of one column over all cases with one type of operands.
 
-    cells: number of cells with a lead. mean: geometric mean of the leads. behind: number of cells
-    in which ours is slower than the best peer by more than MARGIN. worst: the cell with the
+    cases: number of cases with a lead. mean: geometric mean of the leads. behind: number of cases
+    in which ours is slower than the best peer by more than MARGIN. worst: the case with the
     smallest lead.
     """
 
     operands: str
     column: str
-    cells: int
+    cases: int
     mean: float
     behind: int
-    worst: Cell
+    worst: CaseTimes
 
     @property
     def min_lead(self) -> float:
@@ -116,15 +116,15 @@ class LeadSummary:
         return lead
 
 
-def summarize_leads(cells: Sequence[Cell]) -> list[LeadSummary]:
+def summarize_leads(cases: Sequence[CaseTimes]) -> list[LeadSummary]:
     """Summarize the leads of each type of operands and column that has any."""
     results = []
-    for operands in dict.fromkeys(cell.operands for cell in cells):
+    for operands in dict.fromkeys(case.operands for case in cases):
         for column in COLUMNS:
             leads = [
-                (lead, cell)
-                for cell in cells
-                if cell.operands == operands and (lead := cell.lead(column)) is not None
+                (lead, case)
+                for case in cases
+                if case.operands == operands and (lead := case.lead(column)) is not None
             ]
             if not leads:
                 continue
@@ -143,13 +143,13 @@ def scheme_name(operands: str) -> str:
 def leads_table(report: Report) -> list[str]:
     """Return the lines of a Markdown table of leads, with a row for each scheme and column."""
     lines = [
-        "| scheme | ours | cells | lead (geometric mean) | least lead | behind by more than 1 % |",
+        "| scheme | ours | cases | lead (geometric mean) | least lead | behind by more than 1 % |",
         "|---|---|---:|---:|---|---:|",
     ]
-    for summary in summarize_leads(collect_cells(report.rows)):
+    for summary in summarize_leads(collect_case_times(report.rows)):
         worst = f"{summary.min_lead:.2f} ({summary.worst}; {summary.worst.peer_name})"
         lines.append(
-            f"| {scheme_name(summary.operands)} | {summary.column} | {summary.cells} "
+            f"| {scheme_name(summary.operands)} | {summary.column} | {summary.cases} "
             f"| {summary.mean:.2f} | {worst} | {summary.behind} |"
         )
     return lines
@@ -158,14 +158,16 @@ def leads_table(report: Report) -> list[str]:
 def layers_table(report: Report) -> list[str]:
     """Return the lines of a Markdown table with a row for each scheme and layer, peers included.
 
-    The times of a layer are divided by those of the best peer in the same cells. A peer that is the
-    fastest in every cell has 1.00.
+    The times of a layer are divided by those of the best peer in the same cases. A peer that is the
+    fastest in every case has 1.00.
     """
     lines = [
-        "| scheme | layer | origin | cells | time / best peer (geometric mean) | wrong or failed |",
+        "| scheme | layer | origin | cases | time / best peer (geometric mean) | wrong or failed |",
         "|---|---|---|---:|---:|---:|",
     ]
-    peers = {(c.shape, c.tokens, c.routing, c.operands): c.peer for c in collect_cells(report.rows)}
+    peers = {
+        (c.shape, c.tokens, c.routing, c.operands): c.peer for c in collect_case_times(report.rows)
+    }
     names = dict.fromkeys((row.operands, row.layer, row.quant) for row in report.rows)
     for operands, layer, quant in names:
         rows = [
@@ -190,18 +192,18 @@ def layers_table(report: Report) -> list[str]:
     return lines
 
 
-def cells_table(report: Report) -> list[str]:
-    """Return the lines of a Markdown table with the microseconds of all cells."""
+def cases_table(report: Report) -> list[str]:
+    """Return the lines of a Markdown table with the microseconds of all cases."""
     lines = [
         f"| scheme | layer | routing | T | {' | '.join(COLUMNS)} | best peer | |",
         f"|---|---|---|---:|{'---:|' * len(COLUMNS)}---:|---|",
     ]
-    for cell in collect_cells(report.rows):
-        times = [cell.ours.get(column) for column in COLUMNS] + [cell.peer]
+    for case in collect_case_times(report.rows):
+        times = [case.ours.get(column) for column in COLUMNS] + [case.peer]
         texts = ["" if us is None else f"{us:.1f}" for us in times]
         lines.append(
-            f"| {scheme_name(cell.operands)} | {cell.shape} | {cell.routing} | {cell.tokens} "
-            f"| {' | '.join(texts)} | {cell.peer_name} |"
+            f"| {scheme_name(case.operands)} | {case.shape} | {case.routing} | {case.tokens} "
+            f"| {' | '.join(texts)} | {case.peer_name} |"
         )
     return lines
 
@@ -215,7 +217,7 @@ def unmeasured_list(report: Report) -> list[str]:
             key = (scheme_name(row.operands), row.layer, row.status, row.note[:160])
             notes[key] = notes.get(key, 0) + 1
     for (scheme, layer, outcome, note), count in notes.items():
-        lines.append(f"- {scheme}, {layer}: {outcome} in {count} cells: {note}")
+        lines.append(f"- {scheme}, {layer}: {outcome} in {count} cases: {note}")
     if report.stopped:
         lines.append(f"- the run ended early: {report.stopped}")
     return lines
@@ -224,7 +226,7 @@ def unmeasured_list(report: Report) -> list[str]:
 def merge_reports(reports: Sequence[Report]) -> Report:
     """Merge reports into one with the environment and the peaks of the first.
 
-    If several reports have a row of the same layer in the same cell, the first timed row is kept,
+    If several reports have a row of the same layer in the same case, the first timed row is kept,
     or the first row if none was timed.
     """
     first, kept = reports[0], dict[tuple[object, ...], Row]()
@@ -257,11 +259,11 @@ def render_markdown(report: Report) -> str:
         "",
         *(unmeasured_list(report) or ["- nothing is missing"]),
         "",
-        "## Cells",
+        "## Cases",
         "",
         "Microseconds of a call.",
         "",
-        *cells_table(report),
+        *cases_table(report),
     ]
     return "\n".join(lines) + "\n"
 
@@ -274,10 +276,10 @@ def plot_leads(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cells = collect_cells(report.rows)
-    schemes = list(dict.fromkeys(cell.operands for cell in cells)) or [""]
-    routings = list(dict.fromkeys(cell.routing for cell in cells)) or [""]
-    shapes = list(dict.fromkeys(cell.shape for cell in cells))
+    cases = collect_case_times(report.rows)
+    schemes = list(dict.fromkeys(case.operands for case in cases)) or [""]
+    routings = list(dict.fromkeys(case.routing for case in cases)) or [""]
+    shapes = list(dict.fromkeys(case.shape for case in cases))
     size = _PANEL_INCHES[0] * len(schemes), _PANEL_INCHES[1] * len(routings)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
@@ -285,8 +287,8 @@ def plot_leads(report: Report, path: Path) -> None:
     for line, routing in enumerate(routings):
         for column, operands in enumerate(schemes):
             axes = panels[line][column]
-            panel_cells = [c for c in cells if (c.operands, c.routing) == (operands, routing)]
-            _draw_leads(axes, panel_cells, shapes)
+            panel_cases = [c for c in cases if (c.operands, c.routing) == (operands, routing)]
+            _draw_leads(axes, panel_cases, shapes)
             axes.set_title(f"{scheme_name(operands)}, {routing} routing", fontsize=9)
             if line == len(routings) - 1:
                 axes.set_xlabel("tokens")
@@ -303,15 +305,15 @@ def plot_leads(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw_leads(axes: Any, cells: Sequence[Cell], shapes: Sequence[str]) -> None:
+def _draw_leads(axes: Any, cases: Sequence[CaseTimes], shapes: Sequence[str]) -> None:
     """Draw two lines per shape: FusedMoE with default arguments, and our own kernels."""
     axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
     for number, shape in enumerate(shapes):
         for column, style in ((DEFAULT, "o-"), (OWN_KERNELS, "s:")):
             points = sorted(
-                (cell.tokens, lead)
-                for cell in cells
-                if cell.shape == shape and (lead := cell.lead(column)) is not None
+                (case.tokens, lead)
+                for case in cases
+                if case.shape == shape and (lead := case.lead(column)) is not None
             )
             label = shape if column == DEFAULT else None
             xs, ys = [tokens for tokens, _ in points], [lead for _, lead in points]

@@ -1,8 +1,9 @@
 """The benchmark run of `mk bench`.
 
-It measures the hardware's peak rates, then every layer in every cell. A cell is a layer's shape, a
-number of tokens and a routing. The output of a layer is compared with a float64 reference before
-the layer is timed. Layers are timed one after the other; `bench.interleaved` alternates them.
+It measures the hardware's peak rates, then every layer in every case. A case (`LayerCase`) is a
+layer's shape, a number of tokens and a routing. The output of a layer is compared with a float64
+reference before the layer is timed. Layers are timed one after the other; `bench.interleaved`
+alternates them.
 """
 
 import gc
@@ -61,7 +62,7 @@ ReportCallback = Callable[[Report], object]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What to measure: the record gets one row for each cell and candidate.
+    """What to measure: the record gets one row for each case and candidate.
 
     graph: whether to time replays of CUDA graphs rather than eager calls. target_ms: milliseconds
     of device time for which each row is timed. bandwidth: bytes per second for the roofline; None
@@ -70,7 +71,7 @@ class BenchJob:
     command line, for the record.
     """
 
-    cells: tuple[LayerCase, ...]
+    cases: tuple[LayerCase, ...]
     candidates: tuple[Candidate, ...]
     machine: Machine
     graph: bool = True
@@ -102,21 +103,21 @@ class WeightSets:
     Consecutive calls use different sets, so that a call does not find its weights in the L2 cache
     (measure.timing.Rotation).
 
-    cells: all cells of the shape. sets: the sets created so far, by index.
+    cases: all cases of the shape. sets: the sets created so far, by index.
     """
 
-    cells: tuple[LayerCase, ...]
+    cases: tuple[LayerCase, ...]
     device: torch.device
     sets: dict[int, ExpertWeights] = field(default_factory=dict)
 
     def weights(self, index: int) -> ExpertWeights:
         if index not in self.sets:
-            self.sets[index] = make_weights(self.cells[0].problem, self.device, index)
+            self.sets[index] = make_weights(self.cases[0].problem, self.device, index)
         return self.sets[index]
 
     @property
     def max_tokens(self) -> int:
-        return max(cell.problem.tokens for cell in self.cells)
+        return max(case.problem.tokens for case in self.cases)
 
 
 class SetupError(RuntimeError):
@@ -151,7 +152,7 @@ class LayerInstances:
                 raise SetupError(self.failure)
             try:
                 layer = self.candidate.make() if self.ready else self.first
-                problem = self.weight_sets.cells[0].problem.with_tokens(self.weight_sets.max_tokens)
+                problem = self.weight_sets.cases[0].problem.with_tokens(self.weight_sets.max_tokens)
                 layer.setup(problem, self.weight_sets.weights(len(self.ready)))
             except Exception as error:
                 self.failure = f"setup: {format_error(error)}"
@@ -192,11 +193,11 @@ class _Run:
         self.device = torch.device(job.machine.device)
         schemes = [QuantScheme.parse(candidate.quant) for candidate in job.candidates]
         types = [
-            compute_type(cell.problem, scheme)
-            for cell in job.cells
+            compute_type(case.problem, scheme)
+            for case in job.cases
             for scheme in [QuantScheme.parse("none"), *schemes]
         ]
-        types += [dtype_name(cell.problem.dtype) for cell in job.cells]
+        types += [dtype_name(case.problem.dtype) for case in job.cases]
         self.peaks: Peaks = measure_peaks(self.device, types, bandwidth=job.bandwidth)
         self.environment = collect_environment(self.device, job.command)
         self.rows: list[Row] = []
@@ -204,12 +205,12 @@ class _Run:
         self.stopped = ""
 
     def run(self) -> Report:
-        for cell, instances in self._cells_with_instances():
+        for case, instances in self._cases_with_instances():
             self.on_row(
-                f"{instances.candidate.name}, {cell.shape}, "
-                f"{format_count(cell.problem.tokens, 'token')}"
+                f"{instances.candidate.name}, {case.shape}, "
+                f"{format_count(case.problem.tokens, 'token')}"
             )
-            self.rows.append(self._measure_row(cell, instances))
+            self.rows.append(self._measure_row(case, instances))
             self._report()
         if self.device.type == "cuda" and not self.stopped:
             self._count_launches()
@@ -221,18 +222,18 @@ class _Run:
         self.on_report(report)
         return report
 
-    def _cells_with_instances(self) -> Iterator[tuple[LayerCase, LayerInstances]]:
-        """Yield every cell with the layers of every candidate.
+    def _cases_with_instances(self) -> Iterator[tuple[LayerCase, LayerInstances]]:
+        """Yield every case with the layers of every candidate.
 
         At any time only the weights of one shape and the layers of one candidate are in memory.
         """
-        key = lambda cell: (cell.shape, str(cell.problem.with_tokens(1)))  # noqa: E731
-        for _, cells in itertools.groupby(self.job.cells, key):
-            weight_sets = WeightSets(tuple(cells), self.device)
+        key = lambda case: (case.shape, str(case.problem.with_tokens(1)))  # noqa: E731
+        for _, cases in itertools.groupby(self.job.cases, key):
+            weight_sets = WeightSets(tuple(cases), self.device)
             for candidate in self.job.candidates:
                 instances = LayerInstances(candidate, weight_sets)
-                for cell in weight_sets.cells:
-                    yield cell, instances
+                for case in weight_sets.cases:
+                    yield case, instances
                     self._free_memory()
                 instances.free()
             weight_sets.sets.clear()
@@ -252,16 +253,16 @@ class _Run:
         limit = self.job.deadline
         return None if limit is None else limit - (time.monotonic() - self.started)
 
-    def _measure_row(self, cell: LayerCase, instances: LayerInstances) -> Row:
-        row = empty_row(cell, instances.candidate)
+    def _measure_row(self, case: LayerCase, instances: LayerInstances) -> Row:
+        row = empty_row(case, instances.candidate)
         if self.stopped or self._is_past_deadline:
             return replace(row, note=self.stopped or "after the deadline")
         try:
             with time_limit(self._seconds_left):
-                reason = instances.first.refusal(cell.problem)
+                reason = instances.first.refusal(case.problem)
                 if reason is not None:
                     return replace(row, status=status.REFUSED, note=reason)
-                return self._check_and_time(row, cell, instances)
+                return self._check_and_time(row, case, instances)
         except TimeLimitReached:
             return replace(row, note="stopped at the deadline")
         # A layer can raise anything. Report it in the row and continue with the other rows.
@@ -270,17 +271,17 @@ class _Run:
                 self.stopped = f"{instances.candidate.name} broke the CUDA context"
             return replace(row, status=status.FAILED, note=format_error(error))
 
-    def _make_calls(self, cell: LayerCase, instances: LayerInstances) -> _RowCalls:
+    def _make_calls(self, case: LayerCase, instances: LayerInstances) -> _RowCalls:
         scheme = QuantScheme.parse(instances.candidate.quant)
         expert_map = instances.weight_sets.weights(0).expert_map
 
         def draw_input(index: int) -> tuple[Input, Load]:
-            item = make_input(cell, self.device, index)
-            return item, count_load(item.routing, cell.problem, expert_map)
+            item = make_input(case, self.device, index)
+            return item, count_load(item.routing, case.problem, expert_map)
 
         first, load = draw_input(0)
-        work = compute_work(cell.problem, scheme, [load])
-        schedule = self._choose_rotation(cell, work, instances)
+        work = compute_work(case.problem, scheme, [load])
+        schedule = self._choose_rotation(case, work, instances)
         inputs, loads = zip((first, load), *map(draw_input, range(1, schedule.calls)), strict=True)
         layers = [instances.layer(index) for index in range(schedule.weight_sets)]
         calls = tuple(
@@ -289,49 +290,49 @@ class _Run:
         )
         # Compute the expected outputs before any call, because a layer may overwrite x.
         checks = []
-        for index in inputs_to_verify(schedule.calls, num_inputs_to_check(cell.problem)):
+        for index in inputs_to_verify(schedule.calls, num_inputs_to_check(case.problem)):
             if index < schedule.calls:
                 item, call, weight_set = inputs[index], calls[index], index % schedule.weight_sets
             else:  # an untimed input
                 item, weight_set = draw_input(index)[0], 0
                 call = partial(layers[0].call, item.x_TH, item.routing)
-            checks.append((call, self._expected(cell, instances, item, (index, weight_set))))
+            checks.append((call, self._expected(case, instances, item, (index, weight_set))))
         return _RowCalls(calls, layers[0], schedule, loads, tuple(checks))
 
-    def _choose_rotation(self, cell: LayerCase, work: Work, instances: LayerInstances) -> Rotation:
+    def _choose_rotation(self, case: LayerCase, work: Work, instances: LayerInstances) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
         scheme = QuantScheme.parse(instances.candidate.quant)
-        set_bytes = cell.problem.e * expert_bytes(cell.problem, scheme)
-        set_bytes += instances.first.setup_bytes(cell.problem)
-        if (spec := cell.problem.adapters) is not None:
-            set_bytes += spec.adapters * adapter_bytes(cell.problem)
+        set_bytes = case.problem.e * expert_bytes(case.problem, scheme)
+        set_bytes += instances.first.setup_bytes(case.problem)
+        if (spec := case.problem.adapters) is not None:
+            set_bytes += spec.adapters * adapter_bytes(case.problem)
         l2 = l2_bytes(self.device)
-        return choose_rotation(work.bytes, set_bytes, cell.problem.tokens, l2=l2, memory=memory)
+        return choose_rotation(work.bytes, set_bytes, case.problem.tokens, l2=l2, memory=memory)
 
     def _expected(
-        self, cell: LayerCase, instances: LayerInstances, inputs: Input, indices: tuple[int, int]
+        self, case: LayerCase, instances: LayerInstances, inputs: Input, indices: tuple[int, int]
     ) -> ExpectedOutput:
         """Return the expected output. It is cached, because candidates share inputs and weights.
 
         indices: index of the input, and index of the set of weights.
         """
-        key = (cell, *indices, instances.candidate.quant)
+        key = (case, *indices, instances.candidate.quant)
         if key not in self.expected:
             scheme = QuantScheme.parse(instances.candidate.quant)
             self.expected[key] = compute_expected_output(
-                cell, inputs, instances.weight_sets.weights(indices[1]), scheme
+                case, inputs, instances.weight_sets.weights(indices[1]), scheme
             )
         return self.expected[key]
 
-    def _check_and_time(self, row: Row, cell: LayerCase, instances: LayerInstances) -> Row:
+    def _check_and_time(self, row: Row, case: LayerCase, instances: LayerInstances) -> Row:
         """Verify the layer's outputs, time it if they are correct, and return the row."""
         scheme = QuantScheme.parse(instances.candidate.quant)
-        row_calls = self._make_calls(cell, instances)
-        work = compute_work(cell.problem, scheme, row_calls.loads)
-        floor = compute_roofline(work, cell.problem, scheme, self.peaks)
-        checked = check_calls(row_calls.checks, cell.problem)
+        row_calls = self._make_calls(case, instances)
+        work = compute_work(case.problem, scheme, row_calls.loads)
+        floor = compute_roofline(work, case.problem, scheme, self.peaks)
+        checked = check_calls(row_calls.checks, case.problem)
         result = checked.result
         row = replace(
             row,
@@ -355,7 +356,7 @@ class _Run:
             flush=row_calls.schedule.flush,
             target_ms=self.job.target_ms,
         )
-        result = check_unchanged(timing.last_output, row_calls.checks[-1][1], checked, cell.problem)
+        result = check_unchanged(timing.last_output, row_calls.checks[-1][1], checked, case.problem)
         if result.failure:
             note = f"after {timing.mode} calls: {result.failure}"
             return replace(row, status=status.WRONG, note=note, error=result.error)
@@ -392,13 +393,13 @@ class _Run:
 
         This runs after all timing, because the profiler slows down later launches.
         """
-        for index, (cell, instances) in enumerate(self._cells_with_instances()):
+        for index, (case, instances) in enumerate(self._cases_with_instances()):
             row = self.rows[index]
             if not row.is_timed or self._is_past_deadline:
                 continue
             try:
                 with time_limit(self._seconds_left):
-                    inputs = make_input(cell, self.device, 0)
+                    inputs = make_input(case, self.device, 0)
                     call = partial(instances.layer(0).call, inputs.x_TH, inputs.routing)
                     call()
                     count = count_launches(call, self.device)
@@ -456,11 +457,11 @@ def inputs_to_verify(calls: int, minimum: int) -> list[int]:
     return [*dict.fromkeys([0, *untimed, calls - 1])] if calls > 1 else [*untimed, 0]
 
 
-def empty_row(cell: LayerCase, candidate: Candidate) -> Row:
-    """Return the row of a cell and a candidate, without results."""
-    problem = cell.problem
+def empty_row(case: LayerCase, candidate: Candidate) -> Row:
+    """Return the row of a case and a candidate, without results."""
+    problem = case.problem
     return Row(
-        shape=cell.shape,
+        shape=case.shape,
         experts=problem.experts,
         top_k=problem.top_k,
         hidden=problem.hidden,
@@ -468,7 +469,7 @@ def empty_row(cell: LayerCase, candidate: Candidate) -> Row:
         tokens=problem.tokens,
         dtype=dtype_name(problem.dtype),
         problem=str(problem),
-        routing=str(cell.routing),
+        routing=str(case.routing),
         layer=candidate.name,
         origin=candidate.origin,
         quant=candidate.quant,

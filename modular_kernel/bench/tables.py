@@ -40,7 +40,8 @@ def layer_label(row: Row) -> str:
 def terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the column names and the cells of a table for a terminal.
 
-    Rows of one cell are adjacent. Columns without any value are left out.
+    Rows of one case (shape, number of tokens and routing) are adjacent. Columns without any value
+    are left out.
     """
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -117,7 +118,7 @@ def _describe_run(report: Report) -> list[str]:
 
 
 def _markdown_table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a Markdown table with a row per cell and a column per layer."""
+    """Return the lines of a Markdown table with a row per case and a column per layer."""
     names = list(dict.fromkeys(layer_label(row) for row in rows if row.status != status.REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
     lines = [_markdown_row(head), _markdown_row(["---", *["---:"] * (len(head) - 1)])]
@@ -149,7 +150,7 @@ def _ratio(ours: float | None, other: float | None) -> str:
 def ratios(report: Report) -> list[tuple[str, str]]:
     """Return pairs such as ("0.91 x", "the floor, bfloat16").
 
-    A ratio is the geometric mean over cells of our best time, divided by the roofline ("the floor")
+    A ratio is the geometric mean over cases of our best time, divided by the roofline ("the floor")
     or by the best peer's time.
     """
     return [
@@ -168,7 +169,7 @@ def summary(report: Report) -> list[str]:
     for operands, comparisons in _compare_by_operands(report):
         parts = [
             f"{_geometric_mean(values):.2f} x {target} in geometric mean over "
-            f"{format_count(len(values), 'cell')} "
+            f"{format_count(len(values), 'case')} "
             f"({min(values):.2f} to {max(values):.2f})"
             for target, values in comparisons.items()
         ]
@@ -177,7 +178,7 @@ def summary(report: Report) -> list[str]:
 
 
 def _compare_by_operands(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each operand type with the ratios of our best time to each comparison, one per cell."""
+    """Yield each operand type with the ratios of our best time to each comparison, one per case."""
     for operands in dict.fromkeys(row.operands for row in report.rows):
         rows = [row for row in report.rows if row.operands == operands]
         over_floor, over_peer = list[float](), list[float]()

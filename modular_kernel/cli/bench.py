@@ -195,7 +195,7 @@ def bench(
         )
         raise Exit(1)
     job = BenchJob(
-        cells=cases,
+        cases=cases,
         candidates=tuple(candidates),
         machine=machine,
         graph=not method.eager,

@@ -16,7 +16,7 @@ not change the time.
 
 With p = 1, the formula is a sum (memory and compute do not overlap). With p = infinity, it is a
 maximum (full overlap). Of 2, 2.5 and 3, the selected p has the best fit over all formats. a, em and
-ec were fitted to 12 cells of each format (FITTED_SHAPES, 1 to 16384 tokens, one H200, planned calls
+ec were fitted to 12 cases of each format (FITTED_SHAPES, 1 to 16384 tokens, one H200, planned calls
 in CUDA graphs; data/h200-layers.json).
 """
 

@@ -1,1 +1,4 @@
-"""Selection of a pairing by measurement: candidates, timing, cache, and the composed layer."""
+"""Selection of a pairing by measurement: candidates, timing, cache, and the composed layer.
+
+A pairing is a PrepareAndFinalize class with an experts class; `mk.compose` selects one.
+"""

@@ -37,7 +37,7 @@ from modular_kernel.utils.time_limit import TimeLimitReached, time_limit
 
 CPU = this_machine(device="cpu")
 SMALL = Problem(tokens=12, hidden=32, intermediate=48, experts=4, top_k=2)
-CELL = LayerCase("small", SMALL, RoutingKind("uniform"))
+CASE = LayerCase("small", SMALL, RoutingKind("uniform"))
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 PAIR_WORDS = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
 
@@ -63,9 +63,9 @@ def candidate(layer: Layer, origin: str = "peer") -> Candidate:
 
 
 def measured(
-    *candidates: Candidate, cells: tuple[LayerCase, ...] = (CELL,), **options: Any
+    *candidates: Candidate, cases: tuple[LayerCase, ...] = (CASE,), **options: Any
 ) -> Report:
-    return run(BenchJob(cells, candidates, CPU, target_ms=0.01, **options))
+    return run(BenchJob(cases, candidates, CPU, target_ms=0.01, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -139,10 +139,10 @@ def test_a_wrong_layer_is_reported_and_not_timed(
 @pytest.mark.parametrize("tokens", [1, 3, 12])
 def test_small_layer_is_checked_over_several_calls(tokens: int) -> None:
     """The errors of small layers vary, but a layer that rounds twice as often still passes."""
-    small = replace(CELL, problem=SMALL.with_tokens(tokens))
+    small = replace(CASE, problem=SMALL.with_tokens(tokens))
     for kind in ("uniform", "hot1"):
         rows = measured(
-            *baseline_candidates(), cells=(replace(small, routing=RoutingKind.parse(kind)),)
+            *baseline_candidates(), cases=(replace(small, routing=RoutingKind.parse(kind)),)
         )
         (row,) = rows.rows
         assert (row.status, row.note) == ("ok", "")
@@ -150,7 +150,7 @@ def test_small_layer_is_checked_over_several_calls(tokens: int) -> None:
         assert row.error_bound is not None
         assert row.error < 0.8 * row.error_bound, "not close, whatever is drawn"
     slightly = Reference("slightly", lambda out, _x: out * 1.01)
-    (row,) = measured(candidate(slightly), cells=(small,)).rows
+    (row,) = measured(candidate(slightly), cases=(small,)).rows
     assert row.status == "wrong"
 
 
@@ -190,9 +190,9 @@ class _Refusing(Reference):
 
 
 def test_failed_and_refused_layers_have_rows() -> None:
-    cells = (CELL, replace(CELL, problem=SMALL.with_tokens(3)))
+    cases = (CASE, replace(CASE, problem=SMALL.with_tokens(3)))
     layers = (_Broken("broken"), _Refusing("odd"), Reference("good"))
-    rows = measured(*map(candidate, layers), cells=cells).rows
+    rows = measured(*map(candidate, layers), cases=cases).rows
     assert [row.status for row in rows] == ["failed", "failed", "refused", "ok", "ok", "ok"]
     assert "no such engine" in rows[0].note
     assert "no such engine" in rows[1].note
@@ -269,7 +269,7 @@ def test_interpreted_rows_do_not_compete() -> None:
 def test_a_report_grows_row_by_row() -> None:
     seen: list[int] = []
     job = BenchJob(
-        (CELL,), (candidate(Reference("a")), candidate(Reference("b"))), CPU, target_ms=0.01
+        (CASE,), (candidate(Reference("a")), candidate(Reference("b"))), CPU, target_ms=0.01
     )
     report = run(job, lambda so_far: seen.append(len(so_far.rows)))
     assert seen == [1, 2, 2]
@@ -294,9 +294,9 @@ def test_weights_of_a_shape_are_shared_and_then_freed(
 
     monkeypatch.setattr(run_module, "make_weights", make)
     other = LayerCase("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
-    cells = (CELL, replace(CELL, routing=RoutingKind("zipf", 1.2)), other)
+    cases = (CASE, replace(CASE, routing=RoutingKind("zipf", 1.2)), other)
     candidates = [Candidate(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
-    rows = run(BenchJob(cells, tuple(candidates), CPU, target_ms=0.01), count).rows
+    rows = run(BenchJob(cases, tuple(candidates), CPU, target_ms=0.01), count).rows
     assert [(row.shape, row.routing) for row in rows] == [
         *[("small", "uniform"), ("small", "zipf1.2")] * 2,
         *[("wide", "hot1")] * 2,
@@ -424,5 +424,5 @@ def test_text_table_and_summary() -> None:
     assert ["small", "12", "uniform", "A", "30.0", "10.0", "3.00", "1.50"] in cells
     assert [line[4] for line in cells if line[3] == "bad"] == ["WRONG"]
     (line,) = table.summary(Report(WHERE, PEAKS, rows))
-    assert "3.46 x the floor in geometric mean over 2 cells (3.00 to 4.00)" in line
+    assert "3.46 x the floor in geometric mean over 2 cases (3.00 to 4.00)" in line
     assert "1.73 x the best peer's time" in line

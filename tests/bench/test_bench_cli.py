@@ -209,12 +209,12 @@ def jobs_of(monkeypatch: pytest.MonkeyPatch, mk: Mk, *words: str) -> BenchJob:
 
 
 def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = jobs_of(monkeypatch, mk, "--model", "baseline", *PAIR_WORDS).cells
-    assert len(cells) == 28
+    cases = jobs_of(monkeypatch, mk, "--model", "baseline", *PAIR_WORDS).cases
+    assert len(cases) == 28
     sizes = {
-        cell.shape: (p.experts, p.top_k, p.hidden, p.intermediate, p.bias, str(p.act))
-        for cell in cells
-        for p in [cell.problem]
+        case.shape: (p.experts, p.top_k, p.hidden, p.intermediate, p.bias, str(p.act))
+        for case in cases
+        for p in [case.problem]
     }
     assert sizes == {
         "mixtral": (8, 2, 4096, 14336, False, "silu"),
@@ -223,15 +223,15 @@ def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
         "gptoss": (128, 4, 2880, 2880, False, "silu"),
         "dsv3_256": (256, 8, 7168, 2048, False, "silu"),
     }
-    tokens = [cell.problem.tokens for cell in cells if cell.shape == "gptoss"]
+    tokens = [case.problem.tokens for case in cases if case.shape == "gptoss"]
     assert tokens == [1, 16, 128, 1024, 4096, 16384]
     words = ("--model", "gpt-oss-20b,mixtral,mixtral", "--tokens", "7", "--routing", "zipf,hot2")
-    cells = jobs_of(monkeypatch, mk, *words, "--hidden", "96", *PAIR_WORDS).cells
-    assert [(cell.shape, cell.problem.tokens, str(cell.routing)) for cell in cells] == [
+    cases = jobs_of(monkeypatch, mk, *words, "--hidden", "96", *PAIR_WORDS).cases
+    assert [(case.shape, case.problem.tokens, str(case.routing)) for case in cases] == [
         (shape, 7, kind) for shape in ("gpt-oss-20b", "mixtral") for kind in ("zipf1.2", "hot2")
     ]
-    assert {cell.problem.hidden for cell in cells} == {96}
-    assert [cell.problem.bias for cell in cells] == [True, True, False, False]
+    assert {case.problem.hidden for case in cases} == {96}
+    assert [case.problem.bias for case in cases] == [True, True, False, False]
 
 
 def test_schemes_with_options_are_distinguished(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:

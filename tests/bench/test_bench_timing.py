@@ -234,7 +234,7 @@ def test_launches_are_counted_from_device_events() -> None:
 # ------------------------------------------------------------------------------------- the check
 
 
-def cell(routing: str = "uniform", **changes: Any) -> LayerCase:
+def case(routing: str = "uniform", **changes: Any) -> LayerCase:
     return LayerCase("small", replace(SMALL, **changes), RoutingKind.parse(routing))
 
 
@@ -260,7 +260,7 @@ def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, Ex
     ],
 )
 def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, Any]) -> None:
-    one = cell(routing, **changes)
+    one = case(routing, **changes)
     given, weights, answer = asked(one)
     right = rounded_reference(given.x_TH, weights, given.routing, one.problem).to(one.problem.dtype)
     finding = judge_output(right, answer, one.problem)
@@ -291,7 +291,7 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
 )
 def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> None:
     """The reference is the unquantized layer; the bound is twice the error of the scheme itself."""
-    one = cell(tokens=40)
+    one = case(tokens=40)
     given, weights, answer = asked(one, quant)
     problem = replace(one.problem, quant=quant)
     stored = quantize(weights, problem)
@@ -305,7 +305,7 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
 
 
 def test_calls_are_checked_together() -> None:
-    one = cell(tokens=40)
+    one = case(tokens=40)
     given, weights, answer = asked(one)
     right = rounded_reference(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
     off = right + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
@@ -328,7 +328,7 @@ def test_calls_are_checked_together() -> None:
 
 
 def test_inputs_and_weights_are_reproducible_by_index() -> None:
-    one = cell()
+    one = case()
     first, again, other = (make_input(one, CPU, index) for index in (0, 0, 1))
     assert torch.equal(first.x_TH, again.x_TH)
     assert not torch.equal(first.x_TH, other.x_TH)
@@ -344,12 +344,12 @@ def test_inputs_and_weights_are_reproducible_by_index() -> None:
 )
 def test_invalid_cells_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
-        cell(**changes)
+        case(**changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens": 1}, {"experts": 33, "top_k": 5, "tokens": 7}])
 def test_grouped_mm_baseline_is_correct(changes: dict[str, Any]) -> None:
-    one, layer = cell(**changes), TorchGroupedMm()
+    one, layer = case(**changes), TorchGroupedMm()
     assert layer.refusal(one.problem) is None
     given, weights, answer = asked(one)
     layer.setup(one.problem, weights)

@@ -20,13 +20,13 @@ from modular_kernel.bench.candidates import (
     PairingLayer,
     gemm_library,
 )
-from modular_kernel.bench.interleaved import CellBlock, Comparison, run_interleaved
+from modular_kernel.bench.interleaved import CaseBlock, Comparison, run_interleaved
 from modular_kernel.bench.leads import (
     COMPOSED,
     DEFAULT,
     OTHER_LIBRARY,
     OWN_KERNELS,
-    collect_cells,
+    collect_case_times,
     column_name,
     layers_table,
     leads_table,
@@ -109,13 +109,13 @@ def candidate(name: str, origin: str = PEER, **options: Any) -> Candidate:
     return Candidate(name, "none", origin, partial(Scaled, name, **options))
 
 
-def cells(*tokens: int) -> tuple[LayerCase, ...]:
+def cases(*tokens: int) -> tuple[LayerCase, ...]:
     kind = RoutingKind("uniform")
     return tuple(LayerCase(LAYER.name, LAYER.problem(count), kind) for count in tokens)
 
 
 def compared(*candidates: Candidate, tokens: tuple[int, ...] = (8,), **options: Any) -> Report:
-    blocks = (CellBlock(cells(*tokens), candidates),)
+    blocks = (CaseBlock(cases(*tokens), candidates),)
     return run_interleaved(Comparison(blocks, this_machine(device="cpu"), **options))
 
 
@@ -165,7 +165,7 @@ def test_cells_not_started_in_time_are_listed() -> None:
 
 def test_report_is_passed_on_after_every_cell() -> None:
     kept: list[int] = []
-    blocks = (CellBlock(cells(8, 4), (candidate("a"),)),)
+    blocks = (CaseBlock(cases(8, 4), (candidate("a"),)),)
     run_interleaved(
         Comparison(blocks, this_machine(device="cpu"), rounds=1),
         on_report=lambda report: kept.append(len(report.rows)),
@@ -184,7 +184,7 @@ def test_compiling_calls_each_layer_once_and_times_nothing() -> None:
 def test_our_layers_pass_the_check(quant: str) -> None:
     machine = this_machine(device="cpu")
     layer = SampledLayer(4, 2, 128, 128)
-    cell = LayerCase(layer.name, layer.problem(8), RoutingKind("uniform"))
+    case = LayerCase(layer.name, layer.problem(8), RoutingKind("uniform"))
     candidates = (
         Candidate("FusedMoE", quant, OURS, partial(DefaultLayer, quant)),
         Candidate("compose", quant, OURS, partial(ComposedLayer, quant, machine, (8,), 0.0)),
@@ -192,7 +192,7 @@ def test_our_layers_pass_the_check(quant: str) -> None:
             "TorchExperts", quant, OURS, partial(PairingLayer, PF, "TorchExperts", quant, machine)
         ),
     )
-    block = CellBlock((cell,), candidates)
+    block = CaseBlock((case,), candidates)
     report = run_interleaved(Comparison((block,), machine, rounds=1))
     assert [row.status for row in report.rows] == ["ok"] * 3
     assert PF in report.rows[1].note
@@ -265,16 +265,18 @@ def test_a_library_inside_our_part_is_not_counted_as_our_kernel() -> None:
         None,
         None,
     ]
-    one, sixteen = collect_cells(ROWS)
+    one, sixteen = collect_case_times(ROWS)
     assert one.ours == {DEFAULT: 10.0, COMPOSED: 8.0, OWN_KERNELS: 11.0, OTHER_LIBRARY: 5.0}
     assert (one.peer, one.peer_name) == (9.0, "vllm_triton")
     assert sixteen.ours == {DEFAULT: 10.0}
 
 
 def test_standings_are_geometric_means_with_the_worst_cell() -> None:
-    by_column = {standing.column: standing for standing in summarize_leads(collect_cells(ROWS))}
+    by_column = {
+        standing.column: standing for standing in summarize_leads(collect_case_times(ROWS))
+    }
     default = by_column[DEFAULT]
-    assert default.cells == 2
+    assert default.cases == 2
     assert default.mean == pytest.approx((0.9 * 4.0) ** 0.5)
     assert default.behind == 1
     assert default.worst.tokens == 1
@@ -284,9 +286,9 @@ def test_standings_are_geometric_means_with_the_worst_cell() -> None:
 
 def test_a_cell_within_the_margin_is_not_behind() -> None:
     rows = [timed("FusedMoE", 100.9), timed("vllm_triton", 100.0, PEER)]
-    assert [standing.behind for standing in summarize_leads(collect_cells(rows))] == [0]
+    assert [standing.behind for standing in summarize_leads(collect_case_times(rows))] == [0]
     rows[0] = timed("FusedMoE", 101.1)
-    assert [standing.behind for standing in summarize_leads(collect_cells(rows))] == [1]
+    assert [standing.behind for standing in summarize_leads(collect_case_times(rows))] == [1]
 
 
 def test_tables_name_each_layer_and_what_is_missing() -> None:
@@ -296,7 +298,7 @@ def test_tables_name_each_layer_and_what_is_missing() -> None:
     assert "| bf16 | DeepGemmExperts `none` | ours, GEMMs of deep_gemm | 1 | 0.56 |  |" in lines
     assert "| bf16 | flashinfer `none` | peer | 0 |  | 1 |" in lines
     assert "- not installed: vllm_marlin (needs vllm)" in unmeasured_list(report)
-    assert "- bf16, flashinfer: failed in 1 cells: no module" in unmeasured_list(report)
+    assert "- bf16, flashinfer: failed in 1 cases: no module" in unmeasured_list(report)
     text = render_markdown(report)
     for line in [*leads_table(report), *lines]:
         assert line in text
@@ -315,7 +317,7 @@ def test_records_survive_a_file_and_are_merged(tmp_path: Path) -> None:
 
 
 def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
-    """A run that is restarted after a failure repeats cells; the first time of each is kept."""
+    """A run that is restarted after a failure repeats cases; the first time of each is kept."""
     failed = replace(BLANK, layer="FusedMoE", origin=OURS, status="failed", note="broke")
     reports = [
         report_of(failed, timed("vllm_triton", 8.0, PEER), stopped="broke"),
@@ -325,8 +327,8 @@ def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
     both = merge_reports(reports)
     assert [(row.layer, row.us) for row in both.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
     assert both.stopped == "broke"
-    (standing,) = summarize_leads(collect_cells(both.rows))
-    assert standing.cells == 1
+    (standing,) = summarize_leads(collect_case_times(both.rows))
+    assert standing.cases == 1
     assert standing.mean == pytest.approx(8.0 / 5.0)
 
 
@@ -377,7 +379,7 @@ def test_a_dry_run_lists_layers_offers_and_what_is_not_installed(tool: ModuleTyp
     result = invoke(tool, "--dry-run", "--schemes", "fp8", "--layers", "1")
     assert result.exit_code == 0, result.output
     assert "E96-K4-H2560-I512 fp8_w8a8_block" in result.output
-    assert "12 cells" in result.output
+    assert "12 cases" in result.output
     assert "FusedMoE fp8_w8a8_block (ours)" in result.output
     missing = [line for line in result.output.splitlines() if line.startswith("not installed")]
     listed = [line for line in result.output.splitlines() if "vllm_deepgemm" in line]

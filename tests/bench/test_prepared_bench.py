@@ -30,7 +30,7 @@ launched = launched_tiles()
 mk = make_mk_fixture("bench", "--ms", "0.01")
 SIZES = {"hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
 LAYER = replace(MXFP4, tokens=26, **SIZES)  # 13 rows an expert: with prepared weights alone a path
-CELL = LayerCase("small", replace(LAYER, quant="none"), RoutingKind("uniform"))
+CASE = LayerCase("small", replace(LAYER, quant="none"), RoutingKind("uniform"))
 WORDS = (
     *("--pf-type", PAIR[0], "--experts-type", PAIR[1], "--tokens", "26", "--prepared"),
     *(word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))),
@@ -53,7 +53,7 @@ def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: li
     ]
     before: list[int] = []
     report = run(
-        BenchJob((CELL,), tuple(candidates), machine, target_ms=0.01),
+        BenchJob((CASE,), tuple(candidates), machine, target_ms=0.01),
         lambda found: before.append(len(launched)),
     )
     assert before[0] == 0 < before[1]
@@ -82,14 +82,14 @@ def test_wrongly_prepared_weights_are_wrong(
 
     monkeypatch.setattr(TritonExperts, "prepare", zeros)
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
-    (row,) = run(BenchJob((CELL,), tuple(candidates[1:]), machine, target_ms=0.01)).rows
+    (row,) = run(BenchJob((CASE,), tuple(candidates[1:]), machine, target_ms=0.01)).rows
     assert (row.status, row.us) == ("wrong", None)
 
 
 def test_layer_without_prepared_weights_is_refused(machine: Machine) -> None:
-    cells = (replace(CELL, problem=replace(CELL.problem, dtype=torch.float16)),)
+    cases = (replace(CASE, problem=replace(CASE.problem, dtype=torch.float16)),)
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
-    (refused,) = run(BenchJob(cells, tuple(candidates[1:]), machine, target_ms=0.01)).rows
+    (refused,) = run(BenchJob(cases, tuple(candidates[1:]), machine, target_ms=0.01)).rows
     assert (refused.status, refused.prepared, refused.us) == ("refused", True, None)
     assert refused.note == "TritonExperts does not prepare weights of this problem"
 
@@ -106,7 +106,7 @@ def test_weight_sets_count_prepared_bytes(
 
     monkeypatch.setattr(run_module, "choose_rotation", choose_rotation)
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
-    run(BenchJob((CELL,), tuple(candidates), machine, target_ms=0.01))
+    run(BenchJob((CASE,), tuple(candidates), machine, target_ms=0.01))
     plain, prepared = sizes
     assert prepared - plain == prepared_tensor_bytes(PAIR[1], LAYER) > 0
 

@@ -21,7 +21,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
 PROBLEM = Problem(tokens=64, hidden=512, intermediate=1024, experts=8, top_k=2)
-CELL = LayerCase("small", PROBLEM, RoutingKind("uniform"))
+CASE = LayerCase("small", PROBLEM, RoutingKind("uniform"))
 
 
 def test_pairs_and_baseline_are_replayed() -> None:
@@ -30,7 +30,7 @@ def test_pairs_and_baseline_are_replayed() -> None:
     assert {"TritonExperts", "BatchedTritonExperts"} <= {pair.name for pair in pairs}
     parts = map(load_catalog().experts, load_catalog().names("experts"))
     allocating = [part.__name__ for part in parts if part.requires.library_allocates]
-    report = run(BenchJob((CELL,), (*pairs, *baseline_candidates()), machine, target_ms=5.0))
+    report = run(BenchJob((CASE,), (*pairs, *baseline_candidates()), machine, target_ms=5.0))
     for row in report.rows:
         assert row.status == "ok", row.note
         assert row.mode in ("graph", "graph+flush")
@@ -63,7 +63,7 @@ class _Looping(Layer):
 
 def test_what_cannot_be_captured_is_timed_eagerly() -> None:
     candidates = (Candidate("looping", "none", "peer", _Looping), *baseline_candidates())
-    looping, after = run(BenchJob((CELL,), candidates, this_machine(), target_ms=1.0)).rows
+    looping, after = run(BenchJob((CASE,), candidates, this_machine(), target_ms=1.0)).rows
     assert (looping.status, looping.note) == ("ok", "not captured")
     assert looping.mode.startswith("eager")
     assert looping.eager_us == looping.us

@@ -35,6 +35,7 @@ NAMES = {
     "lends": "transferable",
     "live": "valid, in use",
     "middle": "zero point",
+    "pristine": "original, unmodified",
     "requantized": "quantize",
     "rooms": "workspace sizes",
     "scene": "scenario",

@@ -86,7 +86,7 @@ def pairings_with_mutants(world_size: int) -> list[object]:
 def survivors(
     pairing: tuple[str, str], mutant: RankMutant, pool: RankPool, proven: dict[Case, str | None]
 ) -> list[str]:
-    kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], proven=proven)
+    kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], known_failures=proven)
     assert kills, "no case has the mutant"
     return [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason]
 
@@ -113,7 +113,7 @@ def test_a_change_of_unread_values_is_neither_killed_nor_survived(
 ) -> None:
     (mutant,) = (each for each in RANK_MUTANTS if each.name == UNREAD_COUNTS[1])
     pair = UNREAD_COUNTS[0], "TorchExperts"
-    (kill,) = sensitivity_ranks(*pair, rank_pool(4), mutants=[mutant], proven=proven)
+    (kill,) = sensitivity_ranks(*pair, rank_pool(4), mutants=[mutant], known_failures=proven)
     assert kill.no_effect_reason == "what it changes is never read", str(kill)
     assert (kill.ok, kill.killed_by) == (True, None)
 

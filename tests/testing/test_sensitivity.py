@@ -38,7 +38,7 @@ def test_killed(
     pairing: tuple[str, str], mutant: CallMutant, machine: Machine, proven: dict[Case, str | None]
 ) -> None:
     # One case per mutant: `mk test --sensitivity` runs two.
-    kills = sensitivity(*pairing, machine, mutants=[mutant], cases_each=1, proven=proven)
+    kills = sensitivity(*pairing, machine, mutants=[mutant], cases_each=1, known_failures=proven)
     assert [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason] == []
 
 

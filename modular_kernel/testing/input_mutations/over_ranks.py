@@ -33,22 +33,22 @@ def sensitivity_ranks(
     *,
     mutants: Sequence[RankMutant] = RANK_MUTANTS,
     cases_each: int = 1,
-    proven: dict[Case, str | None] | None = None,
+    known_failures: dict[Case, str | None] | None = None,
 ) -> tuple[CallMutantResult, ...]:
     """Run each mutant that can occur in the pairing on the ranks of a pool.
 
     The cases are those of level "smoke", the short list. The other arguments and the result are
     those of `sensitivity`.
     """
-    proven = {} if proven is None else proven
+    known_failures = {} if known_failures is None else known_failures
     machine = machine_of(pool)
     cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
     kills = []
     for mutant in mutants:
         candidates: list[RankCase] = [case for case in cases if mutant.applies(case)]
         for case in candidates[:cases_each]:
-            if case not in proven:
-                proven[case] = first_or_none(prove_ranks(case, pool, machine).failures)
+            if case not in known_failures:
+                known_failures[case] = first_or_none(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
             proof = prove_ranks(case, pool, machine, build, checks=EARLY_CHECKS)
             failure, effect = (
@@ -56,6 +56,8 @@ def sensitivity_ranks(
                 pop_effect_on_ranks(mutant.name, pool),
             )
             kills.append(
-                CallMutantResult.from_effect(mutant.name, case, proven[case], failure, effect)
+                CallMutantResult.from_effect(
+                    mutant.name, case, known_failures[case], failure, effect
+                )
             )
     return tuple(kills)

@@ -80,16 +80,16 @@ def sensitivity(
     *,
     mutants: Sequence[CallMutant] = MUTANTS,
     cases_each: int = 2,
-    proven: dict[Case, str | None] | None = None,
+    known_failures: dict[Case, str | None] | None = None,
 ) -> tuple[CallMutantResult, ...]:
     """Run each mutant that can occur in the pairing; return which check killed it.
 
     mutants: the mutants to run.
     cases_each: maximum number of cases per mutant.
-    proven: maps cases to their first failure without a mutant, or to None if they pass. Cases that
-        are not in it are run and added to it.
+    known_failures: maps cases to their first failure without a mutant, or to None if they pass.
+        Cases that are not in it are run and added to it.
     """
-    proven = {} if proven is None else proven
+    known_failures = {} if known_failures is None else known_failures
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
     full = cases_by_axes(prepare_finalize, experts, machine).cases
     kills = []
@@ -98,12 +98,14 @@ def sensitivity(
         if len(candidates) < cases_each:
             candidates = [case for case in full if mutant.occurs(case, machine)]
         for case in _select_evenly(candidates, cases_each):
-            if case not in proven:
-                proven[case] = first_or_none(prove(case, machine).failures)
+            if case not in known_failures:
+                known_failures[case] = first_or_none(prove(case, machine).failures)
             failure = first_or_none(run_all_checks(Trial(case, machine, mutant.build)))
             effect = pop_effect(mutant.name)
             kills.append(
-                CallMutantResult.from_effect(mutant.name, case, proven[case], failure, effect)
+                CallMutantResult.from_effect(
+                    mutant.name, case, known_failures[case], failure, effect
+                )
             )
     return tuple(kills)
 

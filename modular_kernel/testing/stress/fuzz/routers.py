@@ -1,4 +1,8 @@
-"""Fuzz target: `route` with random specs and logits, compared with a router in float64."""
+"""Fuzz target: `route` with random specs and logits, compared with a router in float64.
+
+`modular_kernel.ops.route.route` selects the top-k experts of each token and computes their weights.
+`_Row` does the same for one token in pure Python, following the docstring of `RouterSpec`.
+"""
 
 import math
 from dataclasses import dataclass
