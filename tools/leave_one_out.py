@@ -54,8 +54,8 @@ Without its tuned file, a layer uses the launches of the nearest other tuned lay
 one is near enough), or those of the heuristics ("regimes"). Whole planned layers with these tiles
 and with the layer's own tuned tiles were verified against float64 and timed interleaved, with
 uniform routing and weights not in the cache (`tools/leave_one_out.py`). Ratios are to the time with
-the tuned tiles; `replace_other_paths` counts cells (a layer and a number of tokens) with a ratio of
-at most {bound:.2f}. Tiles differ in {timed} of {cells} cells, which were timed; the others have
+the tuned tiles; `replace_other_paths` counts cases (a layer and a number of tokens) with a ratio of
+at most {bound:.2f}. Tiles differ in {timed} of {cases} cases, which were timed; the others have
 ratio 1. A ratio below 1 means that kernels became faster after the layer was tuned. The regimes
 were chosen from the results of all tuned layers, including the one left out; those of mxfp4, for
 which few layers are tuned, come from these layers only. Measured {measured}.
@@ -63,7 +63,7 @@ Raw rows: `{record}`."""
 
 
 @dataclass(frozen=True)
-class TimedCell:
+class TimedCase:
     """A layer at one number of tokens, with its tiles.
 
     tuned, neighbors, regimes: tiles from the layer's file, from the nearest layers, and from the
@@ -96,24 +96,24 @@ class TimedCell:
         return {**row, "us": us}
 
 
-def cells(
+def cases(
     layers: Iterable[str] = SHAPES,
     quants: Iterable[str] = QUANTS,
     tokens: Sequence[int] = TOKENS,
     configs: Path = CONFIGS,
-) -> list[TimedCell]:
-    """Return every cell of the layers that have a tuned file in `configs`."""
-    layer_cells = []
+) -> list[TimedCase]:
+    """Return every case of the layers that have a tuned file in `configs`."""
+    layer_cases = []
     for quant in quants:
         for layer in layers:
             problem = Problem(tokens=max(tokens), quant=quant, **SHAPES[layer])
-            layer_cells += _layer_cells(layer, problem, tokens, configs)
-    return layer_cells
+            layer_cases += _layer_cases(layer, problem, tokens, configs)
+    return layer_cases
 
 
-def _layer_cells(
+def _layer_cases(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
-) -> list[TimedCell]:
+) -> list[TimedCase]:
     files = sorted((configs / triton_subfolder(TRITON)).glob("E=*.json"))
     key = ConfigKey.from_problem(problem, H200.name)
     other_files = [path for path in files if ConfigKey.parse(path.name) != key]
@@ -130,7 +130,7 @@ def _layer_cells(
         make_heuristic_steps(problem, H200),
         [p.name for p in PATHS if p.supports(problem, H200)],
     )
-    layer_cells = []
+    layer_cases = []
     for count in tokens:
         origin = (
             other_sources.step_origins[other_sources.steps.find_step(count)]
@@ -142,53 +142,53 @@ def _layer_cells(
             for source in (all_sources, other_sources)
         )
         at_tokens = problem.with_tokens(count)
-        layer_cells.append(
-            TimedCell(layer, at_tokens, tuned, neighbors, regimes.choose(count), origin)
+        layer_cases.append(
+            TimedCase(layer, at_tokens, tuned, neighbors, regimes.choose(count), origin)
         )
-    return layer_cells
+    return layer_cases
 
 
-def time_cells(
-    cells_to_time: Sequence[TimedCell], deadline: float, write_rows: Callable[[list[Row]], None]
+def time_cases(
+    cases_to_time: Sequence[TimedCase], deadline: float, write_rows: Callable[[list[Row]], None]
 ) -> int:
-    """Time the cells with different tiles on this GPU; return the number of cells without a time.
+    """Time the cases with different tiles on this GPU; return the number of cases without a time.
 
-    No layer is started after `deadline` seconds, and cells with tiles that compute wrong results
+    No layer is started after `deadline` seconds, and cases with tiles that compute wrong results
     are not timed. write_rows: called after each layer with all rows so far.
     """
     pair, rows, untimed = TunedPair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
-        for cell in cells_to_time:  # compile all layers ahead, in the order of timing
-            if cell.differs:
+        for case in cases_to_time:  # compile all layers ahead, in the order of timing
+            if case.differs:
                 compiler.submit(
-                    pair, pair.make_search_space(cell.problem), cell.problem, cell.choices
+                    pair, pair.make_search_space(case.problem), case.problem, case.choices
                 )
-        for _, group in groupby(cells_to_time, key=lambda cell: (cell.layer, cell.problem.quant)):
-            group_cells = list(group)
-            is_late = time.monotonic() > end and any(cell.differs for cell in group_cells)
-            timed = [] if is_late else _time_layer(group_cells, pair, compiler)
-            untimed += len(group_cells) - len(timed)
+        for _, group in groupby(cases_to_time, key=lambda case: (case.layer, case.problem.quant)):
+            group_cases = list(group)
+            is_late = time.monotonic() > end and any(case.differs for case in group_cases)
+            timed = [] if is_late else _time_layer(group_cases, pair, compiler)
+            untimed += len(group_cases) - len(timed)
             rows += timed
             write_rows(rows)
     return untimed
 
 
-def _time_layer(layer_cells: Sequence[TimedCell], pair: TunedPair, compiler: Compiler) -> list[Row]:
-    """Return the rows of one layer's cells, without cells in which tiles compute wrong results."""
-    rows = [cell.record({}) for cell in layer_cells if not cell.differs]
-    token_counts = [cell.problem.tokens for cell in layer_cells if cell.differs]
+def _time_layer(layer_cases: Sequence[TimedCase], pair: TunedPair, compiler: Compiler) -> list[Row]:
+    """Return the rows of one layer's cases, without cases in which tiles compute wrong results."""
+    rows = [case.record({}) for case in layer_cases if not case.differs]
+    token_counts = [case.problem.tokens for case in layer_cases if case.differs]
     if not token_counts:
         return rows
-    largest = layer_cells[0].problem.with_tokens(max(token_counts))
+    largest = layer_cases[0].problem.with_tokens(max(token_counts))
     benchmarker = DeviceBenchmarker(pair, largest, compiler, tokens=token_counts, target_ms=40.0)
-    for cell in (cell for cell in layer_cells if cell.differs):
-        times = benchmarker.compare(cell.problem.tokens, cell.choices)
-        seconds = {c: t for c in cell.choices if isinstance(t := times[c], float)}
-        if len(seconds) == len(cell.choices):
-            rows.append(cell.record(seconds))
+    for case in (case for case in layer_cases if case.differs):
+        times = benchmarker.compare(case.problem.tokens, case.choices)
+        seconds = {c: t for c in case.choices if isinstance(t := times[c], float)}
+        if len(seconds) == len(case.choices):
+            rows.append(case.record(seconds))
         else:
-            print(f"{cell.layer}, {cell.problem}: {times}", file=sys.stderr)
+            print(f"{case.layer}, {case.problem}: {times}", file=sys.stderr)
     return rows
 
 
@@ -222,14 +222,14 @@ def results(rows: Iterable[Row]) -> list[TimedResult]:
 def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list[str]:
     """Return the lines of the Markdown report.
 
-    intro_values: measured (date and versions), timed (number of cells with different tiles) and
+    intro_values: measured (date and versions), timed (number of cases with different tiles) and
     record (file name).
     """
     quants = list(dict.fromkeys(result.quant for result in timed_results))
     lines = [
-        *_INTRO.format(bound=BOUND, cells=len(timed_results), **intro_values).splitlines(),
+        *_INTRO.format(bound=BOUND, cases=len(timed_results), **intro_values).splitlines(),
         "",
-        "| scheme | cells | neighbors: within | mean | worst | regimes: within | mean | worst |",
+        "| scheme | cases | neighbors: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for quant in [*quants, "all"]:
@@ -287,10 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_ = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
         args.record.write_text(json.dumps(record_, indent=1), encoding="utf-8")
 
-    all_cells = cells(args.model.split(","), args.quant.split(","))
-    untimed = time_cells(all_cells, args.deadline, keep)
+    all_cases = cases(args.model.split(","), args.quant.split(","))
+    untimed = time_cases(all_cases, args.deadline, keep)
     if untimed:
-        print(f"{untimed} of {len(all_cells)} cells have no time")
+        print(f"{untimed} of {len(all_cases)} cases have no time")
     return 1 if untimed else 0
 
 

@@ -41,31 +41,31 @@ def configs(tool: ModuleType, tmp_path: Path) -> Path:
 
 
 def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: Path) -> None:
-    found = tool.cells(LAYERS, ["none"], [16, 4096], configs)
-    assert [(cell.layer, cell.problem.tokens) for cell in found] == [
+    found = tool.cases(LAYERS, ["none"], [16, 4096], configs)
+    assert [(case.layer, case.problem.tokens) for case in found] == [
         (layer, tokens) for layer in LAYERS for tokens in (16, 4096)
     ]
-    own = {(cell.layer, cell.problem.tokens): cell.tuned for cell in found}
-    by = {(cell.layer, cell.problem.tokens): cell for cell in found}
+    own = {(case.layer, case.problem.tokens): case.tuned for case in found}
+    by = {(case.layer, case.problem.tokens): case for case in found}
     assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
     assert by["mixtral", 16].neighbors == own["mixtral_tp2", 16]
     assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
     assert by["dsv3_tp8", 16].origin == "heuristics", "nothing is near"
     assert by["dsv3_tp8", 16].neighbors == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
-    assert tool.cells(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
-    alone = tool.cells(["mixtral"], ["none"], [16])
+    assert tool.cases(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
+    alone = tool.cases(["mixtral"], ["none"], [16])
     assert alone[0].tuned == own["mixtral", 16], "the files that ship"
 
 
 def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
-    cell = tool.cells(["dsv3_tp8"], ["none"], [16], configs)[0]
-    assert cell.choices == [cell.tuned, cell.regimes]
-    row = json.loads(json.dumps(cell.record({cell.tuned: 1e-5, cell.regimes: 1.5e-5})))
+    case = tool.cases(["dsv3_tp8"], ["none"], [16], configs)[0]
+    assert case.choices == [case.tuned, case.regimes]
+    row = json.loads(json.dumps(case.record({case.tuned: 1e-5, case.regimes: 1.5e-5})))
     assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "regimes": 15.0}
     (result,) = tool.results([row])
     assert (result.neighbors, result.regimes) == (1.5, 1.5)
-    same = tool.TimedCell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
-    assert same.choices == [cell.tuned]
+    same = tool.TimedCase(case.layer, case.problem, case.tuned, case.tuned, case.tuned, "regimes")
+    assert same.choices == [case.tuned]
     (result,) = tool.results([same.record({})])
     assert (result.neighbors, result.regimes) == (1.0, 1.0)
 
@@ -112,20 +112,20 @@ def test_only_different_launches_are_timed(
         for n in NS
     )
     found = [
-        tool.TimedCell("a", problem, one, two, one, "x"),
-        tool.TimedCell("a", problem.with_tokens(64), one, one, one, "x"),
-        tool.TimedCell("b", problem, one, wrong, one, "x"),
-        tool.TimedCell("c", problem, two, two, two, "x"),
+        tool.TimedCase("a", problem, one, two, one, "x"),
+        tool.TimedCase("a", problem.with_tokens(64), one, one, one, "x"),
+        tool.TimedCase("b", problem, one, wrong, one, "x"),
+        tool.TimedCase("c", problem, two, two, two, "x"),
     ]
     kept: list[list[dict[str, object]]] = []
-    left = tool.time_cells(found, 1e9, lambda rows: kept.append(list(rows)))
-    assert left == 1, "the cell with wrong numbers"
+    left = tool.time_cases(found, 1e9, lambda rows: kept.append(list(rows)))
+    assert left == 1, "the case with wrong numbers"
     assert "wrong" in capsys.readouterr().err
     us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
     timed = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
     assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
     assert FakeCompiler.begun == [one, two, one, wrong]
-    assert tool.time_cells(found, -1.0, kept.append) == 3, "no time: whole layers"
+    assert tool.time_cases(found, -1.0, kept.append) == 3, "no time: whole layers"
     assert [row["layer"] for row in kept[-1]] == ["c"]
 
 
@@ -135,7 +135,7 @@ def make_row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[
 
 
 def test_report(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    # Rows come as cells were timed: what is alike first.
+    # Rows come as cases were timed: what is alike first.
     alike = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
     rows = [
         alike,
@@ -148,7 +148,7 @@ def test_report(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert tool.main(["report", str(record)]) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0].startswith("# Tiles without a tuned file")
-    assert any("Tiles differ in 3 of 4 cells" in line for line in text)
+    assert any("Tiles differ in 3 of 4 cases" in line for line in text)
     assert any(line.endswith("Measured today with this.") for line in text)
     assert "Raw rows: `record.json`." in text
     total = next(line for line in text if line.startswith("| all |"))
