@@ -19,7 +19,7 @@ PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "Torch
 
 PEER_FILE = """
 from modular_kernel.bench.candidates import Layer
-from modular_kernel.reference import rounded reference
+from modular_kernel.reference import rounded_reference
 
 class Mine(Layer):
     name, quant = "mine", "{quant}"
@@ -28,7 +28,7 @@ class Mine(Layer):
         self.problem, self.weights = problem, weights
 
     def call(self, x_TH, routing):
-        out = rounded reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+        out = rounded_reference(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
         return out * {factor}
 
 def layers():

@@ -132,13 +132,13 @@ import torch
 from modular_kernel import Problem, make_kernel
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.random_inputs import random_inputs
-from modular_kernel.reference import float64 reference
+from modular_kernel.reference import float64_reference
 torch.set_num_threads(1)
 machine = this_machine(device="cpu")
 assert "triton" not in machine.packages and not machine.interpreter
 problem = Problem(tokens=33, hidden=96, intermediate=80, experts=8, top_k=2, dtype="float32")
 inputs = random_inputs(problem, torch.device("cpu"))
-exact = float64 reference(*inputs, problem)
+exact = float64_reference(*inputs, problem)
 out = make_kernel(*{pair}, problem, machine=machine, poison=True)(*inputs)
 print(float((out - exact).norm() / exact.norm()), float(exact.std()))
 """

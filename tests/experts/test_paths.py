@@ -115,14 +115,14 @@ from experts.triton.toy.path import SEEN, ToyConfig, ToyPath
 from modular_kernel.testing.random_inputs import random_inputs
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.reference import float64 reference
+from modular_kernel.reference import float64_reference
 from modular_kernel.contracts import TunedChoice
 from modular_kernel.spec.problem import Problem
 
 def called(problem):
     inputs = random_inputs(problem, torch.device("cpu"))
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)(*inputs)
-    exact = float64 reference(*inputs, problem)
+    exact = float64_reference(*inputs, problem)
     assert (out.double() - exact).norm() < 1e-5 * exact.norm()
     return SEEN.pop() if SEEN else None
 
