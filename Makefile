@@ -227,7 +227,7 @@ verify: $(READY)
 	  TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --world-size 2 --backend gloo \
 	    --json out/verified-2.json; two=$$?; \
 	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" out/verified-*.json > $(VERIFIED) && \
-	  TRITON_INTERPRET=1 PYTHONPATH=tests/helpers $(PY) tests/helpers/vendor_list.py && \
+	  TRITON_INTERPRET=1 PYTHONPATH=tests/helpers $(PY) tests/helpers/prove_vendor_parts.py && \
 	  TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests --ignore=tests/compile && \
 	  env -u TRITON_INTERPRET $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests/compile && \
 	  exit $$((one > two ? one : two))

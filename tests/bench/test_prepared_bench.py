@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import MXFP4
-from prepared_samples import NO_GPU, PAIR, launched_tiles
+from grouped_gemm_stand_in import MXFP4
+from prepared_weights_samples import NO_GPU, PAIR, make_launched_fixture
 from run_mk import Mk, make_mk_fixture
 from test_bench import _small_peaks  # noqa: F401  the fixture: before each test here
 
@@ -26,7 +26,7 @@ from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.spec.problem import Machine
 
 pytestmark = NO_GPU
-launched = launched_tiles()
+launched = make_launched_fixture()
 mk = make_mk_fixture("bench", "--ms", "0.01")
 SIZES = {"hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
 LAYER = replace(MXFP4, tokens=26, **SIZES)  # 13 rows an expert: with prepared weights alone a path

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from grouped_products import MXFP4
-from prepared_samples import NO_GPU, PAIR, launched_tiles
+from grouped_gemm_stand_in import MXFP4
+from prepared_weights_samples import NO_GPU, PAIR, make_launched_fixture
 from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.catalog import this_machine
@@ -13,7 +13,7 @@ from modular_kernel.cli.profile import _OutputFiles
 from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 
 pytestmark = NO_GPU
-launched = launched_tiles()
+launched = make_launched_fixture()
 mk = make_mk_fixture("profile", "--prepared")
 SIZES = {"tokens": 26, "hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
 WORDS = tuple(

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from profile_samples import launch, one_call, ran, ranged
+from trace_events import call_events, device_event, launch_event, range_event
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.profiling import chrome
@@ -27,7 +27,7 @@ def only(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:
 
 
 def test_device_time_is_that_of_the_work_a_stage_launched() -> None:
-    call = only(one_call())
+    call = only(call_events())
     assert {time.stage: time for time in call.times} == {
         stages.CALL: StageTime(stages.CALL, 1, 25.0, 0.0, 0),
         stages.PREPARE: StageTime(stages.PREPARE, 1, 5.0, 0.0, 0),
@@ -42,7 +42,7 @@ def test_device_time_is_that_of_the_work_a_stage_launched() -> None:
 
 
 def test_stages_and_remaining_times_add_up() -> None:
-    call = only(one_call())
+    call = only(call_events())
     assert call.busy_us == 5 + 1100 + 400 + 30
     assert call.staged_us == 5 + 1100 + 400
     assert call.coverage == pytest.approx(1505 / 1535)
@@ -51,14 +51,18 @@ def test_stages_and_remaining_times_add_up() -> None:
 
 
 def test_host_times_are_used_without_a_gpu() -> None:
-    call = only(one_call(), on_gpu=False)
+    call = only(call_events(), on_gpu=False)
     assert {time.device_us for time in call.times} == {None}
     assert call.launches is None
     assert (call.busy_us, call.staged_us, call.span_us) == (100.0, 40.0, 100.0)
 
 
 def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
-    events = [*one_call(), ran("whose", 1710, 5, 77), ran("later", 1800, 5, 78)]
+    events = [
+        *call_events(),
+        device_event("whose", 1710, 5, 77),
+        device_event("later", 1800, 5, 78),
+    ]
     call = only(events)
     assert StageTime(UNATTRIBUTED, 0, 0.0, 5.0, 1) in call.times
     assert call.coverage == pytest.approx(1505 / 1540)
@@ -66,9 +70,13 @@ def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
 
 def test_another_thread_launches_into_the_stage_that_is_open() -> None:
     """The launches of a thread that has ranges itself are not attributed to another thread."""
-    events = [*one_call(), launch(53, 6, thread=99), ran("helper", 1760, 40, 6)]
-    events += [ranged(stages.SORT, 51, 58, thread=8), launch(54, 7), ran("own", 1800, 20, 7)]
-    events += [launch(55, 8, thread=8), ran("of no call", 1820, 7, 8)]
+    events = [*call_events(), launch_event(53, 6, thread=99), device_event("helper", 1760, 40, 6)]
+    events += [
+        range_event(stages.SORT, 51, 58, thread=8),
+        launch_event(54, 7),
+        device_event("own", 1800, 20, 7),
+    ]
+    events += [launch_event(55, 8, thread=8), device_event("of no call", 1820, 7, 8)]
     times = {time.stage: time.device_us for time in only(events).times}
     assert times[stages.GEMM2] == 400 + 40 + 20
     assert UNATTRIBUTED not in times
@@ -78,25 +86,33 @@ def test_median_call_of_several() -> None:
     events = []
     for number, dur in enumerate((50, 10, 30)):
         start = number * 1000
-        events += [ranged(stages.CALL, start, start + 100), ranged(stages.GEMM1, start, start + 9)]
-        events += [launch(start + 1, number), ran("k", start + 5, dur, number)]
+        events += [
+            range_event(stages.CALL, start, start + 100),
+            range_event(stages.GEMM1, start, start + 9),
+        ]
+        events += [launch_event(start + 1, number), device_event("k", start + 5, dur, number)]
     calls = find_calls(events, on_gpu=True)
     assert [call.span_us for call in calls] == [50, 10, 30]
     assert median_call(calls).span_us == 30
     with pytest.raises(ConfigurationError, match="no call"):
-        median_call(find_calls([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
+        median_call(find_calls([range_event(stages.GEMM1, 0, 1)], on_gpu=True))
 
 
 def test_a_part_without_stages_has_default_ones() -> None:
     """Prepare launches nothing, and finalize has a stage, so neither becomes a stage."""
     ranges = [
-        ranged(stages.CALL, 0, 100),
-        ranged(stages.PREPARE, 0, 10),
-        ranged(stages.EXPERTS, 10, 60),
-        ranged(stages.FINALIZE, 60, 90),
-        ranged(stages.REDUCE, 70, 80),
+        range_event(stages.CALL, 0, 100),
+        range_event(stages.PREPARE, 0, 10),
+        range_event(stages.EXPERTS, 10, 60),
+        range_event(stages.FINALIZE, 60, 90),
+        range_event(stages.REDUCE, 70, 80),
     ]
-    work = [launch(20, 1), ran("gemm", 100, 50, 1), launch(75, 2), ran("sum", 160, 10, 2)]
+    work = [
+        launch_event(20, 1),
+        device_event("gemm", 100, 50, 1),
+        launch_event(75, 2),
+        device_event("sum", 160, 10, 2),
+    ]
     call = only([*ranges, *work])
     experts = stages.fuse(stages.GEMM1, stages.GEMM2)
     staged = {time.stage: time.device_us for time in call.times if time.is_stage}
@@ -109,10 +125,10 @@ def test_a_part_without_stages_has_default_ones() -> None:
 def test_short_scopes_on_a_cpu_are_no_stages() -> None:
     """A scope that takes no more than the overhead of a range is no stage."""
     ranges = [
-        ranged(stages.CALL, 0, 1000),
-        ranged(stages.PREPARE, 0, 9),
-        ranged(stages.EXPERTS, 10, 900),
-        ranged(stages.FINALIZE, 900, 950),
+        range_event(stages.CALL, 0, 1000),
+        range_event(stages.PREPARE, 0, 9),
+        range_event(stages.EXPERTS, 10, 900),
+        range_event(stages.FINALIZE, 900, 950),
     ]
     times = only(ranges, on_gpu=False).times
     staged = {time.stage: time.host_us for time in times if time.is_stage}
@@ -124,12 +140,12 @@ FAULTY = {
     "no object": 3,
     "no events": {"traceEvents": None},
     "an event that is none": {"traceEvents": ["x"]},
-    "an unknown phase": {"traceEvents": [ranged("a", 0, 1) | {"ph": "Y"}]},
-    "no name": {"traceEvents": [ranged("a", 0, 1) | {"name": None}]},
-    "no duration": {"traceEvents": [ranged("a", 2, 1)]},
-    "a time in words": {"traceEvents": [ranged("a", 0, 1) | {"ts": "0"}]},
+    "an unknown phase": {"traceEvents": [range_event("a", 0, 1) | {"ph": "Y"}]},
+    "no name": {"traceEvents": [range_event("a", 0, 1) | {"name": None}]},
+    "no duration": {"traceEvents": [range_event("a", 2, 1)]},
+    "a time in words": {"traceEvents": [range_event("a", 0, 1) | {"ts": "0"}]},
     "no process": {"traceEvents": [{"ph": "X", "name": "a", "ts": 0, "dur": 1, "tid": 1}]},
-    "a flow to nowhere": {"traceEvents": [ranged("a", 0, 1) | {"ph": "s"}]},
+    "a flow to nowhere": {"traceEvents": [range_event("a", 0, 1) | {"ph": "s"}]},
     "bare metadata": {"traceEvents": [{"ph": "M", "name": "a", "pid": 1, "tid": 1}]},
 }
 
@@ -153,7 +169,8 @@ def test_invalid_json_is_refused(tmp_path: Path) -> None:
 def test_ranks_become_processes_on_one_clock() -> None:
     base = 1_790_857_026_000_000_000
     traces = [
-        {"baseTimeNanoseconds": base + rank * 3_000, "traceEvents": one_call()} for rank in (0, 1)
+        {"baseTimeNanoseconds": base + rank * 3_000, "traceEvents": call_events()}
+        for rank in (0, 1)
     ]
     merged = chrome.merge_traces(traces, ["rank 0: a", "rank 1: b"])
     assert chrome.find_violations(merged) == []
@@ -177,7 +194,7 @@ def test_ranks_become_processes_on_one_clock() -> None:
 
 def test_barrier_spread_is_the_minimum() -> None:
     def trace(base: int, *ends: float) -> chrome.Trace:
-        marks = [ranged(chrome.BARRIER, end - 50, end) for end in ends]
+        marks = [range_event(chrome.BARRIER, end - 50, end) for end in ends]
         return {"baseTimeNanoseconds": base, "traceEvents": marks}
 
     base = 1_790_857_026_000_000_000

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from profile_samples import one_call, ran
+from trace_events import call_events, device_event
 
 from modular_kernel.cli.output import to_json_types
 from modular_kernel.measure.records import INTERPRETER
@@ -51,7 +51,7 @@ def profiled(
         for rank in range(ranks)
     ]  # fmt: skip
     job = ProfileJob((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
-    whole = trace or {"traceEvents": one_call()}
+    whole = trace or {"traceEvents": call_events()}
     merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
     return make_profile(job, records, [[whole] * ranks for _ in pairs], merged)
 
@@ -121,7 +121,7 @@ def test_missing_measurements_are_noted() -> None:
     told = " ".join(profiled("A x B", machine=cpu).missing)
     assert "No GPU was traced" in told
     assert "ran in the interpreter" in told
-    strange = {"traceEvents": [*one_call(), ran("whose", 1710, 5, 77)]}
+    strange = {"traceEvents": [*call_events(), device_event("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
         profiled("A x B", trace=strange).missing
     )
@@ -162,7 +162,7 @@ class _Checked(HTMLParser):
 @pytest.mark.parametrize("pairs", [("A x <B>",), ("A x <B>", "C x D")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
-    later = [event | {"ts": event.get("ts", 0) + 1e9} for event in one_call()]
+    later = [event | {"ts": event.get("ts", 0) + 1e9} for event in call_events()]
     page = html.render_page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
     checked = _Checked()
     checked.feed(page)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from devices import CPU, DEVICE
-from fused_samples import moved
+from fused_experts_calls import move_tensors
 from test_checkpoint_values import dequantized_weights, output_error
 
 import modular_kernel as mk
@@ -91,7 +91,7 @@ def test_invalid_w1_order_is_refused(
 def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
     """A kernel without checks must not read outside x, and a checked kernel names the entry."""
     _, weights, problem = make_act_order_weights()
-    weights = moved(weights, DEVICE)
+    weights = move_tensors(weights, DEVICE)
     assert weights.w1_order is not None
     order, want = weights.w1_order.clone(), dequantize_weights(weights, "w1", problem)
     order[0, 5], order[1, 7] = 96, -1
@@ -99,7 +99,7 @@ def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
     wrong = replace(weights, w1_order=order)
     assert torch.equal(dequantize_weights(wrong, "w1", problem), want)
     some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(DEVICE, problem.dtype)
-    both = moved(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
+    both = move_tensors(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
     plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
     exact = float64_reference(some, wrong, both, problem)
     assert exact.norm() > 0

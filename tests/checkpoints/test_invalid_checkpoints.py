@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from invalid_checkpoints import BAD, FILE
+from invalid_checkpoints import FILE, INVALID_CHECKPOINTS
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
@@ -30,12 +30,12 @@ DETECTED_IN_VALUES = (
 )
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", INVALID_CHECKPOINTS)
 def test_invalid_checkpoint_is_refused(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors that file headers show are raised before any tensor is read."""
-    make, kind, words = BAD[case]
+    make, kind, words = INVALID_CHECKPOINTS[case]
     make(tmp_path)
     read = list[str]()
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.exceptions import Exit
 from run_mk import Mk, run_mk
-from tile_samples import MACHINE, ONE, TWO, on_an_h200
+from tuned_config_files import LARGE_TILES, MACHINE, SMALL_TILES, simulated_h200
 
 from experts.triton.configs.files import ConfigKey, config_to_json
 from experts.triton.launch_config import (
@@ -219,14 +219,20 @@ TIMES = StageTimes(9e-5, {"mk::gemm2": 3e-5})
 TUNED = [
     TuneResult(
         1,
-        TunedChoice(ONE, 8e-5, 1e-4),
-        {ONE: TIMES, TWO: TIMES},
+        TunedChoice(SMALL_TILES, 8e-5, 1e-4),
+        {SMALL_TILES: TIMES, LARGE_TILES: TIMES},
         {},
         True,
         Path("folder/file.json"),
     ),
-    TuneResult(64, TunedChoice(ONE, 8e-5, None), {ONE: TIMES}, {TWO: Refusal("spills")}, False),
-    TuneResult(256, None, {}, {TWO: Refusal("error 1 > 2", is_wrong=True)}, True),
+    TuneResult(
+        64,
+        TunedChoice(SMALL_TILES, 8e-5, None),
+        {SMALL_TILES: TIMES},
+        {LARGE_TILES: Refusal("spills")},
+        False,
+    ),
+    TuneResult(256, None, {}, {LARGE_TILES: Refusal("error 1 > 2", is_wrong=True)}, True),
 ]
 
 
@@ -246,8 +252,8 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     assert [line["tokens"] for line in lines] == [1, 64, 1, 64]
     first = lines[0]
     assert first["best"]["us"] == 80.0
-    assert first["best"].items() >= config_to_json(ONE).items()
-    for choice, pair in zip(first["choices"], (ONE, TWO), strict=True):
+    assert first["best"].items() >= config_to_json(SMALL_TILES).items()
+    for choice, pair in zip(first["choices"], (SMALL_TILES, LARGE_TILES), strict=True):
         assert choice.items() >= config_to_json(pair).items()
     assert first["choices"][0]["stages"] == {"mk::gemm2": 30.0}
     TuneRecorder(layer, None).append(TUNED[0])
@@ -276,7 +282,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     record = make_record(layer, TUNED, [512])
     tuned: Any = record["tuned"]
     assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
-    assert tuned[2]["wrong"] == [str(TWO)]
+    assert tuned[2]["wrong"] == [str(LARGE_TILES)]
     assert [entry["tried"] for entry in tuned] == [2, 1, 0]
     assert record["left"] == [512]
     json.dumps({**record, "problem": str(layer.problem)}, allow_nan=False)
@@ -310,13 +316,13 @@ def test_tuning_end_to_end(
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     monkeypatch.setattr(compilation, "Compiler", NoCompiler)
-    monkeypatch.setattr(ConfigSpace, "candidates", lambda _self, tokens: [ONE, TWO])
+    monkeypatch.setattr(ConfigSpace, "candidates", lambda _self, tokens: [SMALL_TILES, LARGE_TILES])
     times = tmp_path / "times.jsonl"
     pair, options = (
         TunedPair(*PAIR, machine),
         TuneOptions(budget=250, out=tmp_path / "out", workers=3, times=times),
     )
-    with on_an_h200(tmp_path, monkeypatch):
+    with simulated_h200(tmp_path, monkeypatch):
         _tune_layers([("small", SMALL, pair)], (1, 2), options, as_json=None)
         out, err = capsys.readouterr()
         space = pair.make_search_space(SMALL)
@@ -347,13 +353,13 @@ def test_correct_choice_has_a_time(quant: str) -> None:
     problem = replace(SMALL, hidden=width, intermediate=width, experts=2, quant=quant)
     benchmarker = make_benchmarker(problem)
     for tokens in (1, 17) if quant == "none" else (5,):
-        times = benchmarker.screen(tokens, ONE)
+        times = benchmarker.screen(tokens, SMALL_TILES)
         assert isinstance(times, StageTimes), times
         assert sorted(times.stages) == sorted(ConfigSpace.stages)
         # The stages are timed in other calls than the sum, and other processes may interfere.
         assert 0 < sum(times.stages.values()) < 2 * times.seconds
-        seconds = benchmarker.compare(tokens, [ONE, TWO])
-        assert sorted(seconds, key=str) == [ONE, TWO]
+        seconds = benchmarker.compare(tokens, [SMALL_TILES, LARGE_TILES])
+        assert sorted(seconds, key=str) == [SMALL_TILES, LARGE_TILES]
         assert all(isinstance(value, float) and value > 0 for value in seconds.values())
 
 
@@ -367,17 +373,17 @@ def test_wrong_choice_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
                 lambda x, w, r: corrupt(compute_reference(benchmarker, x, r))
             ),
         )
-        outcome = benchmarker.screen(17, ONE)
+        outcome = benchmarker.screen(17, SMALL_TILES)
         assert isinstance(outcome, Refusal)
         assert outcome.is_wrong
-        assert benchmarker.compare(17, [ONE]) == {ONE: outcome}
+        assert benchmarker.compare(17, [SMALL_TILES]) == {SMALL_TILES: outcome}
 
 
 def test_unchecked_rows_are_compared_with_another_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     benchmarker = make_benchmarker()
-    assert isinstance(benchmarker.screen(17, ONE), StageTimes)
+    assert isinstance(benchmarker.screen(17, SMALL_TILES), StageTimes)
 
     def compute_wrong_row(x: torch.Tensor, routing: Any) -> torch.Tensor:
         out = compute_reference(benchmarker, x, routing)
@@ -387,7 +393,7 @@ def test_unchecked_rows_are_compared_with_another_choice(
     monkeypatch.setattr(
         benchmarker, "_kernel", lambda *_, **__: lambda x, w, r: compute_wrong_row(x, r)
     )
-    outcome = benchmarker.screen(17, TWO)
+    outcome = benchmarker.screen(17, LARGE_TILES)
     assert isinstance(outcome, Refusal)
     assert outcome.is_wrong
     assert "another correct choice" in outcome.reason
@@ -417,14 +423,14 @@ def compute_reference(
 
 def test_failed_launch_is_refused_with_its_reason() -> None:
     def fail_for_first(choice: object) -> Any:
-        if choice == ONE:
+        if choice == SMALL_TILES:
             raise RuntimeError("out of resources: shared memory")
         return nullcontext()
 
     benchmarker = make_benchmarker(space=SimpleNamespace(using=fail_for_first, stages=()))
     refusal = Refusal("RuntimeError: out of resources: shared memory")
-    assert benchmarker.screen(17, ONE) == refusal
-    assert isinstance(benchmarker.screen(17, TWO), StageTimes)
+    assert benchmarker.screen(17, SMALL_TILES) == refusal
+    assert isinstance(benchmarker.screen(17, LARGE_TILES), StageTimes)
 
 
 def test_inplace_problem_is_refused() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from path_calls import launches_of
+from path_launches import launches_of
 
 from experts.triton.dequantized import dequantized_config
 from experts.triton.dequantized.dequantized_path import DequantizedPath

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from path_calls import launches_of
+from path_launches import launches_of
 
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv.gemv_path import GemvPath

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from path_calls import META, launches_of
+from path_launches import META, launches_of
 
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.gemv_tma.gemv_tma_path import GemvTmaPath

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from path_calls import launches_of
+from path_launches import launches_of
 
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.gemv_w4.gemv_w4_path import GemvW4Path

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from path_calls import META, launches_of
+from path_launches import META, launches_of
 
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath

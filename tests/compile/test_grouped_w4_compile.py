@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from path_calls import launches_of
+from path_launches import launches_of
 from triton.runtime.jit import JITFunction
 
 from experts.triton.grouped_w4 import grouped_w4_config

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from path_calls import launches_of
+from path_launches import launches_of
 
 from experts.triton.aligned.aligned_config import default_config, n_major_config
 from experts.triton.aligned.aligned_path import AlignedPath

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 import pytest
 import torch
-from bad_samples import PROBLEM, arguments, kernel_with_spies
+from invalid_calls import PROBLEM, kernel_with_spies, make_arguments
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError, InputError
@@ -193,7 +193,7 @@ def test_junk_for_a_problem_or_a_part(value: Any) -> None:
 @pytest.mark.parametrize("value", [None, "x", 5, [], object(), torch.ones(2), (1, 2)])
 def test_junk_for_a_call(value: Any, planned: bool) -> None:
     """A wrong argument raises before any part is called: the parts fail the test if they are."""
-    args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
+    args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     call = kernel.plan() if planned else kernel
     given = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
     for name in given if value is not None else ("x", "weights", "routing"):
@@ -209,7 +209,7 @@ def test_junk_for_a_call(value: Any, planned: bool) -> None:
 
 
 def test_junk_inside_the_routing() -> None:
-    args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
+    args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     for name, value in itertools.product(("topk_weights_TK", "topk_ids_TK"), (None, 5, [], "x")):
         with pytest.raises(InputError):
             kernel(args.x, args.weights, replace(args.routing, **{name: value}))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bad_samples import (
+from invalid_calls import (
     BIAS,
     CASES,
     INPLACE,
@@ -16,8 +16,8 @@ from bad_samples import (
     Bad,
     SpyExperts,
     SpyPrepare,
-    arguments,
     kernel_with_spies,
+    make_arguments,
 )
 
 from experts import TorchExperts
@@ -43,7 +43,7 @@ from topk_reduce import TopKWeightAndReduceNoOp
 @pytest.mark.parametrize("bad", CASES, ids=str)
 def test_bad_tensors(bad: Bad, planned: bool) -> None:
     problem = replace(PROBLEM, **bad.problem)
-    args = bad.change(arguments(problem))
+    args = bad.change(make_arguments(problem))
     kernel = kernel_with_spies(problem)
     call = kernel.plan() if planned else kernel
     with pytest.raises(bad.error) as caught:
@@ -60,13 +60,13 @@ def test_bad_tensors(bad: Bad, planned: bool) -> None:
 def test_the_unchanged_call_reaches_the_parts() -> None:
     """Without the change the call reaches the parts, so each case fails because of its change."""
     for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEPT, {})):
-        args = arguments(problem)
+        args = make_arguments(problem)
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
             kernel_with_spies(problem)(args.x, args.weights, args.routing)
 
 
 def test_requires_grad_is_accepted_where_grad_mode_is_off() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     args.x.requires_grad_()
     kernel = make_kernel(MoEPrepareAndFinalizeNoEP, TorchExperts, PROBLEM, machine=Machine("cpu"))
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_requires_grad_is_accepted_where_grad_mode_is_off() -> None:
 
 
 def test_out_may_share_the_storage_of_x_without_overlap() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     both = torch.cat([args.x, torch.zeros_like(args.x)])
     kernel = make_kernel(MoEPrepareAndFinalizeNoEP, TorchExperts, PROBLEM, machine=Machine("cpu"))
     result = kernel(both[:16], args.weights, args.routing, out=both[16:])
@@ -83,7 +83,7 @@ def test_out_may_share_the_storage_of_x_without_overlap() -> None:
 
 
 def test_capacity_of_a_plan() -> None:
-    args, kernel = arguments(PROBLEM), kernel_with_spies(PROBLEM)
+    args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     with pytest.raises(CapacityError) as caught:
         kernel.plan(PROBLEM.with_tokens(8))(args.x, args.weights, args.routing)
     assert (caught.value.got, str(caught.value.need)) == (16, "<= problem.tokens 8")
@@ -96,7 +96,7 @@ def test_capacity_of_a_plan() -> None:
 
 @pytest.mark.parametrize("bad_id", [-2, 8, -(2**31), 2**31 - 1])
 def test_checked_mode_refuses_an_invalid_id(bad_id: int) -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     args.routing.topk_ids_TK[3, 1] = bad_id
     with pytest.raises(RoutingError) as caught:
         kernel_with_spies(PROBLEM, checked=True)(args.x, args.weights, args.routing)
@@ -106,7 +106,7 @@ def test_checked_mode_refuses_an_invalid_id(bad_id: int) -> None:
 
 
 def test_checked_mode_accepts_skips_and_valid_ids() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     args.routing.topk_ids_TK[0] = torch.tensor([-1, 7], dtype=torch.int32)
     with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
         kernel_with_spies(PROBLEM, checked=True)(args.x, args.weights, args.routing)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay_samples import CPU, SMALL, AddExperts, Prepare, assert_right, inputs
+from replayed_parts import CPU, SMALL, AddExperts, Prepare, assert_output, make_inputs
 from torch.overrides import TorchFunctionMode
 
 from experts.triton.configs.select import override_config
@@ -53,39 +53,39 @@ def recorded_kernel(
 
 def test_calls_replay_and_return_new_tensors() -> None:
     kernel, part = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     outputs = [kernel(*args) for _ in range(4)]
     assert part.host_calls == 1
     assert len({out.data_ptr() for out in outputs}) == 4
     for out in outputs:
-        assert_right(out, args)
-    other = inputs(seed=3)
-    assert_right(kernel(*other), other)
-    assert_right(outputs[0], args)
+        assert_output(out, args)
+    other = make_inputs(seed=3)
+    assert_output(kernel(*other), other)
+    assert_output(outputs[0], args)
     assert part.host_calls == 1
 
 
 def test_out_and_inplace() -> None:
     kernel, part = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     for _ in range(3):
         out = torch.full_like(args[0], torch.nan)
         assert kernel(*args, out=out) is out
-        assert_right(out, args)
+        assert_output(out, args)
     assert part.host_calls == 1
     kernel, part = recorded_kernel(replace(SMALL, inplace=True))
     for seed in range(3):
-        args = inputs(seed=seed)
+        args = make_inputs(seed=seed)
         before = args[0].clone()
         assert kernel(*args) is args[0]
-        assert_right(args[0], (before, *args[1:]))
+        assert_output(args[0], (before, *args[1:]))
     assert part.host_calls == 1
 
 
 def test_outputs_of_replays_have_the_shape_and_layout_of_the_first() -> None:
     """Also those of an x whose rows are apart, and those that keep top-k."""
     kernel, part = recorded_kernel()
-    x_TH, *rest = inputs()
+    x_TH, *rest = make_inputs()
     x_TH = torch.cat([x_TH, x_TH], dim=1)[:, : x_TH.shape[1]]
     for _ in range(3):
         out = kernel(x_TH, *rest)
@@ -95,13 +95,13 @@ def test_outputs_of_replays_have_the_shape_and_layout_of_the_first() -> None:
     problem = replace(SMALL, combine=Combine.TOPK_UNWEIGHTED)
     kernel, part = recorded_kernel(problem)
     for _ in range(3):
-        assert kernel(*inputs()).shape == (4, 2, 16)
+        assert kernel(*make_inputs()).shape == (4, 2, 16)
     assert part.host_calls == 1
 
 
 def test_replays_increment_the_version_of_tensors_that_the_caller_holds() -> None:
     kernel, _ = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     out = torch.empty_like(args[0])
     versions = [kernel(*args, out=out)._version for _ in range(3)]
     assert versions == [1, 2, 3]
@@ -114,7 +114,7 @@ def test_replays_increment_the_version_of_tensors_that_the_caller_holds() -> Non
 
 def test_memory_that_was_freed_after_a_replay_is_refused() -> None:
     kernel, _ = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     for _ in range(2):
         kernel(*args)
     args[0].untyped_storage().resize_(0)
@@ -124,7 +124,7 @@ def test_memory_that_was_freed_after_a_replay_is_refused() -> None:
 
 def test_an_output_that_overlaps_an_input_is_refused_after_a_replay_too() -> None:
     kernel, _ = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     for _ in range(2):
         kernel(*args)
         with pytest.raises(InputError, match="memory of x"):
@@ -134,9 +134,9 @@ def test_an_output_that_overlaps_an_input_is_refused_after_a_replay_too() -> Non
 @pytest.mark.parametrize("option", ["poison", "checked"])
 def test_checked_and_poisoned_calls_have_their_own_workspace(option: str) -> None:
     kernel, part = recorded_kernel(**{option: True})
-    args = inputs()
+    args = make_inputs()
     for _ in range(3):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     assert part.host_calls == 3
     assert not held_bytes()
 
@@ -150,9 +150,9 @@ def test_subclasses_run_their_own_code() -> None:
             return super().start_checked(*args, **kwargs)
 
     part = AddExperts(SMALL)
-    kernel, args = Counting(Prepare(SMALL), part, machine=Machine("cpu")), inputs()
+    kernel, args = Counting(Prepare(SMALL), part, machine=Machine("cpu")), make_inputs()
     for _ in range(3):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     assert (kernel.calls, part.host_calls) == (3, 3)
 
 
@@ -175,15 +175,15 @@ def test_growing_a_workspace_drops_the_recordings_of_the_smaller_one(
 ) -> None:
     monkeypatch.setattr(plan, "_GRANULARITY", 1)
     kernel, part = recorded_kernel(SMALL.with_tokens(64))
-    few, many = inputs(tokens=4), inputs(tokens=64)
+    few, many = make_inputs(tokens=4), make_inputs(tokens=64)
     for _ in range(2):
-        assert_right(kernel(*few), few)
+        assert_output(kernel(*few), few)
     assert part.host_calls == 1
-    assert_right(kernel(*many), many)
-    assert_right(kernel(*few), few)
+    assert_output(kernel(*many), many)
+    assert_output(kernel(*few), few)
     assert part.host_calls == 3
     for args in (few, many, few):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     assert part.host_calls == 3
 
 
@@ -202,7 +202,7 @@ def test_nested_and_concurrent_calls_have_their_own_workspace() -> None:
     another one.
     """
     inner, _ = recorded_kernel()
-    args, others = inputs(), inputs(seed=5)
+    args, others = make_inputs(), make_inputs(seed=5)
     want = inner(*others)
 
     class Nested(AddExperts):
@@ -218,7 +218,7 @@ def test_nested_and_concurrent_calls_have_their_own_workspace() -> None:
 
     results: list[torch.Tensor] = []
     kernel = FusedMoEModularKernel(Prepare(SMALL), Nested(SMALL), machine=Machine("cpu"))
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
     assert len(results) == 4
     assert all(torch.equal(result, want) for result in results)
 
@@ -249,20 +249,20 @@ def test_out_of_memory_a_call_allocates_only_what_it_needs(monkeypatch: pytest.M
 
     monkeypatch.setattr(StreamMemory, "reserve", refuse)
     kernel, part = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     for _ in range(2):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     assert part.host_calls == 2
 
 
 def test_an_error_leaves_the_memory_usable() -> None:
     kernel, _ = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     broken = replace(args[1], w1=torch.ones(4, 16, 15))
     for _ in range(2):
         with pytest.raises(ShapeError, match="w1"):
             kernel(args[0], broken, args[2])
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     assert not plan._memories.of(CPU, 0).busy
 
 
@@ -276,12 +276,12 @@ def test_workspaces_of_a_bounded_number_of_streams_are_kept(
         assert one is not None
         one.bind_unless_busy()
         assert len(held_bytes()) <= 2
-    args = inputs()
+    args = make_inputs()
     one = kernel._call_plans._find_or_make(kernel, CPU, 1, 4)  # its memory was freed
     assert one is not None
     out = one.run(*args, None)
     assert out is not None
-    assert_right(out, args)
+    assert_output(out, args)
 
 
 def test_reserve_workspace_makes_the_plan() -> None:
@@ -289,7 +289,7 @@ def test_reserve_workspace_makes_the_plan() -> None:
     kernel.reserve_workspace(3)
     assert kernel._call_plans.capacities == (8,)  # the kernel's own tokens
     before = held_bytes()
-    kernel(*inputs())
+    kernel(*make_inputs())
     assert held_bytes() == before
     with pytest.raises(InputError, match="tokens"):
         kernel.reserve_workspace(-3)
@@ -299,7 +299,7 @@ def test_reserve_workspace_makes_the_plan() -> None:
 
 def test_an_interrupt_after_the_acquisition_releases_the_lock() -> None:
     kernel, _ = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     kernel(*args)
 
     def interrupt(frame: Any, event: str, function: Any) -> None:
@@ -317,16 +317,16 @@ def test_an_interrupt_after_the_acquisition_releases_the_lock() -> None:
     thread.start()
     thread.join(5)
     assert not thread.is_alive()
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
 
 
 def test_a_copy_has_plans_of_its_own() -> None:
     kernel, _ = recorded_kernel()
-    args = inputs()
+    args = make_inputs()
     kernel(*args)
     copy = deepcopy(kernel)
     assert not copy._call_plans.capacities
-    assert_right(copy(*args), args)
+    assert_output(copy(*args), args)
 
 
 class Counting(TorchFunctionMode):
@@ -378,26 +378,26 @@ def test_new_records_of_the_same_weights_are_checked_once(
     checks: list[ExpertWeights],
 ) -> None:
     kernel, part = recorded_kernel()
-    x_TH, weights, routing = args = inputs()
+    x_TH, weights, routing = args = make_inputs()
     for _ in range(3):
         again = ExpertWeights(w1=weights.w1.view_as(weights.w1), w2=weights.w2)
-        assert_right(kernel(x_TH, again, routing), args)
+        assert_output(kernel(x_TH, again, routing), args)
     assert len(checks) == 1
     assert part.host_calls == 1
     other = replace(weights, w1=weights.w1.clone())
-    assert_right(kernel(x_TH, other, routing), args)
+    assert_output(kernel(x_TH, other, routing), args)
     assert len(checks) == 2
 
 
 def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
     kernel, _ = recorded_kernel()
-    x_TH, weights, routing = inputs()
+    x_TH, weights, routing = make_inputs()
     kernel(x_TH, weights, routing)
     shrunk = weights.w1.view_as(weights.w1)
     shrunk.untyped_storage().resize_(shrunk.nbytes // 2)
     with pytest.raises(LayoutError, match="w1"):
         kernel(x_TH, ExpertWeights(w1=shrunk, w2=weights.w2), routing)
-    x_TH, weights, routing = inputs()
+    x_TH, weights, routing = make_inputs()
     kernel(x_TH, weights, routing)
     negated = torch._neg_view(weights.w1)
     with pytest.raises(LayoutError, match="w1"):

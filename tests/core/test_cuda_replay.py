@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from stand_in_driver import run_with_stand_in
+from driver_stand_in import run_with_stand_in
 
 from modular_kernel.replay.launch.cuda_replay import pack_tensor_map, pack_value
 
@@ -12,8 +12,8 @@ ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both i
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of replayer_program.py."""
-    return run_with_stand_in("replayer_program", tmp_path_factory.mktemp("driver"))
+    """Return the results of cuda_replay_program.py."""
+    return run_with_stand_in("cuda_replay_program", tmp_path_factory.mktemp("driver"))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from forked import TIMEOUT_S, Gate, in_child
-from lora_layer_samples import adapter as layer_adapter
-from lora_layer_samples import base
+from forked_child import TIMEOUT_S, Gate, run_in_child
+from lora_layers import make_adapter as layer_adapter
+from lora_layers import make_base_layer
 
 import modular_kernel as mk
 from modular_kernel.errors import StateError
@@ -66,8 +66,10 @@ def test_a_plan_in_use_by_another_thread_works_in_the_child() -> None:
     plan = held_up(gate).plan()
     want = plan(*given).clone()
     with gate.holding(lambda: plan(*given)):
-        torch.testing.assert_close(in_child(lambda: plan(*given).clone()), want)
-        again = in_child(lambda: in_child(lambda: plan(*given).clone()))  # a child of the child
+        torch.testing.assert_close(run_in_child(lambda: plan(*given).clone()), want)
+        again = run_in_child(
+            lambda: run_in_child(lambda: plan(*given).clone())
+        )  # a child of the child
         torch.testing.assert_close(again, want)
     assert torch.equal(plan(*given), want)
 
@@ -88,7 +90,7 @@ def test_a_thread_that_forks_during_its_call_finishes_it_in_the_child() -> None:
     def forking(*args: Any, **options: Any) -> None:
         kernel.experts.apply = apply  # type: ignore[method-assign]
         apply(*args, **options)
-        found.append(in_child(nested))
+        found.append(run_in_child(nested))
 
     kernel.experts.apply = forking  # type: ignore[method-assign]
     assert torch.equal(plan(*given), want)
@@ -112,7 +114,7 @@ def test_layers_work_in_a_child_forked_while_a_thread_makes_their_kernels(
     monkeypatch.setattr(kernel_cache, "make_kernel", slow)
     monkeypatch.setattr("modular_kernel.layers.fused_moe._plan_cache", kernel_cache.KernelCache())
     with gate.holding(lambda: layer(given[0], given[2])):
-        found = in_child(lambda: layer(given[0], given[2]))
+        found = run_in_child(lambda: layer(given[0], given[2]))
     torch.testing.assert_close(found, layer(given[0], given[2]))
 
 
@@ -141,7 +143,7 @@ def test_the_interpreter_works_in_a_child_forked_during_a_launch(
 
     with gate.holding(lambda: kernel(*given)):
         assert patch._scopes
-        found, scopes, name = in_child(child)
+        found, scopes, name = run_in_child(child)
     torch.testing.assert_close(found, want)
     assert not scopes
     assert name == patch.tl.zeros_like.__name__  # no launch is under way: as triton has it
@@ -179,7 +181,7 @@ def test_a_child_forked_during_a_load_has_no_partial_adapter_in_its_pool(
         return slot, {name: tensor[slot].clone() for name, tensor in tensors.items()}
 
     with gate.holding(lambda: pool.load("large", layer_adapter(5, 1, halves=2))):
-        slot, found = in_child(child)
+        slot, found = run_in_child(child)
     assert (slot, dict(pool.slots)) == (0, {"large": 0})
     alone = AdapterPool(LORA)
     alone.load("small", small)
@@ -190,7 +192,7 @@ def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = Gate()
-    manager = LoRAManager(base().problem, "adapters=1,rank=5", [3, 4])
+    manager = LoRAManager(make_base_layer().problem, "adapters=1,rank=5", [3, 4])
     load, own = manager.pools[4].load, MoELoRALayer(layer_adapter(4, 1, halves=2))
 
     def slow(*args: Any) -> int:
@@ -206,7 +208,7 @@ def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
         return slot, [dict(pool.slots) for pool in manager.pools.values()]
 
     with gate.holding(lambda: manager.load("theirs", {3: own})):
-        assert in_child(child) == (0, [{"mine": 0}, {"mine": 0}])
+        assert run_in_child(child) == (0, [{"mine": 0}, {"mine": 0}])
     assert [dict(pool.slots) for pool in manager.pools.values()] == [{"theirs": 0}] * 2
 
 
@@ -226,7 +228,7 @@ def test_properties_being_computed_by_a_thread_are_computed_in_the_child(
 
     monkeypatch.setattr(mk, "Slow", Slow, raising=False)  # as if it were a class of the toolkit
     with gate.holding(lambda: Slow(1).double):
-        assert in_child(lambda: Slow(4).double) == 8
+        assert run_in_child(lambda: Slow(4).double) == 8
 
 
 _PRELUDE = f"""
@@ -234,7 +236,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
 import torch
 torch.set_num_threads(2)
-from forked import in_child
+from forked_child import in_child
 """
 _COMPUTES = """
 import modular_kernel as mk
@@ -311,7 +313,7 @@ def test_deleted_objects_are_not_notified_of_a_fork() -> None:
     forks.on_fork(kept)
     forks.on_fork(gone)
     del gone
-    assert in_child(lambda: len(told)) == 1
+    assert run_in_child(lambda: len(told)) == 1
     assert not told
 
 
@@ -328,7 +330,7 @@ def test_a_lock_held_by_the_forking_thread_stays_locked_in_the_child(owned: bool
         with lock:
             return function()
 
-    assert run(lambda: in_child(child)) == (owned, owned)
+    assert run(lambda: run_in_child(child)) == (owned, owned)
 
 
 def test_a_plan_on_a_gpu_or_over_ranks_refuses_to_run_in_the_child() -> None:
@@ -342,7 +344,7 @@ def test_a_plan_on_a_gpu_or_over_ranks_refuses_to_run_in_the_child() -> None:
             plan(*given)
         return str(caught.value)
 
-    for said in (in_child(child), in_child(lambda: in_child(child))):
+    for said in (run_in_child(child), run_in_child(lambda: run_in_child(child))):
         assert said.startswith("a plan: got a use in a forked child, need a spawned process")
         assert "CUDA context" in said
     plan._device = torch.device("cpu")

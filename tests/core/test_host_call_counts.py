@@ -6,16 +6,16 @@ from operator import le
 import pytest
 import torch
 from call_counts import (
-    calls_of_third,
-    functions_of_rank,
-    functions_of_replay,
-    functions_of_third,
+    count_calls,
+    count_functions,
+    count_functions_of_replay,
+    count_functions_on_rank,
 )
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from ep_layers import BATCHED as BATCHED_RANKS
-from grouped_products import H200
-from module_ranks import module_ranks
-from replay_samples import SMALL, AddExperts, Prepare, inputs
+from grouped_gemm_stand_in import H200
+from rank_fixtures import make_ranks_fixture
+from replayed_parts import SMALL, AddExperts, Prepare, make_inputs
 
 import modular_kernel as mk
 from experts.triton.configs.select import on_device, override_config
@@ -51,10 +51,10 @@ def host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
     kernel = mk.make_kernel(pf, experts, problem)
     case = Case(prepare_finalize=pf, experts=experts, problem=problem)
     inputs = Sample(case, torch.device("cpu"), tokens=problem.tokens, seed_offset=0).inputs
-    return functions_of_third(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
+    return count_functions(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
 
 
-ranks = module_ranks(2)
+ranks = make_ranks_fixture(2)
 
 
 def problem_of(quant: str, tokens: int) -> mk.Problem:
@@ -116,7 +116,7 @@ def assert_within(found: tuple[int, int], limits: tuple[int, int]) -> None:
 def test_a_replayed_call_stays_within_its_budget() -> None:
     """Count the functions of a kernel's call and of the operator of compiled models."""
     pairing = Pairing(Prepare, AddExperts)
-    x_TH, weights, routing = inputs(tokens=1)
+    x_TH, weights, routing = make_inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
     texts = "w1,w2", serialize_layer(SMALL), str(pairing)
 
@@ -127,11 +127,11 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
         return output
 
     with torch.no_grad():
-        found = calls_of_third(operator)
+        found = count_calls(operator)
         (kernel,) = pairing.kernels.values()
         assert kernel.counters()["replayed_calls"] == 2
         assert_within(found, (16, 42))
-        assert_within(calls_of_third(lambda: kernel(x_TH, weights, routing)), (11, 30))
+        assert_within(count_calls(lambda: kernel(x_TH, weights, routing)), (11, 30))
 
 
 def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
@@ -141,10 +141,10 @@ def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
     monkeypatch.setattr(plan, "MAX_SHARED_TOKENS", 4)
     part = AddExperts(SMALL)
     kernel = mk.FusedMoEModularKernel(Prepare(SMALL), part, machine=mk.Machine("cpu"))
-    args = inputs(tokens=8)
+    args = make_inputs(tokens=8)
     kernel(*args)  # not recorded
     with torch.no_grad():
-        assert_within(calls_of_third(lambda: kernel(*args)), (12, 33))
+        assert_within(count_calls(lambda: kernel(*args)), (12, 33))
     assert part.host_calls == 2
     assert kernel.counters()["replayed_calls"] == 2
 
@@ -195,7 +195,7 @@ def test_an_eager_call_over_two_ranks_stays_within_its_budget(
 ) -> None:
     part, experts = call
     layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
-    for found in ranks.run(functions_of_rank, layer):
+    for found in ranks.run(count_functions_on_rank, layer):
         assert sum(found.values()) <= most(OVER_RANKS[call]), found.most_common(20)
 
 
@@ -214,5 +214,5 @@ REPLAYED_OVER_RANKS = {
 def test_a_replayed_call_over_two_ranks_stays_within_its_budget(ranks: RankPool, part: str) -> None:
     experts = "BatchedTritonExperts" if part == BATCHED_RANKS else "TritonExperts"
     layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
-    for found in ranks.run(functions_of_replay, layer):
+    for found in ranks.run(count_functions_of_replay, layer):
         assert sum(found.values()) <= REPLAYED_OVER_RANKS[part], found.most_common(40)

@@ -1,6 +1,6 @@
 """Calls of more tokens than share a workspace: launches are replayed in a workspace of each call.
 
-The limit is lowered to four tokens, because the launches are simulated (replay_samples.py).
+The limit is lowered to four tokens, because the launches are simulated (replayed_parts.py).
 """
 
 import threading
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay_samples import CPU, SMALL, AddExperts, Prepare, assert_right, inputs, watchers
+from replayed_parts import CPU, SMALL, AddExperts, Prepare, assert_output, make_inputs, watchers
 
 from modular_kernel import plan
 from modular_kernel.errors import CapacityError, InputError, ShapeError, UnsupportedError
@@ -65,9 +65,9 @@ def test_the_second_call_is_recorded_and_later_calls_are_replayed() -> None:
     kernel, part = kernel_of()
     outputs = []
     for seed in range(5):  # every tensor elsewhere, and other values
-        args = inputs(tokens=8, seed=seed)
+        args = make_inputs(tokens=8, seed=seed)
         outputs.append(kernel(*args))
-        assert_right(outputs[-1], args)
+        assert_output(outputs[-1], args)
     assert part.host_calls == 2
     assert len({out.data_ptr() for out in outputs}) == 5
     counters = kernel.counters()
@@ -89,12 +89,12 @@ def test_a_replay_writes_to_no_workspace_of_another_call() -> None:
     kept: list[torch.Tensor] = []
     kernel, part = kernel_of(experts=Kept)
     for _ in range(2):
-        kernel(*inputs(tokens=8))
+        kernel(*make_inputs(tokens=8))
     for memory in kept:
         memory.fill_(0xA5)
     for seed in range(3):
-        args = inputs(tokens=8, seed=seed)
-        assert_right(kernel(*args), args)
+        args = make_inputs(tokens=8, seed=seed)
+        assert_output(kernel(*args), args)
     assert part.host_calls == len(kept) == 2
     assert all(bool((memory == 0xA5).all()) for memory in kept)
 
@@ -102,50 +102,50 @@ def test_a_replay_writes_to_no_workspace_of_another_call() -> None:
 def test_no_workspace_is_held() -> None:
     kernel, part = kernel_of(experts=Watched)
     for _ in range(4):
-        kernel(*inputs(tokens=8))
+        kernel(*make_inputs(tokens=8))
     assert len(part.workspaces) == part.host_calls == 2
     assert all(workspace() is None for workspace in part.workspaces)
     assert not held_bytes()
     kernel.reserve_workspace(8)
     assert not held_bytes()
-    kernel(*inputs(tokens=4))
+    kernel(*make_inputs(tokens=4))
     assert list(held_bytes()) == [(-1, 0)]
 
 
 def test_out_inplace_and_offset_inputs() -> None:
     kernel, part = kernel_of()
-    args = inputs(tokens=8)
+    args = make_inputs(tokens=8)
     for _ in range(4):
         out = torch.full_like(args[0], torch.nan)
         assert kernel(*args, out=out) is out
-        assert_right(out, args)
+        assert_output(out, args)
     assert part.host_calls == 2
     with pytest.raises(InputError, match="memory of x"):
         kernel(*args, out=args[0])
     for _ in range(3):  # an x that does not start on 16 bytes has a recording of its own
         x_TH = torch.zeros(8 * 16 + 1)[1:].view(8, 16).copy_(args[0])
-        assert_right(kernel(x_TH, *args[1:]), args)
+        assert_output(kernel(x_TH, *args[1:]), args)
     assert part.host_calls == 4
     kernel, part = kernel_of(replace(LARGE, inplace=True))
     for seed in range(4):
-        args = inputs(tokens=8, seed=seed)
+        args = make_inputs(tokens=8, seed=seed)
         before = args[0].clone()
         assert kernel(*args) is args[0]
-        assert_right(args[0], (before, *args[1:]))
+        assert_output(args[0], (before, *args[1:]))
     assert part.host_calls == 2
 
 
 def test_weights_are_read_where_they_are_in_each_call() -> None:
     kernel, part = kernel_of()
-    x_TH, weights, routing = args = inputs(tokens=8)
+    x_TH, weights, routing = args = make_inputs(tokens=8)
     for _ in range(3):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     weights.w1.mul_(3)
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
     weights.w1.data = weights.w1 + 1  # other memory
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
     other = replace(weights, w1=weights.w1.clone() * 2)
-    assert_right(kernel(x_TH, other, routing), (x_TH, other, routing))
+    assert_output(kernel(x_TH, other, routing), (x_TH, other, routing))
     assert part.host_calls == 2
 
 
@@ -153,12 +153,12 @@ def test_each_number_of_tokens_has_a_recording_in_one_plan() -> None:
     kernel, part = kernel_of()
     for _ in range(3):
         for tokens in (5, 8, 9, 40, 64):
-            args = inputs(tokens=tokens)
-            assert_right(kernel(*args), args)
+            args = make_inputs(tokens=tokens)
+            assert_output(kernel(*args), args)
     assert part.host_calls == 2 * 5
     assert kernel._call_plans.capacities == (64,)
     with pytest.raises(CapacityError):
-        kernel(*inputs(tokens=65))
+        kernel(*make_inputs(tokens=65))
 
 
 def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,20 +166,20 @@ def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(plan, "_MAX_SEEN", 3)
     kernel, part = kernel_of()
     for tokens in range(5, 20):  # seen once
-        kernel(*inputs(tokens=tokens))
+        kernel(*make_inputs(tokens=tokens))
     large = plan_of(kernel)
     assert len(large._seen) == 3
     assert not large._recorded._recorded
     assert part.host_calls == 15
     for tokens in range(5, 10):
         for _ in range(3):
-            args = inputs(tokens=tokens)
-            assert_right(kernel(*args), args)
+            args = make_inputs(tokens=tokens)
+            assert_output(kernel(*args), args)
     assert len(large._recorded._recorded) == 2
     assert len(large._seen) <= 3
     assert part.host_calls == 15 + 2 * 5
     for recorded_calls in (5, 6):  # of a size whose recording was dropped
-        kernel(*inputs(tokens=5))
+        kernel(*make_inputs(tokens=5))
         assert kernel.counters()["recorded_calls"] == recorded_calls
 
 
@@ -189,8 +189,8 @@ def test_parts_that_are_not_replayable_have_no_plan_for_large_calls() -> None:
 
     kernel, part = kernel_of(experts=Unrecorded)
     for tokens in (8, 8, 8, 4):
-        args = inputs(tokens=tokens)
-        assert_right(kernel(*args), args)
+        args = make_inputs(tokens=tokens)
+        assert_output(kernel(*args), args)
     assert kernel._call_plans.capacities == (4,)
     reasons = {call_counters.OWN_WORKSPACE: 3, call_counters.NOT_REPLAYABLE: 1}
     assert kernel.counters()["fallback_calls"] == reasons
@@ -200,18 +200,18 @@ def test_parts_that_are_not_replayable_have_no_plan_for_large_calls() -> None:
 @pytest.mark.parametrize("option", ["poison", "checked"])
 def test_checked_and_poisoned_calls_are_not_replayed(option: str) -> None:
     kernel, part = kernel_of(**{option: True})
-    args = inputs(tokens=8)
+    args = make_inputs(tokens=8)
     for _ in range(4):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     assert part.host_calls == 4
     assert kernel.counters()["plans"] == 0
 
 
 def test_checks_are_made_in_every_call() -> None:
     kernel, _ = kernel_of()
-    x_TH, weights, routing = args = inputs(tokens=8)
+    x_TH, weights, routing = args = make_inputs(tokens=8)
     for _ in range(3):
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
         with pytest.raises(ShapeError, match="w1"):
             kernel(x_TH, replace(weights, w1=torch.ones(4, 16, 15)), routing)
         with pytest.raises(InputError, match="topk_weights"):
@@ -223,22 +223,22 @@ def test_checks_are_made_in_every_call() -> None:
 
 def test_launch_hooks_run_the_host_code() -> None:
     kernel, part = kernel_of()
-    args = inputs(tokens=8)
+    args = make_inputs(tokens=8)
     for _ in range(3):
         kernel(*args)
     watchers.append("profiler")
     try:
-        assert_right(kernel(*args), args)
+        assert_output(kernel(*args), args)
     finally:
         watchers.clear()
     assert part.host_calls == 3
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
     assert part.host_calls == 3
 
 
 def test_nested_and_concurrent_calls_are_correct() -> None:
     inner, _ = kernel_of()
-    args, others = inputs(tokens=8), inputs(tokens=9, seed=5)
+    args, others = make_inputs(tokens=8), make_inputs(tokens=9, seed=5)
     want = [inner(*others) for _ in range(3)][-1]
 
     class Nested(AddExperts):
@@ -254,21 +254,21 @@ def test_nested_and_concurrent_calls_are_correct() -> None:
 
     results: list[torch.Tensor] = []
     kernel, _ = kernel_of(experts=Nested)
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
     assert len(results) == 4
     assert all(torch.equal(result, want) for result in results)
 
 
 def test_threads_call_one_kernel() -> None:
     kernel, _ = kernel_of()
-    calls = [inputs(tokens=tokens, seed=tokens) for tokens in (3, 5, 9, 12)]
+    calls = [make_inputs(tokens=tokens, seed=tokens) for tokens in (3, 5, 9, 12)]
     wrong: list[int] = []
 
     def run(seed: int) -> None:
         for step in range(20):
             place = (seed + step) % len(calls)
             try:
-                assert_right(kernel(*calls[place]), calls[place])
+                assert_output(kernel(*calls[place]), calls[place])
             except AssertionError:
                 wrong.append(place)
 
@@ -283,13 +283,13 @@ def test_threads_call_one_kernel() -> None:
 
 def test_several_calls_in_flight() -> None:
     kernel, part = kernel_of()
-    first, second = inputs(tokens=8), inputs(tokens=8, seed=3)
+    first, second = make_inputs(tokens=8), make_inputs(tokens=8, seed=3)
     for _ in range(3):
         kernel(*first)
     pending = [kernel.start(*first), kernel.start(*second)]
-    assert_right(kernel(*second), second)
+    assert_output(kernel(*second), second)
     for started, args in zip(reversed(pending), (second, first), strict=True):
-        assert_right(started.finish(), args)
+        assert_output(started.finish(), args)
     assert part.host_calls == 4
 
 
@@ -297,7 +297,7 @@ def test_out_of_memory_propagates_and_leaves_the_plan_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, part = kernel_of()
-    args = inputs(tokens=8)
+    args = make_inputs(tokens=8)
     for _ in range(3):
         kernel(*args)
 
@@ -309,20 +309,20 @@ def test_out_of_memory_propagates_and_leaves_the_plan_usable(
         with pytest.raises(torch.OutOfMemoryError):
             kernel(*args)
     assert not plan._memories.of(CPU, 0).busy
-    assert_right(kernel(*args), args)
+    assert_output(kernel(*args), args)
     assert part.host_calls == 2
 
 
 def test_streams_have_recordings_of_their_own() -> None:
     kernel, part = kernel_of()
-    args = inputs(tokens=8)
+    args = make_inputs(tokens=8)
     for stream in (1, 2):
         one = kernel._call_plans._find_or_make(kernel, CPU, stream, 8)
         assert one is not None
         for _ in range(3):
             out = one.run(*args, None)
             assert out is not None
-            assert_right(out, args)
+            assert_output(out, args)
     assert part.host_calls == 4
     assert not held_bytes()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import moe_lora_calls
 import pytest
 import torch
+from matmul_monitor import MatmulMonitor
 from torch_part_cases import CASES
-from watched_products import WatchedProducts
 
 from modular_kernel import reference
 from modular_kernel.catalog import this_machine
@@ -57,7 +57,7 @@ def test_values(dtype: torch.dtype, of_a: str, of_b: str) -> None:
         want = a.double() @ b.double()
         a, b = laid(a, of_a), laid(b, of_b)
         close = 3 * torch.finfo(dtype).eps * max(1.0, float(want.abs().amax()) if rows else 1.0)
-        with WatchedProducts() as watched:
+        with MatmulMonitor() as watched:
             found, with_bias = matmul(a, b), linear(a, b.T, bias)
         assert watched.faults == []
         assert watched.products == 2
@@ -86,7 +86,7 @@ def test_gradients_pass() -> None:
 
 def test_the_check_detects_a_read_outside_the_operands() -> None:
     wide, weight = torch.ones(4, 40), torch.ones(5, 33)
-    with WatchedProducts() as watched:
+    with MatmulMonitor() as watched:
         _ = wide[:, :33] @ weight.T
         _ = wide[:1, :33] @ weight.T
         _ = weight.bfloat16() @ weight.bfloat16().T
@@ -107,7 +107,7 @@ def test_parts_and_references(case: Case) -> None:
     """Covers the calls of a case, the float64 reference, the rounded reference, and the torch
     references of operations.
     """
-    with WatchedProducts() as watched, prefer_torch_reference():
+    with MatmulMonitor() as watched, prefer_torch_reference():
         proof = prove(case, this_machine(device="cpu"))
     assert proof.passed, str(proof)
     assert watched.products
@@ -116,8 +116,8 @@ def test_parts_and_references(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_parallel_adapter_branch(dtype: torch.dtype) -> None:
-    call = moe_lora_calls.call(dtype=dtype)
-    with WatchedProducts() as watched, prefer_torch_reference():
+    call = moe_lora_calls.make_call(dtype=dtype)
+    with MatmulMonitor() as watched, prefer_torch_reference():
         call.run()
     assert watched.products
     assert watched.faults == []
@@ -130,7 +130,7 @@ def test_the_router(bias: bool) -> None:
         parameter.data.normal_()
     x_TH = torch.full((33, 56), NAN, dtype=torch.bfloat16)[:, :40]
     x_TH.copy_(torch.randn(33, 40))
-    with WatchedProducts() as watched:
+    with MatmulMonitor() as watched:
         logits = router.logits(x_TH)
     assert watched.products == 1
     assert watched.faults == []
@@ -144,7 +144,7 @@ def test_gradients_of_a_call() -> None:
     x_TH, weights, routing = random_inputs(problem, CPU)
     apart = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]
     views = [both[..., : both.shape[2] // 2] for both in apart]
-    with WatchedProducts() as watched:
+    with MatmulMonitor() as watched:
         found = compute_gradients(
             torch.ones_like(x_TH), x_TH, ExpertWeights(*views), routing, problem, needs_weights=True
         )
@@ -161,7 +161,7 @@ def test_gradients_of_a_call() -> None:
 def test_products_of_the_reference_are_checked() -> None:
     """The reference has its own float32 product, which is checked too."""
     a, b = torch.full((33, 47), NAN)[:, :7], torch.ones(5, 7)
-    with WatchedProducts() as watched:
+    with MatmulMonitor() as watched:
         reference._matmul(a, b)
     assert watched.products == 1
     assert watched.faults == []

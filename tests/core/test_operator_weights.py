@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from replay_samples import SMALL, AddExperts, Prepare, assert_right, inputs
+from replayed_parts import SMALL, AddExperts, Prepare, assert_output, make_inputs
 
 from modular_kernel.errors import InputError
 from modular_kernel.operators.experts import EXPERTS_FORWARD
@@ -31,7 +31,7 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(
     change: Callable[[torch.Tensor], None],
 ) -> None:
     pairing = Pairing(Prepare, AddExperts)
-    x_TH, weights, routing = inputs(tokens=4)
+    x_TH, weights, routing = make_inputs(tokens=4)
     texts = "w1,w2", serialize_layer(SMALL), str(pairing)
 
     def call(routing: Routing) -> torch.Tensor:
@@ -41,10 +41,10 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(
         return output
 
     for _ in range(3):
-        assert_right(call(routing), (x_TH, weights, routing))
+        assert_output(call(routing), (x_TH, weights, routing))
     change(weights.w1)
     for _ in range(3):
-        assert_right(call(routing), (x_TH, weights, routing))
+        assert_output(call(routing), (x_TH, weights, routing))
     (kernel,) = pairing.kernels.values()
     assert kernel.counters()["recorded_calls"] == 1
     assert kernel.counters()["replayed_calls"] == 5

@@ -13,12 +13,12 @@ import pytest
 import torch
 from devices import DEVICE
 from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
-from forked import TIMEOUT_S
-from fused_samples import BASE
-from lora_layer_samples import STARTS, adapter, base, made
-from lora_layer_samples import call as lora_call
-from module_ranks import module_ranks
-from runner_calls import OUT, ran
+from forked_child import TIMEOUT_S
+from fused_experts_calls import BASE
+from lora_layers import STARTS, add_adapters, make_adapter, make_base_layer
+from lora_layers import make_call as lora_call
+from rank_fixtures import make_ranks_fixture
+from runner_calls import NOT_INPLACE, run_layer
 from torch.utils.data import DataLoader, Dataset
 
 import modular_kernel as mk
@@ -40,7 +40,7 @@ PROBLEM = mk.Problem(
 )  # fmt: skip
 CPU = torch.device("cpu")
 
-pair = module_ranks(2)
+pair = make_ranks_fixture(2)
 
 
 def saved(value: Any) -> Any:
@@ -122,7 +122,7 @@ def test_layers(copied: Callable[[Any], Any]) -> None:
 
 @COPIES
 def test_layers_with_adapters_and_their_manager(copied: Callable[[Any], Any]) -> None:
-    layer, manager = made(base(), "merged", 2)
+    layer, manager = add_adapters(make_base_layer(), "merged", 2)
     x, logits = lora_call()
     batch = ForwardBatch(("a", None, "b"), STARTS)
     want = layer(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
@@ -141,9 +141,9 @@ def test_pools(copied: Callable[[Any], Any]) -> None:
         lora="adapters=2,rank=5",
     )  # fmt: skip
     pool = AdapterPool(problem)
-    pool.load("one", adapter(3, 1, halves=2))
+    pool.load("one", make_adapter(3, 1, halves=2))
     other = copied(pool)
-    assert other.load("two", adapter(4, 2, halves=2)) == 1
+    assert other.load("two", make_adapter(4, 2, halves=2)) == 1
     assert (dict(pool.slots), dict(other.slots)) == ({"one": 0}, {"one": 0, "two": 1})
     assert all(torch.equal(t[0], other._tensors[name][0]) for name, t in pool._tensors.items())
     assert not any(tensor[1].any() for tensor in pool._tensors.values())
@@ -152,8 +152,8 @@ def test_pools(copied: Callable[[Any], Any]) -> None:
 @COPIES
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_runners(copied: Callable[[Any], Any], backend: str) -> None:
-    runner = MoeRunner(backend, OUT)
-    assert torch.equal(ran(copied(runner), BASE), ran(runner, BASE))
+    runner = MoeRunner(backend, NOT_INPLACE)
+    assert torch.equal(run_layer(copied(runner), BASE), run_layer(runner, BASE))
 
 
 def run_there(called: Any, *given: Any) -> torch.Tensor:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from junk_recipes import JUNK_RECIPES
 from public_calls import Call, leaves
 from public_recipes import RECIPES
+from public_recipes_without_tensors import JUNK_RECIPES
 
 from modular_kernel.errors import ModularKernelError
 

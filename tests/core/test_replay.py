@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from bad_samples import CASES, PROBLEM, Bad, arguments
-from replay_samples import (
+from invalid_calls import CASES, PROBLEM, Bad, make_arguments
+from replayed_parts import (
     CPU,
     SMALL,
     AddExperts,
     Prepare,
-    assert_right,
-    expected,
-    inputs,
-    planned,
+    assert_output,
+    expected_output,
+    make_inputs,
+    make_plan,
     watchers,
 )
 
@@ -33,32 +33,32 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 
 def test_later_calls_run_no_host_code_of_the_parts() -> None:
-    plan, part = planned()
+    plan, part = make_plan()
     for seed in range(5):  # every tensor elsewhere, and other values
-        args = inputs(seed=seed)
-        assert_right(plan(*args), args)
+        args = make_inputs(seed=seed)
+        assert_output(plan(*args), args)
     assert part.host_calls == 1
 
 
 def test_a_replay_uses_the_tensors_of_its_call() -> None:
     """Changes one argument at a time, and leaves the others as recorded."""
-    plan, part = planned()
-    first, second = inputs(seed=1), inputs(seed=2)
+    plan, part = make_plan()
+    first, second = make_inputs(seed=1), make_inputs(seed=2)
     plan(*first)
     for place in range(3):
         args = (*first[:place], second[place], *first[place + 1 :])
-        assert_right(plan(*args), args)  # type: ignore[arg-type]
+        assert_output(plan(*args), args)  # type: ignore[arg-type]
     out = torch.full_like(first[0], torch.nan)
     assert plan(*first, out=out) is out
-    assert_right(out, first)
+    assert_output(out, first)
     assert part.host_calls == 1
 
 
 def test_inplace_calls_are_replayed_too() -> None:
-    plan, part = planned(replace(SMALL, inplace=True))
+    plan, part = make_plan(replace(SMALL, inplace=True))
     for seed in range(3):
-        args = inputs(seed=seed)
-        want = expected(args[0].clone(), *args[1:])
+        args = make_inputs(seed=seed)
+        want = expected_output(args[0].clone(), *args[1:])
         assert plan(*args) is args[0]
         torch.testing.assert_close(args[0], want)
     assert part.host_calls == 1
@@ -72,14 +72,14 @@ def unaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_call_with_another_signature_gets_its_own_recording() -> None:
-    plan, part = planned()
-    x_TH, weights, routing = inputs()
+    plan, part = make_plan()
+    x_TH, weights, routing = make_inputs()
     long_ids = Routing(routing.topk_weights_TK, routing.topk_ids_TK.long())
     gaps = torch.cat([x_TH, x_TH], 1)[:, : x_TH.shape[1]]
     strided = replace(weights, w1=weights.w1.mT.contiguous().mT)
     kinds = [
         (x_TH, weights, routing),
-        inputs(tokens=3),
+        make_inputs(tokens=3),
         (gaps, weights, routing),
         (unaligned(x_TH), weights, routing),
         (x_TH, weights, long_ids),
@@ -89,38 +89,38 @@ def test_a_call_with_another_signature_gets_its_own_recording() -> None:
         plan(*args)
         plan(*args)
         assert part.host_calls == count
-    assert_right(plan(*kinds[0]), kinds[0])
+    assert_output(plan(*kinds[0]), kinds[0])
     assert part.host_calls == len(kinds)
 
 
 def test_an_out_of_another_layout_gets_its_own_recording() -> None:
     """An `out` like the plan's own output shares the recording of calls without `out`."""
-    plan, part = planned()
-    args = inputs()
+    plan, part = make_plan()
+    args = make_inputs()
     plan(*args)
     plan(*args, out=torch.empty_like(args[0]))
     assert part.host_calls == 1
     for _ in range(2):
         out = unaligned(torch.full_like(args[0], torch.nan))
         assert plan(*args, out=out) is out
-        assert_right(out, args)
+        assert_output(out, args)
     assert part.host_calls == 2
-    assert_right(plan(*args), args)
+    assert_output(plan(*args), args)
     assert part.host_calls == 2
 
 
 def test_addresses_of_weights_are_read_in_every_call() -> None:
-    plan, part = planned()
-    args = inputs()
+    plan, part = make_plan()
+    args = make_inputs()
     plan(*args)
     args[1].w1.data = torch.ones_like(args[1].w1)
-    assert_right(plan(*args), args)
+    assert_output(plan(*args), args)
     assert part.host_calls == 1
 
 
 def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
-    plan, _ = planned()
-    args = inputs()
+    plan, _ = make_plan()
+    args = make_inputs()
     plan(*args)
     args[1].w1.data = args[1].w1.data.view(torch.int32)
     with pytest.raises(DtypeError, match="w1"):
@@ -129,30 +129,30 @@ def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
 
 def test_another_layout_in_the_same_memory_is_checked_again() -> None:
     """Of w1, (4, 16, 16): fewer experts, which changes the shape only, or other strides."""
-    plan, part = planned()
-    args = inputs()
+    plan, part = make_plan()
+    args = make_inputs()
     weights = args[1]
     for _ in range(2):
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
     whole = weights.w1.data
     weights.w1.data = whole[:3]
     with pytest.raises(ShapeError, match="w1"):
         plan(*args)
     weights.w1.data = whole.transpose(1, 2)  # valid, with a recording of its own
     for _ in range(2):
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
     assert part.host_calls == 2
 
 
 def test_weights_are_checked_once_and_not_kept_alive() -> None:
-    plan, _ = planned()
-    x_TH, weights, routing = inputs()
+    plan, _ = make_plan()
+    x_TH, weights, routing = make_inputs()
     plan(x_TH, weights, routing)
     memory = weakref.ref(weights.w1)
     del weights
     gc.collect()
     assert memory() is None
-    wrong = replace(inputs()[1], w1=torch.ones(4, 16, 15))
+    wrong = replace(make_inputs()[1], w1=torch.ones(4, 16, 15))
     with pytest.raises(ShapeError, match="w1"):
         plan(x_TH, wrong, routing)
 
@@ -162,8 +162,8 @@ def test_invalid_tensors_after_a_valid_call(bad: Bad) -> None:
     """One invalid tensor in a call that would be replayed raises the same error as without
     replay."""
     problem = replace(PROBLEM, **bad.problem)
-    plan, part = planned(problem)
-    good = arguments(problem)
+    plan, part = make_plan(problem)
+    good = make_arguments(problem)
     for _ in range(2):
         plan(good.x, good.weights, good.routing)
     assert part.host_calls == 1
@@ -177,8 +177,8 @@ def test_invalid_tensors_after_a_valid_call(bad: Bad) -> None:
 
 
 def test_gradients_are_refused_in_a_replay_as_well() -> None:
-    plan, _ = planned()
-    args = inputs()
+    plan, _ = make_plan()
+    args = make_inputs()
     plan(*args)
     with pytest.raises(UnsupportedError, match="gradients: got out"):
         plan(*args, out=torch.empty_like(args[0]).requires_grad_())
@@ -186,12 +186,12 @@ def test_gradients_are_refused_in_a_replay_as_well() -> None:
     with pytest.raises(UnsupportedError, match="gradients: got x"):
         plan(*args)
     with torch.no_grad():
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
 
 
 def test_out_over_x_is_refused_in_a_replay_as_well() -> None:
-    plan, _ = planned()
-    args = inputs()
+    plan, _ = make_plan()
+    args = make_inputs()
     both = torch.cat([args[0], args[0]])
     plan(both[:4], *args[1:], out=both[4:])
     with pytest.raises(ValueError, match="memory of x"):
@@ -200,11 +200,11 @@ def test_out_over_x_is_refused_in_a_replay_as_well() -> None:
 
 def test_overlapping_inputs_are_not_replayed() -> None:
     """If two inputs overlap, an address does not determine which of them it belongs to."""
-    plan, part = planned()
-    x_TH, weights, routing = inputs()
+    plan, part = make_plan()
+    x_TH, weights, routing = make_inputs()
     shared = replace(weights, w2=weights.w1.flatten()[: weights.w2.numel()].view_as(weights.w2))
     for _ in range(3):
-        assert_right(plan(x_TH, shared, routing), (x_TH, shared, routing))
+        assert_output(plan(x_TH, shared, routing), (x_TH, shared, routing))
     assert part.host_calls == 3
 
 
@@ -228,8 +228,8 @@ class Half(Prepare):
 
 @pytest.mark.parametrize("experts", [Copying, Inheriting])
 def test_parts_that_cannot_be_replayed_run_in_every_call(experts: type[AddExperts]) -> None:
-    plan, part = planned(experts=experts)
-    args = inputs()
+    plan, part = make_plan(experts=experts)
+    args = make_inputs()
     first = plan(*args).clone()
     for _ in range(2):
         assert torch.equal(plan(*args), first)
@@ -239,12 +239,12 @@ def test_parts_that_cannot_be_replayed_run_in_every_call(experts: type[AddExpert
 def test_both_parts_must_be_replayable() -> None:
     kernel = FusedMoEModularKernel(Half(SMALL), AddExperts(SMALL), machine=Machine("cpu"))
     assert not kernel.replayable
-    assert planned()[0].kernel.replayable
+    assert make_plan()[0].kernel.replayable
 
 
 def test_a_checked_plan_checks_every_call() -> None:
-    plan, part = planned(checked=True)
-    args = inputs()
+    plan, part = make_plan(checked=True)
+    args = make_inputs()
     plan(*args)
     args[2].topk_ids_TK[0, 0] = 99
     with pytest.raises(ValueError, match="topk_ids"):
@@ -253,8 +253,8 @@ def test_a_checked_plan_checks_every_call() -> None:
 
 
 def test_profilers_see_stages_and_launches() -> None:
-    plan, part = planned()
-    args = inputs()
+    plan, part = make_plan()
+    args = make_inputs()
     plan(*args)
     with torch.profiler.profile() as profile:
         plan(*args)
@@ -271,20 +271,20 @@ def test_profilers_see_stages_and_launches() -> None:
 
 
 def test_a_replay_is_poisoned_like_any_call() -> None:
-    plan, part = planned(poison=True)
-    args = inputs()
+    plan, part = make_plan(poison=True)
+    args = make_inputs()
     for _ in range(3):
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
     assert part.host_calls == 1
     part.launch = lambda tensors, count: None  # type: ignore[method-assign]
-    out = plan(*inputs(tokens=5))
+    out = plan(*make_inputs(tokens=5))
     fill = torch.full_like(out, plan._workspace.fill.value(out.dtype))
     torch.testing.assert_close(out, fill, rtol=0, atol=0, equal_nan=True)
 
 
 def test_red_zones_are_checked_in_a_replay() -> None:
-    plan, _ = planned(poison=True)
-    args = inputs()
+    plan, _ = make_plan(poison=True)
+    args = make_inputs()
     plan(*args)
     buffer = plan._workspace.take("workspace13", (SMALL.tokens, SMALL.hidden))
     past = buffer.as_strided((1,), (1,), buffer.storage_offset() + buffer.numel())
@@ -300,25 +300,25 @@ def test_red_zones_are_checked_in_a_replay() -> None:
 
 
 def test_calls_without_tokens_are_not_recorded() -> None:
-    plan, part = planned()
-    assert plan(*inputs(tokens=0)).shape == (0, SMALL.hidden)
+    plan, part = make_plan()
+    assert plan(*make_inputs(tokens=0)).shape == (0, SMALL.hidden)
     assert part.host_calls == 0
-    args = inputs()
-    assert_right(plan(*args), args)
+    args = make_inputs()
+    assert_output(plan(*args), args)
 
 
 def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_MAX_RECORDED", 2)
-    plan, part = planned()
+    plan, part = make_plan()
     for tokens in (1, 2, 3, 3, 2, 1):
-        plan(*inputs(tokens=tokens))
+        plan(*make_inputs(tokens=tokens))
     assert part.host_calls == 4  # the first kind had to go, and came back
     assert len(plan._recorded._recorded) == 2
 
 
 def test_an_error_during_recording_leaves_no_recording() -> None:
-    plan, part = planned()
-    args = inputs()
+    plan, part = make_plan()
+    args = make_inputs()
 
     def fail(tensors: Sequence[torch.Tensor], count: int) -> None:
         raise RuntimeError("no such device")
@@ -328,7 +328,7 @@ def test_an_error_during_recording_leaves_no_recording() -> None:
         plan(*args)
     assert recording.get_active_recorder() is None
     del part.launch  # type: ignore[method-assign]
-    assert_right(plan(*args), args)
+    assert_output(plan(*args), args)
 
 
 def test_interpreted_kernels_are_not_replayed(machine: Machine) -> None:
@@ -373,33 +373,33 @@ class StepExperts(AddExperts):
 
 
 def test_a_replay_runs_host_code_between_launches() -> None:
-    plan, part = planned(experts=StepExperts)
-    first = inputs(seed=1)
-    assert_right(plan(*first), first)
+    plan, part = make_plan(experts=StepExperts)
+    first = make_inputs(seed=1)
+    assert_output(plan(*first), first)
     recorded = list(part.steps)
     assert recorded[0] == "before"
     assert recorded[-1] == "after"
     assert len(recorded) == 4
     for seed in (2, 3):
-        args = inputs(seed=seed)
-        assert_right(plan(*args), args)
+        args = make_inputs(seed=seed)
+        assert_output(plan(*args), args)
     assert part.host_calls == 1
     assert part.steps == 3 * recorded
 
 
 def test_an_obstacle_makes_a_call_run_host_code() -> None:
-    plan, part = planned(experts=StepExperts)
-    args = inputs()
+    plan, part = make_plan(experts=StepExperts)
+    args = make_inputs()
     plan(*args)
     for busy, host_calls in ((False, 1), (True, 2), (True, 3), (False, 3)):
         part.busy = busy
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
         assert part.host_calls == host_calls
 
 
 def test_an_error_in_a_replay_is_reported_to_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, part = planned(experts=StepExperts)
-    args, reported = inputs(), []
+    plan, part = make_plan(experts=StepExperts)
+    args, reported = make_inputs(), []
     monkeypatch.setattr(plan.kernel.prepare_finalize, "abandon", reported.append)
     plan(*args)
     monkeypatch.setattr(part, "steps", None)  # host code of the replay fails
@@ -409,12 +409,12 @@ def test_an_error_in_a_replay_is_reported_to_other_ranks(monkeypatch: pytest.Mon
 
 
 def test_the_first_calls_of_a_part_need_not_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, part = planned()
+    plan, part = make_plan()
     answers = [False, False, True]
     monkeypatch.setattr(plan.kernel.prepare_finalize, "may_record", lambda: answers.pop(0))
-    args = inputs()
+    args = make_inputs()
     for host_calls in (1, 2, 3, 3):
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
         assert part.host_calls == host_calls
     counters = plan.kernel.counters()
     assert counters["fallback_calls"] == {"first call of a layer over ranks": 2}
@@ -422,10 +422,10 @@ def test_the_first_calls_of_a_part_need_not_be_recorded(monkeypatch: pytest.Monk
 
 
 def test_an_instance_may_decline_to_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, part = planned()
+    plan, part = make_plan()
     monkeypatch.setattr(plan.kernel.prepare_finalize, "may_replay", lambda: False)
     assert not plan.kernel.replayable
-    args = inputs()
+    args = make_inputs()
     for host_calls in (1, 2):
-        assert_right(plan(*args), args)
+        assert_output(plan(*args), args)
         assert part.host_calls == host_calls

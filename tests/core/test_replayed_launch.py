@@ -7,13 +7,13 @@ libcuda.so.1.
 from typing import Any
 
 import pytest
-from stand_in_driver import run_with_stand_in
+from driver_stand_in import run_with_stand_in
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the results of launch_program.py."""
-    return run_with_stand_in("launch_program", tmp_path_factory.mktemp("driver"))
+    """Return the results of replayed_launch_program.py."""
+    return run_with_stand_in("replayed_launch_program", tmp_path_factory.mktemp("driver"))
 
 
 # 49 bytes: two pointers, int32, float32, int64, a flag, two of scratch; 180: a map, two sizes and

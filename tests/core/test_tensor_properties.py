@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bad_samples import BIAS, CPU, PROBLEM, Args, arguments, kernel_with_spies
-from replay_samples import inputs, planned
+from invalid_calls import BIAS, CPU, PROBLEM, Args, kernel_with_spies, make_arguments
+from replayed_parts import make_inputs, make_plan
 from torch.autograd import forward_ad
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
@@ -33,7 +33,7 @@ CALLS = ("x", "topk_weights", "topk_ids")
 
 
 def _names(problem: Problem) -> tuple[str, ...]:
-    weights = arguments(problem).weights
+    weights = make_arguments(problem).weights
     return (*CALLS, *(name for name, tensor in vars(weights).items() if tensor is not None))
 
 
@@ -76,7 +76,7 @@ def _id(value: object) -> str:
 
 @pytest.mark.parametrize(("problem", "name"), EVERY, ids=_id)
 def test_a_lazily_negated_tensor_is_refused(problem: Problem, name: str) -> None:
-    args = arguments(problem)
+    args = make_arguments(problem)
     tensor = torch._neg_view(_of(args, name))
     assert tensor.is_neg()
     told = _refused(LayoutError, problem, _with(args, name, tensor), name)
@@ -84,14 +84,14 @@ def test_a_lazily_negated_tensor_is_refused(problem: Problem, name: str) -> None
 
 
 def test_a_lazily_negated_output_is_refused() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     out = torch._neg_view(torch.empty_like(args.x))
     _refused(LayoutError, PROBLEM, replace(args, out=out), "out")
 
 
 @pytest.mark.parametrize(("problem", "name"), EVERY_FLOAT, ids=_id)
 def test_a_lost_gradient_is_refused(problem: Problem, name: str) -> None:
-    args = arguments(problem)
+    args = make_arguments(problem)
     tensor = _of(args, name)
     if not tensor.dtype.is_floating_point:
         return  # such weights have no gradient to lose
@@ -105,7 +105,7 @@ def test_a_lost_gradient_is_refused(problem: Problem, name: str) -> None:
 
 
 def test_an_output_that_requires_grad_is_refused() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     out = torch.empty_like(args.x).requires_grad_()
     told = _refused(UnsupportedError, PROBLEM, replace(args, out=out), "gradients")
     assert "got out that require grad" in told
@@ -114,7 +114,7 @@ def test_an_output_that_requires_grad_is_refused() -> None:
 @pytest.mark.parametrize("name", ["x", "topk_weights", "w2", "b1"])
 def test_a_forward_gradient_is_refused(name: str) -> None:
     problem = replace(PROBLEM, **BIAS)
-    args = arguments(problem)
+    args = make_arguments(problem)
     tensor = _of(args, name)
     # With no_grad too: that is about backward gradients.
     with torch.no_grad(), forward_ad.dual_level():
@@ -127,7 +127,7 @@ def test_a_forward_gradient_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
 def test_tensors_of_function_transforms_are_refused(transform: Callable[..., object]) -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     kernel = kernel_with_spies(PROBLEM)
 
     def layer(x_TH: torch.Tensor) -> torch.Tensor:
@@ -140,14 +140,14 @@ def test_tensors_of_function_transforms_are_refused(transform: Callable[..., obj
 
 @pytest.mark.parametrize(("problem", "name"), EVERY, ids=_id)
 def test_freed_memory_is_refused(problem: Problem, name: str) -> None:
-    args = arguments(problem)
+    args = make_arguments(problem)
     _of(args, name).untyped_storage().resize_(0)
     told = _refused(LayoutError, problem, args, name)
     assert "got 0 bytes of memory" in told
 
 
 def test_a_storage_smaller_than_the_shape_is_refused() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     nbytes = args.weights.w2.nbytes
     args.weights.w2.untyped_storage().resize_(nbytes - 2)
     told = _refused(LayoutError, PROBLEM, args, "w2")
@@ -160,7 +160,7 @@ def _torch_kernel(problem: Problem) -> FusedMoEModularKernel:
 
 
 def test_weights_are_checked_again_after_their_data_is_replaced() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     plan = _torch_kernel(PROBLEM).plan()
     plan(args.x, args.weights, args.routing)
     whole = args.weights.w1.data
@@ -182,7 +182,7 @@ def test_weights_are_checked_again_after_their_data_is_replaced() -> None:
 @pytest.mark.parametrize("name", ["topk_weights", "w1", "w2", "b2"])
 def test_an_output_that_overlaps_an_input_is_refused(name: str) -> None:
     problem = replace(PROBLEM, dtype=torch.float32, hidden=16, intermediate=64, **BIAS)
-    args = arguments(problem)
+    args = make_arguments(problem)
     count = args.x.numel()
     read = _of(args, name)
     room = torch.empty(max(count, read.numel()) + 1)
@@ -216,8 +216,8 @@ BEHIND: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], type[InputError]], .
 def test_a_call_that_would_be_replayed_is_refused_too(
     place: int, change: Callable[[torch.Tensor], torch.Tensor], error: type[InputError]
 ) -> None:
-    plan, part = planned()
-    x_TH, weights, routing = inputs()
+    plan, part = make_plan()
+    x_TH, weights, routing = make_inputs()
     plan(x_TH, weights, routing)
     with forward_ad.dual_level():
         if place:
@@ -232,8 +232,8 @@ def test_a_call_that_would_be_replayed_is_refused_too(
 def test_peers_are_notified_if_a_replay_has_no_memory_for_its_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan, _ = planned()
-    x_TH, weights, routing = inputs()
+    plan, _ = make_plan()
+    x_TH, weights, routing = make_inputs()
     for _ in range(2):
         plan(x_TH, weights, routing)
     refused: list[Exception] = []
@@ -249,8 +249,8 @@ def test_peers_are_notified_if_a_replay_has_no_memory_for_its_output(
 
 
 def test_a_replayed_call_checks_weights_and_output() -> None:
-    plan, part = planned()
-    x_TH, weights, routing = inputs()
+    plan, part = make_plan()
+    x_TH, weights, routing = make_inputs()
     own = plan(x_TH, weights, routing)
     before = own._version
     plan(x_TH, weights, routing)
@@ -269,7 +269,7 @@ def test_a_replayed_call_checks_weights_and_output() -> None:
 
 
 def test_a_plans_own_output_may_be_its_next_input() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     kernel = _torch_kernel(PROBLEM)
     plan = kernel.plan()
     expected = kernel(kernel(args.x, args.weights, args.routing), args.weights, args.routing)
@@ -287,7 +287,7 @@ PAIRS = [(verdict.prepare_finalize, verdict.experts) for verdict in HERE if verd
 @pytest.mark.parametrize(("pf", "experts"), PAIRS)
 def test_writing_an_output_increments_its_version(pf: str, experts: str) -> None:
     """Backward of an operation that saved the tensor before then raises an error."""
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     with torch.no_grad():
         machine = this_machine(device="cpu")
         kernel = make_kernel(pf, experts, PROBLEM, machine=machine)
@@ -310,7 +310,7 @@ def test_writing_an_output_increments_its_version(pf: str, experts: str) -> None
 
 
 def test_a_started_call_can_be_finished_once() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     pending = _torch_kernel(PROBLEM).start(args.x, args.weights, args.routing)
     pending.finish()
     with pytest.raises(StateError, match=r"Pending.finish\(\): got a second call"):
@@ -347,7 +347,7 @@ def test_threads_take_turns_with_a_plan() -> None:
 
 def test_a_plan_within_its_own_call_is_refused() -> None:
     """A nested call would overwrite buffers that the outer call still reads."""
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     kernel = _torch_kernel(PROBLEM)
     plan = kernel.plan()
     finish = kernel.finish
@@ -364,7 +364,7 @@ def test_a_plan_within_its_own_call_is_refused() -> None:
 
 
 def test_a_copied_plan_has_buffers_of_its_own() -> None:
-    args = arguments(PROBLEM)
+    args = make_arguments(PROBLEM)
     plan = _torch_kernel(PROBLEM).plan()
     own = plan(args.x, args.weights, args.routing)
     other = copy.deepcopy(plan)(args.x, args.weights, args.routing)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tile_samples import ONE, launch, ours
+from tuned_config_files import SMALL_TILES, file_contents, vllm_launch
 
 from experts.triton import contiguous as triton_experts
 from experts.triton.configs import lookup
@@ -93,9 +93,11 @@ def test_tiles_are_the_same_for_every_number_of_tokens(
 
 
 def test_an_override_must_be_one_tile() -> None:
-    with override_config(ONE):
-        assert choose_config(LAYER, 1) == ONE
-    two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
+    with override_config(SMALL_TILES):
+        assert choose_config(LAYER, 1) == SMALL_TILES
+    two = file_contents(
+        tokens_1=(vllm_launch(), vllm_launch()), tokens_64=(vllm_launch(m=32), vllm_launch(m=32))
+    )
     need = "the same configuration of aligned for every number of tokens"
     with override_config(two), pytest.raises(ConfigurationError, match=need):
         choose_config(LAYER, 1)

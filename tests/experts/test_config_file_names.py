@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tile_samples import MIXTRAL, NAME
+from tuned_config_files import MIXTRAL, NAME
 
 from experts.triton.configs.files import ConfigKey, device_key, file_names_for
 from modular_kernel.errors import ConfigurationError

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tile_samples import BLOCK_FP8, H200, MIXTRAL, NAME, launch, ours, store, write
+from tuned_config_files import (
+    BLOCK_FP8,
+    H200,
+    MIXTRAL,
+    NAME,
+    file_contents,
+    make_lookup,
+    vllm_launch,
+    write_config_file,
+)
 
 from experts.triton.configs.files import (
     FORMAT,
@@ -29,8 +38,9 @@ def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
     """vLLM's BLOCK_SIZE_N counts gate and up columns; with a gated activation half of it are gate
     columns.
     """
-    path = write(
-        tmp_path / "x.json", {"triton_version": "3.4.0", "64": launch(32, 128, 64, USE_TMA=True)}
+    path = write_config_file(
+        tmp_path / "x.json",
+        {"triton_version": "3.4.0", "64": vllm_launch(32, 128, 64, USE_TMA=True)},
     )
     read = read_config_file(path)
     gated = fit_to_problem(read, MIXTRAL, H200).steps.choose(64)
@@ -39,12 +49,12 @@ def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
     )
     plain = fit_to_problem(read, replace(MIXTRAL, activation="relu2"), H200).steps.choose(64)
     assert plain.gemm1 == plain.gemm2 == LaunchConfig(32, 128, 64, 1, 4, 3)
-    narrow = parse_config_file(json.dumps({"64": launch(n=16)}), "x")
+    narrow = parse_config_file(json.dumps({"64": vllm_launch(n=16)}), "x")
     assert fit_to_problem(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
 
 
 def test_vllm_files_may_omit_triton_defaults() -> None:
-    entry = launch()
+    entry = vllm_launch()
     del entry["num_warps"], entry["num_stages"]
     tile = (
         fit_to_problem(parse_config_file(json.dumps({"1": entry}), "x"), MIXTRAL, H200)
@@ -55,12 +65,14 @@ def test_vllm_files_may_omit_triton_defaults() -> None:
 
 
 def test_sglang_s_second_file_is_for_gemm_2(tmp_path: Path) -> None:
-    folder = write(tmp_path / NAME, {"1": launch(16), "100": launch(64)}).parent
-    write(
+    folder = write_config_file(
+        tmp_path / NAME, {"1": vllm_launch(16), "100": vllm_launch(64)}
+    ).parent
+    write_config_file(
         tmp_path / NAME.replace(".json", "_down.json"),
-        {"1": launch(16, 32), "50": launch(16, 128, 64)},
+        {"1": vllm_launch(16, 32), "50": vllm_launch(16, 128, 64)},
     )
-    steps = store(folder).find_source(MIXTRAL).steps
+    steps = make_lookup(folder).find_source(MIXTRAL).steps
     found = {tokens: steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)}
     assert [pair.gemm1.block_m for pair in found.values()] == [16, 16, 16, 16, 64, 64]
     assert [pair.gemm2.block_n for pair in found.values()] == [32, 32, 128, 128, 128, 128]
@@ -69,16 +81,22 @@ def test_sglang_s_second_file_is_for_gemm_2(tmp_path: Path) -> None:
 
 
 def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path / NAME, {"1": launch()}).parent
-    write(tmp_path / NAME.replace(".json", "_down.json"), ours(tokens_1=(launch(), launch())))
+    folder = write_config_file(tmp_path / NAME, {"1": vllm_launch()}).parent
+    write_config_file(
+        tmp_path / NAME.replace(".json", "_down.json"),
+        file_contents(tokens_1=(vllm_launch(), vllm_launch())),
+    )
     with pytest.raises(ConfigurationError, match=r"_down\.json"):
-        store(folder).find_source(MIXTRAL)
+        make_lookup(folder).find_source(MIXTRAL)
 
 
 def test_our_files_round_trip() -> None:
     text = json.dumps(
         {
-            **ours(tokens_8=(launch(16, 64), launch(16, 128, 64)), tokens_1=(launch(), launch())),
+            **file_contents(
+                tokens_8=(vllm_launch(16, 64), vllm_launch(16, 128, 64)),
+                tokens_1=(vllm_launch(), vllm_launch()),
+            ),
             "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
         }
     )
@@ -92,7 +110,7 @@ def test_our_files_round_trip() -> None:
 
 
 def test_times_are_stored_with_the_tiles() -> None:
-    entry = {"gemm1": launch(), "gemm2": launch(), "us": 12.5, "untuned_us": 13}
+    entry = {"gemm1": vllm_launch(), "gemm2": vllm_launch(), "us": 12.5, "untuned_us": 13}
     read = parse_config_file(json.dumps({"format": FORMAT, "64": entry}), "x")
     assert read.times[64].us == 12.5
     assert parse_config_file(dump_config_file(read), "x").times == read.times
@@ -115,7 +133,7 @@ def test_the_nearest_number_of_tokens_is_used(
     keys: tuple[int, ...], tokens: int, expected: int
 ) -> None:
     assert nearest_count(keys, tokens) == expected
-    file = {str(key): launch(k=64, GROUP_SIZE_M=key) for key in keys}
+    file = {str(key): vllm_launch(k=64, GROUP_SIZE_M=key) for key in keys}
     found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(
         tokens
     )
@@ -124,7 +142,7 @@ def test_the_nearest_number_of_tokens_is_used(
 
 @given(st.sets(st.integers(1, 2000), min_size=1, max_size=8), st.integers(0, 2500))
 def test_steps_and_nearest_agree(keys: set[int], tokens: int) -> None:
-    file = {str(key): launch(GROUP_SIZE_M=key) for key in keys}
+    file = {str(key): vllm_launch(GROUP_SIZE_M=key) for key in keys}
     found = fit_to_problem(parse_config_file(json.dumps(file), "x"), MIXTRAL, H200)
     assert found.steps.choose(tokens).gemm2.group_m == nearest_count(found.token_counts, tokens)
 
@@ -140,58 +158,64 @@ HOSTILE: dict[str, str] = {
     "only a version": '{"triton_version": "3.6.0"}',
     "deep": "[" * 200_000,
     "deep below a key": '{"64": ' + '{"a":' * 50_000,
-    "NaN": json.dumps({"64": launch(n=float("nan"))}),
-    "infinite": json.dumps({"64": launch(n=float("inf"))}),
+    "NaN": json.dumps({"64": vllm_launch(n=float("nan"))}),
+    "infinite": json.dumps({"64": vllm_launch(n=float("inf"))}),
     "a huge exponent": '{"64": {"BLOCK_SIZE_M": 1e400}}',
-    "a huge number": json.dumps({"64": launch(n=2**70)}),
+    "a huge number": json.dumps({"64": vllm_launch(n=2**70)}),
     "more digits than Python converts": '{"64": {"BLOCK_SIZE_M": ' + "1" * 9999 + "}}",
-    "negative": json.dumps({"64": launch(n=-64)}),
-    "zero": json.dumps({"64": launch(num_stages=0)}),
-    "a fraction": json.dumps({"64": launch(n=64.5)}),
-    "a whole float": json.dumps({"64": launch(n=64.0)}),
-    "a truth": json.dumps({"64": launch(num_warps=True)}),
-    "a string": json.dumps({"64": launch(n="64")}),
-    "null": json.dumps({"64": launch(n=None)}),
+    "negative": json.dumps({"64": vllm_launch(n=-64)}),
+    "zero": json.dumps({"64": vllm_launch(num_stages=0)}),
+    "a fraction": json.dumps({"64": vllm_launch(n=64.5)}),
+    "a whole float": json.dumps({"64": vllm_launch(n=64.0)}),
+    "a truth": json.dumps({"64": vllm_launch(num_warps=True)}),
+    "a string": json.dumps({"64": vllm_launch(n="64")}),
+    "null": json.dumps({"64": vllm_launch(n=None)}),
     "a list for a launch": json.dumps({"64": [16, 64, 128]}),
     "a missing size": json.dumps({"64": {"BLOCK_SIZE_M": 16}}),
-    "tokens in words": json.dumps({"many": launch()}),
-    "tokens below one": json.dumps({"0": launch()}),
-    "negative tokens": json.dumps({"-1": launch()}),
-    "tokens with a sign": json.dumps({"+64": launch()}),
-    "tokens with a zero in front": json.dumps({"064": launch()}),
-    "tokens in other digits": json.dumps({"٦٤": launch()}),
-    "tokens beyond counting": json.dumps({"1" * 30: launch()}),
-    "a number of 4000 digits": json.dumps({"64": launch(n=10**4000)}),
-    "NaN where nobody looks": json.dumps({"64": launch(note=float("nan"))}),
-    "a key twice": f'{{"64": {json.dumps(launch())}, "64": {json.dumps(launch(32))}}}',
-    "a version that is none": json.dumps({"triton_version": 3.6, "64": launch()}),
-    "another format": json.dumps({**ours(tokens_1=(launch(), launch())), "format": "tiles/9"}),
-    "our format, their launch": json.dumps({"format": FORMAT, "64": launch()}),
-    "our format, one GEMM": json.dumps({"format": FORMAT, "64": {"gemm1": launch()}}),
-    "two block_m": json.dumps(ours(tokens_64=(launch(16), launch(32)))),
-    "tuned for a word": json.dumps({**ours(tokens_1=(launch(), launch())), "tuned_for": "x"}),
-    "tuned for less": json.dumps({**ours(tokens_1=(launch(), launch())), "tuned_for": {}}),
+    "tokens in words": json.dumps({"many": vllm_launch()}),
+    "tokens below one": json.dumps({"0": vllm_launch()}),
+    "negative tokens": json.dumps({"-1": vllm_launch()}),
+    "tokens with a sign": json.dumps({"+64": vllm_launch()}),
+    "tokens with a zero in front": json.dumps({"064": vllm_launch()}),
+    "tokens in other digits": json.dumps({"٦٤": vllm_launch()}),
+    "tokens beyond counting": json.dumps({"1" * 30: vllm_launch()}),
+    "a number of 4000 digits": json.dumps({"64": vllm_launch(n=10**4000)}),
+    "NaN where nobody looks": json.dumps({"64": vllm_launch(note=float("nan"))}),
+    "a key twice": f'{{"64": {json.dumps(vllm_launch())}, "64": {json.dumps(vllm_launch(32))}}}',
+    "a version that is none": json.dumps({"triton_version": 3.6, "64": vllm_launch()}),
+    "another format": json.dumps(
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "format": "tiles/9"}
+    ),
+    "our format, their launch": json.dumps({"format": FORMAT, "64": vllm_launch()}),
+    "our format, one GEMM": json.dumps({"format": FORMAT, "64": {"gemm1": vllm_launch()}}),
+    "two block_m": json.dumps(file_contents(tokens_64=(vllm_launch(16), vllm_launch(32)))),
+    "tuned for a word": json.dumps(
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": "x"}
+    ),
+    "tuned for less": json.dumps(
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": {}}
+    ),
 }
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = write(tmp_path / NAME, text)
+    path = write_config_file(tmp_path / NAME, text)
     with pytest.raises(ConfigurationError) as refused:
-        store(path.parent).find_source(MIXTRAL)
+        make_lookup(path.parent).find_source(MIXTRAL)
     assert str(path) in str(refused.value)
     assert len(str(refused.value)) < 600 + len(str(path))
 
 
 def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
-    path = write(tmp_path / NAME, "")
-    good = json.dumps({"64": launch(note="x")}).encode()
+    path = write_config_file(tmp_path / NAME, "")
+    good = json.dumps({"64": vllm_launch(note="x")}).encode()
     for data in (good.replace(b"x", b"\xff"), good.ljust(MAX_FILE_BYTES + 1)):
         path.write_bytes(data)
         with pytest.raises(ConfigurationError, match="device_name=NVIDIA_H200"):
-            store(path.parent).find_source(MIXTRAL)
-    path.write_text(json.dumps({"64": launch()}).ljust(MAX_FILE_BYTES), encoding="utf-8")
-    assert store(path.parent).find_source(MIXTRAL).token_counts == (64,)
+            make_lookup(path.parent).find_source(MIXTRAL)
+    path.write_text(json.dumps({"64": vllm_launch()}).ljust(MAX_FILE_BYTES), encoding="utf-8")
+    assert make_lookup(path.parent).find_source(MIXTRAL).token_counts == (64,)
 
 
 def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -205,7 +229,7 @@ def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
         folder.mkdir()
         make(folder / NAME)
         with pytest.raises(ConfigurationError, match="not a regular file"):
-            store(folder).find_source(MIXTRAL)
+            make_lookup(folder).find_source(MIXTRAL)
 
 
 # --------------------------------------------------------------------------------------- validation
@@ -227,11 +251,11 @@ TOO_LARGE = ({"BLOCK_SIZE_N": 512, "num_stages": 9}, "bytes of shared memory", "
 def test_our_files_and_overrides_must_fit(
     tmp_path: Path, changes: dict[str, int], what: str, need: str
 ) -> None:
-    first = launch(32) | changes
-    bad = {"gemm1": first, "gemm2": launch(first["BLOCK_SIZE_M"])}
-    path = write(tmp_path / NAME, {"format": FORMAT, "64": bad})
+    first = vllm_launch(32) | changes
+    bad = {"gemm1": first, "gemm2": vllm_launch(first["BLOCK_SIZE_M"])}
+    path = write_config_file(tmp_path / NAME, {"format": FORMAT, "64": bad})
     with pytest.raises(ConfigurationError) as refused:
-        store(path.parent).find_source(MIXTRAL)
+        make_lookup(path.parent).find_source(MIXTRAL)
     assert str(path) in str(refused.value)
     assert f"tokens 64: GEMM 1 {what}: got" in str(refused.value)
     assert need in str(refused.value)
@@ -246,24 +270,24 @@ def test_our_files_and_overrides_must_fit(
 def test_their_files_must_have_valid_tiles(
     tmp_path: Path, changes: dict[str, int], what: str, need: str
 ) -> None:
-    path = write(tmp_path / NAME, {"64": launch(32) | changes})
+    path = write_config_file(tmp_path / NAME, {"64": vllm_launch(32) | changes})
     with pytest.raises(ConfigurationError, match=f"{what}: got .*{need}") as refused:
-        store(path.parent).find_source(replace(MIXTRAL, activation="relu2"))
+        make_lookup(path.parent).find_source(replace(MIXTRAL, activation="relu2"))
     assert str(path) in str(refused.value)
 
 
 def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A BLOCK_SIZE_K above the scale's block would silently multiply by a wrong scale."""
-    wide = launch(64, 128, 256, num_stages=2)
+    wide = vllm_launch(64, 128, 256, num_stages=2)
     with override_config({"gemm1": wide, "gemm2": wide}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
             choose_config(BLOCK_FP8, 64)
         assert choose_config(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
     name = NAME.replace(".json", ",dtype=fp8_w8a8,block_shape=[128, 128].json")
-    path = write(tmp_path / name, {"64": wide, "512": wide})
+    path = write_config_file(tmp_path / name, {"64": wide, "512": wide})
     for _ in range(3):
         with caplog.at_level(logging.WARNING):
-            source = store(path.parent).find_source(BLOCK_FP8)
+            source = make_lookup(path.parent).find_source(BLOCK_FP8)
     assert {pair.gemm1.block_k for pair in source.steps.configs} == {128}
     (record,) = caplog.records
     assert str(path) in record.message
@@ -284,7 +308,7 @@ def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
 def test_their_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
     """A tile for an H200 on a GPU with 99 KiB of shared memory: stages are reduced first."""
     large = parse_config_file(
-        json.dumps({"1": launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"
+        json.dumps({"1": vllm_launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"
     )
     small = Device("NVIDIA L40S", 101_376, warpgroups=False)
     assert fit_to_problem(large, MIXTRAL, H200).notes == ()

@@ -9,18 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tile_samples import (
+from tuned_config_files import (
     BLOCK_FP8,
     H200,
     MIXTRAL,
     NAME,
-    ONE,
+    SMALL_TILES,
     TRITON,
-    here_an_h200,
-    launch,
-    ours,
-    store,
-    write,
+    file_contents,
+    make_h200_fixture,
+    make_lookup,
+    vllm_launch,
+    write_config_file,
 )
 
 from experts.triton.configs import select as tiles
@@ -43,13 +43,17 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 from modular_kernel.tensors import ContiguousShape
 
-here = here_an_h200()
+here = make_h200_fixture()
 
 
 def test_precedence_is_user_file_then_packaged_file_then_regimes(tmp_path: Path) -> None:
-    user = write(tmp_path / f"user/{NAME}", ours(tokens_1=(launch(16), launch(16))))
-    packaged = write(tmp_path / f"packaged/{NAME}", ours(tokens_1=(launch(32), launch(32))))
-    both = store(user.parent, packaged.parent)
+    user = write_config_file(
+        tmp_path / f"user/{NAME}", file_contents(tokens_1=(vllm_launch(16), vllm_launch(16)))
+    )
+    packaged = write_config_file(
+        tmp_path / f"packaged/{NAME}", file_contents(tokens_1=(vllm_launch(32), vllm_launch(32)))
+    )
+    both = make_lookup(user.parent, packaged.parent)
     assert both.find_source(MIXTRAL).origin == str(user)
     user.unlink()
     source = both.find_source(MIXTRAL)
@@ -65,14 +69,14 @@ def test_precedence_is_user_file_then_packaged_file_then_regimes(tmp_path: Path)
 def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entry = ours(tokens_1=(launch(), launch()))
+    entry = file_contents(tokens_1=(vllm_launch(), vllm_launch()))
     del entry["triton_version"]
     order = ["triton_3_6_0/", "", "triton_3_10_0/", "triton_3_9_1/", "triton_2_0_0/"]
-    paths = [write(tmp_path / f"{place}{NAME}", entry) for place in order]
-    write(tmp_path / f"triton_best/{NAME}", entry)
+    paths = [write_config_file(tmp_path / f"{place}{NAME}", entry) for place in order]
+    write_config_file(tmp_path / f"triton_best/{NAME}", entry)
     for path in paths:
         with caplog.at_level(logging.WARNING):
-            assert store(paths[1].parent).find_source(MIXTRAL).origin == str(path)
+            assert make_lookup(paths[1].parent).find_source(MIXTRAL).origin == str(path)
         path.unlink()
     warned = [record.message for record in caplog.records]
     assert [str(path) in text for path, text in zip(paths[2:], warned, strict=True)] == [True] * 3
@@ -82,12 +86,13 @@ def test_precedence_is_this_triton_then_no_version_then_the_newest_other(
 def test_a_file_of_another_triton_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write(
-        tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "triton_version": "3.4.0"}
+    path = write_config_file(
+        tmp_path / NAME,
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "triton_version": "3.4.0"},
     )
     with caplog.at_level(logging.WARNING):
         for hidden in (4096, 2048, 1024):
-            store(path.parent).find_source(replace(MIXTRAL, hidden=hidden))
+            make_lookup(path.parent).find_source(replace(MIXTRAL, hidden=hidden))
     assert [record.name for record in caplog.records] == ["modular_kernel.tiles"]
     assert "\n" not in caplog.text.strip()
 
@@ -97,18 +102,21 @@ def test_a_file_of_another_triton_is_logged_once(
 def test_a_file_of_the_same_or_an_unknown_triton_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str, triton: str | None
 ) -> None:
-    path = write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "triton_version": there})
+    path = write_config_file(
+        tmp_path / NAME,
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "triton_version": there},
+    )
     with caplog.at_level(logging.WARNING):
-        store(path.parent, triton=triton).find_source(MIXTRAL)
+        make_lookup(path.parent, triton=triton).find_source(MIXTRAL)
     assert not caplog.records
 
 
 def test_vllm_names_are_found_after_ours(tmp_path: Path) -> None:
     stem = NAME.removesuffix(".json") + ",dtype=fp8_w8a8,block_shape="
-    theirs = write(tmp_path / f"{stem}[128,128].json", {"1": launch()})
-    assert store(theirs.parent).find_source(BLOCK_FP8).origin == str(theirs)
-    mine = write(tmp_path / f"triton_3_1_0/{stem}[128, 128].json", {"1": launch()})
-    assert store(theirs.parent).find_source(BLOCK_FP8).origin == str(mine)
+    theirs = write_config_file(tmp_path / f"{stem}[128,128].json", {"1": vllm_launch()})
+    assert make_lookup(theirs.parent).find_source(BLOCK_FP8).origin == str(theirs)
+    mine = write_config_file(tmp_path / f"triton_3_1_0/{stem}[128, 128].json", {"1": vllm_launch()})
+    assert make_lookup(theirs.parent).find_source(BLOCK_FP8).origin == str(mine)
 
 
 def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
@@ -116,17 +124,20 @@ def test_rows_that_load_slowly_do_not_get_large_tiles(tmp_path: Path) -> None:
     their own measured ones.
     """
     odd = replace(MIXTRAL, hidden=4100)
-    foreign = write(tmp_path / NAME, {"1": launch(64, 256)})
-    source = store(foreign.parent).find_source(odd)
+    foreign = write_config_file(tmp_path / NAME, {"1": vllm_launch(64, 256)})
+    source = make_lookup(foreign.parent).find_source(odd)
     assert source.origin == "heuristics"
     assert "16 elements" in source.searched_locations[0]
     facts = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
-    write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "tuned_for": facts})
-    assert store(foreign.parent).find_source(odd).origin == str(foreign)
+    write_config_file(
+        tmp_path / NAME,
+        {**file_contents(tokens_1=(vllm_launch(), vllm_launch())), "tuned_for": facts},
+    )
+    assert make_lookup(foreign.parent).find_source(odd).origin == str(foreign)
 
 
 def test_without_a_gpu_no_file_is_used(tmp_path: Path) -> None:
-    folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
+    folder = write_config_file(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
     source = ConfigLookup((("user", folder),), Device(), TRITON).find_source(MIXTRAL)
     assert (source.origin, source.searched_locations) == ("heuristics", ())
 
@@ -237,7 +248,12 @@ def test_every_block_m_is_listed_with_its_largest_number_of_tokens() -> None:
         ]
         assert buffer_kinds_up_to(MIXTRAL, 60) == [(40, "aligned", 16), (60, "aligned", 32)]
         assert buffer_kinds_up_to(MIXTRAL, 0) == [(0, "aligned", 16)]
-    file = {"1": launch(64), "9": launch(16), "21": launch(64), "61": launch(128, 64, 64)}
+    file = {
+        "1": vllm_launch(64),
+        "9": vllm_launch(16),
+        "21": vllm_launch(64),
+        "61": vllm_launch(128, 64, 64),
+    }
     with override_config(file):
         assert {m: t for t, _, m in buffer_kinds_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
         assert {m: t for t, _, m in buffer_kinds_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
@@ -251,7 +267,7 @@ def test_workspaces_of_a_tuned_file_grow_with_tokens(blocks: dict[int, int]) -> 
     tokens.
     """
     problem = Problem(tokens=600, hidden=64, intermediate=64, experts=16, top_k=4)
-    file = {str(tokens): launch(m, 32, 64) for tokens, m in blocks.items()}
+    file = {str(tokens): vllm_launch(m, 32, 64) for tokens, m in blocks.items()}
     with override_config(file):
         part = TritonExperts(problem)
         most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
@@ -267,8 +283,13 @@ def test_workspaces_of_a_tuned_file_grow_with_tokens(blocks: dict[int, int]) -> 
 
 def test_explain_names_the_file_and_the_reason(here: Path) -> None:
     facts = {"experts_part": "TritonExperts", "hidden": 2048, "top_k": 2}
-    entries = ours(tokens_16=(launch(16), launch(16)), tokens_64=(launch(64), launch(64, 32)))
-    path = write(here.parent / f"user/triton_3_1_0/{NAME}", {**entries, "tuned_for": facts})
+    entries = file_contents(
+        tokens_16=(vllm_launch(16), vllm_launch(16)),
+        tokens_64=(vllm_launch(64), vllm_launch(64, 32)),
+    )
+    path = write_config_file(
+        here.parent / f"user/triton_3_1_0/{NAME}", {**entries, "tuned_for": facts}
+    )
     text = explain(MIXTRAL, 40)
     assert f"{path}: tokens 16 is the nearest of 16, 64" in text
     assert "on NVIDIA H200" in text
@@ -276,7 +297,7 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
     assert "triton_version" not in text
     assert "note: tuned for hidden=2048, but this problem has hidden=4096" in text
     assert "GEMM 2: block_m=64 block_n=32" in explain(MIXTRAL, 41)
-    with override_config(ONE):
+    with override_config(SMALL_TILES):
         assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)
 
 
@@ -301,7 +322,9 @@ def test_explain_without_a_gpu() -> None:
 
 
 def test_files_are_read_once_until_reread(here: Path) -> None:
-    path = write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
+    path = write_config_file(
+        here.parent / f"user/{NAME}", file_contents(tokens_1=(vllm_launch(64), vllm_launch(64)))
+    )
     assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
     path.write_text("broken", encoding="utf-8")
     assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
@@ -313,13 +336,16 @@ def test_files_are_read_once_until_reread(here: Path) -> None:
 
 def test_the_user_s_folder_is_searched_first(here: Path) -> None:
     for place, block_m in (("packaged", 32), ("user", 64)):
-        write(here.parent / place / NAME, ours(tokens_1=(launch(block_m), launch(block_m))))
+        write_config_file(
+            here.parent / place / NAME,
+            file_contents(tokens_1=(vllm_launch(block_m), vllm_launch(block_m))),
+        )
         tiles.clear_caches()
         assert choose_config(MIXTRAL, 3).gemm1.block_m == block_m
 
 
 def test_a_bad_file_of_another_layer_has_no_effect(here: Path) -> None:
-    write(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
+    write_config_file(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
     assert choose_config(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
 
 

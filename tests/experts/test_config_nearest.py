@@ -4,7 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
+from tuned_config_files import (
+    H200,
+    MIXTRAL,
+    TRITON,
+    file_contents,
+    make_lookup,
+    vllm_launch,
+    write_config_file,
+)
 
 from experts.triton.configs import nearest
 from experts.triton.configs.files import (
@@ -37,13 +45,13 @@ FOLDER = "triton_3_6_0"
 
 def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: int) -> Path:
     """Write a packaged file; t64=32 is block_m 32 for 64 tokens."""
-    pairs = {f"tokens_{name[1:]}": (launch(m), launch(m)) for name, m in entries.items()}
-    contents = ours(**pairs)
+    pairs = {f"tokens_{name[1:]}": (vllm_launch(m), vllm_launch(m)) for name, m in entries.items()}
+    contents = file_contents(**pairs)
     if tuned:
         facts = {"hidden": problem.hidden, "top_k": problem.top_k}
         contents["tuned_for"] = {"experts_part": "TritonExperts", **facts}
     name = ConfigKey.from_problem(problem, H200.name).file_name
-    return write(folder / FOLDER / name, contents)
+    return write_config_file(folder / FOLDER / name, contents)
 
 
 def known(folder: Path, problem: Problem, **entries: int) -> TunedLayer:
@@ -154,7 +162,7 @@ def test_a_call_uses_the_nearest_number_of_tokens() -> None:
 
 def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
-    here = store(user, shipped)
+    here = make_lookup(user, shipped)
     packaged(shipped, QWEN, t1=16, t4096=128)
     source = here.find_source(MIXTRAL)
     assert source.origin == "nearest"
@@ -173,7 +181,7 @@ def test_neighbors_are_used_after_files_and_before_heuristics(tmp_path: Path) ->
     elsewhere = replace(here, device=replace(H200, name="NVIDIA H100"))
     assert elsewhere.find_source(MIXTRAL).origin == "heuristics"
     assert replace(here, triton="3.7.0").find_source(MIXTRAL).origin == "heuristics"
-    only_the_user_s = store(shipped)
+    only_the_user_s = make_lookup(shipped)
     assert only_the_user_s.find_source(MIXTRAL).origin == "heuristics", (
         "what is tried out is not lent"
     )
@@ -189,7 +197,7 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     64."""
     layer = replace(MIXTRAL, experts=64, top_k=8, intermediate=2048)
     packaged(tmp_path, replace(layer, intermediate=2560), t128=32, t256=32, t512=64)
-    source = store(tmp_path / "u", tmp_path).find_source(layer)
+    source = make_lookup(tmp_path / "u", tmp_path).find_source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
     device = Device("NVIDIA H200", tma=True)
     paths = tuple(path.name for path in PATHS if path.supports(layer, device))
@@ -213,13 +221,14 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
 def test_a_packaged_file_states_its_layer(tmp_path: Path) -> None:
     packaged(tmp_path, QWEN, tuned=False, t1=16)
     with pytest.raises(ConfigurationError, match="tuned_for"):
-        store(tmp_path / "none", tmp_path).find_source(MIXTRAL)
+        make_lookup(tmp_path / "none", tmp_path).find_source(MIXTRAL)
 
 
 def test_explain_names_the_neighbor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
     monkeypatch.setattr(
-        "experts.triton.configs.select._machine_lookup", lambda: store(tmp_path / "u", tmp_path)
+        "experts.triton.configs.select._machine_lookup",
+        lambda: make_lookup(tmp_path / "u", tmp_path),
     )
     with on_device(H200):
         assert current_lookup().triton == TRITON

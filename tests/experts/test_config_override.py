@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tile_samples import MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
+from tuned_config_files import (
+    LARGE_TILES,
+    MIXTRAL,
+    NAME,
+    SMALL_TILES,
+    file_contents,
+    make_h200_fixture,
+    vllm_launch,
+    write_config_file,
+)
 
 from experts.triton.configs.select import buffer_kinds_up_to, choose_config, override_config
 from experts.triton.launch_config import MoEConfig
@@ -16,30 +25,30 @@ from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
-here = here_an_h200()
+here = make_h200_fixture()
 
 
 def test_overrides_nest_and_restore_the_previous_one() -> None:
     before = choose_config(MIXTRAL, 64)
-    with override_config(ONE):
-        assert choose_config(MIXTRAL, 64) == choose_config(MIXTRAL, 4096) == ONE
+    with override_config(SMALL_TILES):
+        assert choose_config(MIXTRAL, 64) == choose_config(MIXTRAL, 4096) == SMALL_TILES
         assert buffer_kinds_up_to(MIXTRAL, 4096) == [(4096, "aligned", 16)]
-        with override_config(TWO):
-            assert choose_config(MIXTRAL, 64) == TWO
+        with override_config(LARGE_TILES):
+            assert choose_config(MIXTRAL, 64) == LARGE_TILES
             with override_config(None):
                 assert choose_config(MIXTRAL, 64) == before
-            assert choose_config(MIXTRAL, 64) == TWO
-        assert choose_config(MIXTRAL, 64) == ONE
+            assert choose_config(MIXTRAL, 64) == LARGE_TILES
+        assert choose_config(MIXTRAL, 64) == SMALL_TILES
     assert choose_config(MIXTRAL, 64) == before
 
 
 def test_an_override_ends_if_an_error_is_raised() -> None:
     before = choose_config(MIXTRAL, 64)
     for error in (ValueError, KeyboardInterrupt, SystemExit):
-        with pytest.raises(error), override_config(ONE):  # noqa: PT012
-            with pytest.raises(error), override_config(TWO):
+        with pytest.raises(error), override_config(SMALL_TILES):  # noqa: PT012
+            with pytest.raises(error), override_config(LARGE_TILES):
                 raise error
-            assert choose_config(MIXTRAL, 64) == ONE
+            assert choose_config(MIXTRAL, 64) == SMALL_TILES
             raise error
         assert choose_config(MIXTRAL, 64) == before
 
@@ -54,41 +63,43 @@ def test_an_override_does_not_affect_other_threads() -> None:
 
     def other() -> None:
         seen.append(choose_config(MIXTRAL, 64))
-        with override_config(TWO):
+        with override_config(LARGE_TILES):
             inside.set()
             done.wait(10)
             seen.append(choose_config(MIXTRAL, 64))
 
-    with override_config(ONE):
+    with override_config(SMALL_TILES):
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(10)
-        assert choose_config(MIXTRAL, 64) == ONE
+        assert choose_config(MIXTRAL, 64) == SMALL_TILES
         done.set()
         thread.join()
-    assert seen == [before, TWO]
+    assert seen == [before, LARGE_TILES]
 
 
 def test_an_override_precedes_every_file(here: Path) -> None:
-    write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
+    write_config_file(
+        here.parent / f"user/{NAME}", file_contents(tokens_1=(vllm_launch(64), vllm_launch(64)))
+    )
     assert choose_config(MIXTRAL, 64).gemm1.block_m == 64
-    with override_config(ONE):
-        assert choose_config(MIXTRAL, 64) == ONE
+    with override_config(SMALL_TILES):
+        assert choose_config(MIXTRAL, 64) == SMALL_TILES
 
 
 def test_an_override_accepts_the_format_of_files() -> None:
-    with override_config(launch(32, 128, 64)):  # vLLM's: fused columns
+    with override_config(vllm_launch(32, 128, 64)):  # vLLM's: fused columns
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 64
-    with override_config({"gemm1": launch(32, 128, 64), "gemm2": launch(32, 32)}):
+    with override_config({"gemm1": vllm_launch(32, 128, 64), "gemm2": vllm_launch(32, 32)}):
         assert choose_config(MIXTRAL, 64).gemm1.block_n == 128
-    with override_config({8: launch(16), 800: launch(64)}):
+    with override_config({8: vllm_launch(16), 800: vllm_launch(64)}):
         assert choose_config(MIXTRAL, 64).gemm1.block_m == 16
         assert choose_config(MIXTRAL, 700).gemm1.block_m == 64
 
 
 @pytest.mark.parametrize(
     "config",
-    [{}, [], 3, {"64": 3}, {"BLOCK_SIZE_M": 16}, launch(n=10**400), {2.5: launch()}, "x"],
+    [{}, [], 3, {"64": 3}, {"BLOCK_SIZE_M": 16}, vllm_launch(n=10**400), {2.5: vllm_launch()}, "x"],
 )
 def test_a_malformed_override_is_refused_at_once(config: Any) -> None:
     before = choose_config(MIXTRAL, 64)
@@ -100,7 +111,7 @@ def test_a_malformed_override_is_refused_at_once(config: Any) -> None:
     assert choose_config(MIXTRAL, 64) == before
 
 
-@pytest.mark.parametrize("pair", [ONE, TWO], ids=str)
+@pytest.mark.parametrize("pair", [SMALL_TILES, LARGE_TILES], ids=str)
 def test_outputs_do_not_depend_on_an_override(pair: MoEConfig) -> None:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
@@ -123,12 +134,15 @@ def test_a_plan_called_under_another_override(machine: Machine) -> None:
     """
     problem = Problem(4, 64, 48, experts=3, top_k=2)
     inputs = random_inputs(problem, torch.device(machine.device))
-    with override_config(ONE):
+    with override_config(SMALL_TILES):
         plan = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).plan()
         first = plan(*inputs).clone()
     if plan.kernel.replayable and machine.device == "cuda":
-        with override_config(TWO):
+        with override_config(LARGE_TILES):
             assert torch.equal(plan(*inputs), first)
         return
-    with override_config(TWO), pytest.raises(ConfigurationError, match="same tile override"):
+    with (
+        override_config(LARGE_TILES),
+        pytest.raises(ConfigurationError, match="same tile override"),
+    ):
         plan(*inputs)

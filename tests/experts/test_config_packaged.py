@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tile_samples import MACHINE
+from tuned_config_files import MACHINE
 
 import experts
 from experts.triton.configs.files import ConfigKey, TunedConfigs, read_config_file

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops_samples import odd_address
-from vendor_stand_in import BatchedCutlassFP4, CutlassFP4, proven
+from ops_fixtures import odd_address
+from vendor_stand_in import BatchedCutlassFP4, CutlassFP4, prove_part
 from vendor_stand_in import fp4_gemm as stand_in
 
 from experts.cutlass.fp4_gemm import Fp4Weights, fp4_gemm
@@ -33,20 +33,20 @@ COMMON: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("change", "routing"), [*COMMON, ({"chunk_tokens": 7}, "skips")])
 def test_contiguous(change: dict[str, Any], routing: str) -> None:
-    proof = proven(CutlassFP4, replace(BASE, **change), routing)
+    proof = prove_part(CutlassFP4, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("change", "routing"), COMMON)
 def test_batched(change: dict[str, Any], routing: str) -> None:
-    proof = proven(BatchedCutlassFP4, replace(BASE, **change), routing)
+    proof = prove_part(BatchedCutlassFP4, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassFP4, BatchedCutlassFP4])
 def test_weights_in_other_layouts(part: Any, layout: str) -> None:
-    proof = proven(part, BASE, variation=InputVariation(layout=layout))
+    proof = prove_part(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 

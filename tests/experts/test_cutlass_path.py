@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_samples import odd_address
+from ops_fixtures import odd_address
 
 from experts.cutlass.block_gemm import block_gemm
 from experts.cutlass.path import CutlassPath

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from vendor_stand_in import BatchedCutlass, CutlassRowwise, proven, scaled_grouped_mm
+from vendor_stand_in import BatchedCutlass, CutlassRowwise, prove_part, scaled_grouped_mm
 
 from modular_kernel.spec.problem import Combine, Problem
 from modular_kernel.testing.cases.inputs import InputVariation
@@ -33,20 +33,20 @@ CONTIGUOUS: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("change", "routing"), [*COMMON, *CONTIGUOUS])
 def test_contiguous(change: dict[str, Any], routing: str) -> None:
-    proof = proven(CutlassRowwise, replace(BASE, **change), routing)
+    proof = prove_part(CutlassRowwise, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("change", "routing"), COMMON)
 def test_batched(change: dict[str, Any], routing: str) -> None:
-    proof = proven(BatchedCutlass, replace(BASE, **change), routing)
+    proof = prove_part(BatchedCutlass, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassRowwise, BatchedCutlass])
 def test_weights_in_other_layouts(part: Any, layout: str) -> None:
-    proof = proven(part, BASE, variation=InputVariation(layout=layout))
+    proof = prove_part(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 

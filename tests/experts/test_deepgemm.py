@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from library_site import library_site
 from vendor_stand_in import (
     BatchedDeepGemm,
     BatchedTritonOrDeepGemm,
     DeepGemm,
     TritonOrDeepGemm,
     deep_gemm_2,
-    libraries,
-    proven,
+    library_site,
+    prove_part,
+    stand_in_libraries,
 )
 
 from experts.deepgemm import library
@@ -69,13 +69,13 @@ def _forget() -> Iterator[None]:
     ("change", "routing"), [*COMMON, ({"chunk_tokens": 7, "quant": BLOCK}, "skips")]
 )
 def test_contiguous(change: dict[str, Any], routing: str) -> None:
-    proof = proven(DeepGemm, replace(BASE, **change), routing)
+    proof = prove_part(DeepGemm, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("change", "routing"), COMMON)
 def test_masked(change: dict[str, Any], routing: str) -> None:
-    proof = proven(BatchedDeepGemm, replace(BASE, **change), routing)
+    proof = prove_part(BatchedDeepGemm, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
@@ -83,7 +83,7 @@ def test_masked(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize("part", [DeepGemm, BatchedDeepGemm, TritonOrDeepGemm])
 def test_weights_in_other_layouts(part: Any, quant: str, layout: str) -> None:
-    proof = proven(part, replace(BASE, quant=quant), variation=InputVariation(layout=layout))
+    proof = prove_part(part, replace(BASE, quant=quant), variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
 
@@ -97,7 +97,7 @@ FEW = replace(BASE, experts=2, tokens=127)  # with top-2, an expert has the rows
 @pytest.mark.parametrize(("tokens", "many"), [(127, False), (129, True)])
 def test_the_part_that_selects_deepgemm_or_triton(quant: str, tokens: int, many: bool) -> None:
     assert min_tokens(FEW, MIN_ROWS) == 128
-    proof = proven(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
+    proof = prove_part(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is many
 
@@ -105,14 +105,14 @@ def test_the_part_that_selects_deepgemm_or_triton(quant: str, tokens: int, many:
 @pytest.mark.parametrize("layout", ["plain", "shifted"])
 def test_the_selecting_part_quantizes_activations_for_triton(layout: str) -> None:
     problem = replace(FEW, tokens=129, quant=BLOCK, hidden=256)
-    proof = proven(TritonOrDeepGemm, problem, variation=InputVariation(layout=layout))
+    proof = prove_part(TritonOrDeepGemm, problem, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is (layout == "plain")
 
 
 @pytest.mark.parametrize(("experts", "many"), [(2, True), (5, False)])
 def test_the_selecting_batched_part(experts: int, many: bool) -> None:
-    proof = proven(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
+    proof = prove_part(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is many  # 128 rows are room for two experts' 64 each
 
@@ -144,7 +144,7 @@ def test_workspaces_are_sized_for_both() -> None:
     """Weights that are views, and calls with fewer tokens, run on Triton in a plan for many
     tokens."""
     problem = replace(FEW, tokens=200)
-    with libraries():
+    with stand_in_libraries():
         part = TritonOrDeepGemm(problem)
         kernel = make_kernel("MoEPrepareAndFinalizeNoEP", TritonOrDeepGemm, problem, machine=CPU)
         plan = kernel.plan()

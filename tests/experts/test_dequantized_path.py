@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import H200, OAI, multiply_tiles, products_by
+from grouped_gemm_stand_in import H200, OAI, make_gemm_fixture, multiply_tiles
 
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, override_config
@@ -49,7 +49,7 @@ def _multiply(
     multiply_tiles(rows, product.w.__getitem__, product.bias, spec, tile, order, out)
 
 
-_there_are_boxes = products_by(GroupedTmaPath, _multiply)
+_there_are_boxes = make_gemm_fixture(GroupedTmaPath, _multiply)
 _CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "uniform"),
     ({"quant": f"{_INT4}:group=32,zero_points=true"}, "skips"),

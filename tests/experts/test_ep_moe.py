@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ep_moe_steps import DEVICE, ep_moe, poison, values
+from ep_moe_steps import DEVICE, nan_tensor, random_normal, run_steps
 
 from experts.compat.ep_moe import post_reorder, run_moe_ep_preproess
 from experts.grouped_gemm import GroupedGemmExperts
@@ -40,8 +40,8 @@ def test_the_example_s_output() -> None:
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
     src2dst = torch.tensor(SRC2DST, dtype=torch.int32, device=DEVICE)
-    down = values(10, 48)
-    out = poison(10, 48)
+    down = random_normal(10, 48)
+    out = nan_tensor(10, 48)
     post_reorder(down, out, src2dst, ids, weights, 0, 3)
     assert torch.equal(out, weights * down[src2dst.long()])
     assert torch.equal(out[0], torch.tensor(0.6, device=DEVICE) * down[2])
@@ -53,9 +53,13 @@ def test_the_example_on_two_ranks() -> None:
     """
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     weights = torch.tensor(WEIGHTS, device=DEVICE)[:, None]
-    inputs = values(10, 48), values(4, 64, 48, seed=1) / 7, values(4, 48, 32, seed=2) / 6
-    whole = ep_moe(*inputs, ids, weights, (0, 3))
-    ranks = [ep_moe(*inputs, ids, weights, here) for here in ((0, 1), (2, 3))]
+    inputs = (
+        random_normal(10, 48),
+        random_normal(4, 64, 48, seed=1) / 7,
+        random_normal(4, 48, 32, seed=2) / 6,
+    )
+    whole = run_steps(*inputs, ids, weights, (0, 3))
+    ranks = [run_steps(*inputs, ids, weights, here) for here in ((0, 1), (2, 3))]
     written = [[t for t in range(10) if bool((part[t] != 0).any())] for part in ranks]
     assert written == [[0, 3, 4, 7, 9], [1, 2, 5, 6, 8]]
     assert torch.equal(ranks[0] + ranks[1], whole)
@@ -67,7 +71,14 @@ def test_the_example_on_two_ranks() -> None:
 
 def test_no_token_launches_nothing() -> None:
     ids = torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
-    out = ep_moe(values(0, 48), values(4, 64, 48), values(4, 48, 32), ids, values(0, 2), (1, 2))
+    out = run_steps(
+        random_normal(0, 48),
+        random_normal(4, 64, 48),
+        random_normal(4, 48, 32),
+        ids,
+        random_normal(0, 2),
+        (1, 2),
+    )
     assert out.shape == (0, 48)
 
 
@@ -123,7 +134,7 @@ def test_the_steps_equal_the_part(world: int) -> None:
         part = ExpertWeights(weights.w1[held], weights.w2[held], expert_map=expert_map)
         whole = make_kernel(NO_EP, "GroupedGemmExperts", problem)(x_TH, part, routing)
         ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        steps = ep_moe(x_TH, weights.w1, weights.w2, ids_TK, weights_TK, (start, end))
+        steps = run_steps(x_TH, weights.w1, weights.w2, ids_TK, weights_TK, (start, end))
         assert torch.allclose(steps, whole, rtol=1e-5, atol=1e-5)
 
 
@@ -141,7 +152,7 @@ def test_local_ids_need_no_map() -> None:
     specs = {**shapes.extra, "workspace13": shapes.workspace13, "workspace2": shapes.workspace2}
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     arrived = DispatchedRouting(routing.topk_weights_TK, local, IdSpace.LOCAL, 3, None, counter)
-    out = poison(19, 48, dtype=torch.bfloat16)
+    out = nan_tensor(19, 48, dtype=torch.bfloat16)
     workspace = Workspace(specs, DEVICE, poison=True)
     part.apply(ContiguousTokens(x_TH, arrived), weights=weights, workspace=workspace, output=out)
     assert error(out, want) < 2.0**-8

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ep_moe_steps import DEVICE, FP8, poison, some_ids, values
+from ep_moe_steps import DEVICE, FP8, nan_tensor, random_ids, random_normal
 
 from experts.compat.ep_moe import post_reorder, pre_reorder, run_moe_ep_preproess, silu_and_mul
 from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
@@ -18,7 +18,7 @@ def test_preprocess(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -
     """src2dst inverts the stable order, segments have the rows of their expert, and skipped pairs
     come first.
     """
-    ids = some_ids(tokens, top_k, experts).to(dtype)
+    ids = random_ids(tokens, top_k, experts).to(dtype)
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, experts)
     flat = ids.flatten().tolist()
     order = sorted(range(len(flat)), key=flat.__getitem__)
@@ -28,7 +28,7 @@ def test_preprocess(tokens: int, top_k: int, experts: int, dtype: torch.dtype) -
 
 
 def test_preprocess_agrees_with_the_part_s_sort() -> None:
-    ids = some_ids(50, 3, 7).abs()
+    ids = random_ids(50, 3, 7).abs()
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     routing = DispatchedRouting(None, ids, IdSpace.LOCAL, 7, None, counter)
     workspace = Workspace(sort_specs(50, 3, 16, 7), DEVICE, poison=True)
@@ -41,9 +41,11 @@ def test_preprocess_agrees_with_the_part_s_sort() -> None:
 @pytest.mark.parametrize("top_k", [1, 3, 16, 22])
 @pytest.mark.parametrize("to", [torch.bfloat16, FP8])
 def test_pre_reorder(to: torch.dtype, top_k: int) -> None:
-    ids = some_ids(13, top_k, 6)
+    ids = random_ids(13, top_k, 6)
     _, src2dst, _ = run_moe_ep_preproess(ids, 6)
-    x = values(13, 1100, dtype=torch.bfloat16) * 40  # off every block, and beyond 448 with scales
+    x = (
+        random_normal(13, 1100, dtype=torch.bfloat16) * 40
+    )  # off every block, and beyond 448 with scales
     scales = torch.tensor([0.11, 1.0, 3.0], device=DEVICE) if to is FP8 else None
     rows = torch.full((13 * top_k, 1100), 2.0, device=DEVICE).to(to)
     pre_reorder(x, rows, src2dst, ids, scales, 2, 4)
@@ -58,8 +60,8 @@ def test_pre_reorder(to: torch.dtype, top_k: int) -> None:
 
 @pytest.mark.parametrize("to", [torch.bfloat16, FP8])
 def test_silu_and_mul(to: torch.dtype) -> None:
-    ids = some_ids(21, 1, 6).flatten().sort().values
-    gateup = values(21, 2 * 130, dtype=torch.bfloat16) * 20
+    ids = random_ids(21, 1, 6).flatten().sort().values
+    gateup = random_normal(21, 2 * 130, dtype=torch.bfloat16) * 20
     scales = torch.tensor([0.07, 1.0, 3.0], device=DEVICE) if to is FP8 else None
     down = torch.full((21, 130), 2.0, device=DEVICE).to(to)
     silu_and_mul(gateup, down, ids, scales, 2, 4)
@@ -83,7 +85,7 @@ def test_post_reorder_reads_only_rows_of_local_pairs() -> None:
     ids = torch.tensor([[0, 2], [3, -1], [1, 1], [-1, -1]], device=DEVICE)
     _, src2dst, _ = run_moe_ep_preproess(ids, 4)
     weights = torch.tensor([[0.5, 0.25], [1, 1], [2, 3], [1, 1]], device=DEVICE)
-    down, out = values(8, 70, dtype=torch.bfloat16), poison(4, 70, dtype=torch.bfloat16)
+    down, out = random_normal(8, 70, dtype=torch.bfloat16), nan_tensor(4, 70, dtype=torch.bfloat16)
     here = [int(row) for row, i in zip(src2dst, ids.flatten(), strict=True) if 0 <= i <= 1]
     down[[row for row in range(8) if row not in here]] = float("nan")
     weights[1] = float("nan")
@@ -94,9 +96,9 @@ def test_post_reorder_reads_only_rows_of_local_pairs() -> None:
 
 
 def test_bad_rows_are_refused_with_the_reason() -> None:
-    ids = some_ids(6, 2, 4)
+    ids = random_ids(6, 2, 4)
     reorder_ids, src2dst, _ = run_moe_ep_preproess(ids, 4)
-    x, rows = values(6, 48), poison(12, 48)
+    x, rows = random_normal(6, 48), nan_tensor(12, 48)
     with pytest.raises(ShapeError, match=r"gateup_input: got \(11, 48\), need \(12, 48\)"):
         pre_reorder(x, rows[:11], src2dst, ids, None, 0, 1)
     with pytest.raises(ShapeError, match=r"a1_scales: got \(4,\), need \(2,\)"):
@@ -108,8 +110,8 @@ def test_bad_rows_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigurationError, match="num_experts: got 0"):
         run_moe_ep_preproess(ids, 0)
     with pytest.raises(LayoutError, match="hidden_states"):
-        pre_reorder(values(48, 6).T, rows, src2dst, ids, None, 0, 1)
+        pre_reorder(random_normal(48, 6).T, rows, src2dst, ids, None, 0, 1)
     with pytest.raises(ShapeError, match="gateup_output"):
-        silu_and_mul(poison(12, 90), rows, reorder_ids, None, 0, 1)
+        silu_and_mul(nan_tensor(12, 90), rows, reorder_ids, None, 0, 1)
     with pytest.raises(DtypeError, match="topk_weights: got float64, need float32"):
-        post_reorder(rows, x, src2dst, ids, values(6, 2).double(), 0, 1)
+        post_reorder(rows, x, src2dst, ids, random_normal(6, 2).double(), 0, 1)

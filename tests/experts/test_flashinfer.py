@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from library_site import library_site
-from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
+from vendor_stand_in import (
+    FlashInfer,
+    flashinfer_0_7,
+    library_site,
+    prove_part,
+    stand_in_libraries,
+)
 
 from experts.flashinfer import library
 from experts.flashinfer.library import MoeArguments, run
@@ -60,7 +65,7 @@ def test_the_harness_verifies_it(change: dict[str, Any], act: str, routing: str,
     flashinfer_0_7.launched.clear()
     if act != "relu2":
         act += f"{',' if ':' in act else ':'}up_first=true"
-    proof = proven(FlashInfer, replace(BASE, activation=act, **change), routing)
+    proof = prove_part(FlashInfer, replace(BASE, activation=act, **change), routing)
     assert proof.passed, str(proof)
     # Never the sums by atomics.
     assert {" ".join(one) for *one, atomic in flashinfer_0_7.launched if not atomic} == {mode}
@@ -73,7 +78,7 @@ def test_a_nan_token_has_nan_output(act: str) -> None:
     if act != "relu2":
         act += ",up_first=true"
     problem = replace(BASE, activation=act, dtype=BF16, **HERE)
-    proof = proven(
+    proof = prove_part(
         FlashInfer, problem, "uniform", variation=InputVariation("transposed", "nan_token")
     )
     assert proof.passed, str(proof)
@@ -331,7 +336,7 @@ def test_an_older_library_without_an_activation(monkeypatch: pytest.MonkeyPatch)
 def test_a_plan_declares_the_workspace_of_the_library() -> None:
     """A call with fewer tokens uses a part of it."""
     problem = replace(BASE, quant=STATIC)
-    with libraries():
+    with stand_in_libraries():
         kernel = make_kernel("MoEPrepareAndFinalizeNoEP", FlashInfer, problem, machine=CPU)
         plan = kernel.plan()
         for tokens in (9, 4, 0):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.ops import fp4_rows
@@ -23,7 +23,7 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.workspace import Workspace
 
-path = kernel_and_torch(fp4_rows)
+path = make_path_fixture(fp4_rows)
 
 # Of three experts: 130 rows, none, and 5; a place for a tile is left over.
 ROWS, TILES = 135, [(0, 0, 130), (0, 128, 130), (2, 130, 135)]
@@ -74,7 +74,7 @@ def test_representable_values_are_preserved(path: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows(columns: int, dtype: torch.dtype) -> None:
     scale_e = torch.tensor(SCALES, device=DEVICE)
-    x = random(ROWS + 3, columns, dtype=dtype)
+    x = random_normal(ROWS + 3, columns, dtype=dtype)
     x[3, :16] = 0
     x[4, :16] = 3e4  # more than the scale can hold
     x[5, :16] *= 1e-4  # a scale that is zero, or the least there is
@@ -107,7 +107,7 @@ def test_scales_between_two_codes_round_to_even() -> None:
 @pytest.mark.usefixtures("path")
 def test_nonfinite_values_affect_only_their_group() -> None:
     scale_e = torch.ones(3, device=DEVICE)
-    x = random(ROWS, 64, dtype=torch.float32)
+    x = random_normal(ROWS, 64, dtype=torch.float32)
     x[0, 3], x[1, 17], x[2, 40] = torch.nan, torch.inf, -torch.inf
     out = room_for(ROWS, 64, 4)
     quantize_tiles(x, named(TILES, 4), scale_e, out=out)
@@ -133,7 +133,7 @@ def test_scales_of_every_magnitude_round_correctly() -> None:
 )
 def test_activation(kind: str) -> None:
     act, scale_e = ActivationSpec.parse(kind), torch.tensor(SCALES, device=DEVICE)
-    x = random(ROWS, 320 * (2 if act.gated else 1), dtype=torch.bfloat16)
+    x = random_normal(ROWS, 320 * (2 if act.gated else 1), dtype=torch.bfloat16)
     out = room_for(ROWS, 320, 4)
     quantize_tiles(x, named(TILES, 4), scale_e, out=out, act=act)
     h = gated_activation_ref(x, act).to(x.dtype)
@@ -148,7 +148,7 @@ def test_activation(kind: str) -> None:
 @pytest.mark.usefixtures("path")
 def test_rows_from_elsewhere() -> None:
     scale_e = torch.tensor(SCALES, device=DEVICE)
-    x = random(40, 256, dtype=torch.bfloat16)
+    x = random_normal(40, 256, dtype=torch.bfloat16)
     source = (torch.arange(ROWS, device=DEVICE) * 7 % 40).int()
     out = room_for(ROWS, 256, 4)
     quantize_tiles(x, named(TILES, 4), scale_e, out=out, source_R=source)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from forced_cases import proof_by
+from forced_path_cases import prove_with_config
 
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, override_config
@@ -66,7 +66,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 def test_the_harness_verifies_it(
     changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine
 ) -> None:
-    proof = proof_by(pair, _PATHS, replace(BASE, **changes), routing, machine)
+    proof = prove_with_config(pair, _PATHS, replace(BASE, **changes), routing, machine)
     assert proof.passed, str(proof)
 
 

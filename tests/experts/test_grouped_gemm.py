@@ -4,7 +4,7 @@ refuses.
 
 import pytest
 import torch
-from ep_moe_steps import DEVICE, FP8, poison, values
+from ep_moe_steps import DEVICE, FP8, nan_tensor, random_normal
 
 from experts.compat.ep_moe import grouped_gemm_triton
 from modular_kernel.errors import ConfigurationError, DtypeError, InputError, ShapeError
@@ -13,13 +13,13 @@ from modular_kernel.errors import ConfigurationError, DtypeError, InputError, Sh
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_gemm(dtype: torch.dtype) -> None:
     """Segments of no rows, one and many; experts in any order; other rows are unchanged."""
-    a, b = values(211, 72, dtype=dtype), values(5, 40, 72, seed=1, dtype=dtype)
-    c = poison(211, 40, dtype=dtype)
+    a, b = random_normal(211, 72, dtype=dtype), random_normal(5, 40, 72, seed=1, dtype=dtype)
+    c = nan_tensor(211, 40, dtype=dtype)
     seg_indptr = torch.tensor([3, 3, 4, 4, 150, 190], device=DEVICE)
     weight_indices = torch.tensor([1, 4, 0, 2, 2], device=DEVICE)
     got = grouped_gemm_triton(a, b, c, 5, True, seg_indptr, weight_indices)
     assert got is c
-    want = poison(211, 40).double()
+    want = nan_tensor(211, 40).double()
     for i, expert in enumerate(weight_indices.tolist()):
         rows = slice(int(seg_indptr[i]), int(seg_indptr[i + 1]))
         want[rows] = a[rows].double() @ b[expert].double().T
@@ -30,9 +30,9 @@ def test_grouped_gemm(dtype: torch.dtype) -> None:
 
 
 def test_grouped_gemm_of_transposed_weights() -> None:
-    a, b = values(30, 72), values(2, 72, 40, seed=1).transpose(1, 2)
+    a, b = random_normal(30, 72), random_normal(2, 72, 40, seed=1).transpose(1, 2)
     seg_indptr = torch.tensor([0, 17, 30], device=DEVICE)
-    c = grouped_gemm_triton(a, b, poison(30, 40), 2, True, seg_indptr)
+    c = grouped_gemm_triton(a, b, nan_tensor(30, 40), 2, True, seg_indptr)
     assert torch.allclose(c[:17], a[:17] @ b[0].T, atol=1e-4)
     assert torch.allclose(c[17:], a[17:] @ b[1].T, atol=1e-4)
 
@@ -40,13 +40,13 @@ def test_grouped_gemm_of_transposed_weights() -> None:
 @pytest.mark.parametrize("block_shape", [None, [32, 64]])
 def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
     """One scale per segment and expert, or one per block; 40 and 96 leave partial blocks."""
-    a, b = values(33, 96).to(FP8), values(4, 40, 96, seed=1).to(FP8)
+    a, b = random_normal(33, 96).to(FP8), random_normal(4, 40, 96, seed=1).to(FP8)
     seg_indptr = torch.tensor([0, 5, 5, 33], device=DEVICE)
     weight_indices = torch.tensor([3, 0, 1], device=DEVICE)
     generator = torch.Generator().manual_seed(5)
     shapes = ((3,), (4,)) if block_shape is None else ((33, 2), (4, 2, 2))
     scale_a, scale_b = ((torch.rand(s, generator=generator) + 0.5).to(DEVICE) for s in shapes)
-    c = poison(33, 40, dtype=torch.bfloat16)
+    c = nan_tensor(33, 40, dtype=torch.bfloat16)
     grouped_gemm_triton(
         a, b, c, 3, True, seg_indptr, weight_indices, True, scale_a, scale_b, block_shape
     )
@@ -97,7 +97,7 @@ def test_bad_arguments_are_refused_with_the_reason(
             options[name] = torch.tensor(value, device=DEVICE)
         elif name != "fp8":
             options[name] = value
-    options |= {name: values(*shape) for name, shape in shapes.items()}
+    options |= {name: random_normal(*shape) for name, shape in shapes.items()}
     if "fp8" in change:
         options |= {name: options[name].to(FP8) for name in ("a", "b")}
         options |= {"use_fp8_w8a8": True, "c": options["c"].to(torch.bfloat16)}

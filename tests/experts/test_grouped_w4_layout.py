@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from w4_samples import INTEGERS, SCHEMES, sample
+from w4_samples import INTEGERS, SCHEMES, random_weights
 
 from experts.triton.grouped_w4.bitwise_reference import tile_weights, untile_weights
 from experts.triton.grouped_w4.layout import PackedFormat, choose_packed_format, list_tile_rows
@@ -15,7 +15,7 @@ MXFP4 = PackedFormat("e2m1")
 
 def _come_back(quant: str, depth: int, gated: bool, step: int, **kinds: object) -> None:
     up_row = 1 if step == 2 else COLUMNS
-    s = sample(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
+    s = random_weights(quant, 2, 2 * COLUMNS if gated else COLUMNS, depth, **kinds)  # type: ignore[arg-type]
     rows = list_tile_rows(COLUMNS, step, up_row, gated=gated)
     got = untile_weights(s.tiled(rows), s.packed_format)
     taken = rows.flatten()
@@ -66,7 +66,7 @@ def test_forms() -> None:
 def test_nan_scales_stay_nan() -> None:
     rows = list_tile_rows(64, 1, 0, gated=False)
     for quant, each in (("mxfp4_w4a16", 32), ("nvfp4_w4a16", 16), (INTEGERS[1], 32)):
-        s = sample(quant, 1, 64, 64)
+        s = random_weights(quant, 1, 64, 64)
         first = {"mxfp4_w4a16": 255, "nvfp4_w4a16": 127}.get(quant)
         if first is None:
             s.scale[0, 3, 1] = torch.nan
@@ -79,7 +79,7 @@ def test_nan_scales_stay_nan() -> None:
 
 
 def test_other_tensors_are_refused() -> None:
-    s = sample("mxfp4_w4a16", 1, 64, 64)
+    s = random_weights("mxfp4_w4a16", 1, 64, 64)
     rows = list_tile_rows(64, 1, 0, gated=False)
     with pytest.raises(DtypeError):
         tile_weights(s.w.int(), s.scale, rows, MXFP4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import H200, MXFP4, OAI, multiply_w4, products_by
+from grouped_gemm_stand_in import H200, MXFP4, OAI, make_gemm_fixture, multiply_w4
 
 from experts.triton.configs.heuristics import make_heuristic_steps, require_config
 from experts.triton.configs.select import choose_config, on_device, override_config
@@ -22,7 +22,7 @@ from experts.triton.launch_config import Device, gemms
 from modular_kernel.spec.problem import Combine, Machine, Problem
 from modular_kernel.testing import Case, prove
 
-_there_are_boxes = products_by(GroupedW4Path, multiply_w4)
+_there_are_boxes = make_gemm_fixture(GroupedW4Path, multiply_w4)
 
 
 @pytest.mark.share(3)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from w4_samples import INTEGERS, SCHEMES, sample
+from w4_samples import INTEGERS, SCHEMES, random_weights
 
 from experts.triton.grouped_w4.bitwise_reference import untile_weights
 from experts.triton.grouped_w4.kernel_launches import tile_experts, tiled_shapes
@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 def test_the_launch_equals_the_reference(
     columns: int, depth: int, gated: bool, step: int, quant: str, scales: torch.dtype
 ) -> None:
-    s = sample(quant, 3, 2 * columns if gated else columns, depth, low=0, high=256, scales=scales)
+    s = random_weights(
+        quant, 3, 2 * columns if gated else columns, depth, low=0, high=256, scales=scales
+    )
     if s.scheme.matrix_scales:
         s.scale.view(torch.uint8)[0, 5, 1] = 127
     up_row = 1 if step == 2 else columns
@@ -43,7 +45,7 @@ def test_the_launch_equals_the_reference(
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1])
 @pytest.mark.parametrize("quant", [INTEGERS[0], INTEGERS[2]])
 def test_a_nan_scale_gives_nan(quant: str, bits: int) -> None:
-    s = sample(quant, 1, 64, 64, scales=torch.float32)
+    s = random_weights(quant, 1, 64, 64, scales=torch.float32)
     s.scale.view(torch.int32)[0, 3, 0] = bits
     shapes = tiled_shapes(1, 64, 64, s.packed_format, gated=False)
     got = TiledWeights(*(torch.zeros(shape, dtype=torch.int32) for shape in shapes))

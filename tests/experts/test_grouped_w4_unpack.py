@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from w4_samples import INTEGERS, sample
+from w4_samples import INTEGERS, random_weights
 
 from experts.triton.grouped_w4.bitwise_reference import _round_to_bf16, untile_weights
 from experts.triton.grouped_w4.kernels import unpack as kernels
@@ -186,7 +186,7 @@ def _as_python(name: str) -> Callable[..., Any]:
     ],
 )
 def test_unpacking_inverts_tiling(quant: str, scales: torch.dtype | None) -> None:
-    s = sample(quant, 1, 256, 128, scales=scales or torch.float32)
+    s = random_weights(quant, 1, 256, 128, scales=scales or torch.float32)
     tiled, packed_format = s.tiled(list_tile_rows(256, 1, 0, gated=False)), s.packed_format
     expected = untile_weights(tiled, packed_format)[0].double() * 2.0**-packed_format.scale_shift
     unpack, load_block_scales = _as_python("unpack"), _as_python("load_block_scales")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from forced_cases import OAI, proof_by
-from path_calls import n_major_like
+from forced_path_cases import OAI, prove_with_config
+from path_launches import n_major_like
 
 from experts.triton.aligned import aligned_config
 from experts.triton.configs.select import choose_config, override_config
@@ -64,7 +64,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("config", _TILES, ids=lambda c: f"{c.gemm1.block_m}-{c.gemm1.block_n}")
 def test_tiles_are_right(changes: dict[str, Any], config: MoEConfig, machine: Machine) -> None:
     problem = replace(_PROBLEM, tokens=37, **changes)
-    proof = proof_by(config, ("aligned",), problem, "skips", machine, _N_MAJOR)
+    proof = prove_with_config(config, ("aligned",), problem, "skips", machine, _N_MAJOR)
     assert proof.passed, str(proof)
 
 
@@ -80,7 +80,7 @@ _VECTORS = (
 @pytest.mark.parametrize("config", _VECTORS, ids=lambda c: f"{c.gemm1.block_n}-{c.gemm1.block_k}")
 def test_vectors_are_right(changes: dict[str, Any], config: MoEConfig, machine: Machine) -> None:
     problem = replace(_PROBLEM, tokens=2, top_k=3, **changes)
-    proof = proof_by(config, ("gemv",), problem, "skips", machine, _N_MAJOR)
+    proof = prove_with_config(config, ("gemv",), problem, "skips", machine, _N_MAJOR)
     assert proof.passed, str(proof)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from grouped_products import H200
+from grouped_gemm_stand_in import H200
 
 from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.aligned_w4.aligned_w4_path import AlignedW4Path

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import vendor_stand_in as parts
-from vendor_stand_in import proven
+from vendor_stand_in import prove_part
 
 from experts.common.row_major import to_row_major
 from modular_kernel.spec.problem import Problem
@@ -28,7 +28,7 @@ PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
 )
 def test_weights_that_are_not_16_byte_aligned(part: str, quant: str) -> None:
     problem = replace(PLAIN, quant=quant)
-    proof = proven(getattr(parts, part), problem, variation=InputVariation(layout="shifted"))
+    proof = prove_part(getattr(parts, part), problem, variation=InputVariation(layout="shifted"))
     assert proof.passed, str(proof)
 
 

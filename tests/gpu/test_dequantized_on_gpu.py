@@ -5,7 +5,7 @@ many tiles, all experts at once and a few at a time.
 """
 
 import pytest
-from forced_cases import CHANGES, LARGE, cases_on, of_quantized_weights
+from forced_path_cases import CHANGES, LARGE, cases_on, quantized_variants
 
 from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.dequantized import dequantized_config
@@ -28,7 +28,7 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
     {"chunk_tokens": 100},
 )
 # Of few rows one may happen to lie on the far side of every rounding.
-CASES = cases_on("dequantized", of_quantized_weights(QUANTS, ALL_CHANGES, [(LARGE, "zipf")]))
+CASES = cases_on("dequantized", quantized_variants(QUANTS, ALL_CHANGES, [(LARGE, "zipf")]))
 
 
 def test_there_are_cases_where_the_path_runs() -> None:

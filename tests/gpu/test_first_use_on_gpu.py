@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_products import MXFP4
+from grouped_gemm_stand_in import MXFP4
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.layers.fused_moe import FusedMoE

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from forked import in_child
+from forked_child import run_in_child
 
 import modular_kernel as mk
 from modular_kernel.errors import StateError
@@ -30,6 +30,6 @@ def test_a_plan_made_before_the_fork_is_refused_and_freed_in_the_child() -> None
         gc.collect()
         return said
 
-    said = in_child(child)
+    said = run_in_child(child)
     assert "a plan: got a use in a forked child" in said
     assert torch.equal(plans[0](*given), want)

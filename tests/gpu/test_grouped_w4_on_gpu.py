@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced_cases import CHANGES, LARGE, PAIR, SMALL, cases_on, of_quantized_weights
+from forced_path_cases import CHANGES, LARGE, PAIR, SMALL, cases_on, quantized_variants
 
 from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.grouped_w4 import grouped_w4_config
@@ -36,8 +36,8 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
     {"tokens": 2048},
 )
 CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
-CASES = cases_on("grouped_w4", of_quantized_weights(QUANTS, ALL_CHANGES, CHANGED))
-OTHER_CASES = cases_on("grouped_w4", of_quantized_weights(OTHERS, ALL_CHANGES, CHANGED[1:2]))
+CASES = cases_on("grouped_w4", quantized_variants(QUANTS, ALL_CHANGES, CHANGED))
+OTHER_CASES = cases_on("grouped_w4", quantized_variants(OTHERS, ALL_CHANGES, CHANGED[1:2]))
 # bf16 scales, and float16 ones with a bias.
 INTEGERS = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
 SHORT_SCALES = [

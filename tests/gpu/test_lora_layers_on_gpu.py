@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import lora_layer_samples as layers
+import lora_layers as layers
 import pytest
 import torch
 
@@ -26,11 +26,11 @@ ACCURACY = 2e-6  # of the largest value, as on a CPU: float32 throughout, sums o
 
 
 def on_gpu(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
-    layer = layers.base(routed_scaling_factor=1.5).cuda()
+    layer = layers.make_base_layer(routed_scaling_factor=1.5).cuda()
     lora = f"adapters=3,rank={layers.R}" + ",a13=shared" * (halves == 1)
     manager = LoRAManager(layer.problem, lora, [3], "cuda", mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-        own = layers.adapter(rank, rank, halves=halves)
+        own = layers.make_adapter(rank, rank, halves=halves)
         manager.load(name, {3: MoELoRALayer(own, scaling)})
     return layer, FusedMoEWithLoRA(layer, manager), manager
 
@@ -51,13 +51,13 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("halves", [1, 2])
 def test_merged_is_the_exact_rule(halves: int) -> None:
     layer, adapted, manager = on_gpu("merged", halves)
-    x, logits = (each.cuda() for each in layers.call())
+    x, logits = (each.cuda() for each in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     weights, routing = on_host(layer, x, logits)
     want = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in NAMED:
-        own = layers.adapter(rank, rank, halves=halves)
+        own = layers.make_adapter(rank, rank, halves=halves)
         a13, b13, a2, b2 = (getattr(own, f"lora_{name}").double() for name in layers.NAMES)
         gate, up = b13[:, : layers.I] @ a13[:, :rank], b13[:, layers.I :] @ a13[:, -rank:]
         merged = ExpertWeights(
@@ -70,13 +70,13 @@ def test_merged_is_the_exact_rule(halves: int) -> None:
 
 def test_parallel_adds_the_branch_alone() -> None:
     layer, adapted, manager = on_gpu("parallel_delta", 1)
-    x, logits = (each.cuda() for each in layers.call())
+    x, logits = (each.cuda() for each in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     weights, routing = on_host(layer, x, logits)
     want = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
     for rows, rank, scaling in NAMED:
-        own = layers.adapter(rank, rank)
+        own = layers.make_adapter(rank, rank)
         for t in range(rows.start, rows.stop):
             pairs = zip(routing.topk_weights_TK[t], routing.topk_ids_TK[t], strict=True)
             for weight, e in pairs:
@@ -91,15 +91,15 @@ def test_parallel_adds_the_branch_alone() -> None:
 def test_evicted_and_loaded_again() -> None:
     """What a slot holds is read where it was: another adapter of the same name is the new one."""
     _, adapted, manager = on_gpu("merged", 2)
-    x, logits = (each.cuda() for each in layers.call())
+    x, logits = (each.cuda() for each in layers.make_call())
     batch = ForwardBatch(("a", "a", "a"), BATCH.seg_indptr.cuda())
     before = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
     manager.evict("a")
-    manager.load("a", {3: MoELoRALayer(layers.adapter(4, 17, halves=2))})
+    manager.load("a", {3: MoELoRALayer(layers.make_adapter(4, 17, halves=2))})
     after = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
     assert not torch.equal(before, after)
     manager.evict("a")
-    manager.load("a", {3: MoELoRALayer(layers.adapter(3, 3, halves=2), 2.0)})
+    manager.load("a", {3: MoELoRALayer(layers.make_adapter(3, 3, halves=2), 2.0)})
     again = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
     assert torch.equal(before, again)
 

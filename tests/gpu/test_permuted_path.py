@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced_cases import cases_on
+from forced_path_cases import cases_on
 
 from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.grouped_tma import grouped_tma_config

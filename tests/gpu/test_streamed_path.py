@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced_cases import PAIR, cases_on
+from forced_path_cases import PAIR, cases_on
 
 from experts.triton.configs.select import current_lookup, override_config
 from experts.triton.contiguous import supported_paths

@@ -20,7 +20,7 @@ SOURCE_FOLDERS = tuple(
 )
 
 
-def functions_of_third(call: Callable[[], object]) -> Counter[str]:
+def count_functions(call: Callable[[], object]) -> Counter[str]:
     """Count the functions, except kernels, that the third of three equal calls enters."""
     counts: Counter[str] = Counter()
 
@@ -42,7 +42,7 @@ def functions_of_third(call: Callable[[], object]) -> Counter[str]:
     return counts
 
 
-def calls_of_third(call: Callable[[], object]) -> tuple[int, int]:
+def count_calls(call: Callable[[], object]) -> tuple[int, int]:
     """Count the Python functions of the project that the third of three calls enters.
 
     Returns their number, and the number of C functions that they call.
@@ -63,16 +63,16 @@ def calls_of_third(call: Callable[[], object]) -> tuple[int, int]:
     return found["call"], found["c_call"]
 
 
-def functions_of_rank(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
+def count_functions_on_rank(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
     """Count the functions that the third call of a layer enters on one rank, without poisoning."""
     kernel = mk.make_kernel(layer.part, layer.experts_part, layer.problem(rank), group=group)
     inputs = layer.inputs_of(rank)
-    counts = functions_of_third(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
+    counts = count_functions(lambda: kernel(inputs.x_TH, inputs.weights, inputs.routing))
     kernel.prepare_finalize.destroy()
     return counts
 
 
-def functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
+def count_functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
     """Count the functions that a replayed call of a plan enters on one rank.
 
     Without the comparison of sizes, which calls on GPUs do not make.
@@ -84,7 +84,7 @@ def functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> C
         arguments = inputs.x_TH, inputs.weights, inputs.routing
         plan(*arguments)
         with patch.object(device_handshake, "check_equal_sizes", lambda *_: None):
-            counts = functions_of_third(lambda: plan(*arguments))
+            counts = count_functions(lambda: plan(*arguments))
         assert kernel.counters()["replayed_calls"] >= 2
         kernel.prepare_finalize.destroy()
     return counts

@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
 
 @cache
-def functions(file: str) -> frozenset[str]:
+def functions_in(file: str) -> frozenset[str]:
     (path,) = TESTS.rglob(f"{file.rpartition('/')[2]}.py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
@@ -26,4 +26,4 @@ def functions(file: str) -> frozenset[str]:
 def missing_tests(row: Row) -> list[str]:
     """Return the tests of a row, `file::function`, that do not exist."""
     names = (name.partition("::") for name in row.tests)
-    return [f"{file}::{test}" for file, _, test in names if test not in functions(file)]
+    return [f"{file}::{test}" for file, _, test in names if test not in functions_in(file)]

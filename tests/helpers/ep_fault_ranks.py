@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.testing.stress.faults import FAULTY_RANK, SLACK_S, TIMEOUT_S, RankReport
 
@@ -27,12 +27,12 @@ class Fault:
         return Layer(self.part, TOKENS[self.part], placement="linear")
 
 
-def three_ranks() -> Any:
+def make_three_ranks_fixture() -> Any:
     """Return a fixture with WORLD ranks for the tests of a module."""
-    return module_ranks(WORLD, grace=LONG_S + 2 * SLACK_S)
+    return make_ranks_fixture(WORLD, grace=LONG_S + 2 * SLACK_S)
 
 
-def assert_survivor(report: RankReport, phases: set[str]) -> None:
+def assert_reports_faulty_rank(report: RankReport, phases: set[str]) -> None:
     assert report.error == "CommunicationError", report
     assert report.peers == (FAULTY_RANK,), report.message
     assert report.phase in phases, report.message

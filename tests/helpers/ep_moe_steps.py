@@ -14,22 +14,22 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
 
 
-def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
-def poison(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def nan_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, float("nan"), device=DEVICE).to(dtype)
 
 
-def some_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+def random_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     """Draw ids from [-1, experts), so that some pairs are skipped."""
     generator = torch.Generator().manual_seed(tokens)
     return torch.randint(-1, experts, (tokens, top_k), generator=generator).to(DEVICE)
 
 
-def ep_moe(
+def run_steps(
     x_TH: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -44,17 +44,17 @@ def ep_moe(
     segments = (end - start + 1, True, seg_indptr[start : end + 2])
     rows, dtype = ids_TK.numel(), x_TH.dtype
     gateup_input, gateup_output = (
-        poison(rows, hidden, dtype=dtype),
-        poison(rows, width, dtype=dtype),
+        nan_tensor(rows, hidden, dtype=dtype),
+        nan_tensor(rows, width, dtype=dtype),
     )
     pre_reorder(x_TH, gateup_input, src2dst, ids_TK, None, start, end)
     grouped_gemm_triton(gateup_input, w13[start : end + 1], gateup_output, *segments)
     down_input, down_output = (
-        poison(rows, width // 2, dtype=dtype),
-        poison(rows, hidden, dtype=dtype),
+        nan_tensor(rows, width // 2, dtype=dtype),
+        nan_tensor(rows, hidden, dtype=dtype),
     )
     silu_and_mul(gateup_output, down_input, reorder_ids, None, start, end)
     grouped_gemm_triton(down_input, w2[start : end + 1], down_output, *segments)
-    out = poison(tokens, hidden, dtype=dtype)
+    out = nan_tensor(tokens, hidden, dtype=dtype)
     post_reorder(down_output, out, src2dst, ids_TK, weights_TK, start, end)
     return out

@@ -26,7 +26,7 @@ def write_changed(
     return lambda folder: write(folder, family, kind, change=change)
 
 
-def drop(name: str) -> Callable[[Tensors], None]:
+def drop_tensors(name: str) -> Callable[[Tensors], None]:
     return lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith(name)] and None
 
 
@@ -34,7 +34,7 @@ def set_tensor(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({f"{EXPERTS}.{name}": tensor})
 
 
-def cast(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
+def cast_tensors(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
         for name in [n for n in tensors if n.endswith(ending)]:
             tensors[name] = tensors[name].to(dtype)
@@ -42,14 +42,14 @@ def cast(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
     return change
 
 
-def fill(name: str, value: float) -> Callable[[Tensors], None]:
+def fill_first_value(name: str, value: float) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
         tensors[f"{EXPERTS}.{name}"].flatten()[0] = value
 
     return change
 
 
-def move_a_column(name: str) -> Callable[[Tensors], None]:
+def move_column(name: str) -> Callable[[Tensors], None]:
     """Move the first column into the other group; there are two groups."""
 
     def change(tensors: Tensors) -> None:
@@ -68,7 +68,7 @@ def reverse_order(name: str) -> Callable[[Tensors], None]:
     return change
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
+def change_config(**changes: Any) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         contents = write(folder).config | changes
         (folder / "config.json").write_text(json.dumps(contents))
@@ -85,7 +85,7 @@ def rewrite_file(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return make
 
 
-def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def change_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Rewrite the JSON header, keeping the data."""
 
     def part(content: bytes) -> bytes:
@@ -97,7 +97,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return rewrite_file(part)
 
 
-def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+def change_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         write(folder, shards=3)
         path = folder / "model.safetensors.index.json"
@@ -108,27 +108,27 @@ def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
     return make
 
 
-def shape_of(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:
+def set_shape(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:
     return lambda entries: entries[f"{EXPERTS}.{name}"].update(shape=shape)
 
 
 FP8_FORMAT = "deepseek fp8"
 W1 = f"{EXPERTS}.1.w1.weight"
-Case = tuple[Callable[[Path], Any], type[InputError], str]
-BAD: dict[str, Case] = {
+InvalidCheckpoint = tuple[Callable[[Path], Any], type[InputError], str]
+INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
     # Missing or additional tensors
     "no tensor": (
-        write_changed(drop("1.w1.weight")),
+        write_changed(drop_tensors("1.w1.weight")),
         WeightsError,
         rf"got no {W1}, need 4 experts of none",
     ),
     "no expert": (
-        write_changed(drop("w2.weight")),
+        write_changed(drop_tensors("w2.weight")),
         WeightsError,
         rf"no {EXPERTS}.0.w2.weight and 3 more",
     ),
     "no scale": (
-        write_changed(drop("2.w3.weight_scale_inv"), FP8_FORMAT),
+        write_changed(drop_tensors("2.w3.weight_scale_inv"), FP8_FORMAT),
         WeightsError,
         "no .*2.w3.weight_scale_inv",
     ),
@@ -159,37 +159,37 @@ BAD: dict[str, Case] = {
         rf"^model.safetensors: {W1}: got \(255, 128\), need \(256, 128\)",
     ),
     "config.json's hidden size": (
-        config(hidden_size=64),
+        change_config(hidden_size=64),
         ShapeError,
         r"w1.weight: got \(256, 128\), need \(256, 64\)",
     ),
     "config.json's experts": (
-        config(num_local_experts=8),
+        change_config(num_local_experts=8),
         WeightsError,
         "no .*experts.4.w1.weight and 11 more",
     ),
     "config.json's million experts": (
-        config(num_local_experts=1 << 20),
+        change_config(num_local_experts=1 << 20),
         WeightsError,
         "experts.4.w1.weight and 10000 more",
     ),
     "config.json's fewer experts": (
-        config(num_local_experts=2),
+        change_config(num_local_experts=2),
         WeightsError,
         "experts.2.w1.weight and 5 more",
     ),
     "weights of another dtype": (
-        write_changed(cast("w1.weight", torch.float64)),
+        write_changed(cast_tensors("w1.weight", torch.float64)),
         DtypeError,
         "got float64, need bfloat16 or float16 or float32",
     ),
     "unquantized weights": (
-        write_changed(cast("0.w2.weight", torch.bfloat16), FP8_FORMAT),
+        write_changed(cast_tensors("0.w2.weight", torch.bfloat16), FP8_FORMAT),
         DtypeError,
         "0.w2.weight: got bfloat16, need float8_e4m3fn",
     ),
     "integer scales": (
-        write_changed(cast("weight_scale_inv", torch.int32), FP8_FORMAT),
+        write_changed(cast_tensors("weight_scale_inv", torch.int32), FP8_FORMAT),
         DtypeError,
         "w1.weight_scale_inv: got int32, need float32",
     ),
@@ -199,48 +199,50 @@ BAD: dict[str, Case] = {
         r"got \(4, 1\), need \(2, 1\)",
     ),
     "words of 64 bits": (
-        write_changed(cast("qweight", torch.int64), "awq"),
+        write_changed(cast_tensors("qweight", torch.int64), "awq"),
         DtypeError,
         "0.w1.qweight: got int64, need int32",
     ),
     # Invalid values
     "a scale of NaN": (
-        write_changed(fill("3.w1.weight_scale_inv", float("nan")), FP8_FORMAT),
+        write_changed(fill_first_value("3.w1.weight_scale_inv", float("nan")), FP8_FORMAT),
         WeightsError,
         rf"{EXPERTS}.3.w1: scale: got nan",
     ),
     "a group scale of infinity": (
-        write_changed(fill("3.w1.scales", float("inf")), "awq"),
+        write_changed(fill_first_value("3.w1.scales", float("inf")), "awq"),
         WeightsError,
         rf"{EXPERTS}.3.w1: scale: got inf, need finite",
     ),
     "an E8M0 scale of NaN": (
-        write_changed(fill("3.w2.weight_scale", 255), "compressed mxfp4"),
+        write_changed(fill_first_value("3.w2.weight_scale", 255), "compressed mxfp4"),
         WeightsError,
         rf"{EXPERTS}.3.w2: scale: got 255.0, need E8M0 below 255",
     ),
     "a channel scale of 0": (
-        write_changed(fill("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
+        write_changed(fill_first_value("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
         WeightsError,
         rf"{EXPERTS}.3.w2: scale: got 0.0",
     ),
     "a static scale below 0": (
-        write_changed(fill("3.w2.input_scale", -1.0), "modelopt fp8"),
+        write_changed(fill_first_value("3.w2.input_scale", -1.0), "modelopt fp8"),
         WeightsError,
         rf"^model.safetensors: {EXPERTS}.3.w2.input_scale: got -1.0, need finite numbers above 0",
     ),
     "a matrix scale of 1 / infinity": (
-        write_changed(fill("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"),
+        write_changed(
+            fill_first_value("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"
+        ),
         WeightsError,
         rf"{EXPERTS}.3.w2: scale: got inf, need a scale of a matrix from 0 on",
     ),
     "a matrix scale of NaN": (
-        write_changed(fill("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
+        write_changed(fill_first_value("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
         WeightsError,
         rf"{EXPERTS}.1.w1: scale: got nan, need numbers",
     ),
     "columns out of order": (
-        write_changed(fill("1.w3.g_idx", 1.0), "gptq"),
+        write_changed(fill_first_value("1.w3.g_idx", 1.0), "gptq"),
         WeightsError,
         rf"{EXPERTS}.1.w1: g_idx: got columns out of order .act-order",
     ),
@@ -251,7 +253,7 @@ BAD: dict[str, Case] = {
         "No such file",
     ),
     "act-order groups of different sizes": (
-        write_changed(move_a_column("1.w3.g_idx"), "gptq, act-order"),
+        write_changed(move_column("1.w3.g_idx"), "gptq, act-order"),
         WeightsError,
         rf"{EXPERTS}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
     ),
@@ -261,12 +263,12 @@ BAD: dict[str, Case] = {
         rf"{EXPERTS}.2.w1: g_idx: got different column orders of gate and up",
     ),
     "an unknown format": (
-        config(quantization_config={"quant_method": "bitnet"}),
+        change_config(quantization_config={"quant_method": "bitnet"}),
         ConfigurationError,
         "quant_method = 'bitnet', ternary weights",
     ),
     "modelopt nvfp4 in groups of 32": (
-        config(
+        change_config(
             quantization_config={
                 "quant_method": "modelopt",
                 "quant_algo": "NVFP4",
@@ -277,7 +279,7 @@ BAD: dict[str, Case] = {
         "group_size = 32, need one of 16",
     ),
     "AWQ in the gemv layout": (
-        config(
+        change_config(
             quantization_config={
                 "quant_method": "awq",
                 "bits": 4,
@@ -290,7 +292,7 @@ BAD: dict[str, Case] = {
         "version = 'gemv', need one of gemm",
     ),
     "AWQ of 8 bits": (
-        config(
+        change_config(
             quantization_config={
                 "quant_method": "awq",
                 "bits": 8,
@@ -302,7 +304,7 @@ BAD: dict[str, Case] = {
         "need AWQ of 4 bits",
     ),
     "another family": (
-        config(model_type="jamba", num_experts=4),
+        change_config(model_type="jamba", num_experts=4),
         ConfigurationError,
         "no experts, need experts in ...layers.L.feed_forward.experts",
     ),
@@ -343,50 +345,56 @@ BAD: dict[str, Case] = {
         "model.safetensors: got .*header",
     ),
     "a shape of another size than the data": (
-        header(shape_of("0.w1.weight", [128, 128])),
+        change_header(set_shape("0.w1.weight", [128, 128])),
         WeightsError,
         "model.safetensors: got .*nvalid shape",
     ),
     "a shape that overflows": (
-        header(shape_of("0.w1.weight", [2**62, 8])),
+        change_header(set_shape("0.w1.weight", [2**62, 8])),
         WeightsError,
         "model.safetensors: got",
     ),
     "data of another tensor": (
-        header(lambda e: e[W1].update(data_offsets=e[f"{EXPERTS}.0.w1.weight"]["data_offsets"])),
+        change_header(
+            lambda e: e[W1].update(data_offsets=e[f"{EXPERTS}.0.w1.weight"]["data_offsets"])
+        ),
         WeightsError,
         "model.safetensors: got",
     ),
     "an unknown dtype": (
-        header(lambda e: e[W1].update(dtype="F12")),
+        change_header(lambda e: e[W1].update(dtype="F12")),
         WeightsError,
         "model.safetensors: got",
     ),
     # Indices
-    "an index that is no JSON": (index(lambda m: "{"), WeightsError, "index.json: got no JSON"),
+    "an index that is no JSON": (
+        change_index(lambda m: "{"),
+        WeightsError,
+        "index.json: got no JSON",
+    ),
     "an index with a duplicate key": (
-        index(lambda m: '{"weight_map": {}, "weight_map": {}}'),
+        change_index(lambda m: '{"weight_map": {}, "weight_map": {}}'),
         WeightsError,
         "a duplicate key",
     ),
-    "an index of lists": (index(lambda m: "[[]]"), WeightsError, "got no weight_map"),
+    "an index of lists": (change_index(lambda m: "[[]]"), WeightsError, "got no weight_map"),
     "an index with a path outside of the folder": (
-        index(lambda m: m.update({W1: "../x.safetensors"})),
+        change_index(lambda m: m.update({W1: "../x.safetensors"})),
         WeightsError,
         "w1.weight in '../x.safetensors', need a file in the folder",
     ),
     "an index with a missing file": (
-        index(lambda m: m.update({W1: "x.safetensors"})),
+        change_index(lambda m: m.update({W1: "x.safetensors"})),
         WeightsError,
         "got no x.safetensors, of 4 files that the index lists",
     ),
     "an index with the wrong file": (
-        index(lambda m: m.update({W1: next(f for f in sorted(m.values()) if f != m[W1])})),
+        change_index(lambda m: m.update({W1: next(f for f in sorted(m.values()) if f != m[W1])})),
         WeightsError,
         rf"got no {W1}, need the tensors that the index lists",
     ),
     "an index without a tensor": (
-        index(lambda m: m.pop(W1) and None),
+        change_index(lambda m: m.pop(W1) and None),
         WeightsError,
         rf"got no {W1}",
     ),

@@ -45,7 +45,7 @@ class Call:
         return out
 
 
-def call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
+def make_call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
     """Draw a call with ranks 3, 7, R and 0, where slot 0 has a different rank for each expert.
 
     Some pairs are skipped and some tokens have no adapter. Values that must not be read are NaN:
@@ -78,10 +78,10 @@ def call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int =
     info = MoELoRABatchInfo(slots, ranks_LE, scalings)
     output = torch.randn(s.tokens, s.hidden, generator=g)
     call_ = Call(x.to(dtype), ids, weights, info, buffers, output.to(dtype))
-    return on_device(call_)
+    return move_to_device(call_)
 
 
-def on_device(c: Call) -> Call:
+def move_to_device(c: Call) -> Call:
     info = MoELoRABatchInfo(*(
         None if tensor is None else tensor.to(DEVICE) for tensor in vars(c.info).values()
     ))  # fmt: skip
@@ -121,7 +121,7 @@ def expected_outputs(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor
     return results | {"out": out}
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
     """Compare in norm. depth: length of the longest sum (float32 error about u sqrt(depth))."""
     exact = max(2e-6, 6e-8 * depth**0.5)
     relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[actual.dtype]
@@ -129,12 +129,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
     assert float(error) <= relative
 
 
-def batch_of(c: Call, *, grouped: bool) -> PairBatch:
+def make_pair_batch(c: Call, *, grouped: bool) -> PairBatch:
     batch = PairBatch(c.ids, c.info.slots_of(len(c.x)), c.info.lora_ranks)
     return batch.group_by_key() if grouped else batch
 
 
-def kernels_and_twins() -> Any:
+def make_implementation_fixture() -> Any:
     """Return the fixture `_way`, which runs tests marked WAY with kernels and in plain torch."""
 
     @pytest.fixture(name="_way", params=["kernels", "torch"])
@@ -145,7 +145,7 @@ def kernels_and_twins() -> Any:
     return way
 
 
-WAY = pytest.mark.usefixtures("_way")
+WITH_KERNELS_AND_TORCH = pytest.mark.usefixtures("_way")
 
 
 def replace_ids(c: Call, ids: torch.Tensor) -> Call:

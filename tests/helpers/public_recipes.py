@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from layer_samples import E, H, I, K
 from public_calls import Call
+from small_layers import E, H, I, K
 
 import modular_kernel as mk
 from experts.compat import batched_gemm, ep_moe, ep_scatter

@@ -55,7 +55,7 @@ SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
 each_scheme = pytest.mark.parametrize("text", SPECS)
 
 
-def problem_of(text: str, **changes: Any) -> Problem:
+def make_problem(text: str, **changes: Any) -> Problem:
     return replace(BASE, quant=text, **changes)
 
 
@@ -68,10 +68,12 @@ def plain_weights(problem: Problem, seed: int = 0, std: float = 1.0) -> ExpertWe
     return ExpertWeights(w1, w2, a1_scale=static, a2_scale=static)
 
 
-def made(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
-    problem = problem_of(text, **changes)
+def make_quantized(text: str, **changes: Any) -> tuple[Problem, ExpertWeights]:
+    """Return the problem and quantized weights of a scheme."""
+    problem = make_problem(text, **changes)
     return problem, quantize_weights(plain_weights(problem), problem)
 
 
-def parts(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:
+def parts_of(weights: ExpertWeights, name: str) -> tuple[Any, Any, Any]:
+    """Return a weight, its scale and its zero point."""
     return tuple(getattr(weights, f"{name}{end}") for end in ("", "_scale", "_zero_point"))

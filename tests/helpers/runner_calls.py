@@ -1,10 +1,10 @@
-"""Arguments and calls of MoeRunner on a small layer."""
+"""Arguments of MoeRunner, and its calls, for the small layer of `fused_experts_calls`."""
 
 from typing import Any
 
 import torch
 from devices import DEVICE
-from fused_samples import layer
+from fused_experts_calls import make_layer
 
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner, MoeRunnerConfig
 from modular_kernel.integrations.runner_formats import StandardCombineInput, StandardDispatchOutput
@@ -12,10 +12,10 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.router import StandardTopKOutput
 from modular_kernel.tensors import ExpertWeights, Routing
 
-OUT = MoeRunnerConfig(inplace=False)
+NOT_INPLACE = MoeRunnerConfig(inplace=False)
 
 
-def info_of(weights: ExpertWeights, **flags: Any) -> MoeQuantInfo:
+def make_quant_info(weights: ExpertWeights, **flags: Any) -> MoeQuantInfo:
     return MoeQuantInfo(
         weights.w1, weights.w2, weights.b1, weights.b2, expert_map=weights.expert_map,
         w13_scale=weights.w1_scale, w2_scale=weights.w2_scale, w13_zp=weights.w1_zero_point,
@@ -24,14 +24,15 @@ def info_of(weights: ExpertWeights, **flags: Any) -> MoeQuantInfo:
     )  # fmt: skip
 
 
-def standard(x_TH: torch.Tensor, routing: Routing) -> StandardDispatchOutput:
+def make_dispatch_output(x_TH: torch.Tensor, routing: Routing) -> StandardDispatchOutput:
     return StandardDispatchOutput(
         x_TH, StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None)
     )
 
 
-def ran(runner: MoeRunner, problem: Problem, **flags: Any) -> torch.Tensor:
-    x_TH, weights, routing = layer(problem, DEVICE)
-    output = runner.run(standard(x_TH, routing), info_of(weights, **flags))
+def run_layer(runner: MoeRunner, problem: Problem, **flags: Any) -> torch.Tensor:
+    """Run a small layer and return its output."""
+    x_TH, weights, routing = make_layer(problem, DEVICE)
+    output = runner.run(make_dispatch_output(x_TH, routing), make_quant_info(weights, **flags))
     assert isinstance(output, StandardCombineInput)
     return output.hidden_states

@@ -1,8 +1,8 @@
 """Simulates two hosts with two ranks each on one machine.
 
 Each host is a network namespace with its own host name, address and /dev/shm. A `Cable` connects
-them, with adjustable delay and packet loss. Ranks run `rank_on_a_host.py`. Where namespaces are not
-permitted, all ranks use one network and MK_HOST_ID makes them different hosts.
+them, with adjustable delay and packet loss. Ranks run `host_rank_program.py`. Where namespaces are
+not permitted, all ranks use one network and MK_HOST_ID makes them different hosts.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).with_name("rank_on_a_host.py")
+PROGRAM = Path(__file__).with_name("host_rank_program.py")
 _TAP, _NO_HEADER, _TUNSETIFF, _NEW_NETWORK = 0x0002, 0x1000, 0x400454CA, 0x40000000
 # Sets the host name and mounts a folder of the host as /dev/shm before a rank starts.
 _ENTER_HOST = 'hostname "$0" && mount --bind "$1" /dev/shm && shift && exec "$@"'

@@ -1,11 +1,14 @@
 """The parts that use vendor libraries, on a CPU with stand-ins for the libraries."""
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
+import pytest
 import torch
 
 from experts import (
@@ -28,6 +31,7 @@ from experts.triton.grouped_tma import grouped_tma_config as grouped_tma
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.spec.problem import Machine
 from modular_kernel.testing import Case, prove
+from modular_kernel.utils.package_probes import unload
 
 FOLDER = Path(__file__).parent / "stand_ins"
 if str(FOLDER) not in sys.path:
@@ -43,18 +47,18 @@ CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 
 
-def here(requires, **changes):
+def without_device_limits(requires, **changes):
     """Return requirements without those on devices and packages."""
     cpu_fields = {"devices": frozenset({"cpu"}), "packages": (), "providers": (), "triton": False}
     return replace(requires, min_arch=None, archs=None, **cpu_fields, **changes)
 
 
 class CutlassRowwise(CutlassRowwiseExpertsFP8):
-    requires = here(CutlassRowwiseExpertsFP8.requires)
+    requires = without_device_limits(CutlassRowwiseExpertsFP8.requires)
 
 
 class BatchedCutlass(BatchedCutlassExpertsFP8):
-    requires = here(BatchedCutlassExpertsFP8.requires)
+    requires = without_device_limits(BatchedCutlassExpertsFP8.requires)
 
 
 class CutlassBlock(CutlassExpertsFP8):
@@ -63,7 +67,7 @@ class CutlassBlock(CutlassExpertsFP8):
     Every call that the kernel supports uses it, even with few tokens.
     """
 
-    requires = here(CutlassExpertsFP8.requires)
+    requires = without_device_limits(CutlassExpertsFP8.requires)
 
     def __init__(self, problem):
         super().__init__(problem)
@@ -83,47 +87,47 @@ class CutlassBlock(CutlassExpertsFP8):
 
 
 class CutlassFP4(CutlassExpertsFP4):
-    requires = here(CutlassExpertsFP4.requires)
+    requires = without_device_limits(CutlassExpertsFP4.requires)
     gemm = staticmethod(fp4_gemm.fp4_gemm)
 
 
 class BatchedCutlassFP4(BatchedCutlassExpertsFP4):
-    requires = here(BatchedCutlassExpertsFP4.requires)
+    requires = without_device_limits(BatchedCutlassExpertsFP4.requires)
     gemm = staticmethod(fp4_gemm.fp4_gemm)
 
 
 class DeepGemm(DeepGemmExperts):
-    requires = here(DeepGemmExperts.requires)
+    requires = without_device_limits(DeepGemmExperts.requires)
     load_library = staticmethod(lambda: deep_gemm_2)
 
 
 class BatchedDeepGemm(BatchedDeepGemmExperts):
-    requires = here(BatchedDeepGemmExperts.requires)
+    requires = without_device_limits(BatchedDeepGemmExperts.requires)
     load_library = staticmethod(lambda: deep_gemm_2)
 
 
 class TritonOrDeepGemm(TritonOrDeepGemmExperts):
-    requires = here(TritonOrDeepGemmExperts.requires)
+    requires = without_device_limits(TritonOrDeepGemmExperts.requires)
     deepgemm_part = DeepGemm
 
 
 class BatchedTritonOrDeepGemm(BatchedTritonOrDeepGemmExperts):
-    requires = here(BatchedTritonOrDeepGemmExperts.requires)
+    requires = without_device_limits(BatchedTritonOrDeepGemmExperts.requires)
     deepgemm_part = BatchedDeepGemm
 
 
 class TritonKernels(TritonKernelsExperts):
-    requires = here(TritonKernelsExperts.requires)
+    requires = without_device_limits(TritonKernelsExperts.requires)
     load_library = staticmethod(lambda: triton_kernels_3_5)
 
 
 class FlashInfer(FlashInferExperts):
-    requires = here(FlashInferExperts.requires)
+    requires = without_device_limits(FlashInferExperts.requires)
     load_library = staticmethod(lambda: flashinfer_0_7)
 
 
 @contextmanager
-def libraries():
+def stand_in_libraries():
     """Replace the libraries by the stand-ins, and run the package's operations in torch."""
     with (
         mock.patch.object(torch, "_scaled_grouped_mm", scaled_grouped_mm),
@@ -132,15 +136,30 @@ def libraries():
         yield
 
 
-def beside(part):
+@contextmanager
+def library_site(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, library: ModuleType, *names: str
+) -> Iterator[Path]:
+    """Import from `folder` first; afterwards reset `library.load` and unload `names`."""
+    monkeypatch.syspath_prepend(str(folder))
+    library.load.cache_clear()
+    yield folder
+    library.load.cache_clear()
+    for name in names:
+        unload(name)
+
+
+def local_prepare_finalize(part):
     """Return the local PrepareAndFinalize of a part's activation format."""
     return BATCHED if part.requires.activation_format.value == "batched_experts" else NO_EP
 
 
-def proven(part, problem, routing="uniform", **case_options):
+def prove_part(part, problem, routing="uniform", **case_options):
     """Prove one case of a part."""
-    with libraries():
-        return prove(Case(beside(part), part, problem, routing, **case_options), CPU)
+    with stand_in_libraries():
+        return prove(
+            Case(local_prepare_finalize(part), part, problem, routing, **case_options), CPU
+        )
 
 
 PARTS = (

@@ -51,7 +51,7 @@ class Sample(NamedTuple):
         )  # fmt: skip
 
 
-def sample(
+def random_weights(
     quant: str,
     experts: int,
     rows: int,

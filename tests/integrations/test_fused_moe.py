@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from fused_samples import BASE, DEVICES, E, H, I, K, T, close, layer, run
+from fused_experts_calls import (
+    BASE,
+    DEVICES,
+    E,
+    H,
+    I,
+    K,
+    T,
+    assert_close,
+    call_fused_experts,
+    make_layer,
+)
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -56,26 +67,29 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> None:
     """Computed on the device of the tensors, also on a machine with a GPU."""
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem, device)
+    x_TH, weights, routing = make_layer(problem, device)
     before = x_TH.clone()
-    got = run(x_TH, weights, routing, **flags)
-    close(got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
+    got = call_fused_experts(x_TH, weights, routing, **flags)
+    assert_close(
+        got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
+    )
     assert torch.equal(x_TH, before)
 
 
 def test_scales_may_have_the_usual_shapes() -> None:
     problem = replace(BASE, quant="fp8_w8a8_channel")
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
     tall = {"w1_scale": weights.w1_scale[..., None], "w2_scale": weights.w2_scale[..., None]}
     assert torch.equal(
-        run(x_TH, weights, routing, **flags, **tall), run(x_TH, weights, routing, **flags)
+        call_fused_experts(x_TH, weights, routing, **flags, **tall),
+        call_fused_experts(x_TH, weights, routing, **flags),
     )
-    x_TH, weights, routing = layer(replace(BASE, quant="fp8_w8a8_tensor:static=true"))
+    x_TH, weights, routing = make_layer(replace(BASE, quant="fp8_w8a8_tensor:static=true"))
     scalars = {"a1_scale": torch.tensor(0.01), "a2_scale": torch.tensor(0.02)}
     assert torch.equal(
-        run(x_TH, weights, routing, use_fp8_w8a8=True, **scalars),
-        run(x_TH, weights, routing, use_fp8_w8a8=True),
+        call_fused_experts(x_TH, weights, routing, use_fp8_w8a8=True, **scalars),
+        call_fused_experts(x_TH, weights, routing, use_fp8_w8a8=True),
     )
 
 
@@ -101,27 +115,27 @@ def test_every_field_of_the_config_has_an_effect(
     config: MoeRunnerConfig, facts: dict[str, Any], bias: bool
 ) -> None:
     problem = replace(BASE, bias=bias, **facts)
-    x_TH, weights, routing = layer(problem)
-    got = run(x_TH, weights, routing, config, inplace=False)
-    close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
+    x_TH, weights, routing = make_layer(problem)
+    got = call_fused_experts(x_TH, weights, routing, config, inplace=False)
+    assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])
 def test_any_number_of_tokens(tokens: int, device: str) -> None:
     problem = BASE.with_tokens(tokens)
-    x_TH, weights, routing = layer(problem, device)
-    got = run(x_TH, weights, routing)
+    x_TH, weights, routing = make_layer(problem, device)
+    got = call_fused_experts(x_TH, weights, routing)
     assert got.device == x_TH.device
     assert got.shape == (tokens, H)
     if tokens:
-        close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
+        assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 def test_inplace_is_the_same_tensor() -> None:
-    x_TH, weights, routing = layer(BASE)
-    want, address = run(x_TH, weights, routing), x_TH.data_ptr()
-    got = run(x_TH, weights, routing, MoeRunnerConfig(inplace=True))
+    x_TH, weights, routing = make_layer(BASE)
+    want, address = call_fused_experts(x_TH, weights, routing), x_TH.data_ptr()
+    got = call_fused_experts(x_TH, weights, routing, MoeRunnerConfig(inplace=True))
     assert got is x_TH
     assert got.data_ptr() == address
     assert torch.equal(got, want)
@@ -129,31 +143,31 @@ def test_inplace_is_the_same_tensor() -> None:
 
 def test_experts_on_other_ranks() -> None:
     problem = replace(BASE, local_experts=2, expert_map=True)
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     where = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
     here = replace(weights, w1=weights.w1[[3, 1]], w2=weights.w2[[3, 1]], expert_map=where)
-    got = run(x_TH, here, routing, MoeRunnerConfig(num_experts=E), inplace=False)
-    close(got, float64_reference(x_TH, here, routing, problem), 1e-5)
+    got = call_fused_experts(x_TH, here, routing, MoeRunnerConfig(num_experts=E), inplace=False)
+    assert_close(got, float64_reference(x_TH, here, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
-    x_TH, weights, _ = layer(BASE)
+    x_TH, weights, _ = make_layer(BASE)
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(4))
     config = MoeRunnerConfig(top_k=K, inplace=False)
     got = fused_moe(x_TH, weights.w1, weights.w2, logits, config, renormalize=renormalize)
     chances = logits.double().softmax(-1)
     values, ids = chances.topk(K)
     values = values / values.sum(-1, keepdim=True) if renormalize else values
-    close(got, float64_reference(x_TH, weights, Routing(values.float(), ids), BASE), 1e-5)
+    assert_close(got, float64_reference(x_TH, weights, Routing(values.float(), ids), BASE), 1e-5)
     for top_k in (None, 0, E + 1):
         with pytest.raises(ConfigurationError, match=f"top_k: got {top_k}, need 1 to {E}"):
             fused_moe(x_TH, weights.w1, weights.w2, logits, MoeRunnerConfig(top_k=top_k))
 
 
 def test_torch_compile_does_not_break_at_it() -> None:
-    x_TH, weights, routing = layer(BASE)
-    want = run(x_TH, weights, routing) * 2
+    x_TH, weights, routing = make_layer(BASE)
+    want = call_fused_experts(x_TH, weights, routing) * 2
 
     def double(x_TH: torch.Tensor, inplace: bool, keep: bool) -> torch.Tensor:
         config = MoeRunnerConfig(inplace=inplace, no_combine=keep)
@@ -171,7 +185,7 @@ def test_torch_compile_does_not_break_at_it() -> None:
 @pytest.mark.parametrize("combine", [combine.value for combine in Combine])
 def test_operators_agree_with_their_schemas(combine: str) -> None:
     """The operators' schemas, fakes, aliases and mutations agree with what they do."""
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
     checks = ("test_schema", "test_faketensor")
@@ -200,9 +214,9 @@ BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
 def test_bad_flags(flags: dict[str, Any], message: str) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(ConfigurationError, match=message):
-        run(x_TH, weights, routing, **flags)
+        call_fused_experts(x_TH, weights, routing, **flags)
 
 
 BAD_CONFIGS = (
@@ -221,13 +235,13 @@ BAD_CONFIGS = (
 
 @pytest.mark.parametrize(("config", "error", "message"), BAD_CONFIGS)
 def test_bad_configs(config: MoeRunnerConfig, error: type[Exception], message: str) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(error, match=message):
-        run(x_TH, weights, routing, config)
+        call_fused_experts(x_TH, weights, routing, config)
 
 
 def test_bad_tensors() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     cases: tuple[tuple[Any, ...], ...] = (
         ((x_TH[:, :63], weights, routing), ShapeError, r"x: got \(5, 63\), need .* = 64, as in"),
         ((x_TH[0], weights, routing), ShapeError, r"x: got \(64,\)"),
@@ -246,7 +260,7 @@ def test_bad_tensors() -> None:
     )  # fmt: skip
     for arguments, error, message in cases:
         with pytest.raises(error, match=message):
-            run(*arguments)
+            call_fused_experts(*arguments)
     ids_TK = routing.topk_ids_TK
     for junk in (None, 5, (), (None, ids_TK), (ids_TK,), (1, 2), "ab", ids_TK):
         with pytest.raises(ConfigurationError, match=r"topk_output: got .*need \(weights"):
@@ -264,7 +278,7 @@ def test_gradients_are_refused_before_a_call(wanting: str) -> None:
     """The operator has no backward, and an error there would be too late to use another
     implementation.
     """
-    x_TH, weights, routing = layer(replace(BASE, bias=True))
+    x_TH, weights, routing = make_layer(replace(BASE, bias=True))
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
     given = {"x": x_TH, "w1": weights.w1, "w2": weights.w2, "topk_weights": topk[0]}
     given |= {"b1": weights.b1, "b2": weights.b2}
@@ -302,43 +316,43 @@ def test_a_call_uses_written_and_replaced_weights(
 ) -> None:
     """Checks of weights are cached between calls, and copies are made anew."""
     with torch.inference_mode(inference):
-        x_TH, weights, routing = layer(replace(BASE, quant=quant), device)
+        x_TH, weights, routing = make_layer(replace(BASE, quant=quant), device)
         if weights.w1_scale is not None and quant.endswith("_channel"):
             weights = replace(weights, w1_scale=weights.w1_scale[..., None])
         names = [name for name, tensor in vars(weights).items() if tensor is not None]
 
         def same_as_copied() -> bool:
             copies = {name: getattr(weights, name).clone() for name in names}
-            want = run(x_TH, replace(weights, **copies), routing, **flags)
-            return torch.equal(run(x_TH, weights, routing, **flags), want)
+            want = call_fused_experts(x_TH, replace(weights, **copies), routing, **flags)
+            return torch.equal(call_fused_experts(x_TH, weights, routing, **flags), want)
 
-        before = run(x_TH, weights, routing, **flags)
+        before = call_fused_experts(x_TH, weights, routing, **flags)
         for name in names:
             tensor = getattr(weights, name)
             tensor.copy_(tensor.flip(0).clone())
             assert same_as_copied(), f"{name} written"
             weights = replace(weights, **{name: tensor.roll(1, 0)})
             assert same_as_copied(), f"{name} replaced"
-        assert not torch.equal(run(x_TH, weights, routing, **flags), before)
+        assert not torch.equal(call_fused_experts(x_TH, weights, routing, **flags), before)
 
 
 def test_a_call_uses_writes_that_torch_does_not_track() -> None:
     """For a scale that kernels get as a copy, because it is expanded."""
     problem = replace(BASE, quant="fp8_w8a8_channel")
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     scale = torch.full((E, 1), 0.01)
     weights = replace(weights, w1_scale=scale.expand(weights.w1_scale.shape))
     flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
-    before = run(x_TH, weights, routing, **flags)
+    before = call_fused_experts(x_TH, weights, routing, **flags)
     scale.data.mul_(2)
-    after = run(x_TH, weights, routing, **flags)
+    after = call_fused_experts(x_TH, weights, routing, **flags)
     assert not torch.equal(after, before)
-    close(after, float64_reference(x_TH, weights, routing, problem), 0.1)
+    assert_close(after, float64_reference(x_TH, weights, routing, problem), 0.1)
 
 
 def test_calls_keep_no_memory_alive() -> None:
-    x_TH, weights, routing = layer(replace(BASE, quant="int8_w8a8_channel"))
-    run(x_TH, weights, routing, use_int8_w8a8=True, per_channel_quant=True)
+    x_TH, weights, routing = make_layer(replace(BASE, quant="int8_w8a8_channel"))
+    call_fused_experts(x_TH, weights, routing, use_int8_w8a8=True, per_channel_quant=True)
     storages = [weakref.ref(t.untyped_storage()) for t in vars(weights).values() if t is not None]
     w1 = weights.w1
     del weights
@@ -349,19 +363,19 @@ def test_calls_keep_no_memory_alive() -> None:
 
 def test_parameters_of_a_call_can_be_swapped() -> None:
     """torch.utils.swap_tensors refuses tensors with weak references."""
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     module = torch.nn.Module()
     module.w1 = torch.nn.Parameter(weights.w1, requires_grad=False)
     module.w2 = torch.nn.Parameter(weights.w2, requires_grad=False)
-    run(x_TH, ExpertWeights(module.w1, module.w2), routing)
+    call_fused_experts(x_TH, ExpertWeights(module.w1, module.w2), routing)
     other = {name: parameter * 2 for name, parameter in module.state_dict().items()}
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         module.load_state_dict(other)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    want = run(x_TH, ExpertWeights(other["w1"], other["w2"]), routing)
-    assert torch.equal(run(x_TH, ExpertWeights(module.w1, module.w2), routing), want)
+    want = call_fused_experts(x_TH, ExpertWeights(other["w1"], other["w2"]), routing)
+    assert torch.equal(call_fused_experts(x_TH, ExpertWeights(module.w1, module.w2), routing), want)
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -385,22 +399,22 @@ BAD_TENSORS = {
 def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
     """Also after a call with dense ones; scales of shape (E, N, 1) are passed to kernels as a
     view."""
-    x_TH, weights, routing = layer(replace(BASE, quant="int8_w8a8_channel"))
+    x_TH, weights, routing = make_layer(replace(BASE, quant="int8_w8a8_channel"))
     columns = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
     weights = replace(weights, **columns)
     flags = {"use_int8_w8a8": True, "per_channel_quant": True}
-    run(x_TH, weights, routing, **flags)
+    call_fused_experts(x_TH, weights, routing, **flags)
     bad = replace(weights, **{field: BAD_TENSORS[kind](getattr(weights, field))})
     with pytest.raises(LayoutError, match=field):
-        run(x_TH, bad, routing, **flags)
+        call_fused_experts(x_TH, bad, routing, **flags)
 
 
 @pytest.mark.parametrize("field", ["topk_weights_TK", "topk_ids_TK"])
 def test_a_routing_on_the_meta_device_is_refused(field: str) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     routing = replace(routing, **{field: getattr(routing, field).to("meta")})
     with pytest.raises(DeviceError, match=field.removesuffix("_TK")):
-        run(x_TH, weights, routing)
+        call_fused_experts(x_TH, weights, routing)
 
 
 class Tagged(torch.Tensor):
@@ -408,17 +422,17 @@ class Tagged(torch.Tensor):
 
 
 def test_function_modes_do_not_change_the_class_of_the_output() -> None:
-    x_TH, weights, routing = layer(BASE)
-    want = run(x_TH.as_subclass(Tagged), weights, routing)
+    x_TH, weights, routing = make_layer(BASE)
+    want = call_fused_experts(x_TH.as_subclass(Tagged), weights, routing)
     with torch.device("cpu"):
-        got = run(x_TH.as_subclass(Tagged), weights, routing)
+        got = call_fused_experts(x_TH.as_subclass(Tagged), weights, routing)
     assert type(got) is type(want) is Tagged
     assert torch.equal(got, want)
 
 
 def test_function_transforms_of_the_operator_do_not_return_zero_gradients() -> None:
     """The operator refuses tensors wrapped by vmap, grad or jvp, and accepts others."""
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
 
     def operator(x_TH: torch.Tensor) -> torch.Tensor:

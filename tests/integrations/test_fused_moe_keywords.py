@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_samples import BASE, E, H, I, K, T, close, layer, run
+from fused_experts_calls import BASE, E, H, I, K, T, assert_close, call_fused_experts, make_layer
 
 from experts.triton.configs.select import override_config
 from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
@@ -41,34 +41,36 @@ def test_a_field_of_the_config_may_be_a_keyword(
     options: dict[str, Any], facts: dict[str, Any]
 ) -> None:
     problem = replace(BASE, **facts)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     want = float64_reference(x_TH, weights, routing, problem)
-    close(run(x_TH, weights, routing, **options), want, 1e-5)
+    assert_close(call_fused_experts(x_TH, weights, routing, **options), want, 1e-5)
     # It replaces what the config says.
     kind = "relu2" if "activation" in options else "silu"
     other = MoeRunnerConfig(activation=kind, top_k=K, inplace=False)
-    close(run(x_TH, weights, routing, other, **options), want, 1e-5)
+    assert_close(call_fused_experts(x_TH, weights, routing, other, **options), want, 1e-5)
 
 
 def test_inplace_as_a_keyword_and_biases_by_either_name() -> None:
     problem = replace(BASE, bias=True)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     want = float64_reference(x_TH, weights, routing, problem)
     plain = replace(weights, b1=None, b2=None)
-    got = run(x_TH, plain, routing, w1_bias=weights.b1, w2_bias=weights.b2, inplace=True)
+    got = call_fused_experts(
+        x_TH, plain, routing, w1_bias=weights.b1, w2_bias=weights.b2, inplace=True
+    )
     assert got is x_TH
-    close(got, want, 1e-5)
+    assert_close(got, want, 1e-5)
     with pytest.raises(ConfigurationError, match="w1_bias: got both w1_bias and b1, need either"):
-        run(x_TH, weights, routing, w1_bias=weights.b1)
+        call_fused_experts(x_TH, weights, routing, w1_bias=weights.b1)
 
 
 def test_calls_are_split_into_chunks() -> None:
     """TorchExperts and TritonExperts get at most the requested number of tokens at once."""
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     arguments = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     whole = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
     parts = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum", 2)
-    close(parts, whole.double(), 1e-6)
+    assert_close(parts, whole.double(), 1e-6)
     sizes = (16, H, I, E, K, None)
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
     assert (
@@ -101,17 +103,17 @@ def test_calls_are_split_into_chunks() -> None:
     ids=str,
 )
 def test_no_keyword_is_ignored(options: dict[str, Any], message: str) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(ConfigurationError, match=message):
-        run(x_TH, weights, routing, **options)
+        call_fused_experts(x_TH, weights, routing, **options)
     with pytest.raises(ConfigurationError, match=message):
         fused_moe(x_TH, weights.w1, weights.w2, torch.randn(T, E), top_k=K, **options)
 
 
 def test_wrong_values_in_the_config() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(ConfigurationError, match="moe_runner_config: got dict, need a MoeRunner"):
-        run(x_TH, weights, routing, {"inplace": True})  # type: ignore[arg-type]
+        call_fused_experts(x_TH, weights, routing, {"inplace": True})  # type: ignore[arg-type]
     for name in ("inplace", "no_combine", "apply_router_weight_on_input"):
         with pytest.raises(ConfigurationError, match=f"{name}: got 'false', need True or False"):
             MoeRunnerConfig(**{name: "false"})
@@ -119,23 +121,23 @@ def test_wrong_values_in_the_config() -> None:
 
 def test_inplace_defaults_to_true_only_with_a_config() -> None:
     """As in SGLang: with a config that does not set it, x is overwritten."""
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     before = x_TH.clone()
-    want = run(x_TH, weights, routing)
+    want = call_fused_experts(x_TH, weights, routing)
     assert torch.equal(x_TH, before)
-    got = run(x_TH, weights, routing, MoeRunnerConfig())
+    got = call_fused_experts(x_TH, weights, routing, MoeRunnerConfig())
     assert got is x_TH
     assert torch.equal(x_TH, want)
     with pytest.raises(ConfigurationError, match="inplace: got True with no_combine=True, need"):
-        run(x_TH, weights, routing, MoeRunnerConfig(no_combine=True))
+        call_fused_experts(x_TH, weights, routing, MoeRunnerConfig(no_combine=True))
 
 
 def test_sizes_in_the_config_change_nothing() -> None:
-    x_TH, weights, routing = layer(BASE)
-    want = run(x_TH, weights, routing)
+    x_TH, weights, routing = make_layer(BASE)
+    want = call_fused_experts(x_TH, weights, routing)
     sizes = {"num_experts": E, "num_local_experts": E, "hidden_size": H, "layer_id": 3,
              "intermediate_size_per_partition": I, "num_fused_shared_experts": 1}  # fmt: skip
-    assert torch.equal(run(x_TH, weights, routing, **sizes), want)
+    assert torch.equal(call_fused_experts(x_TH, weights, routing, **sizes), want)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +157,13 @@ def test_sizes_in_the_config_change_nothing() -> None:
 def test_sizes_of_the_config_are_checked(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(error, match=message):
-        run(x_TH, weights, routing, **options)
+        call_fused_experts(x_TH, weights, routing, **options)
 
 
 def test_logits_with_shared_experts_are_refused() -> None:
-    x_TH, weights, _ = layer(BASE)
+    x_TH, weights, _ = make_layer(BASE)
     with pytest.raises(ConfigurationError, match="num_fused_shared_experts: got 1, need 0, or"):
         fused_moe(
             x_TH, weights.w1, weights.w2, torch.ones(T, E), top_k=K, num_fused_shared_experts=1
@@ -184,17 +186,17 @@ def test_chunked_calls_equal_whole_ones(chunk: int) -> None:
     """No tokens, one chunk exactly, one token less or more, and two chunks."""
     monkey = MoeRunnerConfig(chunk_tokens=chunk, inplace=False)
     for tokens in (0, chunk - 1, chunk, chunk + 1, 2 * chunk):
-        x_TH, weights, routing = layer(BASE.with_tokens(tokens))
-        got = run(x_TH, weights, routing, monkey)
-        assert torch.allclose(got, run(x_TH, weights, routing), atol=1e-6)
+        x_TH, weights, routing = make_layer(BASE.with_tokens(tokens))
+        got = call_fused_experts(x_TH, weights, routing, monkey)
+        assert torch.allclose(got, call_fused_experts(x_TH, weights, routing), atol=1e-6)
 
 
 # ------------------------------------------------------------------ tensors as others have them
 
 
 def test_batches_of_sequences() -> None:
-    x_TH, weights, routing = layer(BASE.with_tokens(6))
-    want = run(x_TH, weights, routing)
+    x_TH, weights, routing = make_layer(BASE.with_tokens(6))
+    want = call_fused_experts(x_TH, weights, routing)
     x_BSH = x_TH.view(2, 3, H).clone()
     three = [t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK)]
     for chosen in ((*three, None), (routing.topk_weights_TK, routing.topk_ids_TK, None)):
@@ -218,17 +220,19 @@ def test_batches_of_sequences() -> None:
 
 
 def test_a_router_s_tuple_by_name() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK)
     topk_weights, topk_ids, router_logits = chosen
     assert (chosen.topk_weights, chosen.topk_ids) == (topk_weights, topk_ids)
     assert router_logits is None
     assert StandardTopKOutput(*(topk_weights, topk_ids, None)) == chosen
-    assert torch.equal(fused_moe(x_TH, weights.w1, weights.w2, chosen), run(x_TH, weights, routing))
+    assert torch.equal(
+        fused_moe(x_TH, weights.w1, weights.w2, chosen), call_fused_experts(x_TH, weights, routing)
+    )
 
 
 def test_torch_compile_includes_the_router() -> None:
-    x_TH, weights, _ = layer(BASE)
+    x_TH, weights, _ = make_layer(BASE)
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(1))
 
     def call(x_TH: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -281,35 +285,39 @@ def test_examples_of_other_libraries(kind: str) -> None:
     problem = Problem(T8, H8, I8, E8, 2, dtype=torch.bfloat16, quant=quant)
     weights = ExpertWeights(w1, w2, **{name: scale.contiguous() for name, scale in scales.items()})
     want = float64_reference(x_TH, weights, Routing(*topk_output[:2]), problem)
-    close(got, want, 1e-2 if kind == "bf16" else 0.1)
+    assert_close(got, want, 1e-2 if kind == "bf16" else 0.1)
     tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16,
              "num_warps": 4, "num_stages": 3}  # fmt: skip
     with override_config(tiles):
         again = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
-    close(again, want, 1e-2 if kind == "bf16" else 0.1)
+    assert_close(again, want, 1e-2 if kind == "bf16" else 0.1)
 
 
 def test_one_scale_expanded_over_the_experts() -> None:
     problem = replace(BASE, quant="fp8_w8a8_tensor")
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     scales = {name: torch.tensor([0.01]).expand(E) for name in ("w1_scale", "w2_scale")}
-    got = run(x_TH, weights, routing, use_fp8_w8a8=True, **scales)
+    got = call_fused_experts(x_TH, weights, routing, use_fp8_w8a8=True, **scales)
     plain = replace(weights, **{name: scale.contiguous() for name, scale in scales.items()})
-    close(got, float64_reference(x_TH, plain, routing, problem), 0.1)
+    assert_close(got, float64_reference(x_TH, plain, routing, problem), 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_router_weights_of_16_bits_are_widened(dtype: torch.dtype) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     short = replace(routing, topk_weights_TK=routing.topk_weights_TK.to(dtype))
     wide = replace(routing, topk_weights_TK=short.topk_weights_TK.float())
-    assert torch.equal(run(x_TH, weights, short), run(x_TH, weights, wide))
+    assert torch.equal(
+        call_fused_experts(x_TH, weights, short), call_fused_experts(x_TH, weights, wide)
+    )
 
 
 def test_fused_moe_accepts_the_output_of_a_router() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     chosen = (routing.topk_weights_TK, routing.topk_ids_TK, None)
-    assert torch.equal(fused_moe(x_TH, weights.w1, weights.w2, chosen), run(x_TH, weights, routing))
+    assert torch.equal(
+        fused_moe(x_TH, weights.w1, weights.w2, chosen), call_fused_experts(x_TH, weights, routing)
+    )
     with pytest.raises(ConfigurationError, match="renormalize: got True with weights and ids"):
         fused_moe(x_TH, weights.w1, weights.w2, chosen, renormalize=True)
     for junk in (None, 5, torch.ones(E)):

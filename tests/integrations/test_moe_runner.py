@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
-from fused_samples import BASE, E, H, I, K, close, layer
-from runner_calls import OUT, info_of, ran, standard
+from fused_experts_calls import BASE, E, H, I, K, assert_close, make_layer
+from runner_calls import NOT_INPLACE, make_dispatch_output, make_quant_info, run_layer
 from toy_backend import FusedToyExperts, ToyExperts
 
 from experts import StagedTritonExperts, TorchExperts, TritonExperts
@@ -29,9 +29,9 @@ from modular_kernel.spec.problem import Combine
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("backend", ["triton", "toy"])
 def test_fused_and_staged_parts_compute_the_same(backend: str, fused: bool) -> None:
-    x_TH, weights, routing = layer(BASE, DEVICE)
-    got = ran(MoeRunner(backend, OUT, fused=fused), BASE)
-    close(got, float64_reference(x_TH, weights, routing, BASE), 1e-6)
+    x_TH, weights, routing = make_layer(BASE, DEVICE)
+    got = run_layer(MoeRunner(backend, NOT_INPLACE, fused=fused), BASE)
+    assert_close(got, float64_reference(x_TH, weights, routing, BASE), 1e-6)
     names = {
         "triton": (StagedTritonExperts, TritonExperts),
         "toy": (ToyExperts, FusedToyExperts),
@@ -52,10 +52,10 @@ def test_backends_are_usual_names_registered_ones_and_parts() -> None:
     assert set(find_parts("triton", fused=True)) == {"standard", "deepep_normal", "deepep_ll"}
     assert set(find_parts("triton", fused=False)) == {"standard"}
     with pytest.raises(UnknownPartError, match=r"runner backend: got 'cuda', need one of .*triton"):
-        MoeRunner("cuda", OUT)
+        MoeRunner("cuda", NOT_INPLACE)
     for backend in ("torch", "TorchExperts"):
         with pytest.raises(UnsupportedError, match=r"fused of backend .*got False.*toy, triton"):
-            MoeRunner(backend, OUT, fused=False)
+            MoeRunner(backend, NOT_INPLACE, fused=False)
 
 
 def test_both_interfaces_share_one_config() -> None:
@@ -95,9 +95,9 @@ def test_every_field_reaches_the_problem(
     given: dict[str, Any], facts: dict[str, Any], backend: str
 ) -> None:
     problem = replace(BASE, bias=True, **facts)
-    x_TH, weights, routing = layer(problem, DEVICE)
-    got = ran(MoeRunner(backend, replace(OUT, **given)), problem)
-    close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
+    x_TH, weights, routing = make_layer(problem, DEVICE)
+    got = run_layer(MoeRunner(backend, replace(NOT_INPLACE, **given)), problem)
+    assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -117,18 +117,22 @@ def test_fields_without_a_meaning_are_refused(
     given: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        ran(MoeRunner("torch", replace(OUT, **given)), BASE)
+        run_layer(MoeRunner("torch", replace(NOT_INPLACE, **given)), BASE)
 
 
 def test_inplace_is_the_default_and_overwrites_x() -> None:
-    x_TH, weights, routing = layer(BASE, DEVICE)
+    x_TH, weights, routing = make_layer(BASE, DEVICE)
     want, before = float64_reference(x_TH, weights, routing, BASE), x_TH.clone()
     for fused in (True, False):
-        MoeRunner("triton", OUT, fused=fused).run(standard(x_TH, routing), info_of(weights))
+        MoeRunner("triton", NOT_INPLACE, fused=fused).run(
+            make_dispatch_output(x_TH, routing), make_quant_info(weights)
+        )
         assert torch.equal(x_TH, before)
-    got = MoeRunner("triton", MoeRunnerConfig()).run(standard(x_TH, routing), info_of(weights))
+    got = MoeRunner("triton", MoeRunnerConfig()).run(
+        make_dispatch_output(x_TH, routing), make_quant_info(weights)
+    )
     assert got.hidden_states is x_TH
-    close(x_TH, want, 1e-6)
+    assert_close(x_TH, want, 1e-6)
 
 
 def test_switches_by_their_usual_names() -> None:
@@ -139,20 +143,20 @@ def test_switches_by_their_usual_names() -> None:
     assert switches(off) == {"fused": True, "aiter": False}
     with pytest.raises(ConfigurationError, match="SGLANG_MOE_PADDING: got 'often'"):
         switches({"SGLANG_MOE_PADDING": "often"})
-    MoeRunner("triton", OUT, **switches(off))
+    MoeRunner("triton", NOT_INPLACE, **switches(off))
     for name, option in (
         ("SGLANG_MOE_USE_AITER", "aiter"), ("SGLANG_MASKED_GEMM_FAST_ACT", "fast_act"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedError, match=f"{option}: got True, need False"):
-            MoeRunner("triton", OUT, **switches({name: "1"}))
+            MoeRunner("triton", NOT_INPLACE, **switches({name: "1"}))
 
 
 def test_an_environment_variable_disables_fused_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "1")
     runner = MoeRunner("triton", SIZES, dtype=torch.float32)
     assert "standard: StagedTritonExperts, staged" in runner.explain()
-    x_TH, weights, routing = layer(BASE, DEVICE)
-    close(ran(runner, BASE), float64_reference(x_TH, weights, routing, BASE), 1e-6)
+    x_TH, weights, routing = make_layer(BASE, DEVICE)
+    assert_close(run_layer(runner, BASE), float64_reference(x_TH, weights, routing, BASE), 1e-6)
     # An argument takes precedence, and a backend without stages keeps its part.
     assert "standard: TritonExperts" in MoeRunner("triton", SIZES, fused=True).explain()
     assert "standard: TorchExperts" in MoeRunner("torch", SIZES).explain()
@@ -169,11 +173,11 @@ def test_unsupported_configs_are_refused_at_construction() -> None:
     with pytest.raises(IncompatibleError, match=r"\[quant\] ToyExperts"):
         MoeRunner("toy", SIZES, quant="int8_w8a8_channel", fused=False)
     with pytest.raises(UnsupportedError, match="quant of backend 'toy': got int8_w8a8_channel, ne"):
-        MoeRunner("toy", OUT, quant="int8_w8a8_channel")
+        MoeRunner("toy", NOT_INPLACE, quant="int8_w8a8_channel")
     runner = MoeRunner("torch", SIZES, quant="int8_w8a16_channel")
-    x_TH, weights, routing = layer(BASE, DEVICE)
+    x_TH, weights, routing = make_layer(BASE, DEVICE)
     with pytest.raises(ConfigurationError, match="quant_info: got none, need int8_w8a16_channel"):
-        runner.run(standard(x_TH, routing), info_of(weights))
+        runner.run(make_dispatch_output(x_TH, routing), make_quant_info(weights))
 
 
 def test_explain_states_which_part_runs_and_why_others_do_not() -> None:
@@ -185,10 +189,12 @@ def test_explain_states_which_part_runs_and_why_others_do_not() -> None:
     assert "[quant] ToyExperts / problem" in told
     assert "deepep_ll: no part" in told
     with pytest.raises(ConfigurationError, match="num_experts, hidden_size"):
-        MoeRunner("triton", OUT).explain()
+        MoeRunner("triton", NOT_INPLACE).explain()
 
 
 def test_a_call_equals_that_of_the_kernel() -> None:
-    x_TH, weights, routing = layer(BASE, DEVICE)
+    x_TH, weights, routing = make_layer(BASE, DEVICE)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    assert torch.equal(ran(MoeRunner("torch", OUT), BASE), kernel(x_TH, weights, routing))
+    assert torch.equal(
+        run_layer(MoeRunner("torch", NOT_INPLACE), BASE), kernel(x_TH, weights, routing)
+    )

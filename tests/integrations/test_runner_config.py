@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from fused_samples import BASE, E, K, T, close, layer, run
-from runner_calls import OUT, ran
+from fused_experts_calls import BASE, E, K, T, assert_close, call_fused_experts, make_layer
+from runner_calls import NOT_INPLACE, run_layer
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -125,35 +125,37 @@ def test_values_that_no_part_implements_are_refused_by_name(
     given: dict[str, Any], error: type[ModularKernelError], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        ran(MoeRunner("torch", replace(OUT, **given)), BASE)
+        run_layer(MoeRunner("torch", replace(NOT_INPLACE, **given)), BASE)
 
 
 def test_fields_without_an_effect_change_nothing() -> None:
-    x_TH, weights, routing = layer(BASE)
-    want = run(x_TH, weights, routing)
+    x_TH, weights, routing = make_layer(BASE)
+    want = call_fused_experts(x_TH, weights, routing)
     given: dict[str, Any] = {"layer": torch.nn.Identity(), "routing_method_type": 1}
     given |= {"num_fused_shared_experts": None, "gate_up_interleaved": False}
-    assert torch.equal(run(x_TH, weights, routing, **given), want)
+    assert torch.equal(call_fused_experts(x_TH, weights, routing, **given), want)
     for backend in ("torch", Backend("torch")):
-        got = ran(MoeRunner("torch", replace(OUT, runner_backend=backend, **given)), BASE)
-        close(got, want.double(), 1e-6)
-    assert run(x_TH, weights, routing, runner_backend="triton") is not None
+        got = run_layer(
+            MoeRunner("torch", replace(NOT_INPLACE, runner_backend=backend, **given)), BASE
+        )
+        assert_close(got, want.double(), 1e-6)
+    assert call_fused_experts(x_TH, weights, routing, runner_backend="triton") is not None
     with pytest.raises(ConfigurationError, match="runner_backend of the config: got 'torch'"):
-        run(x_TH, weights, routing, runner_backend="torch")
+        call_fused_experts(x_TH, weights, routing, runner_backend="torch")
 
 
 def test_logits_need_no_routing_method() -> None:
-    x_TH, weights, _ = layer(BASE)
+    x_TH, weights, _ = make_layer(BASE)
     with pytest.raises(ConfigurationError, match="routing_method_type: got 1, need None, or w"):
         fused_moe(x_TH, weights.w1, weights.w2, torch.ones(T, E), top_k=K, routing_method_type=1)
 
 
 def test_rows_that_the_caller_sums_are_not_scaled() -> None:
-    x_TH, weights, routing = layer(BASE)
-    config = replace(OUT, no_combine=True, routed_scaling_factor=2.5)
+    x_TH, weights, routing = make_layer(BASE)
+    config = replace(NOT_INPLACE, no_combine=True, routed_scaling_factor=2.5)
     want = float64_reference(x_TH, weights, routing, BASE)
-    rows_TKH = ran(MoeRunner("torch", config), BASE)
+    rows_TKH = run_layer(MoeRunner("torch", config), BASE)
     config = replace(config, no_combine_keep_router_weight=True)
-    weighted_TKH = ran(MoeRunner("torch", config), BASE)
-    close(weighted_TKH.sum(1), want, 1e-6)
-    close((rows_TKH * routing.topk_weights_TK[..., None]).sum(1), want, 1e-6)
+    weighted_TKH = run_layer(MoeRunner("torch", config), BASE)
+    assert_close(weighted_TKH.sum(1), want, 1e-6)
+    assert_close((rows_TKH * routing.topk_weights_TK[..., None]).sum(1), want, 1e-6)

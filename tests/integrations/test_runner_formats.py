@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from devices import DEVICE
-from fused_samples import BASE, E, H, T, close, layer
-from runner_calls import OUT, info_of
+from fused_experts_calls import BASE, E, H, T, assert_close, make_layer
+from runner_calls import NOT_INPLACE, make_quant_info
 
 from modular_kernel.errors import ConfigurationError, DtypeError, IncompatibleError, ShapeError
 from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
@@ -45,15 +45,15 @@ def test_formats_are_distinguished() -> None:
 
 
 def test_a_wrong_format_is_refused_with_both_names() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     given = DeepEPLLDispatchOutput(x_TH, None, *vars(routing).values(), torch.zeros(E))
     with pytest.raises(ConfigurationError) as caught:
-        MoeRunner("triton", OUT, fused=False).run(given, info_of(weights))
+        MoeRunner("triton", NOT_INPLACE, fused=False).run(given, make_quant_info(weights))
     assert (caught.value.got, caught.value.need) == ("deepep_ll", "standard")
     with pytest.raises(
         ConfigurationError, match="got tuple, which is not a dispatch output, need standard"
     ):
-        MoeRunner("torch", OUT).run((x_TH, routing), info_of(weights))  # type: ignore[arg-type]
+        MoeRunner("torch", NOT_INPLACE).run((x_TH, routing), make_quant_info(weights))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block:block=32x32"])
@@ -61,7 +61,7 @@ def test_a_wrong_format_is_refused_with_both_names() -> None:
 def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None:
     """With local ids, -1 for experts of other ranks: a rank's share of the layer."""
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem, DEVICE)
+    x_TH, weights, routing = make_layer(problem, DEVICE)
     ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
     local = Routing(routing.topk_weights_TK, ids)
     rows, scale = x_TH, None
@@ -73,19 +73,19 @@ def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None
     runner = MoeRunner(backend, config, dtype=torch.float32)
     got = runner.run(
         DeepEPNormalDispatchOutput(rows, scale, local.topk_ids_TK, local.topk_weights_TK),
-        info_of(weights, quant=quant),
+        make_quant_info(weights, quant=quant),
     )
     assert isinstance(got, DeepEPNormalCombineInput)
     assert got.topk_ids is local.topk_ids_TK
     want = float64_reference(x_TH, weights, local, replace(problem, routed_scaling_factor=2.0))
-    close(got.hidden_states, want, 0.1 if scale is not None else 1e-6)
+    assert_close(got.hidden_states, want, 0.1 if scale is not None else 1e-6)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem, DEVICE)
+    x_TH, weights, routing = make_layer(problem, DEVICE)
     counts = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=DEVICE)
     x_eCH = torch.full((E, 4, H), torch.nan, device=DEVICE)
     for expert, count in enumerate(counts.tolist()):
@@ -98,7 +98,7 @@ def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quan
     given = DeepEPLLDispatchOutput(
         rows, scale, routing.topk_ids_TK, routing.topk_weights_TK, counts, 2
     )
-    got = runner.run(given, info_of(weights, quant=quant))
+    got = runner.run(given, make_quant_info(weights, quant=quant))
     assert isinstance(got, DeepEPLLCombineInput)
     assert got.topk_ids is routing.topk_ids_TK
     assert torch.equal(got.topk_weights, routing.topk_weights_TK * 2.5)
@@ -108,30 +108,36 @@ def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quan
             one = Routing(torch.ones(count, 1, device=DEVICE), ids)
             alone = replace(problem, tokens=count, top_k=1)
             want = float64_reference(x_TH[:count], weights, one, alone)
-            close(got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6)
+            assert_close(
+                got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6
+            )
 
 
 def test_options_without_effect_on_a_dispatcher_are_refused() -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
     normal = DeepEPNormalDispatchOutput(x_TH, None, ids, gates)
     rows, counts = x_TH[None].repeat(E, 1, 1), torch.zeros(E, dtype=torch.int32)
     batches = DeepEPLLDispatchOutput(rows, None, ids, gates, counts)
     with pytest.raises(ConfigurationError, match="no_combine of deepep_normal"):
-        MoeRunner("torch", replace(OUT, no_combine=True)).run(normal, info_of(weights))
-    on_input = MoeRunner("torch", replace(OUT, apply_router_weight_on_input=True))
+        MoeRunner("torch", replace(NOT_INPLACE, no_combine=True)).run(
+            normal, make_quant_info(weights)
+        )
+    on_input = MoeRunner("torch", replace(NOT_INPLACE, apply_router_weight_on_input=True))
     with pytest.raises(IncompatibleError, match="ReceivedBatches x NaiveBatchedExperts"):
-        on_input.run(batches, info_of(weights))
+        on_input.run(batches, make_quant_info(weights))
     placed = replace(weights, expert_map=torch.arange(E, dtype=torch.int32))
     with pytest.raises(ConfigurationError, match="expert_map of deepep_ll"):
-        MoeRunner("torch", OUT).run(batches, info_of(placed))
+        MoeRunner("torch", NOT_INPLACE).run(batches, make_quant_info(placed))
     with pytest.raises(ConfigurationError, match="expert_map of deepep_normal"):
-        MoeRunner("torch", OUT).run(normal, info_of(placed))
-    quantized_info = info_of(quantize_weights(weights, replace(BASE, quant="fp8_w8a8_channel")),
-                             quant="fp8_w8a8_channel")  # fmt: skip
+        MoeRunner("torch", NOT_INPLACE).run(normal, make_quant_info(placed))
+    quantized = quantize_weights(weights, replace(BASE, quant="fp8_w8a8_channel"))
+    quantized_info = make_quant_info(quantized, quant="fp8_w8a8_channel")
     with pytest.raises(DtypeError, match="hidden_states for fp8_w8a8_channel"):
-        MoeRunner("torch", OUT).run(batches, quantized_info)
+        MoeRunner("torch", NOT_INPLACE).run(batches, quantized_info)
     eight = batches._replace(hidden_states=batches.hidden_states.to(torch.float8_e4m3fn))
     for scale in (None, torch.ones(E, T, 2)):
         with pytest.raises(ShapeError, match="hidden_states_scale"):
-            MoeRunner("torch", OUT).run(eight._replace(hidden_states_scale=scale), quantized_info)
+            MoeRunner("torch", NOT_INPLACE).run(
+                eight._replace(hidden_states_scale=scale), quantized_info
+            )

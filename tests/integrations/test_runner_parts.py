@@ -8,7 +8,7 @@ import pytest
 import torch
 import toy_backend
 from devices import DEVICE
-from stage_samples import NO_EP, PROBLEM, empty_pools, registered
+from runner_stage_fixtures import NO_EP, PROBLEM, make_pools_fixture, make_stages_fixture
 from test_runner_stages import REGISTER, Core, fused, post, pre
 from toy_backend import FusedToyExperts, ToyExperts, ToyInput, ToyOutput
 
@@ -31,7 +31,7 @@ from modular_kernel.testing.verify.checks import check_staged_reference
 from modular_kernel.testing.verify.one_process import prove
 from modular_kernel.testing.verify.trial import Trial
 
-pools, stages = empty_pools(), registered(REGISTER)
+pools, stages = make_pools_fixture(), make_stages_fixture(REGISTER)
 
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (

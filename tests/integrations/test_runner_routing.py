@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_samples import BASE, DEVICES, E, H, K, T, close, layer
-from runner_calls import OUT, info_of, standard
+from fused_experts_calls import BASE, DEVICES, E, H, K, T, assert_close, make_layer
+from runner_calls import NOT_INPLACE, make_dispatch_output, make_quant_info
 from vendor_stand_in import BatchedDeepGemm, DeepGemm, TritonKernels
 
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -55,20 +55,20 @@ def test_both_metadata_types_are_made_from_a_tuple() -> None:
 
 
 def test_a_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    x_TH, weights, routing = layer(BASE)
-    plain = standard(x_TH, routing)
+    x_TH, weights, routing = make_layer(BASE)
+    plain = make_dispatch_output(x_TH, routing)
     found = StandardDispatchOutput(x_TH, to_expert_major(plain.topk_output, E))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as caught:
-        MoeRunner("torch", OUT).run(found, info_of(weights))
+        MoeRunner("torch", NOT_INPLACE).run(found, make_quant_info(weights))
     assert (caught.value.got, caught.value.need) == (
         "TritonKernelTopKOutput", "StandardTopKOutput",
     )  # fmt: skip
-    runner = MoeRunner("torch", OUT)
+    runner = MoeRunner("torch", NOT_INPLACE)
     runner.runner_backend = "triton_kernel"  # the part of that name may not be here
     with pytest.raises(ConfigurationError, match="need TritonKernelTopKOutput"):
-        runner.run(plain, info_of(weights))
-    got = runner.run(found, info_of(weights))
-    close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)
+        runner.run(plain, make_quant_info(weights))
+    got = runner.run(found, make_quant_info(weights))
+    assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
@@ -77,23 +77,23 @@ def test_deep_gemm_with_its_stand_in(format: str, quant: str) -> None:
     """Batched and contiguous rows, with scales per 128 values as a dispatcher returns them."""
     problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
-    runner = MoeRunner("deep_gemm", replace(OUT, activation="silu"))
+    runner = MoeRunner("deep_gemm", replace(NOT_INPLACE, activation="silu"))
     runner._parts = {
         "standard": DeepGemm, "deepep_normal": DeepGemm, "deepep_ll": BatchedDeepGemm,
     }  # fmt: skip
-    info = info_of(weights, quant=quant)
+    info = make_quant_info(weights, quant=quant)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
     want = float64_reference(x_TH, weights, routing, problem)
     if format == "standard":
-        got = runner.run(standard(x_TH, routing), info)
-        close(got.hidden_states, want, 0.1)
+        got = runner.run(make_dispatch_output(x_TH, routing), info)
+        assert_close(got.hidden_states, want, 0.1)
         return
     rows, scale = x_TH, None
     if quant != "none":
         rows, scale = quantize_values(x_TH.float(), problem.scheme)
     if format == "deepep_normal":
         got = runner.run(DeepEPNormalDispatchOutput(rows, scale, ids, gates), info)
-        close(got.hidden_states, want, 0.1)
+        assert_close(got.hidden_states, want, 0.1)
         return
     counts = torch.full((E,), T, dtype=torch.int32)
     few = DeepEPLLDispatchOutput(_by_expert(rows, T), _by_expert(scale, T), ids, gates, counts)
@@ -104,7 +104,7 @@ def test_deep_gemm_with_its_stand_in(format: str, quant: str) -> None:
     given = runner.run(batches, info)
     token = torch.arange(T)[:, None].expand(T, K)
     got_TH = (given.hidden_states[ids.long(), token].float() * gates[..., None]).sum(1)
-    close(got_TH, want, 0.1)
+    assert_close(got_TH, want, 0.1)
 
 
 def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
@@ -119,11 +119,13 @@ def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
 def test_triton_kernels_with_its_stand_in() -> None:
     problem = Problem(T, H, 48, E, K, dtype=torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
-    runner = MoeRunner("triton_kernel", OUT)
+    runner = MoeRunner("triton_kernel", NOT_INPLACE)
     runner._parts = {"standard": TritonKernels}
     topk = to_expert_major(
         StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None), E
     )
     stored = replace(weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous())
-    got = runner.run(StandardDispatchOutput(x_TH, topk), info_of(stored, use_triton_kernels=True))
-    close(got.hidden_states, float64_reference(x_TH, weights, routing, problem), 0.02)
+    got = runner.run(
+        StandardDispatchOutput(x_TH, topk), make_quant_info(stored, use_triton_kernels=True)
+    )
+    assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, problem), 0.02)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import toy_backend
-from stage_samples import NO_EP, PROBLEM, empty_pools, registered
+from runner_stage_fixtures import NO_EP, PROBLEM, make_pools_fixture, make_stages_fixture
 from third_party import install, mk
 from toy_backend import ToyExperts, ToyInput, ToyOutput
 
@@ -33,7 +33,7 @@ from modular_kernel.testing import Case
 from modular_kernel.testing.verify.one_process import prove
 
 SOURCE = Path(toy_backend.__file__).read_text(encoding="utf-8")
-pools = empty_pools()
+pools = make_pools_fixture()
 
 
 class Named:
@@ -94,7 +94,7 @@ REGISTER = {
     "core": (register_core("x"), Core, OtherCore),
     "fused operation": (register_fused_func("none", "x", unfused=ToyExperts), fused, other_fused),
 }
-stages = registered(REGISTER)
+stages = make_stages_fixture(REGISTER)
 
 
 @pytest.mark.usefixtures("pools")

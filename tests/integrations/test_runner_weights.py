@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
-from fused_samples import BASE, E, H, I, close, layer
-from runner_calls import OUT, info_of, ran, standard
+from fused_experts_calls import BASE, E, H, I, assert_close, make_layer
+from runner_calls import NOT_INPLACE, make_dispatch_output, make_quant_info, run_layer
 
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError
 from modular_kernel.integrations.moe_runner import MoeQuantInfo, MoeRunner
@@ -30,22 +30,22 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
 def test_flags_or_a_name_give_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem, DEVICE)
+    x_TH, weights, routing = make_layer(problem, DEVICE)
     want = float64_reference(x_TH, weights, routing, problem)
     for fused in {True, backend == "torch"}:
-        got = ran(MoeRunner(backend, OUT, fused=fused), problem, **flags)
-        close(got, want, 0.1 if "w8a8" in quant else 1e-5)
+        got = run_layer(MoeRunner(backend, NOT_INPLACE, fused=fused), problem, **flags)
+        assert_close(got, want, 0.1 if "w8a8" in quant else 1e-5)
 
 
 def test_contradicting_schemes_are_refused() -> None:
-    _, weights, _ = layer(BASE, DEVICE)
+    _, weights, _ = make_layer(BASE, DEVICE)
     for flags, words in (
         ({"use_fp8_w8a8": True, "quant": "mxfp4_w4a16"}, "quant: got mxfp4_w4a16 and fp8"),
         ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "one use_"),
         ({"quant": "fp9"}, "quant: got fp9"),
     ):
         with pytest.raises(ConfigurationError, match=words):
-            info_of(weights, **flags).scheme()
+            make_quant_info(weights, **flags).scheme()
     with pytest.raises(ConfigurationError, match=r"MoeQuantInfo\.w13_weight: got 7"):
         MoeQuantInfo(7, weights.w2)  # type: ignore[arg-type]
 
@@ -54,21 +54,31 @@ def test_contradicting_schemes_are_refused() -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_padded_weights_give_the_same_result(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem, DEVICE)
+    x_TH, weights, routing = make_layer(problem, DEVICE)
     flags = {"use_fp8_w8a8": True} if quant != "none" else {}
     wide = replace(weights, w1=_padded(weights.w1), w2=_padded(weights.w2))
-    plain = MoeRunner(backend, OUT).run(standard(x_TH, routing), info_of(weights, **flags))
-    runner = MoeRunner(backend, OUT, padding=True)
-    got = runner.run(standard(x_TH, routing), info_of(wide, **flags))
+    plain = MoeRunner(backend, NOT_INPLACE).run(
+        make_dispatch_output(x_TH, routing), make_quant_info(weights, **flags)
+    )
+    runner = MoeRunner(backend, NOT_INPLACE, padding=True)
+    got = runner.run(make_dispatch_output(x_TH, routing), make_quant_info(wide, **flags))
     assert torch.equal(got.hidden_states, plain.hidden_states)
     if quant != "none":
         with pytest.raises(UnsupportedError, match="padding: got int4"):
-            runner.run(standard(x_TH, routing), info_of(wide, quant="int4_w4a16_group:group=32"))
+            runner.run(
+                make_dispatch_output(x_TH, routing),
+                make_quant_info(wide, quant="int4_w4a16_group:group=32"),
+            )
         return
     with pytest.raises(ShapeError, match="padded weights"):
-        runner.run(standard(x_TH, routing), info_of(replace(wide, w1=weights.w1[:, :, 1:])))
+        runner.run(
+            make_dispatch_output(x_TH, routing),
+            make_quant_info(replace(wide, w1=weights.w1[:, :, 1:])),
+        )
     with pytest.raises(ShapeError):
-        MoeRunner(backend, OUT).run(standard(x_TH, routing), info_of(wide, **flags))
+        MoeRunner(backend, NOT_INPLACE).run(
+            make_dispatch_output(x_TH, routing), make_quant_info(wide, **flags)
+        )
 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
@@ -77,14 +87,14 @@ def _padded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_transposed_storage_is_the_same_layer() -> None:
-    x_TH, weights, routing = layer(BASE, DEVICE)
+    x_TH, weights, routing = make_layer(BASE, DEVICE)
     stored = replace(
         weights,
         w1=weights.w1.transpose(1, 2).contiguous(),
         w2=weights.w2.transpose(1, 2).contiguous(),
     )
     assert stored.w1.shape == (E, H, 2 * I)
-    got = MoeRunner("torch", OUT).run(
-        standard(x_TH, routing), info_of(stored, use_triton_kernels=True)
+    got = MoeRunner("torch", NOT_INPLACE).run(
+        make_dispatch_output(x_TH, routing), make_quant_info(stored, use_triton_kernels=True)
     )
-    close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)
+    assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from fused_samples import BASE, E, close, layer
-from runner_calls import info_of
+from fused_experts_calls import BASE, E, assert_close, make_layer
+from runner_calls import make_quant_info
 from test_runner_config import SGLANG_FIELDS
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError, UnsupportedError
@@ -56,7 +56,7 @@ class TritonMoeQuantInfo:
 
 
 def their_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
-    tensors = vars(info_of(weights))
+    tensors = vars(make_quant_info(weights))
     known = {n: v for n, v in tensors.items() if n in TritonMoeQuantInfo.__dataclass_fields__}
     return TritonMoeQuantInfo(**known | flags)
 
@@ -108,7 +108,7 @@ def test_an_unknown_field_must_have_its_default() -> None:
         with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*the default"):
             translation.convert_runner_config(newer(**given))
     with pytest.raises(ConfigurationError, match=r"TritonMoeQuantInfo.use_new_layout: got True"):
-        translation.convert_quant_info(their_info(layer(BASE)[1], use_new_layout=True))
+        translation.convert_quant_info(their_info(make_layer(BASE)[1], use_new_layout=True))
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -146,18 +146,20 @@ def dispatched(x_TH: torch.Tensor, routing: Routing) -> Dispatched:
 @pytest.mark.parametrize("quant", FLAGS)
 def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     theirs = their_info(weights, **FLAGS[quant])
     info, interleaved = translation.convert_quant_info(theirs)
     assert (info.scheme(), interleaved) == (quant, False)
     config = TheirConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
     runner = LayerRunner(config, pytest.fail)
     got = runner.run(dispatched(x_TH, routing), theirs, config)
-    close(got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
+    assert_close(
+        got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
+    )
 
 
 def test_unsupported_records() -> None:
-    _, weights, _ = layer(BASE)
+    _, weights, _ = make_layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
         translation.convert_quant_info(their_info(weights, use_mxfp8=True))
     with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need Triton"):
@@ -165,7 +167,7 @@ def test_unsupported_records() -> None:
 
 
 def test_unsupported_calls() -> None:
-    x_TH, _, routing = layer(BASE)
+    x_TH, _, routing = make_layer(BASE)
     given = dispatched(x_TH, routing)
     assert find_unsupported_reason(given) is None
     other = SimpleNamespace(value="deepep_ll")
@@ -182,7 +184,7 @@ def test_unsupported_calls() -> None:
 
 
 def test_the_first_call_decides_for_the_layer(caplog: pytest.LogCaptureFixture) -> None:
-    x_TH, weights, routing = layer(BASE)
+    x_TH, weights, routing = make_layer(BASE)
     given, theirs = dispatched(x_TH, routing), their_info(weights)
     config = TheirConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
     runner = LayerRunner(config, lambda *arguments: arguments)

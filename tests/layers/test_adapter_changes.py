@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import TIMEOUT_S
-from lora_layer_samples import STARTS, adapter, base, call
+from forked_child import TIMEOUT_S
+from lora_layers import STARTS, make_adapter, make_base_layer, make_call
 
 import modular_kernel as mk
 from modular_kernel.errors import CapacityError, WeightsError
@@ -74,7 +74,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("meeting")
 def test_threads_load_into_different_slots() -> None:
     pool = AdapterPool(PROBLEM)
-    owns = {f"{n}": adapter(1 + n % 5, n, halves=2) for n in range(THREADS)}
+    owns = {f"{n}": make_adapter(1 + n % 5, n, halves=2) for n in range(THREADS)}
     at_once(*(lambda n=name: pool.load(n, owns[n]) for name in owns))  # type: ignore[misc]
     assert sorted(pool.slots.values()) == list(range(THREADS))
     for name, own in owns.items():
@@ -84,8 +84,8 @@ def test_threads_load_into_different_slots() -> None:
 
 @pytest.mark.usefixtures("meeting")
 def test_threads_load_into_the_same_slot_of_all_layers() -> None:
-    manager = LoRAManager(base().problem, "adapters=8,rank=5", [3, 4])
-    own = MoELoRALayer(adapter(4, 1, halves=2))
+    manager = LoRAManager(make_base_layer().problem, "adapters=8,rank=5", [3, 4])
+    own = MoELoRALayer(make_adapter(4, 1, halves=2))
     at_once(*(lambda n=n: manager.load(f"{n}", {3: own}) for n in range(THREADS)))  # type: ignore[misc]
     third, fourth = (dict(pool.slots) for pool in manager.pools.values())
     assert third == fourth
@@ -93,10 +93,10 @@ def test_threads_load_into_the_same_slot_of_all_layers() -> None:
 
 
 def test_threads_that_load_use_and_evict_see_their_own_adapters() -> None:
-    layer = base()
+    layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=3,rank=5", [3])
-    adapted, (x, logits) = FusedMoEWithLoRA(layer, manager), call()
-    owns = [MoELoRALayer(adapter(1 + n % 5, n, halves=2)) for n in range(4)]
+    adapted, (x, logits) = FusedMoEWithLoRA(layer, manager), make_call()
+    owns = [MoELoRALayer(make_adapter(1 + n % 5, n, halves=2)) for n in range(4)]
     wants = []
     for n, own in enumerate(owns):
         manager.load(f"{n}", {3: own})
@@ -179,10 +179,12 @@ def consistent(manager: LoRAManager) -> None:
 @pytest.mark.parametrize("again", [None, 7], ids=["once", "in its undoing too"])
 def test_a_load_and_an_evict_interrupted_at_any_line(mode: Any, again: int | None) -> None:
     shared, halves = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
-    own = MoELoRALayer(adapter(4, 1, halves=halves), 2.0)
+    own = MoELoRALayer(make_adapter(4, 1, halves=halves), 2.0)
 
     def made() -> LoRAManager:
-        manager = LoRAManager(base().problem, f"adapters=2,rank=5{shared}", [3, 4], mode=mode)
+        manager = LoRAManager(
+            make_base_layer().problem, f"adapters=2,rank=5{shared}", [3, 4], mode=mode
+        )
         manager.load("kept", {3: own, 4: own})
         return manager
 
@@ -219,9 +221,9 @@ def test_a_load_and_an_evict_interrupted_at_any_line(mode: Any, again: int | Non
 
 @pytest.mark.parametrize("scaling", [1e39, -1e300, 1e-60])
 def test_a_scaling_out_of_the_range_of_float32_takes_no_slot(scaling: float) -> None:
-    problem = base().problem
+    problem = make_base_layer().problem
     manager = LoRAManager(problem, "adapters=2,rank=5,a13=shared", [3, 4], mode="parallel_delta")
-    own = adapter(4, 1)
+    own = make_adapter(4, 1)
     with pytest.raises(WeightsError, match=r"'mine': scaling of layer 4: got .*float32"):
         manager.load("mine", {3: MoELoRALayer(own, 2.0), 4: MoELoRALayer(own, scaling)})
     consistent(manager)
@@ -235,8 +237,8 @@ def test_a_scaling_out_of_the_range_of_float32_takes_no_slot(scaling: float) -> 
 def test_pools_made_in_inference_mode_load_outside_it() -> None:
     with torch.inference_mode():
         pool = AdapterPool(PROBLEM)
-        pool.load("within", adapter(4, 1, halves=2))
-        theirs = adapter(3, 2, halves=2)  # tensors of inference mode
+        pool.load("within", make_adapter(4, 1, halves=2))
+        theirs = make_adapter(3, 2, halves=2)  # tensors of inference mode
     pool.load("outside", theirs)
     pool.evict("within")
     assert not any(tensor[0].any() for tensor in pool._tensors.values())
@@ -248,8 +250,10 @@ def test_pools_made_in_inference_mode_load_outside_it() -> None:
 def test_managers_made_in_inference_mode_load_outside_it(mode: Any) -> None:
     shared, halves = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
     with torch.inference_mode():
-        manager = LoRAManager(base().problem, f"adapters=2,rank=5{shared}", [3], mode=mode)
-    manager.load("mine", {3: MoELoRALayer(adapter(4, 1, halves=halves), 2.0)})
+        manager = LoRAManager(
+            make_base_layer().problem, f"adapters=2,rank=5{shared}", [3], mode=mode
+        )
+    manager.load("mine", {3: MoELoRALayer(make_adapter(4, 1, halves=halves), 2.0)})
     assert manager._ranks[3].tolist() == [4, 0]
     with torch.inference_mode():
         manager.evict("mine")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_samples import DEVICE
+from ops_fixtures import DEVICE
 
 from modular_kernel.errors import ConfigurationError, DtypeError
 from modular_kernel.layers.balance import Move, count, moves, rank_loads, rebalance

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
-from fused_samples import moved
-from layer_samples import E, H, I, K, Sample, T, error, layer_of, share
+from fused_experts_calls import move_tensors
+from small_layers import E, H, I, K, Sample, T, make_layer, rank_weights, relative_error
 
 from experts.compat.ep_moe import GroupedGemmRunner
 from modular_kernel.errors import (
@@ -48,7 +48,7 @@ def parts(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Ten
             quant_config=None if sample.problem.quant == "none" else sample.problem.quant,
             **options,
         )  # fmt: skip
-        layer.set_weights(moved(share(sample, (rank, world), (0, 1)), DEVICE))
+        layer.set_weights(move_tensors(rank_weights(sample, (rank, world), (0, 1)), DEVICE))
         found.append(layer(sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)).cpu())
     return found
 
@@ -64,7 +64,7 @@ def test_outputs_of_ranks_sum_to_the_whole(name: str, world: int) -> None:
     bias = options.get("correction_bias")
     routing = route(sample.logits, spec, RouterTensors(bias)).routing
     want = float64_reference(sample.x_TH, sample.plain, routing, sample.problem)
-    assert error(total, want) < 1e-5
+    assert relative_error(total, want) < 1e-5
 
 
 def test_a_token_without_a_local_expert_gets_zeros() -> None:
@@ -80,16 +80,16 @@ def test_it_equals_fused_moe_over_tp() -> None:
     sample = Sample(fields={"dtype": torch.bfloat16})
     by_experts = sum(part.double() for part in parts(sample, 2, {}))
     by_cuts = sum(
-        layer_of(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
+        make_layer(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
     )
-    assert error(by_experts, sample.expected_output()) < 1e-2
-    assert error(by_experts, by_cuts) < 1e-2
+    assert relative_error(by_experts, sample.expected_output()) < 1e-2
+    assert relative_error(by_experts, by_cuts) < 1e-2
 
 
 def test_float8_with_one_scale_per_expert() -> None:
     sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
     total = sum(part.double() for part in parts(sample, 2, {}))
-    assert error(total, sample.expected_output()) < 8e-2
+    assert relative_error(total, sample.expected_output()) < 8e-2
 
 
 def test_it_describes_its_experts() -> None:
@@ -163,7 +163,7 @@ def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
         if getattr(module, "quant_method", None) is not None:
             module.quant_method.process_weights_after_loading(module)
     want = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
-    want.set_weights(moved(sample.plain, DEVICE))
+    want.set_weights(move_tensors(sample.plain, DEVICE))
     call = sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)
     assert torch.equal(layer(*call), want(*call))
     with pytest.raises(UnsupportedError, match="got Linear, need an EPMoE"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_samples import FAMILIES, E, H, I, K, Sample, layer_of
+from small_layers import FAMILIES, E, H, I, K, Sample, make_layer
 
 import modular_kernel as mk
 from modular_kernel.errors import DtypeError, StateError, UnsupportedError
@@ -80,7 +80,7 @@ PLACES = [(name, WHOLE) for name in SAMPLES] + [(n, SHARE) for n in ("biases", "
 @pytest.mark.parametrize(("name", "place"), PLACES, ids=str)
 def test_a_layer_is_two_operators_for_any_number_of_tokens(name: str, place: Any) -> None:
     sample = SAMPLES[name]
-    layer = layer_of(sample, *place, shared_experts=torch.nn.Tanh())
+    layer = make_layer(sample, *place, shared_experts=torch.nn.Tanh())
     call, graphs = compiled(layer)
     for tokens in (17, 9, 5):
         given = inputs(sample, tokens)
@@ -93,7 +93,7 @@ def test_a_layer_is_two_operators_for_any_number_of_tokens(name: str, place: Any
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_cold_compile_of_any_backend_computes_what_eager_does(backend: str) -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     call = torch.compile(layer, backend=backend)
     given = inputs(Sample(), 9)
     got = call(*given)  # before any eager call
@@ -108,7 +108,7 @@ def test_a_router_inside_is_traced(table: bool) -> None:
         parameter.data.copy_(Sample().draw(*parameter.shape, seed=number + 8))
     if table:
         router.tid2eid.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(20)]))
-    layer = layer_of(Sample(), router=router, selection_bias=None)
+    layer = make_layer(Sample(), router=router, selection_bias=None)
     call, graphs = compiled(layer)
     for tokens in (9, 6, 4):
         words = torch.randint(20, (tokens,)) if table else None
@@ -119,7 +119,7 @@ def test_a_router_inside_is_traced(table: bool) -> None:
 
 
 def test_a_given_routing_is_traced() -> None:
-    sample, layer = Sample(), layer_of(Sample(), router=None, top_k=K)
+    sample, layer = Sample(), make_layer(Sample(), router=None, top_k=K)
     x_TH, logits = inputs(sample, 8)
     routing = route(logits, sample.router).routing
     weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
@@ -140,7 +140,7 @@ def test_a_given_routing_is_traced() -> None:
 
 
 def test_a_graph_uses_replaced_and_cast_weights() -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     call, _ = compiled(layer)
     x_TH, logits = inputs(Sample(), 6)
     before = call(x_TH, logits)
@@ -154,7 +154,7 @@ def test_a_graph_uses_replaced_and_cast_weights() -> None:
 
 
 def test_another_router_of_a_layer_is_another_graph() -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     call, _ = compiled(layer)
     given, found = inputs(Sample(), 6), []
     for spec in (RouterSpec(K), RouterSpec(K, "sigmoid"), RouterSpec(K, renormalize=True, eps=0.5)):
@@ -165,7 +165,7 @@ def test_another_router_of_a_layer_is_another_graph() -> None:
 
 
 def test_a_compiled_layer_refuses_what_an_eager_one_does() -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     x_TH, logits = inputs(Sample(), 6)
     call = torch.compile(layer, backend="eager")
     with pytest.raises(DtypeError, match="x: got float64, need float32"):
@@ -177,7 +177,7 @@ def test_a_compiled_layer_refuses_what_an_eager_one_does() -> None:
 
 
 def test_a_layer_that_sums_over_ranks_breaks_the_graph_with_a_reason(monkeypatch) -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     layer._groups = (object(),)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.mul_(3))
     given = inputs(Sample(), 6)
@@ -192,7 +192,7 @@ def test_a_layer_that_sums_over_ranks_breaks_the_graph_with_a_reason(monkeypatch
 
 @pytest.mark.parametrize("name", ["problem", "experts"])
 def test_a_layer_with_a_replaced_problem_or_pairing_breaks_the_graph(name: str) -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     if name == "problem":
         layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
     else:
@@ -217,12 +217,12 @@ def test_a_compiled_layer_raises_until_it_is_loaded() -> None:
         call(*given)
     layer.w2_weight.data.copy_(plain.w2)
     got = call(*given)
-    assert torch.equal(got, layer_of(sample)(*given))
+    assert torch.equal(got, make_layer(sample)(*given))
 
 
 def test_a_compiled_router_raises_until_it_is_loaded() -> None:
     router = Router(RouterSpec(K), H, E)
-    layer = layer_of(Sample(), router=router, selection_bias=None)
+    layer = make_layer(Sample(), router=router, selection_bias=None)
     call, _ = compiled(layer)
     x_TH = inputs(Sample(), 6)[0]
     with pytest.raises(StateError, match="nothing loaded into parameter 0 of the router"):
@@ -374,7 +374,7 @@ def exported(kind: str) -> tuple[torch.nn.Module, Callable[[int], tuple[torch.Te
         return Runner("none"), routed
     if kind == "FusedMoE":
         sample = SAMPLES["scaled"]
-        return layer_of(sample, (1, 2)), lambda tokens: inputs(sample, tokens)
+        return make_layer(sample, (1, 2)), lambda tokens: inputs(sample, tokens)
     layer = EPMoE(E, K, H, I, torch.float32, tp_size=2, tp_rank=0, experts="TorchExperts")
     plain = Sample().plain
     layer.set_weights(mk.ExpertWeights(plain.w1[: E // 2], plain.w2[: E // 2]))

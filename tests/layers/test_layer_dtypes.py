@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layer_samples import FAMILIES, E, H, I, K, Sample, error, layer_of, share
+from small_layers import FAMILIES, E, H, I, K, Sample, make_layer, rank_weights, relative_error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -59,7 +59,7 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
     cast: str, bias: bool
 ) -> None:
     sample = Sample(FAMILIES["biased"], fields={"bias": bias})
-    layer, (apply, dtype) = layer_of(sample), CASTS[cast]
+    layer, (apply, dtype) = make_layer(sample), CASTS[cast]
     before = layer(sample.x_TH, sample.logits)
     kept = layer.selection_bias.clone()
     apply(layer)
@@ -69,7 +69,7 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
     assert torch.equal(layer.selection_bias, kept)
     got = layer(sample.x_TH.to(dtype), sample.logits)
     assert got.dtype is dtype
-    assert error(got, before.double()) < BOUND[dtype]
+    assert relative_error(got, before.double()) < BOUND[dtype]
     if dtype is not torch.float32:
         with pytest.raises(DtypeError, match=f"x: got float32, need {dtype}".replace("torch.", "")):
             layer(sample.x_TH, sample.logits)
@@ -80,7 +80,7 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
 @pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
 def test_quantized_tensors_are_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
     sample = Sample(fields={"quant": quant, "dtype": own, "bias": True})
-    layer, (apply, dtype) = layer_of(sample), CASTS[cast]
+    layer, (apply, dtype) = make_layer(sample), CASTS[cast]
     before = {name: (p.dtype, raw(p)) for name, p in layer.named_parameters()}
     want = layer(sample.x_TH, sample.logits)
     apply(layer)
@@ -96,7 +96,7 @@ def test_quantized_tensors_are_not_cast(quant: str, cast: str, own: torch.dtype)
             assert torch.equal(parameter.flatten(), held.flatten())
     assert layer.problem.dtype is dtype
     got = layer(sample.x_TH.to(dtype), sample.logits)
-    assert error(got, want.double()) < 0.1
+    assert relative_error(got, want.double()) < 0.1
     fresh = replace(sample, fields=sample.fields | {"dtype": dtype})
     other = fresh_of(fresh)
     other.set_weights(layer.weights())  # just what a layer of this dtype takes
@@ -116,7 +116,7 @@ def test_a_layer_in_the_layout_of_its_checkpoint_is_not_cast() -> None:
 def test_other_dtypes_are_refused_before_anything_changes() -> None:
     for quant in (None, "int8_w8a16_channel"):
         sample = Sample(fields={} if quant is None else {"quant": quant})
-        layer = layer_of(sample)
+        layer = make_layer(sample)
         before = {name: p.dtype for name, p in layer.named_parameters()}
         with pytest.raises(DtypeError, match="cast of a layer: got float64, need float32 or"):
             layer.double()
@@ -128,7 +128,7 @@ def test_other_dtypes_are_refused_before_anything_changes() -> None:
 
 
 def test_a_cast_of_a_layer_with_an_exchange_is_refused() -> None:
-    layer = layer_of(Sample())
+    layer = make_layer(Sample())
     layer._exchange_kernel = object()
     with pytest.raises(
         UnsupportedError,
@@ -173,7 +173,7 @@ def fresh_of(sample: Sample, **options: Any) -> FusedMoE:
 )
 def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
     sample = Sample(fields={"quant": quant, "bias": True})
-    good, layer = layer_of(sample), fresh_of(sample)
+    good, layer = make_layer(sample), fresh_of(sample)
     want = good(sample.x_TH, sample.logits)
     for _ in range(2):
         with pytest.raises(
@@ -237,7 +237,7 @@ def test_a_layer_from_the_meta_device_raises_until_it_is_loaded() -> None:
     map.
     """
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
-    good = layer_of(sample, (1, 2), (1, 2))
+    good = make_layer(sample, (1, 2), (1, 2))
     made = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
     layer = FusedMoE(
         E, H, I, device="meta", selection_bias=torch.zeros(E, device="meta"),
@@ -287,7 +287,7 @@ def mesh(tmp_path) -> Any:
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 def test_dtensors_are_refused_by_name(placement, mesh) -> None:
     sample = Sample()
-    layer = layer_of(sample)
+    layer = make_layer(sample)
     x = distribute_tensor(sample.x_TH, mesh, [placement])
     logits = distribute_tensor(sample.logits, mesh, [placement])
     need = r"got a DTensor, need a plain tensor: \.to_local\(\)"
@@ -308,11 +308,11 @@ def test_dtensors_are_refused_by_name(placement, mesh) -> None:
 
 
 def test_a_layer_with_groups_is_not_pickled(mesh) -> None:
-    layer = layer_of(Sample(), parallel=LayerParallel(ep_group=dist.group.WORLD))
+    layer = make_layer(Sample(), parallel=LayerParallel(ep_group=dist.group.WORLD))
     for copy in (deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match=r"torch\.save or copy of a layer: got ep_group"):
             copy(layer)
-    other = layer_of(Sample())
+    other = make_layer(Sample())
     other.load_state_dict(layer.state_dict())
     assert torch.equal(
         deepcopy(other)(Sample().x_TH, Sample().logits), layer(Sample().x_TH, Sample().logits)
@@ -326,4 +326,4 @@ def test_names_are_those_of_the_scheme() -> None:
         for matrix in ("w13", "w2")
         for kind in ("weight_scale", "weight_zero_point", "weight_global_scale", "input_scale")
     } | {"w13_weight_order"}
-    assert share(Sample(), (0, 1), (0, 1)).w1.shape == (E, 2 * I, H)
+    assert rank_weights(Sample(), (0, 1), (0, 1)).w1.shape == (E, 2 * I, H)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from covering_rows import Refusal, name_of
 from layer_rows import DRAWN, W8A8, Place, expected_output, outputs_of, tokens_of
-from layer_samples import error
+from small_layers import relative_error
 
 from modular_kernel.testing.ranks.pool import RankPool
 
@@ -29,11 +29,13 @@ def errors(row: dict[str, Any], outputs: list[torch.Tensor]) -> list[float]:
     assert not [out for out in outputs if isinstance(out, str)], outputs
     by_rank = [outputs[e * tp : (e + 1) * tp] for e in range(ep)]
     if row["place"].reduce:
-        return [error(out, want[tokens_of(row, e)]) for e in range(ep) for out in by_rank[e]]
+        return [
+            relative_error(out, want[tokens_of(row, e)]) for e in range(ep) for out in by_rank[e]
+        ]
     over_tp = [sum(out.double() for out in row_) for row_ in by_rank]
     if row["place"].exchange != "none":
-        return [error(out, want[tokens_of(row, e)]) for e, out in enumerate(over_tp)]
-    return [error(sum(over_tp), want)]
+        return [relative_error(out, want[tokens_of(row, e)]) for e, out in enumerate(over_tp)]
+    return [relative_error(sum(over_tp), want)]
 
 
 def test_all_pairs_of_values_and_all_rules_are_covered() -> None:

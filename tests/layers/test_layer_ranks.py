@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layer_samples import FAMILIES, SPLITS, E, H, K, Sample, T, error, layer_of, share
+from small_layers import (
+    FAMILIES,
+    SPLITS,
+    E,
+    H,
+    K,
+    Sample,
+    T,
+    make_layer,
+    rank_weights,
+    relative_error,
+)
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.layers.balance import count, rank_loads, rebalance
@@ -59,7 +70,7 @@ def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: b
             parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=whole)
             assert parallel.ep == (rank // tp, ep)
             assert parallel.tp == (rank % tp, tp)
-            layer = layer_of(
+            layer = make_layer(
                 SAMPLE,
                 parallel=parallel,
                 reduce_results=True,
@@ -69,7 +80,7 @@ def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: b
             with prefer_torch_reference():
                 got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
                 assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
-        return max(error(one, SAMPLE.expected_output(shared=True)) for one in got)
+        return max(relative_error(one, SAMPLE.expected_output(shared=True)) for one in got)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -94,7 +105,7 @@ def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, in
             order.append(len(x_TH))
             return SAMPLE.shared(x_TH)
 
-        layer = layer_of(
+        layer = make_layer(
             SAMPLE,
             parallel=parallel,
             reduce_results=True,
@@ -106,7 +117,7 @@ def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, in
         with prefer_torch_reference():
             got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
         assert order == [len(got)]
-        worst = error(got, SAMPLE.expected_output(shared=True)[rows])
+        worst = relative_error(got, SAMPLE.expected_output(shared=True)[rows])
         layer.destroy()
         return worst
 
@@ -141,7 +152,7 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
     with prefer_torch_reference():
         got = [layer(sample.x_TH, sample.logits) for _ in range(4)]
     layer.destroy()
-    return max(error(one, sample.expected_output()) for one in got), taken
+    return max(relative_error(one, sample.expected_output()) for one in got), taken
 
 
 def test_the_pairs_of_one_token_are_distributed_over_copies(rank_pool: Pool) -> None:
@@ -188,9 +199,9 @@ def test_balance_of_a_layer() -> None:
     assert max(rank_loads(load, placement)) <= before
     total = torch.zeros(40, H, dtype=torch.float64)
     for rank in range(2):
-        layer = layer_of(sample, (rank, 2), placement=placement)
+        layer = make_layer(sample, (rank, 2), placement=placement)
         held = list(placement.slots[rank])
         layer.set_weights(ExpertWeights(sample.plain.w1[held], sample.plain.w2[held]))
         total += layer(sample.x_TH, sample.logits).double()
-    assert error(total, sample.expected_output()) < 1e-5
-    assert share(sample, (0, 2), (0, 1)).w1.shape[0] == 4
+    assert relative_error(total, sample.expected_output()) < 1e-5
+    assert rank_weights(sample, (0, 2), (0, 1)).w1.shape[0] == 4

@@ -10,7 +10,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layer_samples import FAMILIES, SPLITS, E, H, I, K, Sample, T, error, layer_of, share
+from small_layers import (
+    FAMILIES,
+    SPLITS,
+    E,
+    H,
+    I,
+    K,
+    Sample,
+    T,
+    make_layer,
+    rank_weights,
+    relative_error,
+)
 
 from modular_kernel.errors import (
     DtypeError,
@@ -52,9 +64,9 @@ def test_outputs_of_ranks_sum_to_the_whole(name: str, split: tuple[int, int]) ->
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep_rank in range(ep):
         for tp_rank in range(tp):
-            layer = layer_of(sample, (ep_rank, ep), (tp_rank, tp))
+            layer = make_layer(sample, (ep_rank, ep), (tp_rank, tp))
             total += layer(sample.x_TH, sample.logits).double()
-    assert error(total, sample.expected_output()) < BOUNDS.get(name, 1e-5)
+    assert relative_error(total, sample.expected_output()) < BOUNDS.get(name, 1e-5)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -70,11 +82,11 @@ def test_shared_experts_count_once(partial: bool, split: tuple[int, int]) -> Non
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep_rank in range(ep):
         for tp_rank in range(tp):
-            layer = layer_of(
+            layer = make_layer(
                 sample, (ep_rank, ep), (tp_rank, tp), shared_experts=shared, shared_partial=partial
             )
             total += layer(sample.x_TH, sample.logits).double()
-    assert error(total, sample.expected_output(shared=True)) < 1e-5
+    assert relative_error(total, sample.expected_output(shared=True)) < 1e-5
     assert seen == [T] * (ep * tp)
 
 
@@ -83,11 +95,11 @@ def test_experts_that_do_not_divide_evenly() -> None:
     sample, total = Sample(), torch.zeros(T, H, dtype=torch.float64)
     homes = []
     for rank in range(3):
-        layer = layer_of(sample, (rank, 3))
+        layer = make_layer(sample, (rank, 3))
         homes.append([layer.local_expert(expert) for expert in range(E)])
         total += layer(sample.x_TH, sample.logits).double()
     assert homes == [[0, 1, 2, *[-1] * 5], [-1, -1, -1, 0, 1, 2, -1, -1], [*[-1] * 6, 0, 1]]
-    assert error(total, sample.expected_output()) < 1e-5
+    assert relative_error(total, sample.expected_output()) < 1e-5
 
 
 @pytest.mark.parametrize("reduce_results", [False, True])
@@ -104,7 +116,7 @@ def test_one_rank_may_hold_experts_in_another_order(reduce_results: bool) -> Non
     layer.set_weights(ExpertWeights(**picked))
     assert [layer.local_expert(expert) for expert in order] == list(range(E))
     y = layer(sample.x_TH, sample.logits).double()
-    assert error(y, sample.expected_output()) < 1e-5
+    assert relative_error(y, sample.expected_output()) < 1e-5
 
 
 def test_parameters_have_their_usual_names() -> None:
@@ -126,7 +138,7 @@ def test_parameters_have_their_usual_names() -> None:
 
 def test_state_dict_round_trip() -> None:
     sample = SAMPLES["biases"]
-    layer, other = layer_of(sample), FusedMoE(E, H, I, bias=True, router=sample.router)
+    layer, other = make_layer(sample), FusedMoE(E, H, I, bias=True, router=sample.router)
     other.load_state_dict(layer.state_dict())
     want = layer(sample.x_TH, sample.logits)
     assert torch.equal(other(sample.x_TH, sample.logits), want)
@@ -135,16 +147,18 @@ def test_state_dict_round_trip() -> None:
 
 def test_replaced_weights_are_used() -> None:
     sample = Sample()
-    layer = layer_of(sample)
+    layer = make_layer(sample)
     before = layer(sample.x_TH, sample.logits)
     assert layer.weights() is layer.weights()
     kept = layer.weights()
     layer.w2_weight.data = layer.w2_weight.data * 2  # other memory
     assert layer.weights() is not kept
-    assert error(layer(sample.x_TH, sample.logits), 2 * before.double()) < 1e-6
+    assert relative_error(layer(sample.x_TH, sample.logits), 2 * before.double()) < 1e-6
     layer.w2_weight.data.mul_(0.5)  # the same memory
-    assert error(layer(sample.x_TH, sample.logits), before.double()) < 1e-6
-    layer.set_weights(share(replace(sample, fields={"dtype": torch.float32}), (0, 1), (0, 1)))
+    assert relative_error(layer(sample.x_TH, sample.logits), before.double()) < 1e-6
+    layer.set_weights(
+        rank_weights(replace(sample, fields={"dtype": torch.float32}), (0, 1), (0, 1))
+    )
     assert torch.equal(layer(sample.x_TH, sample.logits), before)
     layer.half()
     with pytest.raises(DtypeError, match="x: got float32, need float16"):
@@ -154,7 +168,7 @@ def test_replaced_weights_are_used() -> None:
 def test_transposed_storage_is_used_without_a_copy() -> None:
     """Views of (e, H, 2I) and (e, I, H) tensors, as some libraries store weights."""
     sample = Sample()
-    layer, good = layer_of(sample), share(sample, (0, 1), (0, 1))
+    layer, good = make_layer(sample), rank_weights(sample, (0, 1), (0, 1))
     want = layer(sample.x_TH, sample.logits)
     w13, w2 = good.w1.mT.contiguous(), good.w2.mT.contiguous()
     layer.set_weights(ExpertWeights(w13.mT, w2.mT))
@@ -163,7 +177,7 @@ def test_transposed_storage_is_used_without_a_copy() -> None:
 
 
 def test_describe_states_where_experts_are() -> None:
-    layer = layer_of(Sample(), (1, 4), layer_id=5)
+    layer = make_layer(Sample(), (1, 4), layer_id=5)
     text = layer.describe()
     for piece in (
         "layer 5: T1-H32-I48-E8-K3",
@@ -176,7 +190,7 @@ def test_describe_states_where_experts_are() -> None:
     ):
         assert piece in text, text
     assert "layer_id=5, ep=(1, 4), tp=(0, 1)" in repr(layer)
-    given = layer_of(Sample(), experts="NaiveBatchedExperts")
+    given = make_layer(Sample(), experts="NaiveBatchedExperts")
     assert "MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts; output" in given.describe()
     layer.to("meta")
     assert "NoEP, experts not chosen yet (parameters are on the meta device); " in layer.describe()
@@ -187,10 +201,10 @@ def test_describe_states_where_experts_are() -> None:
 
 def test_routing_of_every_kind() -> None:
     sample = Sample()
-    layer = layer_of(sample, router=None, top_k=K)
+    layer = make_layer(sample, router=None, top_k=K)
     routing = route(sample.logits, sample.router).routing
     want = layer(sample.x_TH, routing)
-    assert error(want, sample.expected_output()) < 1e-5
+    assert relative_error(want, sample.expected_output()) < 1e-5
     weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
     for given in (
         select_experts(sample.logits, sample.router),
@@ -206,11 +220,11 @@ def test_routing_of_every_kind() -> None:
 
 def test_batches_of_sequences() -> None:
     sample = Sample(tokens=6)
-    layer = layer_of(sample)
+    layer = make_layer(sample)
     want = layer(sample.x_TH, sample.logits)
     got = layer(sample.x_TH.view(2, 3, H), sample.logits.view(2, 3, E))
     assert torch.equal(got, want.view(2, 3, H))
-    given = layer_of(sample, router=None, top_k=K)
+    given = make_layer(sample, router=None, top_k=K)
     routing = route(sample.logits, sample.router).routing
     three = tuple(t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK))
     assert torch.equal(given(sample.x_TH.view(2, 3, H), three), want.view(2, 3, H))
@@ -229,12 +243,12 @@ def test_a_router_inside(table: bool) -> None:
         router.tid2eid.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(20)]))
     else:
         router.e_score_correction_bias.data = sample.draw(E, seed=10)
-    layer = layer_of(sample, router=router, selection_bias=None)
+    layer = make_layer(sample, router=router, selection_bias=None)
     assert "router.weight" in dict(layer.named_parameters())
     got = layer(sample.x_TH, token_ids=words)
     weights, ids, logits = router(sample.x_TH, words)
     assert torch.allclose(logits, sample.x_TH @ router.weight.T + router.bias, atol=1e-5)
-    given = layer_of(sample, router=None, top_k=K)(sample.x_TH, (weights, ids))
+    given = make_layer(sample, router=None, top_k=K)(sample.x_TH, (weights, ids))
     assert torch.equal(got, given)
     if words is not None:
         assert torch.equal(ids.long(), router.tid2eid[words])
@@ -265,7 +279,7 @@ def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=600)
     other = Sample(fields={"bias": True})
-    layers = [layer_of(sample), layer_of(sample), layer_of(other), layer_of(sample, (0, 2))]
+    layers = [make_layer(sample), make_layer(sample), make_layer(other), make_layer(sample, (0, 2))]
     draw, kept, after_warm = random.Random(1), [], 0
     x_TH, logits = sample.x_TH, sample.logits
     for call in range(1000):
@@ -291,7 +305,7 @@ def test_layers_of_one_shape_share_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     shared = KernelCache()
     monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample()
-    first, second = layer_of(sample), layer_of(sample)
+    first, second = make_layer(sample), make_layer(sample)
     first.warm_up(1, 16, 40)
     kernels = list(shared.kernels.values())
     assert [kernel.problem.tokens for kernel in kernels] == [16, 64]
@@ -307,8 +321,8 @@ def test_captures_make_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = KernelCache(max_kernels=2)
     monkeypatch.setattr(module, "_plan_cache", shared)
     sample = Sample(tokens=2049)
-    layer = layer_of(sample)
-    assert error(layer(sample.x_TH, sample.logits), sample.expected_output()) < 1e-5
+    layer = make_layer(sample)
+    assert relative_error(layer(sample.x_TH, sample.logits), sample.expected_output()) < 1e-5
     layer.warm_up(9)
     with monkeypatch.context() as capture:
         capture.setattr(planning, "is_capturing", lambda device: True)
@@ -336,4 +350,4 @@ def test_a_layer_on_one_rank_equals_a_kernel() -> None:
             gate, up = (both + weights.b1[expert].double()).chunk(2)
             down = weights.w2[expert].double() @ (torch.nn.functional.silu(gate) * up)
             total[token] += weight.double() * (down + weights.b2[expert].double())
-    assert error(sample.expected_output(), total) < 1e-12
+    assert relative_error(sample.expected_output(), total) < 1e-12

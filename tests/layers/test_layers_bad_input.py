@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_samples import E, H, I, K, Sample, layer_of, share
+from small_layers import E, H, I, K, Sample, make_layer, rank_weights
 from torch.nn.parameter import UninitializedParameter
 
 from modular_kernel.errors import (
@@ -79,7 +79,7 @@ def test_bad_ranks(fields: dict[str, Any], message: str) -> None:
 
 def test_bad_calls() -> None:
     sample = Sample()
-    layer, given = layer_of(sample), layer_of(sample, router=None, top_k=K)
+    layer, given = make_layer(sample), make_layer(sample, router=None, top_k=K)
     x_TH, logits = sample.x_TH, sample.logits
     weights, ids, _ = select_experts(logits, sample.router)
     cases: tuple[tuple[FusedMoE, tuple[Any, ...], dict[str, Any], type[InputError], str], ...] = (
@@ -115,7 +115,7 @@ def test_bad_calls() -> None:
 
 def test_bad_weights() -> None:
     sample = Sample(fields={"bias": True})
-    layer, good = layer_of(sample), share(sample, (0, 1), (0, 1))
+    layer, good = make_layer(sample), rank_weights(sample, (0, 1), (0, 1))
     before = {name: p.clone() for name, p in layer.named_parameters()}
     for changes, message in (
         ({"w1": good.w1[:4]}, r"w13_weight: got \(4, 96, 32\) float32, need \(e, 2I, H\) = "),
@@ -150,7 +150,7 @@ def test_bad_routers() -> None:
         router(torch.zeros(3, H, dtype=torch.int64))
     with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need 0; use `route`"):
         select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))
-    layer = layer_of(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
+    layer = make_layer(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
     with pytest.raises(
         ConfigurationError, match="routing: got Tensor, need None, because the layer has"
     ):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lora_layer_samples import (
+from lora_layers import (
     BATCH,
     FLOATS,
     NAMES,
@@ -14,10 +14,10 @@ from lora_layer_samples import (
     I,
     K,
     R,
-    adapter,
-    base,
-    call,
-    made,
+    add_adapters,
+    make_adapter,
+    make_base_layer,
+    make_call,
 )
 
 from modular_kernel import ExpertWeights, Routing, reference
@@ -35,9 +35,9 @@ from modular_kernel.ops.moe_lora import run_moe_lora
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("merged", 1), ("parallel_delta", 1)])
 def test_without_adapters_it_equals_the_base_layer_bit_for_bit(mode: str, halves: int) -> None:
-    layer = base()
-    adapted, manager = made(layer, mode, halves)
-    x, logits = call()
+    layer = make_base_layer()
+    adapted, manager = add_adapters(layer, mode, halves)
+    x, logits = make_call()
     want = layer(x, logits)
     assert torch.equal(adapted(x, logits), want)
     nobody = manager.prepare_moe_lora_batch(ForwardBatch((None, None, None), STARTS), 3)
@@ -51,15 +51,15 @@ def test_without_adapters_it_equals_the_base_layer_bit_for_bit(mode: str, halves
 @pytest.mark.parametrize("halves", [1, 2])
 def test_merged_mode_equals_merged_weights(halves: int) -> None:
     """Compared with an independent computation with weights + s B A."""
-    layer = base(routed_scaling_factor=1.5)
-    adapted, manager = made(layer, "merged", halves)
-    x, logits = call()
+    layer = make_base_layer(routed_scaling_factor=1.5)
+    adapted, manager = add_adapters(layer, "merged", halves)
+    x, logits = make_call()
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     routing = layer._route(x, logits, None, (12,)).routing
     weights = layer.weights()
     want = reference.float64_reference(x, weights, routing, layer.problem)
     for rows, rank, scaling in ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0)):
-        a = adapter(rank, rank, halves=halves)
+        a = make_adapter(rank, rank, halves=halves)
         a13, b13, a2, b2 = (getattr(a, f"lora_{name}").double() for name in NAMES)
         first = torch.cat([
             b13[:, :I] @ a13[:, :rank], b13[:, I:] @ a13[:, -rank:]
@@ -70,16 +70,16 @@ def test_merged_mode_equals_merged_weights(halves: int) -> None:
 
 
 def test_parallel_mode_adds_only_the_branch() -> None:
-    layer = base(routed_scaling_factor=1.5)
-    adapted, manager = made(layer, "parallel_delta", 1)
-    x, logits = call()
+    layer = make_base_layer(routed_scaling_factor=1.5)
+    adapted, manager = add_adapters(layer, "parallel_delta", 1)
+    x, logits = make_call()
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     assert info is not None
     got = adapted(x, logits, moe_lora_info=info)
     routing = layer._route(x, logits, None, (12,)).routing
     want = layer(x, logits)
     for rows, rank, scaling in ((range(4), 5, 0.5), (range(9, 12), 3, 2.0)):
-        a = adapter(rank, rank)
+        a = make_adapter(rank, rank)
         for t in rows:
             for weight, e in zip(routing.topk_weights_TK[t], routing.topk_ids_TK[t], strict=True):
                 gate, up = (a.lora_b13[e] @ (a.lora_a13[e] @ x[t])).chunk(2)
@@ -91,9 +91,9 @@ def test_parallel_mode_adds_only_the_branch() -> None:
 
 
 def test_the_backend_uses_the_buffers_of_its_pool() -> None:
-    layer = base()
-    _, manager = made(layer, "parallel_delta", 1)
-    backend, (x, _) = manager.backend(3), call()
+    layer = make_base_layer()
+    _, manager = add_adapters(layer, "parallel_delta", 1)
+    backend, (x, _) = manager.backend(3), make_call()
     assert backend.moe_gate_up_a_buffer.shape == (3, E, R, H)
     assert backend.moe_down_a_buffer.shape == (3, E, R, I)
     ids, weights = torch.arange(12)[:, None] % E, torch.ones(12, 1)
@@ -108,7 +108,7 @@ def test_the_backend_uses_the_buffers_of_its_pool() -> None:
     run_moe_lora(x, ids, weights, info, *buffers, want)
     assert torch.equal(out, want)
     assert out.any()
-    _, other = made(base(), "merged", 2)
+    _, other = add_adapters(make_base_layer(), "merged", 2)
     with pytest.raises(
         ConfigurationError, match="pool: got lora_a13 with 10 rows, lora_a2 with rank 5"
     ):
@@ -118,9 +118,9 @@ def test_the_backend_uses_the_buffers_of_its_pool() -> None:
 
 
 def test_shared_experts_and_batches_of_tokens() -> None:
-    layer = base(shared_experts=lambda x: 0.5 * x)
-    adapted, manager = made(layer, "merged", 2)
-    x, logits = call()
+    layer = make_base_layer(shared_experts=lambda x: 0.5 * x)
+    adapted, manager = add_adapters(layer, "merged", 2)
+    x, logits = make_call()
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     got = adapted(x.view(3, 4, H), logits.view(3, 4, E), moe_lora_info=info)
     assert torch.equal(got.view(12, H), adapted(x, logits, moe_lora_info=info))
@@ -131,7 +131,7 @@ def test_shared_experts_and_batches_of_tokens() -> None:
 
 
 def test_what_is_refused() -> None:
-    layer = base()
+    layer = make_base_layer()
     problem = layer.problem
     shared = "adapters=2,rank=5,a13=shared"
     for bad, lora in ((problem, "adapters=2,rank=5"), (replace(problem, activation="gelu"), shared),
@@ -144,7 +144,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="mode: got 'both'"):
         LoRAManager(problem, shared, [3], mode="both")  # type: ignore[arg-type]
     manager = LoRAManager(problem, shared, [3])
-    own = MoELoRALayer(adapter(3, 0))
+    own = MoELoRALayer(make_adapter(3, 0))
     with pytest.raises(ConfigurationError, match="layer: got 5, need one of 3"):
         manager.load("mine", {5: own})
     with pytest.raises(ConfigurationError, match="adapter 'mine': layer 3: got Adapter"):
@@ -167,11 +167,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="problem of the layer: got"):
         FusedMoEWithLoRA(other, manager)
     with pytest.raises(ConfigurationError, match="moe_lora_info: got"):
-        FusedMoEWithLoRA(layer, manager)(*call(), moe_lora_info=Routing)  # type: ignore[arg-type]
+        FusedMoEWithLoRA(layer, manager)(*make_call(), moe_lora_info=Routing)  # type: ignore[arg-type]
 
 
 def test_parts_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = base()
+    layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3])
     over = replace(layer.problem.parallel, world_size=2)
     monkeypatch.setattr(layer, "problem", replace(layer.problem, parallel=over))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_layer_samples import STARTS, R, adapter, base, call
+from lora_layers import STARTS, R, make_adapter, make_base_layer, make_call
 
 from modular_kernel.errors import (
     CapacityError,
@@ -19,10 +19,10 @@ from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManag
 
 
 def test_layers_without_the_adapter_are_zero_and_slots_agree() -> None:
-    layer = base()
+    layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3, 4])
     assert not manager.has_moe_lora
-    own = MoELoRALayer(adapter(4, 1, halves=2))
+    own = MoELoRALayer(make_adapter(4, 1, halves=2))
     assert manager.load("one", {4: own}) == 0
     assert manager.load("two", {3: own, 4: own}) == 1
     assert manager.has_moe_lora
@@ -31,7 +31,7 @@ def test_layers_without_the_adapter_are_zero_and_slots_agree() -> None:
     assert third is not None
     assert fourth is not None
     assert (third.lora_ranks.tolist(), fourth.lora_ranks.tolist()) == ([0, 4], [4, 4])
-    x, logits = call()
+    x, logits = make_call()
     same = FusedMoEWithLoRA(layer, manager)(x[:4], logits[:4], moe_lora_info=third)
     torch.testing.assert_close(same, layer(x[:4], logits[:4]))
     ranks = fourth.lora_ranks
@@ -43,8 +43,8 @@ def test_layers_without_the_adapter_are_zero_and_slots_agree() -> None:
 
 
 def test_an_error_in_one_layer_changes_no_layer() -> None:
-    manager = LoRAManager(base().problem, "adapters=2,rank=5", [3, 4])
-    good, bad = (MoELoRALayer(adapter(r, 1, halves=2)) for r in (4, 6))
+    manager = LoRAManager(make_base_layer().problem, "adapters=2,rank=5", [3, 4])
+    good, bad = (MoELoRALayer(make_adapter(r, 1, halves=2)) for r in (4, 6))
     with pytest.raises(ModularKernelError, match="rank: got 6"):
         manager.load("mine", {3: good, 4: bad})
     assert not manager.has_moe_lora
@@ -54,7 +54,7 @@ def test_an_error_in_one_layer_changes_no_layer() -> None:
 
 @pytest.mark.parametrize("scaling", [2.0, 1.0])
 def test_the_scaling_is_part_of_both_b(scaling: float) -> None:
-    whole = adapter(3, 0)
+    whole = make_adapter(3, 0)
     folded = MoELoRALayer(whole, scaling).folded()
     assert torch.equal(folded.lora_b13, whole.lora_b13 * scaling)
     assert torch.equal(folded.lora_b2, whole.lora_b2 * scaling)
@@ -62,13 +62,13 @@ def test_the_scaling_is_part_of_both_b(scaling: float) -> None:
 
 
 def two_layers() -> LoRAManager:
-    manager = LoRAManager(base().problem, f"adapters=3,rank={R}", [3, 5])
-    manager.load("a", {3: MoELoRALayer(adapter(3, 1, halves=2))})
+    manager = LoRAManager(make_base_layer().problem, f"adapters=3,rank={R}", [3, 5])
+    manager.load("a", {3: MoELoRALayer(make_adapter(3, 1, halves=2))})
     return manager
 
 
 def test_a_pool_changed_without_the_manager_is_detected() -> None:
-    manager, own = two_layers(), adapter(3, 2, halves=2)
+    manager, own = two_layers(), make_adapter(3, 2, halves=2)
     manager.pools[5].load("mine", own)
     with pytest.raises(StateError, match=r"slots by layer: got \{3: 1, 5: 2\}"):
         manager.load("b", {3: MoELoRALayer(own)})
@@ -84,7 +84,7 @@ def test_a_pool_changed_without_the_manager_is_detected() -> None:
 @pytest.mark.parametrize("layers", [3, [], [3, 3], "ab", [3, "4"], [True]])
 def test_layers_are_distinct_numbers(layers: Any) -> None:
     with pytest.raises(ConfigurationError, match="layer"):
-        LoRAManager(base().problem, "adapters=3,rank=5", layers)
+        LoRAManager(make_base_layer().problem, "adapters=3,rank=5", layers)
 
 
 @pytest.mark.parametrize("name", [3, ["a"], None])

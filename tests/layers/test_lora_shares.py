@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from lora_layer_samples import BATCH, FLOATS, E, H, I, K, adapter, base, call, filled, made
+from lora_layers import (
+    BATCH,
+    FLOATS,
+    E,
+    H,
+    I,
+    K,
+    add_adapters,
+    fill_parameters,
+    make_adapter,
+    make_base_layer,
+    make_call,
+)
 
 from modular_kernel import ExpertWeights
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
@@ -22,7 +34,7 @@ def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callabl
     """Return one TP rank of a layer, with its shard of the weights."""
     split = split_intermediate(I, ranks, QuantScheme.parse("none"))
     part = slice(*split.columns(rank))
-    its = base(parallel=LayerParallel(tp=(rank, ranks)))
+    its = make_base_layer(parallel=LayerParallel(tp=(rank, ranks)))
     w, pad = layer.weights(), (0, split.width - (part.stop - part.start))
     w1 = torch.nn.functional.pad(w.w1.unflatten(1, (2, I))[:, :, part], (0, 0, *pad))
     w2 = torch.nn.functional.pad(w.w2[:, :, part], pad)
@@ -34,9 +46,9 @@ def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callabl
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
     """B of w1 and A of w2 are sharded like the layer; the outputs of ranks add up to the whole."""
-    layer = base()
-    whole, manager = made(layer, mode, halves)
-    x, logits = call()
+    layer = make_base_layer()
+    whole, manager = add_adapters(layer, mode, halves)
+    x, logits = make_call()
     want = whole(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     got = torch.zeros_like(want)
     for rank in range(ranks):
@@ -44,14 +56,14 @@ def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
         lora = str(manager.problem.adapters)
         own = LoRAManager(its.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
         for name, r, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-            own.load(name, {3: MoELoRALayer(share(adapter(r, r, halves=halves)), scaling)})
+            own.load(name, {3: MoELoRALayer(share(make_adapter(r, r, halves=halves)), scaling)})
         info = own.prepare_moe_lora_batch(BATCH, 3)
         got += FusedMoEWithLoRA(its, own)(x, logits, moe_lora_info=info)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_an_adapter_is_sharded_like_its_weights() -> None:
-    whole = adapter(2, 0, halves=2)
+    whole = make_adapter(2, 0, halves=2)
     part = whole.share(1, 3)
     assert torch.equal(part.lora_b13[:, :8], whole.lora_b13[:, 8:16])
     assert torch.equal(part.lora_b13[:, 8:], whole.lora_b13[:, I + 8 : I + 16])
@@ -68,7 +80,10 @@ def test_an_adapter_is_sharded_like_its_weights() -> None:
 @pytest.mark.parametrize(("ranks", "quant"), [(5, "none"), (2, "nvfp4_w4a16")])
 def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str) -> None:
     """Each rank has the columns of its weights; the last rank has fewer."""
-    whole, split = adapter(2, 0, halves=2), split_intermediate(I, ranks, QuantScheme.parse(quant))
+    whole, split = (
+        make_adapter(2, 0, halves=2),
+        split_intermediate(I, ranks, QuantScheme.parse(quant)),
+    )
     b13 = whole.lora_b13.unflatten(1, (2, I) if gated else (I, 2))
     b13 = b13 if gated else b13.transpose(1, 2)
     assert split.is_padded
@@ -92,20 +107,20 @@ def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
 def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
     """Every rank has all tokens, and half of the experts of the base layer and of the adapters."""
-    layer = base()
-    whole, manager = made(layer, mode, halves)
-    x, logits = call()
+    layer = make_base_layer()
+    whole, manager = add_adapters(layer, mode, halves)
+    x, logits = make_call()
     want = whole(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     got = torch.zeros_like(want)
     for rank in (0, 1):
         here = slice(rank * 3, rank * 3 + 3)
-        its = base(parallel=LayerParallel(ep=(rank, 2)))
+        its = make_base_layer(parallel=LayerParallel(ep=(rank, 2)))
         w = layer.weights()
         its.set_weights(ExpertWeights(w.w1[here].contiguous(), w.w2[here].contiguous()))
         lora = str(manager.problem.adapters)
         own = LoRAManager(its.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
         for name, r, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-            every = vars(adapter(r, r, halves=halves))
+            every = vars(make_adapter(r, r, halves=halves))
             mine = Adapter(**{name: each[here] for name, each in every.items()})
             own.load(name, {3: MoELoRALayer(mine, scaling)})
         info = own.prepare_moe_lora_batch(BATCH, 3)
@@ -115,10 +130,10 @@ def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
 
 def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
     """-1 does not select the last expert, and ids of E and above select none."""
-    its = filled(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
+    its = fill_parameters(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
     manager = LoRAManager(its.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
-    manager.load("a", {3: MoELoRALayer(adapter(3, 3, experts=3), 2.0)})
-    x, _ = call()
+    manager.load("a", {3: MoELoRALayer(make_adapter(3, 3, experts=3), 2.0)})
+    x, _ = make_call()
     ids = torch.full((12, K), -1)
     ids[:3, 0], ids[3:6, 0], ids[6:9, 0] = E, 1 << 40, 0  # the last: on the other rank
     ids[9:, 1] = 5
@@ -134,14 +149,14 @@ def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
     ("gated", "rows"), [(True, I), (True, 3 * I), (False, 3 * I), (True, 2 * I + 2)]
 )
 def test_sharding_requires_the_rows_of_w1(gated: bool, rows: int) -> None:
-    whole = adapter(4, 0)
+    whole = make_adapter(4, 0)
     other = replace(whole, lora_b13=torch.zeros(E, rows, 4))
     with pytest.raises(ShapeError, match=f"got {rows}, need .*gated={gated}"):
         other.share(0, 2, gated=gated)
 
 
 def test_sharding_requires_tensors() -> None:
-    whole = adapter(4, 0)
+    whole = make_adapter(4, 0)
     with pytest.raises(DtypeError, match="lora_a2: got list, need a tensor"):
         replace(whole, lora_a2=[1.0]).share(0, 2)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match=r"lora_b13: got \(3, 4\), need three dimensions"):

@@ -11,20 +11,20 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from prepared_samples import CPU, NO_GPU, launched_tiles, made_layer
+from prepared_weights_samples import CPU, NO_GPU, make_launched_fixture, make_prepared_layer
 
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from modular_kernel.errors import WeightsError
 from modular_kernel.layers import fused_moe
 
 pytestmark = NO_GPU
-launched = launched_tiles()
+launched = make_launched_fixture()
 
 
 def test_a_layer_keeps_prepared_weights_until_its_parameters_are_replaced(
     launched: list[int],
 ) -> None:
-    layer, i = made_layer()
+    layer, i = make_prepared_layer()
     layer.prepare_weights()
     assert layer.weights() is layer.weights()
     got = layer(i.x_TH, i.routing)
@@ -43,7 +43,7 @@ def test_a_layer_keeps_prepared_weights_until_its_parameters_are_replaced(
 
 @pytest.mark.parametrize("moved", ["to", "set_weights", "assign", "prepare_weights"])
 def test_a_layer_frees_prepared_weights_with_its_parameters(moved: str) -> None:
-    layer, i = made_layer()
+    layer, i = make_prepared_layer()
     layer.prepare_weights()
     tiles = layer.weights().w1_tiles
     assert tiles is not None
@@ -69,7 +69,7 @@ def test_a_layer_frees_prepared_weights_with_its_parameters(moved: str) -> None:
 
 
 def test_a_compiled_layer_uses_prepared_weights(launched: list[int]) -> None:
-    layer, i = made_layer()
+    layer, i = make_prepared_layer()
 
     def call(x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return layer(x_TH, (weights, ids))
@@ -92,7 +92,7 @@ def test_a_compiled_layer_uses_prepared_weights(launched: list[int]) -> None:
 
 
 def test_a_copy_of_a_layer_has_no_prepared_weights() -> None:
-    layer, _ = made_layer()
+    layer, _ = make_prepared_layer()
     size = len(pickle.dumps(layer))
     layer.prepare_weights()
     assert len(pickle.dumps(layer)) == size
@@ -110,6 +110,6 @@ def test_a_layer_prepares_on_the_device_of_its_weights(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(fused_moe, "current_device", current)
     monkeypatch.setattr(GroupedW4Path, "prepare", prepare)
-    made_layer()[0].prepare_weights()
+    make_prepared_layer()[0].prepare_weights()
     assert inside == [1]
     current.assert_called_once_with(CPU)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 from router_reference import disagreements
 from torch.autograd import forward_ad
 
@@ -22,7 +22,7 @@ from modular_kernel.ops import route as module
 from modular_kernel.ops.route import INVALID_ID, Routed, RouterTensors, route
 from modular_kernel.spec.router import RouterSpec
 
-path = kernel_and_torch(module)
+path = make_path_fixture(module)
 
 DEEPSEEK = RouterSpec(
     4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
@@ -55,7 +55,7 @@ BIASES = ("plain", "negative", "ties", "nan", "never")
 
 def logits_of(case: str, columns: int, tokens: int = 7) -> torch.Tensor:
     """Return logits of one kind, (tokens, columns)."""
-    logits = random(tokens, columns, seed=columns) * 2
+    logits = random_normal(tokens, columns, seed=columns) * 2
     token = torch.arange(tokens, device=DEVICE)[:, None]
     place = torch.arange(columns, device=DEVICE)[None, :]
     if case == "ties":
@@ -77,7 +77,7 @@ def logits_of(case: str, columns: int, tokens: int = 7) -> torch.Tensor:
 
 
 def bias_of(case: str, columns: int) -> torch.Tensor:
-    bias = random(columns, seed=7) * 0.3
+    bias = random_normal(columns, seed=7) * 0.3
     if case == "negative":
         return bias - 5
     if case == "ties":
@@ -156,8 +156,10 @@ def test_a_negative_biased_score_beats_excluded_groups() -> None:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_dtypes(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
     spec = replace(DEEPSEEK, top_k=3)
-    wide = random(5, 40, seed=2).to(dtype)  # rows of a wider tensor
-    routed = checked(spec, wide[:, :32], RouterTensors(random(32).to(dtype)), ids_dtype=ids_dtype)
+    wide = random_normal(5, 40, seed=2).to(dtype)  # rows of a wider tensor
+    routed = checked(
+        spec, wide[:, :32], RouterTensors(random_normal(32).to(dtype)), ids_dtype=ids_dtype
+    )
     assert routed.routing.topk_ids_TK.dtype == ids_dtype
     assert routed.routing.topk_weights_TK.dtype == torch.float32
 
@@ -210,7 +212,7 @@ def test_no_tokens_and_many() -> None:
     spec, experts = SPECS["groups of 5"]
     routed = route(torch.empty(0, experts, device=DEVICE), spec)
     assert routed.routing.topk_ids_TK.shape == routed.routing.topk_weights_TK.shape == (0, 4)
-    logits = random(1037, experts, seed=3)
+    logits = random_normal(1037, experts, seed=3)
     many = route(logits, spec).routing
     for start in (0, 512, 1024):
         few = route(logits[start : start + 13], spec).routing

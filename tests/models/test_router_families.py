@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops_samples import kernel_and_torch
+from ops_fixtures import make_path_fixture
 
 from modular_kernel.ops import route as module
 from modular_kernel.ops.route import RouterTensors, route
@@ -15,7 +15,7 @@ from modular_kernel.spec.router import RouterSpec
 
 pytest.importorskip("transformers")
 
-path = kernel_and_torch(module)
+path = make_path_fixture(module)
 
 H, E, K, T, VOCABULARY = 24, 16, 4, 9, 30
 SCALE = 2.5

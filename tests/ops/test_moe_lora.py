@@ -7,14 +7,14 @@ import torch
 from moe_lora_calls import (
     DEVICE,
     STRATEGIES,
-    WAY,
+    WITH_KERNELS_AND_TORCH,
     Call,
     Sizes,
-    call,
-    close,
+    assert_close,
     expected_outputs,
-    kernels_and_twins,
-    on_device,
+    make_call,
+    make_implementation_fixture,
+    move_to_device,
     replace_ids,
     replace_info,
 )
@@ -28,18 +28,18 @@ from modular_kernel.ops.moe_lora import (
     should_use_fused_kernel,
 )
 
-_way = kernels_and_twins()
+_way = make_implementation_fixture()
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_staged_and_fused_equal_the_loop(dtype: torch.dtype, strategy: str) -> None:
-    c = call(dtype=dtype)
-    close(c.run(strategy), expected_outputs(c)["out"])
+    c = make_call(dtype=dtype)
+    assert_close(c.run(strategy), expected_outputs(c)["out"])
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize(
     "sizes",
@@ -54,15 +54,15 @@ def test_staged_and_fused_equal_the_loop(dtype: torch.dtype, strategy: str) -> N
     ids=str,
 )
 def test_irregular_sizes(sizes: Sizes, strategy: str) -> None:
-    c = call(sizes)
+    c = make_call(sizes)
     if sizes.tokens == 1:
         c = replace_info(replace_ids(c, torch.zeros_like(c.ids)), weight_indices=[0])
         c.weights.fill_(0.7)
-    close(c.run(strategy), expected_outputs(c)["out"])
+    assert_close(c.run(strategy), expected_outputs(c)["out"])
 
 
 def test_no_tokens() -> None:
-    c = call(Sizes(tokens=0))
+    c = make_call(Sizes(tokens=0))
     for strategy in STRATEGIES:
         assert c.run(strategy).shape == (0, 72)
 
@@ -90,7 +90,7 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
     buffers = [windows((1, experts, *shape), i) for i, shape in enumerate(shapes)]
     ids = torch.rand(tokens, experts, generator=g).topk(top_k).indices
     ranks, scalings = torch.full((1,), rank), torch.full((1,), 2.0)
-    c = on_device(Call(
+    c = move_to_device(Call(
         torch.randn(tokens, hidden, generator=g), ids, torch.rand(tokens, top_k, generator=g),
         MoELoRABatchInfo(torch.zeros(tokens).int(), ranks, scalings), [],
         torch.zeros(tokens, hidden),
@@ -99,13 +99,13 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
     want = expected_outputs(c)["out"]
     for strategy in ("staged", "fused"):
         got = c.run(strategy)
-        close(got, want, hidden)
+        assert_close(got, want, hidden)
         torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)
 
 
 def test_it_differs_from_merged_weights() -> None:
     """If one projection is zero, the branch adds nothing, unlike LoRA as it is trained."""
-    c = call(Sizes(tokens=9, hidden=32, intermediate=24, experts=4, top_k=2, slots=1, rank=6))
+    c = make_call(Sizes(tokens=9, hidden=32, intermediate=24, experts=4, top_k=2, slots=1, rank=6))
     g = torch.Generator().manual_seed(3)
     ranks = torch.full((1,), 6)
     info = MoELoRABatchInfo(torch.zeros(9).int(), ranks, torch.ones(1))
@@ -149,7 +149,7 @@ def test_auto_uses_the_implementation_that_it_reports() -> None:
 def test_auto_runs_one_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.ops import moe_lora
 
-    c, taken = call(), list[str]()
+    c, taken = make_call(), list[str]()
     for name in ("fused", "staged"):
         monkeypatch.setattr(moe_lora, f"moe_lora_{name}", lambda *_, name=name: taken.append(name))
     arguments = (c.x, c.ids, c.weights, c.info, *c.buffers, c.output)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_lora_calls import DEVICE, call
+from moe_lora_calls import DEVICE, make_call
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -53,7 +53,7 @@ def test_wrong_arguments_are_refused_by_name(
     bad: tuple[str, Any, type[InputError], str],
 ) -> None:
     name, tensor, error, words = bad
-    c = call()
+    c = make_call()
     if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
         values = tensor.untyped_storage().nbytes() // tensor.element_size()
         there = torch.zeros(values, dtype=tensor.dtype, device=DEVICE)
@@ -70,7 +70,7 @@ def test_wrong_arguments_are_refused_by_name(
 
 
 def test_an_output_that_overlaps_an_input_is_refused() -> None:
-    c = call()
+    c = make_call()
     with pytest.raises(ConfigurationError, match="output: got memory of hidden_states"):
         run_moe_lora(c.x, c.ids, c.weights, c.info, *c.buffers, c.x)
     with pytest.raises(ConfigurationError, match="strategy: got 'both', need auto or fused or st"):
@@ -97,7 +97,7 @@ def test_an_output_that_overlaps_an_input_is_refused() -> None:
 def test_invalid_batches_are_refused(
     changed: dict[str, Any], error: type[InputError], words: str
 ) -> None:
-    c = call()
+    c = make_call()
     on = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
         for name, value in changed.items()

@@ -6,12 +6,12 @@ import pytest
 import torch
 from moe_lora_calls import (
     DEVICE,
-    WAY,
+    WITH_KERNELS_AND_TORCH,
     Sizes,
-    call,
-    close,
+    assert_close,
     expected_outputs,
-    kernels_and_twins,
+    make_call,
+    make_implementation_fixture,
     replace_ids,
     replace_info,
 )
@@ -19,14 +19,14 @@ from moe_lora_calls import (
 from modular_kernel.ops.moe_lora import run_moe_lora
 from modular_kernel.spec.lora import slots_from_sequences
 
-_way = kernels_and_twins()
+_way = make_implementation_fixture()
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> None:
     """Also negative zeros, because nothing is added to these rows."""
-    c = call()
+    c = make_call()
     c.ids[4] = torch.tensor([-1, 5, 2**31 - 1], dtype=torch.int32)
     c.weights[4] = torch.nan
     slots = c.info.weight_indices.clone()
@@ -39,11 +39,11 @@ def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> 
     assert bool((got[7:][slots[7:] == 2] != c.output[7:][slots[7:] == 2]).any(1).all())
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
     """Tokens have one slot and three experts; all other factors, and a second slot, are NaN."""
-    c = call()
+    c = make_call()
     c.ids.remainder_(3)
     c.weights.nan_to_num_(0.3)
     c.info.weight_indices[:] = torch.where(torch.arange(21, device=DEVICE) % 2 > 0, 2, 1).int()
@@ -53,15 +53,15 @@ def test_other_adapters_and_experts_are_not_read(strategy: str) -> None:
         each[:, 3:] = torch.nan
         each[1] = torch.inf  # of the even tokens
     got = c.run(strategy)
-    close(got[1::2], want[1::2])
+    assert_close(got[1::2], want[1::2])
     assert not got[::2].isfinite().any()
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_strides_are_used(strategy: str) -> None:
     """Buffers are parts of larger ones, and rows of x and of the output have gaps."""
-    c = call()
+    c = make_call()
     want = c.run(strategy)
 
     def parted(each: torch.Tensor) -> torch.Tensor:
@@ -80,12 +80,12 @@ def test_strides_are_used(strategy: str) -> None:
     if DEVICE.type == "cpu":  # plain torch multiplies copies of parts with gaps
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     else:  # compiled for rows on 16 bytes, a kernel loads and sums them in another order
-        close(out, want.double())
+        assert_close(out, want.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_adapters_of_sequences_and_of_tokens(dtype: torch.dtype) -> None:
-    c = replace_ids(call(), call().ids.to(dtype))
+    c = replace_ids(make_call(), make_call().ids.to(dtype))
     starts = torch.tensor([0, 5, 5, 20], dtype=dtype, device=DEVICE)
     slots = torch.tensor([2, 0, 1], dtype=dtype, device=DEVICE)
     by_sequence = replace_info(c, weight_indices=slots, seg_indptr=starts)
@@ -96,7 +96,7 @@ def test_adapters_of_sequences_and_of_tokens(dtype: torch.dtype) -> None:
     assert torch.equal(wide.run(), c.output)  # not slot 0
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=9, rank=4)], ids=str)
 def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, strategy: str) -> None:
@@ -104,16 +104,16 @@ def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, stra
 
     After the last slot, whose rank exceeds the buffers, there is no memory.
     """
-    c = call(sizes)
+    c = make_call(sizes)
     c.buffers = [each.nan_to_num_(0.1) for each in c.buffers]
     c.ids[::4, 0] = sizes.experts
     c.weights[::4, 0] = torch.nan
     c = replace_info(c, lora_ranks=[2, -1, 5, 99])
-    close(c.run(strategy), expected_outputs(c)["out"])
+    assert_close(c.run(strategy), expected_outputs(c)["out"])
 
 
 def test_a_last_dimension_of_size_1_may_have_any_stride() -> None:
-    c = call(Sizes(rank=1))
+    c = make_call(Sizes(rank=1))
     want = c.run()
     for number in (1, 3):
         each = c.buffers[number]

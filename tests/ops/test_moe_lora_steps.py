@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from moe_lora_calls import DEVICE, WAY, batch_of, call, close, expected_outputs, kernels_and_twins
+from moe_lora_calls import (
+    DEVICE,
+    WITH_KERNELS_AND_TORCH,
+    assert_close,
+    expected_outputs,
+    make_call,
+    make_implementation_fixture,
+    make_pair_batch,
+)
 
 from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.ops.moe_lora_stages import (
@@ -15,16 +23,16 @@ from modular_kernel.ops.moe_lora_stages import (
     moe_lora_gate_up_b,
 )
 
-_way = kernels_and_twins()
+_way = make_implementation_fixture()
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_step_equals_its_float64_loop(dtype: torch.dtype, grouped: bool) -> None:
     """A step writes zeros for skipped pairs and beyond the rank."""
-    c = call(dtype=dtype)
-    want, batch = expected_outputs(c), batch_of(c, grouped=grouped)
+    c = make_call(dtype=dtype)
+    want, batch = expected_outputs(c), make_pair_batch(c, grouped=grouped)
     a13, b13, a2, b2 = c.buffers
     u = moe_lora_a(c.x, a13, batch)
     h = moe_lora_gate_up_b(want["u"].to(dtype), b13, batch)
@@ -32,15 +40,15 @@ def test_each_step_equals_its_float64_loop(dtype: torch.dtype, grouped: bool) ->
     for name, got in (("u", u), ("h", h), ("v", v)):
         assert got.shape == want[name].shape
         assert not got[want[name] == 0].any()
-        close(got, want[name])
+        assert_close(got, want[name])
     out = c.output.clone()
     moe_lora_down_combine(want["v"].to(dtype), b2, batch, c.weights, c.info.scalings, out)
-    close(out, want["out"])
+    assert_close(out, want["out"])
 
 
 def test_pairs_of_one_adapter_and_expert_are_adjacent() -> None:
-    c = call()
-    batch = batch_of(c, grouped=True)
+    c = make_call()
+    batch = make_pair_batch(c, grouped=True)
     assert batch.order_P is not None
     assert sorted(batch.order_P.tolist()) == list(range(63))
     keys = batch.compute_keys().flatten()[batch.order_P].tolist()
@@ -54,8 +62,8 @@ def test_programs_process_pairs_in_the_given_order(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """With an order of one pair only, no other row is written."""
-    c = call()
-    batch = replace(batch_of(c, grouped=True), order_P=torch.full((63,), 7, device=DEVICE))
+    c = make_call()
+    batch = replace(make_pair_batch(c, grouped=True), order_P=torch.full((63,), 7, device=DEVICE))
     empty = torch.Tensor.new_empty
 
     def poisoned(like: torch.Tensor, *shape: int, **how: Any) -> torch.Tensor:
@@ -71,12 +79,12 @@ def test_programs_process_pairs_in_the_given_order(
     assert (~got.isnan().flatten(0, 1).any(1)).nonzero().tolist() == [[7]]
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_masked_elements_are_not_summed(strategy: str) -> None:
     """Each u is near the largest float32, so that their sum overflows, and B is near the
     smallest."""
-    c = call()
+    c = make_call()
     c.info.weight_indices[:] = 2  # of rank 20
     c.x[:] = torch.eye(1, c.x.shape[1], device=DEVICE)
     c.buffers[0][2] = 3e37
@@ -84,21 +92,21 @@ def test_masked_elements_are_not_summed(strategy: str) -> None:
     want = expected_outputs(c)
     assert want["u"].sum(2).max() > torch.finfo(torch.float32).max
     assert bool(want["out"].isfinite().all())
-    close(c.run(strategy), want["out"])
+    assert_close(c.run(strategy), want["out"])
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
     """(1 + 2^-7)^2 - (1 + 2^-6) is 2^-14, which rounding products to bf16 would lose."""
-    c = call(dtype=torch.bfloat16)
+    c = make_call(dtype=torch.bfloat16)
     c.info.weight_indices[:] = 2  # of rank 20
     c.output.zero_()
     c.x.zero_()[:, :2] = torch.tensor([1 + 2**-7, 1])
     c.buffers[0][2] = 0
     c.buffers[0][2, ..., :2] = torch.tensor([1 + 2**-7, -1 - 2**-6])
     c.buffers[1][2] *= 2**14
-    close(c.run(strategy), expected_outputs(c)["out"])
+    assert_close(c.run(strategy), expected_outputs(c)["out"])
 
 
 # The first rows and columns of A13, gate and up of B13, A2 and B2; the others are 0.
@@ -110,14 +118,14 @@ SQUARES: dict[str, tuple[list[list[Any]], ...]] = {
 }
 
 
-@WAY
+@WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 @pytest.mark.parametrize("step", SQUARES)
 def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> None:
     """The difference of two values of a step: 1 + 2^-9 and 1 are equal in bf16, 1 + 2^-7 and 1 are
     not.
     """
-    c = call(dtype=torch.bfloat16)
+    c = make_call(dtype=torch.bfloat16)
     c.info.weight_indices[:] = 2  # of rank 20
     c.output.zero_()
     c.x.zero_()[:, :2] = 1
@@ -134,8 +142,8 @@ def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> No
 
 
 def test_the_fused_kernel() -> None:
-    c = call()
+    c = make_call()
     out = c.output.clone()
-    batch = batch_of(c, grouped=False)
+    batch = make_pair_batch(c, grouped=False)
     moe_lora_fused(c.x, tuple(c.buffers), batch, c.weights, c.info.scalings, out)  # type: ignore[arg-type]
-    close(out, expected_outputs(c)["out"])
+    assert_close(out, expected_outputs(c)["out"])

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch
+from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import expert_slots as numbers
@@ -19,7 +19,7 @@ PLACEMENTS = (
 )
 
 
-path = kernel_and_torch(numbers)
+path = make_path_fixture(numbers)
 
 
 def drawn(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:

@@ -4,7 +4,7 @@ pairs.
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch
+from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops import expert_slots as numbers
@@ -16,7 +16,7 @@ NAN, INF = float("nan"), float("inf")
 WRONG = (8, -2, 2**31 - 1, -(2**31))
 
 
-path = kernel_and_torch(numbers)
+path = make_path_fixture(numbers)
 
 
 def placed(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):

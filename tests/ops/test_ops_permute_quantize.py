@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import permute, permute_quantize, quantize
@@ -27,7 +27,7 @@ PLACES = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10,
 UNNAMED = [6, 8, 9]
 
 
-path = kernel_and_torch(permute_quantize, permute, quantize)
+path = make_path_fixture(permute_quantize, permute, quantize)
 
 
 def buffers(scheme: QuantScheme, rows: int, columns: int) -> QuantizedRows:
@@ -61,7 +61,7 @@ def assert_same(got: QuantizedRows, want: QuantizedRows) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_it_equals_both_operations(text: str, columns: int, dtype: torch.dtype) -> None:
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
-    x_TH = random(5, columns, dtype=dtype)
+    x_TH = random_normal(5, columns, dtype=dtype)
     x_TH[2] = 1e4  # of no pair: it must set no scale
     out = buffers(scheme, ROWS, columns)
     permute_and_quantize(x_TH, places, None, scheme, out=out)
@@ -78,7 +78,7 @@ def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPat
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
     monkeypatch.setattr(permute_quantize, "_MAX_BLOCK_C", 16)
     monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 16)
-    x_TH = random(5, 77)
+    x_TH = random_normal(5, 77)
     x_TH[:, 70] = 9.0  # the largest lies in the last piece
     out, weights = buffers(scheme, ROWS, 77), torch.ones(5, 3, device=DEVICE)
     permute_and_quantize(x_TH, places, weights, scheme, out=out)
@@ -91,7 +91,7 @@ def test_several_groups_per_program(text: str, monkeypatch: pytest.MonkeyPatch) 
     """Also if the last program has fewer groups."""
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
     monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 64)
-    x_TH = random(5, 24 * 5)
+    x_TH = random_normal(5, 24 * 5)
     out = buffers(scheme, ROWS, 24 * 5)
     permute_and_quantize(x_TH, places, None, scheme, out=out)
     assert_same(out, in_turn(x_TH, places, scheme, ROWS))
@@ -104,7 +104,7 @@ def test_router_weights_of_pairs(text: str) -> None:
     scheme = QuantScheme.parse(text)
     places = torch.tensor([[0, 2, -1], [-1, 3, 5]], dtype=torch.int32, device=DEVICE)
     weights = torch.tensor([[0.3, -2.7, NAN], [1e30, 0.01, 1.0]], device=DEVICE)
-    x_TH, out = random(2, 45, dtype=torch.bfloat16), buffers(scheme, 6, 45)
+    x_TH, out = random_normal(2, 45, dtype=torch.bfloat16), buffers(scheme, 6, 45)
     permute_and_quantize(x_TH, places, weights, scheme, out=out)
     want = buffers(scheme, 6, 45)
     for token, slot, row in ((0, 0, 0), (0, 1, 2), (1, 1, 3), (1, 2, 5)):
@@ -119,7 +119,7 @@ def test_router_weights_of_pairs(text: str) -> None:
 @pytest.mark.usefixtures("path")
 def test_rows_may_have_gaps() -> None:
     scheme, places = QuantScheme.parse(SCHEMES[2]), PLACES.int().to(DEVICE)
-    wide = random(5, 90)
+    wide = random_normal(5, 90)
     out, same = buffers(scheme, ROWS, 45), buffers(scheme, ROWS, 45)
     permute_and_quantize(wide[:, :45], places, None, scheme, out=out)
     permute_and_quantize(wide[:, :45].contiguous(), places, None, scheme, out=same)
@@ -128,7 +128,7 @@ def test_rows_may_have_gaps() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_bad_input_and_no_tokens() -> None:
-    scheme, x_TH = QuantScheme.parse("fp8_w8a8_channel"), random(5, 45)
+    scheme, x_TH = QuantScheme.parse("fp8_w8a8_channel"), random_normal(5, 45)
     places = PLACES.int().to(DEVICE)
     for text in ("fp8_w8a8_tensor", "none", "int8_w8a16_channel"):
         bad, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
@@ -140,7 +140,9 @@ def test_bad_input_and_no_tokens() -> None:
         permute_and_quantize(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))
     block = QuantScheme.parse("fp8_w8a8_block")
     with pytest.raises(ShapeError, match="scales of quantized rows"):
-        permute_and_quantize(random(5, 200), places, None, block, out=buffers(scheme, ROWS, 200))
+        permute_and_quantize(
+            random_normal(5, 200), places, None, block, out=buffers(scheme, ROWS, 200)
+        )
     eight = buffers(QuantScheme.parse("int8_w8a8_channel"), ROWS, 45)
     with pytest.raises(DtypeError, match="quantized rows: got int8, need float8_e4m3fn"):
         permute_and_quantize(x_TH, places, None, scheme, out=eight)
@@ -156,7 +158,7 @@ def test_column_major_scales(columns: int) -> None:
     layout.
     """
     scheme, places = QuantScheme.parse("fp8_w8a8_block:block=8x32"), PLACES.int().to(DEVICE)
-    x_TH = random(5, columns, dtype=torch.bfloat16)
+    x_TH = random_normal(5, columns, dtype=torch.bfloat16)
     want, plain = in_turn(x_TH, places, scheme, ROWS), buffers(scheme, ROWS, columns)
     groups = want.scale.shape[1]
     out = QuantizedRows(plain.q_RK, torch.full((1, groups, ROWS), -3.0, device=DEVICE), None, True)
@@ -177,4 +179,4 @@ def test_column_major_scales_over_two_segments_are_refused() -> None:
     out = buffers(scheme, ROWS, 64)
     out = QuantizedRows(out.q_RK, out.scale.view(2, 2, ROWS // 2), None, True)
     with pytest.raises(ShapeError, match="segments of scales: got 2, need 1"):
-        permute_and_quantize(random(5, 64), places, None, scheme, out=out)
+        permute_and_quantize(random_normal(5, 64), places, None, scheme, out=out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import activation, permute, quantize, quantize_tiles
@@ -40,7 +40,7 @@ each_scheme = pytest.mark.parametrize("text", SCHEMES)
 UNTOUCHED = {"q": 0x55, "scale": -3.0}  # what buffers hold before: not NaN, so it can be compared
 
 
-path = kernel_and_torch(quantize, activation, permute)
+path = make_path_fixture(quantize, activation, permute)
 
 
 # ------------------------------------------------------------------------------------- the loop
@@ -167,7 +167,7 @@ def assert_rows_are_the_loops(x: torch.Tensor, scheme: QuantScheme) -> None:
 def test_rows_equal_those_of_the_loop(
     text: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    scheme, x = QuantScheme.parse(text), 3 * random(*shape, dtype=dtype)
+    scheme, x = QuantScheme.parse(text), 3 * random_normal(*shape, dtype=dtype)
     assert_rows_are_the_loops(x, scheme)
 
 
@@ -177,7 +177,7 @@ def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch
     """More columns per scale than a program reads at once."""
     monkeypatch.setattr(quantize_tiles, "_MAX_BLOCK_C", 16)
     monkeypatch.setattr(quantize, "_CHUNK", 16)
-    scheme, x = QuantScheme.parse(text), random(7, 91)
+    scheme, x = QuantScheme.parse(text), random_normal(7, 91)
     assert_rows_are_the_loops(x, scheme)
 
 
@@ -187,7 +187,7 @@ def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch
     """Each program computes the maximum over several blocks of rows."""
     monkeypatch.setattr(quantize, "_MAX_PARTIALS", 3)
     monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 64)
-    scheme, x = QuantScheme.parse(text), random(29, 30)
+    scheme, x = QuantScheme.parse(text), random_normal(29, 30)
     x[27, 29] = 9.0  # in the last block of all
     assert_rows_are_the_loops(x, scheme)
 
@@ -217,7 +217,7 @@ def test_static_scales_saturate(text: str) -> None:
 def test_rows_may_have_gaps(text: str) -> None:
     scheme, wide = QuantScheme.parse(text), torch.full((6, 50), NAN, device=DEVICE)
     x = wide[:, :33]
-    x.copy_(random(6, 33))
+    x.copy_(random_normal(6, 33))
     out = buffers(scheme, 6, 33)
     quantize_rows(x, scheme, out=out)
     assert_is(out, loop(as_rows(x), scheme), scheme)
@@ -228,9 +228,9 @@ def test_rows_may_have_gaps(text: str) -> None:
 def test_no_rows(text: str) -> None:
     scheme = QuantScheme.parse(text)
     out = buffers(scheme, 0, 8)
-    quantize_rows(random(0, 8), scheme, out=out)
+    quantize_rows(random_normal(0, 8), scheme, out=out)
     counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    quantize_rows(random(0, 8), scheme, out=out, valid_rows=BatchedRows(counts))
+    quantize_rows(random_normal(0, 8), scheme, out=out, valid_rows=BatchedRows(counts))
 
 
 # ---------------------------------------------------------------------------- rows without a token
@@ -251,7 +251,7 @@ def poisoned(rows: int, columns: int, valid: list[int], dtype: torch.dtype) -> t
     """
     x = torch.full((rows, columns), NAN, dtype=dtype, device=DEVICE)
     x[1::3] = 6e4
-    x[valid] = random(len(valid), columns, dtype=dtype)
+    x[valid] = random_normal(len(valid), columns, dtype=dtype)
     return x
 
 
@@ -295,7 +295,7 @@ def test_rows_past_a_count_are_neither_read_nor_written(
 @each_scheme
 def test_row_weights_are_applied_before_quantization(text: str) -> None:
     """In float32; the weight of a row without a token is not used."""
-    scheme, x = QuantScheme.parse(text), random(5, 30, dtype=torch.bfloat16)
+    scheme, x = QuantScheme.parse(text), random_normal(5, 30, dtype=torch.bfloat16)
     weights = torch.tensor([0.3, NAN, 2.7, 1e9, 0.01], device=DEVICE)
     out = buffers(scheme, 5, 30)
     valid = PairRows(pairs([[0], [-1], [1], [-1], [0]], 2), 2)
@@ -317,7 +317,7 @@ def test_activation_and_quantize_equals_both_operations(
 ) -> None:
     scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(act)
     columns, valid = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
-    x = random(6, columns * (2 if spec.gated else 1), dtype=dtype)
+    x = random_normal(6, columns * (2 if spec.gated else 1), dtype=dtype)
     h = torch.empty(6, columns, dtype=dtype, device=DEVICE)
     activation.gated_activation(x, spec, h)
     x[[2, 5]] = NAN
@@ -334,19 +334,19 @@ def test_activation_and_quantize_refuses_wrong_arguments() -> None:
     with pytest.raises(
         ConfigurationError, match="need a static scale, or a scale per token or group"
     ):
-        activation_and_quantize(random(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
+        activation_and_quantize(random_normal(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
     scheme = QuantScheme.parse("fp8_w8a8_channel")
     with pytest.raises(ShapeError, match="activation input"):
-        activation_and_quantize(random(2, 4), spec, scheme, out=buffers(scheme, 2, 4))
+        activation_and_quantize(random_normal(2, 4), spec, scheme, out=buffers(scheme, 2, 4))
     out = buffers(scheme, 0, 4)
-    activation_and_quantize(random(0, 8), spec, scheme, out=out)
+    activation_and_quantize(random_normal(0, 8), spec, scheme, out=out)
 
 
 def test_buffers_that_do_not_fit_are_refused() -> None:
     token, tensor = (QuantScheme.parse(f"fp8_w8a8_{g}") for g in ("channel", "tensor"))
-    out, x = buffers(token, 3, 8), random(3, 8)
+    out, x = buffers(token, 3, 8), random_normal(3, 8)
     with pytest.raises(ShapeError, match="quantized rows"):
-        quantize_rows(random(3, 9), token, out=out)
+        quantize_rows(random_normal(3, 9), token, out=out)
     with pytest.raises(ShapeError, match="scales of quantized rows"):
         quantize_rows(x, tensor, out=out)
     with pytest.raises(DtypeError, match="quantized rows: got float8_e4m3fn, need int8"):

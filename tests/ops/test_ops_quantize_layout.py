@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import activation, quantize, quantize_tiles
@@ -20,7 +20,7 @@ from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.workspace import Workspace
 
-path = kernel_and_torch(quantize, activation)
+path = make_path_fixture(quantize, activation)
 
 
 def zeros(
@@ -56,7 +56,7 @@ def test_column_major_scales_and_streamed_tiles(
     counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     valid = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
     x = torch.full((33, columns * (1 if act == "none" else 2)), torch.nan, dtype=torch.bfloat16)
-    x[valid] = random(len(valid), x.shape[1], dtype=torch.bfloat16).cpu()
+    x[valid] = random_normal(len(valid), x.shape[1], dtype=torch.bfloat16).cpu()
     x = x.to(DEVICE)
     made = []
     for along_rows in (False, True):
@@ -106,10 +106,12 @@ def test_segments_of_column_major_scales_equal_those_of_rows() -> None:
     scheme, counts = QuantScheme.parse("fp8_w8a8_channel"), torch.ones(2, dtype=torch.int32)
     out = zeros(scheme, 6, 8, 1, True)
     with pytest.raises(ShapeError, match="segments of scales: got 1, need 2"):
-        quantize_rows(random(6, 8), scheme, out=out, valid_rows=BatchedRows(counts.to(DEVICE)))
+        quantize_rows(
+            random_normal(6, 8), scheme, out=out, valid_rows=BatchedRows(counts.to(DEVICE))
+        )
     bad = replace(out, scale=out.scale.view(2, 3, 1))
     with pytest.raises(ShapeError, match=r"need \(2, 1, 3\)"):
-        quantize_rows(random(6, 8), scheme, out=bad)
+        quantize_rows(random_normal(6, 8), scheme, out=bad)
 
 
 def test_tiles_of_large_layers() -> None:

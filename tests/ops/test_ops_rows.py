@@ -4,7 +4,7 @@ loops.
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel import reference
 from modular_kernel.errors import ShapeError
@@ -18,7 +18,7 @@ NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-path = kernel_and_torch(reduce, activation, batch, permute)
+path = make_path_fixture(reduce, activation, batch, permute)
 
 
 def after_nan(rows: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_local_ids_count_invalid_ids() -> None:
 @pytest.mark.parametrize("hidden", [1, 17, 1025])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_permute_writes_only_the_given_rows(hidden: int, dtype: torch.dtype) -> None:
-    x = random(4, hidden + 3, dtype=dtype)[:, :hidden]  # rows are strided
+    x = random_normal(4, hidden + 3, dtype=dtype)[:, :hidden]  # rows are strided
     index = torch.tensor([[5, 0], [-1, 2], [3, 3], [-1, -1]], dtype=torch.int32, device=DEVICE)
     rows = torch.full((6, hidden), NAN, dtype=dtype, device=DEVICE)
     permute.permute_tokens(x, index, None, rows_RH=rows)
@@ -110,7 +110,7 @@ def test_permute_writes_only_the_given_rows(hidden: int, dtype: torch.dtype) -> 
 
 @pytest.mark.usefixtures("path")
 def test_permute_applies_weights_in_float32() -> None:
-    x, weights = random(3, 8, dtype=torch.bfloat16), random(3, 1, seed=1)
+    x, weights = random_normal(3, 8, dtype=torch.bfloat16), random_normal(3, 1, seed=1)
     index = torch.tensor([[2], [0], [1]], dtype=torch.int32, device=DEVICE)
     rows = torch.empty(3, 8, dtype=torch.bfloat16, device=DEVICE)
     permute.permute_tokens(x, index, weights, rows_RH=rows)
@@ -121,7 +121,7 @@ def test_permute_applies_weights_in_float32() -> None:
 @pytest.mark.parametrize("hidden", [3, 2049])
 @pytest.mark.parametrize("top_k", [1, 2, 5, 22, 32])
 def test_moe_sum_reduce(hidden: int, top_k: int) -> None:
-    rows = random(7, top_k, hidden, dtype=torch.bfloat16)
+    rows = random_normal(7, top_k, hidden, dtype=torch.bfloat16)
     out = torch.full((7, hidden), NAN, dtype=torch.bfloat16, device=DEVICE)
     reduce.moe_sum_reduce(rows, out, 2.5)
     exact = rows.double().sum(1) * 2.5
@@ -131,7 +131,7 @@ def test_moe_sum_reduce(hidden: int, top_k: int) -> None:
 @pytest.mark.usefixtures("path")
 def test_sum_does_not_read_rows_of_skipped_pairs() -> None:
     dispatched = routing([[0, -1], [9, 1], [-1, -1]], 2)
-    rows, weights = after_nan(random(3, 2, 5)), random(3, 2, seed=1)
+    rows, weights = after_nan(random_normal(3, 2, 5)), random_normal(3, 2, seed=1)
     for token, slot in ((0, 1), (1, 0), (2, 0), (2, 1)):
         rows[token, slot] = weights[token, slot] = NAN
     out = torch.full((3, 5), NAN, device=DEVICE)
@@ -143,7 +143,7 @@ def test_sum_does_not_read_rows_of_skipped_pairs() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_gather_and_sum_reads_only_the_given_rows() -> None:
-    rows, weights = after_nan(random(6, 4)), random(2, 3, seed=1)
+    rows, weights = after_nan(random_normal(6, 4)), random_normal(2, 3, seed=1)
     rows[[1, 4]] = NAN
     weights[1, 2] = NAN  # the weight of a skipped pair
     index = torch.tensor([[5, 0, 0], [2, 3, -1]], dtype=torch.int32, device=DEVICE)
@@ -156,7 +156,7 @@ def test_gather_and_sum_reads_only_the_given_rows() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_unreduced_rows_are_token_major_and_zero_for_skipped_pairs() -> None:
-    rows, weights = after_nan(random(5, 4)), random(2, 2, seed=1)
+    rows, weights = after_nan(random_normal(5, 4)), random_normal(2, 2, seed=1)
     rows[0] = NAN
     index = torch.tensor([[4, -1], [1, 1]], dtype=torch.int32, device=DEVICE)
     out = torch.full((2, 2, 4), NAN, device=DEVICE)
@@ -169,7 +169,7 @@ def test_unreduced_rows_are_token_major_and_zero_for_skipped_pairs() -> None:
 
 @pytest.mark.usefixtures("path")
 def test_scaling_rows_in_place() -> None:
-    rows, weights = random(3, 2, 5), random(3, 2, seed=1)
+    rows, weights = random_normal(3, 2, 5), random_normal(3, 2, seed=1)
     want = 2.0 * weights[..., None] * rows
     reduce.scale_rows(rows, weights, scale=2.0, out=rows)
     torch.testing.assert_close(rows, want)
@@ -197,7 +197,7 @@ SPECS += [
 def test_activations(spec: ActivationSpec, dtype: torch.dtype) -> None:
     """Within one rounding of the exact value; values reach 12, so limits of 7 clamp."""
     intermediate = 33
-    x = (4 * random(6, intermediate * (2 if spec.gated else 1))).to(dtype)
+    x = (4 * random_normal(6, intermediate * (2 if spec.gated else 1))).to(dtype)
     out = torch.full((6, intermediate), NAN, dtype=dtype, device=DEVICE)
     activation.gated_activation(x, spec, out)
     exact = reference.activation(x.double(), spec)
@@ -215,8 +215,8 @@ def test_an_activation_of_the_wrong_width_is_refused() -> None:
 @pytest.mark.parametrize("groups", [1, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_scales_move_with_their_rows(dtype: torch.dtype, groups: int) -> None:
-    x = (40 * random(3, 1100)).to(dtype)
-    scale = random(3, groups)
+    x = (40 * random_normal(3, 1100)).to(dtype)
+    scale = random_normal(3, groups)
     index = torch.tensor([[4, -1], [0, 6], [-1, -1]], dtype=torch.int32, device=DEVICE)
     rows = torch.zeros(7, 1100, dtype=torch.uint8, device=DEVICE).view(dtype)
     scales = torch.full((7, groups), -3.0, device=DEVICE)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.ops import expert_slots as numbers
@@ -25,7 +25,7 @@ SCHEMES = (
 BLOCKS, COPIES = Placement.linear(8, 2), Placement.linear(7, 2).with_copies({0: (1,)})
 COLUMNS = 100
 
-path = kernel_and_torch(number_quantize, numbers, quantize)
+path = make_path_fixture(number_quantize, numbers, quantize)
 
 
 class Made:
@@ -71,7 +71,7 @@ def test_it_equals_both_operations(
     tokens: int, placement: Placement, sinks: int, text: str
 ) -> None:
     scheme, routing = QuantScheme.parse(text), drawn(tokens, 3)
-    x_TH = random(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
+    x_TH = random_normal(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
     numbering = Numbering.of(placement, DEVICE, 1, sinks=sinks)
     got, want = (Made(routing, numbering, scheme, tokens, join=True) for _ in range(2))
     number_and_quantize(x_TH, scheme, got.pairs, out=got.rows)
@@ -83,7 +83,7 @@ def test_it_equals_both_operations(
 def refused(text: str, ids: int, join: bool = True) -> None:
     scheme, numbering = QuantScheme.parse(text), Numbering.of(BLOCKS, DEVICE, sinks=2)
     made = Made(drawn(ids, 3), numbering, scheme, 4, join)
-    x_TH = random(4, COLUMNS, dtype=torch.bfloat16)
+    x_TH = random_normal(4, COLUMNS, dtype=torch.bfloat16)
     number_and_quantize(x_TH, scheme, made.pairs, out=made.rows)
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch
+from ops_fixtures import DEVICE, make_path_fixture
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import zero_padding as module
 from modular_kernel.ops.zero_padding import zero_rows
 
-path = kernel_and_torch(module)
+path = make_path_fixture(module)
 
 
 @pytest.mark.usefixtures("path")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from covering_rows import CoveringRows, Refusal, Values, draw, name_of, one_of
-from ops_samples import DEVICE, random
+from ops_fixtures import DEVICE, random_normal
 from router_reference import disagreements
 
 from modular_kernel.errors import ConfigurationError
@@ -127,7 +127,7 @@ def spec_of(row: Values) -> RouterSpec:
 def logits_of(row: Values) -> torch.Tensor:
     """Return logits (T, columns), with gaps between rows if they are spaced."""
     tokens, columns = row["tokens"], _columns(row)
-    values = random(tokens, columns, seed=columns) * 2
+    values = random_normal(tokens, columns, seed=columns) * 2
     place = torch.arange(columns, device=DEVICE) + torch.arange(tokens, device=DEVICE)[:, None]
     if row["values"] == "ties":
         values = values.round()
@@ -151,7 +151,7 @@ def tensors_of(row: Values) -> tuple[RouterTensors, torch.Tensor | None]:
     bias = table = token_ids = None
     columns = _columns(row)
     if row["bias"] is not None:
-        bias = random(columns, seed=7) * 0.3
+        bias = random_normal(columns, seed=7) * 0.3
         if row["bias values"] == "nan":
             bias[::3] = torch.nan
         elif row["bias values"] == "never":

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ep_fault_ranks import AT_ONCE_S, LONG_S, Fault, assert_survivor, three_ranks
+from ep_fault_ranks import (
+    AT_ONCE_S,
+    LONG_S,
+    Fault,
+    assert_reports_faulty_rank,
+    make_three_ranks_fixture,
+)
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from experts.torch_experts import TorchExperts
@@ -17,7 +23,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.faults import FAULTY_RANK, TIMEOUT_S, RankReport, run_calls
 from prepare_finalize import TorchGroup
 
-pool = three_ranks()
+pool = make_three_ranks_fixture()
 
 
 class OtherExperts(TorchExperts):
@@ -106,7 +112,7 @@ def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
     assert reports[FAULTY_RANK] is None
     for rank in (0, 2):
         first, second = reports[rank]
-        assert_survivor(first, {"combine"})
+        assert_reports_faulty_rank(first, {"combine"})
         assert second.error == "CommunicationError"
         assert second.peers == (FAULTY_RANK,)
         assert second.seconds < TIMEOUT_S

@@ -1,7 +1,7 @@
 """Faults on gloo ranks: the other ranks raise within the timeout, and name the faulty rank."""
 
 import pytest
-from ep_fault_ranks import AT_ONCE_S, LONG_S, assert_survivor, three_ranks
+from ep_fault_ranks import AT_ONCE_S, LONG_S, assert_reports_faulty_rank, make_three_ranks_fixture
 from ep_layers import ALL2ALL, GATHERED, REPLICATED
 
 from modular_kernel.errors import CapacityError
@@ -9,7 +9,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.stress.fault_matrix import run_scenario
 from modular_kernel.testing.stress.faults import FAULTY_RANK, Scenario
 
-pool = three_ranks()
+pool = make_three_ranks_fixture()
 POINTS = {  # where the victim goes away -> in which exchange the others find out, here
     "before dispatch": {"counts"},
     "in dispatch": {"dispatch", "combine"},
@@ -34,7 +34,7 @@ def test_a_rank_that_exits(pool: RankPool, part: str, kind: str, point: str) -> 
     result = run_scenario(Scenario(part, kind, point), pool)
     assert result.findings() == []
     for rank in (0, 2):
-        assert_survivor(result.reports[rank], POINTS[point])
+        assert_reports_faulty_rank(result.reports[rank], POINTS[point])
     if kind == "killed":
         assert set(result.lost) == {FAULTY_RANK}
     else:
@@ -50,7 +50,7 @@ def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) 
     assert result.reports[FAULTY_RANK].error == "RuntimeError"
     assert result.reports[FAULTY_RANK].message == "these experts are broken"
     for rank in (0, 2):
-        assert_survivor(result.reports[rank], {"combine"})
+        assert_reports_faulty_rank(result.reports[rank], {"combine"})
         assert "aborted its call: RuntimeError" in result.reports[rank].message
         assert result.reports[rank].seconds < AT_ONCE_S
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_layers import ALL2ALL, PARTS, REPLICATED, Layer
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import (
@@ -25,7 +25,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from prepare_finalize import DeepEPGroup, SymmetricGroup, TorchGroup
 from prepare_finalize.pplx.group import PplxGroup
 
-pair = module_ranks(2)
+pair = make_ranks_fixture(2)
 
 
 def raised_by(function) -> ModularKernelError | None:

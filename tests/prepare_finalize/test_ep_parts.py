@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer, call_layer, call_layers
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.spec.placement import Placement
@@ -23,7 +23,7 @@ def pool(request) -> Iterator[RankPool]:
         yield ranks
 
 
-pair = module_ranks(2)
+pair = make_ranks_fixture(2)
 
 
 def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.testing.ranks.pool import RankPool
@@ -19,7 +19,7 @@ AT_ONCE_S = LONG_S / 2  # on a busy machine, too
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
-pool = module_ranks(3)
+pool = make_ranks_fixture(3)
 
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])

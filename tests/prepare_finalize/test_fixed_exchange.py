@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ep_fault_ranks import three_ranks
+from ep_fault_ranks import make_three_ranks_fixture
 from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer
 
 from modular_kernel.catalog import make_kernel
@@ -22,7 +22,7 @@ from prepare_finalize import TorchGroup
 from prepare_finalize.common import device_handshake, handshake, torch_group
 from prepare_finalize.common.device_status import NOT_REFUSED, Capacity, DeviceStatus, Failure
 
-fault_pool = three_ranks()
+fault_pool = make_three_ranks_fixture()
 BF16 = torch.bfloat16
 ALL_PARTS = (*PARTS, BATCHED)
 

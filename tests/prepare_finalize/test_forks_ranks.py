@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ep_layers import ALL2ALL, BATCHED, GATHERED, REPLICATED, Layer
-from forked import in_child
-from module_ranks import module_ranks
+from forked_child import run_in_child
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.errors import StateError
 from modular_kernel.layers.fused_moe import FusedMoE
@@ -32,7 +32,7 @@ PARTS = [
     (SYMMETRIC, "TorchExperts"),
 ]
 
-pair = module_ranks(2)
+pair = make_ranks_fixture(2)
 
 
 def raised(function: Callable[[], Any]) -> str:
@@ -77,7 +77,7 @@ def in_and_out(rank: int, world: int, group: object, layer: Layer) -> tuple[dict
         assert freed() is None
         return told
 
-    told = in_child(child)
+    told = run_in_child(child)
     same = all(torch.equal(call(*arguments), want) for call in held)
     if layer.part == SYMMETRIC:  # its destroy is this rank's affair alone
         told.pop("destroy")
@@ -101,5 +101,5 @@ def summed(rank: int, world: int, group: object, _: None) -> tuple[str, bool]:
     x_TH = torch.ones(3, 32)
     routing = (torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32))
     want = layer(x_TH, routing)
-    words = in_child(lambda: raised(lambda: layer(x_TH, routing)))
+    words = run_in_child(lambda: raised(lambda: layer(x_TH, routing)))
     return words, torch.equal(layer(x_TH, routing), want)

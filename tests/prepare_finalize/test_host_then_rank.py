@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 from test_ranks_on_hosts import in_memory, left_in_memory, made, simulated
 
 from modular_kernel.catalog import check, make_kernel, this_machine
@@ -30,7 +30,7 @@ PART = "HostThenRankPrepareAndFinalize"
 pytestmark = pytest.mark.cpu
 
 
-four = module_ranks(4)
+four = make_ranks_fixture(4)
 
 
 def case_of(routing: str, per_host: int) -> RankCase:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 from test_ranks_on_hosts import simulated
 
 from modular_kernel.catalog import check, make_kernel
@@ -25,7 +25,7 @@ PROBLEM = Problem(TOKENS, 32, 16, 8, 2, dtype=torch.float32, max_received=10)
 pytestmark = pytest.mark.cpu
 
 
-four = module_ranks(4)
+four = make_ranks_fixture(4)
 
 
 def calls(rank: int, world: int, group: object, part: str, ids: str, most: int | None) -> list[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.compatibility.support import PrepareFinalizeRequirements
@@ -29,7 +29,7 @@ SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize
 FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 
 
-four = module_ranks(4)
+four = make_ranks_fixture(4)
 
 
 def simulated(rank: int, ids: str) -> None:

@@ -17,7 +17,7 @@ from simulated_hosts import World, namespaces_are_permitted, world_of_hosts
 BOTH = [False, True]  # apart: a network for each host
 cabled = pytest.mark.skipif(not namespaces_are_permitted(), reason="no network namespaces here")
 TIMEOUT_S = 5  # with busy processors the store itself answers late
-PROGRAM = Path(__file__).parents[1] / "helpers" / "restarted_program.py"
+PROGRAM = Path(__file__).parents[1] / "helpers" / "restarted_rank_program.py"
 
 
 def worlds(apart: bool) -> bool:

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import MXFP4
-from prepared_samples import CPU, NO_GPU, PAIR, called, launched_tiles, made_layer
+from grouped_gemm_stand_in import MXFP4
+from prepared_weights_samples import (
+    CPU,
+    NO_GPU,
+    PAIR,
+    call_kernel,
+    make_launched_fixture,
+    make_prepared_layer,
+)
 
 from experts.triton.contiguous import TritonExperts
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
@@ -23,7 +30,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 
 pytestmark = NO_GPU
-launched = launched_tiles()
+launched = make_launched_fixture()
 
 
 @pytest.fixture(name="prepared_counts", autouse=True)
@@ -51,7 +58,7 @@ def test_weights_are_prepared_once_for_all_kernels_plans_and_equal_weights(
     kernel, i = auto_kernel()
     other, _ = auto_kernel(tokens=64)
     plan = kernel.plan()
-    expected = called(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i,
+    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i,
                       kernel.prepare_weights(i.weights))  # fmt: skip
     launched.clear(), prepared_counts.clear()
     for weights in (i.weights, i.weights, replace(i.weights)):
@@ -70,7 +77,7 @@ def test_a_cpu_and_a_kernel_without_preparation_use_weights_as_loaded(
 ) -> None:
     for auto in (None, False):
         kernel, i = auto_kernel(auto)
-        called(kernel, i)
+        call_kernel(kernel, i)
     assert not prepared_counts
 
 
@@ -80,7 +87,7 @@ def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
 ) -> None:
     kernel, i = auto_kernel()
     plan = kernel.plan()
-    called(kernel, i)
+    call_kernel(kernel, i)
     bound = kernel.known_weights.lookup(i.weights, CPU)
     assert bound is not None
     assert bound.prepared is not None
@@ -88,7 +95,7 @@ def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
     tensor: torch.Tensor = getattr(i.weights, name)
     tensor[0] = tensor[1].clone()
     manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
-    expected = called(manual, i, kernel.prepare_weights(i.weights))
+    expected = call_kernel(manual, i, kernel.prepare_weights(i.weights))
     prepared_counts.clear()
     for run in (plan, kernel):
         assert torch.equal(run(i.x_TH, i.weights, i.routing), expected)
@@ -103,7 +110,7 @@ def test_prepared_tensors_are_freed_with_the_weights() -> None:
     gc.collect()
     before = AUTO_PREPARED.held_bytes().get(CPU, 0)
     kernel, i = auto_kernel()
-    called(kernel, i)
+    call_kernel(kernel, i)
     alias = i.weights.w1[:1]
     held = AUTO_PREPARED.held_bytes()[CPU]
     assert held > before
@@ -119,7 +126,7 @@ def test_weights_stay_as_loaded_if_memory_is_short(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
     kernel, i = auto_kernel()
-    expected = called(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
+    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
     launched.clear()
 
     def fail(*_: object) -> dict[str, torch.Tensor]:
@@ -127,8 +134,8 @@ def test_weights_stay_as_loaded_if_memory_is_short(
 
     monkeypatch.setattr(prepared, "allocate_prepared", fail)
     with caplog.at_level(logging.WARNING, "modular_kernel.weights"):
-        assert torch.equal(called(kernel, i), expected)
-        assert torch.equal(called(kernel, i), expected)
+        assert torch.equal(call_kernel(kernel, i), expected)
+        assert torch.equal(call_kernel(kernel, i), expected)
     assert [record.getMessage().startswith("4-bit weights stay as loaded")
             for record in caplog.records] == [True]  # fmt: skip
 
@@ -148,7 +155,7 @@ def test_threads_prepare_once(prepared_counts: list[int]) -> None:
 
     def run() -> None:
         barrier.wait()
-        outputs.append(called(kernel, i))
+        outputs.append(call_kernel(kernel, i))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -167,7 +174,7 @@ def test_a_pickled_kernel_keeps_the_option() -> None:
 def test_loading_a_state_prepares_weights_at_once(
     monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
 ) -> None:
-    layer, i = made_layer()
+    layer, i = make_prepared_layer()
     monkeypatch.setattr(auto_prepare.WeightPreparer, "is_enabled_on", lambda *_: True)
     layer(i.x_TH, i.routing)
     assert prepared_counts == [0]
@@ -176,7 +183,7 @@ def test_loading_a_state_prepares_weights_at_once(
     assert prepared_counts == [0, 1]
     got = layer(i.x_TH, i.routing)
     assert prepared_counts == [0, 1]
-    other, _ = made_layer()
+    other, _ = make_prepared_layer()
     other.load_state_dict(state)
     other.prepare_weights()
     assert torch.equal(got, other(i.x_TH, i.routing))
@@ -189,11 +196,11 @@ def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
     with pytest.MonkeyPatch.context() as capture:
         for module in (auto_prepare, recording):
             capture.setattr(module, "can_keep_buffers", lambda _: False)
-        called(kernel, i)
-        called(kernel, i)
+        call_kernel(kernel, i)
+        call_kernel(kernel, i)
     assert not prepared_counts
-    called(kernel, i)
-    called(kernel, i)
+    call_kernel(kernel, i)
+    call_kernel(kernel, i)
     assert prepared_counts == [0]
 
 
@@ -218,11 +225,11 @@ def test_another_storage_at_the_same_address_is_distinguished(
     for weights, shift in ((first, 0), (second, 1)):
         for name in ("w1", "w1_scale", "w2", "w2_scale"):
             getattr(weights, name).data.copy_(getattr(i.weights, name).roll(shift, 0))
-        called(kernel, i, weights)
+        call_kernel(kernel, i, weights)
     assert prepared_counts == [0, 1]
     manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
-    expected = called(manual, i, kernel.prepare_weights(second))
-    assert torch.equal(called(kernel, i, second), expected)
+    expected = call_kernel(manual, i, kernel.prepare_weights(second))
+    assert torch.equal(call_kernel(kernel, i, second), expected)
 
 
 def test_a_concurrent_write_during_a_call_is_not_an_error(
@@ -244,13 +251,13 @@ def test_memory_that_runs_out_while_preparing_leaves_the_weights_as_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, i = auto_kernel()
-    expected = called(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
+    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(GroupedW4Path, "prepare", fail)
-    assert torch.equal(called(kernel, i), expected)
+    assert torch.equal(call_kernel(kernel, i), expected)
 
 
 def test_no_tensors_accumulate_if_a_source_is_replaced() -> None:
@@ -258,7 +265,7 @@ def test_no_tensors_accumulate_if_a_source_is_replaced() -> None:
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     counts = []
     for _ in range(4):
-        called(kernel, i, replace(i.weights, w1=i.weights.w1.clone()))
+        call_kernel(kernel, i, replace(i.weights, w1=i.weights.w1.clone()))
         gc.collect()
         counts.append((len(registry), len(AUTO_PREPARED._entries)))
     assert counts[1:] == counts[:-1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICE
-from fused_samples import moved
+from fused_experts_calls import move_tensors
 
 import modular_kernel as mk
 from experts.triton.configs.select import override_config
@@ -125,7 +125,9 @@ def test_kernels_dequantize_every_code_with_every_scale(
     device = Device("NVIDIA H200")
     with override_config(BY_NAME[path].default_config(problem, 16, device) if path else None):
         kernel = mk.make_kernel(*pair, problem, machine=this_machine())
-        got = kernel(x.to(DEVICE), moved(weights, DEVICE), moved(routing, DEVICE)).cpu()
+        got = kernel(
+            x.to(DEVICE), move_tensors(weights, DEVICE), move_tensors(routing, DEVICE)
+        ).cpu()
     want = (values.float() * torch.tensor(G)).clamp(min=0).square().T.to(dtype)
     assert torch.equal(bits(got), bits(want))
 

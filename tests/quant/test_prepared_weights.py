@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import MXFP4, OAI
-from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
+from grouped_gemm_stand_in import MXFP4, OAI
+from prepared_weights_samples import (
+    NO_GPU,
+    PAIR,
+    call_kernel,
+    make_launched_fixture,
+    make_prepared_kernel,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experts.triton.configs.select import choose_config, override_config
@@ -26,7 +32,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing import Case, prove
 
 pytestmark = NO_GPU
-launched = launched_tiles()
+launched = make_launched_fixture()
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"quant": "mxfp4_w4a16:repacked=true", "hidden": 320},
@@ -41,14 +47,14 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_outputs_equal_those_of_a_call_that_tiles_weights(changes: dict[str, Any]) -> None:
-    kernel, i = made(**changes)
+    kernel, i = make_prepared_kernel(**changes)
     weights = kernel.prepare_weights(i.weights)
     with override_config(grouped_w4_config.default_config(kernel.problem, 64)):
-        assert torch.equal(called(kernel, i, weights), called(kernel, i))
+        assert torch.equal(call_kernel(kernel, i, weights), call_kernel(kernel, i))
 
 
 def test_prepared_tensors_have_the_layout_and_others_are_unchanged() -> None:
-    kernel, i = made()
+    kernel, i = make_prepared_kernel()
     weights, problem = kernel.prepare_weights(i.weights), kernel.problem
     for name, tensor in vars(i.weights).items():
         assert name in SOURCE_FIELDS or getattr(weights, name) is tensor
@@ -67,9 +73,11 @@ def test_prepared_tensors_have_the_layout_and_others_are_unchanged() -> None:
 def test_calls_use_them_by_rows_whatever_tuned_files_choose(
     rows: int, block_m: int, launched: list[int]
 ) -> None:
-    kernel, i = made(tokens=rows * 2, experts=6, top_k=3, hidden=32, intermediate=32)
+    kernel, i = make_prepared_kernel(
+        tokens=rows * 2, experts=6, top_k=3, hidden=32, intermediate=32
+    )
     plain = choose_config(kernel.problem, kernel.problem.tokens, supported_paths(kernel.problem))
-    called(kernel, i, kernel.prepare_weights(i.weights))
+    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
     if block_m:
         assert launched == [block_m, block_m]
     else:
@@ -95,7 +103,9 @@ def test_calls_use_them_by_rows_whatever_tuned_files_choose(
 def test_the_largest_number_of_rows_that_uses_prepared_weights(
     quant: str, scales: torch.dtype | None, rows: int, block_m: int, launched: list[int]
 ) -> None:
-    kernel, i = made(tokens=rows, experts=2, top_k=2, hidden=32, intermediate=32, quant=quant)
+    kernel, i = make_prepared_kernel(
+        tokens=rows, experts=2, top_k=2, hidden=32, intermediate=32, quant=quant
+    )
     weights = i.weights
     if scales is not None:
         assert weights.w1_scale is not None
@@ -108,11 +118,11 @@ def test_the_largest_number_of_rows_that_uses_prepared_weights(
 
 
 def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
-    kernel, i = made()
+    kernel, i = make_prepared_kernel()
     spaced = torch.empty(*i.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(i.weights.w1)
     weights = kernel.prepare_weights(replace(i.weights, w1=spaced))
     assert torch.equal(
-        called(kernel, i, weights), called(kernel, i, kernel.prepare_weights(i.weights))
+        call_kernel(kernel, i, weights), call_kernel(kernel, i, kernel.prepare_weights(i.weights))
     )
     assert len(launched) == 4
 
@@ -143,17 +153,17 @@ def test_the_harness_detects_wrongly_prepared_weights(
 
 @pytest.mark.parametrize("of", ["w1", "w2", "w1_scale", "w2_scale"])
 def test_misaligned_weights_are_prepared(of: str) -> None:
-    kernel, i = made()
+    kernel, i = make_prepared_kernel()
     tensor: torch.Tensor = getattr(i.weights, of)
     moved = torch.empty(tensor.numel() + 1, dtype=torch.uint8)[1:].view(tensor.shape)
     weights = kernel.prepare_weights(replace(i.weights, **{of: moved.copy_(tensor)}))
     assert torch.equal(
-        called(kernel, i, weights), called(kernel, i, kernel.prepare_weights(i.weights))
+        call_kernel(kernel, i, weights), call_kernel(kernel, i, kernel.prepare_weights(i.weights))
     )
 
 
 def test_weights_are_not_kept_alive() -> None:
-    kernel, i = made()
+    kernel, i = make_prepared_kernel()
     w1 = i.weights.w1.clone()
     weights, plan = kernel.prepare_weights(replace(i.weights, w1=w1)), kernel.plan()
     plan(i.x_TH, weights, i.routing)
@@ -167,14 +177,14 @@ def test_weights_are_not_kept_alive() -> None:
 
 
 def test_a_batch_invariant_layer_prepares_nothing() -> None:
-    kernel, i = made(batch_invariant=True)
+    kernel, i = make_prepared_kernel(batch_invariant=True)
     assert kernel.prepare_weights(i.weights) is i.weights
 
 
 def test_tokens_without_an_adapter_use_prepared_weights(launched: list[int]) -> None:
-    kernel, i = made(lora="adapters=2,rank=8")
+    kernel, i = make_prepared_kernel(lora="adapters=2,rank=8")
     weights = kernel.prepare_weights(i.weights)
-    called(kernel, i, weights)
+    call_kernel(kernel, i, weights)
     assert not launched
     routing = Routing(i.routing.topk_weights_TK, i.routing.topk_ids_TK, "none")
     kernel(i.x_TH, weights, routing)
@@ -189,7 +199,9 @@ def test_prepared_memory_is_as_documented() -> None:
 
 
 def test_calls_with_prepared_weights_need_no_workspace_for_weights() -> None:
-    few, many = (made(tokens=t, experts=6, top_k=3)[0].workspace_specs(t) for t in (40, 100))
+    few, many = (
+        make_prepared_kernel(tokens=t, experts=6, top_k=3)[0].workspace_specs(t) for t in (40, 100)
+    )
     assert "permuted_x" in few  # 20 rows an expert: prepared weights alone take the path
     assert "tiled_words" not in few
     assert "tiled_words" in many

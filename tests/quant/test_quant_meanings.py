@@ -3,7 +3,7 @@
 import math
 
 import torch
-from quant_samples import each_scheme, made, parts, plain_weights
+from quant_samples import each_scheme, make_quantized, parts_of, plain_weights
 
 from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.quantization import QuantScheme
@@ -46,7 +46,7 @@ def e4m3(byte: int) -> float:
 
 def value_of(weights: ExpertWeights, name: str, at: tuple[int, int, int], text: str) -> float:
     """Return one weight, computed from the table in modular_kernel.quant.quantized_weights."""
-    (w, scale, zero), (e, n, k) = parts(weights, name), at
+    (w, scale, zero), (e, n, k) = parts_of(weights, name), at
     scheme = QuantScheme.parse(text)
     width = scheme.group[-1] if scheme.group else 0
     where = {
@@ -74,9 +74,9 @@ def value_of(weights: ExpertWeights, name: str, at: tuple[int, int, int], text: 
 
 @each_scheme
 def test_dequantize_equals_the_table(text: str) -> None:
-    problem, weights = made(text)
+    problem, weights = make_quantized(text)
     for name in ("w1", "w2"):
-        got = dequantize(*parts(weights, name), problem.scheme)
+        got = dequantize(*parts_of(weights, name), problem.scheme)
         e, rows, depth = getattr(plain_weights(problem), name).shape
         assert got.shape == (e, rows, depth)
         assert got.dtype == torch.float32

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from quant_samples import each_scheme, made, parts, plain_weights, problem_of
+from quant_samples import each_scheme, make_problem, make_quantized, parts_of, plain_weights
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import quantized_weights
@@ -25,17 +25,17 @@ STEPS = {
 
 @each_scheme
 def test_round_trip_is_the_nearest_value(text: str) -> None:
-    problem, weights = made(text)
+    problem, weights = make_quantized(text)
     scheme = problem.scheme
     for name in ("w1", "w2"):
         plain = getattr(plain_weights(problem), name)
-        error = (dequantize(*parts(weights, name), scheme) - plain).abs()
+        error = (dequantize(*parts_of(weights, name), scheme) - plain).abs()
         assert 0 < float(error.max()) <= 1.001 * STEPS[scheme.weight] * float(plain.abs().max())
 
 
 @each_scheme
 def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, whole = made(text)
+    problem, whole = make_quantized(text)
     some = Mock(wraps=quantized_weights.quantize_rows)
     monkeypatch.setattr(quantized_weights, "quantize_rows", some)
     monkeypatch.setattr(quantized_weights, "_MAX_WEIGHTS", 2 * 40 * 24)
@@ -50,18 +50,18 @@ def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPa
 
 @each_scheme
 def test_quantizing_is_idempotent(text: str) -> None:
-    problem, weights = made(text, dtype=torch.float32)
-    values = {n: dequantize(*parts(weights, n), problem.scheme) for n in ("w1", "w2")}
+    problem, weights = make_quantized(text, dtype=torch.float32)
+    values = {n: dequantize(*parts_of(weights, n), problem.scheme) for n in ("w1", "w2")}
     again = quantize_weights(replace(plain_weights(problem), **values), problem)
     for name, first in values.items():
-        second = dequantize(*parts(again, name), problem.scheme)
+        second = dequantize(*parts_of(again, name), problem.scheme)
         torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-6)
 
 
 @each_scheme
 def test_each_tile_has_its_own_scale(text: str) -> None:
     """Weights of about 1e-3 next to weights of about 1: their tiles need different scales."""
-    problem = problem_of(text)
+    problem = make_problem(text)
     plain = plain_weights(problem)
     small = plain.w1.clone()
     granularity = problem.scheme.granularity
@@ -70,11 +70,11 @@ def test_each_tile_has_its_own_scale(text: str) -> None:
     )
     small[1, :bn, :bk] *= 1e-3  # exactly the first tile of expert 1
     weights = quantize_weights(replace(plain, w1=small), problem)
-    got = dequantize(*parts(weights, "w1"), problem.scheme)
+    got = dequantize(*parts_of(weights, "w1"), problem.scheme)
     tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
     assert float((tile - want).norm() / want.norm()) < 0.2
     other = quantize_weights(plain, problem)
-    rest = dequantize(*parts(other, "w1"), problem.scheme)
+    rest = dequantize(*parts_of(other, "w1"), problem.scheme)
     rest[1, :bn, :bk] = tile
     assert torch.equal(got, rest)
 
@@ -82,11 +82,11 @@ def test_each_tile_has_its_own_scale(text: str) -> None:
 @each_scheme
 @pytest.mark.parametrize("value", [0.0, 1e-20])
 def test_tiles_of_zeros(text: str, value: float) -> None:
-    problem = problem_of(text)
+    problem = make_problem(text)
     plain = plain_weights(problem)
     flat = replace(plain, w1=torch.full_like(plain.w1, value))
     weights = quantize_weights(flat, problem)
-    got = dequantize(*parts(weights, "w1"), problem.scheme)
+    got = dequantize(*parts_of(weights, "w1"), problem.scheme)
     assert float(got.abs().max()) <= 1e-10
 
 
@@ -96,7 +96,9 @@ def test_e2m1_rounds_ties_to_the_even_code() -> None:
     row = torch.tensor([6.0, *ties, *(-t for t in ties), *([0.0] * 17)])
     problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
     w = row.expand(1, 32, 32)
-    got = dequantize(*parts(quantize_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme)
+    got = dequantize(
+        *parts_of(quantize_weights(ExpertWeights(w, w), problem), "w1"), problem.scheme
+    )
     assert got[0, 0].tolist() == [6.0, *want, *(-v for v in want), *([0.0] * 17)]
 
 
@@ -120,24 +122,24 @@ def test_e8m0_is_the_smallest_sufficient_power_of_two() -> None:
 def test_zero_points_cover_asymmetric_groups() -> None:
     """Weights in [0, 1] use all sixteen codes; a symmetric scheme would use nine of them."""
     problem, symmetric = (
-        problem_of(f"int4_w4a16_group:group=16{zeros}") for zeros in (",zero_points=true", "")
+        make_problem(f"int4_w4a16_group:group=16{zeros}") for zeros in (",zero_points=true", "")
     )
     plain = plain_weights(problem)
     plain = replace(plain, w1=plain.w1.abs())
     errors = []
     for each in (problem, symmetric):
-        got = dequantize(*parts(quantize_weights(plain, each), "w1"), each.scheme)
+        got = dequantize(*parts_of(quantize_weights(plain, each), "w1"), each.scheme)
         errors.append(float((got - plain.w1).norm()))
     assert errors[0] < 0.6 * errors[1]
 
 
 @pytest.mark.parametrize("text", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
 def test_scales_have_the_dtype_of_the_problem(text: str) -> None:
-    problem = problem_of(text, dtype=torch.float16)
+    problem = make_problem(text, dtype=torch.float16)
     weights = quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
     assert weights.w1_scale is not None
     assert weights.w1_scale.dtype == torch.float16
-    got = dequantize(*parts(weights, "w1"), problem.scheme)
+    got = dequantize(*parts_of(weights, "w1"), problem.scheme)
     step = STEPS[problem.scheme.weight] * 1.01
     assert float((got - plain_weights(problem).w1).abs().max()) <= step * float(
         plain_weights(problem).w1.abs().max()

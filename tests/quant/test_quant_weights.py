@@ -12,10 +12,10 @@ from quant_samples import (
     FULL,
     SPECS,
     each_scheme,
-    made,
-    parts,
+    make_problem,
+    make_quantized,
+    parts_of,
     plain_weights,
-    problem_of,
 )
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
@@ -46,7 +46,7 @@ def test_specs(text: str) -> None:
     want = {n: (s, d) for n, s, d in zip(names, shapes, dtypes, strict=True) if s is not None}
     if "static" in text:
         want |= {"a1_scale": ((1,), FULL), "a2_scale": ((1,), FULL)}
-    specs = weight_specs(problem_of(text))
+    specs = weight_specs(make_problem(text))
     assert {name: (spec.shape, spec.dtypes) for name, spec in specs.items()} == want
 
 
@@ -60,12 +60,12 @@ def test_specs_of_unquantized_and_ungated_weights() -> None:
 
 def test_scales_of_a_float32_problem_are_float32() -> None:
     for text in ("int8_w8a16_channel", "int4_w4a16_group"):
-        assert weight_specs(problem_of(text, dtype=torch.float32))["w1_scale"].dtypes == FULL
+        assert weight_specs(make_problem(text, dtype=torch.float32))["w1_scale"].dtypes == FULL
 
 
 @each_scheme
 def test_quantized_weights_are_accepted(text: str) -> None:
-    problem, weights = made(text)
+    problem, weights = make_quantized(text)
     check_weights_quantized(weights, problem, CPU)
     local = replace(problem, local_experts=2, expert_map=True)
     with pytest.raises(ShapeError, match="w1: got"):
@@ -75,21 +75,21 @@ def test_quantized_weights_are_accepted(text: str) -> None:
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])
 @pytest.mark.parametrize("text", ["int4_w4a16_group", "mxfp4_w4a16"])
 def test_odd_rows_cannot_be_packed(text: str, name: str) -> None:
-    problem = problem_of(text, **{name: 33})
+    problem = make_problem(text, **{name: 33})
     assert quantized_weights.indivisible_sizes(problem) == (name,)
     with pytest.raises(ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {text}"):
         weight_specs(problem)
 
 
 def test_odd_rows_of_bytes_are_accepted() -> None:
-    problem, weights = made("int8_w8a16_group:group=16,zero_points=true", hidden=33)
+    problem, weights = make_quantized("int8_w8a16_group:group=16,zero_points=true", hidden=33)
     assert weights.w1_zero_point is not None
     assert weights.w1_zero_point.shape == (3, 48, 3)
     check_weights_quantized(weights, problem, CPU)
 
 
 def test_quantize_weights_keeps_other_fields() -> None:
-    problem = problem_of("fp8_w8a8_tensor:static=true", bias=True, expert_map=True)
+    problem = make_problem("fp8_w8a8_tensor:static=true", bias=True, expert_map=True)
     plain = plain_weights(problem)
     b1, b2, where = torch.ones(3, 48), torch.ones(3, 40), torch.arange(3, dtype=torch.int32)
     plain = replace(plain, b1=b1, b2=b2, expert_map=where)
@@ -102,7 +102,7 @@ def test_quantize_weights_keeps_other_fields() -> None:
 
 
 def test_quantize_weights_refuses_wrong_arguments() -> None:
-    problem = problem_of("fp8_w8a8_tensor")
+    problem = make_problem("fp8_w8a8_tensor")
     plain = plain_weights(problem)
     with pytest.raises(ConfigurationError, match="quant: got none"):
         quantize_weights(plain, BASE)
@@ -111,7 +111,7 @@ def test_quantize_weights_refuses_wrong_arguments() -> None:
     with pytest.raises(DtypeError, match="w1: got float8_e4m3fn, need unquantized"):
         quantize_weights(replace(plain, w1=plain.w1.to(FP8)), problem)
     with pytest.raises(WeightsError, match="a1_scale: got None, need"):
-        quantize_weights(plain, problem_of("fp8_w8a8_tensor:static=true"))
+        quantize_weights(plain, make_problem("fp8_w8a8_tensor:static=true"))
 
 
 # Row 5 of expert 1 in w1 begins with the value.
@@ -119,7 +119,7 @@ def test_quantize_weights_refuses_wrong_arguments() -> None:
 @each_scheme
 def test_quantized_nan_is_nan(text: str, value: float) -> None:
     """As are all values with the same scale; all others are as without it."""
-    problem = problem_of(text)
+    problem = make_problem(text)
     plain = plain_weights(problem)
     expected = dequantize_weights(quantize_weights(plain, problem), "w1", problem)
     w1 = plain.w1.clone()
@@ -133,7 +133,7 @@ def test_quantized_nan_is_nan(text: str, value: float) -> None:
 
 
 def test_scales_out_of_the_range_of_float16_are_refused() -> None:
-    problem = problem_of("int4_w4a16_group:group=16")
+    problem = make_problem("int4_w4a16_group:group=16")
     plain = plain_weights(problem)
     large = replace(plain, w2=1e6 * plain.w2)
     assert quantize_weights(large, problem)
@@ -144,10 +144,10 @@ def test_scales_out_of_the_range_of_float16_are_refused() -> None:
 
 
 def test_strided_weights_are_accepted() -> None:
-    problem, weights = made("fp8_w8a8_block:block=32x16")
+    problem, weights = make_quantized("fp8_w8a8_block:block=32x16")
     strided = replace(weights, w1=weights.w1.mT.contiguous().mT)
     check_weights_quantized(strided, problem, CPU)
     assert torch.equal(
-        dequantize(*parts(strided, "w1"), problem.scheme),
-        dequantize(*parts(weights, "w1"), problem.scheme),
+        dequantize(*parts_of(strided, "w1"), problem.scheme),
+        dequantize(*parts_of(weights, "w1"), problem.scheme),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ep_layers import ALL2ALL, REPLICATED
-from module_ranks import module_ranks
+from rank_fixtures import make_ranks_fixture
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
@@ -31,7 +31,7 @@ SYMMETRIC = "SymmMemPrepareAndFinalize"
 BY_HOSTS = "HostThenRankPrepareAndFinalize"
 
 
-pool = module_ranks(2)
+pool = make_ranks_fixture(2)
 
 
 def case_of(part: str, fault: str) -> RankCase:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ops_samples import DEVICE, kernel_and_torch, random
+from ops_fixtures import DEVICE, make_path_fixture, random_normal
 
 from modular_kernel.ops import reduce as module
 from modular_kernel.spec.problem import IdSpace
@@ -20,7 +20,7 @@ from topk_reduce import (
     TopKWeightAndReduceNoOp,
 )
 
-path = kernel_and_torch(module)
+path = make_path_fixture(module)
 
 T, K, H, E, C = 4, 3, 48, 5, 6
 # Experts 0 to 4 are on this rank, 5 and 6 on others. Token 3 has no pair on this rank.
@@ -40,7 +40,7 @@ def routing() -> DispatchedRouting:
 
 
 def weights() -> torch.Tensor:
-    return (random(T, K, seed=1).abs() + 0.5).masked_fill(~LOCAL.to(DEVICE), torch.nan)
+    return (random_normal(T, K, seed=1).abs() + 0.5).masked_fill(~LOCAL.to(DEVICE), torch.nan)
 
 
 def batched_rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,13 +52,13 @@ def batched_rows() -> tuple[torch.Tensor, torch.Tensor]:
         counts[e] += 1
     rows = torch.full((E * C, H), torch.nan, device=DEVICE)
     used = row_of_pair[LOCAL].long().to(DEVICE)
-    rows[used] = random(len(used), H, seed=2)
+    rows[used] = random_normal(len(used), H, seed=2)
     return rows.view(E, C, H), row_of_pair.to(DEVICE)
 
 
 def by_token(weighted: bool) -> ExpertRows:
     """Return rows (T, K, H), NaN for pairs that are skipped or on other ranks."""
-    rows = random(T, K, H, seed=2).masked_fill(~LOCAL.to(DEVICE)[..., None], torch.nan)
+    rows = random_normal(T, K, H, seed=2).masked_fill(~LOCAL.to(DEVICE)[..., None], torch.nan)
     return ExpertRows(rows, None, weights() if weighted else None, SCALE, routing(), E)
 
 
@@ -149,7 +149,7 @@ def test_a_weight_reaches_all_columns_where_it_is_read(name: str) -> None:
 
 
 def test_rows_that_are_summed_already_are_copied() -> None:
-    rows, out = random(T, H, seed=2), torch.zeros(T, H, device=DEVICE)
+    rows, out = random_normal(T, H, seed=2), torch.zeros(T, H, device=DEVICE)
     rows[2, 5] = torch.nan
     TopKWeightAndReduceNoOp().apply(ExpertRows(rows, None, None, 1.0), out)
     assert torch.equal(out.isnan(), rows.isnan())

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rank_parts import SumOverRanks, Unsummed
+from minimal_rank_parts import OmitsReduction, SumOverRanks
 
 from experts import TorchExperts
 from modular_kernel.catalog import this_machine
@@ -154,7 +154,10 @@ def case_of(part: type[PrepareAndFinalize]) -> RankCase:
         (AddsTheNextRow, "differs in activations: a row received for local expert "),
         (RollsReceivedRows, "differs in placement: local expert "),
         (HalvesWeights, "differs in router weights: token "),
-        (Unsummed, "differs in combine: the output has the pairs of this rank's experts only"),
+        (
+            OmitsReduction,
+            "differs in combine: the output has the pairs of this rank's experts only",
+        ),
         (DoublesOutput, "differs in combine: the output is 2 times the reference"),
         (RollsOutput, "differs in order of rows: output row "),
     ],

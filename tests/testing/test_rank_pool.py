@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import rank_samples as samples
+import rank_functions as samples
 import torch
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
@@ -81,7 +81,7 @@ def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, r
     assert list(error.failures) == [rank]
     assert error.results == {1 - rank: 1 - rank}
     assert f"rank {rank}: Traceback" in str(error)
-    assert "rank_samples.py" in str(error)
+    assert "rank_functions.py" in str(error)
     assert "ValueError: quite wrong" in str(error)
     assert pool.run(samples.facts) == pids, "the processes must not be restarted"
 
@@ -232,7 +232,7 @@ def test_another_triton_interpret_is_refused(
 
 KILLED_PROGRAM = """
 import sys
-import rank_samples as samples
+import rank_functions as samples
 from modular_kernel.testing.ranks.pool import RankPool
 pool = RankPool(2)
 pool.run(samples.facts)

@@ -5,8 +5,8 @@ The Triton interpreter is slow, so parts with Triton kernels only run a few diff
 
 from collections.abc import Callable, Iterator
 
+import minimal_rank_parts as parts
 import pytest
-import rank_parts as parts
 import torch
 from shares import computed_once
 
@@ -87,7 +87,7 @@ def test_cases_cover_placements_and_idle_ranks(world_size: int) -> None:
 
 
 def smoke_case(name: str, number: int = 0, world_size: int = 2) -> RankCase:
-    """Return a smoke case of a part of `rank_parts`."""
+    """Return a smoke case of a part of `minimal_rank_parts`."""
     part = getattr(parts, name)
     return rank_cases_for(part, "TorchExperts", MACHINE, world_size).cases[number]
 
@@ -103,7 +103,7 @@ def test_the_simplest_part_is_proven(number: int, rank_pool: Pool) -> None:
 
 
 def test_a_part_with_few_shapes_gets_cases_of_its_shapes(rank_pool: Pool) -> None:
-    selected = rank_cases_for(parts.FewShapes, "TorchExperts", MACHINE, 2)
+    selected = rank_cases_for(parts.SupportsFewShapes, "TorchExperts", MACHINE, 2)
     default = rank_cases_for(parts.SumOverRanks, "TorchExperts", MACHINE, 2)
     assert len(selected.cases) == len(default.cases)
     for case in selected.cases:
@@ -117,7 +117,7 @@ def test_a_part_with_few_shapes_gets_cases_of_its_shapes(rank_pool: Pool) -> Non
 
 
 def test_replaced_cases_are_reported() -> None:
-    selected = rank_cases_for(parts.FewShapes, "TorchExperts", MACHINE, 2)
+    selected = rank_cases_for(parts.SupportsFewShapes, "TorchExperts", MACHINE, 2)
     assert all(not verdict.ok for _, verdict in selected.refused)
     replacements = dict(selected.replacements)
     first, _ = selected.refused[0]
@@ -154,7 +154,9 @@ def test_a_rank_that_raises_is_named_first(rank_pool: Pool) -> None:
 
 
 def test_counting_an_invalid_id_on_two_ranks_is_found(rank_pool: Pool) -> None:
-    numbers = range(len(rank_cases_for(parts.CountsTwice, "TorchExperts", MACHINE, 2).cases))
+    numbers = range(
+        len(rank_cases_for(parts.CountsInvalidIdsTwice, "TorchExperts", MACHINE, 2).cases)
+    )
     (number,) = (n for n in numbers if smoke_case("CountsTwice", n).routing == "out_of_range")
     proof = proof_of("CountsTwice", rank_pool, number)
     assert proof.failures
@@ -175,17 +177,17 @@ def test_refusals_name_the_world_size() -> None:
     text = verdict_text("MoEPrepareAndFinalizeNoEP", 2)
     assert "[world_size] MoEPrepareAndFinalizeNoEP / problem: got 2, need 1 to 1" in text
     assert "[world_size] AtMostTwo / problem: got 4, need 2 to 2" in verdict_text(
-        parts.AtMostTwo, 4
+        parts.SupportsTwoRanks, 4
     )
-    assert verdict_text(parts.AtMostTwo, 2).endswith("valid")
+    assert verdict_text(parts.SupportsTwoRanks, 2).endswith("valid")
 
 
 def test_refusals_name_the_placement() -> None:
-    uneven = verdict_text(parts.AtMostTwo, 2, experts=7)
+    uneven = verdict_text(parts.SupportsTwoRanks, 2, experts=7)
     assert (
         "[placement] AtMostTwo / problem: got experts=7, need a multiple of world_size 2" in uneven
     )
-    round_robin = verdict_text(parts.AtMostTwo, 2, placement=Placement.round_robin(8, 2))
+    round_robin = verdict_text(parts.SupportsTwoRanks, 2, placement=Placement.round_robin(8, 2))
     assert "[placement] AtMostTwo / problem: got another placement, need linear" in round_robin
     assert verdict_text(parts.SumOverRanks, 2, experts=7).endswith("valid")
 

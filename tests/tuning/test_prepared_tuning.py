@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import MXFP4
-from prepared_samples import NO_GPU, PAIR, called, launched_tiles, made
+from grouped_gemm_stand_in import MXFP4
+from prepared_weights_samples import (
+    NO_GPU,
+    PAIR,
+    call_kernel,
+    make_launched_fixture,
+    make_prepared_kernel,
+)
 from run_mk import Mk, make_mk_fixture
-from tile_samples import here_an_h200, ours, write
-from tune_samples import Fake, only
+from simulated_tuning import FakeBenchmark, tune_one
+from tuned_config_files import file_contents, make_h200_fixture, write_config_file
 
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import ConfigKey, config_to_json, file_names_for
@@ -33,8 +39,8 @@ from modular_kernel.tuning.measurement import DeviceBenchmarker
 from modular_kernel.tuning.search import TuneResult
 
 pytestmark = NO_GPU
-here = here_an_h200()
-launched = launched_tiles()
+here = make_h200_fixture()
+launched = make_launched_fixture()
 mk = make_mk_fixture("tune")
 SIZES = {"experts": 6, "top_k": 3, "hidden": 64, "intermediate": 64}
 LAYER = replace(MXFP4, tokens=8192, **SIZES)
@@ -72,22 +78,22 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
         )
 
     own = space()
-    (kernel, i), tokens = made(tokens=rows(60), **SIZES), rows(60)
+    (kernel, i), tokens = make_prepared_kernel(tokens=rows(60), **SIZES), rows(60)
     plain = choose_config(LAYER, tokens, own.paths)
-    called(kernel, i, kernel.prepare_weights(i.weights))
-    called(kernel, i)
+    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+    call_kernel(kernel, i)
     assert launched == [128, 128, 128, 128]
-    tuned = only(own, Fake(times), tokens=(tokens,), folder=here)
+    tuned = tune_one(own, FakeBenchmark(times), tokens=(tokens,), folder=here)
     assert tuned.best is not None
     assert tuned.best.untuned_seconds == 100.0, "tiles of 128 rows are untuned"
     assert (
         tuned.file == here / "triton_3_6_0" / file_names_for(LAYER, "NVIDIA H200", prepared=True)[0]
     )
     launched.clear()
-    kernel, i = made(tokens=tokens, **SIZES)
-    called(kernel, i, kernel.prepare_weights(i.weights))
+    kernel, i = make_prepared_kernel(tokens=tokens, **SIZES)
+    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
     assert launched == [64, 64]
-    called(kernel, i)
+    call_kernel(kernel, i)
     assert launched == [64, 64, 128, 128]
     assert choose_config(LAYER, tokens, own.paths) == plain
     assert choose_config(LAYER, tokens, own.paths, prepared=True) == tuned.best.choice
@@ -105,7 +111,7 @@ def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
     before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
     for name in file_names_for(LAYER, "NVIDIA H200"):
         entries = {"1": config_to_json(other), "9999": config_to_json(other)}
-        path = write(here / name, {**ours(), **entries})
+        path = write_config_file(here / name, {**file_contents(), **entries})
         tiles.clear_caches()
         assert choose_config(LAYER, rows(700), own.paths) == other
         for tokens, config in before.items():
@@ -137,7 +143,7 @@ def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None
     assert found[1] == found[50] == other
     assert found[200] == found[40_000] == wide, "what is prepared pays for any number of rows"
     assert choose_config(LAYER, 50_000, own.paths, prepared=True) == other
-    kernel, _ = made(tokens=rows(20), **SIZES)
+    kernel, _ = make_prepared_kernel(tokens=rows(20), **SIZES)
     assert "tiled_words" not in kernel.workspace_specs(kernel.problem.tokens)
 
 
@@ -146,9 +152,9 @@ def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]
     tile = make_heuristic_steps(LAYER, current_lookup().device, own.paths, prepared=True)
     own.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
     with override_config(tile.choose(rows(60))):
-        kernel, i = made(tokens=9, **SIZES)
-        called(kernel, i, kernel.prepare_weights(i.weights))
-    called(kernel, i, kernel.prepare_weights(i.weights))
+        kernel, i = make_prepared_kernel(tokens=9, **SIZES)
+        call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
     assert launched == [128, 128, 32, 32]
 
 

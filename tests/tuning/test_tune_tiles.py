@@ -5,8 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, here_an_h200, launch, ours, write
-from tune_samples import WANTED, Fake, only, staged, tile_cost
+from simulated_tuning import BEST_TILES, FakeBenchmark, stage_times, tile_cost, tune_one
+from tuned_config_files import (
+    LARGE_TILES,
+    MACHINE,
+    MIXTRAL,
+    NAME,
+    SMALL_TILES,
+    file_contents,
+    make_h200_fixture,
+    vllm_launch,
+    write_config_file,
+)
 
 from experts.triton.aligned.aligned_config import BLOCK_M_ROWS, entries
 from experts.triton.aligned.aligned_path import AlignedPath
@@ -25,22 +35,22 @@ from modular_kernel.contracts import Choice, PermuteExpertsUnpermute, StageTimes
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tuning.search import Refusal
 
-here = here_an_h200()
+here = make_h200_fixture()
 
 
 def model(tokens: int, pair: Choice) -> float:
     assert isinstance(pair, MoEConfig)
-    return 1.0 + tile_cost(pair.gemm1, WANTED[0]) + tile_cost(pair.gemm2, WANTED[1])
+    return 1.0 + tile_cost(pair.gemm1, BEST_TILES[0]) + tile_cost(pair.gemm2, BEST_TILES[1])
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "BatchedTritonExperts"])
 def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
     space = load_catalog().experts(part).tunable(MIXTRAL)
     assert isinstance(space, ConfigSpace)
-    assert MoEConfig(*WANTED, "aligned") not in space.candidates(128)
-    tuned = only(space, Fake(model), tokens=(128,), folder=here)
+    assert MoEConfig(*BEST_TILES, "aligned") not in space.candidates(128)
+    tuned = tune_one(space, FakeBenchmark(model), tokens=(128,), folder=here)
     assert tuned.best is not None
-    assert tuned.best.choice == MoEConfig(*WANTED, "aligned"), "put together of two candidates"
+    assert tuned.best.choice == MoEConfig(*BEST_TILES, "aligned"), "put together of two candidates"
     assert len(tuned.times) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
     recipe = read_config_file(tuned.file)
@@ -55,8 +65,8 @@ def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None
 def test_search_ends_if_only_the_untuned_choice_runs(here: Path) -> None:
     space = ConfigSpace(MIXTRAL, "X")
     untuned = space.untuned(64)
-    bench = Fake(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
-    tuned = only(space, bench, tokens=(64,), folder=here)
+    bench = FakeBenchmark(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
+    tuned = tune_one(space, bench, tokens=(64,), folder=here)
     assert tuned.best == TunedChoice(untuned, 1.0, 1.0)
     assert tuned.finished
 
@@ -121,7 +131,7 @@ def test_small_4_bit_calls_have_their_own_launches(here: Path) -> None:
 
 
 def test_untuned_choice_does_not_depend_on_tuned_files(here: Path) -> None:
-    write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
+    write_config_file(here / NAME, file_contents(tokens_1=(vllm_launch(64), vllm_launch(64))))
     space = ConfigSpace(MIXTRAL, "X")
     assert space.untuned(1) == make_heuristic_steps(
         MIXTRAL, current_lookup().device, ("aligned",)
@@ -143,7 +153,7 @@ def test_paths_are_tried_at_suitable_token_counts(here: Path) -> None:
     assert choose_config(MIXTRAL, 8192, ("aligned", "grouped_tma")).path == "grouped_tma"
     assert choose_config(MIXTRAL, 8192).path == "aligned"
     assert space.saved(here)[8192].choice == permuted
-    assert space.as_json(ONE)["path"] == "aligned"
+    assert space.as_json(SMALL_TILES)["path"] == "aligned"
     assert path.exists()
 
 
@@ -162,12 +172,15 @@ def test_space_keeps_its_gpu_in_another_process(
 
 
 def test_time_model_needs_timed_launches() -> None:
-    took = {pair: StageTimes(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
+    took = {
+        pair: StageTimes(model(1, pair), stage_times(1, pair))
+        for pair in (SMALL_TILES, LARGE_TILES)
+    }
     model_of = AdditiveTimeModel(took)
     assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
-    assert model_of.seconds(ONE) == pytest.approx(model(1, ONE))
+    assert model_of.seconds(SMALL_TILES) == pytest.approx(model(1, SMALL_TILES))
     with pytest.raises(KeyError):
-        model_of.seconds(MoEConfig(*WANTED, "aligned"))
+        model_of.seconds(MoEConfig(*BEST_TILES, "aligned"))
 
 
 def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
@@ -202,7 +215,7 @@ def test_file_of_another_layer_is_not_continued(here: Path, other: ConfigSpace) 
 
 
 def test_file_of_vllm_is_not_continued(here: Path) -> None:
-    write(here / "triton_3_6_0" / NAME, {"1": launch()})
+    write_config_file(here / "triton_3_6_0" / NAME, {"1": vllm_launch()})
     with pytest.raises(ConfigurationError, match="vLLM"):
         ConfigSpace(MIXTRAL, "TritonExperts").saved(here)
 

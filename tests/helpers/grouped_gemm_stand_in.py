@@ -26,7 +26,7 @@ MXFP4 = replace(
 )
 
 
-def products_by(path: type, multiply: Callable[..., None]) -> Any:
+def make_gemm_fixture(path: type, multiply: Callable[..., None]) -> Any:
     """Return a fixture that simulates an H200 and replaces `path.multiply` in a module's tests."""
 
     @pytest.fixture(name="_h200_products", autouse=True)

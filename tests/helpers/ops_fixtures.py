@@ -9,8 +9,8 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kernel_and_torch(module: ModuleType, *others: ModuleType) -> Any:
-    """Return the fixture `path`, which runs tests with Triton kernels and with torch references.
+def make_path_fixture(module: ModuleType, *others: ModuleType) -> Any:
+    """Return the fixture `path`, which runs each test with Triton kernels and in plain torch.
 
     module, others: the modules whose `use_triton` selects between them.
     """
@@ -27,7 +27,7 @@ def kernel_and_torch(module: ModuleType, *others: ModuleType) -> Any:
     return path
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def random_normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """Draw normal values in float32 and convert them to `dtype` on DEVICE."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)

@@ -58,7 +58,7 @@ Times = Mapping[Choice, float | Refusal] | Callable[[int, Choice], float | Refus
 
 
 @dataclass
-class Fake(Benchmarker):
+class FakeBenchmark(Benchmarker):
     """A benchmark that returns given times.
 
     times: time or refusal by choice, or a function of (tokens, choice). final: the same for
@@ -88,7 +88,7 @@ class Fake(Benchmarker):
         return (
             outcome
             if isinstance(outcome, Refusal)
-            else StageTimes(outcome, staged(outcome, choice))
+            else StageTimes(outcome, stage_times(outcome, choice))
         )
 
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
@@ -99,25 +99,26 @@ class Fake(Benchmarker):
         return times(tokens, choice) if callable(times) else times[choice]
 
 
-def staged(seconds: float, choice: Choice) -> dict[str, float]:
+def stage_times(seconds: float, choice: Choice) -> dict[str, float]:
     """Return the seconds of each stage of a pair of tiles: see `tile_cost`."""
     if not isinstance(choice, MoEConfig):
         return {}
     costs = [
         tile_cost(tile, best)
-        for tile, best in zip((choice.gemm1, choice.gemm2), WANTED, strict=True)
+        for tile, best in zip((choice.gemm1, choice.gemm2), BEST_TILES, strict=True)
     ]
     return dict(zip(ConfigSpace.stages, costs, strict=True))
 
 
-def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> TuneJob:
+def make_job(space: Tunable, bench: FakeBenchmark, *tokens: int, **more: object) -> TuneJob:
     budget = more.pop("budget", 1e9)
     tune_job = TuneJob(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
     return replace(tune_job, **more)  # type: ignore[arg-type]
 
 
-def only(space: Tunable, bench: Fake, **more: object) -> TuneResult:
-    (tuned,) = tune(job(space, bench, **more))
+def tune_one(space: Tunable, bench: FakeBenchmark, **more: object) -> TuneResult:
+    """Run a job of one number of tokens and return its result."""
+    (tuned,) = tune(make_job(space, bench, **more))
     return tuned
 
 
@@ -125,7 +126,7 @@ TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
 
 
 # The best tile of each GEMM. No candidate has both.
-WANTED = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
+BEST_TILES = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
 
 
 def tile_cost(tile: LaunchConfig, best: LaunchConfig) -> float:

@@ -40,7 +40,7 @@ def cases_on(path: str, variants: Iterable[tuple[Problem, str]]) -> list[Case]:
     ]
 
 
-def proof_by(
+def prove_with_config(
     config: MoEConfig,
     paths: tuple[str, ...],
     problem: Problem,
@@ -54,7 +54,7 @@ def proof_by(
         return prove(Case(*PAIR, problem, routing, variation=variation), machine)
 
 
-def of_quantized_weights(
+def quantized_variants(
     quants: Sequence[str],
     changes: Sequence[dict[str, object]],
     changed: Sequence[tuple[Problem, str]],

@@ -1,4 +1,4 @@
-"""Runs a function in a forked child of a test, with a timeout for a child that hangs."""
+"""Runs a function in a forked child of the test process, with a timeout."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from typing import Any
 TIMEOUT_S = 60.0  # for a child or a thread on a busy machine
 
 
-def in_child(function: Callable[[], Any], *, timeout_s: float = TIMEOUT_S) -> Any:
+def run_in_child(function: Callable[[], Any], *, timeout_s: float = TIMEOUT_S) -> Any:
     """Run `function` in a forked child; return its result or the exception that it raised.
 
     If the child does not end in time, kill it and raise AssertionError.

@@ -1,4 +1,6 @@
-"""Files of tuned tile sizes, and a simulated H200 that finds them."""
+"""Files of tuned configurations, and a simulated H200 whose configurations are looked up in
+them.
+"""
 
 import json
 from collections.abc import Iterator
@@ -21,17 +23,21 @@ TRITON = "3.6.0"
 MIXTRAL = Problem(tokens=64, hidden=4096, intermediate=14336, experts=8, top_k=2)
 BLOCK_FP8 = replace(MIXTRAL, quant="fp8_w8a8_block")
 NAME = "E=8,N=14336,device_name=NVIDIA_H200.json"
-ONE = MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 2), LaunchConfig(16, 64, 64, 1, 4, 2), "aligned")
-TWO = MoEConfig(LaunchConfig(32, 32, 64, 1, 4, 2), LaunchConfig(32, 64, 64, 1, 4, 2), "aligned")
+SMALL_TILES = MoEConfig(
+    LaunchConfig(16, 32, 64, 1, 4, 2), LaunchConfig(16, 64, 64, 1, 4, 2), "aligned"
+)
+LARGE_TILES = MoEConfig(
+    LaunchConfig(32, 32, 64, 1, 4, 2), LaunchConfig(32, 64, 64, 1, 4, 2), "aligned"
+)
 
 
-def launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str, Any]:
+def vllm_launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str, Any]:
     """Return a launch in the file format of vLLM and SGLang."""
     sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
     return {**sizes, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3, **more}
 
 
-def ours(**entries: Any) -> dict[str, Any]:
+def file_contents(**entries: Any) -> dict[str, Any]:
     """Return the contents of a file in our format.
 
     entries: such as `tokens_64=(launch of GEMM 1, launch of GEMM 2)`.
@@ -42,7 +48,7 @@ def ours(**entries: Any) -> dict[str, Any]:
     return {"format": FORMAT, "triton_version": TRITON, **by_tokens}
 
 
-def write(path: Path, contents: object) -> Path:
+def write_config_file(path: Path, contents: object) -> Path:
     """Write text as it is and other contents as JSON; return `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = contents if isinstance(contents, str) else json.dumps(contents)
@@ -50,14 +56,14 @@ def write(path: Path, contents: object) -> Path:
     return path
 
 
-def store(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
+def make_lookup(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
     """Return the lookup on an H200 in the user's folder, then in a packaged folder if passed."""
     titles = ("user", "packaged")
     return ConfigLookup(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
 
 
 @contextmanager
-def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def simulated_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Simulate an H200 without packaged files; yield the user's folder, which is in `folder`."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(folder / "user"))
     monkeypatch.setattr(tiles, "current_machine", lambda: MACHINE)
@@ -70,12 +76,12 @@ def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         tiles.clear_caches()
 
 
-def here_an_h200() -> Any:
-    """Return a fixture that applies `on_an_h200` and returns the user's folder."""
+def make_h200_fixture() -> Any:
+    """Return a fixture that applies `simulated_h200` and returns the user's folder."""
 
     @pytest.fixture
     def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        with on_an_h200(tmp_path, monkeypatch) as folder:
+        with simulated_h200(tmp_path, monkeypatch) as folder:
             yield folder
 
     return here

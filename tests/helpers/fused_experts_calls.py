@@ -1,4 +1,4 @@
-"""A small layer, and `fused_experts` on its tensors."""
+"""A small random layer, calls of `fused_experts` on it, and a comparison of outputs."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +15,7 @@ BASE = Problem(T, H, I, E, K, dtype=torch.float32)
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def moved(tensors: Any, device: str | torch.device) -> Any:
+def move_tensors(tensors: Any, device: str | torch.device) -> Any:
     """Return a record with all its tensors moved to `device`."""
     values = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
     return replace(
@@ -24,9 +24,10 @@ def moved(tensors: Any, device: str | torch.device) -> Any:
     )
 
 
-def layer(
+def make_layer(
     problem: Problem, device: str | torch.device = "cpu"
 ) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """Return x, weights and routing of a small layer."""
     g = torch.Generator().manual_seed(3)
     x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
     unquantized = ExpertWeights(
@@ -43,16 +44,17 @@ def layer(
     weights = quantize_weights(unquantized, problem) if problem.scheme.quantized else unquantized
     values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
     routing = Routing(values.softmax(-1), ids)
-    return x_TH.to(device), moved(weights, device), moved(routing, device)
+    return x_TH.to(device), move_tensors(weights, device), move_tensors(routing, device)
 
 
-def run(
+def call_fused_experts(
     x_TH: torch.Tensor,
     weights: ExpertWeights,
     routing: Routing,
     config: MoeRunnerConfig | None = None,
     **options: Any,
 ) -> torch.Tensor:
+    """Call `fused_experts` with a layer's tensors as its keyword arguments."""
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
     options_ = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
              "w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale,
@@ -62,6 +64,7 @@ def run(
     return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **options_ | options)
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, rms: float) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, rms: float) -> None:
+    """Assert that the relative RMS error is below `rms`."""
     assert actual.shape == expected.shape
     assert float((actual.double() - expected).norm() / expected.norm()) < rms

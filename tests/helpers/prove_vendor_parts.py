@@ -1,6 +1,6 @@
 """Proves all cases of the parts that use vendor libraries, with stand-ins for the libraries.
 
-    PYTHONPATH=tests/helpers TRITON_INTERPRET=1 python tests/helpers/vendor_list.py [PART...]
+    PYTHONPATH=tests/helpers TRITON_INTERPRET=1 python tests/helpers/prove_vendor_parts.py [PART...]
 
 Prints a line for each part. The exit code is 1 if a case fails. FlashInferOverGloo runs over two
 ranks. `make verify` runs this program.
@@ -23,7 +23,7 @@ OVER_RANKS = "FlashInferOverGloo"
 
 def cases_of(part):
     """Return all cases of a part with the local PrepareAndFinalize of its activation format."""
-    return cases_for(parts.beside(part), part, parts.CPU).cases
+    return cases_for(parts.local_prepare_finalize(part), part, parts.CPU).cases
 
 
 def proofs_of(name):
@@ -35,7 +35,7 @@ def proofs_of(name):
             # Fault scenarios need a manager that waits for other ranks: here the library waits.
             return [prove_ranks(case, pool, machine) for case in cases if not case.fault]
     part = getattr(parts, name)
-    with parts.libraries():
+    with parts.stand_in_libraries():
         return [prove(case, parts.CPU) for case in cases_of(part)]
 
 

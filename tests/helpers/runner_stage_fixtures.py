@@ -13,7 +13,7 @@ NO_EP = "MoEPrepareAndFinalizeNoEP"
 PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
 
 
-def empty_pools() -> Any:
+def make_pools_fixture() -> Any:
     """Return the fixture `pools`, which replaces the pools of stages by empty ones for a test."""
 
     @pytest.fixture(name="pools")
@@ -24,7 +24,7 @@ def empty_pools() -> Any:
     return pools
 
 
-def registered(register: dict[str, Any]) -> Any:
+def make_stages_fixture(register: dict[str, Any]) -> Any:
     """Return the fixture `stages`, which registers the stages of `register` in empty pools."""
 
     @pytest.fixture(name="stages")

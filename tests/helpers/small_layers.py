@@ -83,7 +83,7 @@ class Sample:
         return total + self.shared(x_TH).double() if shared else total
 
 
-def share(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertWeights:
+def rank_weights(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertWeights:
     """Return a rank's weights: its experts, its rows of gate and up, and its columns of down."""
     weights, gated = sample.plain, sample.problem.act.gated
     experts = list(Placement.linear(E, ep[1]).slots[ep[0]])
@@ -101,12 +101,13 @@ def share(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertWei
     return share_
 
 
-def layer_of(
+def make_layer(
     sample: Sample,
     ep: tuple[int, int] = (0, 1),
     tp: tuple[int, int] = (0, 1),
     **options: Any,
 ) -> FusedMoE:
+    """Return the layer on one rank."""
     problem = sample.problem
     arguments = {
         "params_dtype": problem.dtype,
@@ -120,15 +121,15 @@ def layer_of(
         "parallel": LayerParallel(ep=ep, tp=tp),
     }
     layer = FusedMoE(E, H, I, **arguments | options)
-    layer.set_weights(share(sample, layer.parallel.ep, layer.parallel.tp))
+    layer.set_weights(rank_weights(sample, layer.parallel.ep, layer.parallel.tp))
     return layer
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error in norm."""
     assert actual.shape == expected.shape
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-def names_of(weights: ExpertWeights) -> set[str]:
+def field_names(weights: ExpertWeights) -> set[str]:
     return {field_.name for field_ in fields(weights) if getattr(weights, field_.name) is not None}

@@ -216,7 +216,7 @@ CASES = (
 # fmt: on
 
 
-def arguments(problem: Problem) -> Args:
+def make_arguments(problem: Problem) -> Args:
     tokens_TH, weights, routing = random_inputs(problem, CPU)
     return Args(tokens_TH, weights, routing)
 

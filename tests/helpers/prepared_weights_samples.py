@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from grouped_products import H200, MXFP4, multiply_w4
+from grouped_gemm_stand_in import H200, MXFP4, multiply_w4
 
 from experts.triton.configs.select import on_device
 from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
@@ -21,7 +21,7 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 CPU = torch.device("cpu")
 
 
-def launched_tiles() -> Any:
+def make_launched_fixture() -> Any:
     """Return the fixture `launched`, a list of block_m of every GEMM that the path launched."""
 
     @pytest.fixture(name="launched", autouse=True)
@@ -41,12 +41,13 @@ def launched_tiles() -> Any:
     return launched
 
 
-def made(**changes: Any) -> tuple[FusedMoEModularKernel, Inputs]:
+def make_prepared_kernel(**changes: Any) -> tuple[FusedMoEModularKernel, Inputs]:
+    """Return an mxfp4 kernel and inputs of 40 tokens, unless changed."""
     problem = replace(MXFP4, **({"tokens": 40} | changes))
     return make_kernel(*PAIR, problem), make_inputs(problem, "uniform", CPU)
 
 
-def made_layer() -> tuple[FusedMoE, Inputs]:
+def make_prepared_layer() -> tuple[FusedMoE, Inputs]:
     problem = replace(MXFP4, tokens=64, hidden=96)
     layer, inputs = FusedMoE(
         problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
@@ -56,7 +57,8 @@ def made_layer() -> tuple[FusedMoE, Inputs]:
     return layer, inputs
 
 
-def called(
+def call_kernel(
     kernel: FusedMoEModularKernel, inputs: Inputs, weights: ExpertWeights | None = None
 ) -> torch.Tensor:
+    """Return a copy of the kernel's output."""
     return kernel(inputs.x_TH, weights or inputs.weights, inputs.routing).clone()

@@ -15,36 +15,42 @@ NAMES = ("a13", "b13", "a2", "b2")
 FLOATS: dict[str, Any] = {"params_dtype": torch.float32}
 
 
-def base(**options: Any) -> FusedMoE:
+def make_base_layer(**options: Any) -> FusedMoE:
+    """Return a layer of three of the E experts per token, with random weights."""
     layer = FusedMoE(E, H, I, 3, router=RouterSpec(K, renormalize=True), **{**FLOATS, **options})
-    return filled(layer)
+    return fill_parameters(layer)
 
 
-def filled(layer: FusedMoE, seed: int = 0) -> FusedMoE:
+def fill_parameters(layer: FusedMoE, seed: int = 0) -> FusedMoE:
+    """Set all parameters to random values."""
     g = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=g) / 6)
     return layer
 
 
-def adapter(rank: int, seed: int, *, halves: int = 1, experts: int = E, inner: int = I) -> Adapter:
+def make_adapter(
+    rank: int, seed: int, *, halves: int = 1, experts: int = E, inner: int = I
+) -> Adapter:
+    """Return a random adapter. halves: 1 if gate and up share A, otherwise 2."""
     g = torch.Generator().manual_seed(seed)
     shapes = (halves * rank, H), (2 * inner, rank), (rank, inner), (H, rank)
     matrices = (torch.randn(experts, *shape, generator=g) / shape[1] ** 0.5 for shape in shapes)
     return Adapter(*matrices)
 
 
-def call() -> tuple[torch.Tensor, torch.Tensor]:
+def make_call() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x and router logits of 12 tokens."""
     g = torch.Generator().manual_seed(9)
     return torch.randn(12, H, generator=g), torch.randn(12, E, generator=g)
 
 
-def made(layer: FusedMoE, mode: Any, halves: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
-    """Add adapter "a" of rank 3 and scaling 2 and adapter "b" of rank 5 and scaling 0.5."""
+def add_adapters(layer: FusedMoE, mode: Any, halves: int) -> tuple[FusedMoEWithLoRA, LoRAManager]:
+    """Add adapter "a" of rank 3 and scaling 2, and adapter "b" of rank 5 and scaling 0.5."""
     lora = f"adapters=3,rank={R}" + ",a13=shared" * (halves == 1)
     manager = LoRAManager(layer.problem, lora, [3], mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-        lora_layer = MoELoRALayer(adapter(rank, rank, halves=halves), scaling)
+        lora_layer = MoELoRALayer(make_adapter(rank, rank, halves=halves), scaling)
         manager.load(name, {3: lora_layer})
     return FusedMoEWithLoRA(layer, manager), manager
 

@@ -56,10 +56,10 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
         ]
         add_kernel(*addresses, count)
 
-    recorder.add_launch(relaunch, play_all, watched)
+    recorder.add_launch(relaunch, make_replay, is_watched)
 
 
-def play_all(launches: Sequence[Any], inputs: int) -> recording.Replay:
+def make_replay(launches: Sequence[Any], inputs: int) -> recording.Replay:
     def replay(stream: int, pointers: Sequence[int]) -> None:
         assert len(pointers) == inputs
         for relaunch in launches:
@@ -68,7 +68,7 @@ def play_all(launches: Sequence[Any], inputs: int) -> recording.Replay:
     return replay
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     return bool(watchers)
 
 
@@ -115,7 +115,7 @@ class AddExperts(TorchExperts):
         launch_add(tensors, count)
 
 
-def planned(
+def make_plan(
     problem: Problem = SMALL, experts: type[AddExperts] = AddExperts, **options: Any
 ) -> tuple[Plan, AddExperts]:
     part = experts(problem)
@@ -123,7 +123,7 @@ def planned(
     return kernel.plan(), part
 
 
-def inputs(tokens: int = 4, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def make_inputs(tokens: int = 4, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     generator = torch.Generator().manual_seed(seed)
     x_TH, weights, routing = random_inputs(SMALL.with_tokens(tokens), CPU)
     x_TH = torch.randn(x_TH.shape, generator=generator)
@@ -132,10 +132,10 @@ def inputs(tokens: int = 4, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
     return x_TH, weights, Routing(torch.rand(shape, generator=generator), routing.topk_ids_TK)
 
 
-def expected(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
+def expected_output(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
     step_w, step_r = weights.w1.flatten()[0], routing.topk_weights_TK.flatten()[0]
     return x_TH + step_w + step_r + step_w + step_r
 
 
-def assert_right(out: torch.Tensor, args: tuple[torch.Tensor, ExpertWeights, Routing]) -> None:
-    torch.testing.assert_close(out, expected(*args))
+def assert_output(out: torch.Tensor, args: tuple[torch.Tensor, ExpertWeights, Routing]) -> None:
+    torch.testing.assert_close(out, expected_output(*args))

@@ -21,7 +21,7 @@ PRODUCTS = {
 }
 
 
-class WatchedProducts(TorchDispatchMode):
+class MatmulMonitor(TorchDispatchMode):
     """Counts matrix products on a CPU in `products` and lists the unsafe ones in `faults`.
 
     Unsafe are 16-bit products whose inner dimension is not a multiple of 32, and operands of 16 or

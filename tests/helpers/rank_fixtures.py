@@ -8,7 +8,7 @@ import pytest
 from modular_kernel.testing.ranks.pool import RankPool
 
 
-def module_ranks(world_size: int, grace: float = 15) -> Any:
+def make_ranks_fixture(world_size: int, grace: float = 15) -> Any:
     """Return a module-scoped fixture with a pool of `world_size` ranks."""
 
     @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Minimal parts over ranks: a correct one and defective ones, to test the tests over ranks."""
+"""Minimal parts over ranks, a correct one and defective ones, to test the checks over ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -72,7 +72,7 @@ class SumOverRanks(PrepareAndFinalize):
         out.copy_(total)
 
 
-class WrongOnRankOne(SumOverRanks):
+class RaisesOnRankOne(SumOverRanks):
     """Raises on rank 1, before the first collective."""
 
     requires = SumOverRanks.requires
@@ -83,7 +83,7 @@ class WrongOnRankOne(SumOverRanks):
         return super().prepare(x_TH, routing, weights=weights, call=call)
 
 
-class Unsummed(SumOverRanks):
+class OmitsReduction(SumOverRanks):
     """Does not add the outputs of the ranks."""
 
     requires = SumOverRanks.requires
@@ -93,7 +93,7 @@ class Unsummed(SumOverRanks):
         reduce.apply(ExpertRows(expert_output, None, handle.topk_weights_TK, scale), out)
 
 
-class CountsTwice(SumOverRanks):
+class CountsInvalidIdsTwice(SumOverRanks):
     """Counts each invalid id twice."""
 
     requires = SumOverRanks.requires
@@ -105,7 +105,7 @@ class CountsTwice(SumOverRanks):
         return result
 
 
-class FewShapes(SumOverRanks):
+class SupportsFewShapes(SumOverRanks):
     """Only supports bfloat16, two hidden sizes and a linear placement, as vendor libraries do."""
 
     requires = replace(
@@ -116,7 +116,7 @@ class FewShapes(SumOverRanks):
     )
 
 
-class AtMostTwo(SumOverRanks):
+class SupportsTwoRanks(SumOverRanks):
     """Supports two ranks and a linear placement."""
 
     requires = replace(SumOverRanks.requires, world_sizes=(2, 2), linear_placement=True)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from layer_samples import E, H, I, K
 from public_calls import Call
 from public_recipes import ADAPTED, GROUP, PROBLEM, kernel
+from small_layers import E, H, I, K
 
 import modular_kernel as mk
 from experts.compat.ep_moe import GroupedGemmRunner
