@@ -1,7 +1,7 @@
 """Tables of batch invariance: parts whose bits depend on other tokens, and the cost of invariance.
 
 TRITON_INTERPRET=1 python tools/batch_invariance.py           rows whose bits change, for every part
-python tools/batch_invariance.py --price                      launches for sm_90, without a GPU
+python tools/batch_invariance.py --cost                      launches for sm_90, without a GPU
 
 Prints the tables of docs/batch-invariance.md, and progress to stderr. On a GPU, leave
 TRITON_INTERPRET unset.
@@ -77,5 +77,5 @@ def _launch_costs(records: list[CompileRecord]) -> tuple[object, ...]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--price", action="store_true")
-    print(cost_table() if parser.parse_args().price else invariance_table(), end="")
+    parser.add_argument("--cost", action="store_true")
+    print(cost_table() if parser.parse_args().cost else invariance_table(), end="")

@@ -1,7 +1,7 @@
 """Run our parts on the test cases of other projects, against their torch references.
 
     python tools/peer_suites.py --vllm ~/vllm --sglang ~/sglang --flashinfer ~/flashinfer
-    python tools/peer_suites.py --vllm ~/vllm --only block_fp8 --most 10 --out record.json
+    python tools/peer_suites.py --vllm ~/vllm --only block_fp8 --max-cases 10 --out record.json
 
 Each argument is a checkout; any subset can be given. Parameter grids and references are extracted
 from its files (`tools/peer_suites_lib/checkout.py`); nothing is imported or copied. Kernels run in
@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
         "--only", nargs="+", default=[""], help="run the suites whose names contain one of these"
     )
     parser.add_argument(
-        "--most", type=int, default=100, help="maximum number of cases per suite, sampled at random"
+        "--max-cases",
+        type=int,
+        default=100,
+        help="maximum number of cases per suite, sampled at random",
     )
     parser.add_argument("--out", type=Path, help="JSON record to add the counts to")
     parser.add_argument(
@@ -67,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     tallies = []
     for suite in suites:
         started = time.monotonic()
-        tallies.append(run_suite(suite, arguments.most))
+        tallies.append(run_suite(suite, arguments.max_cases))
         print(_line(tallies[-1]), f"({time.monotonic() - started:.0f} s)", flush=True)
         for (outcome, why), count in tallies[-1].reasons.most_common():
             print(f"  {count} {outcome}: {why}", flush=True)

@@ -216,15 +216,15 @@ def test_failed_comparison_is_attributed_by_float64() -> None:
 
 
 def test_nan_error_is_the_largest(monkeypatch) -> None:
-    from hf_suites import nearer
+    from hf_suites import float64_errors
 
     for found in ([NAN, 1.0], [1.0, NAN]):
         largest = dict[str, float]()
         for error in found:
-            nearer.update_maximum(largest, "ours", error)
+            float64_errors.update_maximum(largest, "ours", error)
         assert largest["ours"] != largest["ours"]
-    nearer.update_maximum(largest := {"ours": 1.0}, "ours", 2.0)
-    nearer.update_maximum(largest, "ours", 0.5)
+    float64_errors.update_maximum(largest := {"ours": 1.0}, "ours", 2.0)
+    float64_errors.update_maximum(largest, "ours", 0.5)
     assert largest == {"ours": 2.0}
 
 

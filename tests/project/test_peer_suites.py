@@ -194,7 +194,7 @@ def test_every_case_is_counted(
     many = Suite("fake", "many", lambda: iter([{"what": kinds[3]}] * 9), check)
     monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [suite, many]})
     record = tmp_path / "record.json"
-    assert tool.main(["--fake", "x", "--most", "7", "--out", str(record)]) == 1
+    assert tool.main(["--fake", "x", "--max-cases", "7", "--out", str(record)]) == 1
     kept = json.loads(record.read_text())
     assert kept["suites"]["fake all"]["outcomes"] == {
         "agree": 1, "the same after shrinking": 1, "refused": 1, "feature missing": 1,
@@ -282,24 +282,24 @@ def test_router_mismatches_are_attributed(
 def test_quantizer_mismatches_are_attributed(
     tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peer_suites_lib import rows
+    from peer_suites_lib import row_operations
     from peer_suites_lib.checkout import Source
 
     per_row: Any = Source(checkout, "test_fake.py").function("per_row")
-    x = rows.normal_rows(3, 40, torch.bfloat16)
-    assert rows.check_quantizer(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
+    x = row_operations.normal_rows(3, 40, torch.bfloat16)
+    assert row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
 
     def twice(part: torch.Tensor) -> Any:
         q, scale = per_row(part)
         return q, scale * 1.1
 
-    found = rows.check_quantizer(x, "fp8_w8a8_channel", twice, "")
+    found = row_operations.check_quantizer(x, "fp8_w8a8_channel", twice, "")
     assert found.outcome == "mismatch: theirs"
-    sound = rows.quantize_values
+    sound = row_operations.quantize_values
     monkeypatch.setattr(
-        rows, "quantize_values", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
+        row_operations, "quantize_values", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
     )
-    found = rows.check_quantizer(x, "fp8_w8a8_channel", per_row, "")
+    found = row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row, "")
     assert found.outcome == "mismatch: ours"
 
 
@@ -308,19 +308,21 @@ def test_too_large_scale_is_attributed_to_us(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
     """Its codes are as close to the values as others, but in steps that are too large."""
-    from peer_suites_lib import rows
+    from peer_suites_lib import row_operations
 
-    sound = rows.quantize_values
+    sound = row_operations.quantize_values
 
     def reference(part: torch.Tensor) -> Any:
-        return sound(part.float(), rows.QuantScheme.parse(quant))
+        return sound(part.float(), row_operations.QuantScheme.parse(quant))
 
-    x = rows.normal_rows(3, 40, torch.bfloat16)
-    assert rows.check_quantizer(x, quant, reference, "").outcome == "agree"
+    x = row_operations.normal_rows(3, 40, torch.bfloat16)
+    assert row_operations.check_quantizer(x, quant, reference, "").outcome == "agree"
     monkeypatch.setattr(
-        rows, "quantize_values", lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7)
+        row_operations,
+        "quantize_values",
+        lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7),
     )
-    assert rows.check_quantizer(x, quant, reference, "").outcome == "mismatch: ours"
+    assert row_operations.check_quantizer(x, quant, reference, "").outcome == "mismatch: ours"
 
 
 def test_compare_with_exact_attributes_differences(tool: ModuleType) -> None:
@@ -347,15 +349,15 @@ def test_compare_with_exact_attributes_differences(tool: ModuleType) -> None:
 
 
 def test_alignment_mismatches_are_attributed(tool: ModuleType) -> None:
-    from peer_suites_lib import rows
+    from peer_suites_lib import row_operations
 
     ids = torch.tensor([[0, 1], [1, 3]], dtype=torch.int32)
     right = torch.tensor([0, 4, 2, 1, 3, 4]), torch.tensor([0, 1, 3]), torch.tensor([6])
-    assert rows.check_align(ids, 2, 4, lambda _: right, "").outcome == "agree"
+    assert row_operations.check_align(ids, 2, 4, lambda _: right, "").outcome == "agree"
     for wrong in (
         (torch.tensor([0, 4, 3, 1, 2, 4]), *right[1:]),
         (right[0], torch.tensor([0, 1, 2]), right[2]),
         (*right[:2], torch.tensor([8])),
     ):
-        found = rows.check_align(ids, 2, 4, lambda _, wrong=wrong: wrong, "")
+        found = row_operations.check_align(ids, 2, 4, lambda _, wrong=wrong: wrong, "")
         assert found.outcome == "mismatch: theirs"

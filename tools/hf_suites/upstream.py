@@ -136,7 +136,7 @@ def reevaluate(case: Case, checkout: Path, site: Path) -> Case:
     """Judge a failed comparison of implementations again, by the errors against float64."""
     if case.outcome is not Outcome.OURS or "eager_matches_batched" not in case.name:
         return case
-    command = [sys.executable, "-m", "hf_suites.nearer", f"tests/models/{case.name}"]
+    command = [sys.executable, "-m", "hf_suites.float64_errors", f"tests/models/{case.name}"]
     env = environment(checkout, site)
     process = subprocess.run(
         command, cwd=checkout, env=env, check=False, capture_output=True, text=True

@@ -13,7 +13,12 @@ from peer_suites_lib.checkout import Params, Source
 from peer_suites_lib.layers import Layer, LayerCheck, LayerInputs
 from peer_suites_lib.outcomes import CaseOutcome, MissingError, Suite, Tolerance
 from peer_suites_lib.routers import Router, check_router, spec_of
-from peer_suites_lib.rows import check_activation, check_quantizer, normal_rows, shrink_rows
+from peer_suites_lib.row_operations import (
+    check_activation,
+    check_quantizer,
+    normal_rows,
+    shrink_rows,
+)
 
 _FP8 = torch.float8_e4m3fn
 

@@ -13,7 +13,7 @@ from peer_suites_lib.checkout import EnumStandIn, Params, Source
 from peer_suites_lib.layers import Layer, LayerCheck
 from peer_suites_lib.outcomes import CaseOutcome, MissingError, SkippedError, Suite, Tolerance
 from peer_suites_lib.routers import Router, check_router, spec_of
-from peer_suites_lib.rows import (
+from peer_suites_lib.row_operations import (
     ALIGNED_TOKENS,
     check_activation,
     check_align,
