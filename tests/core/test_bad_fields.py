@@ -71,15 +71,15 @@ RECORDS = (
 )
 
 
-def same(a: object, b: object) -> bool:
+def keep_value(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def is_fine(record: object, name: str, value: object) -> bool:
+def raises_no_error(record: object, name: str, value: object) -> bool:
     fine = FINE[type(record)].get(name, ())
     if isinstance(getattr(record, name), bool):
         fine += (True, False)
-    return any(same(value, one) for one in fine if type(value) is type(one))
+    return any(keep_value(value, one) for one in fine if type(value) is type(one))
 
 
 EVERY = [(record, field.name) for record in RECORDS for field in fields(record)]
@@ -89,7 +89,7 @@ BOUNDS = [1, 9999, 10000, *(2**n + d for n in (14, 16, 17, 20, 31, 62) for d in 
 
 
 @pytest.mark.parametrize("high", BOUNDS)
-def test_a_message_states_the_largest_valid_number(high: int) -> None:
+def test_message_states_the_maximum(high: int) -> None:
     expect("n", high, Annotated[int, Between(1, high)])
     with pytest.raises(ConfigurationError) as caught:
         expect("n", high + 1, Annotated[int, Between(1, high)])
@@ -101,9 +101,9 @@ def test_a_message_states_the_largest_valid_number(high: int) -> None:
 @pytest.mark.parametrize(
     ("record", "name"), EVERY, ids=[f"{type(r).__name__}.{n}" for r, n in EVERY]
 )
-def test_junk_in_a_field(record: Any, name: str) -> None:
+def test_wrong_value_in_one_field_raises_a_typed_error(record: Any, name: str) -> None:
     for value in JUNK:
-        if is_fine(record, name, value):
+        if raises_no_error(record, name, value):
             made = replace(record, **{name: value})
             if isinstance(made, Problem):
                 assert str(made)
@@ -115,11 +115,11 @@ def test_junk_in_a_field(record: Any, name: str) -> None:
         assert caught.value.need
 
 
-def test_junk_in_two_fields_of_a_problem() -> None:
+def test_wrong_values_in_two_fields_of_a_problem_raise_typed_errors() -> None:
     names = [field.name for field in fields(PROBLEM)]
     for (a, b), shift in itertools.product(itertools.combinations(names, 2), range(0, 40, 8)):
         one, two = JUNK[(names.index(a) + shift) % len(JUNK)], JUNK[names.index(b) + shift // 2]
-        if not (is_fine(PROBLEM, a, one) and is_fine(PROBLEM, b, two)):
+        if not (raises_no_error(PROBLEM, a, one) and raises_no_error(PROBLEM, b, two)):
             with pytest.raises(ConfigurationError):
                 replace(PROBLEM, **{a: one, b: two})
 
@@ -143,7 +143,7 @@ def test_largest_allowed_problem() -> None:
     assert problem.placement.experts == 2**20 - 1
 
 
-def test_placement_from_junk() -> None:
+def test_wrong_placement_arguments_raise_typed_errors() -> None:
     makers: tuple[Callable[[Any], object], ...] = (
         lambda v: Placement.linear(v, 1),
         lambda v: Placement.linear(8, v),
@@ -160,7 +160,7 @@ def test_placement_from_junk() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "x", 5, 2.5, [], {}, object(), torch.ones(2), Problem])
-def test_junk_for_a_problem_or_a_part(value: Any) -> None:
+def test_wrong_problem_or_part_raises_a_typed_error(value: Any) -> None:
     good = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     for call in (
         lambda: mk.check(*good, value),
@@ -191,7 +191,7 @@ def test_junk_for_a_problem_or_a_part(value: Any) -> None:
 
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize("value", [None, "x", 5, [], object(), torch.ones(2), (1, 2)])
-def test_junk_for_a_call(value: Any, planned: bool) -> None:
+def test_wrong_call_arguments_raise_typed_errors(value: Any, planned: bool) -> None:
     """A wrong argument raises before any part is called: the parts fail the test if they are."""
     args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     call = kernel.plan() if planned else kernel
@@ -208,7 +208,7 @@ def test_junk_for_a_call(value: Any, planned: bool) -> None:
                 )
 
 
-def test_junk_inside_the_routing() -> None:
+def test_wrong_values_in_the_routing_raise_typed_errors() -> None:
     args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     for name, value in itertools.product(("topk_weights_TK", "topk_ids_TK"), (None, 5, [], "x")):
         with pytest.raises(InputError):

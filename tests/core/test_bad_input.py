@@ -41,7 +41,7 @@ from topk_reduce import TopKWeightAndReduceNoOp
 
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize("bad", CASES, ids=str)
-def test_bad_tensors(bad: Bad, planned: bool) -> None:
+def test_invalid_call_raises_a_typed_error(bad: Bad, planned: bool) -> None:
     problem = replace(PROBLEM, **bad.problem)
     args = bad.change(make_arguments(problem))
     kernel = kernel_with_spies(problem)
@@ -57,7 +57,7 @@ def test_bad_tensors(bad: Bad, planned: bool) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_the_unchanged_call_reaches_the_parts() -> None:
+def test_valid_call_reaches_the_parts() -> None:
     """Without the change the call reaches the parts, so each case fails because of its change."""
     for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEPT, {})):
         args = make_arguments(problem)
@@ -82,7 +82,7 @@ def test_out_may_share_the_storage_of_x_without_overlap() -> None:
     assert torch.equal(result, kernel(args.x, args.weights, args.routing))
 
 
-def test_capacity_of_a_plan() -> None:
+def test_plan_refuses_more_tokens_than_its_capacity() -> None:
     args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     with pytest.raises(CapacityError) as caught:
         kernel.plan(PROBLEM.with_tokens(8))(args.x, args.weights, args.routing)
@@ -215,7 +215,7 @@ def test_bad_fields_of_a_problem(fact: tuple[str, Callable[[], object], str, str
 
 
 @pytest.mark.parametrize("part", [MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize])
-def test_finalize_refuses_a_foreign_handle(part: type) -> None:
+def test_finalize_refuses_the_handle_of_another_part(part: type) -> None:
     rows_TH = torch.ones(2, 64)
     with pytest.raises(UnsupportedError, match=r"handle: got Handle, need \w+Handle"):
         part(PROBLEM).finalize(

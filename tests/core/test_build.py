@@ -68,7 +68,7 @@ def kept(source: Path) -> Path:
     return path
 
 
-def test_it_is_compiled_once_and_cached_for_this_user_only(source: Path) -> None:
+def test_extension_is_compiled_once_and_cached_for_this_user_only(source: Path) -> None:
     before = os.umask(0)
     try:
         assert answer(source) == "42"
@@ -81,7 +81,7 @@ def test_it_is_compiled_once_and_cached_for_this_user_only(source: Path) -> None
     assert [p.name for p in kept(source).parent.iterdir()] == [kept(source).name]  # nothing beside
 
 
-def test_another_source_is_another_module(source: Path) -> None:
+def test_changed_source_is_compiled_again(source: Path) -> None:
     assert answer(source) == "42"
     source.write_text(ANSWER.replace("ANSWER", "43"), encoding="utf-8")
     assert answer(source) == "43"
@@ -154,7 +154,7 @@ def test_the_error_of_a_failing_compiler_is_reported(
         load_module(source, "mk_answer", ())
 
 
-def test_a_missing_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert find_c_compiler() is None
     monkeypatch.delenv("CC")
@@ -164,7 +164,7 @@ def test_a_missing_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> No
         load_module(source, "mk_answer", ())
 
 
-def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -173,7 +173,7 @@ def test_a_full_disk(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_module(source, "mk_answer", ())
 
 
-def test_a_compiler_that_hangs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_compiler_is_killed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = source.parent / "hanging-cc"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)

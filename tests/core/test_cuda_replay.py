@@ -11,7 +11,7 @@ ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both i
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def program_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the results of cuda_replay_program.py."""
     return run_with_stand_in("cuda_replay_program", tmp_path_factory.mktemp("driver"))
 
@@ -28,48 +28,48 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("after it", ONE, {"graph_launches": 1}),
     ],
 )
-def test_a_replayed_recording(
-    found: dict[str, Any], when: str, values: list[float], asked: dict[str, int]
+def test_replays_are_correct_and_use_one_graph(
+    program_results: dict[str, Any], when: str, values: list[float], asked: dict[str, int]
 ) -> None:
     """Every replay is correct, uses one graph, and updates only the parameters that changed."""
-    assert found[when] == [values, asked]
+    assert program_results[when] == [values, asked]
 
 
-def test_it_launches_on_the_given_stream(found: dict[str, Any]) -> None:
-    assert found["stream"] == 7
+def test_replay_uses_the_given_stream(program_results: dict[str, Any]) -> None:
+    assert program_results["stream"] == 7
 
 
-def test_dependent_launches_stay_dependent(found: dict[str, Any]) -> None:
+def test_dependent_launches_stay_dependent(program_results: dict[str, Any]) -> None:
     """Also launch by launch, into a capture."""
-    assert found["dependent"] == [
+    assert program_results["dependent"] == [
         [ONE, ONE],
         {"instantiations": 1, "graph_launches": 1, "launches": 2, "dependent_launches": 2},
     ]
 
 
-def test_a_tensor_map_gets_the_address_of_each_call(found: dict[str, Any]) -> None:
+def test_a_tensor_map_gets_the_address_of_each_call(program_results: dict[str, Any]) -> None:
     """At every call the 128 bytes of the tensor map are updated in the launch that uses it, and in
     no other.
     """
     asked = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
-    assert found["map"] == [[ONE, TWO], asked]
+    assert program_results["map"] == [[ONE, TWO], asked]
 
 
 @pytest.mark.parametrize(("what", "maps"), [("moved workspace", {}), ("moved map", {"maps": 2})])
 def test_a_workspace_may_be_elsewhere_in_each_call(
-    found: dict[str, Any], what: str, maps: dict[str, int]
+    program_results: dict[str, Any], what: str, maps: dict[str, int]
 ) -> None:
     """Both launches access it: one graph is made, and then both of its nodes are updated."""
     asked = {**maps, "graph_launches": 2, "sets": 2, "instantiations": 1}
-    assert found[what] == [[ONE, TWO], [True, True], True, asked]
+    assert program_results[what] == [[ONE, TWO], [True, True], True, asked]
 
 
-def test_a_single_launch_makes_no_graph(found: dict[str, Any]) -> None:
-    assert found["single"] == {"launches": 3}
+def test_a_single_launch_makes_no_graph(program_results: dict[str, Any]) -> None:
+    assert program_results["single"] == {"launches": 3}
 
 
-def test_it_falls_back_to_launches_if_graphs_fail(found: dict[str, Any]) -> None:
-    assert found["no graphs"] == [[ONE] * 3, {"launches": 6}]
+def test_replay_falls_back_to_launches_if_graphs_fail(program_results: dict[str, Any]) -> None:
+    assert program_results["no graphs"] == [[ONE] * 3, {"launches": 6}]
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,10 @@ def test_it_falls_back_to_launches_if_graphs_fail(found: dict[str, Any]) -> None
         ("inputs", "ValueError: 65 inputs"),
     ],
 )
-def test_errors(found: dict[str, Any], what: str, text: str) -> None:
-    assert found[what].startswith(text)
+def test_errors_of_the_driver_are_raised(
+    program_results: dict[str, Any], what: str, text: str
+) -> None:
+    assert program_results[what].startswith(text)
 
 
 class EncodedMap:

@@ -137,7 +137,7 @@ def test_experts_are_not_called_without_tokens(pair: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "pieces"), [(0, []), (7, [7]), (8, [8]), (9, [8, 1]), (19, [8, 8, 3])]
 )
-def test_chunks(tokens: int, pieces: list[int]) -> None:
+def test_calls_are_split_into_chunks(tokens: int, pieces: list[int]) -> None:
     seen: list[int] = []
 
     class Counting(TorchExperts):
@@ -343,7 +343,7 @@ def test_poison_names_the_buffer_that_was_overrun(planned: bool) -> None:
         call(kernel.plan() if planned else kernel, inputs_for(BASE))
 
 
-class Forgetful(TorchExperts):
+class LeavesLastRow(TorchExperts):
     """Leaves the last row of its output unwritten."""
 
     def apply(self, tokens: Any, *, output: torch.Tensor, **rest: Any) -> None:
@@ -358,7 +358,10 @@ def unwritten(values: torch.Tensor) -> torch.Tensor:
 
 
 def test_poison_reveals_unwritten_rows() -> None:
-    kernel, inputs = composed((MoEPrepareAndFinalizeNoEP, Forgetful), poison=True), inputs_for(BASE)
+    kernel, inputs = (
+        composed((MoEPrepareAndFinalizeNoEP, LeavesLastRow), poison=True),
+        inputs_for(BASE),
+    )
     plan, seen = kernel.plan(), set()
     for run in (kernel, kernel, plan, plan, plan):
         out = call(run, inputs)

@@ -30,11 +30,11 @@ SIZES = [(0, 7, 5), (1, 7, 1), (1, 40, 16), (2, 1, 31), (17, 33, 80), (33, 7, 80
 pytestmark = pytest.mark.cpu
 
 
-def laid(values: torch.Tensor, layout: str) -> torch.Tensor:
+def with_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
     """Return the tensor in another layout, with NaN in all memory that does not belong to it."""
     rows, columns = values.shape
     if layout.startswith("columns"):
-        return laid(values.T, layout.replace("columns", "rows")).T
+        return with_layout(values.T, layout.replace("columns", "rows")).T
     gap = 0 if layout == "rows" else 9
     room = values.new_full((rows + 2, columns + gap), NAN)
     inside = room[1 : rows + 1, :columns]
@@ -48,14 +48,14 @@ LAYOUTS = ("rows", "rows apart", "columns", "columns apart")
 @pytest.mark.parametrize("of_b", LAYOUTS)
 @pytest.mark.parametrize("of_a", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values(dtype: torch.dtype, of_a: str, of_b: str) -> None:
+def test_products_equal_float64(dtype: torch.dtype, of_a: str, of_b: str) -> None:
     for rows, depth, columns in SIZES:
         generator = torch.Generator().manual_seed(depth)
         a = torch.randn(rows, depth, generator=generator).to(dtype)
         b = torch.randn(depth, columns, generator=generator).to(dtype)
         bias = torch.randn(columns, generator=generator).to(dtype)
         want = a.double() @ b.double()
-        a, b = laid(a, of_a), laid(b, of_b)
+        a, b = with_layout(a, of_a), with_layout(b, of_b)
         close = 3 * torch.finfo(dtype).eps * max(1.0, float(want.abs().amax()) if rows else 1.0)
         with MatmulMonitor() as watched:
             found, with_bias = matmul(a, b), linear(a, b.T, bias)
@@ -75,7 +75,7 @@ def test_dense_operands_are_not_copied() -> None:
     assert compact(apart).stride() == (7, 1)
 
 
-def test_gradients_pass() -> None:
+def test_products_are_differentiable() -> None:
     a = torch.randn(3, 9, dtype=torch.bfloat16)[:, :7].requires_grad_()
     weight = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
     linear(a, weight, torch.zeros(5, dtype=torch.bfloat16)).sum().backward()
@@ -103,7 +103,7 @@ def test_the_check_detects_a_read_outside_the_operands() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_parts_and_references(case: Case) -> None:
+def test_products_of_parts_and_references_are_safe(case: Case) -> None:
     """Covers the calls of a case, the float64 reference, the rounded reference, and the torch
     references of operations.
     """
@@ -115,7 +115,7 @@ def test_parts_and_references(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_parallel_adapter_branch(dtype: torch.dtype) -> None:
+def test_products_of_the_adapter_branch_are_safe(dtype: torch.dtype) -> None:
     call = moe_lora_calls.make_call(dtype=dtype)
     with MatmulMonitor() as watched, prefer_torch_reference():
         call.run()
@@ -124,7 +124,7 @@ def test_the_parallel_adapter_branch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_router(bias: bool) -> None:
+def test_products_of_the_router_are_safe(bias: bool) -> None:
     router = Router(RouterSpec(top_k=2), 40, 5, bias=bias, dtype=torch.bfloat16)
     for parameter in router.parameters():
         parameter.data.normal_()
@@ -139,7 +139,7 @@ def test_the_router(bias: bool) -> None:
     torch.testing.assert_close(logits.double(), want, rtol=1e-2, atol=5e-2)
 
 
-def test_gradients_of_a_call() -> None:
+def test_products_in_gradients_are_safe() -> None:
     problem = Problem(tokens=9, hidden=40, intermediate=24, experts=3, top_k=2, dtype=torch.float32)
     x_TH, weights, routing = random_inputs(problem, CPU)
     apart = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]

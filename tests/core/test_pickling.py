@@ -64,7 +64,7 @@ def pairings() -> list[tuple[str, str]]:
 
 
 @COPIES
-def test_kernels_and_plans_of_every_pairing(copied: Callable[[Any], Any]) -> None:
+def test_kernels_and_plans_of_every_pairing_round_trip(copied: Callable[[Any], Any]) -> None:
     found, given = pairings(), random_inputs(PROBLEM, DEVICE)
     assert ("MoEPrepareAndFinalizeNoEP", "TorchExperts") in found
     for pair in found:
@@ -92,7 +92,7 @@ def test_a_copy_counts_invalid_ids_of_its_own() -> None:
 
 
 @COPIES
-def test_composed_kernels(
+def test_composed_kernels_round_trip(
     copied: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
@@ -105,7 +105,7 @@ def test_composed_kernels(
 
 
 @COPIES
-def test_layers(copied: Callable[[Any], Any]) -> None:
+def test_layers_round_trip(copied: Callable[[Any], Any]) -> None:
     g = torch.Generator().manual_seed(0)
     x_TH, logits = torch.randn(5, 64, generator=g), torch.randn(5, 4, generator=g)
     for layer, routing in (
@@ -135,7 +135,7 @@ def test_layers_with_adapters_and_their_manager(copied: Callable[[Any], Any]) ->
 
 
 @COPIES
-def test_pools(copied: Callable[[Any], Any]) -> None:
+def test_pools_round_trip(copied: Callable[[Any], Any]) -> None:
     problem = mk.Problem(
         tokens=8, hidden=32, intermediate=24, experts=6, top_k=2, dtype=torch.float32,
         lora="adapters=2,rank=5",
@@ -151,12 +151,12 @@ def test_pools(copied: Callable[[Any], Any]) -> None:
 
 @COPIES
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_runners(copied: Callable[[Any], Any], backend: str) -> None:
+def test_runners_round_trip(copied: Callable[[Any], Any], backend: str) -> None:
     runner = MoeRunner(backend, NOT_INPLACE)
     assert torch.equal(run_layer(copied(runner), BASE), run_layer(runner, BASE))
 
 
-def run_there(called: Any, *given: Any) -> torch.Tensor:
+def run_and_copy_result(called: Any, *given: Any) -> torch.Tensor:
     """Call a function in this process and return a copy of its result."""
     torch.set_num_threads(1)
     return called(*given).clone().numpy()
@@ -171,9 +171,9 @@ def test_a_spawned_process_runs_kernels_plans_and_layers() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as processes:
         runs = [
-            processes.submit(run_there, kernel, *given),
-            processes.submit(run_there, kernel.plan(), *given),
-            processes.submit(run_there, layer, x_TH, routing),
+            processes.submit(run_and_copy_result, kernel, *given),
+            processes.submit(run_and_copy_result, kernel.plan(), *given),
+            processes.submit(run_and_copy_result, layer, x_TH, routing),
         ]
         found = [run.result(timeout=3 * TIMEOUT_S) for run in runs]
     for each in found:

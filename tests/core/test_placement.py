@@ -24,7 +24,7 @@ def test_round_robin_assigns_experts_in_turn() -> None:
     assert not placement.is_linear
 
 
-def test_a_table_of_rank_and_slot() -> None:
+def test_placement_tables_give_rank_and_slot() -> None:
     placement = Placement.of_table([(1, 1), (0, 0), (1, 0)], 2)
     assert placement.slots == ((1,), (2, 0))
     assert placement.locations == (((1, 1),), ((0, 0),), ((1, 0),))
@@ -213,7 +213,7 @@ def test_maps_of_eplb_and_back() -> None:
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
     ],
 )
-def test_parts_of_one_rank_take_experts_in_their_order_only(pair: tuple[str, str]) -> None:
+def test_parts_of_one_rank_require_the_default_order(pair: tuple[str, str]) -> None:
     """They do not map ids, so weights in the order of a placement would be those of others."""
     problem = Problem(4, 8, 8, experts=3, top_k=2, parallel=Parallel(1, Placement(((2, 0, 1),))))
     verdict = check(*pair, problem)

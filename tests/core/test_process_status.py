@@ -67,16 +67,16 @@ def program(text: str, *words: str) -> str:
     return done.stdout
 
 
-def seen(before: str = "") -> tuple[dict[str, str], list[str]]:
+def run_and_print_status(before: str = "") -> tuple[dict[str, str], list[str]]:
     """Return the output of SEEN in a new interpreter, after `before`."""
     found, lines = json.loads(program(before + SEEN))
     return found, lines
 
 
-def test_nothing_is_loud_where_all_is_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normal_process_has_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CC", sys.executable)
-    found, lines = seen()
+    found, lines = run_and_print_status()
     assert list(found) == NAMES
     assert found["interpreter"] == "on"
     assert found["packages"] == "ours"
@@ -88,7 +88,7 @@ def test_nothing_is_loud_where_all_is_as_it_should_be(monkeypatch: pytest.Monkey
 
 def test_the_interpreter_is_reported_if_it_is_active_unexpectedly() -> None:
     pytest.importorskip("triton")
-    found, lines = seen()
+    found, lines = run_and_print_status()
     assert found["interpreter"].startswith("off: TRITON_INTERPRET is not set")
     assert lines == [f"INFO interpreter {found['interpreter']}"]
 
@@ -97,7 +97,7 @@ def test_the_interpreter_is_refused_if_it_is_requested_too_late() -> None:
     """It is then off: torch parts work, and Triton parts are refused before anything runs."""
     pytest.importorskip("triton")
     late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
-    found, lines = seen(late)
+    found, lines = run_and_print_status(late)
     assert found["interpreter"].startswith("off: TRITON_INTERPRET was set after triton")
     assert lines == [f"WARNING interpreter {found['interpreter']}"]
     calls = """
@@ -121,7 +121,7 @@ def test_a_package_that_shadows_ours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The package is named and not imported, and the parts of the others work."""
     (tmp_path / "experts.py").write_text("raise SystemExit('the user s own script ran')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    found, lines = seen("import sys; sys.path.remove('')\n")
+    found, lines = run_and_print_status("import sys; sys.path.remove('')\n")
     assert found["packages"] == f"shadowed: experts by {tmp_path}/experts.py"
     assert lines.count(f"WARNING packages {found['packages']}") == 1
     assert "the user s own script ran" not in str(lines)
@@ -134,7 +134,7 @@ def test_a_missing_compiler_and_an_unknown_variable(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("MK_CACHE_DRI", "/x")
     monkeypatch.setenv("MK_\x1b[31m", "/x")
-    found, lines = seen()
+    found, lines = run_and_print_status()
     assert found["C compiler"].startswith("missing: no CC, gcc or clang")
     assert sum("C compiler missing" in line for line in lines) == 1
     assert "MK_CACHE_DRI (did you mean MK_CACHE_DIR?)" in found["variables"]
@@ -142,7 +142,7 @@ def test_a_missing_compiler_and_an_unknown_variable(monkeypatch: pytest.MonkeyPa
     assert lines.count(f"WARNING variables {found['variables']}") == 1
 
 
-def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -101,10 +101,10 @@ class Case:
             key, _, name = path.partition(".")
             changes[key][name] = new
         made = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
-        return judge(*fakes(made["pf"], made["ex"]), made["problem"], made["machine"])
+        return judge(*declared_classes(made["pf"], made["ex"]), made["problem"], made["machine"])
 
 
-def fakes(
+def declared_classes(
     pf: PrepareFinalizeRequirements, ex: ExpertsRequirements
 ) -> tuple[type[PrepareAndFinalize], type[PermuteExpertsUnpermute]]:
     """Return two classes with declarations only."""
@@ -291,11 +291,11 @@ def test_every_rule_has_a_case() -> None:
 
 def test_the_open_pair_is_valid() -> None:
     made = OPEN
-    assert judge(*fakes(made["pf"], made["ex"]), made["problem"], made["machine"]).ok
+    assert judge(*declared_classes(made["pf"], made["ex"]), made["problem"], made["machine"]).ok
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_refuses(case: Case) -> None:
+def test_rule_refuses_the_value(case: Case) -> None:
     verdict = case.verdict(case.refused)
     assert not verdict.ok
     assert [r.rule for r in verdict.rejections] == [case.rule] * len(case.parties)
@@ -308,12 +308,12 @@ def test_refuses(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_accepts(case: Case) -> None:
+def test_rule_accepts_the_value(case: Case) -> None:
     assert case.verdict(case.accepted).rejections == ()
 
 
 def test_several_rules_are_all_reported() -> None:
-    pf, ex = fakes(
+    pf, ex = declared_classes(
         replace(OPEN["pf"], max_tokens=8),
         replace(OPEN["ex"], bias=False, min_arch=(10, 0), hidden_multiple=128),
     )
@@ -324,7 +324,7 @@ def test_several_rules_are_all_reported() -> None:
 
 
 def test_a_part_can_add_a_rule() -> None:
-    pf, ex = fakes(OPEN["pf"], OPEN["ex"])
+    pf, ex = declared_classes(OPEN["pf"], OPEN["ex"])
     own = Rejection("FakeExperts.moon", (EX, "machine"), "full moon", "new moon")
 
     def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -342,7 +342,7 @@ def test_a_pairing_is_refused_before_construction() -> None:
     def touched(self: object, *_: object) -> None:
         raise AssertionError("constructed")
 
-    pf, ex = fakes(replace(OPEN["pf"], max_tokens=8), replace(OPEN["ex"], bias=False))
+    pf, ex = declared_classes(replace(OPEN["pf"], max_tokens=8), replace(OPEN["ex"], bias=False))
     for cls in (pf, ex):
         cls.__init__ = touched  # type: ignore[misc]
         cls.__abstractmethods__ = frozenset()

@@ -77,7 +77,7 @@ ON_HOSTS = (
 
 
 @cache
-def walk(
+def boundaries_of(
     pf: str,
     experts: str,
     machine: Machine | None = None,
@@ -90,18 +90,18 @@ def walk(
     return edges_of(*parts, machine or this_machine(), depth=depth, start=start)
 
 
-def walks() -> Iterator[Edges]:
+def all_boundaries() -> Iterator[Edges]:
     """Return boundaries around every pairing, and at a larger distance around a few."""
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
-            yield walk(pf, experts)
-    yield from (walk(pf, experts, machine, 2) for pf, experts, machine in DEEP)
-    yield from (walk(NO_EP, experts, start=start) for experts, start in STARTS)
-    yield from (walk(pf, "TritonExperts", start=start) for pf, start in ON_HOSTS)
+            yield boundaries_of(pf, experts)
+    yield from (boundaries_of(pf, experts, machine, 2) for pf, experts, machine in DEEP)
+    yield from (boundaries_of(NO_EP, experts, start=start) for experts, start in STARTS)
+    yield from (boundaries_of(pf, "TritonExperts", start=start) for pf, start in ON_HOSTS)
 
 
-def wrong(edge: Edge) -> str:
+def boundary_error(edge: Edge) -> str:
     """Return what is wrong with a boundary, or ""."""
     passing, failing = edge.passing.verdict, edge.failing.verdict
     if passing.rejections:
@@ -115,8 +115,8 @@ def wrong(edge: Edge) -> str:
 def test_every_rule_has_its_edges() -> None:
     """Each condition that can refuse does so alone, one step from a problem that passes."""
     catalog, with_edge = load_catalog(), set()
-    for found in walks():
-        assert [said for edge in found.edges if (said := wrong(edge))] == []
+    for found in all_boundaries():
+        assert [said for edge in found.edges if (said := boundary_error(edge))] == []
         with_edge |= {edge.reason for edge in found.edges}
     wanted = set(find_rule_sites())
     for pf in catalog.names("prepare_finalize"):
@@ -132,8 +132,8 @@ def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> Non
     """Problems that pass are called and compared with the float64 reference; those that fail are
     refused for the same reason when a kernel is made.
     """
-    machine, cases = this_machine(), passing(walk(pf, experts))
-    for edge in walk(pf, experts).edges:
+    machine, cases = this_machine(), passing(boundaries_of(pf, experts))
+    for edge in boundaries_of(pf, experts).edges:
         failing = edge.failing
         if failing.as_declared:
             with pytest.raises(IncompatibleError) as caught:
@@ -157,7 +157,7 @@ def passing(found: Edges) -> list[Case]:
 def test_problems_that_pass_are_computed_correctly_over_ranks(
     rank_pool: Callable[[int], RankPool], pf: str, experts: str
 ) -> None:
-    cases = [c for c in passing(walk(pf, experts)) if c.problem.parallel.world_size == 2]
+    cases = [c for c in passing(boundaries_of(pf, experts)) if c.problem.parallel.world_size == 2]
     assert len(cases) >= 2
     for case in cases:
         assert isinstance(case, RankCase)
@@ -233,9 +233,9 @@ def test_a_rule_that_is_off_by_one_is_detected(
 
     def faults(walked: Iterable[Edges]) -> list[str]:
         edges = [edge for found in walked for edge in found.edges if edge.reason.rule == rule]
-        return [said for edge in edges if (said := wrong(edge))] if edges else ["no edge"]
+        return [said for edge in edges if (said := boundary_error(edge))] if edges else ["no edge"]
 
-    assert faults(walk(pf, "TorchExperts", GPU) for pf in pairs) == []
+    assert faults(boundaries_of(pf, "TorchExperts", GPU) for pf in pairs) == []
     monkeypatch.setitem(RULES, rule, mutant)
     experts = catalog.experts("TorchExperts")
     assert faults(edges_of(catalog.prepare_finalize(pf), experts, GPU) for pf in pairs) != []
@@ -255,5 +255,9 @@ def test_a_rule_of_a_third_party_gets_its_edges() -> None:
     theirs = type("Theirs", (base,), {"extra_rejections": classmethod(extra)})
     found = edges_of(catalog.prepare_finalize(NO_EP), theirs, this_machine())
     (edge,) = (edge for edge in found.edges if edge.reason.rule == "Theirs.width")
-    assert (edge.field, edge.values, wrong(edge)) == ("problem.intermediate", (5000, 5001), "")
+    assert (edge.field, edge.values, boundary_error(edge)) == (
+        "problem.intermediate",
+        (5000, 5001),
+        "",
+    )
     assert edge.reason.site in find_part_sites(theirs)

@@ -63,7 +63,9 @@ MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
 
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize(("pf", "experts", "problem"), CASES, ids=str)
-def test_modes_follow_each_other(pf: str, experts: str, problem: Problem, planned: bool) -> None:
+def test_calls_alternate_between_modes(
+    pf: str, experts: str, problem: Problem, planned: bool
+) -> None:
     """Buffers that the first call keeps can be written under every later mode."""
     args = random_inputs(problem, DEVICE)
     want = call_of(pf, experts, problem, planned)(*args).clone()

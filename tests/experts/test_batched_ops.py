@@ -91,7 +91,7 @@ def test_counts_are_clamped_to_the_capacity() -> None:
     assert torch.equal(more, batched_gemm(**full))
 
 
-def test_it_allocates_its_output_and_reads_strided_weights() -> None:
+def test_batched_product_allocates_output_and_reads_strided_weights() -> None:
     given, want = operands("none")
     turned = given["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
     got = batched_gemm(**given | {"b_eNK": turned})

@@ -89,7 +89,7 @@ def test_names_of_published_files(name: str, key: ConfigKey) -> None:
         "",
     ],
 )
-def test_other_names_are_refused(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="name of a config file"):
         ConfigKey.parse(name)
 

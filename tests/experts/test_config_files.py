@@ -207,7 +207,7 @@ def test_a_malformed_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     assert len(str(refused.value)) < 600 + len(str(path))
 
 
-def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
+def test_non_json_and_oversized_files_are_refused(tmp_path: Path) -> None:
     path = write_config_file(tmp_path / NAME, "")
     good = json.dumps({"64": vllm_launch(note="x")}).encode()
     for data in (good.replace(b"x", b"\xff"), good.ljust(MAX_FILE_BYTES + 1)):
@@ -267,7 +267,7 @@ def test_our_files_and_overrides_must_fit(
 
 
 @pytest.mark.parametrize(("changes", "what", "need"), UNUSABLE)
-def test_their_files_must_have_valid_tiles(
+def test_vllm_and_sglang_files_must_have_valid_tiles(
     tmp_path: Path, changes: dict[str, int], what: str, need: str
 ) -> None:
     path = write_config_file(tmp_path / NAME, {"64": vllm_launch(32) | changes})
@@ -305,7 +305,7 @@ def test_one_scale_for_the_whole_depth_does_not_bound_block_k() -> None:
     assert not list(violations(tile, second, H200))
 
 
-def test_their_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
+def test_vllm_and_sglang_tiles_are_reduced_to_fit_shared_memory(tmp_path: Path) -> None:
     """A tile for an H200 on a GPU with 99 KiB of shared memory: stages are reduced first."""
     large = parse_config_file(
         json.dumps({"1": vllm_launch(128, 256, 64, num_warps=8, num_stages=4)}), "x"

@@ -46,7 +46,7 @@ from modular_kernel.tensors import ContiguousShape
 here = make_h200_fixture()
 
 
-def test_precedence_is_user_file_then_packaged_file_then_regimes(tmp_path: Path) -> None:
+def test_precedence_is_user_file_then_packaged_file_then_heuristics(tmp_path: Path) -> None:
     user = write_config_file(
         tmp_path / f"user/{NAME}", file_contents(tokens_1=(vllm_launch(16), vllm_launch(16)))
     )
@@ -219,7 +219,7 @@ SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (256, 8), (1, 16), (128, 1)])
-def test_without_a_file_the_regimes_are_used(dtype: str, experts: int, top_k: int) -> None:
+def test_heuristics_are_used_without_a_file(dtype: str, experts: int, top_k: int) -> None:
     numbers = [0, *range(1, 40), 79, 80, 81, 96, 192, 193, 320, 384, 768, 769, 1536, 1537, 65536]
     for hidden, intermediate in SHAPES:
         for activation in ("silu", "relu2"):
@@ -231,7 +231,7 @@ def test_without_a_file_the_regimes_are_used(dtype: str, experts: int, top_k: in
 
 @pytest.mark.parametrize("quant", sorted(set(QUANT_SCHEMES) - {"nvfp4_w4a4"}))
 @pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (12, 0)])
-def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
+def test_heuristics_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
     device = Device.from_machine(Machine("cuda", arch, name="X"))
     problem = replace(MIXTRAL, quant=quant)
     for pair in ConfigLookup((), device, TRITON).find_source(problem).steps.configs:

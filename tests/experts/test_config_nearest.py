@@ -83,7 +83,7 @@ def test_for_equal_rows_the_most_similar_sizes_are_used(tmp_path: Path) -> None:
         assert block_ms(borrow_configs(order, small, H200, NOTHING, [16])) == [32]
 
 
-def test_without_a_near_layer_the_regimes_are_used(tmp_path: Path) -> None:
+def test_heuristics_are_used_without_a_near_layer(tmp_path: Path) -> None:
     qwen = known(tmp_path, QWEN, t1=16)
     for lenders in ([qwen], []):
         (found,) = borrow_configs(lenders, MIXTRAL, H200, NOTHING, [4096])

@@ -32,20 +32,20 @@ COMMON: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("change", "routing"), [*COMMON, ({"chunk_tokens": 7}, "skips")])
-def test_contiguous(change: dict[str, Any], routing: str) -> None:
+def test_contiguous_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(CutlassFP4, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("change", "routing"), COMMON)
-def test_batched(change: dict[str, Any], routing: str) -> None:
+def test_batched_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(BatchedCutlassFP4, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassFP4, BatchedCutlassFP4])
-def test_weights_in_other_layouts(part: Any, layout: str) -> None:
+def test_strided_weights_are_accepted(part: Any, layout: str) -> None:
     proof = prove_part(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
@@ -80,14 +80,14 @@ PAIRS = (
         ({}, replace(B200, packages=PACKAGES - {"tvm_ffi"}), ["package"]),
     ],
 )
-def test_verdicts(
+def test_verdicts_of_the_parts(
     pair: tuple[str, str], change: dict[str, Any], machine: Machine, rules: list[str]
 ) -> None:
     verdict = check(*pair, replace(BASE, **change), machine)
     assert [r.rule for r in verdict.rejections] == rules, str(verdict)
 
 
-def test_others_refuse_the_scheme() -> None:
+def test_other_parts_refuse_the_scheme() -> None:
     (rejection,) = check(
         "MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE, Machine("cuda", (9, 0), PACKAGES)
     ).rejections
@@ -149,7 +149,7 @@ def test_reference_and_stand_in_agree() -> None:
     assert error < 1e-4
 
 
-def test_one_result_by_hand() -> None:
+def test_one_result_computed_by_hand() -> None:
     given = operands()
     row, column = 131, 200  # of expert 2's first tile, of the second matrix
     got = float(call(fp4_gemm, given)[row, column])

@@ -64,12 +64,14 @@ H200 = Machine("cuda", (9, 0), PACKAGES, name="NVIDIA H200")
         ({}, Machine("cpu", None, H200.packages | {"ml_dtypes"}, True), "device"),
     ],
 )
-def test_verdicts(change: dict[str, object], machine: Machine, rule: str | None) -> None:
+def test_verdicts_of_the_part(
+    change: dict[str, object], machine: Machine, rule: str | None
+) -> None:
     verdict = check(*NAMES, replace(PROBLEM, **change), machine)
     assert [r.rule for r in verdict.rejections] == ([] if rule is None else [rule]), str(verdict)
 
 
-def test_the_hint_to_install_the_package() -> None:
+def test_hint_names_the_package_to_install() -> None:
     verdict = check(*NAMES, PROBLEM, replace(H200, packages=frozenset({"triton"})))
     assert "pip install 'modular-kernel[cutlass]'" in str(verdict)
 
@@ -128,7 +130,7 @@ def skips(problem: Problem) -> torch.Tensor:
         ({"experts": 40}, None),
     ],
 )
-def test_layer(change: dict[str, object], route: object) -> None:
+def test_output_equals_torch_experts(change: dict[str, object], route: object) -> None:
     torch.manual_seed(3)
     problem = replace(PROBLEM, **change)
     output, expected = layer(problem, route(problem) if callable(route) else None)
@@ -136,7 +138,7 @@ def test_layer(change: dict[str, object], route: object) -> None:
     assert error < 4e-3
 
 
-def test_h_is_stored_in_8_bits_only() -> None:
+def test_h_is_stored_in_8_bits() -> None:
     """The 16-bit output of GEMM 1 and one launch are not needed."""
     own, other = (kind(PROBLEM).specs(150, 128) for kind in (CutlassPath, GroupedTmaPath))
     assert set(other) - set(own) == {"workspace13"}

@@ -32,20 +32,20 @@ CONTIGUOUS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("change", "routing"), [*COMMON, *CONTIGUOUS])
-def test_contiguous(change: dict[str, Any], routing: str) -> None:
+def test_contiguous_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(CutlassRowwise, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("change", "routing"), COMMON)
-def test_batched(change: dict[str, Any], routing: str) -> None:
+def test_batched_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(BatchedCutlass, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("part", [CutlassRowwise, BatchedCutlass])
-def test_weights_in_other_layouts(part: Any, layout: str) -> None:
+def test_strided_weights_are_accepted(part: Any, layout: str) -> None:
     proof = prove_part(part, BASE, variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
@@ -62,7 +62,7 @@ def operands() -> dict[str, Any]:
     }
 
 
-def test_the_stand_in_computes() -> None:
+def test_stand_in_equals_float64() -> None:
     given = operands()
     out = scaled_grouped_mm(**given)
     a, w = given["mat_a"].float(), given["mat_b"].float()

@@ -68,13 +68,13 @@ def _forget() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("change", "routing"), [*COMMON, ({"chunk_tokens": 7, "quant": BLOCK}, "skips")]
 )
-def test_contiguous(change: dict[str, Any], routing: str) -> None:
+def test_contiguous_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(DeepGemm, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize(("change", "routing"), COMMON)
-def test_masked(change: dict[str, Any], routing: str) -> None:
+def test_masked_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(BatchedDeepGemm, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
@@ -82,7 +82,7 @@ def test_masked(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize("layout", ["transposed", "shifted"])
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize("part", [DeepGemm, BatchedDeepGemm, TritonOrDeepGemm])
-def test_weights_in_other_layouts(part: Any, quant: str, layout: str) -> None:
+def test_strided_weights_are_accepted(part: Any, quant: str, layout: str) -> None:
     proof = prove_part(part, replace(BASE, quant=quant), variation=InputVariation(layout=layout))
     assert proof.passed, str(proof)
 
@@ -95,7 +95,7 @@ FEW = replace(BASE, experts=2, tokens=127)  # with top-2, an expert has the rows
 
 @pytest.mark.parametrize("quant", ["none", BLOCK])
 @pytest.mark.parametrize(("tokens", "many"), [(127, False), (129, True)])
-def test_the_part_that_selects_deepgemm_or_triton(quant: str, tokens: int, many: bool) -> None:
+def test_selecting_part_is_proven(quant: str, tokens: int, many: bool) -> None:
     assert min_tokens(FEW, MIN_ROWS) == 128
     proof = prove_part(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
     assert proof.passed, str(proof)
@@ -111,7 +111,7 @@ def test_the_selecting_part_quantizes_activations_for_triton(layout: str) -> Non
 
 
 @pytest.mark.parametrize(("experts", "many"), [(2, True), (5, False)])
-def test_the_selecting_batched_part(experts: int, many: bool) -> None:
+def test_selecting_batched_part_is_proven(experts: int, many: bool) -> None:
     proof = prove_part(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
     assert proof.passed, str(proof)
     assert bool(deep_gemm_2.launched) is many  # 128 rows are room for two experts' 64 each
@@ -162,7 +162,7 @@ AROUND = [
 ]
 
 
-def test_launches_before_and_after_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_around_the_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own kernels, interpreted: x is quantized while it is moved, and scales have the layout
     that the library reads.
     """
@@ -209,7 +209,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder
 
 
-def test_loaded_by_name(site: Path) -> None:
+def test_library_is_loaded_by_name(site: Path) -> None:
     put(site, "deep_gemm")
     assert library.load().m_grouped_fp8_gemm_nt_masked == 1
 
@@ -223,7 +223,7 @@ def test_a_copy_in_vllm_is_loaded_without_vllm(site: Path) -> None:
     assert "deep_gemm" not in sys.modules
 
 
-def test_a_missing_package_and_another_of_the_name(site: Path) -> None:
+def test_missing_package_and_another_with_its_name_are_refused(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need DeepGEMM 2\.4\.2"):
         library.load()
     put(site, "deep_gemm", psum=False)

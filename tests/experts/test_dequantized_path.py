@@ -79,7 +79,7 @@ _CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ("changes", "routing", "at_once"),
     [(*case, 3) for case in _CASES] + [(*case, 64) for case in _CASES[:2]],
 )
-def test_the_harness_verifies_it(
+def test_cases_are_proven(
     changes: dict[str, Any],
     routing: str,
     at_once: int,
@@ -122,13 +122,13 @@ def test_experts_are_split_into_equal_groups_that_fit_a_bounded_buffer() -> None
         {"apply_router_weight_on_input": True, "top_k": 1},
     ],
 )
-def test_unsupported_problems(changes: dict[str, Any]) -> None:
+def test_unsupported_problems_are_refused(changes: dict[str, Any]) -> None:
     given = {key: "none" if value is None else value for key, value in changes.items()}
     assert dequantized_config.supports(_BASE, H200)
     assert not dequantized_config.supports(replace(_BASE, **given), H200)
 
 
-def test_unsupported_gpus() -> None:
+def test_unsupported_gpus_are_refused() -> None:
     assert not dequantized_config.supports(_BASE, Device("NVIDIA A100"))
 
 
@@ -144,7 +144,7 @@ def test_weights_in_other_layouts_take_another_path() -> None:
 
 
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
-def test_regimes_use_it_for_many_rows_per_expert(quant: str) -> None:
+def test_heuristics_use_the_path_for_many_rows_per_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
     least = dequantized_config.min_rows(layer) * 8 // 2
     steps = make_heuristic_steps(layer, H200, ("aligned", "dequantized"))

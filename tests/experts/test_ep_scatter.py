@@ -81,7 +81,7 @@ def test_blocks_are_those_of_deep_gemm() -> None:
     assert padded_counts([0, 1, ALIGNMENT, ALIGNMENT + 1]) == [0, 128, 128, 256]
 
 
-def test_no_rows() -> None:
+def test_empty_input_is_accepted() -> None:
     given = received(ids=torch.empty(0, 2, dtype=torch.int64))
     ep_scatter(**given)
     assert given["m_indices"].tolist() == [-1] * 3
@@ -109,7 +109,9 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
     BAD,
     ids=[f"{'-'.join(changes)}-{error.__name__}" for changes, error, _ in BAD],
 )
-def test_bad_input(changes: dict[str, Any], error: type[InputError], words: str) -> None:
+def test_invalid_arguments_are_refused(
+    changes: dict[str, Any], error: type[InputError], words: str
+) -> None:
     with pytest.raises(error, match=words):
         ep_scatter(**received() | changes)
 

@@ -63,7 +63,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("site")
-def test_it_precedes_our_paths_for_the_problems_that_it_supports(
+def test_external_path_precedes_built_in_paths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The first layers are small: which path of ours takes them depends on the machine.
@@ -73,7 +73,7 @@ def test_it_precedes_our_paths_for_the_problems_that_it_supports(
     assert "it is used" in done.stdout, done.stderr[-3000:]
 
 
-def test_it_is_listed_and_a_broken_one_does_not_affect_others(site: Path) -> None:
+def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> None:
     group = {"group": GROUP, "attribute": "PATHS"}
     install(site, "broken_path", "import no_such_vendor_library\n", **group)
     same = render("path", "my_path")[Path("my_path/path.py")].replace('"my_path"', '"gemv"')
@@ -198,7 +198,7 @@ def test_a_name_of_two_packages_is_used_for_neither(monkeypatch: pytest.MonkeyPa
     assert all("first" in b.error and "second" in b.error for b in loaded.broken)
 
 
-def test_views_agree() -> None:
+def test_listings_agree() -> None:
     assert list(PATHS) == list(BY_NAME.values())
     assert list(NAMES) == list(BY_NAME) == [path.name for path in PATHS]
     assert PATHS[0] is BASE is BUILT_IN[0]

@@ -61,7 +61,7 @@ HERE = {"expert_map": True, "local_experts": 3}
         ({"routed_scaling_factor": 2.5, "inplace": True}, "silu", "all_to_one", "Swiglu none"),
     ],
 )
-def test_the_harness_verifies_it(change: dict[str, Any], act: str, routing: str, mode: str) -> None:
+def test_cases_are_proven(change: dict[str, Any], act: str, routing: str, mode: str) -> None:
     flashinfer_0_7.launched.clear()
     if act != "relu2":
         act += f"{',' if ':' in act else ':'}up_first=true"
@@ -118,7 +118,7 @@ def test_reordered_weights_are_the_same_layer(quant: str, order: str) -> None:
         ({"quant": BLOCK, "intermediate": 192}, "got I=192, need gate and up rows in separate"),
     ],
 )
-def test_weights_that_cannot_be_reordered(change: dict[str, Any], match: str) -> None:
+def test_weights_that_cannot_be_reordered_are_refused(change: dict[str, Any], match: str) -> None:
     problem = replace(BASE, activation="silu")
     problem = replace(problem, **change)
     given = make_inputs(problem, "uniform", torch.device("cpu"))
@@ -131,7 +131,7 @@ def test_weights_that_cannot_be_reordered(change: dict[str, Any], match: str) ->
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_joined_pairs_equal_their_reference(mapped: bool, weighted: bool) -> None:
+def test_merge_repeated_experts_equals_its_reference(mapped: bool, weighted: bool) -> None:
     ids_TK = torch.tensor(
         [[3, 1, 3, -1, 3], [-1, -1, -1, -1, -1], [9, 2, -2, 2, 0], [0, 1, 2, 3, 1 << 40]]
     )
@@ -161,7 +161,7 @@ def test_joined_pairs_equal_their_reference(mapped: bool, weighted: bool) -> Non
 
 @pytest.mark.parametrize("hidden", [1, 40, 1025])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_marked_rows_equal_their_reference(hidden: int, transposed: bool) -> None:
+def test_mark_nan_rows_equals_its_reference(hidden: int, transposed: bool) -> None:
     """NaN in the first or in the last column only; infinities and skipped pairs are unchanged."""
     x_TH = torch.randn(5, hidden).bfloat16()
     x_TH[1, 0] = x_TH[3, -1] = x_TH[4, -1] = torch.nan
@@ -205,7 +205,7 @@ def problem_of(kind: str) -> Problem:
     return replace(BASE, quant={"none": "none", "tensor": STATIC, "blocks": BLOCK}[kind])
 
 
-def test_the_stand_in_computes() -> None:
+def test_stand_in_equals_float64() -> None:
     one = layer()
     run(flashinfer_0_7, problem_of("none"), one)
     x, want = one.x_TH.float(), torch.zeros(4, 128)
@@ -280,7 +280,7 @@ def test_defects_are_detected(name: str) -> None:
         run(flashinfer_0_7, problem_of(kind), change(layer(kind)))
 
 
-def test_sizes_that_tma_supports() -> None:
+def test_sizes_unsupported_by_tma_are_refused() -> None:
     with pytest.raises(RuntimeError, match="divisible by 8"):
         run(flashinfer_0_7, problem_of("none"), layer(hidden=132))
 
@@ -306,14 +306,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
 
 
-def test_loaded(site: Path) -> None:
+def test_library_is_loaded(site: Path) -> None:
     names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
     put(site, RIGHT, names)
     assert find_package(library.FLASHINFER).version == "0.7.2.post1"
     assert library.load().cutlass_fused_moe == 1
 
 
-def test_a_missing_old_or_broken_library(site: Path) -> None:
+def test_missing_old_and_broken_libraries_are_refused(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need FlashInfer 0\.6\.16"):
         library.load()
     put(site, "def cutlass_fused_moe(): ...\n")

@@ -72,7 +72,7 @@ def test_representable_values_are_preserved(path: str) -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("columns", [16, 240, 256, 400, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows(columns: int, dtype: torch.dtype) -> None:
+def test_rows_equal_the_reference(columns: int, dtype: torch.dtype) -> None:
     scale_e = torch.tensor(SCALES, device=DEVICE)
     x = random_normal(ROWS + 3, columns, dtype=dtype)
     x[3, :16] = 0
@@ -131,7 +131,7 @@ def test_scales_of_every_magnitude_round_correctly() -> None:
 @pytest.mark.parametrize(
     "kind", ["silu", "relu2", "swiglu_oai:limit=1.2", "silu:interleaved=true", "gelu_no_mul"]
 )
-def test_activation(kind: str) -> None:
+def test_activated_rows_equal_the_reference(kind: str) -> None:
     act, scale_e = ActivationSpec.parse(kind), torch.tensor(SCALES, device=DEVICE)
     x = random_normal(ROWS, 320 * (2 if act.gated else 1), dtype=torch.bfloat16)
     out = room_for(ROWS, 320, 4)
@@ -146,7 +146,7 @@ def test_activation(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_rows_from_elsewhere() -> None:
+def test_gathered_rows_equal_the_reference() -> None:
     scale_e = torch.tensor(SCALES, device=DEVICE)
     x = random_normal(40, 256, dtype=torch.bfloat16)
     source = (torch.arange(ROWS, device=DEVICE) * 7 % 40).int()
@@ -192,7 +192,7 @@ def refused(error: type[Exception], match: str, **changes: object) -> None:
         quantize_tiles(**(given | changes))  # type: ignore[arg-type]
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_refused() -> None:
     zeros = torch.zeros
     refused(ShapeError, "rows to quantize", x=zeros(135, 48))
     refused(ShapeError, "rows to quantize", act=ActivationSpec.parse("silu"))

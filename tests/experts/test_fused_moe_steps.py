@@ -115,7 +115,7 @@ def test_a_product_of_pairs_without_weights() -> None:
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_no_tokens() -> None:
+def test_empty_input_is_accepted() -> None:
     given, _ = operands()
     empty = torch.empty(0, TOP_K, dtype=torch.int32, device=DEVICE)
     aligned = moe_align_block_size(empty, 16, E)
@@ -147,13 +147,15 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
 
 
 @pytest.mark.parametrize(("given", "error", "words"), BAD, ids=lambda value: str(value)[:40])
-def test_bad_input(given: dict[str, Any], error: type[InputError], words: str) -> None:
+def test_invalid_arguments_are_refused(
+    given: dict[str, Any], error: type[InputError], words: str
+) -> None:
     right, _ = operands(device=CPU)
     with pytest.raises(error, match=words):
         invoke_fused_moe_kernel(**right | given)
 
 
-def test_the_sum_over_top_k() -> None:
+def test_sum_over_top_k() -> None:
     rows, out = torch.randn(5, 3, 40, device=DEVICE), torch.full((5, 40), torch.nan, device=DEVICE)
     moe_sum_reduce_triton(rows, out, 2.5)
     assert torch.allclose(out.double(), rows.double().sum(1) * 2.5, atol=1e-5)
@@ -161,7 +163,7 @@ def test_the_sum_over_top_k() -> None:
         moe_sum_reduce_triton(rows, out[:4], 2.5)
 
 
-def test_the_tile_of_a_call() -> None:
+def test_configuration_of_a_call() -> None:
     shapes = (E, 2 * K, N), (E, N, K)
     config = try_get_optimal_moe_config(*shapes, TOP_K, torch.bfloat16, 7)
     assert set(config) == {*CONFIG, "num_warps", "num_stages"}

@@ -63,7 +63,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
-def test_the_harness_verifies_it(
+def test_cases_are_proven(
     changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine
 ) -> None:
     proof = prove_with_config(pair, _PATHS, replace(BASE, **changes), routing, machine)
@@ -106,7 +106,7 @@ def test_many_pairs_count_invalid_ids_once() -> None:
     assert kernel.invalid_ids == 20
 
 
-def test_few_tokens_take_it() -> None:
+def test_few_tokens_use_the_gemv_path() -> None:
     qwen = Problem(tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8)
     mixtral = Problem(tokens=64, hidden=4096, intermediate=14336, experts=8, top_k=2)
     for problem, most in (

@@ -28,7 +28,7 @@ PAIR = gemv_tma_config.default_config(QWEN, H200)
 
 
 @pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
-def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> None:
+def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, most: int) -> None:
     assert gemv_tma_config.max_tokens(problem) == most
     steps = make_heuristic_steps(problem, H200)
     pair = steps.choose(1)
@@ -91,7 +91,7 @@ def test_unsupported_problems_take_other_paths(other: dict[str, object]) -> None
     assert "gemv_tma" not in {pair.path for pair in make_heuristic_steps(problem, H200).configs}
 
 
-def test_other_devices_do_not_run_it() -> None:
+def test_path_requires_sm_90() -> None:
     assert not gemv_tma_config.supports(QWEN, Device("NVIDIA A100"))
     assert "gemv_tma" not in {pair.path for pair in make_heuristic_steps(QWEN, Device()).configs}
 

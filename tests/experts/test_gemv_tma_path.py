@@ -32,12 +32,12 @@ def shape(tokens: int) -> ContiguousShape:
     return ContiguousShape(tokens=tokens, top_k=LAYER.top_k)
 
 
-def test_it_accepts_weights_that_tma_can_load() -> None:
+def test_weights_that_tma_can_load_are_accepted() -> None:
     assert GemvTmaPath(LAYER).supports_tensors(weights(), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w1_scale", "w2_scale"])
-def test_it_refuses_tensors_with_gaps(name: str) -> None:
+def test_tensors_with_gaps_are_refused(name: str) -> None:
     given = weights()
     tensor = getattr(given, name)
     wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
@@ -45,7 +45,7 @@ def test_it_refuses_tensors_with_gaps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
-def test_it_refuses_weights_that_are_not_16_byte_aligned(name: str) -> None:
+def test_misaligned_weights_are_refused(name: str) -> None:
     given = weights()
     tensor = getattr(given, name)
     memory = torch.empty(tensor.numel() + 32, dtype=tensor.dtype)

@@ -120,7 +120,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
-def test_the_harness_verifies_it(
+def test_cases_are_proven(
     changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine
 ) -> None:
     proof = prove_with_config(pair, _PATHS, replace(_BASE, **changes), routing, machine)
@@ -143,7 +143,7 @@ def test_the_weight_of_a_skipped_pair_is_not_used(pair: MoEConfig) -> None:
 
 
 @pytest.mark.parametrize("path", ["gemv_w4", "aligned_w4"])
-def test_smallest_and_largest_exponents(path: str) -> None:
+def test_smallest_and_largest_e8m0_scales(path: str) -> None:
     """E8M0 codes 0 and 1, 2^-127 and 2^-126, are negligible; scales of 2^50 and more must give NaN
     or infinity rather than wrap around.
     """
@@ -181,7 +181,7 @@ def test_supported_problems() -> None:
         assert not gemv_w4_config.supports(replace(_BASE, **changes)), changes
 
 
-def test_few_tokens_take_it() -> None:
+def test_few_tokens_use_the_gemv_w4_path() -> None:
     for quant in (_INT4, f"{_INT4}:{_ZEROS}", _MXFP4):
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)

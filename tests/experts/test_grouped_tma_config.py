@@ -22,7 +22,7 @@ SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 
 
 @pytest.mark.parametrize("quant", SERVED)
-def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
+def test_many_rows_use_the_path_with_launchable_tiles(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
     steps = make_heuristic_steps(problem, H200)
     least = grouped_tma_config.min_tokens(problem)
@@ -121,7 +121,7 @@ def test_unsupported_problems_take_the_aligned_path(other: dict[str, object]) ->
     assert "grouped_tma" not in {pair.path for pair in make_heuristic_steps(problem, H200).configs}
 
 
-def test_other_devices_do_not_run_it() -> None:
+def test_path_requires_sm_90() -> None:
     assert not grouped_tma_config.supports(MIXTRAL, Device("NVIDIA A100"))
     assert not grouped_tma_config.supports(MIXTRAL, Device())
 

@@ -47,7 +47,7 @@ def test_round_trip_of_other_schemes(
     _come_back(quant, depth, gated, step, scales=scales)
 
 
-def test_forms() -> None:
+def test_packed_formats() -> None:
     parse = QuantScheme.parse
     assert choose_packed_format(parse("mxfp4_w4a16"), 64) == choose_packed_format(
         parse("mxfp4_w4a16:repacked=true"), 64
@@ -78,7 +78,7 @@ def test_nan_scales_stay_nan() -> None:
         assert got[0, :3].isfinite().all()
 
 
-def test_other_tensors_are_refused() -> None:
+def test_unsupported_tensors_are_refused() -> None:
     s = random_weights("mxfp4_w4a16", 1, 64, 64)
     rows = list_tile_rows(64, 1, 0, gated=False)
     with pytest.raises(DtypeError):

@@ -44,7 +44,7 @@ _there_are_boxes = make_gemm_fixture(GroupedW4Path, multiply_w4)
         ({"quant": "nvfp4_w4a16", "activation": OAI}, "skips", 64),
     ],
 )
-def test_the_harness_verifies_it(
+def test_cases_are_proven(
     changes: dict[str, Any],
     routing: str,
     at_once: int,
@@ -65,7 +65,7 @@ def test_the_harness_verifies_it(
 @pytest.mark.parametrize(
     ("rows", "taken"), [(39, 0), (40, 64), (55, 64), (56, 128), (640, 128), (641, 0)]
 )
-def test_calls_with_some_rows_per_expert_take_it(rows: int, taken: int) -> None:
+def test_calls_with_some_rows_per_expert_use_the_path(rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3)
     config = make_heuristic_steps(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
@@ -98,14 +98,14 @@ def test_tiles_for_prepared_weights_have_the_rows_of_an_expert(quant: str, least
         ("nvfp4_w4a16", 129, 0),
     ],
 )
-def test_calls_of_integers_and_nvfp4(quant: str, rows: int, taken: int) -> None:
+def test_int4_and_nvfp4_calls_use_the_path(quant: str, rows: int, taken: int) -> None:
     problem = replace(MXFP4, experts=6, top_k=3, quant=quant)
     config = make_heuristic_steps(problem, H200).choose(2 * rows)
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
 
 
 @pytest.mark.parametrize("experts", [5, 7, 128])
-def test_the_first_and_last_number_of_tokens(experts: int) -> None:
+def test_minimum_and_maximum_tokens_of_the_path(experts: int) -> None:
     problem = replace(MXFP4, experts=experts, top_k=3)
     steps = make_heuristic_steps(problem, H200)
     taken = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
@@ -122,7 +122,7 @@ def test_the_first_and_last_number_of_tokens(experts: int) -> None:
      (384, "grouped_w4"), (1024, "grouped_w4"), (2560, "grouped_w4"), (2561, "dequantized"),
      (8192, "dequantized")],
 )  # fmt: skip
-def test_tuned_files_of_version_1_do_not_have_it(tokens: int, path: str) -> None:
+def test_tuned_files_of_version_1_do_not_use_the_path(tokens: int, path: str) -> None:
     mixtral = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
     with on_device(H200):
         assert choose_config(mixtral, tokens, supported_paths(mixtral)).path == path
@@ -141,7 +141,7 @@ def test_tuned_files_of_version_1_do_not_have_it(tokens: int, path: str) -> None
         {"apply_router_weight_on_input": True, "top_k": 1},
     ],
 )
-def test_unsupported_problems(changes: dict[str, Any]) -> None:
+def test_unsupported_problems_are_refused(changes: dict[str, Any]) -> None:
     assert grouped_w4_config.supports(MXFP4, H200)
     assert not grouped_w4_config.supports(replace(MXFP4, **changes), H200)
     assert not grouped_w4_config.supports(MXFP4, Device("NVIDIA A100"))

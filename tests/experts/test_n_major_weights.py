@@ -62,7 +62,9 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 @pytest.mark.share(6)
 @pytest.mark.parametrize("changes", _CHANGES, ids=str)
 @pytest.mark.parametrize("config", _TILES, ids=lambda c: f"{c.gemm1.block_m}-{c.gemm1.block_n}")
-def test_tiles_are_right(changes: dict[str, Any], config: MoEConfig, machine: Machine) -> None:
+def test_tiled_products_equal_float64(
+    changes: dict[str, Any], config: MoEConfig, machine: Machine
+) -> None:
     problem = replace(_PROBLEM, tokens=37, **changes)
     proof = prove_with_config(config, ("aligned",), problem, "skips", machine, _N_MAJOR)
     assert proof.passed, str(proof)
@@ -78,7 +80,9 @@ _VECTORS = (
 @pytest.mark.share(6)
 @pytest.mark.parametrize("changes", _CHANGES, ids=str)
 @pytest.mark.parametrize("config", _VECTORS, ids=lambda c: f"{c.gemm1.block_n}-{c.gemm1.block_k}")
-def test_vectors_are_right(changes: dict[str, Any], config: MoEConfig, machine: Machine) -> None:
+def test_gemv_products_equal_float64(
+    changes: dict[str, Any], config: MoEConfig, machine: Machine
+) -> None:
     problem = replace(_PROBLEM, tokens=2, top_k=3, **changes)
     proof = prove_with_config(config, ("gemv",), problem, "skips", machine, _N_MAJOR)
     assert proof.passed, str(proof)

@@ -73,7 +73,7 @@ def run_last_expert(problem: Problem, config: MoEConfig, pair: tuple[str, str] =
 
 
 @pytest.mark.parametrize(("quant", "gemm", "launch"), cases(), ids=str)
-def test_four_bit_gemv(quant: str, gemm: int, launch: Launch) -> None:
+def test_gemv_w4_reads_stay_inside(quant: str, gemm: int, launch: Launch) -> None:
     for problem in deep_layers(quant, gemm):
         config = config_of(problem, gemm, launch)
         if config is not None:
@@ -129,7 +129,7 @@ def configs_worth_timing(name: str, problem: Problem) -> list[MoEConfig]:
 @pytest.mark.parametrize(
     ("name", "quant"), [(name, quant) for name, quants in SCHEMES.items() for quant in quants]
 )
-def test_tiled(name: str, quant: str) -> None:
+def test_tiled_gemm_reads_stay_inside(name: str, quant: str) -> None:
     hidden, intermediate = SIZES[quant]
     problem = Problem(1, hidden, intermediate, 3, 2, quant=quant, dtype=torch.bfloat16)
     configs = configs_worth_timing(name, problem)

@@ -52,7 +52,9 @@ def skipping(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing, to
 
 
 @pytest.mark.parametrize(("pf", "experts", "facts"), CASES, ids=str)
-def test_every_pairing(pf: str, experts: str, facts: dict[str, Any]) -> None:
+def test_skipped_router_weight_has_no_effect_in_any_pairing(
+    pf: str, experts: str, facts: dict[str, Any]
+) -> None:
     problem = replace(BASE, **facts)
     x_TH, weights, routing, skipped = skipping(problem)
     kernel = make_kernel(pf, experts, problem, machine=MACHINE)
@@ -66,7 +68,9 @@ def test_every_pairing(pf: str, experts: str, facts: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("facts", FACTS, ids=str)
 @pytest.mark.parametrize("authority", [float64_reference, rounded_reference])
-def test_the_reference(authority: Any, facts: dict[str, Any]) -> None:
+def test_skipped_router_weight_has_no_effect_in_the_reference(
+    authority: Any, facts: dict[str, Any]
+) -> None:
     problem = replace(BASE, **facts)
     x_TH, weights, routing, skipped = skipping(problem)
     want = authority(x_TH, weights, routing, problem)

@@ -44,7 +44,7 @@ BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
         ({"chunk_tokens": 7}, "skips"),
     ],
 )
-def test_the_harness_verifies_it(change: dict[str, Any], routing: str) -> None:
+def test_cases_are_proven(change: dict[str, Any], routing: str) -> None:
     proof = prove_part(TritonKernels, replace(BASE, **change), routing)
     assert proof.passed, str(proof)
 
@@ -93,7 +93,7 @@ def changed(tensor: torch.Tensor, value: int, *place: int) -> torch.Tensor:
     return other
 
 
-def test_the_stand_in_computes() -> None:
+def test_stand_in_equals_float64() -> None:
     one = given()
     library.ragged_matmul(triton_kernels_3_5, **one)
     want = one["rows"][7:40].float() @ one["weights"][0][2].float().T
@@ -135,7 +135,7 @@ def in_mxfp4() -> dict[str, Any]:
     return given() | {"rows": rows, "weights": (codes, exponents)}
 
 
-def test_the_stand_in_computes_mxfp4() -> None:
+def test_stand_in_equals_float64_with_mxfp4() -> None:
     one, problem = in_mxfp4(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
     library.ragged_matmul(triton_kernels_3_5, **one)
     values = dequantize(*one["weights"], None, problem.scheme)
@@ -165,7 +165,7 @@ def test_defects_in_mxfp4_are_detected(name: str) -> None:
 
 
 @pytest.mark.parametrize("routing", ["skips", "duplicates"])
-def test_the_harness_verifies_mxfp4(routing: str) -> None:
+def test_mxfp4_cases_are_proven(routing: str) -> None:
     problem = Problem(9, 128, 256, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai")
     for other in (problem, replace(problem, combine=Combine.TOPK_WEIGHTED)):
         proof = prove_part(TritonKernels, other, routing)

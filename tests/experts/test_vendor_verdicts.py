@@ -223,7 +223,7 @@ def test_the_table_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize(("prepare", "experts", "fields", "machine", "rules"), TABLE, ids=str)
-def test_verdict(
+def test_verdict_equals_the_table(
     prepare: str, experts: str, fields: dict[str, Any], machine: Machine, rules: str
 ) -> None:
     plain = {"tokens": 128, "hidden": 1024, "intermediate": 512, "experts": 8, "top_k": 2}

@@ -213,7 +213,7 @@ BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
-def test_bad_flags(flags: dict[str, Any], message: str) -> None:
+def test_invalid_flags_are_refused(flags: dict[str, Any], message: str) -> None:
     x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(ConfigurationError, match=message):
         call_fused_experts(x_TH, weights, routing, **flags)
@@ -234,13 +234,15 @@ BAD_CONFIGS = (
 
 
 @pytest.mark.parametrize(("config", "error", "message"), BAD_CONFIGS)
-def test_bad_configs(config: MoeRunnerConfig, error: type[Exception], message: str) -> None:
+def test_invalid_configs_are_refused(
+    config: MoeRunnerConfig, error: type[Exception], message: str
+) -> None:
     x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(error, match=message):
         call_fused_experts(x_TH, weights, routing, config)
 
 
-def test_bad_tensors() -> None:
+def test_invalid_tensors_are_refused() -> None:
     x_TH, weights, routing = make_layer(BASE)
     cases: tuple[tuple[Any, ...], ...] = (
         ((x_TH[:, :63], weights, routing), ShapeError, r"x: got \(5, 63\), need .* = 64, as in"),

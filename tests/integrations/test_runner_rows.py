@@ -60,28 +60,28 @@ ROWS = {
         f"{ROUTING}::test_a_backend_accepts_one_routing_format",
         f"{ROUTING}::test_routing_by_experts_round_trip",
         f"{ROUTING}::test_triton_kernels_with_its_stand_in",
-        "test_triton_kernels::test_the_harness_verifies_it",
+        "test_triton_kernels::test_cases_are_proven",
     )),
     "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
         f"{ROUTING}::test_deep_gemm_with_its_stand_in",
-        "test_ops_permute_quantize::test_it_equals_both_operations",
+        "test_ops_permute_quantize::test_permute_and_quantize_equals_both_operations",
     ), "no record of the input: notebook/decisions/09-runner-stages.md"),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
-        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_contiguous_cases_are_proven",
         "test_deepgemm::test_aligned_rows_equal_their_reference",
     )),
     "R13": Row("masked mode: (e, C, H) with counts", (
-        "test_deepgemm::test_masked",
+        "test_deepgemm::test_masked_cases_are_proven",
         f"{ROUTING}::test_deep_gemm_with_its_stand_in",
     ), "expected_m is a hint, and is not read"),
     "R14": Row("GEMM, activation, quantize, GEMM", (
-        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_contiguous_cases_are_proven",
         "test_deepgemm::test_defects_in_masked_rows_are_detected",
         "test_ops_quantize::test_activation_and_quantize_equals_both_operations",
     ), "scales are float32; fast_act is refused: a part chooses launches itself"),
     "R15": Row("sort, quantize and back with weights and scaling", (
         f"{ROUTING}::test_deep_gemm_with_its_stand_in",
-        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_contiguous_cases_are_proven",
         "test_ops_rows::test_gather_and_sum_reads_only_the_given_rows",
     )),
     "R16": Row("deepep_ll passes through, unweighted, with ids and weights", (
@@ -122,7 +122,7 @@ ROWS = {
         f"{STAGES}::test_an_incomplete_pair_is_reported",
         f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
-    "R25": Row("a plain torch core", ("test_matrix::test_proven",),
+    "R25": Row("a plain torch core", ("test_matrix::test_case_is_proven",),
                "no HIP, AMX or NPU: aiter is refused by name"),
     "R26": Row("the field's switches as options", (
         f"{RUNNER}::test_switches_by_their_usual_names",
@@ -152,12 +152,12 @@ ROWS = {
 }  # fmt: skip
 
 
-def test_every_row_exists() -> None:
+def test_every_feature_has_a_row() -> None:
     assert {f"R{number}" for number in range(1, 27)} <= ROWS.keys()
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_its_tests_exist(row: str) -> None:
+def test_tests_of_a_row_exist(row: str) -> None:
     assert ROWS[row].tests
     assert missing_tests(ROWS[row]) == []
 

@@ -226,7 +226,7 @@ def test_without_sglang_the_entry_function_raises_nothing(
 
 
 @pytest.mark.parametrize("value", ["0", "false", " OFF ", "no"])
-def test_a_variable_disables_it(
+def test_variable_disables_the_plugin(
     value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MK_SGLANG", value)

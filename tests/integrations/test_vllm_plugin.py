@@ -87,7 +87,7 @@ def test_keys_name_a_scheme(weight: Any, activation: Any, scheme: str) -> None:
 
 
 @pytest.mark.parametrize(("weight", "activation"), UNKNOWN)
-def test_other_keys_are_refused(weight: Any, activation: Any) -> None:
+def test_unsupported_keys_are_refused(weight: Any, activation: Any) -> None:
     with pytest.raises(UnsupportedError, match="quantization: got"):
         select_scheme(make_operand(weight), make_operand(activation))
 
@@ -135,12 +135,12 @@ UNKNOWN_ACTIVATIONS = (
 
 
 @pytest.mark.parametrize(("name", "options", "spec"), ACTIVATIONS)
-def test_activations(name: str, options: dict[str, float], spec: str) -> None:
+def test_activations_are_translated(name: str, options: dict[str, float], spec: str) -> None:
     assert make_activation(name, **options) == ActivationSpec.parse(spec)
 
 
 @pytest.mark.parametrize(("name", "options"), UNKNOWN_ACTIVATIONS)
-def test_other_activations_are_refused(name: str, options: dict[str, float]) -> None:
+def test_unsupported_activations_are_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(UnsupportedError, match="activation: got"):
         make_activation(name, **options)
 
@@ -244,7 +244,7 @@ def test_standard_calls_use_only_the_given_memory(part: str, quant: str, machine
 
 
 @pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
-def test_batched_calls(part: str) -> None:
+def test_batched_calls_equal_the_layer(part: str) -> None:
     """Rows of an expert equal those of a layer that routes all of them to it."""
     x_TH, weights, _ = layer(BASE)
     counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32, device=DEVICE)
@@ -320,7 +320,7 @@ def test_without_vllm_nothing_is_raised(
     assert "modular_kernel is off: ModuleNotFoundError" in line
 
 
-def test_a_variable_disables_it(
+def test_variable_disables_the_plugin(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MK_VLLM", "0")

@@ -66,12 +66,12 @@ def test_text_round_trip(shared: str) -> None:
      "adapters=-1,rank=4", "adapters=4,rank=0", "adapters=4,rank=257", "adapters=0,rank=4",
      "adapters=4;rank=4", True, None, 7],
 )  # fmt: skip
-def test_other_texts_are_refused(text: Any) -> None:
+def test_invalid_texts_are_refused(text: Any) -> None:
     with pytest.raises(ConfigurationError, match="lora"):
         Problem(1, 8, 8, 2, 1, lora=text)
 
 
-def test_the_largest_allowed_numbers() -> None:
+def test_maximum_ranks_and_adapters() -> None:
     assert AdapterSpec.parse("adapters=65536,rank=256") == AdapterSpec(65536, 256)
     for text in ("adapters=65537,rank=256", "adapters=65536,rank=257"):
         with pytest.raises(ConfigurationError, match="lora"):

@@ -156,7 +156,7 @@ def test_one_token_reaches_every_copy(top_k: int) -> None:
         (lambda: count(torch.zeros(1, 1, dtype=torch.int32), 0), "experts: got 0"),
     ],
 )
-def test_bad_input(call: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         call()
 

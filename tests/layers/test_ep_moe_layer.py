@@ -76,7 +76,7 @@ def test_a_token_without_a_local_expert_gets_zeros() -> None:
         assert bool((second[token] == 0).all()) == bool((ids[token] < E // 2).all())
 
 
-def test_it_equals_fused_moe_over_tp() -> None:
+def test_outputs_equal_fused_moe_over_tp() -> None:
     sample = Sample(fields={"dtype": torch.bfloat16})
     by_experts = sum(part.double() for part in parts(sample, 2, {}))
     by_cuts = sum(
@@ -92,7 +92,7 @@ def test_float8_with_one_scale_per_expert() -> None:
     assert relative_error(total, sample.expected_output()) < 8e-2
 
 
-def test_it_describes_its_experts() -> None:
+def test_describe_names_the_experts() -> None:
     layer = EPMoE(E, K, H, I, torch.bfloat16, tp_size=4, tp_rank=2, prefix="model.layers.1")
     held = layer.num_experts_per_partition, layer.start_expert_id, layer.end_expert_id
     assert held == (2, 4, 5)
@@ -129,7 +129,7 @@ def test_quantization_by_config(config: object, quant: str) -> None:
         assert layer.activation_scheme == ("static" if "static" in quant else "dynamic")
 
 
-def test_other_schemes_have_no_method() -> None:
+def test_unsupported_schemes_have_no_quant_method() -> None:
     for quant in ("int8_w8a8_channel", "fp8_w8a8_channel"):
         layer = EPMoE(E, K, H, I, torch.bfloat16, quant_config=quant)
         assert layer.quant_method is None
@@ -137,7 +137,7 @@ def test_other_schemes_have_no_method() -> None:
         assert layer.activation_scheme == "dynamic"
 
 
-def test_it_keeps_the_router_s_arguments() -> None:
+def test_router_arguments_are_kept() -> None:
     layer = EPMoE(E, K, H, I, torch.float32, correction_bias=BIAS, **GROUPED)
     assert layer.use_grouped_topk
     assert (layer.num_expert_group, layer.topk_group) == (4, 2)
@@ -187,12 +187,12 @@ def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
         ({"experts": "NoSuchExperts"}, "experts part: got 'NoSuchExperts'"),
     ],
 )  # fmt: skip
-def test_bad_input(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModularKernelError, match=message):
         EPMoE(E, K, H, I, torch.float32, **options)
 
 
-def by_group(rank: int, world: int, group: Any) -> tuple[int, int]:
+def run_with_group(rank: int, world: int, group: Any) -> tuple[int, int]:
     layer = EPMoE(E, K, H, I, tp_group=group)
     with pytest.raises(ConfigurationError, match="tp_size: got 3, need 2, as in tp_group"):
         EPMoE(E, K, H, I, tp_group=group, tp_size=3)
@@ -201,7 +201,7 @@ def by_group(rank: int, world: int, group: Any) -> tuple[int, int]:
 
 def test_the_group_determines_the_rank(rank_pool: Any) -> None:
     pool: RankPool = rank_pool(2)
-    assert pool.run(by_group) == [(0, 3), (4, 7)]
+    assert pool.run(run_with_group) == [(0, 3), (4, 7)]
 
 
 def test_the_runner_multiplies_segments() -> None:

@@ -25,7 +25,7 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 KNOWN = sorted(FAMILIES.keys() & RULES.keys())
 
 
-def state_more(folder: Path, **more: Any) -> None:
+def add_config_entries(folder: Path, **more: Any) -> None:
     """Add entries to the part of config.json that describes the layer."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -34,12 +34,14 @@ def state_more(folder: Path, **more: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-def truth(sample: Sample, x: torch.Tensor, spec: RouterSpec, logits: torch.Tensor, bias) -> Any:
+def exact_output(
+    sample: Sample, x: torch.Tensor, spec: RouterSpec, logits: torch.Tensor, bias
+) -> Any:
     routing = route(logits, spec, RouterTensors(bias)).routing
     return sample.expected_output(x, routing.topk_weights_TK, routing.topk_ids_TK.long())
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return float((got.double() - want).norm() / want.norm()) < BOUND[got.dtype]
 
 
@@ -47,7 +49,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> bool:
 @pytest.mark.parametrize("family", KNOWN)
 def test_a_checkpoint_determines_its_layer(family: str, without_tensors: bool, tmp_path) -> None:
     sample = write(tmp_path / "whole", family, "fp32", intermediate=I, layers=(1,))
-    state_more(tmp_path / "whole", n_group=2, topk_group=1)
+    add_config_entries(tmp_path / "whole", n_group=2, topk_group=1)
     source = tmp_path / "whole"
     if without_tensors:
         source = tmp_path / "alone"
@@ -68,12 +70,12 @@ def test_a_checkpoint_determines_its_layer(family: str, without_tensors: bool, t
         layer.selection_bias.copy_(bias)
     loaded = load_experts(tmp_path / "whole", 1)
     assert layer.router == loaded.router
-    assert close(layer(x.float(), logits), truth(sample, x, loaded.router, logits, bias))
+    assert is_close(layer(x.float(), logits), exact_output(sample, x, loaded.router, logits, bias))
 
 
 def test_shares_of_a_quantized_checkpoint_sum_to_the_whole_layer(tmp_path) -> None:
     sample = write(tmp_path, "qwen3_moe", "deepseek fp8", intermediate=I)
-    state_more(tmp_path, norm_topk_prob=True)
+    add_config_entries(tmp_path, norm_topk_prob=True)
     logits, (x, *_) = torch.randn(T, E), sample.inputs(T)
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep in range(2):
@@ -82,7 +84,7 @@ def test_shares_of_a_quantized_checkpoint_sum_to_the_whole_layer(tmp_path) -> No
             layer = FusedMoE.from_config(tmp_path, 0, parallel=place)
             layer.load(tmp_path)
             total += layer(x.bfloat16(), logits).double()
-    want = truth(sample, x, RouterSpec(K, renormalize=True), logits, None)
+    want = exact_output(sample, x, RouterSpec(K, renormalize=True), logits, None)
     assert float((total - want).norm() / want.norm()) < 8e-2
 
 
@@ -104,7 +106,7 @@ def test_options_that_the_checkpoint_determines_are_refused(tmp_path) -> None:
             FusedMoE.from_config(tmp_path, **option)
     with pytest.raises(UnsupportedError, match="from_config of EPMoE"):
         EPMoE.from_config(tmp_path)
-    state_more(tmp_path, model_type="no_such_model")
+    add_config_entries(tmp_path, model_type="no_such_model")
     with pytest.raises(ConfigurationError, match="no_such_model"):
         FusedMoE.from_config(tmp_path)
     with pytest.raises(ConfigurationError, match="checkpoint: got 3"):
@@ -121,7 +123,7 @@ def layer_with(router: RouterSpec | Router | None, **options: Any) -> FusedMoE:
 
 def test_load_refuses_a_router_that_differs_from_the_checkpoint(tmp_path) -> None:
     write(tmp_path, "qwen3_moe", "fp32", intermediate=I)
-    state_more(tmp_path, norm_topk_prob=False)
+    add_config_entries(tmp_path, norm_topk_prob=False)
     documented = RouterSpec(K, renormalize=True)
     match = "router of the checkpoint: got renormalize=False, need renormalize=True, as in"
     for router in (documented, Router(documented, H, E)):
@@ -131,13 +133,13 @@ def test_load_refuses_a_router_that_differs_from_the_checkpoint(tmp_path) -> Non
         assert bool(layer.w13_weight.isnan().all())  # nothing is taken in part
     for router in (RouterSpec(K), None):
         layer_with(router).load(tmp_path)
-    state_more(tmp_path, norm_topk_prob=True)
+    add_config_entries(tmp_path, norm_topk_prob=True)
     layer_with(documented).load(tmp_path)
 
 
 def test_load_compares_the_options_of_deepseek_routers(tmp_path) -> None:
     sample = write(tmp_path, "deepseek_v3", "fp32", intermediate=I)
-    state_more(tmp_path, n_group=2, topk_group=1)
+    add_config_entries(tmp_path, n_group=2, topk_group=1)
     typed = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalize": True}
     options = {"selection_bias": torch.zeros(E), "routed_scaling_factor": sample.scaling}
     layer_with(RouterSpec(K, "sigmoid", **typed), **options).load(tmp_path)  # 1e-20 is no matter

@@ -46,7 +46,7 @@ QUANTIZED = (
 BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(torch.uint8).clone()
 
 
@@ -81,14 +81,14 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
 def test_quantized_tensors_are_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
     sample = Sample(fields={"quant": quant, "dtype": own, "bias": True})
     layer, (apply, dtype) = make_layer(sample), CASTS[cast]
-    before = {name: (p.dtype, raw(p)) for name, p in layer.named_parameters()}
+    before = {name: (p.dtype, as_bytes(p)) for name, p in layer.named_parameters()}
     want = layer(sample.x_TH, sample.logits)
     apply(layer)
     for name, parameter in layer.named_parameters():
         if name.endswith("_bias"):
             assert parameter.dtype is dtype
         elif parameter.dtype is before[name][0]:
-            assert torch.equal(raw(parameter), before[name][1])
+            assert torch.equal(as_bytes(parameter), before[name][1])
         else:  # scales of 16 bits in a dtype that they do not go with: widened, which is exact
             assert name.endswith("_scale")
             assert parameter.dtype is torch.float32
@@ -113,7 +113,7 @@ def test_a_layer_in_the_layout_of_its_checkpoint_is_not_cast() -> None:
     assert layer.problem.dtype is torch.float16
 
 
-def test_other_dtypes_are_refused_before_anything_changes() -> None:
+def test_unsupported_dtypes_are_refused_before_anything_changes() -> None:
     for quant in (None, "int8_w8a16_channel"):
         sample = Sample(fields={} if quant is None else {"quant": quant})
         layer = make_layer(sample)

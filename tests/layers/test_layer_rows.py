@@ -27,11 +27,11 @@ ROWS = {
     "A54": Row("FusedMoE, w13_weight and w2_weight", (
         f"{LAYERS}::test_parameters_have_their_usual_names",
         f"{LAYERS}::test_state_dict_round_trip",
-        "test_layers_bad_input::test_bad_layers",
+        "test_layers_bad_input::test_invalid_layer_arguments_are_refused",
     )),
     "A55": Row("weight_loader by shard and expert, TP x EP slices of the whole", (
         f"{LOADING}::test_shards_are_slices_of_the_whole",
-        f"{LOADING}::test_destination_is_data",
+        f"{LOADING}::test_destination_describes_a_slice",
         f"{LOADING}::test_tensors_of_another_layer_are_refused",
         "test_layer_loading::test_tensor_by_tensor",
     )),
@@ -56,7 +56,7 @@ ROWS = {
         f"{RANKS}::test_sums_over_groups_equal_the_whole",
         f"{RANKS}::test_an_exchange_of_tokens",
         f"{LAYERS}::test_a_layer_on_one_rank_equals_a_kernel",
-        "test_layers_bad_input::test_a_sum_that_fails_is_a_typed_error",
+        "test_layers_bad_input::test_failed_reduction_is_a_typed_error",
     )),
     "A64": Row("fused_moe from logits equals its two steps", (
         "test_fused_moe::test_fused_moe_routes_by_softmax",
@@ -64,22 +64,22 @@ ROWS = {
     )),
     "A66": Row("describe() has the map of experts", (
         f"{LAYERS}::test_describe_states_where_experts_are",
-        f"{EP_LAYER}::test_it_describes_its_experts",
+        f"{EP_LAYER}::test_describe_names_the_experts",
     )),
     "E1": Row("EPMoE by the field's arguments, EP over the TP group", (
         f"{EP_LAYER}::test_outputs_of_ranks_sum_to_the_whole",
         f"{EP_LAYER}::test_the_group_determines_the_rank",
-        f"{EP_LAYER}::test_it_keeps_the_router_s_arguments",
-        f"{EP_LAYER}::test_bad_input",
+        f"{EP_LAYER}::test_router_arguments_are_kept",
+        f"{EP_LAYER}::test_invalid_arguments_are_refused",
     )),
     "E2": Row("which experts a rank holds; grouped top-k needs both arguments", (
-        f"{EP_LAYER}::test_it_describes_its_experts",
-        f"{EP_LAYER}::test_bad_input",
+        f"{EP_LAYER}::test_describe_names_the_experts",
+        f"{EP_LAYER}::test_invalid_arguments_are_refused",
     )),
     "E3": Row("routing plain, renormalized, grouped, with a correction bias", (
         f"{LAYERS}::test_routing_of_every_kind",
-        "test_router_families::test_it_routes_as_the_family_does",
-        "test_router::test_it_equals_the_reference",
+        "test_router_families::test_route_equals_the_router_of_the_family",
+        "test_router::test_route_equals_the_reference",
     )),
     "E8": Row("GroupedGemmRunner over segments", (
         f"{EP_LAYER}::test_the_runner_multiplies_segments",
@@ -104,7 +104,7 @@ ROWS = {
         f"{EP_LAYER}::test_float8_with_one_scale_per_expert",
     )),
     "E18": Row("create_weights of the unquantized and the float8 method", (
-        f"{LOADING}::test_the_methods_of_the_seed_create_its_parameters",
+        f"{LOADING}::test_quant_methods_create_the_parameters",
         f"{EP_LAYER}::test_quantization_by_config",
         f"{EP_LAYER}::test_an_engine_that_walks_quant_methods_processes_the_weights",
         f"{LOADING}::test_the_float8_method_accepts_the_tensors_of_ep_moe",
@@ -112,11 +112,11 @@ ROWS = {
 }  # fmt: skip
 
 
-def test_every_row_exists() -> None:
+def test_every_feature_has_a_row() -> None:
     assert ROWS.keys() == ASKED
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_its_tests_exist(row: str) -> None:
+def test_tests_of_a_row_exist(row: str) -> None:
     assert ROWS[row].tests
     assert missing_tests(ROWS[row]) == []

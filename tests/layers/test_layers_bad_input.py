@@ -58,7 +58,7 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_LAYERS, ids=str)
-def test_bad_layers(options: dict[str, Any], message: str) -> None:
+def test_invalid_layer_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
     with pytest.raises(ModularKernelError, match=message):
         FusedMoE(**sizes | {"router": RouterSpec(K)} | options)
@@ -72,12 +72,12 @@ def test_bad_layers(options: dict[str, Any], message: str) -> None:
         ({"tp": 2}, "tp: got 2, need a tuple of an int and an int"),
     ],
 )
-def test_bad_ranks(fields: dict[str, Any], message: str) -> None:
+def test_invalid_ranks_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LayerParallel(**fields)
 
 
-def test_bad_calls() -> None:
+def test_invalid_calls_are_refused() -> None:
     sample = Sample()
     layer, given = make_layer(sample), make_layer(sample, router=None, top_k=K)
     x_TH, logits = sample.x_TH, sample.logits
@@ -113,7 +113,7 @@ def test_bad_calls() -> None:
             one(*arguments, **options)
 
 
-def test_bad_weights() -> None:
+def test_invalid_weights_are_refused() -> None:
     sample = Sample(fields={"bias": True})
     layer, good = make_layer(sample), rank_weights(sample, (0, 1), (0, 1))
     before = {name: p.clone() for name, p in layer.named_parameters()}
@@ -134,7 +134,7 @@ def test_bad_weights() -> None:
         layer.local_expert(8)
 
 
-def test_bad_routers() -> None:
+def test_invalid_routers_are_refused() -> None:
     for options, message in (
         ({"vocabulary": 5}, "vocabulary: got 5, need a number if the spec has a table"),
         ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number if"),
@@ -157,7 +157,7 @@ def test_bad_routers() -> None:
         layer(torch.zeros(3, H), torch.zeros(3, E))
 
 
-def test_a_sum_that_fails_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reduction_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*arguments: object, **options: object) -> None:
         raise RuntimeError("Connection closed by peer\nmore")
 

@@ -34,7 +34,7 @@ from modular_kernel.ops.moe_lora import run_moe_lora
 
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("merged", 1), ("parallel_delta", 1)])
-def test_without_adapters_it_equals_the_base_layer_bit_for_bit(mode: str, halves: int) -> None:
+def test_layer_without_adapters_equals_the_base_layer(mode: str, halves: int) -> None:
     layer = make_base_layer()
     adapted, manager = add_adapters(layer, mode, halves)
     x, logits = make_call()
@@ -130,7 +130,7 @@ def test_shared_experts_and_batches_of_tokens() -> None:
         adapted(x, logits, moe_lora_info=flat)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     layer = make_base_layer()
     problem = layer.problem
     shared = "adapters=2,rank=5,a13=shared"

@@ -16,7 +16,7 @@ ROWS = {
     "L1": Row("the branch's delta, with the gated product", (
         f"{BRANCH}::test_staged_and_fused_equal_the_loop",
         f"{LAYERS}::test_parallel_mode_adds_only_the_branch",
-        f"{BRANCH}::test_it_differs_from_merged_weights",
+        f"{BRANCH}::test_branch_differs_from_merged_weights",
     )),
     "L2": Row("four buffers of the largest rank, gate's rows first", (
         f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
@@ -75,7 +75,7 @@ ROWS = {
         f"{BRANCH}::test_staged_and_fused_equal_the_loop",
     )),
     "L15": Row("backend, prepare_moe_lora_batch, load and evict", (
-        f"{LAYERS}::test_without_adapters_it_equals_the_base_layer_bit_for_bit",
+        f"{LAYERS}::test_layer_without_adapters_equals_the_base_layer",
         f"{MANAGER}::test_layers_without_the_adapter_are_zero_and_slots_agree",
         f"{POOL}::test_later_loads_reuse_the_same_memory",
     )),
@@ -110,20 +110,20 @@ ROWS = {
         "test_lora_rows::test_bytes_of_deepseek_v3",
     )),
     "L23": Row("LoRABackend, LoRAManager, MoELoRALayer, FusedMoEWithLoRA", (
-        f"{LAYERS}::test_without_adapters_it_equals_the_base_layer_bit_for_bit",
+        f"{LAYERS}::test_layer_without_adapters_equals_the_base_layer",
         f"{LAYERS}::test_merged_mode_equals_merged_weights",
         f"{SHARES}::test_shares_of_tp_ranks_add_up",
-        f"{LAYERS}::test_what_is_refused",
+        f"{LAYERS}::test_invalid_arguments_are_refused",
     )),
 }  # fmt: skip
 
 
-def test_every_row_exists() -> None:
+def test_every_feature_has_a_row() -> None:
     assert list(ROWS) == [f"L{number}" for number in range(1, 24)]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_its_tests_exist(row: str) -> None:
+def test_tests_of_a_row_exist(row: str) -> None:
     assert ROWS[row].tests
     assert missing_tests(ROWS[row]) == []
 

@@ -100,7 +100,7 @@ def checked(
 @pytest.mark.share(2)
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", SPECS)
-def test_it_equals_the_reference(name: str) -> None:
+def test_route_equals_the_reference(name: str) -> None:
     spec, experts = SPECS[name]
     columns = spec.columns(experts)
     # Groups of saturated scores are as good as each other in float32, not in float64.
@@ -154,7 +154,7 @@ def test_a_negative_biased_score_beats_excluded_groups() -> None:
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-def test_dtypes(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
+def test_logit_and_id_dtypes(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
     spec = replace(DEEPSEEK, top_k=3)
     wide = random_normal(5, 40, seed=2).to(dtype)  # rows of a wider tensor
     routed = checked(
@@ -207,7 +207,7 @@ def test_zero_experts_are_summed_and_skipped(top_k: int, experts: int) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_no_tokens_and_many() -> None:
+def test_zero_and_many_tokens() -> None:
     """The larger number has several tokens per program, and a partial last program."""
     spec, experts = SPECS["groups of 5"]
     routed = route(torch.empty(0, experts, device=DEVICE), spec)

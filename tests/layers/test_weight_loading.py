@@ -79,7 +79,7 @@ def test_every_format_equals_loading_from_files(kind: str, tmp_path: Path) -> No
                 assert float(got.a1_scale) == float(torch.stack(scales).max())
 
 
-def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fuse_gate_and_up(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return gate and up of every expert as one matrix, which engines call w13."""
     names = {alias: each for each in format.stored_tensors for alias in (each.name, *each.aliases)}
     found = dict(tensors)
@@ -103,12 +103,12 @@ def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
         "mxfp4",
     ],
 )
-def test_a_joined_gate_and_up_matrix_equals_two_matrices(kind: str, tmp_path: Path) -> None:
+def test_fused_gate_and_up_equals_two_matrices(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
     format, found = format_of(CHECKPOINT_FORMATS[kind].config), []
-    for given in (experts, joined(format, experts)):
+    for given in (experts, fuse_gate_and_up(format, experts)):
         loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
         layer = loaded_by_name(loader, given, torch.float32, shards={"w13": "w13_"})
         found.append(loader.expert_weights(layer))
@@ -185,7 +185,7 @@ def test_the_mapping_has_three_entries_per_expert() -> None:
     ]
 
 
-def test_destination_is_data() -> None:
+def test_destination_describes_a_slice() -> None:
     share = Share(6, 16, 32, ep=(1, 2), tp=(1, 2))
     assert destination(2, "w1", share) is None
     assert destination(4, "w1", share) == Move(1, (0, 16), (0, 16), (16, 32), (0, 16))
@@ -201,7 +201,7 @@ def test_destination_is_data() -> None:
     ]  # fmt: skip
 
 
-def test_the_methods_of_the_seed_create_its_parameters() -> None:
+def test_quant_methods_create_the_parameters() -> None:
     layer, called = torch.nn.Module(), []
 
     def loader(*given: object) -> None:

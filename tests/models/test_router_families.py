@@ -129,7 +129,7 @@ def dense(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_it_routes_as_the_family_does(family: Family) -> None:
+def test_route_equals_the_router_of_the_family(family: Family) -> None:
     router, more = made(family)
     tensors: dict[str, torch.Tensor] = dict(router.named_parameters()) | dict(
         router.named_buffers()

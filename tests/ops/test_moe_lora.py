@@ -103,7 +103,7 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
         torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)
 
 
-def test_it_differs_from_merged_weights() -> None:
+def test_branch_differs_from_merged_weights() -> None:
     """If one projection is zero, the branch adds nothing, unlike LoRA as it is trained."""
     c = make_call(Sizes(tokens=9, hidden=32, intermediate=24, experts=4, top_k=2, slots=1, rank=6))
     g = torch.Generator().manual_seed(3)

@@ -59,7 +59,9 @@ def assert_same(got: QuantizedRows, want: QuantizedRows) -> None:
 @each_scheme
 @pytest.mark.parametrize("columns", [1, 45, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_it_equals_both_operations(text: str, columns: int, dtype: torch.dtype) -> None:
+def test_permute_and_quantize_equals_both_operations(
+    text: str, columns: int, dtype: torch.dtype
+) -> None:
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
     x_TH = random_normal(5, columns, dtype=dtype)
     x_TH[2] = 1e4  # of no pair: it must set no scale

@@ -67,7 +67,7 @@ def drawn(tokens: int, top_k: int) -> Routing:
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize(("placement", "sinks"), [(BLOCKS, 0), (BLOCKS, 2), (COPIES, 0)])
 @pytest.mark.parametrize("tokens", [0, 1, 75])
-def test_it_equals_both_operations(
+def test_number_and_quantize_equals_both_operations(
     tokens: int, placement: Placement, sinks: int, text: str
 ) -> None:
     scheme, routing = QuantScheme.parse(text), drawn(tokens, 3)

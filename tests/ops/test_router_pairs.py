@@ -189,7 +189,9 @@ def test_all_pairs_of_values_and_all_rules_are_covered() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("row", rows().accepted, ids=name_of)
-def test_it_equals_the_reference(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_options_equal_the_reference(
+    row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     check(row, monkeypatch)
 
 

@@ -108,7 +108,7 @@ def row_bytes(hidden: int) -> int:
     return 2 * hidden + stand_in.DEEP_EP_V1.BESIDE
 
 
-def up(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
@@ -122,8 +122,8 @@ def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
     made = high_throughput_arguments(Buffer, 7168, ranks, num_sms)
     channels = (num_sms or 20) // 2
     nvl_rows, rdma_rows = stand_in.DEEP_EP_V1.ROWS[ranks]
-    nvl = up(channels * 8 * (nvl_rows + 1) * row_bytes(7168) + 1)  # a combine's, by one row
-    rdma = up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
+    nvl = round_up(channels * 8 * (nvl_rows + 1) * row_bytes(7168) + 1)  # a combine's, by one row
+    rdma = round_up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
     before = Buffer.num_sms
     try:
         Buffer.num_sms = num_sms or before
@@ -179,7 +179,7 @@ def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGro
     return DeepEPGroup(group, timeout_s=5)
 
 
-def told(attempt: Any) -> str:
+def error_text(attempt: Any) -> str:
     try:
         attempt()
     except ModularKernelError as error:
@@ -190,7 +190,7 @@ def told(attempt: Any) -> str:
 def without_network(rank: int, world: int, group: dist.ProcessGroup, lacks: list[bool]) -> Any:
     manager = manager_between(rank, group, not lacks[rank])
     tries = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
-    said = [told(attempt) for attempt in tries]
+    said = [error_text(attempt) for attempt in tries]
     made = list(stand_in.DEEP_EP_V1.Buffer.made)
     manager.destroy()
     return said, made
@@ -224,7 +224,7 @@ def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
         lambda: other.high_throughput(2048),
         other.destroy,
     )
-    return [told(attempt) for attempt in tries], stand_in.DEEP_EP_V1.Buffer.made
+    return [error_text(attempt) for attempt in tries], stand_in.DEEP_EP_V1.Buffer.made
 
 
 def test_a_process_has_one_buffer_between_hosts() -> None:
@@ -242,7 +242,7 @@ def on_hosts_of_one(rank: int, world: int, group: dist.ProcessGroup) -> Any:
     manager = manager_between(rank, group, True)
     problem = replace(BASE, parallel=Parallel(2, rank=rank))
     parts.load_deepep = deepep.load_deepep
-    said = told(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
+    said = error_text(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
     return said, stand_in.DEEP_EP_V1.Buffer.made
 
 
@@ -260,7 +260,7 @@ def second_generation(rank: int, world: int, group: dist.ProcessGroup, gin: list
     vars(deepep.load_deepep(2))["ElasticBuffer"] = dict
     deepep.dist = SimpleNamespace(barrier=lambda *given, **named: None)
     deepep.torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0))
-    return told(lambda: manager.elastic(8, 2048, 4))
+    return error_text(lambda: manager.elastic(8, 2048, 4))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,6 @@ def name(case: RankCase) -> str:
 
 @pytest.mark.share(4)
 @pytest.mark.parametrize("case", cases(), ids=name)
-def test_the_harness_verifies_it(case: RankCase, rank_pool: Pool) -> None:
+def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(2), MACHINE)
     assert proof.passed, str(proof)

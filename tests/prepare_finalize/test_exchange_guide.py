@@ -16,7 +16,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_harness_verifies_it(site: Path) -> None:
+def test_cases_are_proven(site: Path) -> None:
     """Every placement, ranks without tokens, invalid ids, fault scenarios."""
     install(site, "my_exchange", SOURCE)
     code, proven = mk("test", *PAIR, "--level", "smoke")

@@ -49,7 +49,7 @@ BOTH = cases(FlashInfer, 2)[:3]  # all of it FlashInfer's
 
 
 @pytest.mark.parametrize("case", cases("TorchExperts", 2) + QUANTIZED + UNEVEN + BOTH, ids=name)
-def test_the_harness_verifies_it(case: RankCase, rank_pool: Pool) -> None:
+def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
 
@@ -170,7 +170,7 @@ def test_a_missing_library_is_reported(rank_pool: Pool) -> None:
         ({}, ""),
     ],
 )
-def test_refused(change: dict[str, object], rule: str) -> None:
+def test_unsupported_problems_are_refused(change: dict[str, object], rule: str) -> None:
     problem = replace(PROBLEM, **change)  # type: ignore[arg-type]
     name = "FlashInferCutlassMoEPrepareAndFinalize"
     verdict = check(name, "TritonExperts", problem, GPU)

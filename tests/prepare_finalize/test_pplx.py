@@ -52,7 +52,7 @@ UNEVEN = [case for case in cases("NaiveBatchedExperts", 4) if case.routing == "d
 
 
 @pytest.mark.parametrize("case", cases("NaiveBatchedExperts", 2) + SOME + UNEVEN, ids=name)
-def test_the_harness_verifies_it(case: RankCase, rank_pool: Pool) -> None:
+def test_cases_are_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
 
@@ -91,7 +91,7 @@ def refused(**changes: object) -> list[str]:
     return [f"[{each.rule}] {each.got}; {each.need}" for each in found]
 
 
-def test_refusals() -> None:
+def test_unsupported_problems_are_refused() -> None:
     assert refused() == []
     assert refused(hidden=7168, quant="fp8_w8a8_block", experts=256, top_k=8) == []
     assert refused(quant="fp8_w8a8_tensor:static=true") == []

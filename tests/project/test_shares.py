@@ -61,8 +61,8 @@ def test_share_marker_is_ignored_with_whole_or_named_tests() -> None:
     ways = (
         ["--whole", file],
         [file],
-        [f"{file}::test_the_harness_verifies_it"],
-        ["-k", "test_the_harness_verifies_it", file],
+        [f"{file}::test_cases_are_proven"],
+        ["-k", "test_cases_are_proven", file],
     )
     # One process, which imports torch and the file once, collects anew for each.
     program = f"""if True:
@@ -79,7 +79,7 @@ def test_share_marker_is_ignored_with_whole_or_named_tests() -> None:
         cwd=Path(__file__).parents[2],
     )
     every, drawn, named, chosen = (
-        {line for line in part.splitlines() if "::test_the_harness_verifies_it[" in line}
+        {line for line in part.splitlines() if "::test_cases_are_proven[" in line}
         for part in done.stdout.split("collected\n")[1:]
     )
     assert drawn == {name for name in every if in_share(name, 6, tree_hash())}

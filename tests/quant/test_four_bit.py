@@ -70,7 +70,7 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("changes", "routing", "block_m"), _CASES)
-def test_the_harness_verifies_it(
+def test_cases_are_proven(
     changes: dict[str, Any],
     routing: str,
     block_m: int,

@@ -46,7 +46,9 @@ def test_all_schemes_and_parts_that_run_here_are_covered() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" x ".join)
-def test_interpreted(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_rule_holds_with_interpreted_kernels(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     counts = run(pair, this_machine())
     with capsys.disabled():
         sys.stdout.write(f"\n{' x '.join(pair)}, interpreted: {counts}")
@@ -54,7 +56,7 @@ def test_interpreted(pair: tuple[str, str], capsys: pytest.CaptureFixture[str]) 
     assert counts.wrong == []
 
 
-def test_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_rule_holds_in_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
     """In a process without the interpreter, where operations run in torch."""
     program = ["env", "-u", "TRITON_INTERPRET", sys.executable, "tests/helpers/nan_matrix.py"]
     root = Path(__file__).resolve().parents[2]

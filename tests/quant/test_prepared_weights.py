@@ -129,7 +129,7 @@ def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
 
 @pytest.mark.share(5)
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_the_harness_verifies_it(changes: dict[str, Any], machine: Machine) -> None:
+def test_cases_are_proven(changes: dict[str, Any], machine: Machine) -> None:
     """The harness prepares weights itself, and calls with and without them."""
     problem = replace(MXFP4, tokens=60, **changes)
     proof = prove(Case(*PAIR, problem, "zipf"), machine)

@@ -23,7 +23,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("case", HANDPICKED, ids=str)
-def test_proven(case: Case, machine: Machine) -> None:
+def test_handpicked_case_is_proven(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
     assert proof.passed, str(proof)
 

@@ -24,7 +24,7 @@ CASES = [case for cases in PROVEN.values() for case in cases]
 
 @pytest.mark.budget(quick=40.0, rest=120.0)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_proven(case: Case, machine: Machine) -> None:
+def test_case_is_proven(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
     assert proof.passed, str(proof)
 

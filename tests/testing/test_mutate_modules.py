@@ -14,7 +14,7 @@ from modular_kernel.testing.mutation.scope import find_file
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "modular_kernel.spec.lora"
-DETECTING = "tests/layers/test_adapters.py::test_the_largest_allowed_numbers"
+DETECTING = "tests/layers/test_adapters.py::test_maximum_ranks_and_adapters"
 SEQUENCES = "tests/layers/test_adapters.py::test_tokens_get_the_slots_of_their_sequences"
 NOT_DETECTING = "tests/layers/test_adapters.py::test_text_round_trip[]"
 

@@ -235,7 +235,7 @@ def test_drawn_problems_cover_every_case_and_mutant() -> None:
         ("--sample-seed", "a"),
     ],
 )
-def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
+def test_bad_usage_exits_with_2(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "modular_kernel", "test", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -23,7 +23,9 @@ Pool = Callable[[int], RankPool]
 @pytest.mark.parametrize("in_torch", [False, True], ids=["interpreted", "torch"])
 @pytest.mark.parametrize("quant", SCHEME_NAMES)
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_over_ranks(exchange: str, quant: str, in_torch: bool, rank_pool: Pool) -> None:
+def test_nan_rule_holds_over_ranks(
+    exchange: str, quant: str, in_torch: bool, rank_pool: Pool
+) -> None:
     counts = run(rank_pool(RANKS), exchange, quant, in_torch=in_torch)
     assert counts.wrong == []
     problem, _ = next(cases(exchange, quant))

@@ -66,7 +66,7 @@ REFUSED = [pair for each in SELECTIONS for pair in each.refused]
 
 @pytest.mark.budget(quick=15.0, rest=60.0)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_proven(case: RankCase, rank_pool: Pool) -> None:
+def test_case_over_ranks_is_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
 

@@ -93,7 +93,7 @@ def survivors(
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(2))
-def test_killed_on_two_ranks(
+def test_mutant_is_killed_on_two_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
     assert survivors(pairing, mutant, rank_pool(2), proven) == []
@@ -101,7 +101,7 @@ def test_killed_on_two_ranks(
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(4))
-def test_killed_on_four_ranks(
+def test_mutant_is_killed_on_four_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
     assert survivors(pairing, mutant, rank_pool(4), proven) == []

@@ -34,7 +34,7 @@ def proven() -> dict[Case, str | None]:
 @pytest.mark.share(8)
 @pytest.mark.parametrize("mutant", LOCAL_MUTANTS, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
-def test_killed(
+def test_mutant_is_killed(
     pairing: tuple[str, str], mutant: CallMutant, machine: Machine, proven: dict[Case, str | None]
 ) -> None:
     # One case per mutant: `mk test --sensitivity` runs two.

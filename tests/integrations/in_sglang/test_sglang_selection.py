@@ -98,7 +98,7 @@ def test_moved_internals_are_logged_once(
     assert words in record.getMessage()
 
 
-def test_it_can_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_plugin_can_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
     from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
     from sglang.srt.plugins.hook_registry import HookRegistry
 
