@@ -1,8 +1,8 @@
-"""Before any test: one thread for each process, and Triton's interpreter where there is no GPU.
+"""Configuration of all tests: one thread per process, and Triton's interpreter without a GPU.
 
-A process either interprets Triton kernels or compiles them. `tests/compile` compiles, so it has a
-process of its own: name nothing but paths in it, and the interpreter stays off. Otherwise, on a
-machine without a GPU, `tests/compile` is left out.
+A process either interprets Triton kernels or compiles them. `tests/compile` compiles, so it needs a
+process of its own: if all paths on the command line are in it, the interpreter stays off.
+Otherwise, on a machine without a GPU, `tests/compile` is not collected.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
-# Interpreted ranks that share a busy processor may wait long for each other, and prove the same;
-# defects that make a rank wait in vain take as long.
+# A timeout that interpreted ranks on a busy processor do not reach. Tests of defects that make a
+# rank wait in vain take as long.
 os.environ.setdefault("MK_TIMEOUT_S", "20")
 
 import hypothesis
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from modular_kernel.testing.ranks.pool import RankPool
 
 torch.set_num_threads(1)
-# How long an example takes says nothing where processes share a busy machine.
+# Deadlines of examples are unreliable on a busy machine.
 hypothesis.settings.register_profile(
     "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -49,7 +49,7 @@ IN_VLLM = Path(__file__).parent / "integrations" / "in_vllm"
 
 
 def _compiles_only(config: pytest.Config) -> bool:
-    """Whether every path named lies in tests/compile."""
+    """Return whether every path on the command line is in tests/compile."""
     base = config.invocation_params.dir
     paths = [(base / argument.split("::")[0]).resolve() for argument in config.args]
     return bool(paths) and all(path.is_relative_to(COMPILE) for path in paths)
@@ -62,9 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """A process interprets or compiles, never both; tests/gpu needs a GPU's memory.
+    """Ignore the tests that this process cannot run.
 
-    Tests in vLLM need an environment that has it: `make test-vllm`.
+    They are tests/compile or tests/interpreter, depending on whether the interpreter is on,
+    tests/gpu without a GPU, and tests/integrations/in_vllm without vLLM (`make test-vllm`).
     """
     if collection_path.is_relative_to(IN_VLLM) and find_spec("vllm") is None:
         return True
@@ -75,7 +76,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole", action="store_true", help="run what `share` leaves to other trees")
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="run all parameters of tests marked `share` or `budget`",
+    )
     parser.addoption(
         "--suite",
         choices=("quick", "rest", "all"),
@@ -101,9 +106,10 @@ def _in_share(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is in no share of this tree, unless tests or words of their names are given.
+    """Deselect what the suite and the shares of this source tree leave out.
 
-    Tests of a machine without a GPU are left to a process that sees none (`make test-gpu`).
+    Nothing is left out with --whole, with -k, or if tests are named on the command line. With a
+    GPU, tests marked `cpu` are skipped: `make test-gpu` runs them in a process that sees none.
     """
     named = config.option.keyword or any("::" in argument for argument in config.args)
     if not named and not config.getoption("--whole"):
@@ -118,24 +124,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if item.get_closest_marker("cpu"):
-            item.add_marker(pytest.mark.skip(reason="of a machine without a GPU: `-m cpu`"))
+            item.add_marker(pytest.mark.skip(reason="needs a process without a GPU: `-m cpu`"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that leaves Triton's interpreter on or off for later ones.
+    """Fail a test that leaves the setting of Triton's interpreter changed.
 
-    What they import then would be of another kind than the kernels that this process has.
+    Modules imported later would define kernels of another kind than those already imported.
     """
     yield
     before, after = item.config.stash[INTERPRETED], read_settings().triton_interpret
     if after != before:
         os.environ["TRITON_INTERPRET"] = str(int(before))
-        pytest.fail(f"TRITON_INTERPRET: the test leaves {int(after)}, need {int(before)}")
+        pytest.fail(f"TRITON_INTERPRET after the test: got {int(after)}, need {int(before)}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    output = getattr(session.config, "workeroutput", None)  # xdist: a worker tells the controller
+    output = getattr(session.config, "workeroutput", None)  # sent to the controller of xdist
     if output is not None:
         output["left_out"] = session.config.stash.get(LEFT_OUT, 0)
 
@@ -162,16 +168,16 @@ def pytest_report_header() -> list[str]:
 
     triton = "triton: compiled"
     if read_settings().triton_interpret:
-        triton = "triton: interpreted (tests/compile is left out: run `pytest tests/compile`)"
+        triton = "triton: interpreted (tests/compile is not collected: run `pytest tests/compile`)"
     vllm = "vllm: found"
     if find_spec("vllm") is None:
-        vllm = "vllm: not found (tests/integrations/in_vllm is left out: `make test-vllm`)"
-    return [triton, vllm, f"tree: {tree_hash()} (shares of cases are drawn from it)"]
+        vllm = "vllm: not found (tests/integrations/in_vllm is not collected: `make test-vllm`)"
+    return [triton, vllm, f"tree: {tree_hash()} (hash that selects the shares of cases)"]
 
 
 @pytest.fixture(scope="session")
 def machine() -> Machine:
-    """This machine."""
+    """Return the description of this machine."""
     from modular_kernel.catalog import this_machine
 
     return this_machine()
@@ -179,7 +185,7 @@ def machine() -> Machine:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> "Iterator[Callable[[int], RankPool]]":
-    """rank_pool(n): the session's pool of n ranks on the CPU, over gloo."""
+    """Return a function of n that returns the session's pool of n gloo ranks on the CPU."""
     from modular_kernel.testing.ranks.pool import RankPool
 
     pools: dict[int, RankPool] = {}
