@@ -3,7 +3,8 @@
     python tools/bench_host_time.py --json host.json
     python tools/bench_host_time.py --profile fp8_w8a8_block:64
 
-Each time is the median of `--calls` calls, each issued to an idle GPU. The calls are
+Each time is the median of `--calls` calls, each issued to an idle GPU. All calls of a row are timed
+alternately, ten at a time, so that other load on the host affects all of them. The calls are
 
 - a kernel, and a kernel with a new `ExpertWeights` and `Routing` in every call;
 - a plan;
@@ -21,8 +22,8 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -48,21 +49,29 @@ SCHEMES = {
     "mxfp4_w4a16": None,
 }
 TOKENS = (1, 64, 1024)
+_CALLS_PER_ROUND, _WARMUP_CALLS = 10, 2
 Call = Callable[[], object]
 
 
-def median_us(call: Call, calls: int) -> float:
-    """Return the median host time of a call, in microseconds."""
-    for _ in range(5):
-        call()
-    times = []
-    for _ in range(calls):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
-    return round(statistics.median(times), 2)
+@dataclass
+class TimedCall:
+    """A call, the context in which it is timed, and its times in microseconds so far."""
+
+    call: Call
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    times_us: list[float] = field(default_factory=list)
+
+    def run(self, count: int) -> None:
+        """Add the times of `count` calls, each of which finds the GPU idle."""
+        with self.context():
+            for _ in range(_WARMUP_CALLS):
+                self.call()
+            for _ in range(count):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                self.call()
+                self.times_us.append((time.perf_counter() - start) * 1e6)
+            torch.cuda.synchronize()
 
 
 @contextmanager
@@ -76,6 +85,16 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    """Make "cuda" the default device, which adds a function mode to each call of torch."""
+    torch.set_default_device("cuda")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
@@ -124,19 +143,17 @@ def layer_inputs(quant: str) -> Inputs:
 
 def measure(quant: str, tokens: int, inputs: Inputs, calls: int) -> dict[str, object]:
     """Return one row: host times in microseconds, by call."""
-    row: dict[str, object] = {"quant": quant, "tokens": tokens}
-    timed = public_calls(quant, tokens, inputs)
+    public = public_calls(quant, tokens, inputs)
+    timed = {name: TimedCall(call) for name, call in public.items()}
+    for name in ("kernel", "FusedMoE"):
+        timed[f"{name}, default device"] = TimedCall(public[name], default_device)
+    timed["kernel, deterministic"] = TimedCall(public["kernel"], deterministic)
     with torch.no_grad():
-        for name, call in timed.items():
-            row[name] = median_us(call, calls)
-        torch.set_default_device("cuda")
-        row["kernel, default device"] = median_us(timed["kernel"], calls)
-        row["FusedMoE, default device"] = median_us(timed["FusedMoE"], calls)
-        torch.set_default_device(None)
-        with deterministic():
-            row["kernel, deterministic"] = median_us(timed["kernel"], calls)
-        row["kernel, again"] = median_us(timed["kernel"], calls)
-    return row
+        for _ in range(-(-calls // _CALLS_PER_ROUND)):
+            for timed_call in timed.values():
+                timed_call.run(_CALLS_PER_ROUND)
+    medians = {name: round(statistics.median(t.times_us), 2) for name, t in timed.items()}
+    return {"quant": quant, "tokens": tokens, **medians}
 
 
 def profile(cell: str) -> None:

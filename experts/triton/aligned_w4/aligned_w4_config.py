@@ -19,10 +19,16 @@ NAME = "aligned_w4"
 
 MAX_BLOCK_M = 16
 MIN_BLOCK_M = 8  # the rows are the right operand of the MMA, whose N is 8
-# Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by weight type. Time with blocks of
-# 8 rows relative to blocks of 16 rows: integers 0.74 to 0.80 at 8 rows per expert and 0.81 to 0.85
-# at 10; mxfp4 0.96 to 1.03 at 8 and 1.13 to 1.19 at 10 (H200, 2026-11-28, triton 3.6.0).
-_MAX_ROWS_FOR_MIN_BLOCK = {"uint4": 11, "float4_e2m1": 6}
+# Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by (weight type, has scales of
+# whole matrices, as NVFP4 has). Time with blocks of 8 rows relative to blocks of 16 rows (H200,
+# 2026-11-30, triton 3.6.0, 5 to 7 layers): integers 0.70 to 0.93 at 8 rows per expert and 0.79 to
+# 0.86 at 12, but 1.02 and 1.13 with groups of 64; mxfp4 0.81 to 0.99 at 8 and 0.87 to 1.12 at 10.7;
+# NVFP4 0.87 to 1.03 at 6 and 0.90 to 1.19 at 8.
+_MAX_ROWS_FOR_MIN_BLOCK = {
+    ("uint4", False): 12,
+    ("float4_e2m1", False): 8,
+    ("float4_e2m1", True): 6,
+}
 # Maximum mean rows per expert for which calls use this path by default: (if rows are aligned to 16
 # elements, if they are not). Every block of MAX_BLOCK_M rows unpacks the weights again, which takes
 # too long with more rows. The limits for integers were measured on an H200 on 2026-11-22. With
@@ -202,9 +208,13 @@ def is_faster(problem: Problem, tokens: int, block_m: int) -> bool:
 
 def choose_block_m(problem: Problem, num_pairs: int) -> int:
     """Return block_m for a call with num_pairs routed pairs."""
-    max_rows = _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight]
+    max_rows = _max_rows_for_min_block(problem)
     is_small = num_pairs <= max_rows * problem.experts and not problem.batch_invariant
     return MIN_BLOCK_M if is_small else MAX_BLOCK_M
+
+
+def _max_rows_for_min_block(problem: Problem) -> int:
+    return _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight, problem.scheme.matrix_scales]
 
 
 @dataclass(frozen=True)
@@ -270,8 +280,7 @@ def breakpoints(problem: Problem) -> Iterator[int]:
     """
     if problem.batch_invariant:
         return
-    max_small_rows = _MAX_ROWS_FOR_MIN_BLOCK[problem.scheme.weight]
-    max_small_tokens = max_small_rows * problem.experts // problem.top_k
+    max_small_tokens = _max_rows_for_min_block(problem) * problem.experts // problem.top_k
     if max_small_tokens:
         yield from _find_changes(problem, 1, max_small_tokens)
         yield max_small_tokens

@@ -1,5 +1,6 @@
 """Configuration of the grouped_w4 path: supported problems, limits, launches and candidates."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -43,16 +44,33 @@ _STAGES = {32: 11, 64: 8, 128: 6}  # block_m -> maximum number of stages that fi
 #   NVFP4: 0.74 with 48, 0.90 to 1.04 with 128
 _MIN_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
 _MAX_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
-# Minimum mean rows per expert in calls with prepared weights: for the path to be used, and for
-# tiles to have 64 and 128 rows instead of 32. Measured on an H200 (2026-11-28, triton 3.6.0) on
-# layers with E 32 to 160, H 2048 to 5120, I 1024 to 2880. Time of tiles of 32 rows, by rows per
-# expert:
-#   relative to weights that are not prepared: mxfp4 0.91 to 0.95 with 6 and 0.61 to 0.63 with 16,
-#     int4 0.96 to 1.03 with 10
+# Minimum mean rows per expert for which prepared weights are used, if the tiles keep all SMs busy:
+# by scheme, and for integers by (scale dtype, has zero points). With fewer rows, the aligned_w4
+# path is faster, and its time grows with the rows; the time of this path hardly changes up to 24
+# rows. Both were timed on an H200 (2026-11-30, triton 3.6.0, 2 to 24 rows per expert) on seven
+# layers with E 16 to 128, H 2048 to 4096, I 384 to 2880. For scales of float16 and float32,
+# instructions that unpack weights take most of the time.
+_MIN_PREPARED_ROWS = {"mxfp4_w4a16": 4.5, "nvfp4_w4a16": 2.0}
+_MIN_PREPARED_ROWS_OF_INTEGERS = {
+    ("bfloat16", False): 4.0,
+    ("bfloat16", True): 5.0,
+    ("float16", False): 7.0,
+    ("float16", True): 8.0,
+    ("float32", False): 9.0,
+    ("float32", True): 9.0,
+}
+# With groups of less than 128 columns, the aligned_w4 path has more steps. The limit is then lower
+# by the first number, but not below the second (groups of 64, same day).
+_FEWER_ROWS_WITH_SMALL_GROUPS, _MIN_ROWS_OF_INTEGERS = 3.0, 2.0
+# If some SMs idle in the last wave of tiles, the limit is higher, by this number times the share of
+# time that SMs idle: with 38 % (E 48, H 3072, I 384), it is 3.6 to 6.4 rows higher.
+_MORE_ROWS_PER_IDLE_SHARE = 13.0
+_NUM_SMS = 132  # of the H100 SXM and the H200
+# Minimum mean rows per expert for which tiles of prepared weights have 64 and 128 rows instead of
+# 32. Time of tiles of 32 rows, by rows per expert (H200, 2026-11-28):
 #   relative to tiles of 64 rows, all multiplied: 0.74 to 0.77 with 12.8 (int4: 0.84 to 0.85)
 #   relative to tiles of 64 rows that multiply up to 32 rows as half a tile: 1 with 24, 1.15 to 1.31
 #     with 32
-_MIN_PREPARED_ROWS = {"mxfp4_w4a16": 6, "nvfp4_w4a16": 8, "int4_w4a16_group": 10}
 _MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128 = 22, 56
 # Maximum mean rows per expert for which prepared weights are used, by scale dtype. Time relative to
 # weights that are not prepared: float32 scales 1.04 with 640 rows; float16 scales 0.94 with 640
@@ -171,6 +189,38 @@ def max_tokens(problem: Problem) -> int:
     return _MAX_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
+def min_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int:
+    """Return the number of tokens of the smallest call that uses prepared weights.
+
+    It assumes that tokens are distributed evenly over the experts.
+    """
+    scheme = problem.scheme
+    if scheme.weight == "uint4":
+        rows = _MIN_PREPARED_ROWS_OF_INTEGERS[dtype_name(scale_dtype), scheme.zero_points]
+        groups = (scale_group(scheme, k)[1] for k in (problem.hidden, problem.intermediate))
+        if min(groups) < 2 * BLOCK:
+            rows = max(rows - _FEWER_ROWS_WITH_SMALL_GROUPS, _MIN_ROWS_OF_INTEGERS)
+    else:
+        rows = _MIN_PREPARED_ROWS[scheme.name]
+    rows += _MORE_ROWS_PER_IDLE_SHARE * _idle_share(problem)
+    return math.ceil(rows * problem.experts / problem.top_k)
+
+
+def _idle_share(problem: Problem) -> float:
+    """Return the share of the GEMMs' time in which an SM has no tile, because other SMs have more.
+
+    Each expert is assumed to have one tile of rows.
+    """
+    w1_rows = problem.intermediate * (2 if problem.act.gated else 1)
+    busy_steps = elapsed_steps = 0.0
+    for rows, k in ((w1_rows, problem.hidden), (problem.hidden, problem.intermediate)):
+        num_tiles = problem.e * -(-rows // _TILE_WEIGHT_ROWS)
+        steps = -(-k // BLOCK)
+        busy_steps += steps * num_tiles / _NUM_SMS
+        elapsed_steps += steps * -(-num_tiles // _NUM_SMS)
+    return 1 - busy_steps / elapsed_steps
+
+
 def max_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int | None:
     """Return the number of tokens of the largest call that uses prepared weights.
 
@@ -195,17 +245,21 @@ def breakpoints(problem: Problem) -> tuple[int, ...]:
 
 
 def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-    """Return (minimum tokens, configuration) of calls with prepared weights, ascending."""
+    """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
+
+    With integers, the first minimum is that of scales in bf16, which is the lowest one.
+    """
     if problem.batch_invariant:  # all calls must use the same tiles
         return ()
-    min_rows = (
-        _MIN_PREPARED_ROWS[problem.scheme.name],
-        _MIN_PREPARED_ROWS_OF_64,
-        _MIN_PREPARED_ROWS_OF_128,
+    min_tokens_of_64, min_tokens_of_128 = (
+        -(-rows * problem.experts // problem.top_k)
+        for rows in (_MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128)
     )
+    lowest = min(min_prepared_tokens(problem, torch.bfloat16), min_tokens_of_64)
+    min_tokens = lowest, min_tokens_of_64, min_tokens_of_128
     return tuple(
-        (-(-rows * problem.experts // problem.top_k), default_config(problem, block_m))
-        for rows, block_m in zip(min_rows, _BLOCK_M_VALUES, strict=True)
+        (tokens, default_config(problem, block_m))
+        for tokens, block_m in zip(min_tokens, _BLOCK_M_VALUES, strict=True)
     )
 
 

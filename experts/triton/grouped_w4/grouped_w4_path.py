@@ -31,6 +31,7 @@ from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoE
 from experts.triton.operands import TMA_BYTES, GemmOperands, gemm1_operands, gemm2_operands
 from experts.triton.path import PathCall
 from modular_kernel.ops.sort import SortedPairs
+from modular_kernel.quant.quantized_weights import weight_specs
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
@@ -117,9 +118,13 @@ class GroupedW4Path(DequantizedPath):
         # Unpacked NVFP4 weights are exact in bf16, because the global scale multiplies the results.
         self.roundings = Roundings(weights=not problem.scheme.matrix_scales)
         self._prepares = bool(grouped_w4_config.prepared_configs(problem))
-        scale_dtypes = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
-        self._max_prepared_tokens = {
-            dtype: grouped_w4_config.max_prepared_tokens(problem, dtype) for dtype in scale_dtypes
+        # The range of tokens with prepared weights, by dtype of the scales.
+        self._prepared_range = {
+            dtype: (
+                grouped_w4_config.min_prepared_tokens(problem, dtype),
+                grouped_w4_config.max_prepared_tokens(problem, dtype),
+            )
+            for dtype in weight_specs(problem)["w1_scale"].dtypes
         }
         self._chunk_size = grouped_w4_config.experts_per_chunk(problem)
         self._packed_formats = grouped_w4_config.packed_formats(problem)
@@ -150,10 +155,14 @@ class GroupedW4Path(DequantizedPath):
         return specs if self._prepares else {}
 
     def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether unpacking in every GEMM tile is faster than dequantizing to bf16 once."""
+        """Return whether calls of `tokens` tokens are faster with prepared weights.
+
+        With fewer tokens, the aligned_w4 path is faster. With more, it is faster to dequantize the
+        weights to bf16 once than to unpack them in every GEMM tile.
+        """
         assert weights.w1_scale is not None
-        max_tokens = self._max_prepared_tokens.get(weights.w1_scale.dtype)
-        return max_tokens is None or tokens <= max_tokens
+        min_tokens, max_tokens = self._prepared_range[weights.w1_scale.dtype]
+        return min_tokens <= tokens and (max_tokens is None or tokens <= max_tokens)
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of the grouped GEMMs. Prepared weights need no buffers for tiling."""
