@@ -203,15 +203,14 @@ def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
 def default_scale_dtype(problem: Problem) -> torch.dtype:
     """Return the dtype of the weight scales that `quantize_weights` computes by default.
 
-    In bf16 layers with 16-bit activations, the scales of integers are bf16, as in published
-    checkpoints: kernels then need fewer instructions per weight. The codes are rounded with the
-    bf16 scales, so this adds no rounding of its own. Other scales are float32, except those of fp4
-    weights, which have only one dtype.
+    The scales of 4-bit integers in bf16 layers are bf16, as in published checkpoints: kernels then
+    need fewer instructions per weight. Codes are rounded with the bf16 scales, so the error stays
+    within half a step, except for the largest value of a group, which can be 0.03 steps out of
+    range. With 8 bits, it could be half a step, so other integers have float32 scales.
     """
-    dtypes = _scale_dtypes(problem)
-    is_integer = problem.scheme.weight in IMPLICIT_ZERO_POINT
-    use_bf16 = is_integer and problem.dtype is torch.bfloat16 and torch.bfloat16 in dtypes
-    return torch.bfloat16 if use_bf16 else dtypes[0]
+    if problem.scheme.weight == "uint4" and problem.dtype is torch.bfloat16:
+        return torch.bfloat16
+    return _scale_dtypes(problem)[0]
 
 
 def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:

@@ -68,7 +68,7 @@ def test_prepared_tensors_have_the_layout_and_others_are_unchanged() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "block_m"),
-    [(5, 0), (6, 32), (21, 32), (22, 64), (55, 64), (56, 128), (640, 128), (700, 128)],
+    [(4, 0), (5, 32), (21, 32), (22, 64), (55, 64), (56, 128), (640, 128), (700, 128)],
 )
 def test_calls_use_them_by_rows_whatever_tuned_files_choose(
     rows: int, block_m: int, launched: list[int]
@@ -88,19 +88,24 @@ def test_calls_use_them_by_rows_whatever_tuned_files_choose(
 @pytest.mark.parametrize(
     ("quant", "scales", "rows", "block_m"),
     [
-        ("int4_w4a16_group:group=32", torch.float32, 9, 0),
-        ("int4_w4a16_group:group=32", torch.float32, 10, 32),
+        ("int4_w4a16_group:group=32", torch.float32, 5, 0),
+        ("int4_w4a16_group:group=32", torch.float32, 6, 32),
+        ("int4_w4a16_group:group=32", torch.float16, 3, 0),
+        ("int4_w4a16_group:group=32", torch.float16, 4, 32),
+        ("int4_w4a16_group:group=32", torch.bfloat16, 1, 0),
+        ("int4_w4a16_group:group=32", torch.bfloat16, 2, 32),
         ("int4_w4a16_group:group=32", torch.float32, 512, 128),
         ("int4_w4a16_group:group=32", torch.float32, 513, 0),
         ("int4_w4a16_group:group=32", torch.float16, 768, 128),
         ("int4_w4a16_group:group=32", torch.float16, 769, 0),
         ("int4_w4a16_group:group=32", torch.bfloat16, 2049, 128),
         ("int4_w4a16_group:group=32,zero_points=true", torch.bfloat16, 2049, 0),
-        ("nvfp4_w4a16", None, 8, 32),
+        ("nvfp4_w4a16", None, 1, 0),
+        ("nvfp4_w4a16", None, 2, 32),
         ("nvfp4_w4a16", None, 2049, 0),
     ],
 )
-def test_the_largest_number_of_rows_that_uses_prepared_weights(
+def test_range_of_rows_that_use_prepared_weights(
     quant: str, scales: torch.dtype | None, rows: int, block_m: int, launched: list[int]
 ) -> None:
     kernel, i = make_prepared_kernel(
@@ -115,6 +120,40 @@ def test_the_largest_number_of_rows_that_uses_prepared_weights(
     config = kernel.experts._config(i.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
     assert not launched
+
+
+# Mean rows per expert from which prepared weights are faster on an H200 (2026-11-30, triton 3.6.0).
+@pytest.mark.parametrize(
+    ("layer", "quant", "scale_dtype", "crossover"),
+    [
+        ((96, 4, 2560, 512), "int4_w4a16_group:group=128", torch.bfloat16, 2.6),
+        ((128, 8, 2048, 768), "int4_w4a16_group:group=128", torch.bfloat16, 4.7),
+        ((64, 6, 2048, 1408), "int4_w4a16_group:group=128", torch.bfloat16, 5.1),
+        ((48, 4, 3072, 384), "int4_w4a16_group:group=128", torch.bfloat16, 8.3),
+        ((48, 4, 3072, 384), "int4_w4a16_group:group=128", torch.float16, 11.6),
+        ((48, 4, 3072, 384), "int4_w4a16_group:group=128", torch.float32, 14.8),
+        ((128, 8, 4096, 1536), "int4_w4a16_group:group=128", torch.float32, 9.4),
+        ((32, 4, 2880, 2880), "int4_w4a16_group:group=64", torch.float16, 4.3),
+        ((64, 6, 2048, 1408), "mxfp4_w4a16", torch.uint8, 5.0),
+        ((48, 4, 3072, 384), "mxfp4_w4a16", torch.uint8, 11.4),
+        ((48, 4, 3072, 384), "nvfp4_w4a16", torch.float8_e4m3fn, 6.4),
+    ],
+    ids=str,
+)
+def test_minimum_number_of_rows_is_near_the_measured_crossover(
+    layer: tuple[int, int, int, int], quant: str, scale_dtype: torch.dtype, crossover: float
+) -> None:
+    experts, top_k, hidden, intermediate = layer
+    problem = Problem(
+        tokens=1,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        top_k=top_k,
+        quant=quant,
+    )
+    min_tokens = grouped_w4_config.min_prepared_tokens(problem, scale_dtype)
+    assert abs(min_tokens * top_k / experts - crossover) <= 2.5
 
 
 def test_strided_weights_are_prepared_too(launched: list[int]) -> None:

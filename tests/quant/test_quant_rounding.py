@@ -146,3 +146,41 @@ def test_scales_have_the_dtype_of_the_problem(text: str) -> None:
     )
     with pytest.raises(ConfigurationError, match="scale_dtype: got float64, need float32 or"):
         quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "default"),
+    [
+        ("int4_w4a16_group:group=16", torch.bfloat16, torch.bfloat16),
+        ("int8_w8a16_channel", torch.bfloat16, torch.float32),
+        ("int8_w8a16_group:group=16", torch.bfloat16, torch.float32),
+        ("int4_w4a16_group:group=16", torch.float16, torch.float32),
+        ("int4_w4a16_group:group=16", torch.float32, torch.float32),
+        ("int8_w8a8_channel", torch.bfloat16, torch.float32),
+        ("fp8_w8a16_channel", torch.bfloat16, torch.float32),
+        ("mxfp4_w4a16", torch.bfloat16, torch.uint8),
+        ("nvfp4_w4a16", torch.bfloat16, torch.float8_e4m3fn),
+    ],
+)
+def test_default_dtype_of_scales(text: str, dtype: torch.dtype, default: torch.dtype) -> None:
+    problem = problem_of(text, dtype=dtype)
+    weights = quantize_weights(plain_weights(problem), problem)
+    assert weights.w1_scale is not None
+    assert weights.w2_scale is not None
+    assert weights.w1_scale.dtype is weights.w2_scale.dtype is default
+
+
+def test_codes_are_rounded_with_the_default_scales() -> None:
+    """Scales in bf16 add no error of their own: weights stay within half a step of their scale."""
+    problem = problem_of("int4_w4a16_group:group=16", dtype=torch.bfloat16)
+    plain = plain_weights(problem)
+    weights = quantize_weights(plain, problem)
+    assert weights.w1_scale is not None
+    values = dequantize(*parts(weights, "w1"), problem.scheme)
+    columns = plain.w1.shape[2]
+    step = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
+    error = (values - plain.w1).abs() / step
+    is_in_range = plain.w1.abs() <= 7 * step
+    assert float(is_in_range.float().mean()) > 0.9
+    assert float(error[is_in_range].max()) <= 0.5001
+    assert float(error.max()) <= 0.54

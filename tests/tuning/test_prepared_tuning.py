@@ -118,7 +118,7 @@ def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
             assert config.path in preparing_paths(LAYER)
             assert choose_config(LAYER, tokens, own.paths, prepared=True) == config
         # With fewer rows nothing is said of prepared weights, and they are as others.
-        assert choose_config(LAYER, rows(5), own.paths, prepared=True) == other
+        assert choose_config(LAYER, rows(4), own.paths, prepared=True) == other
         path.unlink()
     assert own.saved(here) == {}
 

@@ -209,15 +209,17 @@ def min_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int:
 def _idle_share(problem: Problem) -> float:
     """Return the share of the GEMMs' time in which an SM has no tile, because other SMs have more.
 
-    Each expert is assumed to have one tile of rows.
+    Each expert is assumed to have one tile of rows. GEMMs with at most one tile per SM count as
+    busy, because they were not measured.
     """
     w1_rows = problem.intermediate * (2 if problem.act.gated else 1)
     busy_steps = elapsed_steps = 0.0
     for rows, k in ((w1_rows, problem.hidden), (problem.hidden, problem.intermediate)):
         num_tiles = problem.e * -(-rows // _TILE_WEIGHT_ROWS)
+        num_waves = num_tiles / _NUM_SMS
         steps = -(-k // BLOCK)
-        busy_steps += steps * num_tiles / _NUM_SMS
-        elapsed_steps += steps * -(-num_tiles // _NUM_SMS)
+        elapsed_steps += steps * math.ceil(num_waves)
+        busy_steps += steps * (num_waves if num_waves > 1 else 1)
     return 1 - busy_steps / elapsed_steps
 
 
