@@ -1,12 +1,13 @@
-"""MoE layers of vLLM itself on a CPU, filled with the tensors of a checkpoint.
+"""MoE layers of vLLM itself, filled with the tensors of a checkpoint.
 
-vLLM is used without its compiled extension. `scaled_fp8_quant` is the only operator of it that
-loading a layer or quantizing rows to fp8 calls; `stand_in_operators` computes it in torch.
+On a CPU, vLLM is used without its compiled extension. `scaled_fp8_quant` is the only operator of it
+that loading a layer or quantizing rows to fp8 calls; `stand_in_operators` computes it in torch.
 """
 
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from itertools import count
 from types import ModuleType, SimpleNamespace
@@ -23,6 +24,7 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import layer as layer_module
 from vllm.model_executor.layers.fused_moe import modular_kernel as modular_kernel_module
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig, AutoAWQMoEMethod
@@ -34,8 +36,10 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from modular_kernel.integrations import vllm as plugin
+from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
@@ -81,18 +85,22 @@ def free_store() -> str:
 
 @contextmanager
 def vllm_process(
-    *, world_size: int = 1, rank: int = 0, store: str = "", ep: bool = False
+    *, world_size: int = 1, rank: int = 0, store: str = "", ep: bool = False, device: str = "cpu"
 ) -> Iterator[None]:
-    """Make this process rank `rank` of a vLLM whose ranks share layers by TP or EP, over gloo.
+    """Make this process rank `rank` of a vLLM whose ranks share layers by TP or EP.
 
     store: tcp://host:port of rank 0; by default, a free port of this machine.
+    device: "cpu", over gloo, or "cuda", over NCCL on GPU 0.
     """
     store = store or free_store()
     parallel = ParallelConfig(tensor_parallel_size=world_size, enable_expert_parallel=ep)
-    config = VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=parallel)
+    config = VllmConfig(device_config=DeviceConfig(device), parallel_config=parallel)
     with set_current_vllm_config(config):
-        init_distributed_environment(world_size, rank, store, rank, "gloo")
+        backend = "gloo" if device == "cpu" else "nccl"
+        init_distributed_environment(world_size, rank, store, rank, backend)
         ensure_model_parallel_initialized(world_size, 1)
+        if device != "cpu":
+            init_workspace_manager(torch.device(device, torch.cuda.current_device()))
         yield
 
 
@@ -209,24 +217,64 @@ def vllm_runner(problem: Problem, form: str = "", **options: Any) -> Any:
     """Return a new layer of vLLM with its router; its parameters are not set."""
     # As a model's configuration, of which vLLM reads no more here.
     model = SimpleNamespace(dtype=problem.dtype, quantization_config=None, hf_config=None)
-    get_current_vllm_config().model_config = model
+    config = get_current_vllm_config()
+    config.model_config = model
     torch.set_default_dtype(problem.dtype)
     try:
-        return make_layer(
-            num_experts=problem.experts,
-            top_k=problem.top_k,
-            hidden_size=problem.hidden,
-            intermediate_size=problem.intermediate,
-            params_dtype=problem.dtype,
-            quant_config=quant_config(problem, form),
-            activation=ACTIVATIONS[problem.act.kind],
-            has_bias=problem.bias,
-            prefix=f"model.layers.{next(_layers)}.mlp.experts",  # names are unique
-            **options,
-        )
+        with torch.device(config.device_config.device):
+            return make_layer(
+                num_experts=problem.experts,
+                top_k=problem.top_k,
+                hidden_size=problem.hidden,
+                intermediate_size=problem.intermediate,
+                params_dtype=problem.dtype,
+                quant_config=quant_config(problem, form),
+                activation=ACTIVATIONS[problem.act.kind],
+                has_bias=problem.bias,
+                prefix=f"model.layers.{next(_layers)}.mlp.experts",  # names are unique
+                **options,
+            )
     finally:
         torch.set_default_dtype(torch.float32)
-        get_current_vllm_config().model_config = None
+        config.model_config = None
+
+
+def load(problem: Problem, weights: ExpertWeights, form: str = "", **options: Any) -> Any:
+    """Return a new layer of vLLM with its router and these weights, ready for calls."""
+    runner = vllm_runner(problem, form, **options)
+    layer = runner.routed_experts
+    fill(layer, problem, weights, form)
+    layer.quant_method.process_weights_after_loading(layer)
+    return runner
+
+
+def experts_class(runner: Any) -> str:
+    """Return the name of the experts class that vLLM has selected for a layer."""
+    return getattr(runner.routed_experts.quant_method.experts_cls, "__name__", "None")
+
+
+def tensors(
+    problem: Problem, seed: int = 3
+) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor, Routing]:
+    """Return x, weights, router logits, and the routing that these select, on the CPU."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g).to(problem.dtype)
+
+    e, h, i = problem.experts, problem.hidden, problem.intermediate
+    weights = ExpertWeights(normal(e, problem.w1_rows, h) / h**0.5, normal(e, h, i) / i**0.5)
+    if problem.bias:
+        weights = replace(weights, b1=normal(e, problem.w1_rows), b2=normal(e, h))
+    if problem.scheme.static:
+        weights = replace(weights, a1_scale=torch.tensor([0.0125]), a2_scale=torch.tensor([0.05]))
+    if problem.scheme.quantized:
+        weights = quantize_weights(weights, problem)
+    if weights.w1_global_scale is not None:  # vLLM uses that of gate for up, too
+        weights = replace(weights, w1_global_scale=weights.w1_global_scale[:, :1].repeat(1, 2))
+    logits_TE = torch.randn(problem.tokens, e, generator=g)
+    values, ids = logits_TE.topk(problem.top_k)
+    return normal(problem.tokens, h), weights, logits_TE, Routing(values.softmax(-1), ids)
 
 
 def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
@@ -318,6 +366,14 @@ def copy(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
     if tensor.numel() != parameter.numel():  # one value for all experts
         tensor = tensor.expand(parameter.shape)
     parameter.data.copy_(tensor.reshape(parameter.shape))
+
+
+def call_runner(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
+    """Run a layer with its router, as a model does."""
+    config = get_current_vllm_config()
+    with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x_TH)):
+        output: torch.Tensor = runner(x_TH.clone(), logits_TE)  # it may overwrite its input
+        return output.clone()  # it may be memory of all layers
 
 
 def call(layer: Any, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:

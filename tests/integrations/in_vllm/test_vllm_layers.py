@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_layers
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import layer as layer_module
@@ -25,7 +26,6 @@ from vllm_layers import (
 
 from modular_kernel.errors import DtypeError
 from modular_kernel.integrations.vllm import register
-from modular_kernel.quant.quantized_weights import quantize_weights
 from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -89,23 +89,8 @@ def _operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    g = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g).to(problem.dtype)
-
-    e, h, i = problem.experts, problem.hidden, problem.intermediate
-    weights = ExpertWeights(normal(e, problem.w1_rows, h) / h**0.5, normal(e, h, i) / i**0.5)
-    if problem.bias:
-        weights = replace(weights, b1=normal(e, problem.w1_rows), b2=normal(e, h))
-    if problem.scheme.static:
-        weights = replace(weights, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.004]))
-    if problem.scheme.quantized:
-        weights = quantize_weights(weights, problem)
-    if weights.w1_global_scale is not None:  # vLLM uses that of gate for up, too
-        weights = replace(weights, w1_global_scale=weights.w1_global_scale[:, :1].repeat(1, 2))
-    values, ids = torch.randn(problem.tokens, e, generator=g).topk(problem.top_k)
-    return normal(problem.tokens, h), weights, Routing(values.softmax(-1), ids)
+    x_TH, weights, _, routing = vllm_layers.tensors(problem)
+    return x_TH, weights, routing
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])

@@ -1,0 +1,204 @@
+"""vLLM's layers on a GPU, with and without the plugin.
+
+pytest tests/gpu/test_vllm_on_gpu.py -rs       # what was skipped, and why
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_cases import CASES, DEVICE, GROUP_CASES, REPEATS, name_case
+
+from modular_kernel.integrations.vllm import MODULE_BY_VERSION, _parse_minor_version, register
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.settings import make_child_environment
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.verify.compare import compare
+from modular_kernel.testing.verify.compare_isolated import RecipeErrors
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+if _parse_minor_version(vllm.__version__) not in MODULE_BY_VERSION:
+    pytest.skip(f"the plugin does not support vLLM {vllm.__version__}", allow_module_level=True)
+
+# They import vLLM.
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+from vllm_layers import (
+    call,
+    call_runner,
+    experts_class,
+    load,
+    tensors,
+    version_module,
+    vllm_process,
+)
+
+if current_platform.device_type != DEVICE:
+    pytest.skip(f"vLLM's platform is {current_platform}", allow_module_level=True)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+TOKENS = (1, 17, 256)
+OURS = "ModularKernelTritonExperts"
+SERVED = CASES + (GROUP_CASES if "int_wna16" in version_module().ORACLES else ())
+NAMES = [name_case(*case) for case in SERVED]
+each_case = pytest.mark.parametrize(("problem", "form"), SERVED, ids=NAMES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    with vllm_process(device=DEVICE):
+        register()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_VLLM", "TritonExperts" if DEVICE == "cpu" else "1")
+
+
+class Sample:
+    """A layer of vLLM with its weights, and inputs for it."""
+
+    def __init__(self, problem: Problem, form: str) -> None:
+        x_TH, self.cpu_weights, logits_TE, routing = tensors(problem)
+        self.problem = problem
+        self.runner = load(problem, self.cpu_weights, form)
+        self.x_TH, self.logits_TE = x_TH.to(DEVICE), logits_TE.to(DEVICE)
+        self.routing = Routing(
+            routing.topk_weights_TK.to(DEVICE), routing.topk_ids_TK.int().to(DEVICE)
+        )
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The weights of the checkpoint, on the GPU."""
+        moved = {
+            name: value.to(DEVICE)
+            for name, value in vars(self.cpu_weights).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self.cpu_weights, **moved)
+
+    def inputs(self, tokens: int, first: int = 0) -> tuple[torch.Tensor, Routing]:
+        rows = slice(first, first + tokens)
+        weights_TK, ids_TK = self.routing.topk_weights_TK, self.routing.topk_ids_TK
+        return self.x_TH[rows], Routing(weights_TK[rows].clone(), ids_TK[rows].clone())
+
+    def run(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return call(self.runner.routed_experts, x_TH, routing)
+
+
+def check(got: torch.Tensor, sample: Sample, x_TH: torch.Tensor, routing: Routing) -> None:
+    """Compare an output of the layer with the float64 oracle, within the rule."""
+    tokens = len(x_TH)
+    all_rows = sample.x_TH, sample.weights, sample.routing, sample.problem
+    exact, rounded = oracle(*all_rows), recipe(*all_rows)
+    floor = RecipeErrors.measure(exact, rounded, tokens)  # of calls with as many tokens
+    inputs = x_TH, sample.weights, routing, sample.problem.with_tokens(tokens)
+    comparison = compare(
+        got, oracle(*inputs), recipe(*inputs), inputs[3],
+        recipe_error=floor.recipe_error,
+        recipe_row_error=floor.recipe_row_error,
+        recipe_value_error=floor.recipe_value_error,
+    )  # fmt: skip
+    assert comparison.ok, comparison.problems
+
+
+def test_a_disabled_plugin_changes_neither_classes_nor_bits(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """A process with MK_VLLM=0 computes what a process does that has never seen the plugin."""
+    program = str(Path(__file__).parents[1] / "helpers" / "vllm_cases.py")
+    base = make_child_environment(interpreted=False) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    files = {option: tmp_path / f"{option or 'without'}.pt" for option in ("", "plugin")}
+    processes = {
+        option: subprocess.Popen(
+            [sys.executable, program, str(file), *([option] if option else [])],
+            env=base | ({"MK_VLLM": "0"} if option else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for option, file in files.items()
+    }
+    for process in processes.values():
+        text, _ = process.communicate()
+        assert process.returncode == 0, text[-2000:]
+    without, disabled = (torch.load(files[option]) for option in ("", "plugin"))
+    assert without.keys() == disabled.keys()
+    for case, (name, outputs) in without.items():
+        other_name, others = disabled[case]
+        record_property(case, name)
+        assert other_name == name, case
+        assert OURS not in name
+        assert len(others) == len(outputs), case
+        assert len(outputs) == REPEATS, f"{case}: {name}"
+        assert all(output.isfinite().all() for output in outputs), case
+        if all(torch.equal(output, outputs[0]) for output in outputs):
+            assert all(torch.equal(output, outputs[0]) for output in others), case
+        else:  # vLLM adds up in an order that changes from call to call
+            for output in others:
+                torch.testing.assert_close(output, outputs[0], rtol=0.03, atol=0.03, msg=case)
+
+
+@each_case
+def test_a_layer_runs_on_our_part(problem: Problem, form: str) -> None:
+    sample = Sample(problem, form)
+    assert experts_class(sample.runner) == OURS
+    for tokens in TOKENS:
+        x_TH, routing = sample.inputs(tokens)
+        check(sample.run(x_TH.clone(), routing), sample, x_TH, routing)
+
+
+@each_case
+def test_replays_of_a_captured_layer_give_the_bits_of_eager_calls(
+    problem: Problem, form: str
+) -> None:
+    sample = Sample(problem, form)
+    tokens = 17
+    calls = [sample.inputs(tokens, first) for first in (0, 64, 128)]
+    eager = [sample.run(x_TH.clone(), routing).clone() for x_TH, routing in calls]
+    x_TH, routing = sample.inputs(tokens)
+    x_TH = x_TH.clone()
+    sample.run(x_TH, routing)  # allocates what the graph reads
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = sample.run(x_TH, routing)
+    for (new_x_TH, new_routing), want in zip(calls[::-1], eager[::-1], strict=True):
+        x_TH.copy_(new_x_TH)
+        routing.topk_weights_TK.copy_(new_routing.topk_weights_TK)
+        routing.topk_ids_TK.copy_(new_routing.topk_ids_TK)
+        with torch.inference_mode():
+            output.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(output, want)
+
+
+@each_case
+def test_a_layer_in_torch_compile_gives_the_bits_of_eager_calls(
+    problem: Problem, form: str
+) -> None:
+    """As in a model that vLLM compiles: the layer with its router is one operator."""
+    sample = Sample(problem, form)
+    runner: Any = sample.runner
+    want = call_runner(runner, sample.x_TH, sample.logits_TE)
+
+    def step(x_TH: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = runner(x_TH * 1, logits_TE) * 2
+        return output
+
+    torch.compiler.reset()  # the code of `step` is compiled in each case
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    config = get_current_vllm_config()
+    with torch.inference_mode(), set_forward_context(None, config, num_tokens=problem.tokens):
+        got = compiled(sample.x_TH.clone(), sample.logits_TE)
+    assert torch.equal(got, want * 2)
