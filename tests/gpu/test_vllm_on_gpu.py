@@ -16,12 +16,12 @@ import torch
 from vllm_cases import CASES, DEVICE, GROUP_CASES, REPEATS, name_case
 
 from modular_kernel.integrations.vllm import MODULE_BY_VERSION, _parse_minor_version, register
-from modular_kernel.reference import oracle, recipe
+from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.settings import make_child_environment
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import compare
-from modular_kernel.testing.verify.compare_isolated import RecipeErrors
+from modular_kernel.testing.verify.compare_isolated import RoundingErrors
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 if _parse_minor_version(vllm.__version__) not in MODULE_BY_VERSION:
@@ -96,17 +96,17 @@ class Sample:
 
 
 def check(got: torch.Tensor, sample: Sample, x_TH: torch.Tensor, routing: Routing) -> None:
-    """Compare an output of the layer with the float64 oracle, within the rule."""
+    """Compare an output of the layer with the float64 reference, within the rule."""
     tokens = len(x_TH)
     all_rows = sample.x_TH, sample.weights, sample.routing, sample.problem
-    exact, rounded = oracle(*all_rows), recipe(*all_rows)
-    floor = RecipeErrors.measure(exact, rounded, tokens)  # of calls with as many tokens
+    exact, rounded = float64_reference(*all_rows), rounded_reference(*all_rows)
+    floor = RoundingErrors.measure(exact, rounded, tokens)  # of calls with as many tokens
     inputs = x_TH, sample.weights, routing, sample.problem.with_tokens(tokens)
     comparison = compare(
-        got, oracle(*inputs), recipe(*inputs), inputs[3],
-        recipe_error=floor.recipe_error,
-        recipe_row_error=floor.recipe_row_error,
-        recipe_value_error=floor.recipe_value_error,
+        got, float64_reference(*inputs), rounded_reference(*inputs), inputs[3],
+        rounding_error=floor.rounding_error,
+        rounding_row_error=floor.rounding_row_error,
+        rounding_value_error=floor.rounding_value_error,
     )  # fmt: skip
     assert comparison.ok, comparison.problems
 
