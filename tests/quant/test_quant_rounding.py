@@ -163,7 +163,7 @@ def test_scales_have_the_dtype_of_the_problem(text: str) -> None:
     ],
 )
 def test_default_dtype_of_scales(text: str, dtype: torch.dtype, default: torch.dtype) -> None:
-    problem = problem_of(text, dtype=dtype)
+    problem = make_problem(text, dtype=dtype)
     weights = quantize_weights(plain_weights(problem), problem)
     assert weights.w1_scale is not None
     assert weights.w2_scale is not None
@@ -172,11 +172,11 @@ def test_default_dtype_of_scales(text: str, dtype: torch.dtype, default: torch.d
 
 def test_codes_are_rounded_with_the_default_scales() -> None:
     """Scales in bf16 add no error of their own: weights stay within half a step of their scale."""
-    problem = problem_of("int4_w4a16_group:group=16", dtype=torch.bfloat16)
+    problem = make_problem("int4_w4a16_group:group=16", dtype=torch.bfloat16)
     plain = plain_weights(problem)
     weights = quantize_weights(plain, problem)
     assert weights.w1_scale is not None
-    values = dequantize(*parts(weights, "w1"), problem.scheme)
+    values = dequantize(*parts_of(weights, "w1"), problem.scheme)
     columns = plain.w1.shape[2]
     step = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
     error = (values - plain.w1).abs() / step
