@@ -99,7 +99,7 @@ def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> N
 
 
 @pytest.mark.usefixtures("site")
-def test_a_case_of_mk_test_enters_its_cells() -> None:
+def test_a_case_of_mk_test_enters_its_combinations() -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
     sizes = ("--tokens", "4", "--hidden", "48", "--intermediate", "32", "--experts", "5")
     code, proven = mk("test", *pair, "--one", *sizes, "--top-k", "2")
@@ -110,12 +110,12 @@ from modular_kernel.cli.machine_setup import prepare_host
 prepare_host(quiet=True)
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.handpicked import list_handpicked_cases
-from modular_kernel.testing.cases.path_coverage import predict_cells, reachable_cells
+from modular_kernel.testing.cases.path_coverage import predict_combinations, reachable_combinations
 pair, machine = {("MoEPrepareAndFinalizeNoEP", "TritonExperts")!r}, this_machine()
-mine = {{c for c in reachable_cells(*pair, machine) if c.path == "my_path"}}
+mine = {{c for c in reachable_combinations(*pair, machine) if c.path == "my_path"}}
 assert len(mine) >= 7, mine
 unquantized = [c for c in list_handpicked_cases(*pair, machine) if c.problem.quant == "none"]
-print(mine - frozenset().union(*map(predict_cells, unquantized)))
+print(mine - frozenset().union(*map(predict_combinations, unquantized)))
 """
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

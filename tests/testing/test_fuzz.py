@@ -40,7 +40,7 @@ from modular_kernel.testing.stress.fuzz import (
     specs,
 )
 from modular_kernel.testing.stress.fuzz.__main__ import main, summary
-from modular_kernel.testing.stress.fuzz.float64_reference import IndependentReference
+from modular_kernel.testing.stress.fuzz.independent_reference import IndependentReference
 from modular_kernel.testing.stress.fuzz.outcome import (
     CORRECT,
     CRASH,
