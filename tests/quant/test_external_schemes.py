@@ -41,7 +41,7 @@ from modular_kernel.testing.cases import pairwise
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.quantized import list_declared_problems
 from modular_kernel.testing.checkpoints.samples import write
-from modular_kernel.testing.stress.fuzz import float64_reference
+from modular_kernel.testing.stress.fuzz import independent_reference
 from modular_kernel.testing.verify.one_process import prove
 
 FOUR_BITS = (0.0, *(2.0**-e for e in range(8)), *(-(2.0**-e) for e in range(7)))
@@ -294,7 +294,7 @@ def test_weights_become_the_nearest_values(quant: str) -> None:
 
 @pytest.mark.usefixtures("_schemes")
 @pytest.mark.parametrize("quant", NAMES)
-def test_the_reference_and_the_float64_reference_decode_the_same_weights(quant: str) -> None:
+def test_the_reference_and_the_independent_reference_decode_the_same_weights(quant: str) -> None:
     problem = problem_of(quant)
     specs = weight_specs(problem)
     generator = torch.Generator().manual_seed(1)
@@ -310,7 +310,7 @@ def test_the_reference_and_the_float64_reference_decode_the_same_weights(quant: 
     weights = ExpertWeights(**stored, **scales)
     for name in ("w1", "w2"):
         ours = dequantize_weights(weights, name, problem).double()
-        by_independent_reference = float64_reference.dequantize_matrix(
+        by_independent_reference = independent_reference.dequantize_matrix(
             stored[name], scales[f"{name}_scale"], None, problem
         )
         torch.testing.assert_close(ours, by_independent_reference, rtol=1e-6, atol=0)
