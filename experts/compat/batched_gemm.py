@@ -107,7 +107,7 @@ def batched_gemm(  # noqa: PLR0913  (every operand has scales)
         out_ptr=out,
         counts_ptr=counts_e.clamp(max=capacity),
         capacity=capacity,
-        num_m=num_m,
+        num_m_blocks=num_m,
         stride_ase=0 if a_scale is None or a_scale.dim() == 1 else a_scale.stride(0),
         **gemm2_operands(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
     )

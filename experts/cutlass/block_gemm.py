@@ -71,7 +71,7 @@ def block_gemm(
         order.tiles,
         order.max_tiles,
         weight_rows,
-        operands.up_row,
+        operands.up_row_offset,
         -(-columns // cluster_columns) * _CLUSTER_SIZE,
         count_thread_blocks(out_values.device.index),
     )

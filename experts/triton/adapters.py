@@ -61,18 +61,18 @@ class ShrinkOutput:
         slots, experts, _, rank = self.b.shape
         stride_l, stride_e, stride_n, _ = self.b.stride()
         return {
-            "u_ptr": self.u,
-            "slots_ptr": self.slots,
+            "lora_u_ptr": self.u,
+            "adapter_slots_ptr": self.slots,
             "lora_b_ptr": self.b,
-            "num_slots": slots,
-            "rank": rank,
-            "stride_u": self.u.shape[-1],
-            "stride_lbl": stride_l,
-            "stride_lbe": stride_e if experts > 1 else 0,
-            "stride_lbn": stride_n,
-            "U_UP": self.up_offset,
-            "LORA": True,
-            "BLOCK_R": choose_block_r(rank),
+            "num_adapter_slots": slots,
+            "lora_rank": rank,
+            "stride_lora_u": self.u.shape[-1],
+            "stride_lora_b_slot": stride_l,
+            "stride_lora_b_expert": stride_e if experts > 1 else 0,
+            "stride_lora_b_n": stride_n,
+            "LORA_UP_OFFSET": self.up_offset,
+            "HAS_LORA": True,
+            "BLOCK_RANK": choose_block_r(rank),
         }
 
 
@@ -147,20 +147,20 @@ class PairShrink:
             shrink_pairs_kernel,
             (
                 aligned.expert_ids.numel(),
-                -(-a.shape[2] // launch_args["BLOCK_R"]),
-                launch_args["PARTS"],
+                -(-a.shape[2] // launch_args["BLOCK_RANK"]),
+                launch_args["SLOT_PROGRAMS"],
             ),
             x_ptr=x,
-            u_ptr=u,
-            slots_ptr=self._slots_T,
-            sorted_ptr=aligned.sorted_token_ids,
+            lora_u_ptr=u,
+            adapter_slots_ptr=self._slots_T,
+            sorted_token_ids_ptr=aligned.sorted_token_ids,
             expert_ids_ptr=aligned.expert_ids,
-            num_post_ptr=aligned.num_tokens_post_padded,
+            num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
             num_pairs=num_pairs,
             stride_xm=x.stride(0),
             stride_xk=x.stride(1),
             TOP_K=problem.top_k,
-            X_TOP_K=num_pairs // len(x),
+            PAIRS_PER_X_ROW=num_pairs // len(x),
             **launch_args,
         )
         return ShrinkOutput(u, self._slots_T, b, a.shape[2] - b.shape[3])
@@ -203,16 +203,20 @@ class SegmentShrink:
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
         launch(
             shrink_segments_kernel,
-            (order.max_tiles, -(-a.shape[2] // launch_args["BLOCK_R"]), launch_args["PARTS"]),
+            (
+                order.max_tiles,
+                -(-a.shape[2] // launch_args["BLOCK_RANK"]),
+                launch_args["SLOT_PROGRAMS"],
+            ),
             x_ptr=x,
-            u_ptr=u,
-            slots_ptr=self._slots_T,
+            lora_u_ptr=u,
+            adapter_slots_ptr=self._slots_T,
             tokens_ptr=order.token_of_row,
             tiles_ptr=order.tiles,
             max_tiles=order.max_tiles,
             stride_xm=x.stride(0),
             stride_xk=x.stride(1),
-            GATHER=gather,
+            GATHER_TOKENS=gather,
             **launch_args,
         )
         return ShrinkOutput(u, self._slots_T, b, a.shape[2] - b.shape[3])
@@ -242,13 +246,13 @@ def shrink_batched(
     a, b = matrices
     experts, capacity, k = x_eCK.shape
     launch_args = shrink_arguments(a, k, problem, block_m)
-    row_blocks, column_blocks = -(-capacity // block_m), -(-a.shape[2] // launch_args["BLOCK_R"])
+    row_blocks, column_blocks = -(-capacity // block_m), -(-a.shape[2] // launch_args["BLOCK_RANK"])
     launch(
         shrink_batched_kernel,
-        (row_blocks * launch_args["PARTS"], column_blocks, experts),
+        (row_blocks * launch_args["SLOT_PROGRAMS"], column_blocks, experts),
         x_ptr=x_eCK,
-        u_ptr=u_eCR,
-        slots_ptr=slots_eC,
+        lora_u_ptr=u_eCR,
+        adapter_slots_ptr=slots_eC,
         counts_ptr=counts_e,
         capacity=capacity,
         **launch_args,
@@ -281,14 +285,14 @@ def shrink_few(
         shrink_few_kernel,
         (num_pairs, -(-a.shape[2] // block_r)),
         x_ptr=x,
-        u_ptr=u,
-        slots_ptr=slots_T,
+        lora_u_ptr=u,
+        adapter_slots_ptr=slots_T,
         num_pairs=num_pairs,
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
         TOP_K=problem.top_k,
-        X_TOP_K=num_pairs // len(x),
-        BLOCK_R=block_r,
+        PAIRS_PER_X_ROW=num_pairs // len(x),
+        BLOCK_RANK=block_r,
         BLOCK_K=block_k,
         num_warps=num_warps,
         **_matrix_arguments(a, k),
@@ -312,13 +316,13 @@ def _matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
     slots, experts, rank_rows, _ = a.shape
     stride_l, stride_e, stride_r, _ = a.stride()
     return {
-        "a_ptr": a,
-        "num_slots": slots,
-        "rank_rows": rank_rows,
-        "depth": k,
-        "stride_al": stride_l,
-        "stride_ae": stride_e if experts > 1 else 0,
-        "stride_ar": stride_r,
+        "lora_a_ptr": a,
+        "num_adapter_slots": slots,
+        "lora_a_rows": rank_rows,
+        "size_k": k,
+        "stride_lora_a_slot": stride_l,
+        "stride_lora_a_expert": stride_e if experts > 1 else 0,
+        "stride_lora_a_rank": stride_r,
     }
 
 
@@ -340,10 +344,10 @@ def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) ->
     max_parts = _MAX_SLOT_PARTS_ON_CPU if a.device.type == "cpu" else _MAX_SLOT_PARTS
     return {
         **_matrix_arguments(a, k),
-        "PRECISION": problem.fp32_precision,
-        "PARTS": min(len(a), max_parts),
+        "INPUT_PRECISION": problem.fp32_precision,
+        "SLOT_PROGRAMS": min(len(a), max_parts),
         "BLOCK_M": block_m,
-        "BLOCK_R": block_r,
+        "BLOCK_RANK": block_r,
         "BLOCK_K": max(block_k, _MIN_BLOCK_K),
         "num_warps": 4,
         "num_stages": _STAGES,

@@ -187,7 +187,7 @@ class Gemm:
     """The properties of one of the two GEMMs that limit its tiles.
 
     index: 1 for GEMM 1, 2 for GEMM 2.
-    depth: K, the size that is summed over.
+    size_k: K, the size that is summed over.
     num_matrices: 2 if gate and up columns are computed together, else 1.
     a_bits: bits per stored element of the left operand, the rows.
     b_bits: bits per stored element of the right operand, the weights.
@@ -200,7 +200,7 @@ class Gemm:
     """
 
     index: int
-    depth: int
+    size_k: int
     num_matrices: int
     a_bits: int
     b_bits: int
@@ -228,11 +228,11 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
     scheme, dtype_bits = problem.scheme, problem.dtype.itemsize * 8
     is_float32 = problem.dtype is torch.float32 and not scheme.quantizes_activations
 
-    def make_gemm(index: int, depth: int, num_matrices: int) -> Gemm:
+    def make_gemm(index: int, size_k: int, num_matrices: int) -> Gemm:
         group = scheme.group[-1] if scheme.group and not scheme.matrix_scales else 0
         return Gemm(
             index=index,
-            depth=depth,
+            size_k=size_k,
             num_matrices=num_matrices,
             a_bits=_DTYPE_BITS[scheme.activation] if scheme.quantizes_activations else dtype_bits,
             b_bits=_DTYPE_BITS[scheme.weight] if scheme.quantized else dtype_bits,
@@ -240,7 +240,7 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
             if scheme.quantized and not scheme.quantizes_activations
             else 0,
             has_scales=scheme.quantized,
-            group_k=0 if group >= depth else group,
+            group_k=0 if group >= size_k else group,
             out_bits=dtype_bits,
             tensor_cores=not is_float32 or problem.fp32_precision == "tf32",
         )

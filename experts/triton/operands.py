@@ -74,15 +74,15 @@ class GemmOperands:
     order: torch.Tensor | None
     bias: torch.Tensor | None
     scheme: QuantScheme
-    columns: int
-    step: int
-    up_row: int
+    size_n: int
+    gate_stride: int
+    up_row_offset: int
     constants: dict[str, object]
     tiles: torch.Tensor | None = None
     tile_scales: torch.Tensor | None = None
 
     @cached_property
-    def depth(self) -> int:
+    def size_k(self) -> int:
         return self.w.shape[2] * (2 if self.scheme.packed else 1)
 
     @cached_property
@@ -93,7 +93,7 @@ class GemmOperands:
     @cached_property
     def adjacent_up(self) -> bool:
         """Whether w is N-major with interleaved gate and up rows, which one tile loads together."""
-        return self.step == 2 and self.up_row == 1 and self.n_major
+        return self.gate_stride == 2 and self.up_row_offset == 1 and self.n_major
 
     def arguments(
         self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
@@ -103,45 +103,47 @@ class GemmOperands:
         a_scale has the scales of the rows: (1,) if one scale covers all rows, else (..., 1) or
         (..., groups).
         """
-        scheme, depth = self.scheme, self.depth
-        group_n, group_k = scale_group(scheme, depth)
+        scheme, size_k = self.scheme, self.size_k
+        group_n, group_k = scale_group(scheme, size_k)
         # A K step must lie in one group, because scales multiply its partial sum. NVFP4 scales
         # multiply the weights, so they do not limit block_k.
         block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
-        mode, step = "plain", self.step
+        mode, step = "plain", self.gate_stride
         if scheme.quantized:
             mode = "w8a8" if scheme.quantizes_activations else "weight_only"
         rows = tile.block_n * step
         return {
             "b_ptr": self.w,
             "bias_ptr": bias,
-            "columns": self.columns,
-            "depth": depth,
-            "up_row": self.up_row,
-            "up_offset": self.up_row * self.w.stride(1),  # in Python, where it cannot overflow
+            "size_n": self.size_n,
+            "size_k": size_k,
+            "up_row_offset": self.up_row_offset,
+            "up_offset": self.up_row_offset
+            * self.w.stride(1),  # in Python, where it cannot overflow
             "stride_be": self.w.stride(0),
             "stride_bn": self.w.stride(1),
             "stride_bk": self.w.stride(2),
             "stride_bias": 0 if self.bias is None else self.bias.stride(0),
             **self._weight_scales(),
-            "order_ptr": self.w if self.order is None else self.order,
-            "stride_oe": 0 if self.order is None else self.order.stride(0),
-            "HAS_ORDER": self.order is not None,
+            "act_order_ptr": self.w if self.order is None else self.order,
+            "stride_act_order_e": 0 if self.order is None else self.order.stride(0),
+            "HAS_ACT_ORDER": self.order is not None,
             **_row_scales(a_scale, self.w),
-            "ROW_STEP": step,
+            "GATE_STRIDE": step,
             "HAS_BIAS": self.bias is not None,
-            "MODE": mode,
-            "FORMAT": word_format(scheme),
+            "QUANT_MODE": mode,
+            "WEIGHT_FORMAT": word_format(scheme),
             "GROUP_N": group_n,
             "GROUP_K": group_k,
             # All gate rows of a tile share one scale, and so do all its up rows.
-            "ONE_SCALE": group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < step),
+            "ONE_SCALE_PER_TILE": group_n % rows == 0
+            and (self.up_row_offset % rows == 0 or self.up_row_offset < step),
             "ZERO_POINT": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
-            "HAS_ZERO": self.zero_point is not None,
+            "HAS_ZERO_POINTS": self.zero_point is not None,
             "PACKED": scheme.packed,
-            "EVEN_K": depth % block_k == 0,
-            "PRECISION": precision,
+            "EVEN_K": size_k % block_k == 0,
+            "INPUT_PRECISION": precision,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "BLOCK_K": block_k,
@@ -167,7 +169,7 @@ class GemmOperands:
         names = ("stride_bse", "stride_bsn", "stride_bsk", "stride_bze", "stride_bzn", "stride_bzk")
         return {
             "b_scale_ptr": scale,
-            "zero_ptr": self.w if zero is None else zero,
+            "zero_point_ptr": self.w if zero is None else zero,
             **dict(zip(names, (*strides, *zeros), strict=True)),
         }
 
@@ -194,14 +196,14 @@ def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str,
     return {"a_scale_ptr": a_scale, **strides}
 
 
-def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
+def scale_group(scheme: QuantScheme, size_k: int) -> tuple[int, int]:
     """Return the (rows, K elements) that one weight scale covers; 0 K elements mean all of K."""
     rows, group_k = 1, 0
     if scheme.granularity == "block":
         rows, group_k = scheme.group
     elif scheme.granularity == "group":
         (group_k,) = scheme.group
-    return rows, 0 if group_k >= depth else group_k
+    return rows, 0 if group_k >= size_k else group_k
 
 
 def word_format(scheme: QuantScheme) -> str:
@@ -226,10 +228,10 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
         rejections.append(
             Rejection("arch", (name, "machine"), got, ">= 8.9 to convert from float8")
         )
-    for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
-        group_k = 0 if scheme.matrix_scales else scale_group(scheme, depth)[1]
+    for what, size_k in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
+        group_k = 0 if scheme.matrix_scales else scale_group(scheme, size_k)[1]
         if group_k % _MIN_BLOCK_K:
-            need = f"a multiple of {_MIN_BLOCK_K}, or all of {what}={depth}"
+            need = f"a multiple of {_MIN_BLOCK_K}, or all of {what}={size_k}"
             got = f"a group of {group_k}"
             rejections.append(Rejection("quant_block", (name, "problem"), got, need))
     return tuple(rejections)
@@ -238,7 +240,7 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
 def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
     """Return the operands of GEMM 1: h = act(x W1^T), with K = H and I output columns."""
     spec = problem.act
-    step, up_row = get_gate_up_layout(spec, problem.intermediate)
+    gate_stride, up_row_offset = get_gate_up_layout(spec, problem.intermediate)
     return GemmOperands(
         w=weights.w1,
         scale=weights.w1_scale,
@@ -247,9 +249,9 @@ def gemm1_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
         order=weights.w1_order,
         bias=weights.b1,
         scheme=problem.scheme,
-        columns=problem.intermediate,
-        step=step,
-        up_row=up_row,
+        size_n=problem.intermediate,
+        gate_stride=gate_stride,
+        up_row_offset=up_row_offset,
         constants={**activation_constants(spec), "GATED": spec.gated},
         tiles=weights.w1_tiles,
         tile_scales=weights.w1_tile_scales,
@@ -266,16 +268,21 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
         order=None,
         bias=weights.b2,
         scheme=problem.scheme,
-        columns=problem.hidden,
-        step=1,
-        up_row=0,
-        constants={"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "GATED": False},
+        size_n=problem.hidden,
+        gate_stride=1,
+        up_row_offset=0,
+        constants={
+            "ACTIVATION": "identity",
+            "ACTIVATION_ALPHA": 0.0,
+            "ACTIVATION_LIMIT": 0.0,
+            "GATED": False,
+        },
         tiles=weights.w2_tiles,
         tile_scales=weights.w2_tile_scales,
     )
 
 
-def activation_scale_kind(scheme: QuantScheme, depth: int) -> str:
+def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
     """Return what one activation scale covers: "tensor", "token" or "group"; "static" if given.
 
     A group that covers all of K is a token.
@@ -283,7 +290,7 @@ def activation_scale_kind(scheme: QuantScheme, depth: int) -> str:
     if scheme.static:
         return "static"
     granularity = scheme.activation_granularity
-    if granularity == "group" and not scale_group(scheme, depth)[1]:
+    if granularity == "group" and not scale_group(scheme, size_k)[1]:
         return "token"
     return granularity
 

@@ -18,7 +18,11 @@ def get_gate_up_layout(spec: ActivationSpec, intermediate: int) -> tuple[int, in
 
 def activation_constants(spec: ActivationSpec) -> dict[str, object]:
     """Return the constexpr arguments that the device function `activate` requires."""
-    return {"KIND": spec.kind, "ALPHA": spec.alpha or 0.0, "LIMIT": spec.limit or 0.0}
+    return {
+        "ACTIVATION": spec.kind,
+        "ACTIVATION_ALPHA": spec.alpha or 0.0,
+        "ACTIVATION_LIMIT": spec.limit or 0.0,
+    }
 
 
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
@@ -47,12 +51,12 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
         (rows, -(-intermediate // block)),
         x_ptr=x_RN,
         out_ptr=out_RI,
-        intermediate=intermediate,
+        intermediate_size=intermediate,
         stride_x=x_RN.stride(0),
         stride_out=out_RI.stride(0),
         up_offset=offset,
-        STEP=step,
-        BLOCK=block,
+        GATE_STRIDE=step,
+        BLOCK_INTERMEDIATE=block,
         **activation_constants(spec),
     )
 

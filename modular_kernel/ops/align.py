@@ -102,28 +102,32 @@ def align(
     single_launch = numel <= _MAX_SINGLE_LAUNCH_PAIRS and numel * bins <= _MAX_COMPARISONS
     chunks = num_chunks(numel)
     arguments = {
-        "sorted_ptr": sorted_ids,
+        "sorted_token_ids_ptr": sorted_ids,
         "expert_ids_ptr": experts,
-        "num_post_ptr": num_post,
-        "numel": numel,
+        "num_tokens_post_padded_ptr": num_post,
+        "num_pairs": numel,
         "num_chunks": chunks,
         "num_positions": sorted_ids.numel(),
         "num_blocks": experts.numel(),
         "IGNORE_INVALID": ignore_invalid,
-        "CHUNK": CHUNK,
-        "BINS": bins,
+        "CHUNK_SIZE": CHUNK,
+        "NUM_BINS": bins,
         "BLOCK_SIZE": block_size,
-        "FILL_BLOCKS": _FILL_BLOCKS,
+        "BLOCKS_PER_PROGRAM": _FILL_BLOCKS,
         **id_arguments(routing, num_local),
     }
     grid = (chunks + -(-experts.numel() // _FILL_BLOCKS),)
     if single_launch:
         padded = max(CHUNK, next_power_of_2(numel))
-        arguments |= {"invalid_ptr": routing.invalid_ids, "PAIRS": padded, **pdl_arguments()}
+        arguments |= {
+            "invalid_count_ptr": routing.invalid_ids,
+            "BLOCK_PAIRS": padded,
+            **pdl_arguments(),
+        }
         launch(align_kernel, grid, num_warps=4 if padded <= 1024 else 8, **arguments)
     else:
         counts = count_pairs(routing, num_local, scratch=scratch)
-        arguments |= {"prefix_ptr": counts.prefix, "totals_ptr": counts.totals}
+        arguments |= {"chunk_prefix_ptr": counts.prefix, "bucket_totals_ptr": counts.totals}
         launch(align_place_kernel, grid, **arguments)
     return aligned
 

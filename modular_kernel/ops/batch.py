@@ -45,13 +45,13 @@ def assign_rows(
     launch(
         assign_rows_kernel,
         (counts.num_chunks,),
-        prefix_ptr=counts.prefix,
+        chunk_prefix_ptr=counts.prefix,
         row_of_pair_ptr=row_of_pair_TK,
-        numel=row_of_pair_TK.numel(),
+        num_pairs=row_of_pair_TK.numel(),
         num_chunks=counts.num_chunks,
         capacity=capacity,
         TOP_K=row_of_pair_TK.shape[1],
-        CHUNK=CHUNK,
+        CHUNK_SIZE=CHUNK,
         **id_arguments(routing, num_local),
     )
 

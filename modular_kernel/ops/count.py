@@ -56,11 +56,11 @@ def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object
     """Return the kernel arguments from which `load_local_ids` computes local ids."""
     has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
     return {
-        "ids_ptr": routing.topk_ids_TK,
-        "map_ptr": routing.expert_map if has_map else routing.topk_ids_TK,
+        "topk_ids_ptr": routing.topk_ids_TK,
+        "expert_map_ptr": routing.expert_map if has_map else routing.topk_ids_TK,
         "num_experts": routing.num_experts,
-        "num_local": num_local,
-        "HAS_MAP": has_map,
+        "num_local_experts": num_local,
+        "HAS_EXPERT_MAP": has_map,
     }
 
 
@@ -92,25 +92,25 @@ def count_pairs(
     launch(
         count_pairs_kernel,
         (chunks,),
-        invalid_ptr=routing.invalid_ids,
+        invalid_count_ptr=routing.invalid_ids,
         counts_ptr=counts.prefix,
-        numel=ids_TK.numel(),
+        num_pairs=ids_TK.numel(),
         num_chunks=chunks,
         TOP_K=ids_TK.shape[1],
         DEDUPE=dedupe,
-        CHUNK=CHUNK,
-        BINS=counts.bins,
+        CHUNK_SIZE=CHUNK,
+        NUM_BINS=counts.bins,
         **id_arguments(routing, num_local),
     )
     launch(
         scan_counts_kernel,
         (buckets,),
         counts_ptr=counts.prefix,
-        totals_ptr=counts.totals,
+        bucket_totals_ptr=counts.totals,
         expert_counts_ptr=counts.totals if counts_e is None else counts_e,
         num_chunks=chunks,
         HAS_EXPERT_COUNTS=counts_e is not None,
-        BLOCK=min(_SCAN_BLOCK, next_power_of_2(chunks)),
+        BLOCK_CHUNKS=min(_SCAN_BLOCK, next_power_of_2(chunks)),
     )
     return counts
 

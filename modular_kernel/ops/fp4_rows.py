@@ -96,7 +96,11 @@ def quantize_tiles(
         return
     from modular_kernel.ops.kernels.fp4_rows import quantize_tiles_kernel
 
-    constants: dict[str, object] = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0}
+    constants: dict[str, object] = {
+        "ACTIVATION": "identity",
+        "ACTIVATION_ALPHA": 0.0,
+        "ACTIVATION_LIMIT": 0.0,
+    }
     step, offset = 1, 0
     if act is not None:
         constants, (step, offset) = activation_constants(act), get_gate_up_layout(act, columns)
@@ -104,9 +108,9 @@ def quantize_tiles(
         quantize_tiles_kernel,
         (_PROGRAMS_PER_TILE * max_tiles, -(-columns // _COLUMNS_PER_PROGRAM)),
         x_ptr=x,
-        source_ptr=tiles if source_R is None else source_R,
+        source_row_ptr=tiles if source_R is None else source_R,
         tiles_ptr=tiles,
-        factor_ptr=scale_e,
+        global_scale_ptr=scale_e,
         q_ptr=out.q_RK,
         scale_ptr=out.scale,
         num_columns=columns,
@@ -115,8 +119,8 @@ def quantize_tiles(
         stride_q=out.q_RK.stride(0),
         stride_scale=out.scale.stride(0),
         up_offset=offset,
-        STEP=step,
-        HAS_SOURCE=source_R is not None,
+        GATE_STRIDE=step,
+        HAS_SOURCE_ROWS=source_R is not None,
         **constants,
     )
 
@@ -236,7 +240,7 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
         out_ptr=out,
         num_rows=rows,
         num_groups=groups,
-        blocks=blocks,
+        blocks_per_expert=blocks,
         stride_out=out.stride(0),
     )
 
@@ -272,8 +276,8 @@ def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspa
         num_experts=experts,
         capacity=capacity,
         max_tiles=tiles.numel() // 3,
-        BLOCK_E=next_power_of_2(experts),
-        BLOCK_T=next_power_of_2(max(1, -(-capacity // TILE_M))),
+        BLOCK_EXPERTS=next_power_of_2(experts),
+        BLOCK_TILES=next_power_of_2(max(1, -(-capacity // TILE_M))),
     )
     return tiles
 

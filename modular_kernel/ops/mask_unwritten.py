@@ -50,14 +50,14 @@ def mask_unwritten_pairs(
     launch(
         mask_unwritten_pairs_kernel,
         (-(-pairs // _PAIRS_PER_PROGRAM),),
-        ids_ptr=ids_RK,
-        weights_ptr=weights_RK,
-        count_ptr=count,
-        out_ids_ptr=out_ids_RK,
-        out_weights_ptr=out_weights_RK,
+        topk_ids_ptr=ids_RK,
+        router_weights_ptr=weights_RK,
+        num_rows_ptr=count,
+        out_topk_ids_ptr=out_ids_RK,
+        out_router_weights_ptr=out_weights_RK,
         num_pairs=pairs,
         TOP_K=shape[1],
-        BLOCK=_PAIRS_PER_PROGRAM,
+        BLOCK_PAIRS=_PAIRS_PER_PROGRAM,
         **pdl_arguments(),
     )
 

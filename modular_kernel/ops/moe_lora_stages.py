@@ -81,23 +81,23 @@ class PairBatch:
     def arguments(self) -> dict[str, object]:
         """Return the arguments that all kernels have in common."""
         return {
-            "ids_ptr": self.ids_TK,
-            "slots_ptr": self.slots_T,
-            "ranks_ptr": self.ranks_LE,
-            "num_slots": self.ranks_LE.shape[0],
+            "topk_ids_ptr": self.ids_TK,
+            "adapter_slots_ptr": self.slots_T,
+            "lora_ranks_ptr": self.ranks_LE,
+            "num_adapter_slots": self.ranks_LE.shape[0],
             "num_experts": self.ranks_LE.shape[1],
-            "stride_rank_l": self.ranks_LE.stride(0),
-            "stride_rank_e": self.ranks_LE.stride(1),
+            "stride_ranks_slot": self.ranks_LE.stride(0),
+            "stride_ranks_expert": self.ranks_LE.stride(1),
             "TOP_K": self.ids_TK.shape[1],
         }
 
     def pair_arguments(self) -> dict[str, object]:
         """Return the arguments of kernels whose rows are pairs."""
         return self.arguments() | {
-            "order_ptr": self.order_P,
-            "HAS_ORDER": self.order_P is not None,
+            "pair_order_ptr": self.order_P,
+            "HAS_PAIR_ORDER": self.order_P is not None,
             "num_pairs": self.ids_TK.numel(),
-            "BLOCK_T": BLOCK_T,
+            "BLOCK_M": BLOCK_T,
         }
 
 
@@ -126,13 +126,13 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         a_ptr=a_LERD,
         out_ptr=out_TKR,
         max_rank=max_rank,
-        depth=depth,
+        size_k=depth,
         stride_x=x_XD.stride(0),
-        X_TOP_K=batch.ids_TK.numel() // len(x_XD),
-        BLOCK_R=block,
+        PAIRS_PER_X_ROW=batch.ids_TK.numel() // len(x_XD),
+        BLOCK_RANK=block,
         BLOCK_K=_BLOCK_K[x.itemsize],
-        PRECISION="ieee",
-        **_strides("a", a_LERD, "r"),
+        INPUT_PRECISION="ieee",
+        **_strides("a", a_LERD, "rank"),
         **batch.pair_arguments(),
     )
     return out_TKR
@@ -175,10 +175,10 @@ def moe_lora_gate_up_b(u_TKR: torch.Tensor, b_LENR: torch.Tensor, batch: PairBat
         b_ptr=b_LENR,
         out_ptr=out_TKI,
         max_rank=max_rank,
-        intermediate=intermediate,
-        BLOCK_I=block,
-        BLOCK_R=_rank_block(max_rank),
-        PRECISION="ieee",
+        intermediate_size=intermediate,
+        BLOCK_INTERMEDIATE=block,
+        BLOCK_RANK=_rank_block(max_rank),
+        INPUT_PRECISION="ieee",
         **_strides("b", b_LENR, "n"),
         **batch.pair_arguments(),
     )
@@ -230,20 +230,20 @@ def moe_lora_down_combine(
         moe_lora_down_combine_kernel,
         (-(-tokens // BLOCK_T), -(-hidden // block)),
         v_ptr=v_TKR,
-        weights_ptr=weights_TK,
+        topk_weights_ptr=weights_TK,
         scalings_ptr=scalings_L,
         b_ptr=b_LEHR,
         out_ptr=out_TH,
         num_tokens=tokens,
         max_rank=max_rank,
-        hidden=hidden,
+        hidden_size=hidden,
         stride_out=out_TH.stride(0),
-        BLOCK_T=BLOCK_T,
-        BLOCK_H=block,
-        BLOCK_R=_rank_block(max_rank),
+        BLOCK_M=BLOCK_T,
+        BLOCK_HIDDEN=block,
+        BLOCK_RANK=_rank_block(max_rank),
         # Avoids register spills of triton 3.9 with 16-bit dtypes, and of 3.6 with 32-bit dtypes.
         num_warps=8 if out_TH.itemsize == 2 else 4,
-        PRECISION="ieee",
+        INPUT_PRECISION="ieee",
         **_strides("b", b_LEHR, "n"),
         **batch.arguments(),
     )
@@ -286,12 +286,12 @@ def moe_lora_staged(
     """
     if batch.ids_TK.numel() == 0:
         return
-    a13, b13, a2, b2 = matrices
+    gate_up_a, gate_up_b, down_a, down_b = matrices
     batch = batch.group_by_key()
-    u_TKR = moe_lora_a(x_TH, a13, batch)
-    h_TKI = moe_lora_gate_up_b(u_TKR, b13, batch)
-    v_TKR = moe_lora_a(h_TKI, a2, batch)
-    moe_lora_down_combine(v_TKR, b2, batch, weights_TK, scalings_L, out_TH)
+    u_TKR = moe_lora_a(x_TH, gate_up_a, batch)
+    h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)
+    v_TKR = moe_lora_a(h_TKI, down_a, batch)
+    moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
 
 
 def moe_lora_fused(
@@ -312,40 +312,40 @@ def moe_lora_fused(
     """
     if out_TH.numel() == 0:
         return
-    a13, b13, a2, b2 = matrices
+    gate_up_a, gate_up_b, down_a, down_b = matrices
     if not use_triton(x_TH):
-        u_TKR = _moe_lora_a_ref(x_TH, a13, batch)
-        h_TKI = _moe_lora_gate_up_b_ref(u_TKR, b13, batch)
-        v_TKR = _moe_lora_a_ref(h_TKI.flatten(0, 1), a2, batch)
-        _moe_lora_down_combine_ref(v_TKR, b2, batch, weights_TK, scalings_L, out_TH)
+        u_TKR = _moe_lora_a_ref(x_TH, gate_up_a, batch)
+        h_TKI = _moe_lora_gate_up_b_ref(u_TKR, gate_up_b, batch)
+        v_TKR = _moe_lora_a_ref(h_TKI.flatten(0, 1), down_a, batch)
+        _moe_lora_down_combine_ref(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
         return
     from modular_kernel.ops.kernels.moe_lora import moe_lora_fused_kernel
 
-    (tokens, hidden), max_rank = out_TH.shape, a13.shape[2]
+    (tokens, hidden), max_rank = out_TH.shape, gate_up_a.shape[2]
     block_r, block = next_power_of_2(max_rank), fused_block(max_rank)
     launch(
         moe_lora_fused_kernel,
         (tokens, -(-hidden // block)),
         x_ptr=x_TH,
-        weights_ptr=weights_TK,
+        topk_weights_ptr=weights_TK,
         scalings_ptr=scalings_L,
-        a13_ptr=a13,
-        b13_ptr=b13,
-        a2_ptr=a2,
-        b2_ptr=b2,
+        gate_up_a_ptr=gate_up_a,
+        gate_up_b_ptr=gate_up_b,
+        down_a_ptr=down_a,
+        down_b_ptr=down_b,
         out_ptr=out_TH,
         max_rank=max_rank,
-        hidden=hidden,
-        intermediate=a2.shape[3],
+        hidden_size=hidden,
+        intermediate_size=down_a.shape[3],
         stride_x=x_TH.stride(0),
         stride_out=out_TH.stride(0),
-        BLOCK_R=block_r,
+        BLOCK_RANK=block_r,
         BLOCK_K=block,
-        BLOCK_H=block,
-        **_strides("a13", a13, "r"),
-        **_strides("b13", b13, "n"),
-        **_strides("a2", a2, "r"),
-        **_strides("b2", b2, "n"),
+        BLOCK_HIDDEN=block,
+        **_strides("gate_up_a", gate_up_a, "rank"),
+        **_strides("gate_up_b", gate_up_b, "n"),
+        **_strides("down_a", down_a, "rank"),
+        **_strides("down_b", down_b, "n"),
         **batch.arguments(),
     )
 
@@ -361,5 +361,5 @@ def _rank_block(max_rank: int) -> int:
 
 def _strides(name: str, matrices: torch.Tensor, row: str) -> dict[str, int]:
     """Return the strides of a buffer's slots, experts and rows, as kernel arguments."""
-    names = (f"stride_{name}{dim}" for dim in ("l", "e", row))
+    names = (f"stride_{name}_{dim}" for dim in ("slot", "expert", row))
     return dict(zip(names, matrices.stride(), strict=False))

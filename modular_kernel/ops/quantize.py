@@ -159,7 +159,13 @@ def quantize_rows(
     if not use_triton(x_RK):
         quantize_rows_ref(x_RK, scheme, out=out, valid_rows=valid_rows, row_weights_R=row_weights_R)
         return
-    identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
+    identity = {
+        "ACTIVATION": "identity",
+        "ACTIVATION_ALPHA": 0.0,
+        "ACTIVATION_LIMIT": 0.0,
+        "GATE_STRIDE": 1,
+        "up_offset": 0,
+    }
     source = make_source_arguments(x_RK, valid_rows, row_weights_R)
     num_partials = 0
     if _needs_partials(scheme):
@@ -198,7 +204,7 @@ def activation_and_quantize(
         activation_and_quantize_ref(x_RN, spec, scheme, out=out, valid_rows=valid_rows)
         return
     step, offset = get_gate_up_layout(spec, intermediate)
-    constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
+    constants = {**activation_constants(spec), "GATE_STRIDE": step, "up_offset": offset}
     source = make_source_arguments(x_RN, valid_rows, None)
     _launch_quantize(x_RN, scheme, out, valid_rows, 0, source | constants)
 
@@ -245,7 +251,7 @@ def _launch_amax(
     tiles = tile_rows(*get_segments(rows, valid_rows), min(columns, _CHUNK), _MAX_PARTIALS)
     programs = tiles.segments * tiles.programs_per_segment
     assert programs <= out.partials.numel()
-    arguments = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
+    arguments = {"partial_amax_ptr": out.partials, "num_columns": columns, "up_offset": 0}
     launch(amax_kernel, (programs,), **arguments, **tiles.row_kernel_arguments(), **source)
     return programs
 
@@ -262,14 +268,16 @@ def _launch_quantize(
 
     # Rows are copied with cp.async only if they are contiguous, 16-byte aligned and have 16-bit
     # values. Only then do 8 programs fit on an SM.
-    allow_streaming = arguments["STEP"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    allow_streaming = (
+        arguments["GATE_STRIDE"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
+    )
     tiles, programs = make_tile_arguments(scheme, out, valid_rows, allow_streaming=allow_streaming)
     launch(
         quantize_rows_kernel,
         (programs,),
-        partials_ptr=out.scale if out.partials is None else out.partials,
-        num_partials=num_partials,
-        BLOCK_P=next_power_of_2(num_partials),
+        partial_amax_ptr=out.scale if out.partials is None else out.partials,
+        num_partial_amax=num_partials,
+        BLOCK_PARTIALS=next_power_of_2(num_partials),
         **tiles,
         **arguments,
         **pdl_arguments(),
@@ -301,16 +309,16 @@ def make_tile_arguments(
         "q_ptr": out.q_RK,
         "scale_ptr": out.scale,
         "num_columns": columns,
-        "group": group,
+        "group_size": group,
         "num_groups": groups,
-        "SCALE": "dynamic" if computed else ("static" if scheme.static else "partials"),
+        "SCALE_SOURCE": "dynamic" if computed else ("static" if scheme.static else "partials"),
         "QMAX": QMAX[scheme.activation],
-        "ROUND": scheme.activation == "int8",
+        "ROUND_TO_INT": scheme.activation == "int8",
         "MIN_SCALE": MIN_SCALE,
         "GROUP_FITS_BLOCK": group <= tiles.block_c,
-        "ALONG_ROWS": out.along_rows,
+        "SCALES_GROUP_MAJOR": out.along_rows,
         "STAGES": tiles.stages,
-        "BLOCK_G": tiles.block_g,
+        "BLOCK_GROUPS": tiles.block_g,
         "num_warps": tiles.num_warps,
         **tiles.row_kernel_arguments(),
     }, segments * tiles.programs_per_segment * -(-groups // tiles.block_g)

@@ -42,8 +42,8 @@ class TileConfig:
         return {
             "capacity": self.capacity,
             "programs_per_segment": self.programs_per_segment,
-            "BLOCK_R": self.block_r,
-            "BLOCK_C": self.block_c,
+            "BLOCK_ROWS": self.block_r,
+            "BLOCK_COLUMNS": self.block_c,
         }
 
     @property

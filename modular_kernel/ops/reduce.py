@@ -51,18 +51,18 @@ def _make_source(
     if routing is None:
         return "all", _make_index_arguments(index)
     ids = id_arguments(routing, num_local)
-    ids["index_ptr"] = ids.pop("ids_ptr")
+    ids["row_index_ptr"] = ids.pop("topk_ids_ptr")
     return "ids", ids
 
 
 def _make_index_arguments(index: torch.Tensor) -> dict[str, object]:
     """Return the arguments of a kernel that does not read ids, but may read the table `index`."""
     return {
-        "index_ptr": index,
-        "map_ptr": index,
+        "row_index_ptr": index,
+        "expert_map_ptr": index,
         "num_experts": 0,
-        "num_local": 0,
-        "HAS_MAP": False,
+        "num_local_experts": 0,
+        "HAS_EXPERT_MAP": False,
     }
 
 
@@ -138,14 +138,14 @@ def _launch_sum(
         weight_and_sum_kernel,
         (tokens * -(-hidden // block),),
         rows_ptr=rows,
-        weights_ptr=rows if weights_TK is None else weights_TK,
+        router_weights_ptr=rows if weights_TK is None else weights_TK,
         out_ptr=out,
-        hidden=hidden,
+        hidden_size=hidden,
         scale=float(scale),
         TOP_K=top_k,
-        SOURCE=source,
-        HAS_WEIGHTS=weights_TK is not None,
-        BLOCK_H=block,
+        ROW_SOURCE=source,
+        HAS_ROUTER_WEIGHTS=weights_TK is not None,
+        BLOCK_HIDDEN=block,
         **ids,
         **pdl_arguments(),
     )
@@ -222,13 +222,13 @@ def _launch_gather(
         gather_rows_kernel,
         (out.numel() // hidden, -(-hidden // block)),
         rows_ptr=rows,
-        weights_ptr=rows if weights_TK is None else weights_TK,
+        router_weights_ptr=rows if weights_TK is None else weights_TK,
         out_ptr=out,
-        hidden=hidden,
+        hidden_size=hidden,
         scale=float(scale),
-        SOURCE=source,
-        HAS_WEIGHTS=weights_TK is not None,
-        BLOCK_H=block,
+        ROW_SOURCE=source,
+        HAS_ROUTER_WEIGHTS=weights_TK is not None,
+        BLOCK_HIDDEN=block,
         **ids,
     )
 

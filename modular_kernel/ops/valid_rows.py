@@ -36,21 +36,21 @@ def make_source_arguments(
     x: torch.Tensor, valid_rows: ValidRows, row_weights_R: torch.Tensor | None
 ) -> dict[str, object]:
     """Return the kernel arguments for the input rows, their weights, and which rows are valid."""
-    ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
+    ids: dict[str, object] = {"num_experts": 0, "num_local_experts": 0, "HAS_EXPERT_MAP": False}
     source = "all"
     if isinstance(valid_rows, PairRows):
         ids, source = id_arguments(valid_rows.routing, valid_rows.num_local), "pairs"
     elif isinstance(valid_rows, BatchedRows):
-        ids["ids_ptr"], source = valid_rows.counts_e, "batched"
-    ids["valid_ptr"] = ids.pop("ids_ptr", x)
+        ids["topk_ids_ptr"], source = valid_rows.counts_e, "batched"
+    ids["row_filter_ptr"] = ids.pop("topk_ids_ptr", x)
     return {
-        "map_ptr": x,
+        "expert_map_ptr": x,
         **ids,
         "x_ptr": x,
-        "weights_ptr": x if row_weights_R is None else row_weights_R,
+        "router_weights_ptr": x if row_weights_R is None else row_weights_R,
         "stride_x": x.stride(0),
-        "SOURCE": source,
-        "HAS_WEIGHTS": row_weights_R is not None,
+        "ROW_SOURCE": source,
+        "HAS_ROUTER_WEIGHTS": row_weights_R is not None,
     }
 
 

@@ -45,9 +45,9 @@ def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
         x_ptr=x_SCH,
         counts_ptr=counts_S,
         capacity=capacity,
-        hidden=hidden,
+        hidden_size=hidden,
         programs_per_segment=programs_per_segment,
-        BLOCK_H=min(next_power_of_2(hidden), _MAX_BLOCK_H),
+        BLOCK_HIDDEN=min(next_power_of_2(hidden), _MAX_BLOCK_H),
         **pdl_arguments(),
     )
 

@@ -46,8 +46,8 @@ def compile_gemms(problem: Problem) -> list[CompileRecord]:
     aligned = AlignedPairs(*list(buffers)[:3])
 
     def multiply(rows: int, product: GemmOperands, launch: Launch) -> None:
-        a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)
-        out = torch.empty(pairs, product.columns, dtype=problem.dtype, device=META)
+        a = torch.empty(rows, product.size_k, dtype=problem.dtype, device=META)
+        out = torch.empty(pairs, product.size_n, dtype=problem.dtype, device=META)
         path.multiply((a, None), product, launch, aligned, out, None, None)
 
     with record_compiles("sm_90") as records:

@@ -56,4 +56,4 @@ def test_launches_compile_without_violations(change: dict[str, Any]) -> None:
 def test_launches_do_not_overlap_before_hopper() -> None:
     for target, overlaps in (("sm_80", False), ("sm_90", True)):
         for record in compile_gemms(BASE, target):
-            assert record.config.get("OVERLAP", False) is overlaps
+            assert record.config.get("USE_PDL", False) is overlaps

@@ -111,4 +111,4 @@ def test_launches_do_not_overlap_before_hopper() -> None:
     problem = replace(QWEN3, quant="mxfp4_w4a16")
     for target, overlaps in (("sm_80", False), ("sm_90", True)):
         for record in compile_gemms(problem, gemv_w4_config.default_config(problem), target):
-            assert record.config.get("OVERLAP", False) is overlaps
+            assert record.config.get("USE_PDL", False) is overlaps

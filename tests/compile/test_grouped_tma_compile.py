@@ -101,7 +101,7 @@ def test_outputs_are_stored_by_stmatrix_and_tma(change: dict[str, object]) -> No
     records = compile_call(problem, grouped_tma_config.default_config(problem))
     for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
-        one = record.config["GATED"] and record.config["STEP"] == 1
+        one = record.config["GATED"] and record.config["GATE_STRIDE"] == 1
         boxes = 1 if one else 2
         assert record.instructions["UTMASTG"] >= 2 * boxes
         assert record.instructions["STS"] <= 4

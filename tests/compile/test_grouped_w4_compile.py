@@ -64,7 +64,7 @@ def test_launches_compile_without_violations(
         if product:
             packed_format = grouped_w4_config.packed_formats(problem)[0]
             room = grouped_w4_config._shared_bytes(
-                tiles.gemm1, record.config["SLOTS"], packed_format
+                tiles.gemm1, record.config["STAGING_BUFFERS"], packed_format
             )
             assert room - grouped_w4_config._MAX_BARRIER_BYTES <= record.shared <= room
 

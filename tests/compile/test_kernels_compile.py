@@ -35,9 +35,9 @@ def test_no_kernel_is_skipped_without_a_reason(compiled: CompileResult) -> None:
 def test_gemms_use_the_expected_instructions(rows: tuple[CompiledRow, ...]) -> None:
     # To disassemble a kernel takes a quarter of a second: one form of each kind is enough.
     one = {
-        (r.kernel, r.dtypes["a_ptr"], r.config["PRECISION"], r.config["BLOCK_M"]): r
+        (r.kernel, r.dtypes["a_ptr"], r.config["INPUT_PRECISION"], r.config["BLOCK_M"]): r
         for r in (row.record for row in rows)
-        if {"BLOCK_M", "PRECISION"} <= r.config.keys()
+        if {"BLOCK_M", "INPUT_PRECISION"} <= r.config.keys()
     }
     used = {kind[1:] for kind, record in one.items() if record.instructions["HGMMA"]}
     assert {("bf16", "ieee", 64), ("bf16", "ieee", 128), ("fp16", "ieee", 128)} <= used

@@ -43,7 +43,7 @@ def test_aligned_tiles_are_copied_in_vectors(tokens: int, change: dict[str, Any]
         vectors = rows * tile.block_k * 2 // (16 * 32 * tile.num_warps)  # of a thread
         assert record.instructions["LDGSTS"] == vectors * tile.num_stages, record
     pairs = problem.act.interleaved and problem.act.gated
-    assert [r.config["ADJACENT_UP"] for r in records] == [pairs, False]
+    assert [r.config["ADJACENT_GATE_UP"] for r in records] == [pairs, False]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,10 @@ def _multiply(
 ) -> None:
     depth = product.w.shape[2]
     spec = self.problem.act if product.constants["GATED"] or depth == self.problem.hidden else None
-    if spec is not None and activation_constants(spec)["KIND"] != product.constants["KIND"]:
+    if (
+        spec is not None
+        and activation_constants(spec)["ACTIVATION"] != product.constants["ACTIVATION"]
+    ):
         spec = None  # GEMM 2 of a layer as wide as deep
     multiply_tiles(rows, product.w.__getitem__, product.bias, spec, tile, order, out)
 

@@ -104,7 +104,7 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     tile = replace(grouped_tma_config.default_config(problem).gemm1, num_stages=stages)
     outs = []
     for rows in (moved, found):
-        out = torch.full((sum(ROWS) + 2, product.columns), float("nan"), device="cuda").bfloat16()
+        out = torch.full((sum(ROWS) + 2, product.size_n), float("nan"), device="cuda").bfloat16()
         GroupedTmaPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
         outs.append(out)
     assert bool(outs[0][: sum(ROWS)].isfinite().all())
@@ -117,7 +117,7 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
     problem = problem_of(*case)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
     product = (gemm1_operands if which == 1 else gemm2_operands)(weights, problem)
-    depth = product.depth
+    depth = product.size_k
     generator = torch.Generator("cuda").manual_seed(which)
     # Two rows past the last expert's stand for skipped pairs; nobody may touch their results.
     values = torch.randn(sum(ROWS) + 2, depth, device="cuda", generator=generator)
@@ -126,7 +126,7 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
     if problem.scheme.quantized:
         a, scale = quantize_values(values.float(), problem.scheme)
         exact = dequantize_rows(a, scale, problem.scheme).double()
-    out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
+    out = torch.full((len(values), product.size_n), float("nan"), device="cuda").bfloat16()
     pair = grouped_tma_config.default_config(problem)
     tile: LaunchConfig = pair.gemm1 if which == 1 else pair.gemm2
     GroupedTmaPath(problem).multiply(GemmRows(a, scale), product, tile, sorted_rows(ROWS), out)

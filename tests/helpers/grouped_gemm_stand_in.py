@@ -80,11 +80,13 @@ def multiply_w4(
     packed_format = choose_packed_format(product.scheme, depth, product.scale.dtype)
     tiled = TiledWeights(product.tiles, product.tile_scales)
     source_rows = list_tile_rows(
-        product.columns, product.step, product.up_row, gated=gated
+        product.size_n, product.gate_stride, product.up_row_offset, gated=gated
     ).flatten()
     valid_rows = (source_rows >= 0).nonzero()[:, 0]
-    spec = None if product.constants["KIND"] == "identity" else self.problem.act
-    assert spec is None or activation_constants(spec)["KIND"] == product.constants["KIND"]
+    spec = None if product.constants["ACTIVATION"] == "identity" else self.problem.act
+    assert (
+        spec is None or activation_constants(spec)["ACTIVATION"] == product.constants["ACTIVATION"]
+    )
 
     def weight_of(expert: int) -> torch.Tensor:
         expert_tiles = TiledWeights(*(part[expert : expert + 1] for part in tiled))
@@ -93,7 +95,11 @@ def multiply_w4(
             0, valid_rows, :depth
         ]
         if product.global_scale is not None:
-            up = torch.arange(len(w)) // max(1, product.up_row) % product.global_scale.shape[1]
+            up = (
+                torch.arange(len(w))
+                // max(1, product.up_row_offset)
+                % product.global_scale.shape[1]
+            )
             w *= product.global_scale[expert, up][:, None]
         return w
 

@@ -50,11 +50,11 @@ def test_rows_of_a_are_divided_among_programs(
     found = launches(monkeypatch, adapters, run=True)
     i = make_inputs(PROBLEM, "uniform", CPU)
     mk.make_kernel(*pair, PROBLEM, machine=this_machine(device="cpu"))(i.x_TH, i.weights, i.routing)
-    assert [(grid[1], given["rank_rows"], given["BLOCK_R"]) for grid, given in found] == [
+    assert [(grid[1], given["lora_a_rows"], given["BLOCK_RANK"]) for grid, given in found] == [
         (3, 160, 64), (2, 80, 64),
     ]  # fmt: skip
     for grid, given in found:
-        assert given["PARTS"] == 2  # of three slots
+        assert given["SLOT_PROGRAMS"] == 2  # of three slots
         assert grid[axis] % 2 == 0
 
 
@@ -80,10 +80,10 @@ def test_steps_are_deeper_with_few_rows(
     for slots in (1, 9):
         a = torch.empty(slots, 3, rows, depth, device="meta", dtype=dtype)
         how = adapters.shrink_arguments(a, depth, problem, block_m)
-        assert (how["BLOCK_R"], how["BLOCK_K"]) == blocks
-        assert how["PARTS"] == min(slots, 8)
+        assert (how["BLOCK_RANK"], how["BLOCK_K"]) == blocks
+        assert how["SLOT_PROGRAMS"] == min(slots, 8)
         on_cpu = adapters.shrink_arguments(a.new_empty(slots, 3, 1, 1, device=CPU), 1, problem, 16)
-        assert on_cpu["PARTS"] == min(slots, 2)
+        assert on_cpu["SLOT_PROGRAMS"] == min(slots, 2)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_launches_of_the_lora_branch(
         moe_lora_stages.moe_lora_down_combine(u, b, batch, ids.float(), torch.ones(2), output)
     first, second, last = found
     assert first[0] == (2, -(-rank // rows))
-    assert (first[1]["BLOCK_R"], first[1]["BLOCK_K"]) == (rows, depth)
+    assert (first[1]["BLOCK_RANK"], first[1]["BLOCK_K"]) == (rows, depth)
     assert second[0] == (2, -(-65 // columns))
-    assert (second[1]["BLOCK_R"], second[1]["BLOCK_I"]) == (rows, columns)
+    assert (second[1]["BLOCK_RANK"], second[1]["BLOCK_INTERMEDIATE"]) == (rows, columns)
     assert last[0] == (2, -(-130 // out))
-    assert (last[1]["BLOCK_R"], last[1]["BLOCK_H"]) == (rows, out)
+    assert (last[1]["BLOCK_RANK"], last[1]["BLOCK_HIDDEN"]) == (rows, out)
 
 
 def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,5 +145,5 @@ def test_lora_branch_sorts_pairs_by_adapter_and_expert(monkeypatch: pytest.Monke
     x, output = torch.zeros(4, 8), torch.zeros(4, 8)
     with prefer_torch_reference(enabled=False):
         run_moe_lora(x, ids, torch.ones(4, 2), info, *buffers, output, strategy="staged")
-    orders = [given["order_ptr"].tolist() for _, given in found if given.get("HAS_ORDER")]
+    orders = [given["pair_order_ptr"].tolist() for _, given in found if given.get("HAS_PAIR_ORDER")]
     assert orders == [[2, 3, 1, 5, 0, 4, 6, 7]] * 3

@@ -10,7 +10,7 @@ SPILL = "240 bytes of stack per thread: registers are spilled"
 
 def make_entry(*violations: str, **changes: Any) -> dict[str, Any]:
     record = {"kernel": "gemv_gate_up_kernel", "num_warps": 2}
-    config = {"TOP_K": 8, "QUANT": "group"} | changes.pop("config", {})
+    config = {"TOP_K": 8, "INPUT_QUANT": "group"} | changes.pop("config", {})
     return {"record": record | changes | {"config": config}, "violations": list(violations)}
 
 
@@ -25,7 +25,8 @@ def test_known_spill_is_accepted_for_any_top_k(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_warps": 4}, {"config": {"QUANT": "token"}}, {"kernel": "gemv_down_kernel"}]
+    "changes",
+    [{"num_warps": 4}, {"config": {"INPUT_QUANT": "token"}}, {"kernel": "gemv_down_kernel"}],
 )
 def test_unknown_violation_is_an_error(changes: dict[str, Any]) -> None:
     assert errors(compile_result(make_entry(SPILL), make_entry(SPILL, **changes))) == [SPILL]

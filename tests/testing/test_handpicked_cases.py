@@ -15,7 +15,7 @@ from modular_kernel.testing.cases.lists import cases_for
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 HANDPICKED = list_handpicked_cases(*PAIR, this_machine())
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
-NEXT_BLOCKS = "for offset in range(BLOCK_C, group, BLOCK_C):\n"
+NEXT_BLOCKS = "for offset in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):\n"
 
 needs_interpreter = pytest.mark.skipif(
     this_machine().device == "cuda", reason="defects are applied to interpreted kernels"
@@ -47,7 +47,7 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "a group includes the columns of the next groups",
             QUANTIZE,
-            "end = tl.minimum(first + group, num_columns)[:, None]",
+            "end = tl.minimum(first + group_size, num_columns)[:, None]",
             "end = (first * 0 + num_columns)[:, None]",
         ),
         ("block=64x96", "block=32x96", "block=64x48"),
@@ -77,9 +77,9 @@ QUANTIZATION_DEFECTS = (
             "every block of columns after the first reads the second",
             QUANTIZE,
             "\n                other = _load_values(\n"
-            "                    x_ptr, weights_ptr, rows, columns + offset,",
+            "                    x_ptr, router_weights_ptr, rows, columns + offset,",
             "\n                other = _load_values(\n"
-            "                    x_ptr, weights_ptr, rows, columns + BLOCK_C,",
+            "                    x_ptr, router_weights_ptr, rows, columns + BLOCK_COLUMNS,",
         ),
         ("H32800",),
     ),
@@ -87,7 +87,7 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "every group reads the columns of the first",
             QUANTIZE,
-            "first = group_index * group",
+            "first = group_index * group_size",
             "first = group_index * 0",
         ),
         ("static=true",),
@@ -96,8 +96,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "programs that share rows read the same rows",
             QUANTIZE,
-            "tl.program_id(0) % programs_per_segment * BLOCK_R",
-            "tl.program_id(0) // programs_per_segment * BLOCK_R",
+            "tl.program_id(0) % programs_per_segment * BLOCK_ROWS",
+            "tl.program_id(0) // programs_per_segment * BLOCK_ROWS",
         ),
         ("T5-H1040",),
     ),
@@ -114,8 +114,8 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "the maximum ignores the last columns",
             QUANTIZE,
-            "for first in range(0, num_columns, BLOCK_C):",
-            "for first in range(0, num_columns // BLOCK_C * BLOCK_C, BLOCK_C):",
+            "for first in range(0, num_columns, BLOCK_COLUMNS):",
+            "for first in range(0, num_columns // BLOCK_COLUMNS * BLOCK_COLUMNS, BLOCK_COLUMNS):",
         ),
         ("T1-H1040",),
     ),
@@ -141,10 +141,10 @@ QUANTIZATION_DEFECTS = (
         SourceDefect(
             "every program copies the first columns of an unreduced row",
             "modular_kernel/ops/kernels/rows.py",
-            "    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
-            "    mask = columns < hidden\n    row =",
-            "    columns = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
-            "    mask = columns < hidden\n    row =",
+            "    columns = tl.program_id(1) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)\n"
+            "    mask = columns < hidden_size\n    row =",
+            "    columns = tl.program_id(2) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)\n"
+            "    mask = columns < hidden_size\n    row =",
         ),
         ("T2-H1040",),
     ),
@@ -178,8 +178,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "the scales of up start at a block boundary",
             SINGLE,
-            "((scale_row + up_row) // GROUP_N) * stride_bsn",
-            "(scale_row // GROUP_N + up_row // GROUP_N) * stride_bsn",
+            "((scale_row + up_row_offset) // GROUP_N) * stride_bsn",
+            "(scale_row // GROUP_N + up_row_offset // GROUP_N) * stride_bsn",
         ),
         "T1-H160-I80",
     ),
@@ -187,8 +187,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "up uses the zero points of gate",
             SINGLE,
-            "up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn",
-            "up_zero_ptrs = zero_ptr + scale_row * stride_bzn",
+            "up_zero_point_ptrs = zero_point_ptr + (scale_row + up_row_offset) * stride_bzn",
+            "up_zero_point_ptrs = zero_point_ptr + scale_row * stride_bzn",
         ),
         "T4-H160-I80-E17-K1-bfloat16-quant=int8_w8a16",
     ),
@@ -196,8 +196,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "scales and zero points after the last row are read",
             "experts/triton/gemv/kernels/down.py",
-            "scale_mask = valid[:, None, None] & (scale_row < hidden)[None, :, None]",
-            "scale_mask = valid[:, None, None] & (scale_row <= hidden)[None, :, None]",
+            "scale_mask = valid[:, None, None] & (scale_row < hidden_size)[None, :, None]",
+            "scale_mask = valid[:, None, None] & (scale_row <= hidden_size)[None, :, None]",
         ),
         "T1-H51-I47",
     ),
@@ -241,8 +241,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "router weights are ignored with one warp per pair",
             PACKED_DOWN,
-            "if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 0:",
-            "if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 1:",
+            "if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 0:",
+            "if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 1:",
         ),
         "T1-H160-I32",
     ),
@@ -277,7 +277,8 @@ TRITON_DEFECTS = (
         SourceDefect(
             "every block of packed weights is multiplied by the first block of h",
             PACKED_DOWN,
-            "        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
+            "        h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, "
+            "SCALE_SLOTS)\n"
             "    barrier",
             "    barrier",
         ),
@@ -312,8 +313,8 @@ def test_repeated_quantization_groups_are_detected(tmp_path: Path) -> None:
     defect = SourceDefect(
         "every program quantizes the first groups",
         "modular_kernel/ops/kernels/permute_quantize.py",
-        "groups = tl.program_id(0) % group_blocks * BLOCK_G",
-        "groups = tl.program_id(1) % group_blocks * BLOCK_G",
+        "groups = tl.program_id(0) % group_blocks * BLOCK_GROUPS",
+        "groups = tl.program_id(1) % group_blocks * BLOCK_GROUPS",
     )
     pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
     cases = [

@@ -181,11 +181,13 @@ def test_compiled_code_shows_whether_a_kernel_changed(tmp_path: Path) -> None:
         edit = Edit("by hand", start, start + len(old), new)
         return Mutant("by hand", module, path, edit, line, line)
 
-    equivalent = replacement("range(0, hidden, BLOCK_H)", "range(0, hidden, -(-BLOCK_H // 1))")
+    equivalent = replacement(
+        "range(0, hidden_size, BLOCK_HIDDEN)", "range(0, hidden_size, -(-BLOCK_HIDDEN // 1))"
+    )
     assert same_code([equivalent]).proven
     # Replace the operator only, as the `compare` mutation operator does.
     path_text = path.read_text(encoding="utf-8")
-    at = path_text.index("columns < hidden") + len("columns ")
+    at = path_text.index("columns < hidden_size") + len("columns ")
     line = path_text.count("\n", 0, at) + 1
     real = same_code([Mutant("", module, path, Edit("compare", at, at + 1, "<="), line, line)])
     assert real.differing >= 1

@@ -52,9 +52,10 @@ DEFECTS = (
         SourceDefect(
             "a zero is multiplied by the weight of a skipped pair",
             "modular_kernel/ops/kernels/rows.py",
-            "        value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)\n"
+            "        value = value * tl.load(router_weights_ptr + pair, mask=row >= 0, other=0.0)\n"
             "    tl.store(out_ptr + pair",
-            "        value = value * tl.load(weights_ptr + pair)\n    tl.store(out_ptr + pair",
+            "        value = value * tl.load(router_weights_ptr + pair)\n"
+            "    tl.store(out_ptr + pair",
         ),
         STANDARD,
         "TorchExperts",
@@ -64,8 +65,8 @@ DEFECTS = (
         SourceDefect(
             "up uses the scale of gate where 32-bit words are read",
             "experts/triton/aligned_w4/kernels/grouped_gemm_w4.py",
-            "up_tile *= tl.load(zero_ptr + 1)",
-            "up_tile *= tl.load(zero_ptr)",
+            "up_tile *= tl.load(zero_point_ptr + 1)",
+            "up_tile *= tl.load(zero_point_ptr)",
         ),
         STANDARD,
         "TritonExperts",
@@ -75,7 +76,7 @@ DEFECTS = (
         SourceDefect(
             "adapters only add the first block of LoRA ranks",
             "experts/triton/kernels/adapters.py",
-            "if start >= rank:",
+            "if start >= lora_rank:",
             "if start >= 0:",
         ),
         STANDARD,
@@ -97,8 +98,9 @@ DEFECTS = (
         SourceDefect(
             "float8 rounds half away from zero",
             QUANTIZE,
-            "    if ROUND:\n        # Adding",
-            "    if not ROUND:\n        value = value * 1.0000005\n    if ROUND:\n        # Adding",
+            "    if ROUND_TO_INT:\n        # Adding",
+            "    if not ROUND_TO_INT:\n        value = value * 1.0000005\n"
+            "    if ROUND_TO_INT:\n        # Adding",
         ),
         STANDARD,
         "GroupedGemmExperts",

@@ -120,7 +120,7 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
     if scheme.weight == "float4_e2m1":
         return _MXFP4
     if scheme.packed:
-        divides_step = all(gemm.depth % _W4A16_STEP == 0 for gemm in gemms(problem))
+        divides_step = all(gemm.size_k % _W4A16_STEP == 0 for gemm in gemms(problem))
         return _W4A16 if divides_step else _W4A16_UNEVEN
     if scheme.quantized:
         return _W8A16
@@ -194,10 +194,10 @@ def _tile(
 ) -> LaunchConfig:
     block_n, block_k, warps, stages = choice
     block_m, group_m = blocks
-    half, steps = block_k // 2, -(-gemm.depth // block_k)
-    saves_masks = gemm.depth % block_k and gemm.depth % half == 0
+    half, steps = block_k // 2, -(-gemm.size_k // block_k)
+    saves_masks = gemm.size_k % block_k and gemm.size_k % half == 0
     if (saves_masks or _has_few_steps(steps, stages)) and half >= _MIN_HALVED_K:
-        block_k, steps = half, -(-gemm.depth // half)
+        block_k, steps = half, -(-gemm.size_k // half)
     if _has_few_steps(steps, stages):
         stages = min(stages, max(_MIN_STAGES, steps * 2 // 3))
     tile = LaunchConfig(block_m, block_n, block_k, group_m, warps, stages)

@@ -216,25 +216,25 @@ class AlignedPath(Path):
         shrink_output: the shrink output of the adapters, or None.
         """
         a, _ = rows
-        pairs = out.numel() // product.columns
+        pairs = out.numel() // product.size_n
         blocks = aligned.expert_ids.numel()
-        num_n_blocks = -(-product.columns // config.block_n)
+        num_n_blocks = -(-product.size_n // config.block_n)
         launch(
             self._kernel,
             (blocks * num_n_blocks,),
             a_ptr=a,
-            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
+            router_weights_ptr=a if row_weights_TK is None else row_weights_TK,
             out_ptr=out,
-            sorted_ptr=aligned.sorted_token_ids,
+            sorted_token_ids_ptr=aligned.sorted_token_ids,
             expert_ids_ptr=aligned.expert_ids,
-            num_post_ptr=aligned.num_tokens_post_padded,
+            num_tokens_post_padded_ptr=aligned.num_tokens_post_padded,
             num_pairs=pairs,
-            num_m=blocks,
+            num_m_blocks=blocks,
             stride_am=a.stride(0),
-            A_TOP_K=pairs // a.shape[0],
+            PAIRS_PER_A_ROW=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums_topk,
-            HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            **({"ADJACENT_UP": True} if product.adjacent_up else {}),
+            HAS_ROUTER_WEIGHTS=row_weights_TK is not None,
+            **({"ADJACENT_GATE_UP": True} if product.adjacent_up else {}),
             **self.arguments(rows, product, config, shrink_output),
             **pdl_arguments(),
         )
@@ -251,7 +251,7 @@ class AlignedPath(Path):
         a, a_scale = rows
         return {
             "stride_ak": a.stride(1),
-            "LORA_TOP_K": self.problem.top_k,
+            "PAIRS_PER_TOKEN": self.problem.top_k,
             **({} if shrink_output is None else shrink_output.arguments()),  # defaults disable LoRA
             **product.arguments(config, self.problem.fp32_precision, a_scale),
         }

@@ -241,15 +241,15 @@ class GemmSizes:
     """The properties of one GEMM that select its launch.
 
     scheme: the quantization scheme.
-    columns: output columns.
-    k: K.
+    size_n: output columns.
+    size_k: K.
     is_gated: whether the GEMM computes gate and up columns.
     has_zero_points: whether the weights have zero points.
     """
 
     scheme: QuantScheme
-    columns: int
-    k: int
+    size_n: int
+    size_k: int
     is_gated: bool
     has_zero_points: bool
 
@@ -308,16 +308,16 @@ def default_launch(sizes: GemmSizes, distribution: RowDistribution) -> AlignedW4
     """Return the launch of a GEMM without a tuned file."""
     weight, block_m = sizes.scheme.weight, distribution.block_m
     if block_m == MIN_BLOCK_M:
-        num_blocks = distribution.active_experts * -(-sizes.columns // 64)
+        num_blocks = distribution.active_experts * -(-sizes.size_n // 64)
         gated_table, ungated_table = _SHAPES[weight, sizes.has_zero_points]
         shape = next(
             entry_shape
             for limit, min_k, entry_shape in (gated_table if sizes.is_gated else ungated_table)
-            if num_blocks < limit and sizes.k >= min_k
+            if num_blocks < limit and sizes.size_k >= min_k
         )
     else:
         shape = _SHAPES_FOR_BLOCK_16[weight, sizes.is_gated]
-    while shape.block_n > 64 and sizes.columns % shape.block_n:
+    while shape.block_n > 64 and sizes.size_n % shape.block_n:
         shape = shape._replace(block_n=shape.block_n // 2)
     while shape.block_n > 16 and not _fits_registers(shape, sizes, block_m):
         shape = shape._replace(block_n=shape.block_n // 2)
@@ -335,7 +335,7 @@ def _estimate_registers(shape: _Shape, sizes: GemmSizes, block_m: int) -> int:
     a step and, if there are several groups with zero points, the terms of the zero points.
     """
     weight_rows = shape.block_n * (2 if sizes.is_gated else 1)
-    groups = shape.block_k // choose_mma_k(sizes.scheme, sizes.k, shape.block_k)
+    groups = shape.block_k // choose_mma_k(sizes.scheme, sizes.size_k, shape.block_k)
     terms_per_group = 3 if sizes.has_zero_points and groups > 1 else 1
     accumulators = weight_rows * block_m // 32
     return weight_rows * shape.block_k // 256 + accumulators * (1 + groups * terms_per_group)

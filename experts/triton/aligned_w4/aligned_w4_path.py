@@ -106,20 +106,20 @@ class AlignedW4Path(AlignedPath):
         """
         assert isinstance(config, AlignedW4Config)
         assert shrink_output is None  # `supports` excludes adapters
-        mma_k = choose_mma_k(operands.scheme, operands.depth, config.block_k)
+        mma_k = choose_mma_k(operands.scheme, operands.size_k, config.block_k)
         return {
             **w4_arguments(operands),
-            "columns": operands.columns,
-            "depth": operands.depth,
-            "UP_ROW": operands.up_row,
-            "ROW_STEP": operands.step,
-            "EVEN_K": operands.depth % (config.num_warps * config.block_k) == 0,
-            "DEPTH": mma_k,
-            "WARPS": config.num_warps,
-            "GROUPS": config.block_k // mma_k,
+            "size_n": operands.size_n,
+            "size_k": operands.size_k,
+            "UP_ROW_OFFSET": operands.up_row_offset,
+            "GATE_STRIDE": operands.gate_stride,
+            "EVEN_K": operands.size_k % (config.num_warps * config.block_k) == 0,
+            "MMA_K": mma_k,
+            "NUM_WARPS": config.num_warps,
+            "MMAS_PER_WARP": config.block_k // mma_k,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
-            "EVEN_N": operands.columns % config.block_n == 0,
+            "EVEN_N": operands.size_n % config.block_n == 0,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
             "maxnreg": config.registers or None,

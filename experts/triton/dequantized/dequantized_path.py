@@ -157,7 +157,7 @@ class DequantizedPath(GroupedTmaPath):
         """
         from experts.triton.dequantized.kernels.dequantize import dequantize_kernel
 
-        n, k = operands.w.shape[1], operands.depth
+        n, k = operands.w.shape[1], operands.size_k
         values = workspace.take("dequantized", (self._chunk_numel,))[: count * n * k]
         w_eNK = values.view(count, n, k)
         group_n, group_k = scale_group(operands.scheme, k)
@@ -174,25 +174,25 @@ class DequantizedPath(GroupedTmaPath):
             (-(-n // block_n), -(-k // (step_k * num_steps)), count),
             w_ptr=operands.w.view(torch.int32) if is_repacked else operands.w,
             scale_ptr=scale,
-            zero_ptr=operands.w if zero_or_global is None else zero_or_global,
-            starts_ptr=order.starts,
+            zero_point_ptr=operands.w if zero_or_global is None else zero_or_global,
+            expert_starts_ptr=order.starts,
             out_ptr=w_eNK,
             first_expert=first_expert,
-            rows=n,
-            depth=k,
+            size_n=n,
+            size_k=k,
             scale_groups=scale.shape[2] if scale.dim() == 3 else 1,
             scale_rows=scale.shape[1] if scale.dim() > 1 else 1,
-            FORMAT=word_format(operands.scheme),
+            WEIGHT_FORMAT=word_format(operands.scheme),
             PACKED=operands.scheme.packed,
-            HAS_ZERO=zero is not None,
+            HAS_ZERO_POINTS=zero is not None,
             ZERO_POINT=float(DEFAULT_ZERO_POINT.get(operands.scheme.weight, 0)),
-            MATRICES=num_global_scales,
-            UP_ROW=operands.up_row if num_global_scales > 1 else n,
+            NUM_GLOBAL_SCALES=num_global_scales,
+            UP_ROW_OFFSET=operands.up_row_offset if num_global_scales > 1 else n,
             GROUP_N=group_n if scale.dim() > 1 else 0,
             GROUP_K=group_k,
-            STEP=step_k,
-            STEPS=num_steps,
-            ROWS=block_n,
+            STEP_K=step_k,
+            K_STEPS_PER_PROGRAM=num_steps,
+            BLOCK_N=block_n,
             num_warps=_NUM_WARPS,
         )
         return w_eNK
@@ -213,13 +213,13 @@ class DequantizedPath(GroupedTmaPath):
             select_expert_tiles_kernel,
             (-(-order.max_tiles // _TILES_PER_PROGRAM),),
             tiles_ptr=order.tiles,
-            starts_ptr=order.starts,
+            expert_starts_ptr=order.starts,
             out_ptr=tiles,
             first_expert=first_expert,
-            experts=count,
+            num_experts=count,
             max_tiles=order.max_tiles,
-            TILE_M=block_m,
-            BINS=next_power_of_2(self.problem.e),
+            BLOCK_M=block_m,
+            BLOCK_EXPERTS=next_power_of_2(self.problem.e),
             TILES_PER_PROGRAM=_TILES_PER_PROGRAM,
         )
         return replace(order, tiles=tiles)

@@ -148,15 +148,15 @@ class GemvPath(Path):
             launch(
                 self._gate_up_kernel,
                 (pairs, blocks + 1),
-                row_weights_ptr=routing.topk_weights_TK,
-                invalid_ptr=routing.invalid_ids,
+                router_weights_ptr=routing.topk_weights_TK,
+                invalid_count_ptr=routing.invalid_ids,
                 h_ptr=h_PI,
                 amax_ptr=amax,
                 num_pairs=pairs,
                 TOP_K=problem.top_k,
-                HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
+                HAS_ROUTER_WEIGHTS=problem.apply_router_weight_on_input,
                 STORE_AMAX=stores_amax,
-                BLOCK_P=min(next_power_of_2(pairs), _MAX_IDS),
+                BLOCK_PAIRS=min(next_power_of_2(pairs), _MAX_IDS),
                 **self._up_arguments(call, launch1),
                 **up,
                 **ids,
@@ -168,12 +168,12 @@ class GemvPath(Path):
                 self._down_grid(pairs, launch2),
                 h_ptr=h_PI,
                 amax_ptr=amax,
-                row_weights_ptr=routing.topk_weights_TK,
+                router_weights_ptr=routing.topk_weights_TK,
                 out_ptr=call.output,
                 num_pairs=pairs,
-                blocks=blocks,
-                HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
-                BLOCK_B=next_power_of_2(blocks),
+                num_amax_blocks=blocks,
+                HAS_ROUTER_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
+                BLOCK_AMAX=next_power_of_2(blocks),
                 **self._down_arguments(call, launch2),
                 **self._down_registers(launch2),
                 **down,
@@ -224,15 +224,15 @@ class GemvPath(Path):
         x_TH = call.tokens.x_TH
         return {
             "x_ptr": x_TH,
-            "intermediate": problem.intermediate,
-            "hidden": problem.hidden,
-            "up_row": product.up_row,
-            "up_offset": product.up_row * product.w.stride(1),
+            "intermediate_size": problem.intermediate,
+            "hidden_size": problem.hidden,
+            "up_row_offset": product.up_row_offset,
+            "up_offset": product.up_row_offset * product.w.stride(1),
             "stride_xm": x_TH.stride(0),
             "stride_xk": x_TH.stride(1),
-            "ROW_STEP": product.step,
-            "QUANT": quant,
-            "BLOCK_R": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
+            "GATE_STRIDE": product.gate_stride,
+            "INPUT_QUANT": quant,
+            "AMAX_BLOCK_K": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
             **scales,
             **product.constants,
             **_arguments(product, tile, tile.block_n),
@@ -245,12 +245,14 @@ class GemvPath(Path):
         static = call.weights.a2_scale
         return {
             "h_scale_ptr": call.tokens.x_TH if static is None else static,
-            "hidden": problem.hidden,
-            "depth": problem.intermediate,
-            "factor": float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
-            "SLOTS": slots,
-            "S": pairs_per_step,
-            "QUANT": activation_scale_kind(problem.scheme, problem.intermediate),
+            "hidden_size": problem.hidden,
+            "size_k": problem.intermediate,
+            "routed_scaling_factor": float(problem.routed_scaling_factor)
+            if self._sums_topk
+            else 1.0,
+            "PAIRS_PER_OUTPUT": slots,
+            "PAIRS_PER_STEP": pairs_per_step,
+            "INPUT_QUANT": activation_scale_kind(problem.scheme, problem.intermediate),
             **_arguments(
                 gemm2_operands(call.weights, problem), tile, tile.block_n // pairs_per_step
             ),
@@ -287,14 +289,14 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
     zero = w if product.zero_point is None else product.zero_point
     strides = () if product.scale is None else product.scale.stride()
     zeros = (0, 0, 0) if product.zero_point is None else product.zero_point.stride()
-    group_n, group_k = scale_group(scheme, product.depth)
+    group_n, group_k = scale_group(scheme, product.size_k)
     if not group_k:  # one group covers all of K, and so does its zero point
         zeros = (*zeros[:2], 0)
     kind = scheme.activation
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
-        "zero_ptr": zero,
+        "zero_point_ptr": zero,
         "bias_ptr": w if product.bias is None else product.bias,
         "stride_be": w.stride(0),
         "stride_bn": w.stride(1),
@@ -304,19 +306,19 @@ def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[
         "stride_bias": 0 if product.bias is None else product.bias.stride(0),
         "HAS_BIAS": product.bias is not None,
         "QMAX": QMAX.get(kind, 1.0),
-        "ROUND": kind == "int8",
+        "ROUND_TO_INT": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
         "HAS_SCALES": scheme.quantized,
         "ZERO_POINT": 0
         if product.zero_point is not None
         else IMPLICIT_ZERO_POINT.get(scheme.weight, 0),
-        "HAS_ZERO": product.zero_point is not None,
+        "HAS_ZERO_POINTS": product.zero_point is not None,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
         "SCALE_ROWS": 1 if _one_scale_row(product, columns, group_n) else columns,
         "BLOCK_N": columns,
         "BLOCK_K": max(tile.block_k, next_power_of_2(group_k)) if kind != "none" else tile.block_k,
-        "VEC": min(_VECTOR // w.element_size(), tile.block_k),
+        "VECTOR_SIZE": min(_VECTOR // w.element_size(), tile.block_k),
         **_n_major_arguments(product, tile, columns),
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
@@ -338,15 +340,14 @@ def _n_major_arguments(
 def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
     """Return the LoRA arguments of the GEMM 1 kernel or, given top_k, of the GEMM 2 kernel."""
     arguments = shrink_output.arguments()
-    arguments["LORA_R"] = next_power_of_2(shrink_output.b.shape[3])
-    del arguments["BLOCK_R"]
+    arguments["BLOCK_RANK"] = next_power_of_2(shrink_output.b.shape[3])
     if top_k is not None:
-        del arguments["U_UP"]
-        arguments["LORA_TOP_K"] = top_k
+        del arguments["LORA_UP_OFFSET"]
+        arguments["PAIRS_PER_TOKEN"] = top_k
     return arguments
 
 
 def _one_scale_row(product: GemmOperands, columns: int, group_n: int) -> bool:
     """Return whether the weight rows of every block of `columns` columns share one scale."""
-    rows = columns * product.step
-    return group_n % rows == 0 and (product.step > 1 or product.up_row % rows == 0)
+    rows = columns * product.gate_stride
+    return group_n % rows == 0 and (product.gate_stride > 1 or product.up_row_offset % rows == 0)

@@ -84,7 +84,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Viola
         return
     max_stages = _max_stages(tile.block_k, gemm, device)
     if not 2 <= tile.num_stages <= max_stages:
-        need = f"2 to {max_stages}, because vectors of {gemm.depth} values share the memory"
+        need = f"2 to {max_stages}, because vectors of {gemm.size_k} values share the memory"
         yield Violation("num_stages", tile.num_stages, need)
 
 
@@ -95,7 +95,7 @@ def num_pieces(k: int) -> int:
 
 def _max_stages(block_k: int, gemm: Gemm, device: Device) -> int:
     """Return the number of ring stages that fit in shared memory next to vectors and scales."""
-    vector_bytes = num_pieces(gemm.depth) * VECTORS * (PIECE + 4 * VECTORS)
+    vector_bytes = num_pieces(gemm.size_k) * VECTORS * (PIECE + 4 * VECTORS)
     ring_bytes = max(0, device.shared - _OTHER_SHARED_BYTES - vector_bytes)
     return ring_bytes // (ROWS * block_k)
 

@@ -134,7 +134,7 @@ class GemvTmaPath(Path):
             launch(
                 gemv_tma_gate_up_kernel,
                 (min(num_sms, num_pairs * self._num_blocks),),
-                invalid_ptr=call.tokens.routing.invalid_ids,
+                invalid_count_ptr=call.tokens.routing.invalid_ids,
                 num_pairs=num_pairs,
                 maxnreg=_REGISTERS_PER_THREAD[0],
                 **self._gate_up_arguments(call),
@@ -174,16 +174,16 @@ class GemvTmaPath(Path):
             "x_ptr": x_TH,
             "stride_xm": x_TH.stride(0),
             "stride_xk": x_TH.stride(1),
-            "intermediate": problem.intermediate,
-            "hidden": problem.hidden,
-            "w_rows": operands.w.shape[1],
-            "up_rows": operands.up_row,
-            "STEP": operands.step,
-            "QUANT": quant,
+            "intermediate_size": problem.intermediate,
+            "hidden_size": problem.hidden,
+            "weight_rows": operands.w.shape[1],
+            "up_row_offset": operands.up_row_offset,
+            "GATE_STRIDE": operands.gate_stride,
+            "INPUT_QUANT": quant,
             "TOKENS_IN_GROUP": min(VECTORS, next_power_of_2(len(x_TH))),
             **scales,
             **constants,
-            **_weight_arguments(operands, COLUMNS if operands.step == 1 else ROWS),
+            **_weight_arguments(operands, COLUMNS if operands.gate_stride == 1 else ROWS),
             **_ring_arguments(call.config.both(LaunchConfig)[0], problem.hidden),
         }
 
@@ -191,13 +191,13 @@ class GemvTmaPath(Path):
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
         return {
-            "weights_ptr": call.tokens.routing.topk_weights_TK,
-            "hidden": problem.hidden,
-            "depth": problem.intermediate,
+            "router_weights_ptr": call.tokens.routing.topk_weights_TK,
+            "hidden_size": problem.hidden,
+            "size_k": problem.intermediate,
             "amax_blocks": self._num_blocks,
-            "factor": float(problem.routed_scaling_factor),
-            "SLOTS": slots,
-            "BLOCKS": max(PANEL // 4, next_power_of_2(self._num_blocks)),
+            "routed_scaling_factor": float(problem.routed_scaling_factor),
+            "PAIR_SLOTS": slots,
+            "BLOCK_AMAX": max(PANEL // 4, next_power_of_2(self._num_blocks)),
             **_weight_arguments(gemm2_operands(call.weights, problem), ROWS // slots),
             **_ring_arguments(call.config.both(LaunchConfig)[1], problem.intermediate),
         }

@@ -123,20 +123,20 @@ class GemvW4Path(Path):
         x_TH = call.tokens.x_TH
         launch(
             self._gate_up_kernel,
-            (num_pairs, -(-operands.columns // tile.block_n) + 1),
+            (num_pairs, -(-operands.size_n // tile.block_n) + 1),
             x_ptr=x_TH,
-            row_weights_ptr=routing.topk_weights_TK,
-            invalid_ptr=routing.invalid_ids,
+            router_weights_ptr=routing.topk_weights_TK,
+            invalid_count_ptr=routing.invalid_ids,
             h_ptr=h_PI,
             num_pairs=num_pairs,
-            intermediate=operands.columns,
-            UP_ROW=operands.up_row,
+            intermediate_size=operands.size_n,
+            UP_ROW_OFFSET=operands.up_row_offset,
             stride_xm=x_TH.stride(0),
             stride_xk=x_TH.stride(1),
-            ROW_STEP=operands.step,
+            GATE_STRIDE=operands.gate_stride,
             TOP_K=problem.top_k,
-            HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-            BLOCK_P=_IDS_PER_STEP,
+            HAS_ROUTER_WEIGHTS=problem.apply_router_weight_on_input,
+            BLOCK_PAIRS=_IDS_PER_STEP,
             **operands.constants,
             **_make_arguments(operands, tile, 1),
             maxnreg=gemv_w4_config.max_registers(
@@ -157,15 +157,15 @@ class GemvW4Path(Path):
         num_rows = h_PI.shape[0] // pairs_per_program
         launch(
             self._down_kernel,
-            (num_rows, -(-operands.columns // tile.block_n)),
+            (num_rows, -(-operands.size_n // tile.block_n)),
             h_ptr=h_PI,
-            row_weights_ptr=routing.topk_weights_TK,
+            router_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
-            hidden=operands.columns,
-            factor=float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
+            hidden_size=operands.size_n,
+            routed_scaling_factor=float(problem.routed_scaling_factor) if self._sums_topk else 1.0,
             TOP_K=pairs_per_program,
-            HAS_ROW_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
-            BLOCK_K=next_power_of_2(pairs_per_program),
+            HAS_ROUTER_WEIGHTS=self._sums_topk and not problem.apply_router_weight_on_input,
+            BLOCK_TOP_K=next_power_of_2(pairs_per_program),
             HALVES=halves,
             WARPS_PER_PAIR=_count_warps_per_pair(tile, pairs_per_program),
             **_make_arguments(operands, tile, pairs_per_program, halves),
@@ -186,10 +186,10 @@ def _make_arguments(
     pairs_per_program: pairs that a program computes.
     halves: see `gemv_w4_config.num_halves`.
     """
-    _, group = scale_group(operands.scheme, operands.depth)
-    group = group or operands.depth
+    _, group = scale_group(operands.scheme, operands.size_k)
+    group = group or operands.size_k
     chunks = max(1, gemv_w4_config.chunks_per_block(tile, group) // halves)
-    blocks = -(-operands.depth // (halves * chunks * gemv_w4_config.CHUNK))
+    blocks = -(-operands.size_k // (halves * chunks * gemv_w4_config.CHUNK))
     warps_per_pair = _count_warps_per_pair(tile, pairs_per_program)
     steps = (
         -(-blocks // warps_per_pair)
@@ -198,14 +198,14 @@ def _make_arguments(
     )
     return {
         **w4_arguments(operands),
-        "DEPTH": operands.depth,
+        "SIZE_K": operands.size_k,
         "PAIRED_SCALES": _has_paired_scales(operands, group, chunks),
         "BLOCK_N": tile.block_n,
-        "EVEN_N": operands.columns % tile.block_n == 0,
+        "EVEN_N": operands.size_n % tile.block_n == 0,
         "CHUNKS": chunks,
-        "STEPS": steps,
-        "steps": steps,
-        "WARPS": tile.num_warps,
+        "NUM_STEPS": steps,
+        "num_steps": steps,
+        "NUM_WARPS": tile.num_warps,
         "STAGES": max(1, tile.num_stages - 1),
         "LOAD_AFTER_MMA": tile.num_stages == 1,
         "num_warps": tile.num_warps,
@@ -228,6 +228,6 @@ def _has_paired_scales(operands: GemmOperands, group: int, chunks: int) -> bool:
     return (
         group * groups_per_chunk == gemv_w4_config.CHUNK
         and groups_per_chunk * chunks % 2 == 0
-        and operands.depth % (2 * group) == 0
+        and operands.size_k % (2 * group) == 0
         and operands.scale.shape[2] % 2 == 0
     )

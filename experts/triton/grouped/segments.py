@@ -50,16 +50,16 @@ def m_grouped_gemm(
     assert shrink_output is None or isinstance(shrink_output, ShrinkOutput)
     adapters = {} if shrink_output is None else {"tokens_ptr": tokens, **shrink_output.arguments()}
     max_tiles = tiles.numel() // 3
-    num_n = -(-operands.columns // tile.block_n)
+    num_n = -(-operands.size_n // tile.block_n)
     launch(
         segment_gemm_kernel,
         (max_tiles * num_n,),
         a_ptr=a,
-        row_weights_ptr=a if weights is None else weights,
+        router_weights_ptr=a if weights is None else weights,
         out_ptr=out,
         tiles_ptr=tiles,
         max_tiles=max_tiles,
-        HAS_ROW_WEIGHTS=weights is not None,
+        HAS_ROUTER_WEIGHTS=weights is not None,
         **adapters,
         **operands.arguments(tile, precision, a_scale),
     )

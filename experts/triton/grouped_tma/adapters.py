@@ -52,23 +52,23 @@ class TileShrink(SegmentShrink):
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         tile_slots = self._workspace.take("lora_tile_slots", (order.max_tiles, len(a) + 1))
         launch_args = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        launch_args["BLOCK_R"] = choose_block_r(a.shape[2])  # all rows of A, but at most one box
+        launch_args["BLOCK_RANK"] = choose_block_r(a.shape[2])  # all rows of A, but at most one box
         launch(
             shrink_tiles_kernel,
-            (order.max_tiles, width // _BOX_WIDTH, launch_args["PARTS"]),
+            (order.max_tiles, width // _BOX_WIDTH, launch_args["SLOT_PROGRAMS"]),
             x_ptr=x,
-            u_ptr=u,
+            lora_u_ptr=u,
             tile_slots_ptr=tile_slots,
-            slots_ptr=self._slots_T,
+            adapter_slots_ptr=self._slots_T,
             tokens_ptr=order.token_of_row,
             tiles_ptr=order.tiles,
             max_tiles=order.max_tiles,
-            stride_u=u.shape[1],
+            stride_lora_u=u.shape[1],
             stride_xm=x.stride(0),
             stride_xk=x.stride(1),
-            GATHER=gather,
-            WIDTH=width,
-            BOX=_BOX_WIDTH,
+            GATHER_TOKENS=gather,
+            SLOT_COLUMNS=width,
+            BOX_COLUMNS=_BOX_WIDTH,
             **launch_args,
         )
         return TileShrinkOutput(u, tile_slots, b, a.shape[2] - b.shape[3])

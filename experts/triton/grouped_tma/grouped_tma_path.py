@@ -127,7 +127,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         itemsize = a.element_size()
         box_rows = rows_per_half(tile, 2 if operands.constants["GATED"] else 1)
         # With interleaved gate and up rows, two weight rows make one output column.
-        out_columns = box_rows // operands.step
+        out_columns = box_rows // operands.gate_stride
         b_desc = tma_descriptor(operands.w.view(experts * weight_rows, depth), box_rows)
         unused = operands.w
         b_scale = unused if operands.scale is None else operands.scale
@@ -145,21 +145,21 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             b_scale_ptr=b_scale,
             bias_ptr=unused if operands.bias is None else operands.bias,
             max_tiles=order.max_tiles,
-            columns=operands.columns,
-            depth=depth,
-            rows_b=weight_rows,
-            up_rows=operands.up_row,
-            stride_x=a.stride(0) * itemsize // TMA_BYTES,
+            size_n=operands.size_n,
+            size_k=depth,
+            weight_rows=weight_rows,
+            up_row_offset=operands.up_row_offset,
+            stride_x_in_copies=a.stride(0) * itemsize // TMA_BYTES,
             a_groups=0 if a_scale is None else a_scale.shape[-1],
             b_scale_rows=b_scale.shape[1],
             b_groups=b_scale.shape[-1],
-            MODE=self._mode,
-            STEP=operands.step,
+            SCALE_MODE=self._mode,
+            GATE_STRIDE=operands.gate_stride,
             HAS_BIAS=operands.bias is not None,
-            GATHER=tokens is not None,
+            GATHER_TOKENS=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
-            SLOTS=num_staging_buffers(tile, box_rows, out_columns),
+            STAGING_BUFFERS=num_staging_buffers(tile, box_rows, out_columns),
             GROUP_M=tile.group_m,
             num_warps=4,
             **_adapter_arguments(shrink_output, b_desc, box_rows, order),
@@ -180,19 +180,21 @@ def _adapter_arguments(
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     if shrink_output is None:
-        integers = dict.fromkeys(("stride_tile_slots", "slot_rows", "expert_rows", "u_up"), 0)
-        descriptors = {"u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
+        integers = dict.fromkeys(
+            ("stride_tile_slots", "lora_b_slot_rows", "lora_b_expert_rows", "lora_up_offset"), 0
+        )
+        descriptors = {"lora_u_desc": unused, "lora_b_desc": unused, "tile_slots_ptr": order.tiles}
         return {**descriptors, **integers, "LORA_STEPS": 0}
     num_slots, experts, rows, rank = shrink_output.b.shape
     return {
-        "u_desc": tma_descriptor(shrink_output.u, BLOCK_M),
+        "lora_u_desc": tma_descriptor(shrink_output.u, BLOCK_M),
         "lora_b_desc": tma_descriptor(
             shrink_output.b.view(num_slots * experts * rows, rank), box_rows
         ),
         "tile_slots_ptr": shrink_output.tile_slots,
         "stride_tile_slots": shrink_output.tile_slots.shape[1],
-        "slot_rows": experts * rows,
-        "expert_rows": rows if experts > 1 else 0,
-        "u_up": shrink_output.up_offset,
+        "lora_b_slot_rows": experts * rows,
+        "lora_b_expert_rows": rows if experts > 1 else 0,
+        "lora_up_offset": shrink_output.up_offset,
         "LORA_STEPS": round_up_to_box(rank + shrink_output.up_offset) // _BOX_ELEMENTS,
     }

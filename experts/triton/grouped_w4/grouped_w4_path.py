@@ -226,7 +226,7 @@ class GroupedW4Path(DequantizedPath):
         """
         packed_format = choose_tiled_format(operands)
         gated = bool(operands.constants["GATED"])
-        shapes = tiled_shapes(count, operands.columns, operands.depth, packed_format, gated=gated)
+        shapes = tiled_shapes(count, operands.size_n, operands.size_k, packed_format, gated=gated)
         tiled = TiledWeights(*map(workspace.take, ("tiled_words", "tiled_scales"), shapes))
         tile_experts(operands, order.starts, tiled, first_expert)
         global_scale = operands.global_scale

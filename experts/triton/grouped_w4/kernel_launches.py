@@ -24,7 +24,7 @@ _STEPS_PER_PROGRAM = 4  # K steps that a program tiles, which are 128 bytes of a
 def choose_tiled_format(operands: GemmOperands) -> PackedFormat:
     """Return the format that the weights of `operands` have after tiling."""
     assert operands.scale is not None
-    return choose_packed_format(operands.scheme, operands.depth, operands.scale.dtype)
+    return choose_packed_format(operands.scheme, operands.size_k, operands.scale.dtype)
 
 
 def tiled_gemm(
@@ -63,24 +63,26 @@ def tiled_gemm(
             weights.scales.view(-1, WORDS_PER_SCALE_LINE), packed_format.lines, WORDS_PER_SCALE_LINE
         ),
         out_desc=tma_descriptor(out, tile.block_m, BLOCK),
-        factor_ptr=out if global_scale is None else global_scale,
+        global_scale_ptr=out if global_scale is None else global_scale,
         bias_ptr=out if bias is None else bias,
         out_ptr=out,
         tiles_ptr=order.tiles,
         max_tiles=order.max_tiles,
-        columns=operands.columns,
-        num_n=weights.tiles,
-        steps=weights.steps,
+        size_n=operands.size_n,
+        num_n_tiles=weights.tiles,
+        num_k_steps=weights.steps,
         stride_bias=0 if bias is None else bias.stride(0),
-        up_row=operands.up_row,
+        up_row_offset=operands.up_row_offset,
         PACKED_FORMAT=str(packed_format),
-        FACTOR=2.0**packed_format.scale_shift,
-        MATRICES=0 if global_scale is None else global_scale.shape[1],
-        STEP=operands.step,
+        ACC_FACTOR=2.0**packed_format.scale_shift,
+        NUM_GLOBAL_SCALES=0 if global_scale is None else global_scale.shape[1],
+        GATE_STRIDE=operands.gate_stride,
         HAS_BIAS=bias is not None,
         SHORT_TILE_ROWS=max_short_rows,
         STAGES=tile.num_stages,
-        SLOTS=num_staging_buffers(tile, packed_format, gated=bool(operands.constants["GATED"])),
+        STAGING_BUFFERS=num_staging_buffers(
+            tile, packed_format, gated=bool(operands.constants["GATED"])
+        ),
         GROUP_M=tile.group_m,
         num_warps=4,
         **operands.constants,
@@ -126,24 +128,26 @@ def tile_experts(
         (out.tiles, -(-out.steps // _STEPS_PER_PROGRAM), len(out.words)),
         w_ptr=words,
         scale_ptr=scale,
-        zero_ptr=words if zero is None else zero,
+        zero_point_ptr=words if zero is None else zero,
         starts_ptr=starts,
-        words_ptr=out.words,
-        scales_ptr=out.scales if packed_format.kind == "integer" else out.scales.view(torch.uint8),
+        out_words_ptr=out.words,
+        out_scales_ptr=out.scales
+        if packed_format.kind == "integer"
+        else out.scales.view(torch.uint8),
         first_expert=first_expert,
         rows=words.shape[1],
         row_words=words.shape[2],
         scale_groups=scale.shape[2],
-        columns=operands.columns,
-        tiles=out.tiles,
-        steps=out.steps,
-        up_row=operands.up_row,
-        STEP=operands.step,
-        SIDES=2 if operands.constants["GATED"] else 1,
-        FORMAT=word_format(operands.scheme),
-        HAS_ZERO=packed_format.zero,
-        GROUP_K=scale_group(operands.scheme, operands.depth)[1],
-        GROUPS=packed_format.groups,
-        STEPS=_STEPS_PER_PROGRAM,
+        size_n=operands.size_n,
+        num_tiles=out.tiles,
+        num_k_steps=out.steps,
+        up_row_offset=operands.up_row_offset,
+        GATE_STRIDE=operands.gate_stride,
+        NUM_MATRICES=2 if operands.constants["GATED"] else 1,
+        WEIGHT_FORMAT=word_format(operands.scheme),
+        HAS_ZERO_POINTS=packed_format.zero,
+        GROUP_K=scale_group(operands.scheme, operands.size_k)[1],
+        SCALES_PER_ROW_AND_STEP=packed_format.groups,
+        K_STEPS_PER_PROGRAM=_STEPS_PER_PROGRAM,
         num_warps=8,
     )

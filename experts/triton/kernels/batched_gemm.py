@@ -10,20 +10,22 @@ from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
 
 @triton.jit
 def batched_gemm_kernel(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, out_ptr, counts_ptr,
-    capacity, columns, depth, up_row, up_offset, num_m,
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_point_ptr, bias_ptr, out_ptr, counts_ptr,
+    capacity, size_n, size_k, up_row_offset, up_offset, num_m_blocks,
     stride_ase, stride_asm, stride_ask,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
-    stride_bze, stride_bzn, stride_bzk, stride_bias, order_ptr, stride_oe,
-    ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    ONE_SCALE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    stride_bze, stride_bzn, stride_bzk, stride_bias, act_order_ptr, stride_act_order_e,
+    GATE_STRIDE: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr, ACTIVATION_LIMIT: tl.constexpr,
+    QUANT_MODE: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    ONE_SCALE_PER_TILE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_ACT_ORDER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
-    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
-    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
+    lora_u_ptr=None, adapter_slots_ptr=None, lora_b_ptr=None, num_adapter_slots=0, lora_rank=0,
+    stride_lora_u=0, stride_lora_b_slot=0, stride_lora_b_expert=0, stride_lora_b_n=0,
+    LORA_UP_OFFSET: tl.constexpr = 0, HAS_LORA: tl.constexpr = False, BLOCK_RANK: tl.constexpr = 16,
 ):  # fmt: skip
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
@@ -39,34 +41,39 @@ def batched_gemm_kernel(
     b, bias and the other constants are as in `grouped_gemm_kernel`.
     """
     expert = tl.program_id(1).to(tl.int64)
-    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
+    pid_m, pid_n = grouped_tile_order(
+        tl.program_id(0), num_m_blocks, tl.cdiv(size_n, BLOCK_N), GROUP_M
+    )
     count = tl.load(counts_ptr + expert)
     if pid_m * BLOCK_M >= count:
         return
     row = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = row < count
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = column < columns
+    column_mask = column < size_n
     slot = expert * capacity + row.to(tl.int64)
     a_scale_ptr += expert * stride_ase
     gate, up = gemm_tile(
-        a_ptr + slot[:, None] * depth, a_scale_ptr + row.to(tl.int64) * stride_asm, row_mask,
+        a_ptr + slot[:, None] * size_k, a_scale_ptr + row.to(tl.int64) * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
-        zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
+        zero_point_ptr + expert * stride_bze, column * GATE_STRIDE, up_row_offset, up_offset,
+        column_mask, size_k,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
-        order_ptr + expert * stride_oe,
-        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, ZERO_POINT, HAS_ZERO, PACKED, GATED, EVEN_K,
-        HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        act_order_ptr + expert * stride_act_order_e,
+        QUANT_MODE, WEIGHT_FORMAT, GROUP_N, GROUP_K, ONE_SCALE_PER_TILE, ZERO_POINT,
+        HAS_ZERO_POINTS, PACKED, GATED, EVEN_K,
+        HAS_ACT_ORDER, INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    if LORA:
-        slots = load_slots(slots_ptr, slot, row_mask, num_slots)
+    if HAS_LORA:
+        slots = load_slots(adapter_slots_ptr, slot, row_mask, num_adapter_slots)
         gate, up = expand_adapters(
-            gate, up, slots, slot, u_ptr, lora_b_ptr + expert * stride_lbe,
-            column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
-            U_UP, GATED, PRECISION, BLOCK_R,
+            gate, up, slots, slot, lora_u_ptr, lora_b_ptr + expert * stride_lora_b_expert,
+            column * GATE_STRIDE, up_row_offset, column_mask, lora_rank, stride_lora_u,
+            stride_lora_b_slot, stride_lora_b_n,
+            LORA_UP_OFFSET, GATED, INPUT_PRECISION, BLOCK_RANK,
         )  # fmt: skip
     result = finish_tile(
-        gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
-        gate, HAS_BIAS, False, GATED, KIND, ALPHA, LIMIT,
+        gate, up, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset, column_mask,
+        gate, HAS_BIAS, False, GATED, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, slot, row_mask, column, column_mask, columns, result)
+    store_rows(out_ptr, slot, row_mask, column, column_mask, size_n, result)

@@ -1,4 +1,12 @@
-"""Device functions that compute and store one output tile, shared by the Triton GEMM kernels."""
+"""Device functions that compute and store one output tile of a GEMM.
+
+The Triton GEMM kernels of this package (`grouped_gemm`, `segment_gemm`, `batched_gemm` and others)
+share these functions. A tile is BLOCK_M rows of activations times BLOCK_N output columns, summed
+over K.
+
+A gated GEMM computes two values per output column from two weight rows of one matrix: gate and up.
+The activation function then combines them to one value, for example silu(gate) * up.
+"""
 
 import triton
 import triton.language as tl
@@ -7,25 +15,31 @@ from modular_kernel.ops.kernels.activation import activate
 
 
 @triton.jit
-def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
-    """Return (pid_m, pid_n), the row block and the column block of a program.
+def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
+    """Return (pid_m, pid_n), the row block and the column block of program `pid`.
 
-    Row blocks are computed in groups of GROUP_M, one column block after another, so that the row
-    blocks of a group share weight tiles in L2.
+    The order is that of the Triton matmul tutorial: GROUP_M row blocks are computed for one column
+    block, then for the next, so that they share weight tiles in the L2 cache.
+
+    pid: index of the program in a one-dimensional grid.
+    num_m_blocks: number of row blocks.
+    num_n_blocks: number of column blocks.
     """
-    per_group = GROUP_M * num_n
+    per_group = GROUP_M * num_n_blocks
     first_m = (pid // per_group) * GROUP_M
-    group_m = tl.minimum(num_m - first_m, GROUP_M)  # NaN-free: integers
+    group_m = tl.minimum(num_m_blocks - first_m, GROUP_M)  # NaN-free: integers
     index_in_group = pid % per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @triton.jit
 def zero_accumulator(
-    dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    dtype: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return zeros (BLOCK_M, BLOCK_N) to start `accumulate` with. They are transposed if SWAP."""
-    if SWAP:
+    """Return a zero accumulator for `accumulate`: (BLOCK_N, BLOCK_M) if SWAP_AB, else (BLOCK_M,
+    BLOCK_N).
+    """
+    if SWAP_AB:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
     else:
         result = tl.zeros((BLOCK_M, BLOCK_N), dtype)
@@ -33,127 +47,158 @@ def zero_accumulator(
 
 
 @triton.jit
-def accumulate(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
-    """Return total + a @ b. If SWAP, total is transposed, and b^T @ a^T is added.
+def accumulate(total, a, b, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr):
+    """Return total + a @ b, or, if SWAP_AB, total + b^T @ a^T, where total is transposed.
 
-    The left operand of wgmma must have a multiple of 64 rows, and the right operand a multiple of 8
-    columns. If `a` has few rows, the weights should therefore be the left operand.
+    On sm_90, the left operand of the MMA instruction (wgmma) must have a multiple of 64 rows, and
+    the right operand a multiple of 8 columns. With few activation rows, swapping the operands
+    therefore wastes fewer rows: the weights become the left operand.
+
+    total: the accumulator, from `zero_accumulator` or an earlier call.
+    a: (BLOCK_M, BLOCK_K), activations.
+    b: (BLOCK_K, BLOCK_N), weights.
+    INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     """
-    if SWAP:
+    if SWAP_AB:
         result = tl.dot(
-            tl.trans(b), tl.trans(a), total, input_precision=PRECISION, out_dtype=total.dtype
+            tl.trans(b), tl.trans(a), total, input_precision=INPUT_PRECISION, out_dtype=total.dtype
         )
     else:
-        result = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+        result = tl.dot(a, b, total, input_precision=INPUT_PRECISION, out_dtype=total.dtype)
     return result
 
 
 @triton.jit
-def untranspose(total, SWAP: tl.constexpr):
-    """Return the accumulator of `accumulate`, transposed back to (BLOCK_M, BLOCK_N) if SWAP."""
-    return tl.trans(total) if SWAP else total
+def untranspose(total, SWAP_AB: tl.constexpr):
+    """Return the accumulator of `accumulate` as (BLOCK_M, BLOCK_N)."""
+    return tl.trans(total) if SWAP_AB else total
 
 
 @triton.jit
 def multiply_tile(
-    a_ptrs, a_mask, b_ptrs, b_mask, up_offset, stride_ak, stride_bk, depth,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
+    a_ptrs, a_mask, b_ptrs, b_mask, up_offset, stride_ak, stride_bk, size_k,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows (BLOCK_M, depth) by weights (depth, BLOCK_N), and by up weights if GATED.
+    """Multiply activation rows (BLOCK_M, K) by weights (K, BLOCK_N) without scales.
 
-    Return (gate, up) in float32. If not GATED, `up` is `gate`.
+    Return (gate, up), float32 (BLOCK_M, BLOCK_N). If not GATED, `up` is the same as `gate`.
 
-    a_ptrs: (BLOCK_M, 1), pointers to the rows at k = 0. Rows masked by a_mask are read as 0.
-    b_ptrs: (1, BLOCK_N), pointers to the weights at k = 0. Columns masked by b_mask are read as 0.
-    up_offset: number of elements from gate weights to up weights.
-    EVEN_K: whether BLOCK_K divides depth.
-    SWAP: see `accumulate`.
+    a_ptrs: (BLOCK_M, 1), pointers to the activation rows at k = 0.
+    a_mask: (BLOCK_M, 1). Rows where it is False are read as 0.
+    b_ptrs: (1, BLOCK_N), pointers to the gate (or only) weights of each column at k = 0.
+    b_mask: (1, BLOCK_N). Columns where it is False are read as 0.
+    up_offset: number of elements from a gate weight to the up weight of the same column and k.
+    stride_ak: stride of the activations along K.
+    stride_bk: stride of the weights along K.
+    size_k: K.
+    GATED: whether to compute up, too.
+    EVEN_K: whether BLOCK_K divides K, so that no masks along K are needed.
+    INPUT_PRECISION: see `accumulate`.
+    SWAP_AB: see `accumulate`.
     """
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
-    gate = zero_accumulator(tl.float32, SWAP, BLOCK_M, BLOCK_N)
+    gate = zero_accumulator(tl.float32, SWAP_AB, BLOCK_M, BLOCK_N)
     up = gate
-    for start in range(0, depth, BLOCK_K):
+    for start in range(0, size_k, BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=a_mask, other=0.0)
             b = tl.load(b_ptrs, mask=b_mask, other=0.0)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
         else:
-            in_bounds = start + k < depth
+            in_bounds = start + k < size_k
             b_mask_k = b_mask & in_bounds[:, None]
             a = tl.load(a_ptrs, mask=a_mask & in_bounds[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-        gate = accumulate(gate, a, b, PRECISION, SWAP)
+        gate = accumulate(gate, a, b, INPUT_PRECISION, SWAP_AB)
         if GATED:
-            up = accumulate(up, a, c, PRECISION, SWAP)
+            up = accumulate(up, a, c, INPUT_PRECISION, SWAP_AB)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
-    return untranspose(gate, SWAP), untranspose(up, SWAP)
+    return untranspose(gate, SWAP_AB), untranspose(up, SWAP_AB)
 
 
 @triton.jit
 def multiply_interleaved(
-    a_ptrs, a_mask, b_ptr, first_column, columns, stride_ak, stride_bk, depth,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
+    a_ptrs, a_mask, b_ptr, first_column, size_n, stride_ak, stride_bk, size_k,
+    EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Like `multiply_tile` with GATED, for gate and up weights that alternate and are adjacent.
+    """Like `multiply_tile` with GATED, for weights whose gate and up columns are interleaved in
+    memory.
 
-    b_ptr points to `depth` rows of 2 * columns adjacent elements. Column n uses elements 2n (gate)
-    and 2n + 1 (up) of each row. Gate and up are loaded and multiplied as one tile of 2 * BLOCK_N
-    adjacent columns: loads of every other 16-bit element cannot be vectorized, and without vectors
-    of at least 4 bytes, there are no asynchronous copies.
+    For each k, the weights of all columns are contiguous: gate of column 0, up of column 0, gate of
+    column 1, and so on. Gate and up are loaded and multiplied as one tile of 2 * BLOCK_N columns.
+    Separate loads would read every other 16-bit element. The compiler cannot vectorize such loads,
+    and it uses asynchronous copies (cp.async) only for vectors of at least 4 bytes.
+
+    b_ptr: pointer to the weights of the expert, (K, 2 * size_n).
+    first_column: the first output column of the tile.
+    size_n: number of output columns.
     """
     pair_columns = 2 * first_column + tl.arange(0, 2 * BLOCK_N)
     both, _ = multiply_tile(
         a_ptrs, a_mask, b_ptr + pair_columns.to(tl.int64)[None, :],
-        (pair_columns < 2 * columns)[None, :], 0, stride_ak, stride_bk, depth,
-        False, EVEN_K, PRECISION, SWAP, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+        (pair_columns < 2 * size_n)[None, :], 0, stride_ak, stride_bk, size_k,
+        False, EVEN_K, INPUT_PRECISION, SWAP_AB, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
     )  # fmt: skip
     return tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
 
 
 @triton.jit
 def finish_tile(
-    gate, up, bias_ptr, bias_columns, bias_up, column_mask, row_weights,
-    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    gate, up, bias_ptr, bias_columns, bias_up, column_mask, router_weights,
+    HAS_BIAS: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr, ACTIVATION_LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Apply the router weights, the bias and the activation to a float32 tile; return the result.
+    """Apply router weights, bias and activation function to an accumulated tile; return float32.
 
-    The router weight w is applied before the bias is added, because weights on the input give
-    (w * x) W + b.
+    If router weights apply to the input of the layer, GEMM 1 multiplies its sums by them: (w * x) W
+    = w * (x W). The bias is added afterwards, because it must not be multiplied.
 
-    bias_columns: (BLOCK_N,), the index of the bias of each column. For up, it is bias_columns +
-        bias_up.
-    row_weights: (BLOCK_M,), the router weights.
-    KIND: the activation; "identity" for none.
+    gate, up: float32 (BLOCK_M, BLOCK_N), from `multiply_tile`.
+    bias_ptr: pointer to the biases of the expert, one per weight row.
+    bias_columns: (BLOCK_N,), the index of the gate (or only) bias of each column.
+    bias_up: number of biases from the gate bias to the up bias of a column.
+    column_mask: (BLOCK_N,), False for columns past the last one.
+    router_weights: (BLOCK_M,) float32. Used if HAS_ROUTER_WEIGHTS.
+    ACTIVATION: name of the activation function (`modular_kernel.ops.kernels.activation`), or
+        "identity".
+    ACTIVATION_ALPHA, ACTIVATION_LIMIT: its parameters.
     """
-    if HAS_ROW_WEIGHTS:
-        gate = gate * row_weights[:, None]
+    if HAS_ROUTER_WEIGHTS:
+        gate = gate * router_weights[:, None]
         if GATED:
-            up = up * row_weights[:, None]
+            up = up * router_weights[:, None]
     if HAS_BIAS:
         bias = tl.load(bias_ptr + bias_columns, mask=column_mask, other=0.0)
         gate = gate + bias.to(tl.float32)[None, :]
         if GATED:
             bias = tl.load(bias_ptr + bias_columns + bias_up, mask=column_mask, other=0.0)
             up = up + bias.to(tl.float32)[None, :]
-    if KIND == "identity":
+    if ACTIVATION == "identity":
         result = gate
     else:
-        result = activate(gate, up, KIND, ALPHA, LIMIT)
+        result = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
     return result
 
 
 @triton.jit
-def store_rows(out_ptr, rows, row_mask, column, column_mask, columns, values):
-    """Round a float32 tile and store it to `rows` of a contiguous output with `columns` columns."""
-    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * columns + column[None, :]
+def store_rows(out_ptr, rows, row_mask, column, column_mask, size_n, values):
+    """Round a float32 tile to the output dtype and store it in rows of a contiguous output (M,
+    size_n).
+
+    rows: (BLOCK_M,), the output row of each row of the tile.
+    row_mask: (BLOCK_M,). Rows where it is False are not stored.
+    column: (BLOCK_N,), the output column of each column of the tile.
+    column_mask: (BLOCK_N,). Columns where it is False are not stored.
+    values: float32 (BLOCK_M, BLOCK_N).
+    """
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * size_n + column[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,4 +1,12 @@
-"""gemm_tile: compute one output tile, for all storage formats of the operands."""
+"""`gemm_tile`: compute one output tile of a GEMM, for every storage format of the operands.
+
+The Triton GEMM kernels call it for their tiles. It calls one of three functions, depending on the
+constexpr QUANT_MODE:
+
+    "plain"        `multiply_tile`: activations and weights have the same 16- or 32-bit dtype.
+    "w8a8"         `multiply_tile_w8a8`: both are fp8 or int8, and both have scales.
+    "weight_only"  `multiply_tile_weight_only`: 8- or 4-bit weights are dequantized in the loop.
+"""
 
 import triton
 import triton.language as tl
@@ -10,11 +18,14 @@ from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_on
 
 @triton.constexpr_function
 def swaps_operands(dtype, mode, block_m, block_n):
-    """Return whether the weights should be the left operand (SWAP of `accumulate`).
+    """Return whether the weights should be the left operand of the MMA (SWAP_AB of `accumulate`).
 
-    They should if there are few rows, because the left operand of wgmma must have 64 rows. Float32
-    does not use wgmma. With 64 rows, swapping makes only plain GEMMs faster (H200, triton 3.6,
-    2026-11-20).
+    They should if a tile has few rows, because the left operand of wgmma must have 64 rows. Float32
+    does not use wgmma. With 64 rows, swapping makes only unquantized ("plain") GEMMs faster (H200,
+    triton 3.6, 2026-11-20).
+
+    dtype: the dtype of the weights.
+    mode: QUANT_MODE.
     """
     max_rows = 64 if mode == "plain" else 32
     return block_m <= max_rows and block_n >= 64 and dtype != tl.float32
@@ -22,75 +33,99 @@ def swaps_operands(dtype, mode, block_m, block_n):
 
 @triton.jit
 def gemm_tile(
-    a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_ptr, row, up_row, up_offset,
-    column_mask, depth,
+    a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_point_ptr, row, up_row_offset,
+    up_offset,
+    column_mask, size_k,
     stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
-    order_ptr,
-    MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    act_order_ptr,
+    QUANT_MODE: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    ONE_SCALE_PER_TILE: tl.constexpr,
+    ZERO_POINT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, HAS_ACT_ORDER: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by the weights of one expert; return float32 tiles (gate, up), scales applied.
+    """Multiply activation rows by the weights of one expert; return the float32 tiles (gate, up).
 
-    a_ptrs: (BLOCK_M, 1), pointers to the start of each row.
-    a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each row.
-    b_ptr, b_scale_ptr, zero_ptr: the start of the expert's weights, scales and zero points.
-    row: (BLOCK_N,), the weight row of each column. The up row is row + up_row, which is up_offset
-        elements further.
-    MODE: "plain": there are no scales. "w8a8": both operands have 8 bits and scales. "weight_only":
-        weights are dequantized.
-    FORMAT: the storage format of the weights; see `operands.word_format`. With "nvfp4", zero_ptr
-        points to the float32 global scale of the gate (or only) matrix, followed by that of up.
+    Scales of activations and weights are applied. Bias and activation function are not. If not
+    GATED, `up` is the same as `gate`.
+
+    The weights of an expert are a matrix of N rows by K. Strides are named as in vLLM:
+    stride_<tensor><dimension>, with the tensors a (activations), as (their scales), b (weights), bs
+    (their scales) and bz (their zero points), and the dimensions m, n and k. bsk and bzk count
+    scale groups.
+
+    a_ptrs: (BLOCK_M, 1), pointers to the start of each activation row.
+    a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each activation row.
+    row_mask: (BLOCK_M,), False for rows that do not exist.
+    b_ptr: pointer to the weights of the expert.
+    b_scale_ptr: pointer to the weight scales of the expert.
+    zero_point_ptr: pointer to the zero points of the expert. With WEIGHT_FORMAT "nvfp4", which has
+        none, pointer to its float32 global scales: that of the gate (or only) matrix, then that of
+        up.
+    row: (BLOCK_N,), the gate (or only) weight row of each output column.
+    up_row_offset: number of weight rows from a gate row to the up row of the same column.
+    up_offset: the same distance in elements of the weights.
+    column_mask: (BLOCK_N,), False for columns that do not exist.
+    size_k: K.
+    act_order_ptr: pointer to (K,) integers, used if HAS_ACT_ORDER.
+    QUANT_MODE: see the docstring of the module.
+    WEIGHT_FORMAT: "float8", "integer", "e2m1", "e2m1_repacked" or "nvfp4"
+        (`experts.triton.operands.word_format`).
     GROUP_N: number of weight rows that share a scale.
-    GROUP_K: number of K elements that share a scale; 0 for all of K.
-    ONE_SCALE: whether all gate rows of a tile share one scale, and all up rows another.
-    ZERO_POINT: the zero point of all integer weights, unless HAS_ZERO.
-    HAS_ZERO: whether each group has its own zero point.
-    PACKED: whether a byte has two weights.
-    EVEN_K: whether BLOCK_K divides depth.
-    HAS_ORDER: whether column k of the weights is multiplied by column order_ptr[k] of the rows.
-        Only with MODE "weight_only".
+    GROUP_K: number of K elements that share a scale; 0 if one scale covers all of K.
+    ONE_SCALE_PER_TILE: whether all gate rows of a tile share one scale, and all up rows another
+        one.
+    ZERO_POINT: the zero point of all integer weights. Used unless HAS_ZERO_POINTS.
+    HAS_ZERO_POINTS: whether each scale group has its own zero point.
+    PACKED: whether a byte holds two 4-bit weights that are adjacent along K.
+    GATED: whether to compute up, too.
+    EVEN_K: whether BLOCK_K divides K.
+    HAS_ACT_ORDER: whether the columns of the weights are permuted, as in GPTQ checkpoints with act
+        order: weight column k multiplies activation column act_order_ptr[k]. Only with QUANT_MODE
+        "weight_only".
+    INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     """
-    SWAP: tl.constexpr = swaps_operands(b_ptr.dtype.element_ty, MODE, BLOCK_M, BLOCK_N)
+    SWAP_AB: tl.constexpr = swaps_operands(b_ptr.dtype.element_ty, QUANT_MODE, BLOCK_M, BLOCK_N)
     b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn
-    if MODE == "plain":
+    if QUANT_MODE == "plain":
         gate, up = multiply_tile(
             a_ptrs, row_mask[:, None], b_ptrs, column_mask[None, :], up_offset,
-            stride_ak, stride_bk, depth,
-            GATED, EVEN_K, PRECISION, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+            stride_ak, stride_bk, size_k,
+            GATED, EVEN_K, INPUT_PRECISION, SWAP_AB, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
-        up_rows = row + up_row
+        up_rows = row + up_row_offset
         scale_row = row
-        if ONE_SCALE:
+        if ONE_SCALE_PER_TILE:
             scale_row = tl.min(row, axis=0)  # NaN-free: integers
         scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
-        up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
-        if MODE == "w8a8":
+        up_scale_ptrs = b_scale_ptr + ((scale_row + up_row_offset) // GROUP_N) * stride_bsn
+        if QUANT_MODE == "w8a8":
             gate, up = multiply_tile_w8a8(
                 a_ptrs, row_mask[:, None], b_ptrs, column_mask[None, :], up_offset,
-                stride_ak, stride_bk, depth,
+                stride_ak, stride_bk, size_k,
                 a_scale_ptrs, stride_ask, scale_ptrs, up_scale_ptrs, stride_bsk, column_mask,
-                GATED, EVEN_K, GROUP_K, ONE_SCALE, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+                GATED, EVEN_K, GROUP_K, ONE_SCALE_PER_TILE, SWAP_AB, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            tl.static_assert(MODE == "weight_only")
+            tl.static_assert(QUANT_MODE == "weight_only")
             # Two 4-bit zero points share a byte along the rows.
             ZERO_ROWS: tl.constexpr = 2 if PACKED else 1
             gate, up = multiply_tile_weight_only(
-                a_ptrs, row_mask[:, None], b_ptrs, up_offset, stride_ak, stride_bk, depth,
+                a_ptrs, row_mask[:, None], b_ptrs, up_offset, stride_ak, stride_bk, size_k,
                 scale_ptrs, up_scale_ptrs, stride_bsk,
-                zero_ptr + (row // ZERO_ROWS) * stride_bzn,
-                zero_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
+                zero_point_ptr + (row // ZERO_ROWS) * stride_bzn,
+                zero_point_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
                 (row % ZERO_ROWS) * 4, (up_rows % ZERO_ROWS) * 4, stride_bzk, column_mask,
-                order_ptr,
-                GATED, FORMAT, GROUP_K, ZERO_POINT, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, HAS_ORDER,
-                PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+                act_order_ptr,
+                GATED, WEIGHT_FORMAT, GROUP_K, ZERO_POINT, HAS_ZERO_POINTS, PACKED,
+                ONE_SCALE_PER_TILE, EVEN_K, HAS_ACT_ORDER,
+                INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            if FORMAT == "nvfp4":
-                gate *= tl.load(zero_ptr)
+            if WEIGHT_FORMAT == "nvfp4":
+                gate *= tl.load(zero_point_ptr)
                 if GATED:
-                    up *= tl.load(zero_ptr + 1)
+                    up *= tl.load(zero_point_ptr + 1)
     return gate, up

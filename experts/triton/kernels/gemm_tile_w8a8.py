@@ -1,4 +1,8 @@
-"""Device functions that compute one output tile from 8-bit rows and 8-bit weights with scales."""
+"""`multiply_tile_w8a8`: compute one output tile from fp8 or int8 activations and weights with
+scales.
+
+`gemm_tile` (gemm_tile_dispatch.py) calls it for schemes that quantize both operands.
+"""
 
 import triton
 import triton.language as tl
@@ -8,22 +12,38 @@ from experts.triton.kernels.gemm_tile import accumulate, untranspose, zero_accum
 
 @triton.jit
 def multiply_tile_w8a8(
-    a_ptrs, a_mask, b_ptrs, b_mask, up_offset, stride_ak, stride_bk, depth,
+    a_ptrs, a_mask, b_ptrs, b_mask, up_offset, stride_ak, stride_bk, size_k,
     a_scale_ptrs, stride_ask, b_scale_ptrs, up_scale_ptrs, stride_bsk, column_mask,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, ONE_SCALE: tl.constexpr,
-    SWAP: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr,
+    ONE_SCALE_PER_TILE: tl.constexpr,
+    SWAP_AB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Like `multiply_tile`, for fp8 or int8 operands. Return scaled (gate, up) in float32.
+    """Multiply fp8 or int8 activation rows by weights of the same dtype; return scaled (gate, up).
 
-    If GROUP_K is 0, each row and each column has one scale, which is applied after the loop.
-    Otherwise, a scale covers GROUP_K elements along K. BLOCK_K divides GROUP_K, so that each row
-    and each column has one scale per K step.
+    gate and up are float32 (BLOCK_M, BLOCK_N). If not GATED, `up` is the same as `gate`.
 
-    a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each row.
-    b_scale_ptrs: (BLOCK_N,), pointers to the first scale of each column; a single pointer if
-        ONE_SCALE.
-    up_scale_ptrs: the same for up.
+    If GROUP_K is 0, each activation row and each weight row has one scale, and the scales multiply
+    the result after the loop. Otherwise, a scale covers GROUP_K elements along K, and the scales
+    multiply the partial sum of each K step. BLOCK_K then divides GROUP_K, so that a step has one
+    scale per row.
+
+    a_ptrs: (BLOCK_M, 1), pointers to the activation rows at k = 0.
+    a_mask: (BLOCK_M, 1). Rows where it is False are read as 0.
+    b_ptrs: (1, BLOCK_N), pointers to the gate (or only) weights of each column at k = 0.
+    b_mask: (1, BLOCK_N). Columns where it is False are read as 0.
+    up_offset: number of elements from a gate weight to the up weight of the same column and k.
+    size_k: K.
+    a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each activation row.
+    stride_ask: stride of the activation scales along their groups.
+    b_scale_ptrs: (BLOCK_N,), pointers to the first scale of each gate (or only) weight row; a
+        single pointer if ONE_SCALE_PER_TILE.
+    up_scale_ptrs: the same for the up weight rows.
+    stride_bsk: stride of the weight scales along their groups.
+    column_mask: (BLOCK_N,), False for columns that do not exist.
+    ONE_SCALE_PER_TILE: whether all gate rows of the tile share one scale, and all up rows another
+        one.
+    SWAP_AB: whether the weights are the left operand of the MMA (`accumulate`).
     """
     ACC: tl.constexpr = tl.int32 if b_ptrs.dtype.element_ty == tl.int8 else tl.float32
     SUM: tl.constexpr = ACC if GROUP_K == 0 else tl.float32
@@ -31,42 +51,46 @@ def multiply_tile_w8a8(
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
     rows = tl.reshape(a_mask, (BLOCK_M,))
-    zero = zero_accumulator(ACC, SWAP, BLOCK_M, BLOCK_N)
-    gate = zero_accumulator(SUM, SWAP, BLOCK_M, BLOCK_N)
+    zero = zero_accumulator(ACC, SWAP_AB, BLOCK_M, BLOCK_N)
+    gate = zero_accumulator(SUM, SWAP_AB, BLOCK_M, BLOCK_N)
     up = gate
-    for start in range(0, depth, BLOCK_K):
-        in_bounds = start + k < depth
+    for start in range(0, size_k, BLOCK_K):
+        in_bounds = start + k < size_k
         a_mask_k = a_mask if EVEN_K else a_mask & in_bounds[None, :]
         b_mask_k = b_mask if EVEN_K else b_mask & in_bounds[:, None]
         a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         b = tl.load(b_ptrs, mask=b_mask_k, other=0.0)
         if GROUP_K == 0:
-            gate = accumulate(gate, a, b, "ieee", SWAP)
+            gate = accumulate(gate, a, b, "ieee", SWAP_AB)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-                up = accumulate(up, a, c, "ieee", SWAP)
+                up = accumulate(up, a, c, "ieee", SWAP_AB)
         else:
             group = start // GROUP_K
             a_scale = tl.load(a_scale_ptrs + group * stride_ask, mask=rows, other=0.0)
-            b_scale = weight_scale(b_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
-            part = accumulate(zero, a, b, "ieee", SWAP).to(tl.float32)
-            gate += part * scale_products(a_scale, b_scale, SWAP)
+            b_scale = weight_scale(
+                b_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE_PER_TILE
+            )
+            part = accumulate(zero, a, b, "ieee", SWAP_AB).to(tl.float32)
+            gate += part * scale_products(a_scale, b_scale, SWAP_AB)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_mask_k, other=0.0)
-                c_scale = weight_scale(up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
-                part = accumulate(zero, a, c, "ieee", SWAP).to(tl.float32)
-                up += part * scale_products(a_scale, c_scale, SWAP)
+                c_scale = weight_scale(
+                    up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE_PER_TILE
+                )
+                part = accumulate(zero, a, c, "ieee", SWAP_AB).to(tl.float32)
+                up += part * scale_products(a_scale, c_scale, SWAP_AB)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
-    gate = untranspose(gate, SWAP)
-    up = untranspose(up, SWAP)
+    gate = untranspose(gate, SWAP_AB)
+    up = untranspose(up, SWAP_AB)
     if GROUP_K == 0:
         a_scale = tl.load(a_scale_ptrs, mask=rows, other=0.0)
-        b_scale = weight_scale(b_scale_ptrs, column_mask, ONE_SCALE)
+        b_scale = weight_scale(b_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
         gate_out = gate.to(tl.float32) * scale_products(a_scale, b_scale, False)
         up_out = gate_out
         if GATED:
-            c_scale = weight_scale(up_scale_ptrs, column_mask, ONE_SCALE)
+            c_scale = weight_scale(up_scale_ptrs, column_mask, ONE_SCALE_PER_TILE)
             up_out = up.to(tl.float32) * scale_products(a_scale, c_scale, False)
     else:
         gate_out = gate
@@ -75,9 +99,9 @@ def multiply_tile_w8a8(
 
 
 @triton.jit
-def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
-    """Load weight scales, (1,) if ONE_SCALE, else (BLOCK_N,). Masked scales are 0."""
-    if ONE_SCALE:
+def weight_scale(ptrs, column_mask, ONE_SCALE_PER_TILE: tl.constexpr):
+    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, else (BLOCK_N,), 0 where masked."""
+    if ONE_SCALE_PER_TILE:
         result = tl.full((1,), 0.0, tl.float32) + tl.load(ptrs)
     else:
         result = tl.load(ptrs, mask=column_mask, other=0.0)
@@ -85,9 +109,12 @@ def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
 
 
 @triton.jit
-def scale_products(a_scale, b_scale, SWAP: tl.constexpr):
-    """Return the products of row and column scales, (BLOCK_M, BLOCK_N), transposed if SWAP."""
-    if SWAP:
+def scale_products(a_scale, b_scale, SWAP_AB: tl.constexpr):
+    """Return the products of activation and weight scales, in the shape of the accumulator.
+
+    The shape is (BLOCK_M, BLOCK_N), or (BLOCK_N, BLOCK_M) if SWAP_AB.
+    """
+    if SWAP_AB:
         result = b_scale[:, None] * a_scale[None, :]
     else:
         result = a_scale[:, None] * b_scale[None, :]

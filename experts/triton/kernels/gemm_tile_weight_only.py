@@ -1,4 +1,10 @@
-"""Device functions that compute one output tile from 16- or 32-bit rows and 8- or 4-bit weights."""
+"""`multiply_tile_weight_only`: compute one output tile with weights that are dequantized in the
+loop.
+
+The activations have 16 or 32 bits, and the weights 8 or 4. `gemm_tile` (gemm_tile_dispatch.py)
+calls the function. `unpack_w4` explains the formats of 4-bit weights; e2m1 is the 4-bit
+floating-point type of mxfp4 and NVFP4.
+"""
 
 import triton
 import triton.language as tl
@@ -7,30 +13,31 @@ from experts.triton.kernels.unpack_w4 import e8m0_values, is_e2m1, unpack_int4
 
 
 @triton.jit
-def _four_bit_integers(codes, zero, dtype: tl.constexpr):
-    """Return q - zero in `dtype` for codes q = 0 to 15, without a slow integer conversion.
+def _decode_int4(codes, zero_point, dtype: tl.constexpr):
+    """Return q - zero_point in `dtype` for 4-bit codes q, without a slow integer conversion.
 
-    The bits 0x4300 | q are 128 + q in bf16, and 0x6400 | q are 1024 + q in fp16. The differences
-    are exact.
+    The bits 0x4300 | q are the number 128 + q in bf16, and 0x6400 | q are 1024 + q in fp16.
+    Subtracting 128 + zero_point or 1024 + zero_point is exact.
     """
     if dtype == tl.bfloat16:
         values = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
-        result = values - (zero + 128).to(tl.bfloat16)
+        result = values - (zero_point + 128).to(tl.bfloat16)
     elif dtype == tl.float16:
         values = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
-        result = values - (zero + 1024).to(tl.float16)
+        result = values - (zero_point + 1024).to(tl.float16)
     else:
-        result = (codes.to(tl.int32) - zero).to(dtype)
+        result = (codes.to(tl.int32) - zero_point).to(dtype)
     return result
 
 
 @triton.jit
-def _e2m1(codes, dtype: tl.constexpr):
-    """Convert e2m1 codes (sign, two exponent bits, one mantissa bit) to `dtype`, exactly.
+def _decode_e2m1(codes, dtype: tl.constexpr):
+    """Convert e2m1 codes (one sign bit, two exponent bits, one mantissa bit) to `dtype`, exactly.
 
-    If a code is placed at the boundary of the exponent and mantissa fields of a wider format, the
-    result is the value of the code times a power of two: 2^-126 in bf16, 2^-14 in fp16. This holds
-    for subnormal codes, too.
+    The exponent and mantissa bits of a code are moved to the position where the exponent and
+    mantissa fields of the wider format meet. The result is the value of the code times a power of
+    two, 2^-126 in bf16 and 2^-14 in fp16, also for subnormal codes. A multiplication removes the
+    factor.
     """
     wide = codes.to(tl.uint16)
     if dtype == tl.bfloat16:
@@ -45,8 +52,10 @@ def _e2m1(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _repacked_values(codes, dtype: tl.constexpr):
-    """Unpack repacked e2m1 weights, bytes (K / 2, N), to values (K, N) in `dtype`, exactly."""
+def _decode_repacked_e2m1(codes, dtype: tl.constexpr):
+    """Unpack e2m1 weights in the "e2m1_repacked" format, bytes (K / 2, N), to `dtype` (K, N),
+    exactly.
+    """
     BYTES: tl.constexpr = codes.shape[0]
     COLUMNS: tl.constexpr = codes.shape[1]
     four = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
@@ -66,62 +75,76 @@ def _repacked_values(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+def _multiply_step(
+    a, codes, zero_point, WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the float32 partial sum of one K step, without scales.
+    """Return a @ (decoded weights) of one K step, float32 (BLOCK_M, BLOCK_N), without scales.
 
-    If PACKED, there are two MMAs, for even and for odd k. Repacked weights need only one.
+    If PACKED, a byte holds the weights of an even k and of the odd k after it. There are two MMAs
+    then, one for the even and one for the odd columns of `a`. Repacked weights need only one.
+
+    a: (BLOCK_M, BLOCK_K), activations.
+    codes: stored weights, (BLOCK_K, BLOCK_N), or bytes (BLOCK_K / 2, BLOCK_N) if PACKED.
+    zero_point: int32 (1, BLOCK_N) or (1, 1), subtracted from integer weights.
     """
     dtype: tl.constexpr = a.dtype
-    if FORMAT == "e2m1_repacked":
-        result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)
+    if WEIGHT_FORMAT == "e2m1_repacked":
+        result = tl.dot(a, _decode_repacked_e2m1(codes, dtype), input_precision=INPUT_PRECISION)
     elif PACKED:
         even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
-        if FORMAT == "e2m1":
-            low = _e2m1(codes & 15, dtype)
-            high = _e2m1(codes >> 4, dtype)
+        if WEIGHT_FORMAT == "e2m1":
+            low = _decode_e2m1(codes & 15, dtype)
+            high = _decode_e2m1(codes >> 4, dtype)
         else:
-            low = _four_bit_integers(codes & 15, zero, dtype)
-            high = _four_bit_integers(codes >> 4, zero, dtype)
-        result = tl.dot(even, low, input_precision=PRECISION)
-        result = tl.dot(odd, high, result, input_precision=PRECISION)
-    elif FORMAT == "float8":
-        result = tl.dot(a, codes.to(dtype), input_precision=PRECISION)
+            low = _decode_int4(codes & 15, zero_point, dtype)
+            high = _decode_int4(codes >> 4, zero_point, dtype)
+        result = tl.dot(even, low, input_precision=INPUT_PRECISION)
+        result = tl.dot(odd, high, result, input_precision=INPUT_PRECISION)
+    elif WEIGHT_FORMAT == "float8":
+        result = tl.dot(a, codes.to(dtype), input_precision=INPUT_PRECISION)
     else:
-        b = (codes.to(tl.int32) - zero).to(dtype)
-        result = tl.dot(a, b, input_precision=PRECISION)
+        b = (codes.to(tl.int32) - zero_point).to(dtype)
+        result = tl.dot(a, b, input_precision=INPUT_PRECISION)
     return result
 
 
 @triton.jit
-def _nvfp4_step(
-    a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+def _multiply_nvfp4_step(
+    a, codes, scale_ptrs, mask, INPUT_PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the partial sum of one K step with NVFP4 weights.
+    """Return a @ (weights * scales) of one K step with NVFP4 weights, float32 (BLOCK_M, BLOCK_N).
 
-    Weights are multiplied by their scales before the MMA. The products are exact in 16 bits.
+    A scale covers only 16 weights, fewer than a K step. The weights are therefore multiplied by
+    their scales before the MMA. The products are exact in 16 bits.
 
-    scale_ptrs: (BLOCK_K / 2, BLOCK_N), pointers to the scale of each byte, which has two weights.
-    mask: (BLOCK_K / 2, BLOCK_N), the mask of these scales.
+    a: (BLOCK_M, BLOCK_K), activations.
+    codes: bytes (BLOCK_K / 2, BLOCK_N), two weights each.
+    scale_ptrs: (BLOCK_K / 2, BLOCK_N), pointers to the scale of the two weights of each byte.
+    mask: (BLOCK_K / 2, BLOCK_N), False for scales that do not exist.
     """
     dtype: tl.constexpr = a.dtype
     scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(dtype)
     even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
-    result = tl.dot(even, _e2m1(codes & 15, dtype) * scale, input_precision=PRECISION)
-    return tl.dot(odd, _e2m1(codes >> 4, dtype) * scale, result, input_precision=PRECISION)
+    result = tl.dot(even, _decode_e2m1(codes & 15, dtype) * scale, input_precision=INPUT_PRECISION)
+    return tl.dot(
+        odd, _decode_e2m1(codes >> 4, dtype) * scale, result, input_precision=INPUT_PRECISION
+    )
 
 
 @triton.jit
-def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
-    """Load scales as float32, (1,) if ONE_SCALE, else (BLOCK_N,). e2m1 has scales in E8M0."""
-    if ONE_SCALE:
+def _load_scale(ptrs, mask, WEIGHT_FORMAT: tl.constexpr, ONE_SCALE_PER_TILE: tl.constexpr):
+    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, else (BLOCK_N,), 0 where masked.
+
+    The scales of e2m1 weights are stored as E8M0, an 8-bit exponent.
+    """
+    if ONE_SCALE_PER_TILE:
         scale = tl.load(ptrs + tl.arange(0, 1))
     else:
         scale = tl.load(ptrs, mask=mask, other=0)
-    if is_e2m1(FORMAT):
+    if is_e2m1(WEIGHT_FORMAT):
         result = e8m0_values(scale)
     else:
         result = scale.to(tl.float32)
@@ -129,110 +152,159 @@ def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
 
 
 @triton.jit
-def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, ZERO_POINT: tl.constexpr):
-    """Load zero points as int32 (1, BLOCK_N). Without HAS_ZERO, return ZERO_POINT as (1, 1)."""
-    if HAS_ZERO:
-        zero = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
+def _load_zero_points(ptrs, shift, mask, HAS_ZERO_POINTS: tl.constexpr, ZERO_POINT: tl.constexpr):
+    """Load zero points as int32 (1, BLOCK_N). Without HAS_ZERO_POINTS, return ZERO_POINT as (1, 1).
+
+    ptrs: (BLOCK_N,), pointers to the byte with the zero point of each column.
+    shift: (BLOCK_N,), the position of the zero point in its byte, bit 0 or 4.
+    ZERO_POINT: the default zero point. It is 8 for 4-bit weights, whose zero points are packed two
+        to a byte.
+    """
+    if HAS_ZERO_POINTS:
+        zero_point = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
         if ZERO_POINT == 8:
-            zero = zero & 15
-        zero = zero[None, :]
+            zero_point = zero_point & 15
+        zero_point = zero_point[None, :]
     else:
-        zero = tl.full((1, 1), ZERO_POINT, tl.int32)
-    return zero
+        zero_point = tl.full((1, 1), ZERO_POINT, tl.int32)
+    return zero_point
 
 
 @triton.jit
 def multiply_tile_weight_only(
-    a_ptrs, a_mask, b_ptrs, up_offset, stride_ak, stride_bk, depth,
+    a_ptrs, a_mask, b_ptrs, up_offset, stride_ak, stride_bk, size_k,
     scale_ptrs, up_scale_ptrs, stride_bsk,
-    zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
-    order_ptr,
-    GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, ZERO_POINT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    zero_point_ptrs, up_zero_point_ptrs, zero_point_shift, up_zero_point_shift, stride_bzk,
+    column_mask,
+    act_order_ptr,
+    GATED: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, GROUP_K: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    HAS_ZERO_POINTS: tl.constexpr, PACKED: tl.constexpr, ONE_SCALE_PER_TILE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_ACT_ORDER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Like `multiply_tile`, for weights that are dequantized in the loop.
+    """Multiply activation rows by quantized weights; return (gate, up), float32 (BLOCK_M, BLOCK_N).
 
-    Return (gate, up) in float32. Weights are multiplied as integers, float8 or e2m1 values. The
-    scale is applied to the partial sum of each K step. NVFP4 scales are applied to the weights
-    instead, and the global scales are not applied here.
+    Weights are multiplied as integers, float8 or e2m1 values, and the scales multiply the partial
+    sum of each K step. The scales of NVFP4 multiply the weights instead. Its global scales, one per
+    matrix, are left to the caller. If not GATED, `up` is the same as `gate`.
 
-    b_ptrs: (1, BLOCK_N), pointers to the weights at k = 0, with two k per byte if PACKED.
-    scale_ptrs: (BLOCK_N,), pointers to the first scale of each column; a single pointer if
-        ONE_SCALE.
-    zero_ptrs: (BLOCK_N,), pointers to the first zero point of each column.
-    zero_shift: (BLOCK_N,), the position of the zero point in its byte, bit 0 or 4.
-    up_scale_ptrs, up_zero_ptrs, up_zero_shift: the same for up.
-    GROUP_K: K elements per scale; 0 for all of K. A multiple of BLOCK_K, except for NVFP4.
-    ZERO_POINT, HAS_ZERO, HAS_ORDER: as in `gemm_tile`.
+    a_ptrs: (BLOCK_M, 1), pointers to the activation rows at k = 0.
+    a_mask: (BLOCK_M, 1). Rows where it is False are read as 0.
+    b_ptrs: (1, BLOCK_N), pointers to the gate (or only) weights of each column at k = 0.
+    up_offset: number of stored elements from a gate weight to the up weight of the same column and
+        k.
+    stride_ak: stride of the activations along K.
+    stride_bk: stride of the stored weights along K.
+    size_k: K.
+    scale_ptrs: (BLOCK_N,), pointers to the first scale of each gate (or only) weight row; a single
+        pointer if ONE_SCALE_PER_TILE.
+    zero_point_ptrs: (BLOCK_N,), pointers to the byte with the first zero point of each gate weight
+        row.
+    zero_point_shift: (BLOCK_N,), the position of the zero point in its byte, bit 0 or 4.
+    up_scale_ptrs, up_zero_point_ptrs, up_zero_point_shift: the same for the up weight rows.
+    stride_bsk, stride_bzk: strides of scales and zero points along their groups.
+    column_mask: (BLOCK_N,), False for columns that do not exist.
+    act_order_ptr: pointer to (K,) integers. If HAS_ACT_ORDER, weight column k multiplies activation
+        column act_order_ptr[k], as in GPTQ checkpoints with act order.
+    GATED: whether to compute up, too.
+    WEIGHT_FORMAT: "float8", "integer", "e2m1", "e2m1_repacked" or "nvfp4".
+    GROUP_K: K elements per scale; 0 if one scale covers all of K. A multiple of BLOCK_K, except for
+        NVFP4.
+    ZERO_POINT: the zero point of all integer weights. Used unless HAS_ZERO_POINTS.
+    PACKED: whether a byte holds two weights that are adjacent along K.
+    ONE_SCALE_PER_TILE: whether all gate rows of the tile share one scale, and all up rows another
+        one.
+    EVEN_K: whether BLOCK_K divides K, so that no masks along K are needed.
     """
-    WIDTH: tl.constexpr = 2 if PACKED else 1
+    VALUES_PER_BYTE: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
-    row = tl.arange(0, BLOCK_K // WIDTH)
+    row = tl.arange(0, BLOCK_K // VALUES_PER_BYTE)
     a_rows = a_ptrs
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + row[:, None] * stride_bk
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
-    for start in range(0, depth, BLOCK_K):
+    for start in range(0, size_k, BLOCK_K):
         a_mask_k = a_mask
         b_mask = column_mask[None, :]
         if not EVEN_K:
-            a_mask_k = a_mask & (start + k < depth)[None, :]
+            a_mask_k = a_mask & (start + k < size_k)[None, :]
             # The bound is in bytes. With a bound on start + 2 * row, the compiler could not prove
             # that adjacent bytes have the same mask, which wide asynchronous copies require.
-            b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
-        if HAS_ORDER:
-            column = tl.load(order_ptr + start + k, mask=start + k < depth, other=-1)
-            in_range = (column >= 0) & (column < depth)
+            b_mask = b_mask & (start // VALUES_PER_BYTE + row < size_k // VALUES_PER_BYTE)[:, None]
+        if HAS_ACT_ORDER:
+            column = tl.load(act_order_ptr + start + k, mask=start + k < size_k, other=-1)
+            in_range = (column >= 0) & (column < size_k)
             ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
             a = tl.load(ordered, mask=a_mask & in_range[None, :], other=0.0)
         else:
             a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        if FORMAT == "nvfp4":
+        if WEIGHT_FORMAT == "nvfp4":
             # Avoid a division by 0, which the interpreter ignores. On a GPU, its result would be
             # used in an address.
-            group = (start // WIDTH + row) // (GROUP_K // WIDTH) if GROUP_K > 0 else row * 0
+            group = (
+                (start // VALUES_PER_BYTE + row) // (GROUP_K // VALUES_PER_BYTE)
+                if GROUP_K > 0
+                else row * 0
+            )
             group_offset = group[:, None] * stride_bsk
-            gate += _nvfp4_step(
-                a, codes, scale_ptrs[None, :] + group_offset, b_mask, PRECISION, BLOCK_M, BLOCK_K
+            gate += _multiply_nvfp4_step(
+                a,
+                codes,
+                scale_ptrs[None, :] + group_offset,
+                b_mask,
+                INPUT_PRECISION,
+                BLOCK_M,
+                BLOCK_K,
             )
             if GATED:
                 codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
-                up += _nvfp4_step(
+                up += _multiply_nvfp4_step(
                     a,
                     codes,
                     up_scale_ptrs[None, :] + group_offset,
                     b_mask,
-                    PRECISION,
+                    INPUT_PRECISION,
                     BLOCK_M,
                     BLOCK_K,
                 )
         else:
             group = start // GROUP_K if GROUP_K > 0 else 0
-            scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
-            zero = _load_zero(
-                zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, ZERO_POINT
+            scale = _load_scale(
+                scale_ptrs + group * stride_bsk, column_mask, WEIGHT_FORMAT, ONE_SCALE_PER_TILE
             )
-            gate += scale[None, :] * _step(
-                a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K
+            zero_point = _load_zero_points(
+                zero_point_ptrs + group * stride_bzk,
+                zero_point_shift,
+                column_mask,
+                HAS_ZERO_POINTS,
+                ZERO_POINT,
+            )
+            gate += scale[None, :] * _multiply_step(
+                a, codes, zero_point, WEIGHT_FORMAT, PACKED, INPUT_PRECISION, BLOCK_M, BLOCK_K
             )
             if GATED:
                 codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
                 scale = _load_scale(
-                    up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE
-                )
-                zero = _load_zero(
-                    up_zero_ptrs + group * stride_bzk,
-                    up_zero_shift,
+                    up_scale_ptrs + group * stride_bsk,
                     column_mask,
-                    HAS_ZERO,
+                    WEIGHT_FORMAT,
+                    ONE_SCALE_PER_TILE,
+                )
+                zero_point = _load_zero_points(
+                    up_zero_point_ptrs + group * stride_bzk,
+                    up_zero_point_shift,
+                    column_mask,
+                    HAS_ZERO_POINTS,
                     ZERO_POINT,
                 )
-                part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
+                part = _multiply_step(
+                    a, codes, zero_point, WEIGHT_FORMAT, PACKED, INPUT_PRECISION, BLOCK_M, BLOCK_K
+                )
                 up += scale[None, :] * part
         a_ptrs += BLOCK_K * stride_ak
-        b_ptrs += (BLOCK_K // WIDTH) * stride_bk
+        b_ptrs += (BLOCK_K // VALUES_PER_BYTE) * stride_bk
     return gate, up

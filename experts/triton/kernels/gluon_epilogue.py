@@ -35,73 +35,81 @@ def _tanh(value):
 
 
 @gluon.jit
-def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
-    """Apply activation KIND with the same operations as `modular_kernel.ops.kernels.activation`."""
-    if LIMIT > 0 and KIND != "situ":
-        up = clamp_nan(up, -LIMIT, LIMIT)
-        if KIND != "swiglu_clamp_after":
-            gate = minimum_nan(gate, LIMIT)
-    if KIND == "relu2":
+def activate(
+    gate,
+    up,
+    ACTIVATION: gl.constexpr,
+    ACTIVATION_ALPHA: gl.constexpr,
+    ACTIVATION_LIMIT: gl.constexpr,
+):
+    """Apply activation ACTIVATION with the same operations as
+    `modular_kernel.ops.kernels.activation`."""
+    if ACTIVATION_LIMIT > 0 and ACTIVATION != "situ":
+        up = clamp_nan(up, -ACTIVATION_LIMIT, ACTIVATION_LIMIT)
+        if ACTIVATION != "swiglu_clamp_after":
+            gate = minimum_nan(gate, ACTIVATION_LIMIT)
+    if ACTIVATION == "relu2":
         positive = maximum_nan(gate, 0.0)
         result = positive * positive
-    elif KIND == "silu_no_mul":
+    elif ACTIVATION == "silu_no_mul":
         result = gate * _sigmoid(gate)
-    elif KIND == "gelu_no_mul":
+    elif ACTIVATION == "gelu_no_mul":
         result = _gelu(gate)
-    elif KIND == "gelu_tanh_no_mul":
+    elif ACTIVATION == "gelu_tanh_no_mul":
         result = _gelu_tanh(gate)
-    elif KIND == "gelu":
+    elif ACTIVATION == "gelu":
         result = _gelu(gate) * up
-    elif KIND == "gelu_tanh":
+    elif ACTIVATION == "gelu_tanh":
         result = _gelu_tanh(gate) * up
-    elif KIND == "swiglu_oai":
-        result = gate * _sigmoid(ALPHA * gate) * (up + 1.0)
-    elif KIND == "swiglu_clamp_after":
-        result = minimum_nan(gate * _sigmoid(gate), LIMIT) * up
-    elif KIND == "situ":
-        if LIMIT > 0:
-            up = LIMIT * _tanh(up / LIMIT)
-        result = ALPHA * _tanh(gate / ALPHA) * _sigmoid(gate) * up
+    elif ACTIVATION == "swiglu_oai":
+        result = gate * _sigmoid(ACTIVATION_ALPHA * gate) * (up + 1.0)
+    elif ACTIVATION == "swiglu_clamp_after":
+        result = minimum_nan(gate * _sigmoid(gate), ACTIVATION_LIMIT) * up
+    elif ACTIVATION == "situ":
+        if ACTIVATION_LIMIT > 0:
+            up = ACTIVATION_LIMIT * _tanh(up / ACTIVATION_LIMIT)
+        result = ACTIVATION_ALPHA * _tanh(gate / ACTIVATION_ALPHA) * _sigmoid(gate) * up
     else:
-        gl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
+        gl.static_assert(ACTIVATION == "silu" or ACTIVATION == "swiglu_clamp_before")
         result = gate * _sigmoid(gate) * up
     return result
 
 
 @gluon.jit
 def _scale_and_bias(
-    values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
-    MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    values, a_scale, expert, weight_rows, weight_row, b_scale_ptr, bias_ptr,
+    SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Return `values` in float32 with channel scales and bias applied.
 
-    Column i of values is weight row row_b + i of `expert`. An expert has rows_b weight rows.
+    Column i of values is weight row weight_row + i of `expert`. An expert has weight_rows weight
+    rows.
     """
     values = values.to(gl.float32)
-    rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
-    offsets = expert.to(gl.int64) * rows_b + rows
-    if MODE == "channel":
-        b_scale = gl.load(b_scale_ptr + offsets, mask=rows < rows_b, other=0.0)
+    rows = weight_row + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
+    offsets = expert.to(gl.int64) * weight_rows + rows
+    if SCALE_MODE == "channel":
+        b_scale = gl.load(b_scale_ptr + offsets, mask=rows < weight_rows, other=0.0)
         values = values * (a_scale[:, None] * b_scale[None, :])
     if HAS_BIAS:
-        bias = gl.load(bias_ptr + offsets, mask=rows < rows_b, other=0.0).to(gl.float32)
+        bias = gl.load(bias_ptr + offsets, mask=rows < weight_rows, other=0.0).to(gl.float32)
         values = values + bias[None, :]
     return values
 
 
 @gluon.jit
-def store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT: gl.constexpr):
+def store_masked(buffer, row, end, first_column, out_ptr, size_n, LAYOUT: gl.constexpr):
     """Store a tile from shared memory. Rows >= end and columns >= columns are not stored."""
     rows = row + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
-    out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
-    mask = (rows < end)[:, None] & (column < columns)[None, :]
+    out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * size_n + column[None, :]
+    mask = (rows < end)[:, None] & (column < size_n)[None, :]
     gl.store(out_ptrs, buffer.load(LAYOUT), mask=mask)
 
 
 @gluon.jit
 def store_rows(
-    values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
+    values, row, end, first_column, out_ptr, out_desc, staging, staging_index: gl.constexpr, size_n,
 ):  # fmt: skip
     """Round and store a tile to consecutive rows of an output with `columns` columns.
 
@@ -111,57 +119,74 @@ def store_rows(
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
-    buffer = staging.index(slot)
+    buffer = staging.index(staging_index)
     # Wait for all TMA stores of the last tile. store_wait(1) would be wrong: the threads store a
     # partial tile without TMA, so the number of pending stores is not a number of tiles.
-    if slot == 0:
+    if staging_index == 0:
         tma.store_wait(0)
     buffer.store(values.to(out_desc.dtype))
     if row + ROWS <= end:
         fence_async_shared()
         tma_async_store(out_desc, [row, first_column], buffer)
     else:
-        LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        store_masked(buffer, row, end, first_column, out_ptr, columns, LAYOUT)
+        LANES_PER_ROW: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
+        LAYOUT: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 // LANES_PER_ROW, LANES_PER_ROW], [4, 1], [1, 0]
+        )
+        store_masked(buffer, row, end, first_column, out_ptr, size_n, LAYOUT)
 
 
 @gluon.jit
 def _finish_one_half(
-    values, a_scale, row, end, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
-    expert, rows_b, row_b, b_scale_ptr, bias_ptr,
-    MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    values, a_scale, row, end, out_ptr, out_desc, staging, staging_index: gl.constexpr, size_n,
+    expert, weight_rows, weight_row, b_scale_ptr, bias_ptr,
+    SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Apply the epilogue to one half of a tile and store it.
 
     The columns of the half are weight rows. If GATED, gate rows and up rows alternate.
     """
     values = _scale_and_bias(
-        values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
+        values,
+        a_scale,
+        expert,
+        weight_rows,
+        weight_row,
+        b_scale_ptr,
+        bias_ptr,
+        SCALE_MODE,
+        LAYOUT,
+        HAS_BIAS,
     )
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
-        value = activate(gate, up, KIND, ALPHA, LIMIT).to(out_desc.dtype)
+        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
+            out_desc.dtype
+        )
         # A thread has every fourth column. With pairs of adjacent columns instead, it can store to
         # shared memory in whole 8 x 8 matrices.
         PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
         value = gl.convert_layout(value, PAIRS)
-        store_rows(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
-    elif KIND != "identity":
-        value = activate(values, values, KIND, ALPHA, LIMIT)
-        store_rows(value, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
+        store_rows(
+            value, row, end, weight_row // 2, out_ptr, out_desc, staging, staging_index, size_n
+        )
+    elif ACTIVATION != "identity":
+        value = activate(values, values, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        store_rows(value, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n)
     else:
-        store_rows(values, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
+        store_rows(values, row, end, weight_row, out_ptr, out_desc, staging, staging_index, size_n)
 
 
 @gluon.jit
 def finish(
-    left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows,
-    first_row_b,
-    a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
-    MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    left, right, row, end, out_ptr, out_desc, staging, size_n, expert, weight_rows,
+    right_row_offset,
+    first_weight_row,
+    a_scale_ptr, a_scale_rows, b_scale_ptr, bias_ptr,
+    SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, GATE_STRIDE: gl.constexpr, GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
+    ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Apply scales, bias and activation to both halves of a tile, round and store the results.
 
@@ -172,44 +197,47 @@ def finish(
     out_desc: the output, in boxes as wide as the output of a half.
     staging: one or two buffers for boxes.
     expert: the expert of the tile.
-    rows_b: the number of weight rows of each expert.
-    first_row_b: the first weight row of the left half.
-    right_rows: the number of weight rows from the left half to the right half.
-    scale_rows: the index of each row in a_scale.
-    MODE: scales are applied only if MODE is "channel".
+    weight_rows: the number of weight rows of each expert.
+    first_weight_row: the first weight row of the left half.
+    right_row_offset: the number of weight rows from the left half to the right half.
+    a_scale_rows: the index of each row in a_scale.
+    SCALE_MODE: scales are applied only if SCALE_MODE is "channel".
     STEP, GATED: as in `grouped_gemm_tma_kernel`.
     """
     tile_rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(tile_rows.shape, 1.0, gl.float32, tile_rows.type.layout)
-    if MODE == "channel":
-        a_scale = gl.load(a_scale_ptr + scale_rows, mask=tile_rows < end, other=0.0)
-    if GATED and STEP == 1:
+    if SCALE_MODE == "channel":
+        a_scale = gl.load(a_scale_ptr + a_scale_rows, mask=tile_rows < end, other=0.0)
+    if GATED and GATE_STRIDE == 1:
         gate = _scale_and_bias(
             left,
             a_scale,
             expert,
-            rows_b,
-            first_row_b,
+            weight_rows,
+            first_weight_row,
             b_scale_ptr,
             bias_ptr,
-            MODE,
+            SCALE_MODE,
             LAYOUT,
             HAS_BIAS,
         )
         up = _scale_and_bias(
-            right, a_scale, expert, rows_b, first_row_b + right_rows, b_scale_ptr, bias_ptr,
-            MODE, LAYOUT, HAS_BIAS,
+            right, a_scale, expert, weight_rows, first_weight_row + right_row_offset, b_scale_ptr,
+            bias_ptr,
+            SCALE_MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip
-        value = activate(gate, up, KIND, ALPHA, LIMIT)
-        store_rows(value, row, end, first_row_b, out_ptr, out_desc, staging, 0, columns)
+        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        store_rows(value, row, end, first_weight_row, out_ptr, out_desc, staging, 0, size_n)
     else:
         _finish_one_half(
-            left, a_scale, row, end, out_ptr, out_desc, staging, 0, columns, expert, rows_b,
-            first_row_b,
-            b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
+            left, a_scale, row, end, out_ptr, out_desc, staging, 0, size_n, expert, weight_rows,
+            first_weight_row,
+            b_scale_ptr, bias_ptr, SCALE_MODE, LAYOUT, HAS_BIAS, GATED, ACTIVATION,
+            ACTIVATION_ALPHA, ACTIVATION_LIMIT,
         )  # fmt: skip
         _finish_one_half(
-            right, a_scale, row, end, out_ptr, out_desc, staging, staging.shape[0] - 1, columns,
-            expert, rows_b, first_row_b + right_rows,
-            b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
+            right, a_scale, row, end, out_ptr, out_desc, staging, staging.shape[0] - 1, size_n,
+            expert, weight_rows, first_weight_row + right_row_offset,
+            b_scale_ptr, bias_ptr, SCALE_MODE, LAYOUT, HAS_BIAS, GATED, ACTIVATION,
+            ACTIVATION_ALPHA, ACTIVATION_LIMIT,
         )  # fmt: skip

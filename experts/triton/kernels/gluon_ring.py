@@ -6,14 +6,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def allocate_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Return the barriers (full, empty) of a ring with STAGES stages.
 
-    A stage has one producer and READERS consumers.
+    A stage has one producer and CONSUMERS consumers.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
     return full, empty

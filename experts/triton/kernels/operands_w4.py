@@ -1,9 +1,17 @@
-"""Device functions that convert int32 words of eight 4-bit weights to MMA operands.
+"""Device functions that turn int32 words of 4-bit weights, and activations, into MMA operands.
 
-Word c of a row has the weights k = 8c to 8c + 7. `unpack_int4` unpacks two of them at a time into
-the halves of one 32-bit register: weights j and j + 4, or 2j and 2j + 1 if words are repacked. To
-avoid moving weights between registers, each step multiplies along K in a permuted order, called
-word order. The activation rows are permuted to match (`to_word_order`).
+The kernels of the aligned_w4 and gemv_w4 paths use them. Word c of a weight row holds the weights k
+= 8c to 8c + 7.
+
+`unpack_int4` writes two weights of a word to the two halves of one 32-bit register: weights j and j
++ 4 of the word, or 2j and 2j + 1 if words are repacked. An MMA expects other weights in a register.
+Instead of moving weights between registers and lanes, the kernels multiply along K in a permuted
+order, which this package calls word order, and permute the activations in the same way
+(`to_word_order`).
+
+Shapes: a step of a kernel's loop has MMAS_PER_STEP (here: STEPS) MMAs of ROWS weight rows by MMA_K
+    elements along K. bf16 activations are multiplied by a power of two (`prescale`), because
+    unpacked weights are very small.
 """
 
 import triton
@@ -21,33 +29,37 @@ from experts.triton.kernels.unpack_w4 import (
 
 @triton.jit
 def weight_row_indices(
-    first, count, inner, outer, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    first, count, inner, outer, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight row indices of columns [first, first + BLOCK_N), split into two summands.
+    """Return the weight row of each row of a block, as a pair of summands.
 
-    If EVEN_N, the second summand depends only on `outer`, so it is known at compile time if `outer`
-    is. Otherwise, columns >= count are clamped to count - 1.
+    A block covers the output columns [first, first + BLOCK_N). Its first BLOCK_N rows are gate (or
+    only) weight rows. Rows from BLOCK_N on are the up rows of the same columns, which are
+    UP_ROW_OFFSET rows after the gate rows.
 
-    inner, outer: inner + outer is the row within the block. Rows from BLOCK_N on are up rows, which
-        are UP_ROW after the gate rows. `outer` contains the start of each equal-sized part of the
-        block.
-    count: the number of columns.
-    STEP: weight rows per column.
+    The row is split into two summands so that addresses are cheap: if EVEN_N, the second summand
+    depends only on `outer`, and is a compile-time constant if `outer` is. Otherwise, columns >=
+    count are clamped to count - 1.
+
+    first: the first output column.
+    count: the number of output columns.
+    inner, outer: inner + outer is the row within the block.
+    GATE_STRIDE: number of weight rows between two columns: 2 if gate and up rows alternate, else 1.
     EVEN_N: whether BLOCK_N divides count.
     """
-    up = outer // BLOCK_N * UP_ROW
+    up = outer // BLOCK_N * UP_ROW_OFFSET
     if EVEN_N:
-        rows = ((first + inner) * STEP, outer % BLOCK_N * STEP + up)
+        rows = ((first + inner) * GATE_STRIDE, outer % BLOCK_N * GATE_STRIDE + up)
     else:
         column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)  # NaN-free: integers
-        rows = (inner * 0, column * STEP + up)
+        rows = (inner * 0, column * GATE_STRIDE + up)
     return rows
 
 
 @triton.jit
 def row_offsets(rows, stride):
-    """Multiply both summands of `weight_row_indices` by a stride."""
+    """Multiply both summands of `weight_row_indices` by the stride of a weight row."""
     return rows[0] * stride, rows[1] * stride
 
 
@@ -61,16 +73,21 @@ _TWO_REGISTERS: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def to_word_order(
-    values, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
+    values,
+    WEIGHT_FORMAT: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    MMA_K: tl.constexpr,
 ):
-    """Permute (STEPS, ROWS, DEPTH) from the order of k to the word order of `unpack_words`.
+    """Permute the last axis of (STEPS, ROWS, MMA_K) from the order of k to word order.
 
-    Each of the four lanes along K holds whole words. The reshape splits k into its bits. In word
-    order, the index of the register within the lane's words comes first. The lane and the half of
-    the register come last.
+    In an MMA operand, four lanes share a row along K. Each of them holds whole words. The reshape
+    splits k into its bits, and the permutation puts them in the order in which `unpack_words`
+    returns weights: first the register within a word, then the word, then the lane, and last the
+    half of the register. Before triton 3.9, a lane has two adjacent registers (`_TWO_REGISTERS`).
     """
-    split = tl.reshape(values, (STEPS, ROWS, 4, DEPTH // 32, 2, 2, 2))
-    if FORMAT == "e2m1_repacked":
+    split = tl.reshape(values, (STEPS, ROWS, 4, MMA_K // 32, 2, 2, 2))
+    if WEIGHT_FORMAT == "e2m1_repacked":
         if _TWO_REGISTERS:
             ordered = tl.permute(split, (0, 1, 5, 3, 2, 4, 6))
         else:
@@ -79,110 +96,122 @@ def to_word_order(
         ordered = tl.permute(split, (0, 1, 5, 3, 2, 6, 4))
     else:
         ordered = tl.permute(split, (0, 1, 5, 3, 6, 2, 4))
-    return tl.reshape(ordered, (STEPS, ROWS, DEPTH))
+    return tl.reshape(ordered, (STEPS, ROWS, MMA_K))
 
 
 @triton.jit
-def word_order_offsets(DEPTH: tl.constexpr):
-    """Return the offsets along k for `activations_to_word_order`, (1, DEPTH / 32, 1, 32).
+def word_order_offsets(MMA_K: tl.constexpr):
+    """Return the k offsets at which to load activations for `activations_to_word_order`.
 
-    Eight adjacent values belong to one word. The words of four lanes, which are DEPTH / 4 apart,
-    become adjacent, so that reading a tile from shared memory has no bank conflicts.
+    The result is (1, MMA_K / 32, 1, 32). Eight adjacent values belong to one word. The words of
+    four lanes, which are MMA_K / 4 apart, become adjacent, so that reading the tile from shared
+    memory has no bank conflicts.
     """
-    word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
+    word = tl.arange(0, MMA_K // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
-    return word + (k // 8) * (DEPTH // 4) + k % 8
+    return word + (k // 8) * (MMA_K // 4) + k % 8
 
 
 @triton.jit
-def word_start_offsets(DEPTH: tl.constexpr):
-    """Like `word_order_offsets`, but all values of a word get the offset of its first value."""
-    word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
+def word_start_offsets(MMA_K: tl.constexpr):
+    """Like `word_order_offsets`, but every value gets the offset of the first value of its word.
+
+    Used for masks, which are the same for all values of a word.
+    """
+    word = tl.arange(0, MMA_K // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
-    return word + (k // 8) * (DEPTH // 4)
+    return word + (k // 8) * (MMA_K // 4)
 
 
 @triton.jit
 def activations_to_word_order(
-    a, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
+    a, WEIGHT_FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, MMA_K: tl.constexpr
 ):
-    """Permute (STEPS, DEPTH / 32, ROWS, 32), loaded at `word_order_offsets`, to word order.
+    """Permute activations that were loaded at `word_order_offsets` to word order.
 
-    Return (STEPS, DEPTH, ROWS).
+    a: (STEPS, MMA_K / 32, ROWS, 32), where ROWS counts activation rows.
+
+    Return (STEPS, MMA_K, ROWS), the right operand of the MMA.
     """
-    lanes = tl.reshape(a, (STEPS, DEPTH // 32, ROWS, 4, 8))
-    rows = tl.reshape(tl.permute(lanes, (0, 2, 3, 1, 4)), (STEPS, ROWS, DEPTH))
-    return tl.permute(to_word_order(rows, FORMAT, STEPS, ROWS, DEPTH), (0, 2, 1))
+    lanes = tl.reshape(a, (STEPS, MMA_K // 32, ROWS, 4, 8))
+    rows = tl.reshape(tl.permute(lanes, (0, 2, 3, 1, 4)), (STEPS, ROWS, MMA_K))
+    return tl.permute(to_word_order(rows, WEIGHT_FORMAT, STEPS, ROWS, MMA_K), (0, 2, 1))
 
 
 @triton.jit
-def prescale(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
-    """Multiply x (STEPS, DEPTH, ROWS), which is in word order, by `prescale_factor` if x is bf16.
+def prescale(x, WEIGHT_FORMAT: tl.constexpr, MMA_K: tl.constexpr):
+    """Multiply bf16 activations in word order by `prescale_factor`; return other dtypes unchanged.
 
-    The result is exact for |x| below 2^63. For integers, values at odd k are multiplied by a factor
-    16 times smaller, because their weights are unpacked 16 times too large (see `unpack_w4`).
+    Without the factor, products with unpacked weights would underflow in float32. The result is
+    exact for |x| below 2^63. For integers, values at odd k get a factor that is 16 times smaller,
+    because their weights are unpacked 16 times too large (see `unpack_w4`).
+
+    x: (STEPS, MMA_K, ROWS).
     """
-    if x.dtype == tl.bfloat16 and FORMAT != "nvfp4":
-        if is_e2m1(FORMAT):
-            x = x * tl.full((1, 1, 1), prescale_factor(FORMAT, 0), tl.bfloat16)
+    if x.dtype == tl.bfloat16 and WEIGHT_FORMAT != "nvfp4":
+        if is_e2m1(WEIGHT_FORMAT):
+            x = x * tl.full((1, 1, 1), prescale_factor(WEIGHT_FORMAT, 0), tl.bfloat16)
         else:
             # Distance from an even k to the odd one after it, in word order.
             DISTANCE: tl.constexpr = 2 if _TWO_REGISTERS else 8
             even = tl.full(
-                (1, DEPTH // DISTANCE // 2, 1, 1), prescale_factor(FORMAT, 0), tl.bfloat16
+                (1, MMA_K // DISTANCE // 2, 1, 1), prescale_factor(WEIGHT_FORMAT, 0), tl.bfloat16
             )
             odd = tl.full(
-                (1, DEPTH // DISTANCE // 2, 1, 1), prescale_factor(FORMAT, 1), tl.bfloat16
+                (1, MMA_K // DISTANCE // 2, 1, 1), prescale_factor(WEIGHT_FORMAT, 1), tl.bfloat16
             )
             # Only constants are permuted, so that x can be loaded in the layout of the MMA operand.
             factor = tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3))
-            split = tl.reshape(x, (x.shape[0], DEPTH // DISTANCE // 2, 2, DISTANCE, x.shape[2]))
+            split = tl.reshape(x, (x.shape[0], MMA_K // DISTANCE // 2, 2, DISTANCE, x.shape[2]))
             x = tl.reshape(split * factor, x.shape)
     return x
 
 
 @triton.jit
 def unpack_words(
-    words, FORMAT: tl.constexpr, dtype: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, MMA_K: tl.constexpr,
 ):  # fmt: skip
-    """Unpack int32 words (STEPS, ROWS, DEPTH / 8) to weights (STEPS, ROWS, DEPTH) in word order."""
-    return to_word_order(unpack_int4(words, FORMAT, dtype), FORMAT, STEPS, ROWS, DEPTH)
+    """Unpack int32 words (STEPS, ROWS, MMA_K / 8) to weights (STEPS, ROWS, MMA_K) in word order."""
+    return to_word_order(
+        unpack_int4(words, WEIGHT_FORMAT, dtype), WEIGHT_FORMAT, STEPS, ROWS, MMA_K
+    )
 
 
 @triton.jit
 def unpack_scaled_words(
-    words, scale, FORMAT: tl.constexpr, dtype: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    words, scale, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, MMA_K: tl.constexpr,
 ):  # fmt: skip
     """Like `unpack_words`, but multiply each NVFP4 weight by the scale of its group, exactly.
 
-    scale: e4m3 (STEPS, ROWS, DEPTH / 16), one scale per two words.
+    scale: e4m3 (STEPS, ROWS, MMA_K / 16), one scale per two words.
     """
     UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
-    scale_per_word = tl.broadcast_to(scale.to(dtype)[:, :, :, None], (STEPS, ROWS, DEPTH // 16, 2))
-    factors = tl.reshape(scale_per_word, (STEPS, ROWS, DEPTH // 8, 1, 1, 1))
-    values = unpack_int4(words, FORMAT, dtype) * tl.full((1, 1, 1, 1, 1, 1), UNIT, dtype)
-    return to_word_order(values * factors, FORMAT, STEPS, ROWS, DEPTH)
+    scale_per_word = tl.broadcast_to(scale.to(dtype)[:, :, :, None], (STEPS, ROWS, MMA_K // 16, 2))
+    factors = tl.reshape(scale_per_word, (STEPS, ROWS, MMA_K // 8, 1, 1, 1))
+    values = unpack_int4(words, WEIGHT_FORMAT, dtype) * tl.full((1, 1, 1, 1, 1, 1), UNIT, dtype)
+    return to_word_order(values * factors, WEIGHT_FORMAT, STEPS, ROWS, MMA_K)
 
 
 @triton.jit
-def load_scale(ptrs, in_bounds, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr):
-    """Load scales; return scale * 2^MISSING_LOG2 in float32.
+def load_scale(ptrs, in_bounds, WEIGHT_FORMAT: tl.constexpr, MISSING_FACTOR_LOG2: tl.constexpr):
+    """Load weight scales; return scale * 2^MISSING_FACTOR_LOG2 in float32.
 
-    Scales of e2m1 are E8M0 exponents: 255 gives NaN, and for bf16, scales of 2^50 or more give
-    infinity.
+    The factor corrects that results of the MMA are too small (`missing_factor_log2`). The scales of
+    e2m1 are E8M0 exponents. 255 gives NaN. With bf16, scales of 2^50 or more give infinity.
 
+    ptrs: pointers to the scales.
     in_bounds: the result is 0 where this is False. None if all scales are in bounds.
     """
     scale = tl.load(ptrs)
-    if is_e2m1(FORMAT):
+    if is_e2m1(WEIGHT_FORMAT):
         # A masked load, or bytes packed two to a register, would be slower.
         result = scale_values(
-            hide_from_optimizer(scale.to(tl.int32)), FORMAT, MISSING_LOG2, in_bounds
+            hide_from_optimizer(scale.to(tl.int32)), WEIGHT_FORMAT, MISSING_FACTOR_LOG2, in_bounds
         )
     else:
-        result = scale_values(_to_float32(scale), FORMAT, MISSING_LOG2)
+        result = scale_values(_to_float32(scale), WEIGHT_FORMAT, MISSING_FACTOR_LOG2)
         if in_bounds is not None:
             result = tl.where(in_bounds, result, 0.0)
     return result
@@ -190,9 +219,10 @@ def load_scale(ptrs, in_bounds, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr
 
 @triton.jit
 def _to_float32(scale):
-    """Convert bf16 scales to float32 in assembly. Return other scales unchanged.
+    """Convert bf16 scales to float32 in assembly. Return scales of other dtypes unchanged.
 
-    Without the assembly, the loop would carry the 16-bit values, packed two to a register.
+    Without the assembly, the compiler would keep the 16-bit values across the loop, two in a
+    register, and unpack them in every iteration.
     """
     if USE_INLINE_ASM and scale.dtype == tl.bfloat16:
         scale = tl.inline_asm_elementwise(
@@ -203,60 +233,74 @@ def _to_float32(scale):
 
 
 @triton.jit
-def scale_values(scale, FORMAT: tl.constexpr, MISSING_LOG2: tl.constexpr, in_bounds=None):
-    """Convert loaded scales like `load_scale`. `in_bounds` is used only for exponents."""
-    if is_e2m1(FORMAT):
+def scale_values(
+    scale, WEIGHT_FORMAT: tl.constexpr, MISSING_FACTOR_LOG2: tl.constexpr, in_bounds=None
+):
+    """Convert scales that are already loaded, as `load_scale` does.
+
+    in_bounds: used only for E8M0 exponents.
+    """
+    if is_e2m1(WEIGHT_FORMAT):
         # Nine bits: the exponent and one bit of the significand. 510 is infinity, 511 is NaN.
         exponent = scale.to(tl.int32)
         max_bits = 510 + ((exponent + 1) >> 8)
         if in_bounds is not None:
             max_bits = tl.where(in_bounds, max_bits, 0)
-        bits = tl.minimum(2 * (exponent + MISSING_LOG2), max_bits)  # NaN-free: integers
+        bits = tl.minimum(2 * (exponent + MISSING_FACTOR_LOG2), max_bits)  # NaN-free: integers
         result = (bits << 22).to(tl.float32, bitcast=True)
     else:
-        result = scale.to(tl.float32) * 2.0**MISSING_LOG2
+        result = scale.to(tl.float32) * 2.0**MISSING_FACTOR_LOG2
     return result
 
 
 @triton.jit
-def load_zero(ptrs, shift, HAS_ZERO: tl.constexpr, WITHOUT_OFFSET: tl.constexpr):
-    """Load zero points as float32.
+def load_zero_points(
+    ptrs, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr
+):
+    """Load 4-bit zero points as float32.
 
-    Subtract 8 unless WITHOUT_OFFSET, to match the offset of the unpacked weights. Without HAS_ZERO,
-    the result is the same as for a zero point of 8.
+    Unpacked integers are q or q - 8. The zero points get the same offset: 8 is subtracted unless
+    UNPACKED_WITHOUT_OFFSET. Without HAS_ZERO_POINTS, the result is that of a zero point of 8.
+
+    ptrs: pointers to bytes with the zero points of two weight rows.
+    shift: the position of the zero point in its byte, bit 0 or 4.
+    UNPACKED_WITHOUT_OFFSET: `unpacks_without_offset`.
     """
-    if HAS_ZERO:
-        zero = (hide_from_optimizer(tl.load(ptrs).to(tl.int32)) >> shift) & 15
-        result = (zero if WITHOUT_OFFSET else zero - 8).to(tl.float32)
+    if HAS_ZERO_POINTS:
+        zero_point = (hide_from_optimizer(tl.load(ptrs).to(tl.int32)) >> shift) & 15
+        result = (zero_point if UNPACKED_WITHOUT_OFFSET else zero_point - 8).to(tl.float32)
     else:
-        result = tl.full((1, 1, 1), 8.0 if WITHOUT_OFFSET else 0.0, tl.float32)
+        result = tl.full((1, 1, 1), 8.0 if UNPACKED_WITHOUT_OFFSET else 0.0, tl.float32)
     return result
 
 
 @triton.jit
 def multiply_words(
-    words, x, zero, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr,
+    words, x, zero_point, WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, MMA_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (weights - zero points) @ x, without scales, float32 (STEPS, ROWS, M).
+    """Return (weights - zero points) @ x, without scales, float32 (STEPS, ROWS, BLOCK_M).
 
-    words: int32 (STEPS, ROWS, DEPTH / 8).
-    x: (STEPS, DEPTH, M) in word order, the output of `prescale`.
-    zero: the result of `load_zero`, (STEPS, ROWS, 1).
+    The zero points are not subtracted from each weight. Instead, the sum of x along K is multiplied
+    by them and subtracted.
+
+    words: int32 (STEPS, ROWS, MMA_K / 8), packed weights.
+    x: (STEPS, MMA_K, BLOCK_M) activations in word order, from `prescale`.
+    zero_point: (STEPS, ROWS, 1), from `load_zero_points`.
     """
-    acc = tl.zeros((STEPS, ROWS, M), tl.float32)
-    if HAS_ZERO or unpacks_without_offset(FORMAT, x.dtype):
+    acc = tl.zeros((STEPS, ROWS, BLOCK_M), tl.float32)
+    if HAS_ZERO_POINTS or unpacks_without_offset(WEIGHT_FORMAT, x.dtype):
         # An MMA with all-ones weights sums x along K. Every row of the result is the same.
-        one_code: tl.constexpr = 1 if unpacks_without_offset(FORMAT, x.dtype) else 9
+        one_code: tl.constexpr = 1 if unpacks_without_offset(WEIGHT_FORMAT, x.dtype) else 9
         ones = tl.full(
-            (STEPS, 16, DEPTH // 8), 0x11111111 * one_code - (1 << 32) * (one_code // 8), tl.int32
+            (STEPS, 16, MMA_K // 8), 0x11111111 * one_code - (1 << 32) * (one_code // 8), tl.int32
         )
-        sums = tl.dot(unpack_words(ones, FORMAT, x.dtype, STEPS, 16, DEPTH), x)
+        sums = tl.dot(unpack_words(ones, WEIGHT_FORMAT, x.dtype, STEPS, 16, MMA_K), x)
         # Use a reshape: `[:, None]` would move the values through shared memory.
-        sums = tl.reshape(sums, (STEPS, 1, 16, M))
-        if HAS_ZERO:
-            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * -sums
+        sums = tl.reshape(sums, (STEPS, 1, 16, BLOCK_M))
+        if HAS_ZERO_POINTS:
+            zero_point_terms = tl.reshape(zero_point, (STEPS, ROWS // 16, 16, 1)) * -sums
         else:
-            zeros = tl.broadcast_to(sums * -8.0, (STEPS, ROWS // 16, 16, M))
-        acc = tl.reshape(zeros, (STEPS, ROWS, M))
-    return tl.dot(unpack_words(words, FORMAT, x.dtype, STEPS, ROWS, DEPTH), x, acc)
+            zero_point_terms = tl.broadcast_to(sums * -8.0, (STEPS, ROWS // 16, 16, BLOCK_M))
+        acc = tl.reshape(zero_point_terms, (STEPS, ROWS, BLOCK_M))
+    return tl.dot(unpack_words(words, WEIGHT_FORMAT, x.dtype, STEPS, ROWS, MMA_K), x, acc)

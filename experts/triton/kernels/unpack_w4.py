@@ -1,8 +1,17 @@
-"""Device functions that unpack int32 words of eight 4-bit weights.
+"""Device functions that unpack 4-bit weights: int32 words, each with eight weights of one row.
 
-FORMAT is the content of a word. "integer" and "e2m1" have one code per nibble, the low nibble
-first. The bits of "e2m1_repacked" are reordered by `modular_kernel.quant.repacking`. "nvfp4"
-differs from "e2m1" only in its scales.
+The kernels for 4-bit weights (aligned_w4, gemv_w4, dequantized and the weight-only GEMM tile) use
+them. WEIGHT_FORMAT says what a word holds:
+
+    "integer"        eight unsigned 4-bit integers, one per nibble, the low nibble first
+    "e2m1"           eight e2m1 values (4-bit floating point of mxfp4), one per nibble, low first
+    "e2m1_repacked"  eight e2m1 values whose bits are reordered, so that fewer instructions unpack
+                     them (`modular_kernel.quant.repacking`)
+    "nvfp4"          like "e2m1"; only the scales differ: e4m3 instead of E8M0
+
+Two weights are unpacked at a time, to the two 16-bit halves of a 32-bit register. The unpacked
+weights are bf16 or fp16. Some are too small by a power of two, because moving bits is faster than
+converting them; the functions below say by which.
 """
 
 from collections.abc import Callable
@@ -15,9 +24,11 @@ import triton.language as tl
 # mask selects two nibbles: 0x000F000F selects the lowest nibble of each half, and 0x00F000F0 the
 # next nibble of each half.
 def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
-    """Return PTX that unpacks a word.
+    """Return PTX that unpacks the word in register $4 to registers $0 to $3, two 16-bit values
+    each.
 
-    pair: a function of i that returns code that moves nibbles i and i + 4 of W to the halves of T.
+    pair: a function of i = 0 or 1. It returns PTX that moves nibbles i and i + 4 of W to the two
+        halves of T.
     """
     code = "shr.b32 w, $4, 8; "
     for j in range(4):
@@ -26,18 +37,18 @@ def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
 
 
 def _integers_bf16(i: int) -> str:
-    """Return code that puts integers q into the low bits of bf16 values.
+    """Return PTX that puts integers q into the low bits of two bf16 values.
 
-    The values are q * 2^-133, or 16 * q * 2^-133 if i = 1: bf16 values are linear in their bit
-    patterns below 2^8, which are the subnormals and the smallest normals.
+    bf16 values whose bit pattern is below 2^8 are linear in their bit pattern: pattern q is the
+    value q * 2^-133. The results are therefore q * 2^-133 for i = 0 and 16 * q * 2^-133 for i = 1.
     """
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
 
 def _integers_fp16(i: int) -> str:
-    """Return code that computes q - 8.
+    """Return PTX that computes q - 8 in fp16 for two integers q.
 
-    The bits 0x6400 | q are 1024 + q in fp16, and 0x6400 | 16 q are 1024 + 16 q.
+    The bits 0x6400 | q are the number 1024 + q in fp16, and 0x6400 | 16 q are 1024 + 16 q.
     """
     one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
@@ -47,10 +58,11 @@ def _integers_fp16(i: int) -> str:
 
 
 def _e2m1_bf16(i: int) -> str:
-    """Return code that moves e2m1 codes to the sign bit and the field boundary of bf16 values.
+    """Return PTX that moves two e2m1 codes to the sign bit and the field boundary of bf16 values.
 
-    An e2m1 code is a sign, two exponent bits and a mantissa bit. A multiplication makes two copies
-    of it: one has the sign in place, the other has the exponent and mantissa in place.
+    An e2m1 code has a sign bit, two exponent bits and a mantissa bit. A multiplication makes two
+    shifted copies of it: one has the sign in place, and the other one has exponent and mantissa in
+    place.
     """
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (
@@ -60,7 +72,7 @@ def _e2m1_bf16(i: int) -> str:
 
 
 def _e2m1_fp16(i: int) -> str:
-    """Like `_e2m1_bf16`, for fp16. The code uses shifts, because the copies would overlap."""
+    """Like `_e2m1_bf16`, for fp16. The code uses shifts, because the two copies would overlap."""
     right = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
         f"shl.b32 T, W, {12 - 4 * i}; {right}"
@@ -78,9 +90,10 @@ USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 @triton.jit
 def hide_from_optimizer(value):
-    """Return `value`, an int32 or int64, in a way that hides its origin from the compiler.
+    """Return `value`, an int32 or int64, so that the compiler does not know how it was computed.
 
-    No instruction is emitted.
+    The compiler can then neither move its computation nor merge it with others. The function emits
+    no instruction.
     """
     if USE_INLINE_ASM and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
@@ -95,13 +108,13 @@ def hide_from_optimizer(value):
 
 @triton.constexpr_function
 def is_e2m1(word_format: str) -> bool:
-    """Return whether words hold e2m1 values with E8M0 scales."""
+    """Return whether words hold e2m1 values with E8M0 scales (mxfp4)."""
     return word_format in ("e2m1", "e2m1_repacked")
 
 
 @triton.constexpr_function
 def holds_e2m1(word_format: str) -> bool:
-    """Return whether words hold e2m1 values, with any scales."""
+    """Return whether words hold e2m1 values, with any kind of scales."""
     return is_e2m1(word_format) or word_format == "nvfp4"
 
 
@@ -111,22 +124,28 @@ def holds_e2m1(word_format: str) -> bool:
 # `prescale_factor` (see `prescale`).
 @triton.constexpr_function
 def prescale_factor(word_format: str, odd: int) -> float:
-    """Return the factor for bf16 values of x at even k (odd = 0) or at odd k (odd = 1)."""
+    """Return the factor for bf16 activations at even k (odd = 0) or at odd k (odd = 1)."""
     return 2.0**48 if is_e2m1(word_format) else 2.0 ** (64 - 4 * odd)
 
 
 @triton.constexpr_function
 def unpacks_without_offset(word_format: str, dtype: tl.dtype) -> bool:
-    """Return whether unpacked integers are q. Otherwise, they are q - 8."""
+    """Return whether unpacked integers are the codes q. Otherwise, they are q - 8.
+
+    dtype: the dtype of the unpacked weights.
+    """
     return not holds_e2m1(word_format) and dtype == tl.bfloat16
 
 
 @triton.constexpr_function
 def missing_factor_log2(word_format: str, dtype: tl.dtype) -> int:
-    """Return log2 of the factor that is still missing after the MMA.
+    """Return log2 of the factor by which results of the MMA are too small.
 
-    The operands of the MMA are unpacked weights and the output of `prescale`. The result is 0 for
-    NVFP4, because its weights are multiplied by the factor before they are scaled.
+    The operands of the MMA are unpacked weights, and activations that were multiplied by
+    `prescale_factor`. The result is 0 for NVFP4, because its weights are multiplied by the factor
+    before the MMA.
+
+    dtype: the dtype of the activations.
     """
     if word_format == "nvfp4":
         return 0
@@ -137,15 +156,15 @@ def missing_factor_log2(word_format: str, dtype: tl.dtype) -> int:
 
 @triton.jit
 def e8m0_values(exponents):
-    """Convert E8M0 bytes to float32: 2^(exponent - 127), NaN for 255."""
+    """Convert E8M0 scales (8-bit exponents) to float32: 2^(exponent - 127), NaN for 255."""
     return tl.where(exponents == 255, float("nan"), tl.exp2(exponents.to(tl.float32) - 127.0))
 
 
 @triton.jit
-def _unpack_nibble(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Return the value of nibble J of each word, without inline assembly."""
+def _unpack_nibble(words, J: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Return nibble J of each word as the inline assembly would unpack it. Used in the interpreter."""
     code = (words >> (4 * J)) & 15
-    if holds_e2m1(FORMAT):
+    if holds_e2m1(WEIGHT_FORMAT):
         low = code & 7
         quarters = tl.where(low < 4, 2 * low, (2 + (low & 1)) << (low >> 1))
         unit: tl.constexpr = 2.0**-128 if dtype == tl.bfloat16 else 2.0**-16
@@ -160,7 +179,7 @@ def _unpack_nibble(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def _halves(pair, dtype: tl.constexpr):
-    """Return the values in the lower and the upper half of an int32.
+    """Return the values in the lower and in the upper 16 bits of an int32, as `dtype`.
 
     If an MMA takes both values in one register, the compiler keeps them in that register.
     """
@@ -170,10 +189,11 @@ def _halves(pair, dtype: tl.constexpr):
 
 @triton.jit
 def _unpack_repacked(words, dtype: tl.constexpr):
-    """Unpack repacked words to four int32. The halves of int32 i are values 2i and 2i + 1.
+    """Unpack words in the "e2m1_repacked" format to four int32 with two 16-bit values each.
 
-    As in `modular_kernel.quant.repacking.unpack_words`, five shifts and four masks move the values
-    to the fields of bf16.
+    The halves of int32 i are the values of k = 2i and 2i + 1. As in
+    `modular_kernel.quant.repacking.unpack_words`, five shifts and four masks move the bits of the
+    values to the fields of bf16.
     """
     w = words.to(tl.uint32, bitcast=True)
     p0 = w & 0x81C081C0
@@ -203,13 +223,14 @@ def _fp16_fields(pair):
 
 
 @triton.jit
-def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Unpack int32 words (...) to weights (..., 2, 2, 2), indexed by the bits of k, highest first.
+def unpack_int4(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """Unpack int32 words (...) to weights (..., 2, 2, 2). The new axes are the three bits of k % 8.
 
-    The weights are e2m1 values, or the integers q or q - 8 (`unpacks_without_offset`), in bf16 or
-    fp16. They are exact except for a power-of-two factor (`missing_factor_log2`).
+    The highest bit comes first. The weights are bf16 or fp16: e2m1 values, or the integers q or q -
+    8 (`unpacks_without_offset`). They are exact except for a factor that is a power of two
+    (`missing_factor_log2`).
     """
-    if FORMAT == "e2m1_repacked":
+    if WEIGHT_FORMAT == "e2m1_repacked":
         p0, p1, p2, p3 = _unpack_repacked(words, dtype)
         v0, v1 = _halves(p0, dtype)
         v2, v3 = _halves(p1, dtype)
@@ -217,9 +238,9 @@ def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         v6, v7 = _halves(p3, dtype)
     elif USE_INLINE_ASM:
         if dtype == tl.bfloat16:
-            code: tl.constexpr = _E2M1_BF16 if holds_e2m1(FORMAT) else _INTEGER_BF16
+            code: tl.constexpr = _E2M1_BF16 if holds_e2m1(WEIGHT_FORMAT) else _INTEGER_BF16
         else:
-            code: tl.constexpr = _E2M1_FP16 if holds_e2m1(FORMAT) else _INTEGER_FP16
+            code: tl.constexpr = _E2M1_FP16 if holds_e2m1(WEIGHT_FORMAT) else _INTEGER_FP16
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             code, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
@@ -228,14 +249,14 @@ def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         v2, v6 = _halves(p2, dtype)
         v3, v7 = _halves(p3, dtype)
     else:
-        v0 = _unpack_nibble(words, 0, FORMAT, dtype)
-        v1 = _unpack_nibble(words, 1, FORMAT, dtype)
-        v2 = _unpack_nibble(words, 2, FORMAT, dtype)
-        v3 = _unpack_nibble(words, 3, FORMAT, dtype)
-        v4 = _unpack_nibble(words, 4, FORMAT, dtype)
-        v5 = _unpack_nibble(words, 5, FORMAT, dtype)
-        v6 = _unpack_nibble(words, 6, FORMAT, dtype)
-        v7 = _unpack_nibble(words, 7, FORMAT, dtype)
+        v0 = _unpack_nibble(words, 0, WEIGHT_FORMAT, dtype)
+        v1 = _unpack_nibble(words, 1, WEIGHT_FORMAT, dtype)
+        v2 = _unpack_nibble(words, 2, WEIGHT_FORMAT, dtype)
+        v3 = _unpack_nibble(words, 3, WEIGHT_FORMAT, dtype)
+        v4 = _unpack_nibble(words, 4, WEIGHT_FORMAT, dtype)
+        v5 = _unpack_nibble(words, 5, WEIGHT_FORMAT, dtype)
+        v6 = _unpack_nibble(words, 6, WEIGHT_FORMAT, dtype)
+        v7 = _unpack_nibble(words, 7, WEIGHT_FORMAT, dtype)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return tl.join(even, odd)

@@ -136,7 +136,7 @@ class ConfigSpace(Tunable):
 
     def _is_valid_launch(self, launch: Launch, gemm: Gemm, path: str) -> bool:
         """Return whether `launch` can be launched and its block_k is less than 2 K."""
-        has_large_block_k = getattr(launch, "block_k", 0) >= 2 * gemm.depth
+        has_large_block_k = getattr(launch, "block_k", 0) >= 2 * gemm.size_k
         violations = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
         return not has_large_block_k and next(violations, None) is None
 

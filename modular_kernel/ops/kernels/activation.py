@@ -60,60 +60,63 @@ def _tanh(value):
 
 @triton.jit
 def activate(
-    gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    gate, up, ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr,
+    ACTIVATION_LIMIT: tl.constexpr,
     FLUSH_SUBNORMALS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the activation KIND of float32 gate and up values; ungated kinds ignore `up`.
+    """Return the activation ACTIVATION of float32 gate and up values; ungated kinds ignore `up`.
 
-    ALPHA, LIMIT: parameters of the activation (`ActivationSpec`); LIMIT 0 means no limit.
+    ACTIVATION_ALPHA, ACTIVATION_LIMIT: parameters of the activation (`ActivationSpec`);
+        ACTIVATION_LIMIT 0 means no limit.
     FLUSH_SUBNORMALS: results of kinds with a sigmoid may be zero for gates below -87.3.
     """
-    if LIMIT > 0 and KIND != "situ":
-        up = clamp_nan(up, -LIMIT, LIMIT)
-        if KIND != "swiglu_clamp_after":
-            gate = minimum_nan(gate, LIMIT)
-    if KIND == "relu2":
+    if ACTIVATION_LIMIT > 0 and ACTIVATION != "situ":
+        up = clamp_nan(up, -ACTIVATION_LIMIT, ACTIVATION_LIMIT)
+        if ACTIVATION != "swiglu_clamp_after":
+            gate = minimum_nan(gate, ACTIVATION_LIMIT)
+    if ACTIVATION == "relu2":
         positive = maximum_nan(gate, 0.0)
         result = positive * positive
-    elif KIND == "silu_no_mul":
+    elif ACTIVATION == "silu_no_mul":
         result = gate * _sigmoid(gate, FLUSH_SUBNORMALS)
-    elif KIND == "gelu_no_mul":
+    elif ACTIVATION == "gelu_no_mul":
         result = _gelu(gate)
-    elif KIND == "gelu_tanh_no_mul":
+    elif ACTIVATION == "gelu_tanh_no_mul":
         result = _gelu_tanh(gate)
-    elif KIND == "gelu":
+    elif ACTIVATION == "gelu":
         result = _gelu(gate) * up
-    elif KIND == "gelu_tanh":
+    elif ACTIVATION == "gelu_tanh":
         result = _gelu_tanh(gate) * up
-    elif KIND == "swiglu_oai":
-        result = gate * _sigmoid(ALPHA * gate, FLUSH_SUBNORMALS) * (up + 1.0)
-    elif KIND == "swiglu_clamp_after":
-        result = minimum_nan(gate * _sigmoid(gate, FLUSH_SUBNORMALS), LIMIT) * up
-    elif KIND == "situ":
-        if LIMIT > 0:
-            up = LIMIT * _tanh(up / LIMIT)
-        result = ALPHA * _tanh(gate / ALPHA) * tl.sigmoid(gate) * up
+    elif ACTIVATION == "swiglu_oai":
+        result = gate * _sigmoid(ACTIVATION_ALPHA * gate, FLUSH_SUBNORMALS) * (up + 1.0)
+    elif ACTIVATION == "swiglu_clamp_after":
+        result = minimum_nan(gate * _sigmoid(gate, FLUSH_SUBNORMALS), ACTIVATION_LIMIT) * up
+    elif ACTIVATION == "situ":
+        if ACTIVATION_LIMIT > 0:
+            up = ACTIVATION_LIMIT * _tanh(up / ACTIVATION_LIMIT)
+        result = ACTIVATION_ALPHA * _tanh(gate / ACTIVATION_ALPHA) * tl.sigmoid(gate) * up
     else:
-        tl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
+        tl.static_assert(ACTIVATION == "silu" or ACTIVATION == "swiglu_clamp_before")
         result = gate * _sigmoid(gate, FLUSH_SUBNORMALS) * up
     return result
 
 
 @triton.jit
 def activation_kernel(
-    x_ptr, out_ptr, intermediate, stride_x, stride_out, up_offset,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, out_ptr, intermediate_size, stride_x, stride_out, up_offset,
+    ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr, ACTIVATION_LIMIT: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    BLOCK_INTERMEDIATE: tl.constexpr,
 ):  # fmt: skip
     """out[r, i] = act(x[r, i * STEP], x[r, i * STEP + up_offset]), computed in float32.
 
     Grid: (rows, blocks of BLOCK columns of out).
     """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < intermediate
-    x_ptrs = x_ptr + row * stride_x + columns * STEP
+    columns = tl.program_id(1) * BLOCK_INTERMEDIATE + tl.arange(0, BLOCK_INTERMEDIATE)
+    mask = columns < intermediate_size
+    x_ptrs = x_ptr + row * stride_x + columns * GATE_STRIDE
     gate = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
-    result = activate(gate, up, KIND, ALPHA, LIMIT)
+    result = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
     tl.store(out_ptr + row * stride_out + columns, result.to(out_ptr.dtype.element_ty), mask=mask)

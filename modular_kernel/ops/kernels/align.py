@@ -22,119 +22,157 @@ def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 @triton.jit
 def _place_chunk(
-    pairs, mask, key, first, sorted_ptr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr
+    pairs,
+    mask,
+    bucket,
+    first_position,
+    sorted_token_ids_ptr,
+    IGNORE_INVALID: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr,
 ):
     """Store each pair of a chunk after the earlier ones of its bucket.
 
     first[i] is the position of the chunk's first pair in the bucket of pair i.
     """
-    position = first + rank_in_chunk(key, mask, CHUNK)
+    position = first_position + rank_in_chunk(bucket, mask, CHUNK_SIZE)
     if IGNORE_INVALID:
-        mask = mask & (key > 0)
-    tl.store(sorted_ptr + position, pairs, mask=mask)
+        mask = mask & (bucket > 0)
+    tl.store(sorted_token_ids_ptr + position, pairs, mask=mask)
 
 
 @triton.jit
 def _fill_blocks(
-    pid, num_chunks, totals, padded, starts, sorted_ptr, expert_ids_ptr, num_post_ptr,
-    numel, num_positions, num_blocks,
-    BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
+    pid, num_chunks, totals, padded, starts, sorted_token_ids_ptr, expert_ids_ptr,
+    num_tokens_post_padded_ptr,
+    num_pairs, num_positions, num_blocks,
+    NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Store the experts of FILL_BLOCKS blocks, and mark their padding.
+    """Store the experts of BLOCKS_PER_PROGRAM blocks, and mark their padding.
 
     For programs from num_chunks on; the first of them also stores the number of used positions.
     """
-    num_post = tl.sum(padded, axis=0)
-    block = (pid - num_chunks) * FILL_BLOCKS + tl.arange(0, FILL_BLOCKS)
-    first = block * BLOCK_SIZE
-    is_past = (starts + padded)[None, :] <= first[:, None]
-    bucket = tl.minimum(tl.sum(is_past.to(tl.int32), axis=1), BINS - 1)  # NaN-free: integers
-    is_used = first < num_post
+    num_tokens_post_padded = tl.sum(padded, axis=0)
+    block = (pid - num_chunks) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
+    first_position = block * BLOCK_SIZE
+    is_past = (starts + padded)[None, :] <= first_position[:, None]
+    bucket = tl.minimum(tl.sum(is_past.to(tl.int32), axis=1), NUM_BINS - 1)  # NaN-free: integers
+    is_used = first_position < num_tokens_post_padded
     tl.store(expert_ids_ptr + block, tl.where(is_used, bucket - 1, -1), mask=block < num_blocks)
     # In a block, all positions past the last pair of its bucket are padding.
     padding = tl.where(is_used, tl.gather(starts, bucket, 0) + tl.gather(totals, bucket, 0), 0)
-    position = first[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
+    position = first_position[:, None] + tl.arange(0, BLOCK_SIZE)[None, :]
     fill = (position >= padding[:, None]) & (position < num_positions)
-    tl.store(sorted_ptr + position, numel + tl.zeros_like(position), mask=fill)
+    tl.store(sorted_token_ids_ptr + position, num_pairs + tl.zeros_like(position), mask=fill)
     if pid == num_chunks:
-        tl.store(num_post_ptr, num_post)
+        tl.store(num_tokens_post_padded_ptr, num_tokens_post_padded)
 
 
 @triton.jit
 def align_place_kernel(
-    ids_ptr, map_ptr, prefix_ptr, totals_ptr, sorted_ptr, expert_ids_ptr, num_post_ptr,
-    numel, num_experts, num_local, num_chunks, num_positions, num_blocks,
-    HAS_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr,
-    BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
+    topk_ids_ptr, expert_map_ptr, chunk_prefix_ptr, bucket_totals_ptr, sorted_token_ids_ptr,
+    expert_ids_ptr, num_tokens_post_padded_ptr,
+    num_pairs, num_experts, num_local_experts, num_chunks, num_positions, num_blocks,
+    HAS_EXPERT_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK_SIZE: tl.constexpr,
+    NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk of pairs in programs below num_chunks; fill FILL_BLOCKS blocks in the others.
+    """Place a chunk of pairs in programs below num_chunks; fill BLOCKS_PER_PROGRAM blocks in the
+    others.
 
     Both write different positions, so one launch suffices.
 
-    prefix_ptr, totals_ptr: from the kernels of `kernels.count`.
-    sorted_ptr, expert_ids_ptr, num_post_ptr: the tensors of `ops.align.AlignedPairs`.
+    chunk_prefix_ptr, bucket_totals_ptr: from the kernels of `kernels.count`.
+    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr: the tensors of
+        `ops.align.AlignedPairs`.
     num_positions, num_blocks: the lengths of sorted and expert_ids.
     IGNORE_INVALID: omit skipped pairs.
-    BINS: a power of two > num_local + 1.
+    NUM_BINS: a power of two > num_local_experts + 1.
     """
     pid = tl.program_id(0)
-    bins = tl.arange(0, BINS)
-    totals = tl.load(totals_ptr + bins, mask=bins < num_local + 1, other=0)
+    bins = tl.arange(0, NUM_BINS)
+    totals = tl.load(bucket_totals_ptr + bins, mask=bins < num_local_experts + 1, other=0)
     totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
-        pairs = pid * CHUNK + tl.arange(0, CHUNK)
-        mask = pairs < numel
-        local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
-        key = local + 1
-        num_preceding = tl.load(prefix_ptr + key * num_chunks + pid, mask=mask, other=0)
-        first = tl.gather(starts, key, 0) + num_preceding
-        _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
+        pairs = pid * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
+        mask = pairs < num_pairs
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pairs,
+            mask,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
+        )
+        bucket = local_expert + 1
+        num_preceding = tl.load(chunk_prefix_ptr + bucket * num_chunks + pid, mask=mask, other=0)
+        first_position = tl.gather(starts, bucket, 0) + num_preceding
+        _place_chunk(
+            pairs, mask, bucket, first_position, sorted_token_ids_ptr, IGNORE_INVALID, CHUNK_SIZE
+        )
     else:
         _fill_blocks(
-            pid, num_chunks, totals, padded, starts, sorted_ptr, expert_ids_ptr, num_post_ptr,
-            numel, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
+            pid, num_chunks, totals, padded, starts, sorted_token_ids_ptr, expert_ids_ptr,
+            num_tokens_post_padded_ptr,
+            num_pairs, num_positions, num_blocks, NUM_BINS, BLOCK_SIZE, BLOCKS_PER_PROGRAM,
         )  # fmt: skip
 
 
 # These arguments change with the number of tokens; specializing on them would recompile.
-@triton.jit(do_not_specialize=["numel", "num_chunks", "num_positions", "num_blocks"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_positions", "num_blocks"])
 def align_kernel(
-    ids_ptr, map_ptr, invalid_ptr, sorted_ptr, expert_ids_ptr, num_post_ptr,
-    numel, num_experts, num_local, num_chunks, num_positions, num_blocks,
-    HAS_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr,
-    BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    topk_ids_ptr, expert_map_ptr, invalid_count_ptr, sorted_token_ids_ptr, expert_ids_ptr,
+    num_tokens_post_padded_ptr,
+    num_pairs, num_experts, num_local_experts, num_chunks, num_positions, num_blocks,
+    HAS_EXPERT_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK_SIZE: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
+    USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Do the work of `align_place_kernel` for at most PAIRS pairs, all counted by every program.
 
     Programs of chunks also add their invalid ids to the counter. The arguments are those of
     `align_place_kernel`.
     """
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     pid = tl.program_id(0)
-    all_pairs = tl.arange(0, PAIRS)
+    all_pairs = tl.arange(0, BLOCK_PAIRS)
     all_local, _ = load_local_ids(
-        ids_ptr, all_pairs, all_pairs < numel, map_ptr, num_experts, num_local, HAS_MAP
+        topk_ids_ptr,
+        all_pairs,
+        all_pairs < num_pairs,
+        expert_map_ptr,
+        num_experts,
+        num_local_experts,
+        HAS_EXPERT_MAP,
     )
-    buckets = tl.where(all_pairs < numel, all_local + 1, BINS - 1)
-    totals = tl.histogram(buckets, BINS)
-    totals = tl.where(tl.arange(0, BINS) < num_local + 1, totals, 0)
+    buckets = tl.where(all_pairs < num_pairs, all_local + 1, NUM_BINS - 1)
+    totals = tl.histogram(buckets, NUM_BINS)
+    totals = tl.where(tl.arange(0, NUM_BINS) < num_local_experts + 1, totals, 0)
     totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
-        earlier_buckets = tl.where(all_pairs < pid * CHUNK, buckets, BINS - 1)
-        pairs = pid * CHUNK + tl.arange(0, CHUNK)
-        mask = pairs < numel
-        local, invalid = load_local_ids(
-            ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP
+        earlier_buckets = tl.where(all_pairs < pid * CHUNK_SIZE, buckets, NUM_BINS - 1)
+        pairs = pid * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
+        mask = pairs < num_pairs
+        local_expert, invalid = load_local_ids(
+            topk_ids_ptr,
+            pairs,
+            mask,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
-        key = local + 1
-        first = tl.gather(starts + tl.histogram(earlier_buckets, BINS), key, 0)
-        _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
+        bucket = local_expert + 1
+        first_position = tl.gather(starts + tl.histogram(earlier_buckets, NUM_BINS), bucket, 0)
+        _place_chunk(
+            pairs, mask, bucket, first_position, sorted_token_ids_ptr, IGNORE_INVALID, CHUNK_SIZE
+        )
         num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
         if num_invalid > 0:
-            tl.atomic_add(invalid_ptr, num_invalid)
+            tl.atomic_add(invalid_count_ptr, num_invalid)
     else:
         _fill_blocks(
-            pid, num_chunks, totals, padded, starts, sorted_ptr, expert_ids_ptr, num_post_ptr,
-            numel, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
+            pid, num_chunks, totals, padded, starts, sorted_token_ids_ptr, expert_ids_ptr,
+            num_tokens_post_padded_ptr,
+            num_pairs, num_positions, num_blocks, NUM_BINS, BLOCK_SIZE, BLOCKS_PER_PROGRAM,
         )  # fmt: skip

@@ -9,9 +9,9 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.jit
 def assign_rows_kernel(
-    ids_ptr, map_ptr, prefix_ptr, row_of_pair_ptr,
-    numel, num_experts, num_local, num_chunks, capacity,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+    topk_ids_ptr, expert_map_ptr, chunk_prefix_ptr, row_of_pair_ptr,
+    num_pairs, num_experts, num_local_experts, num_chunks, capacity,
+    TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, CHUNK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """row_of_pair[p] = expert * capacity + position among the expert's tokens; -1 if p is skipped.
 
@@ -20,12 +20,24 @@ def assign_rows_kernel(
     is the number of counted pairs before the repeat, minus one.
     """
     chunk = tl.program_id(0)
-    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = pairs < numel
-    local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
-    repeat = is_repeat(ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local, TOP_K, HAS_MAP)
-    key = local + 1
-    preceding = tl.load(prefix_ptr + key * num_chunks + chunk, mask=mask, other=0)
-    position = preceding + rank_in_chunk(key, mask & ~repeat, CHUNK) - repeat.to(tl.int32)
-    row = tl.where(local >= 0, local * capacity + position, -1)
+    pairs = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
+    mask = pairs < num_pairs
+    local_expert, _ = load_local_ids(
+        topk_ids_ptr, pairs, mask, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP
+    )
+    repeat = is_repeat(
+        topk_ids_ptr,
+        pairs,
+        mask,
+        local_expert,
+        expert_map_ptr,
+        num_experts,
+        num_local_experts,
+        TOP_K,
+        HAS_EXPERT_MAP,
+    )
+    bucket = local_expert + 1
+    preceding = tl.load(chunk_prefix_ptr + bucket * num_chunks + chunk, mask=mask, other=0)
+    position = preceding + rank_in_chunk(bucket, mask & ~repeat, CHUNK_SIZE) - repeat.to(tl.int32)
+    row = tl.where(local_expert >= 0, local_expert * capacity + position, -1)
     tl.store(row_of_pair_ptr + pairs, row, mask=mask)

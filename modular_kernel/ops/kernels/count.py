@@ -12,56 +12,73 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.jit
 def is_repeat(
-    ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+    topk_ids_ptr, pairs, mask, local_expert, expert_map_ptr, num_experts, num_local_experts,
+    TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
     """Return whether an earlier pair of the same token has the same (valid) expert."""
     first_pair = (pairs // TOP_K) * TOP_K
-    repeat = local < -1
-    for slot in range(TOP_K):
-        is_earlier = mask & (first_pair + slot < pairs)
+    repeat = local_expert < -1
+    for k_index in range(TOP_K):
+        is_earlier = mask & (first_pair + k_index < pairs)
         other, _ = load_local_ids(
-            ids_ptr, first_pair + slot, is_earlier, map_ptr, num_experts, num_local, HAS_MAP
+            topk_ids_ptr,
+            first_pair + k_index,
+            is_earlier,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
-        repeat = repeat | (is_earlier & (other == local) & (local >= 0))
+        repeat = repeat | (is_earlier & (other == local_expert) & (local_expert >= 0))
     return repeat
 
 
 @triton.jit
 def count_pairs_kernel(
-    ids_ptr, map_ptr, invalid_ptr, counts_ptr,
-    numel, num_experts, num_local, num_chunks,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, DEDUPE: tl.constexpr,
-    CHUNK: tl.constexpr, BINS: tl.constexpr,
+    topk_ids_ptr, expert_map_ptr, invalid_count_ptr, counts_ptr,
+    num_pairs, num_experts, num_local_experts, num_chunks,
+    TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, DEDUPE: tl.constexpr,
+    CHUNK_SIZE: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
     """counts[bucket, chunk] = number of pairs, for one chunk per program.
 
-    Also add the chunk's invalid ids to the counter at invalid_ptr.
+    Also add the chunk's invalid ids to the counter at invalid_count_ptr.
 
     DEDUPE: count several pairs of one token with the same expert once.
-    BINS: a power of two > num_local + 1. The last bin takes lanes that must not be counted.
+    NUM_BINS: a power of two > num_local_experts + 1. The last bin takes lanes that must not be
+        counted.
     """
     chunk = tl.program_id(0)
-    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = pairs < numel
-    local, invalid = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
+    pairs = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
+    mask = pairs < num_pairs
+    local_expert, invalid = load_local_ids(
+        topk_ids_ptr, pairs, mask, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP
+    )
     is_counted = mask
     if DEDUPE:
         is_counted = is_counted & ~is_repeat(
-            ids_ptr, pairs, mask, local, map_ptr, num_experts, num_local, TOP_K, HAS_MAP
+            topk_ids_ptr,
+            pairs,
+            mask,
+            local_expert,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            TOP_K,
+            HAS_EXPERT_MAP,
         )
-    histogram = tl.histogram(tl.where(is_counted, local + 1, BINS - 1), BINS)
-    bins = tl.arange(0, BINS)
-    tl.store(counts_ptr + bins * num_chunks + chunk, histogram, mask=bins < num_local + 1)
+    histogram = tl.histogram(tl.where(is_counted, local_expert + 1, NUM_BINS - 1), NUM_BINS)
+    bins = tl.arange(0, NUM_BINS)
+    tl.store(counts_ptr + bins * num_chunks + chunk, histogram, mask=bins < num_local_experts + 1)
     num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
     if num_invalid > 0:
-        tl.atomic_add(invalid_ptr, num_invalid)
+        tl.atomic_add(invalid_count_ptr, num_invalid)
 
 
 @triton.jit
 def scan_counts_kernel(
-    counts_ptr, totals_ptr, expert_counts_ptr, num_chunks,
-    HAS_EXPERT_COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+    counts_ptr, bucket_totals_ptr, expert_counts_ptr, num_chunks,
+    HAS_EXPERT_COUNTS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Replace one bucket's counts by their exclusive prefix sums; store their sum, totals[bucket].
 
@@ -70,20 +87,20 @@ def scan_counts_kernel(
     bucket = tl.program_id(0)
     row_ptr = counts_ptr + bucket * num_chunks
     carry = 0
-    for start in range(0, num_chunks, BLOCK):
-        chunks = start + tl.arange(0, BLOCK)
+    for start in range(0, num_chunks, BLOCK_CHUNKS):
+        chunks = start + tl.arange(0, BLOCK_CHUNKS)
         counts = tl.load(row_ptr + chunks, mask=chunks < num_chunks, other=0)
         inclusive = tl.cumsum(counts, axis=0)
         tl.store(row_ptr + chunks, carry + inclusive - counts, mask=chunks < num_chunks)
         carry += tl.sum(counts, axis=0)
-    tl.store(totals_ptr + bucket, carry)
+    tl.store(bucket_totals_ptr + bucket, carry)
     if HAS_EXPERT_COUNTS:
         tl.store(expert_counts_ptr + bucket - 1, carry, mask=bucket > 0)
 
 
 @triton.jit
-def rank_in_chunk(key, is_counted, CHUNK: tl.constexpr):
+def rank_in_chunk(bucket, is_counted, CHUNK_SIZE: tl.constexpr):
     """Return, per lane, the number of earlier counted lanes of the chunk with the same key."""
-    lanes = tl.arange(0, CHUNK)
-    same = (key[:, None] == key[None, :]) & (lanes[None, :] < lanes[:, None])
+    lanes = tl.arange(0, CHUNK_SIZE)
+    same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
     return tl.sum((same & is_counted[None, :]).to(tl.int32), axis=1)

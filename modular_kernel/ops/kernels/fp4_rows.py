@@ -41,45 +41,47 @@ def _e2m1_code(value):
 
 @triton.jit
 def quantize_tiles_kernel(
-    x_ptr, source_ptr, tiles_ptr, factor_ptr, q_ptr, scale_ptr,
+    x_ptr, source_row_ptr, tiles_ptr, global_scale_ptr, q_ptr, scale_ptr,
     num_columns, max_tiles, stride_x, stride_q, stride_scale, up_offset,
-    HAS_SOURCE: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    STEP: tl.constexpr,
+    HAS_SOURCE_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr,
+    ACTIVATION_LIMIT: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """q[r, k] = e2m1(v[r, k] / scale of its group of 16); v = x, or act(x) rounded to x's dtype.
 
     Grid: (4 * max_tiles, ceil(num_columns / 256)). A program quantizes 32 rows of a tile and 256
     columns.
 
-    x_ptr: row r is source[r] if HAS_SOURCE. Column k is at k * STEP, its up at up_offset further.
+    x_ptr: row r is source[r] if HAS_SOURCE_ROWS. Column k is at k * STEP, its up at up_offset
+        further.
     tiles_ptr: `SortedPairs.tiles`.
-    factor_ptr: (e,) float32, the global scale of each expert.
+    global_scale_ptr: (e,) float32, the global scale of each expert.
     q_ptr: two e2m1 values per byte.
     scale_ptr: e4m3, (max_tiles, bytes), in blocks of 128 rows. Scales of rows past the expert's end
         and of columns past the last are 0.
-    KIND, ALPHA, LIMIT: the activation; KIND "identity": none.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation; ACTIVATION "identity": none.
     """
-    tile, part = tl.program_id(0) // 4, tl.program_id(0) % 4
+    tile, row_quarter = tl.program_id(0) // 4, tl.program_id(0) % 4
     in_use = tile < tl.load(tiles_ptr + 3 * max_tiles)
     expert = tl.load(tiles_ptr + tile, mask=in_use, other=0)
     first = tl.load(tiles_ptr + max_tiles + tile, mask=in_use, other=0)
     end = tl.load(tiles_ptr + 2 * max_tiles + tile, mask=in_use, other=0)
     line = tl.arange(0, 32)
-    rows = first.to(tl.int64) + part * 32 + line
+    rows = first.to(tl.int64) + row_quarter * 32 + line
     valid = rows < end
-    source = rows
-    if HAS_SOURCE:
-        source = tl.load(source_ptr + rows, mask=valid, other=0).to(tl.int64)
+    source_rows = rows
+    if HAS_SOURCE_ROWS:
+        source_rows = tl.load(source_row_ptr + rows, mask=valid, other=0).to(tl.int64)
     columns = tl.program_id(1) * 256 + tl.arange(0, 256)
     mask = valid[:, None] & (columns < num_columns)[None, :]
-    x_ptrs = x_ptr + source[:, None] * stride_x + columns[None, :] * STEP
+    x_ptrs = x_ptr + source_rows[:, None] * stride_x + columns[None, :] * GATE_STRIDE
     value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if KIND != "identity":
+    if ACTIVATION != "identity":
         up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
-        value = activate(value, up, KIND, ALPHA, LIMIT)
+        value = activate(value, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
         value = tl.where(mask, value, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
     groups = tl.reshape(value, (32, 16, 16))
-    inverse = tl.div_rn(1.0, tl.load(factor_ptr + expert, mask=in_use, other=1.0))
+    inverse = tl.div_rn(1.0, tl.load(global_scale_ptr + expert, mask=in_use, other=1.0))
     amax = max_nan(tl.abs(groups), 2)
     unclamped = tl.div_rn(inverse * amax, 6.0)
     code = _e4m3_code(minimum_nan(unclamped, 448.0))
@@ -94,22 +96,26 @@ def quantize_tiles_kernel(
     q_mask = valid[:, None] & (pairs * 2 < num_columns)[None, :]
     tl.store(q_ptrs, (low | (high << 4)).to(tl.uint8), mask=q_mask)
     group = tl.arange(0, 16)
-    offset = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + part * 4)[:, None]
+    offset = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + row_quarter * 4)[:, None]
     s_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + offset
     tl.store(s_ptrs, code.to(tl.uint8), mask=in_use & (offset >= 0))
 
 
 @triton.jit
-def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_out):
+def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks_per_expert, stride_out):
     """Convert scales (e, num_rows, num_groups) to blocks of 128 rows by steps of 16 groups.
 
     Grid: (e * blocks, ceil(num_groups / 16)). A program converts one block and step.
     """
     block = tl.program_id(0).to(tl.int64)
     row, group = tl.arange(0, 128), tl.arange(0, 16)
-    rows, groups = block % blocks * 128 + row, tl.program_id(1) * 16 + group
+    rows, groups = block % blocks_per_expert * 128 + row, tl.program_id(1) * 16 + group
     mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
-    ptrs = scale_ptr + (block // blocks * num_rows + rows)[:, None] * num_groups + groups[None, :]
+    ptrs = (
+        scale_ptr
+        + (block // blocks_per_expert * num_rows + rows)[:, None] * num_groups
+        + groups[None, :]
+    )
     value = tl.load(ptrs, mask=mask, other=0)
     offset = (group // 4 * 512 + group % 4)[None, :] + (row % 32 * 16 + row // 32 * 4)[:, None]
     tl.store(out_ptr + block * stride_out + tl.program_id(1) * 2048 + offset, value)
@@ -118,23 +124,24 @@ def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_
 @triton.jit
 def make_batched_tiles_kernel(
     counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
     """Store the tiles of 128 rows of the first counts[i] of `capacity` rows of each expert i.
 
-    Grid: (num_experts,). BLOCK_E and BLOCK_T are powers of two of at least the experts, and of at
+    Grid: (num_experts,). BLOCK_EXPERTS and BLOCK_TILES are powers of two of at least the experts,
+        and of at
     least the tiles of one expert.
     """
     this_expert = tl.program_id(0)
-    expert = tl.arange(0, BLOCK_E)
+    expert = tl.arange(0, BLOCK_EXPERTS)
     count = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0)
     tiles = (count + 127) // 128
     preceding = tl.sum(tl.where(expert < this_expert, tiles, 0), axis=0)
     num_rows = tl.load(counts_ptr + this_expert)
-    tile = tl.arange(0, BLOCK_T)
+    tile = tl.arange(0, BLOCK_TILES)
     mask = tile < (num_rows + 127) // 128
     start = this_expert * capacity
-    zeros = tl.zeros((BLOCK_T,), tl.int32)
+    zeros = tl.zeros((BLOCK_TILES,), tl.int32)
     tl.store(tiles_ptr + preceding + tile, zeros + this_expert, mask=mask)
     tl.store(tiles_ptr + max_tiles + preceding + tile, start + tile * 128, mask=mask)
     tl.store(tiles_ptr + 2 * max_tiles + preceding + tile, zeros + start + num_rows, mask=mask)

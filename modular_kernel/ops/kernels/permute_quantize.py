@@ -18,69 +18,76 @@ def _load_tile(x_row_ptr, columns, in_group, num_columns):
 
 @triton.jit
 def permute_and_quantize_kernel(
-    x_ptr, row_of_pair_ptr, weights_ptr, q_ptr, scale_ptr,
-    num_columns, group, num_groups, stride_x, stride_scale,
-    TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, DYNAMIC_SCALE: tl.constexpr,
-    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
+    x_ptr, row_of_pair_ptr, router_weights_ptr, q_ptr, scale_ptr,
+    num_columns, group_size, num_groups, stride_x, stride_scale,
+    TOP_K: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, DYNAMIC_SCALE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, SCALES_GROUP_MAJOR: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_TOP_K: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """q[row of (t, k)] = weight of (t, k) * x[t] / scale.
 
-    Grid: (tokens * ceil(num_groups / BLOCK_G),), with programs of one token adjacent. A program
-    handles BLOCK_G groups of `group` columns.
+    Grid: (tokens * ceil(num_groups / BLOCK_GROUPS),), with programs of one token adjacent. A
+        program
+    handles BLOCK_GROUPS groups of `group` columns.
 
     row_of_pair_ptr: (tokens, TOP_K) int32, -1 to skip a pair.
-    HAS_WEIGHTS: multiply x by the weight of the pair first.
+    HAS_ROUTER_WEIGHTS: multiply x by the weight of the pair first.
     DYNAMIC_SCALE: compute and store a scale per row and group. Scales of adjacent rows (or, with
-        ALONG_ROWS, of adjacent groups) are stride_scale apart. Otherwise the scale at scale_ptr is
+        SCALES_GROUP_MAJOR, of adjacent groups) are stride_scale apart. Otherwise the scale at
+        scale_ptr is
         used.
     QMAX, ROUND, MIN_SCALE: see `kernels.quantize`.
-    GROUP_FITS_BLOCK: a group has at most BLOCK_C columns, so x is read once. Otherwise BLOCK_G is
+    GROUP_FITS_BLOCK: a group has at most BLOCK_COLUMNS columns, so x is read once. Otherwise
+        BLOCK_GROUPS is
         1, and x is read again for each pair.
-    BLOCK_K: a power of two >= TOP_K.
+    BLOCK_TOP_K: a power of two >= TOP_K.
     """
-    pdl_wait(OVERLAP)
-    group_blocks = tl.cdiv(num_groups, BLOCK_G)
+    pdl_wait(USE_PDL)
+    group_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
     token = (tl.program_id(0) // group_blocks).to(tl.int64)
-    groups = tl.program_id(0) % group_blocks * BLOCK_G + tl.arange(0, BLOCK_G)
-    offsets = tl.arange(0, BLOCK_C)
-    columns = groups[:, None] * group + offsets[None, :]
+    groups = tl.program_id(0) % group_blocks * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
+    offsets = tl.arange(0, BLOCK_COLUMNS)
+    columns = groups[:, None] * group_size + offsets[None, :]
     x_row_ptr = x_ptr + token * stride_x
-    in_group = (offsets < group)[None, :]
+    in_group = (offsets < group_size)[None, :]
     value = _load_tile(x_row_ptr, columns, in_group, num_columns)
-    slots = tl.arange(0, BLOCK_K)
+    k_indices = tl.arange(0, BLOCK_TOP_K)
     # All rows are loaded at once, concurrently with the values, so that no slot waits for its row.
-    rows = tl.load(row_of_pair_ptr + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
+    rows = tl.load(row_of_pair_ptr + token * TOP_K + k_indices, mask=k_indices < TOP_K, other=-1)
     amax = max_nan(tl.abs(value), 1)
     if DYNAMIC_SCALE and not GROUP_FITS_BLOCK:
-        for start in range(BLOCK_C, group, BLOCK_C):
-            in_group = (start + offsets < group)[None, :]
+        for start in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):
+            in_group = (start + offsets < group_size)[None, :]
             other = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
             amax = maximum_nan(amax, max_nan(tl.abs(other), 1))
-    scale = tl.zeros((BLOCK_G,), tl.float32)
+    scale = tl.zeros((BLOCK_GROUPS,), tl.float32)
     if not DYNAMIC_SCALE:
         scale += tl.load(scale_ptr)
-    for slot in tl.static_range(TOP_K):
-        row = tl.max(tl.where(slots == slot, rows, -1), axis=0).to(tl.int64)  # NaN-free: integers
+    for k_index in tl.static_range(TOP_K):
+        row = tl.max(tl.where(k_indices == k_index, rows, -1), axis=0).to(
+            tl.int64
+        )  # NaN-free: integers
         weight = 1.0
-        if HAS_WEIGHTS:
-            weight = tl.load(weights_ptr + token * TOP_K + slot)
+        if HAS_ROUTER_WEIGHTS:
+            weight = tl.load(router_weights_ptr + token * TOP_K + k_index)
         if DYNAMIC_SCALE:
             # Rounding is monotonic, so the largest product is that of the largest value.
             scale = scale_of(amax * tl.abs(weight), QMAX, MIN_SCALE)
-            if ALONG_ROWS:
+            if SCALES_GROUP_MAJOR:
                 scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row
             else:
                 scale_ptrs = scale_ptr + row * stride_scale + groups
             tl.store(scale_ptrs, scale, mask=(groups < num_groups) & (row >= 0))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_row_ptr = q_ptr + row * num_columns
-        for start in range(0, BLOCK_C if GROUP_FITS_BLOCK else group, BLOCK_C):
-            in_group = (start + offsets < group)[None, :]
+        for start in range(0, BLOCK_COLUMNS if GROUP_FITS_BLOCK else group_size, BLOCK_COLUMNS):
+            in_group = (start + offsets < group_size)[None, :]
             pair_value = value
             if not GROUP_FITS_BLOCK:
                 pair_value = _load_tile(x_row_ptr, columns + start, in_group, num_columns)
-            q = quantized_values(pair_value * weight, inverse, QMAX, ROUND, not DYNAMIC_SCALE)
+            q = quantized_values(
+                pair_value * weight, inverse, QMAX, ROUND_TO_INT, not DYNAMIC_SCALE
+            )
             mask = in_group & (columns + start < num_columns) & (row >= 0)
             tl.store(q_row_ptr + columns + start, q.to(q_ptr.dtype.element_ty), mask=mask)

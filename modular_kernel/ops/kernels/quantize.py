@@ -1,7 +1,7 @@
 """Kernels that quantize rows with one scale per row, group or tensor, also after an activation.
 
 Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
-`programs_per_segment` programs share the rows of a segment, BLOCK_R at a time. SOURCE says which
+`programs_per_segment` programs share the rows of a segment, BLOCK_ROWS at a time. SOURCE says which
 rows hold a token and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched":
 the first valid[s] rows of segment s.
 
@@ -29,7 +29,7 @@ def scale_of(amax, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr):
 
 @triton.jit
 def quantized_values(
-    value, inverse, QMAX: tl.constexpr, ROUND: tl.constexpr, SATURATE: tl.constexpr = True
+    value, inverse, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr, SATURATE: tl.constexpr = True
 ):
     """Return value * inverse, clamped to [-QMAX, QMAX].
 
@@ -38,9 +38,9 @@ def quantized_values(
     at most, and conversion to the quantized type rounds it to QMAX.
     """
     value = value * inverse
-    if SATURATE or ROUND:
+    if SATURATE or ROUND_TO_INT:
         value = clamp_nan(value, -QMAX, QMAX)
-    if ROUND:
+    if ROUND_TO_INT:
         # Adding 1.5 * 2**23 to a value below 2**22 leaves no bits for a fraction.
         value = (value + 12582912.0) - 12582912.0
     return value
@@ -63,47 +63,61 @@ def _round_to_dtype(value, dtype: tl.constexpr):
 
 @triton.jit
 def _valid_rows(
-    segment, positions, count, capacity, valid_ptr, map_ptr, num_experts, num_local,
-    SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
+    segment, positions, count, capacity, row_filter_ptr, expert_map_ptr, num_experts,
+    num_local_experts,
+    ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
     """Return row indices, and a mask of the rows that hold a token."""
     rows = segment * capacity + positions.to(tl.int64)
     valid = positions < count
-    if SOURCE == "pairs":
-        local, _ = load_local_ids(valid_ptr, rows, valid, map_ptr, num_experts, num_local, HAS_MAP)
-        valid = valid & (local >= 0)
+    if ROW_SOURCE == "pairs":
+        local_expert, _ = load_local_ids(
+            row_filter_ptr,
+            rows,
+            valid,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
+        )
+        valid = valid & (local_expert >= 0)
     return rows, valid
 
 
 @triton.jit
 def _load_values(
-    x_ptr, weights_ptr, rows, columns, valid, num_columns, stride_x, up_offset,
-    HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    STEP: tl.constexpr,
+    x_ptr, router_weights_ptr, rows, columns, valid, num_columns, stride_x, up_offset,
+    HAS_ROUTER_WEIGHTS: tl.constexpr, ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr,
+    ACTIVATION_LIMIT: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Load float32 values, 0 where masked: x, weight * x, or act(x) rounded to x's dtype.
 
-    columns is (lines, BLOCK_C), masked from num_columns on, which is a scalar or one value per
+    columns is (lines, BLOCK_COLUMNS), masked from num_columns on, which is a scalar or one value
+    per
     line.
     """
     mask = valid[:, None] & (columns < num_columns)
-    x_ptrs = x_ptr + rows[:, None] * stride_x + columns * STEP
+    x_ptrs = x_ptr + rows[:, None] * stride_x + columns * GATE_STRIDE
     value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if KIND != "identity":
+    if ACTIVATION != "identity":
         up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
-        value = activate(value, up, KIND, ALPHA, LIMIT, FLUSH_SUBNORMALS=True)
+        value = activate(
+            value, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT, FLUSH_SUBNORMALS=True
+        )
         value = _round_to_dtype(value, x_ptr.dtype.element_ty)
-    if HAS_WEIGHTS:
-        value = value * tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
+    if HAS_ROUTER_WEIGHTS:
+        value = value * tl.load(router_weights_ptr + rows, mask=valid, other=0.0)[:, None]
     return value
 
 
 @triton.jit
 def amax_kernel(
-    x_ptr, weights_ptr, valid_ptr, map_ptr, partials_ptr,
-    num_columns, stride_x, up_offset, capacity, programs_per_segment, num_experts, num_local,
-    SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    x_ptr, router_weights_ptr, row_filter_ptr, expert_map_ptr, partial_amax_ptr,
+    num_columns, stride_x, up_offset, capacity, programs_per_segment, num_experts,
+    num_local_experts,
+    ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = largest magnitude of the program's rows, 0 if it has none.
 
@@ -113,142 +127,162 @@ def amax_kernel(
     """
     segment = (tl.program_id(0) // programs_per_segment).to(tl.int64)
     count = capacity
-    if SOURCE == "batched":
-        count = tl.load(valid_ptr + segment)
-    amax = tl.zeros((BLOCK_R,), tl.float32)
+    if ROW_SOURCE == "batched":
+        count = tl.load(row_filter_ptr + segment)
+    amax = tl.zeros((BLOCK_ROWS,), tl.float32)
     for start in range(
-        tl.program_id(0) % programs_per_segment * BLOCK_R, count, programs_per_segment * BLOCK_R
+        tl.program_id(0) % programs_per_segment * BLOCK_ROWS,
+        count,
+        programs_per_segment * BLOCK_ROWS,
     ):
         rows, valid = _valid_rows(
-            segment, start + tl.arange(0, BLOCK_R), count, capacity,
-            valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+            segment, start + tl.arange(0, BLOCK_ROWS), count, capacity,
+            row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE,
+            HAS_EXPERT_MAP,
         )  # fmt: skip
-        for first in range(0, num_columns, BLOCK_C):
-            columns = (first + tl.arange(0, BLOCK_C))[None, :]
+        for first in range(0, num_columns, BLOCK_COLUMNS):
+            columns = (first + tl.arange(0, BLOCK_COLUMNS))[None, :]
             value = _load_values(
-                x_ptr, weights_ptr, rows, columns, valid, num_columns,
-                stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
+                x_ptr, router_weights_ptr, rows, columns, valid, num_columns,
+                stride_x, up_offset, HAS_ROUTER_WEIGHTS, "identity", 0.0, 0.0, 1,
             )  # fmt: skip
             amax = maximum_nan(amax, max_nan(tl.abs(value), 1))
-    tl.store(partials_ptr + tl.program_id(0), max_nan(amax, 0))
+    tl.store(partial_amax_ptr + tl.program_id(0), max_nan(amax, 0))
 
 
 @triton.jit
 def quantize_program(
-    program, x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-    num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
-    num_partials,
-    num_experts, num_local,
-    SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    program, x_ptr, router_weights_ptr, row_filter_ptr, expert_map_ptr, q_ptr, scale_ptr,
+    partial_amax_ptr,
+    num_columns, group_size, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+    num_partial_amax,
+    num_experts, num_local_experts,
+    SCALE_SOURCE: tl.constexpr, ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
+    HAS_ROUTER_WEIGHTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr, ACTIVATION_LIMIT: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, SCALES_GROUP_MAJOR: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """q[r, c] = x[r, c] / scale for BLOCK_G groups of columns in some rows: the share of `program`.
+    """q[r, c] = x[r, c] / scale for BLOCK_GROUPS groups of columns in some rows: the share of
+    `program`.
 
-    There are segments * programs_per_segment * ceil(num_groups / BLOCK_G) programs. Those of the
+    There are segments * programs_per_segment * ceil(num_groups / BLOCK_GROUPS) programs. Those of
+    the
     same rows are adjacent, so that memory is read in order. A line of a tile is one group of one
     row. Rows without a token get neither q nor scales.
 
-    x_ptr, weights_ptr, up_offset, KIND, ALPHA, LIMIT, STEP: values are x, x times its row's weight,
+    x_ptr, router_weights_ptr, up_offset, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT, STEP:
+        values are x, x times its row's weight,
         or act(x); see `_load_values`.
     group, num_groups: columns per scale, and scales per row.
     SCALE: "dynamic": one scale per row and group, which is stored. "static": one scale, at
         scale_ptr. "partials": one scale, from the maxima of `amax_kernel`, which the first program
         stores.
-    GROUP_FITS_BLOCK: BLOCK_C covers a group, so x is read once.
-    ALONG_ROWS: the scales of a segment are stored group by group, otherwise row by row.
+    GROUP_FITS_BLOCK: BLOCK_COLUMNS covers a group, so x is read once.
+    SCALES_GROUP_MAJOR: the scales of a segment are stored group by group, otherwise row by row.
     STAGES: stages of the software pipeline over tiles.
-    BLOCK_P: a power of two >= num_partials.
+    BLOCK_PARTIALS: a power of two >= num_partial_amax.
     """
-    group_blocks = tl.cdiv(num_groups, BLOCK_G)
+    group_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)
     part = program // group_blocks
     segment = (part // programs_per_segment).to(tl.int64)
-    line = tl.arange(0, BLOCK_R * BLOCK_G)
-    group_index = program % group_blocks * BLOCK_G + line % BLOCK_G
-    first = group_index * group
-    end = tl.minimum(first + group, num_columns)[:, None]  # NaN-free: integers
-    columns = first[:, None] + tl.arange(0, BLOCK_C)[None, :]
+    line = tl.arange(0, BLOCK_ROWS * BLOCK_GROUPS)
+    group_index = program % group_blocks * BLOCK_GROUPS + line % BLOCK_GROUPS
+    first = group_index * group_size
+    end = tl.minimum(first + group_size, num_columns)[:, None]  # NaN-free: integers
+    columns = first[:, None] + tl.arange(0, BLOCK_COLUMNS)[None, :]
     count = capacity
-    if SOURCE == "batched":
-        count = tl.load(valid_ptr + segment)
-    scale = tl.zeros((BLOCK_R * BLOCK_G,), tl.float32)
-    if SCALE == "static":
+    if ROW_SOURCE == "batched":
+        count = tl.load(row_filter_ptr + segment)
+    scale = tl.zeros((BLOCK_ROWS * BLOCK_GROUPS,), tl.float32)
+    if SCALE_SOURCE == "static":
         scale += tl.load(scale_ptr)
-    elif SCALE == "partials":
-        index = tl.arange(0, BLOCK_P)
-        amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
+    elif SCALE_SOURCE == "partials":
+        index = tl.arange(0, BLOCK_PARTIALS)
+        amax = tl.load(partial_amax_ptr + index, mask=index < num_partial_amax, other=0.0)
         tensor_scale = scale_of(max_nan(amax, 0), QMAX, MIN_SCALE)
         scale += tensor_scale
         if program == 0:
             tl.store(scale_ptr, tensor_scale)
     for start in tl.range(
-        part % programs_per_segment * BLOCK_R,
+        part % programs_per_segment * BLOCK_ROWS,
         count,
-        programs_per_segment * BLOCK_R,
+        programs_per_segment * BLOCK_ROWS,
         num_stages=STAGES,
     ):
-        positions = start + line // BLOCK_G
+        positions = start + line // BLOCK_GROUPS
         rows, valid = _valid_rows(
             segment, positions, count, capacity,
-            valid_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+            row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE,
+            HAS_EXPERT_MAP,
         )  # fmt: skip
         value = _load_values(
-            x_ptr, weights_ptr, rows, columns, valid, end,
-            stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+            x_ptr, router_weights_ptr, rows, columns, valid, end,
+            stride_x, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
+            ACTIVATION_LIMIT, GATE_STRIDE,
         )  # fmt: skip
-        if SCALE == "dynamic":
+        if SCALE_SOURCE == "dynamic":
             group_amax = max_nan(tl.abs(value), 1)
             if not GROUP_FITS_BLOCK:
-                for offset in range(BLOCK_C, group, BLOCK_C):
+                for offset in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):
                     other = _load_values(
-                        x_ptr, weights_ptr, rows, columns + offset, valid, end,
-                        stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+                        x_ptr, router_weights_ptr, rows, columns + offset, valid, end,
+                        stride_x, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
+                        ACTIVATION_LIMIT, GATE_STRIDE,
                     )  # fmt: skip
                     group_amax = maximum_nan(group_amax, max_nan(tl.abs(other), 1))
             scale = scale_of(group_amax, QMAX, MIN_SCALE)
-            if ALONG_ROWS:
+            if SCALES_GROUP_MAJOR:
                 scale_ptrs = scale_ptr + (segment * num_groups + group_index) * capacity + positions
             else:
                 scale_ptrs = scale_ptr + rows * num_groups + group_index
             tl.store(scale_ptrs, scale, mask=valid & (group_index < num_groups))
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = quantized_values(value, inverse, QMAX, ROUND, SCALE != "dynamic")
+        q = quantized_values(value, inverse, QMAX, ROUND_TO_INT, SCALE_SOURCE != "dynamic")
         mask = valid[:, None] & (columns < end)
         tl.store(q_ptrs + columns, q.to(q_ptr.dtype.element_ty), mask=mask)
         if not GROUP_FITS_BLOCK:
-            for offset in range(BLOCK_C, group, BLOCK_C):
+            for offset in range(BLOCK_COLUMNS, group_size, BLOCK_COLUMNS):
                 other = _load_values(
-                    x_ptr, weights_ptr, rows, columns + offset, valid, end,
-                    stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+                    x_ptr, router_weights_ptr, rows, columns + offset, valid, end,
+                    stride_x, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
+                    ACTIVATION_LIMIT, GATE_STRIDE,
                 )  # fmt: skip
-                q = quantized_values(other, inverse, QMAX, ROUND, SCALE != "dynamic")
+                q = quantized_values(other, inverse, QMAX, ROUND_TO_INT, SCALE_SOURCE != "dynamic")
                 mask = valid[:, None] & (columns + offset < end)
                 tl.store(q_ptrs + columns + offset, q.to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-    num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
-    num_partials,
-    num_experts, num_local,
-    SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
-    QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    GROUP_FITS_BLOCK: tl.constexpr, ALONG_ROWS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    x_ptr, router_weights_ptr, row_filter_ptr, expert_map_ptr, q_ptr, scale_ptr, partial_amax_ptr,
+    num_columns, group_size, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+    num_partial_amax,
+    num_experts, num_local_experts,
+    SCALE_SOURCE: tl.constexpr, ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
+    HAS_ROUTER_WEIGHTS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr, ACTIVATION_LIMIT: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
+    QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr, MIN_SCALE: tl.constexpr,
+    GROUP_FITS_BLOCK: tl.constexpr, SCALES_GROUP_MAJOR: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_PARTIALS: tl.constexpr,
+    USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Run `quantize_program` in every program."""
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     quantize_program(
-        tl.program_id(0), x_ptr, weights_ptr, valid_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
-        num_columns, group, num_groups, stride_x, up_offset, capacity, programs_per_segment,
-        num_partials,
-        num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
-        QMAX, ROUND, MIN_SCALE, GROUP_FITS_BLOCK, ALONG_ROWS, STAGES, BLOCK_R, BLOCK_G, BLOCK_C,
-        BLOCK_P,
+        tl.program_id(0), x_ptr, router_weights_ptr, row_filter_ptr, expert_map_ptr, q_ptr,
+        scale_ptr, partial_amax_ptr,
+        num_columns, group_size, num_groups, stride_x, up_offset, capacity, programs_per_segment,
+        num_partial_amax,
+        num_experts, num_local_experts, SCALE_SOURCE, ROW_SOURCE, HAS_EXPERT_MAP,
+        HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT, GATE_STRIDE,
+        QMAX, ROUND_TO_INT, MIN_SCALE, GROUP_FITS_BLOCK, SCALES_GROUP_MAJOR, STAGES, BLOCK_ROWS,
+        BLOCK_GROUPS, BLOCK_COLUMNS,
+        BLOCK_PARTIALS,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Router kernel: scores, selection and weights of each token's experts, in one launch.
 
-Logits are in tiles (BLOCK_T tokens, groups of experts, experts of a group).
+Logits are in tiles (BLOCK_TOKENS tokens, groups of experts, experts of a group).
 """
 
 import triton
@@ -10,7 +10,7 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def _tile_max(value, G: tl.constexpr):
+def _tile_max(value, BLOCK_TOKENS: tl.constexpr):
     """Return each token's largest value, (T, 1, 1), of a (T, G, S) tile."""
     # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
@@ -41,28 +41,30 @@ def _finite(logit, logit_mask):
 @triton.jit
 def _best_groups(
     choice, expert,
-    GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
+    GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2_GROUP_SCORE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Return `choice` with -inf outside each token's TOPK_GROUPS best groups.
 
-    TOP2: a group is as good as its best two experts together; otherwise, as its best expert.
+    TOP2_GROUP_SCORE: a group is as good as its best two experts together; otherwise, as its best
+        expert.
     """
     neg_inf = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
-    if TOP2:
+    if TOP2_GROUP_SCORE:
         first = tl.where(choice == best, expert, 2147483647)
         # NaN-free: integers
         others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), neg_inf, choice)
         second = tl.max(others, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
         # Halved, because the sum of two values may overflow.
         best = 0.5 * best + 0.5 * tl.where(second > neg_inf, second, 0.0)
-    group = tl.arange(0, BLOCK_G)[None, :, None]
+    group = tl.arange(0, BLOCK_GROUPS)[None, :, None]
     is_kept = tl.zeros_like(best).to(tl.int32)
     for _ in tl.static_range(TOPK_GROUPS):
         top = tl.max(best, axis=1, keep_dims=True)  # NaN-free: -inf stands for NaN
         is_best = (best == top) & (best > neg_inf)
         # NaN-free: integers
-        best_group = tl.min(tl.where(is_best, group, BLOCK_G), axis=1, keep_dims=True)
+        best_group = tl.min(tl.where(is_best, group, BLOCK_GROUPS), axis=1, keep_dims=True)
         is_kept = tl.where(group == best_group, 1, is_kept)
         best = tl.where(group == best_group, neg_inf, best)
     return tl.where(is_kept != 0, choice, neg_inf)
@@ -71,77 +73,82 @@ def _best_groups(
 @triton.jit
 def _best_experts(
     choice, expert,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
     """Return the ids (T, K) of the TOP_K largest of `choice`, the lower id on ties, -1 for -inf."""
     neg_inf = float("-inf")
-    k = tl.arange(0, BLOCK_K)[None, :]
-    ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
+    k = tl.arange(0, BLOCK_TOP_K)[None, :]
+    ids = tl.full((BLOCK_TOKENS, BLOCK_TOP_K), -1, tl.int32)
     for step in tl.static_range(TOP_K):
-        top = _tile_max(choice, BLOCK_T)
+        top = _tile_max(choice, BLOCK_TOKENS)
         lane = tl.where((choice == top) & (choice > neg_inf), expert, 2147483647)
         # NaN-free: integers
         best_expert = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
         choice = tl.where(expert == best_expert, neg_inf, choice)
-        best_id = tl.reshape(best_expert, (BLOCK_T, 1))
+        best_id = tl.reshape(best_expert, (BLOCK_TOKENS, 1))
         ids = tl.where((k == step) & (best_id != 2147483647), best_id, ids)
     return ids
 
 
 @triton.jit
 def route_kernel(
-    logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, ids_ptr, identity_ptr,
-    num_tokens, num_experts, num_columns, vocabulary, stride_logits, eps, floor,
+    logits_ptr, bias_ptr, expert_table_ptr, token_ids_ptr, topk_weights_ptr, topk_ids_ptr,
+    zero_expert_weights_ptr,
+    num_tokens, num_experts, num_columns, vocab_size, stride_logits, eps, floor,
     TOP_K: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr,
     COMPARE_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TABLE: tl.constexpr,
     RENORMALIZE: tl.constexpr, HAS_ZERO_EXPERTS: tl.constexpr, GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2_GROUP_SCORE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_GROUP_SIZE: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as `RouterSpec` describes.
+    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_TOKENS tokens, as `RouterSpec`
+    describes.
 
-    Grid: (blocks of BLOCK_T tokens,).
+    Grid: (blocks of BLOCK_TOKENS tokens,).
 
     logits_ptr: (T, num_columns). Columns from num_experts on are zero experts: their id becomes -1,
         and their weights are summed in identity (T,).
     bias_ptr: (num_columns,), added to scores for selection if HAS_BIAS.
-    table_ptr, tokens_ptr: if TABLE, the experts (vocabulary, TOP_K) of each token id, and the token
+    expert_table_ptr, token_ids_ptr: if TABLE, the experts (vocabulary, TOP_K) of each token id,
+        and the token
         ids (T,). An invalid entry gives the id -2.
     SCORE, TOPK_FIRST, RENORMALIZE, eps, floor: fields of `RouterSpec`.
     HAS_ZERO_EXPERTS: there are zero experts.
     COMPARE_LOGITS: experts are compared by logits, because scores grow monotonically with them and
         nothing is added.
-    GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2: groups of experts, experts per group, groups to select
+    GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2_GROUP_SCORE: groups of experts, experts per group, groups
+        to select
         from, and the score of a group (`_best_groups`).
-    BLOCK_G, BLOCK_S, BLOCK_K: powers of two >= GROUPS, SIZE and TOP_K.
+    BLOCK_GROUPS, BLOCK_GROUP_SIZE, BLOCK_TOP_K: powers of two >= GROUPS, SIZE and TOP_K.
     """
     neg_inf = float("-inf")
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     token_mask = token < num_tokens
     row = logits_ptr + token.to(tl.int64) * stride_logits
-    group = tl.arange(0, BLOCK_G)[None, :, None]
-    member = tl.arange(0, BLOCK_S)[None, None, :]
+    group = tl.arange(0, BLOCK_GROUPS)[None, :, None]
+    member = tl.arange(0, BLOCK_GROUP_SIZE)[None, None, :]
     expert = group * GROUP_SIZE + member
     valid = (group < GROUPS) & (member < GROUP_SIZE)
-    peak_logit = tl.zeros((BLOCK_T, 1, 1), tl.float32)
-    total = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
+    peak_logit = tl.zeros((BLOCK_TOKENS, 1, 1), tl.float32)
+    total = tl.full((BLOCK_TOKENS, 1, 1), 1.0, tl.float32)
     logit_mask = valid & token_mask[:, None, None]
     logit = tl.load(row[:, None, None] + expert, mask=logit_mask, other=0.0).to(tl.float32)
     logit_mask = logit_mask & (logit == logit)
     logit = _finite(logit, logit_mask)
     exponential = logit
     if SCORE == "softmax" and not TOPK_FIRST:
-        peak_logit = _tile_max(tl.where(logit_mask, logit, -_FLOAT32_MAX), BLOCK_T)
+        peak_logit = _tile_max(tl.where(logit_mask, logit, -_FLOAT32_MAX), BLOCK_TOKENS)
         exponential = tl.where(logit_mask, tl.exp(logit - peak_logit), 0.0)
         total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
         total = tl.where(total > 0.0, total, 1.0)
-    k = tl.arange(0, BLOCK_K)[None, :]
+    k = tl.arange(0, BLOCK_TOP_K)[None, :]
     pair = (k < TOP_K) & token_mask[:, None]
     if HAS_TABLE:
-        token_id = tl.load(tokens_ptr + token, mask=token_mask, other=0)
-        in_vocabulary = (token_id >= 0) & (token_id < vocabulary)
+        token_id = tl.load(token_ids_ptr + token, mask=token_mask, other=0)
+        in_vocabulary = (token_id >= 0) & (token_id < vocab_size)
         entry = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
-        table_ids = tl.load(table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
+        table_ids = tl.load(expert_table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
         table_ids = tl.where(
             (table_ids < -1) | (table_ids >= num_columns), -2, table_ids
         )  # counted as invalid
@@ -158,8 +165,10 @@ def route_kernel(
             choice += bias
         choice = tl.where(logit_mask & (choice == choice), choice, neg_inf)
         if TOPK_GROUPS < GROUPS:
-            choice = _best_groups(choice, expert, GROUPS, TOPK_GROUPS, TOP2, BLOCK_G)
-        ids = _best_experts(choice, expert, TOP_K, BLOCK_T, BLOCK_K)
+            choice = _best_groups(
+                choice, expert, GROUPS, TOPK_GROUPS, TOP2_GROUP_SCORE, BLOCK_GROUPS
+            )
+        ids = _best_experts(choice, expert, TOP_K, BLOCK_TOKENS, BLOCK_TOP_K)
     is_chosen = pair & (ids >= 0)
     logit_k = tl.load(row[:, None] + ids, mask=is_chosen, other=0.0).to(tl.float32)
     if HAS_TABLE:  # an expert with a NaN logit is skipped too
@@ -174,8 +183,8 @@ def route_kernel(
             sum_k = tl.sum(weight, axis=1)[:, None]
             weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)
         else:
-            weight = tl.exp(logit_k - tl.reshape(peak_logit, (BLOCK_T, 1)))
-            weight = weight / tl.reshape(total, (BLOCK_T, 1))
+            weight = tl.exp(logit_k - tl.reshape(peak_logit, (BLOCK_TOKENS, 1)))
+            weight = weight / tl.reshape(total, (BLOCK_TOKENS, 1))
     else:
         weight = _score(logit_k, SCORE)
     weight = tl.where(is_chosen, weight, 0.0)
@@ -186,12 +195,12 @@ def route_kernel(
     if HAS_ZERO_EXPERTS:
         is_zero_expert = is_chosen & (ids >= num_experts)
         tl.store(
-            identity_ptr + token,
+            zero_expert_weights_ptr + token,
             tl.sum(tl.where(is_zero_expert, weight, 0.0), axis=1),
             mask=token_mask,
         )
         weight = tl.where(is_zero_expert, 0.0, weight)
         ids = tl.where(is_zero_expert, -1, ids)
     out = token.to(tl.int64)[:, None] * TOP_K + k
-    tl.store(weights_ptr + out, weight, mask=pair)
-    tl.store(ids_ptr + out, ids.to(ids_ptr.dtype.element_ty), mask=pair)
+    tl.store(topk_weights_ptr + out, weight, mask=pair)
+    tl.store(topk_ids_ptr + out, ids.to(topk_ids_ptr.dtype.element_ty), mask=pair)

@@ -8,19 +8,19 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def zero_rows_kernel(
-    x_ptr, counts_ptr, capacity, hidden, programs_per_segment,
-    BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
+    x_ptr, counts_ptr, capacity, hidden_size, programs_per_segment,
+    BLOCK_HIDDEN: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """x[s, c] = 0 for c < counts[s].
 
     Program (s, i) zeros the rows c with c % programs_per_segment = i.
     """
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     segment = tl.program_id(0).to(tl.int64)
     count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integers
-    zeros = tl.zeros((BLOCK_H,), x_ptr.dtype.element_ty)
+    zeros = tl.zeros((BLOCK_HIDDEN,), x_ptr.dtype.element_ty)
     for row in range(tl.program_id(1), count, programs_per_segment):
-        row_ptr = x_ptr + (segment * capacity + row) * hidden
-        for first in range(0, hidden, BLOCK_H):
-            columns = first + tl.arange(0, BLOCK_H)
-            tl.store(row_ptr + columns, zeros, mask=columns < hidden)
+        row_ptr = x_ptr + (segment * capacity + row) * hidden_size
+        for first in range(0, hidden_size, BLOCK_HIDDEN):
+            columns = first + tl.arange(0, BLOCK_HIDDEN)
+            tl.store(row_ptr + columns, zeros, mask=columns < hidden_size)

@@ -12,7 +12,7 @@ from modular_kernel.replay.launch.runtime import HAS_TRITON
 def pdl_arguments() -> dict[str, object]:
     """Return the launch arguments that enable PDL; {} in the interpreter and before sm_90.
 
-    OVERLAP is the constexpr by which kernels of this project enable `pdl_wait`.
+    USE_PDL is the constexpr by which kernels of this project enable `pdl_wait`.
     """
     if not HAS_TRITON:
         return {}
@@ -23,4 +23,4 @@ def pdl_arguments() -> dict[str, object]:
     target = triton.runtime.driver.active.get_current_target()
     if target.backend != "cuda" or target.arch < 90:
         return {}
-    return {"OVERLAP": True, "launch_pdl": True}
+    return {"USE_PDL": True, "launch_pdl": True}

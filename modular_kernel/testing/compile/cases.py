@@ -475,10 +475,10 @@ def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     if not isinstance(block_m, int):
         return None
     a_dtype = record.dtypes["a_ptr"]
-    if a_dtype == "fp32" and record.config["PRECISION"] == "ieee":
+    if a_dtype == "fp32" and record.config["INPUT_PRECISION"] == "ieee":
         return "FFMA"
     # Weights that need no conversion may also be the operand with 64 rows (see `add_product`).
-    can_swap = record.config.get("MODE") in ("plain", "w8a8") and a_dtype != "fp32"
+    can_swap = record.config.get("QUANT_MODE") in ("plain", "w8a8") and a_dtype != "fp32"
     block_n = record.config.get("BLOCK_N")
     has_64_rows = block_m >= 64 or (can_swap and isinstance(block_n, int) and block_n >= 64)
     uses_wgmma = has_64_rows and target == "sm_90"

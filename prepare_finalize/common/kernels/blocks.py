@@ -110,7 +110,7 @@ def fill_blocks_kernel(
     BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
     HAS_X: tl.constexpr, ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SPLITS: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
-    COUNT_BEGIN: tl.constexpr, OVERLAP: tl.constexpr = False,
+    COUNT_BEGIN: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
@@ -130,7 +130,7 @@ def fill_blocks_kernel(
     SCAN: tokens that are read at a time to count the rows of earlier tokens.
     """
     NUM_BLOCKS: tl.constexpr = 1 if SINGLE_BLOCK else WORLD
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     if tl.program_id(0) == 0:
         if COUNT_BEGIN:
             count_begin(counters_ptr, progress_ptr)
@@ -253,7 +253,7 @@ def read_blocks_kernel(
 @triton.jit
 def mask_remote_pairs_kernel(
     numbers_ptr, weights_ptr, first, local_experts, numel,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Replace expert numbers by slots of this rank; see `blocks.mask_remote_pairs`.
 
@@ -261,7 +261,7 @@ def mask_remote_pairs_kernel(
 
     first: number of this rank's first slot.
     """
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < numel
     slot = tl.load(numbers_ptr + pair, mask=mask, other=-1) - first

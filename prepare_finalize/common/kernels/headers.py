@@ -144,10 +144,10 @@ def begin_kernel(counters_ptr, progress_ptr):
 @triton.jit
 def header_kernel(
     header_ptr, calls_ptr, counters_ptr, progress_ptr, layer, tokens, refusal,
-    COUNT_BEGIN: tl.constexpr, NUM_FIELDS: tl.constexpr, OVERLAP: tl.constexpr = False,
+    COUNT_BEGIN: tl.constexpr, NUM_FIELDS: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Write the header of a call that sends no rows. Grid: (1,)."""
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     if COUNT_BEGIN:
         count_begin(counters_ptr, progress_ptr)
     header = new_header(calls_ptr, counters_ptr, layer, tokens, 0, refusal)

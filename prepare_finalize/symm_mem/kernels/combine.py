@@ -22,7 +22,7 @@ def combine_kernel(
     y_heap_ptr, rank_bits_ptr, peer_rows_ptr, out_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr,
     status_ptr, timeout_ns, tokens, capacity, rank, stride_out,
     HIDDEN: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Signal that y of this rank is complete, wait for all ranks, and add the rows of each token.
 
@@ -40,7 +40,7 @@ def combine_kernel(
     state_ptr: (2,) int32, the number of the last combine, and the counter of `is_last_program`.
     PADDED: WORLD rounded up to a power of two.
     """
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     number = tl.load(state_ptr) + 1
     # The first program signals before any program waits, so programs that are not yet resident
     # cannot block the signal.

@@ -158,7 +158,7 @@ def dispatch_kernel(
     QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, ADAPTERS: tl.constexpr,
     HAS_PEER_ROWS: tl.constexpr, WAIT: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Write token t to row rank * capacity + t of every rank with one of its experts.
 
@@ -187,7 +187,7 @@ def dispatch_kernel(
     WAIT: whether the last program waits for the rows of all ranks. If not, `arrival_kernel` does.
     BLOCK_K, BLOCK_S, PADDED: powers of two >= TOP_K, SCALES and WORLD.
     """
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     CHUNKS: tl.constexpr = (HIDDEN + CHUNK - 1) // CHUNK
     for item in range(tl.program_id(0), capacity * CHUNKS, tl.num_programs(0)):
         token, chunk = tl.full((), 0, tl.int64) + item // CHUNKS, item % CHUNKS
@@ -257,10 +257,10 @@ def dispatch_kernel(
 def arrival_kernel(
     flags_ptr, state_ptr, failed_ptr, status_ptr, timeout_ns,
     WORLD: tl.constexpr, PADDED: tl.constexpr, INTERPRETED: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Wait for the rows of all ranks, after a dispatch without WAIT. Grid: (1,)."""
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     number = tl.load(state_ptr)
     wait_for_all(
         flags_ptr, number, failed_ptr, status_ptr, timeout_ns, 1, WORLD, PADDED, INTERPRETED

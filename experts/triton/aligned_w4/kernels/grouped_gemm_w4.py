@@ -10,7 +10,7 @@ from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, st
 from experts.triton.kernels.operands_w4 import (
     activations_to_word_order,
     load_scale,
-    load_zero,
+    load_zero_points,
     multiply_words,
     prescale,
     row_offsets,
@@ -29,7 +29,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _span_row_indices(
-    first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Return the weight rows of a tile as two summands (1, ROWS, 1); see `weight_row_indices`.
@@ -38,141 +38,158 @@ def _span_row_indices(
     """
     row = tl.arange(0, ROWS)[None, :, None]
     span = row // SPAN * SPAN
-    return weight_row_indices(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
+    return weight_row_indices(
+        first, count, row % SPAN, span, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, EVEN_N
+    )
 
 
 @triton.jit
 def _load_scales(
-    scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, start, step_k, depth,
-    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, MISSING_LOG2: tl.constexpr,
-    WITHOUT_OFFSET: tl.constexpr, STEP_K: tl.constexpr, GROUP_K: tl.constexpr,
-    EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
+    scale_ptr, scale_offsets, zero_point_ptr, zero_point_offsets, zero_point_shift, start, step_k,
+    size_k,
+    WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, MISSING_FACTOR_LOG2: tl.constexpr,
+    UNPACKED_WITHOUT_OFFSET: tl.constexpr, STEP_K: tl.constexpr, GROUP_K: tl.constexpr,
+    EVEN_K: tl.constexpr, MMA_K: tl.constexpr,
 ):  # fmt: skip
     """Load the scales and zero points of the K step at `start`.
 
-    The scales are (STEPS, ROWS, 1), or (STEPS, ROWS, DEPTH / 16) for NVFP4. Past the end of K, the
+    The scales are (STEPS, ROWS, 1), or (STEPS, ROWS, MMA_K / 16) for NVFP4. Past the end of K, the
     last scales are loaded again, because a masked load takes an extra instruction that zeroes its
     register.
 
-    scale_offsets, zero_offsets: offsets of the rows, as two summands of `weight_row_indices`.
+    scale_offsets, zero_point_offsets: offsets of the rows, as two summands of `weight_row_indices`.
     shift: the position of a row's zero point in its byte, bit 0 or 4.
     step_k: (STEPS, 1, 1), the K offset of each MMA in the step.
-    MISSING_LOG2: log2 of the factor by which scales are multiplied; see `missing_factor_log2`.
-    WITHOUT_OFFSET: whether unpacked weights are q, not q - 8; see `unpacks_without_offset`.
+    MISSING_FACTOR_LOG2: log2 of the factor by which scales are multiplied; see
+        `missing_factor_log2`.
+    UNPACKED_WITHOUT_OFFSET: whether unpacked weights are q, not q - 8; see
+        `unpacks_without_offset`.
     """
     if EVEN_K:
-        start = tl.minimum(start, depth - STEP_K)  # NaN-free: integers
-    if FORMAT == "nvfp4":
-        group = (start + step_k) // GROUP_K + tl.arange(0, DEPTH // GROUP_K)[None, None, :]
+        start = tl.minimum(start, size_k - STEP_K)  # NaN-free: integers
+    if WEIGHT_FORMAT == "nvfp4":
+        group = (start + step_k) // GROUP_K + tl.arange(0, MMA_K // GROUP_K)[None, None, :]
     elif STEP_K % GROUP_K == 0:
         group = step_k // GROUP_K + start // GROUP_K
     else:
         group = (start + step_k) // GROUP_K
     in_bounds = None
     if not EVEN_K:
-        in_bounds = start + step_k < depth
-        group = tl.minimum(group, (depth - 1) // GROUP_K)  # NaN-free: integers
+        in_bounds = start + step_k < size_k
+        group = tl.minimum(group, (size_k - 1) // GROUP_K)  # NaN-free: integers
     scale_ptrs = (scale_ptr + (scale_offsets[0] + group)) + scale_offsets[1]
-    zero_ptrs = (zero_ptr + (zero_offsets[0] + group)) + zero_offsets[1]
-    if FORMAT == "nvfp4":  # words past the end of K are zeros
+    zero_point_ptrs = (zero_point_ptr + (zero_point_offsets[0] + group)) + zero_point_offsets[1]
+    if WEIGHT_FORMAT == "nvfp4":  # words past the end of K are zeros
         scale = tl.load(scale_ptrs)
     else:
-        scale = load_scale(scale_ptrs, in_bounds, FORMAT, MISSING_LOG2)
-    return scale, load_zero(zero_ptrs, shift, HAS_ZERO, WITHOUT_OFFSET)
+        scale = load_scale(scale_ptrs, in_bounds, WEIGHT_FORMAT, MISSING_FACTOR_LOG2)
+    return scale, load_zero_points(
+        zero_point_ptrs, zero_point_shift, HAS_ZERO_POINTS, UNPACKED_WITHOUT_OFFSET
+    )
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_m"])
+@triton.jit(do_not_specialize=["num_pairs", "num_m_blocks"])
 def grouped_gemm_w4_kernel(
-    a_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
-    sorted_ptr, expert_ids_ptr, num_post_ptr,
-    num_pairs, columns, depth, num_m,
+    a_ptr, b_ptr, b_scale_ptr, zero_point_ptr, bias_ptr, router_weights_ptr, out_ptr,
+    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr,
+    num_pairs, size_n, size_k, num_m_blocks,
     stride_am, stride_be, stride_bse, stride_bze, stride_bias,
     stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
-    UP_ROW: tl.constexpr, A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    GROUP_K: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr = False,
+    UP_ROW_OFFSET: tl.constexpr, PAIRS_PER_A_ROW: tl.constexpr, GATE_STRIDE: tl.constexpr,
+    WRITE_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACTIVATION_ALPHA: tl.constexpr, ACTIVATION_LIMIT: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    GROUP_K: tl.constexpr, MMA_K: tl.constexpr, NUM_WARPS: tl.constexpr,
+    MMAS_PER_WARP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
+    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned
+    pair p.
 
     Like `grouped_gemm_kernel`, for 4-bit weights. b is (e, rows, depth / 2) bytes, read as int32
     words of eight weights. depth is a multiple of 32. The weights are the left operand of the MMA,
     (weight rows, K) by (K, pairs), so that each thread unpacks the words that it multiplies.
 
     A program computes BLOCK_M pairs by BLOCK_N columns. Its WARPS warps split K: in one step of the
-    loop, each warp runs GROUPS MMAs with K = DEPTH. The accumulators of the warps are added after
-    the loop. One scale covers GROUP_K elements of K. DEPTH divides GROUP_K, so that the scale can
+    loop, each warp runs GROUPS MMAs with K = MMA_K. The accumulators of the warps are added after
+    the loop. One scale covers GROUP_K elements of K. MMA_K divides GROUP_K, so that the scale can
     be applied to the result of an MMA. NVFP4 scales are applied to the weights instead, so an MMA
     may span several groups.
 
-    FORMAT: the encoding of words and scales; see `unpack_w4`.
-    HAS_ZERO: whether there are zero points, in bytes of two rows. With NVFP4, zero_ptr has the
+    WEIGHT_FORMAT: the encoding of words and scales; see `unpack_w4`.
+    HAS_ZERO_POINTS: whether there are zero points, in bytes of two rows. With NVFP4,
+        zero_point_ptr has the
         global scales of each expert instead.
     EVEN_K: whether a step divides depth, so that no masks are needed along K.
     EVEN_N: whether BLOCK_N divides columns, so that no masks are needed along N.
-    UP_ROW, ROW_STEP, WRITE_ZEROS, HAS_BIAS, HAS_ROW_WEIGHTS, KIND, ALPHA, LIMIT: as in
+    UP_ROW_OFFSET, GATE_STRIDE, WRITE_ZEROS, HAS_BIAS, HAS_ROUTER_WEIGHTS, ACTIVATION,
+        ACTIVATION_ALPHA, ACTIVATION_LIMIT: as in
         `grouped_gemm_kernel`.
     """
-    pdl_wait(OVERLAP)
-    num_n = tl.cdiv(columns, BLOCK_N)
-    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, num_n, 1)
-    if pid_m * BLOCK_M >= tl.load(num_post_ptr):
+    pdl_wait(USE_PDL)
+    num_n_blocks = tl.cdiv(size_n, BLOCK_N)
+    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m_blocks, num_n_blocks, 1)
+    if pid_m * BLOCK_M >= tl.load(num_tokens_post_padded_ptr):
         return
-    pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    pairs = tl.load(sorted_token_ids_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
     row_mask = pairs < num_pairs
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = column < columns
+    column_mask = column < size_n
     expert = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
     if expert < 0:
         if WRITE_ZEROS:
             zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
+            store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, zeros)
         return
-    STEPS: tl.constexpr = WARPS * GROUPS
-    K_PER_WARP: tl.constexpr = GROUPS * DEPTH
-    STEP_K: tl.constexpr = WARPS * K_PER_WARP
+    MMAS_PER_STEP: tl.constexpr = NUM_WARPS * MMAS_PER_WARP
+    K_PER_WARP: tl.constexpr = MMAS_PER_WARP * MMA_K
+    STEP_K: tl.constexpr = NUM_WARPS * K_PER_WARP
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    MISSING_LOG2: tl.constexpr = missing_factor_log2(FORMAT, a_ptr.dtype.element_ty)
-    WITHOUT_OFFSET: tl.constexpr = unpacks_without_offset(FORMAT, a_ptr.dtype.element_ty)
+    MISSING_FACTOR_LOG2: tl.constexpr = missing_factor_log2(WEIGHT_FORMAT, a_ptr.dtype.element_ty)
+    UNPACKED_WITHOUT_OFFSET: tl.constexpr = unpacks_without_offset(
+        WEIGHT_FORMAT, a_ptr.dtype.element_ty
+    )
     # A thread computes one address. Its other addresses are at distances known at compile time,
     # because rows are split into spans: eight rows for words, and as many rows as one load covers
     # for scales. 32-bit offsets suffice within an expert.
     first = pid_n * BLOCK_N
-    rows = _span_row_indices(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
+    rows = _span_row_indices(first, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, 8, EVEN_N)
     words_offsets = row_offsets(rows, stride_bn // 4)
-    SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
-    rows = _span_row_indices(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
+    SPAN: tl.constexpr = min(32 // MMAS_PER_WARP, BLOCK_N)
+    rows = _span_row_indices(first, size_n, ROWS, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, SPAN, EVEN_N)
     scale_offsets = row_offsets(rows, stride_bsn)
     # Two rows share a byte. One of the two summands is even, so both can be halved separately.
-    zero_offsets = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
-    shift = (rows[0] + rows[1]) % 2 * 4
-    step = tl.arange(0, STEPS)[:, None, None]
-    step_k = (step % WARPS) * K_PER_WARP + (step // WARPS) * DEPTH
+    zero_point_offsets = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
+    zero_point_shift = (rows[0] + rows[1]) % 2 * 4
+    step = tl.arange(0, MMAS_PER_STEP)[:, None, None]
+    step_k = (step % NUM_WARPS) * K_PER_WARP + (step // NUM_WARPS) * MMA_K
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     # A warp loads adjacent words. If the words of two warps were interleaved in pieces of 16 bytes,
     # each 32-byte sector would be loaded twice.
-    word = tl.arange(0, WARPS)[:, None, None] * (K_PER_WARP // 8)
+    word = tl.arange(0, NUM_WARPS)[:, None, None] * (K_PER_WARP // 8)
     word += tl.arange(0, K_PER_WARP // 8)[None, None, :]
-    a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
-    a_k = step_k[:, :, :, None] + word_order_offsets(DEPTH)
+    a_row = (pairs // PAIRS_PER_A_ROW).to(tl.int64)[None, None, :, None]
+    a_k = step_k[:, :, :, None] + word_order_offsets(MMA_K)
     a_ptrs = a_ptr + a_row * stride_am + a_k
     a_mask = row_mask[None, None, :, None]
     b_scale_ptr += expert * stride_bse
-    zero_ptr += expert * stride_bze
-    total = tl.zeros((WARPS, ROWS, BLOCK_M), tl.float32)
+    zero_point_ptr += expert * stride_bze
+    total = tl.zeros((NUM_WARPS, ROWS, BLOCK_M), tl.float32)
     # Scales and zero points are loaded a step ahead to hide their latency.
-    scale, zero = _load_scales(
-        b_scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, 0, step_k, depth,
-        FORMAT, HAS_ZERO, MISSING_LOG2, WITHOUT_OFFSET, STEP_K, GROUP_K, EVEN_K, DEPTH,
+    scale, zero_points = _load_scales(
+        b_scale_ptr, scale_offsets, zero_point_ptr, zero_point_offsets, zero_point_shift, 0,
+        step_k, size_k,
+        WEIGHT_FORMAT, HAS_ZERO_POINTS, MISSING_FACTOR_LOG2, UNPACKED_WITHOUT_OFFSET, STEP_K,
+        GROUP_K, EVEN_K, MMA_K,
     )  # fmt: skip
-    for start in range(0, depth, STEP_K):
+    for start in range(0, size_k, STEP_K):
         a_mask_k = a_mask
         if not EVEN_K:
             # A 16-byte copy has 32 weights.
-            words_mask = word // 4 * 32 < depth - start
-            a_mask_k = a_mask & (step_k[:, :, :, None] + word_start_offsets(DEPTH) < depth - start)
+            words_mask = word // 4 * 32 < size_k - start
+            a_mask_k = a_mask & (step_k[:, :, :, None] + word_start_offsets(MMA_K) < size_k - start)
         # Hidden, so that the compiler does not keep a pointer (two registers) for every row.
         base_ptr = tl.multiple_of(
             hide_from_optimizer(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16
@@ -183,25 +200,43 @@ def grouped_gemm_w4_kernel(
         else:
             words = tl.load(words_ptrs, mask=words_mask, other=0)
         a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
-        next_scale, next_zero = _load_scales(
-            b_scale_ptr, scale_offsets, zero_ptr, zero_offsets, shift, start + STEP_K, step_k,
-            depth,
-            FORMAT, HAS_ZERO, MISSING_LOG2, WITHOUT_OFFSET, STEP_K, GROUP_K, EVEN_K, DEPTH,
+        next_scale, next_zero_points = _load_scales(
+            b_scale_ptr, scale_offsets, zero_point_ptr, zero_point_offsets, zero_point_shift,
+            start + STEP_K, step_k,
+            size_k,
+            WEIGHT_FORMAT, HAS_ZERO_POINTS, MISSING_FACTOR_LOG2, UNPACKED_WITHOUT_OFFSET, STEP_K,
+            GROUP_K, EVEN_K, MMA_K,
         )  # fmt: skip
-        groups = tl.reshape(words, (WARPS, ROWS, GROUPS, DEPTH // 8))
-        words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
-        x = prescale(activations_to_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
-        if FORMAT == "nvfp4":
-            w = unpack_scaled_words(words, scale, FORMAT, x.dtype, STEPS, ROWS, DEPTH)
+        groups = tl.reshape(words, (NUM_WARPS, ROWS, MMAS_PER_WARP, MMA_K // 8))
+        words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (MMAS_PER_STEP, ROWS, MMA_K // 8))
+        x = prescale(
+            activations_to_word_order(a, WEIGHT_FORMAT, MMAS_PER_STEP, BLOCK_M, MMA_K),
+            WEIGHT_FORMAT,
+            MMA_K,
+        )
+        if WEIGHT_FORMAT == "nvfp4":
+            w = unpack_scaled_words(
+                words, scale, WEIGHT_FORMAT, x.dtype, MMAS_PER_STEP, ROWS, MMA_K
+            )
             part = tl.dot(w, x)
         else:
-            part = multiply_words(words, x, zero, FORMAT, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
+            part = multiply_words(
+                words,
+                x,
+                zero_points,
+                WEIGHT_FORMAT,
+                HAS_ZERO_POINTS,
+                MMAS_PER_STEP,
+                ROWS,
+                MMA_K,
+                BLOCK_M,
+            )
             part *= scale
-        if GROUPS > 1:
-            part = tl.sum(tl.reshape(part, (GROUPS, WARPS, ROWS, BLOCK_M)), 0)
+        if MMAS_PER_WARP > 1:
+            part = tl.sum(tl.reshape(part, (MMAS_PER_WARP, NUM_WARPS, ROWS, BLOCK_M)), 0)
         total += part
         scale = next_scale
-        zero = next_zero
+        zero_points = next_zero_points
         words_ptr += STEP_K // 8
         a_ptrs += STEP_K
     tile = tl.sum(total, 0)
@@ -211,18 +246,22 @@ def grouped_gemm_w4_kernel(
     else:
         gate_tile = tl.trans(tile)
         up_tile = gate_tile
-    if FORMAT == "nvfp4":
-        gate_tile *= tl.load(zero_ptr)
+    if WEIGHT_FORMAT == "nvfp4":
+        gate_tile *= tl.load(zero_point_ptr)
         if GATED:
-            up_tile *= tl.load(zero_ptr + 1)
+            up_tile *= tl.load(zero_point_ptr + 1)
     # The pairs are loaded again instead of being kept in registers during the loop.
-    pairs = tl.load(sorted_ptr + hide_from_optimizer(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
+    pairs = tl.load(
+        sorted_token_ids_ptr + hide_from_optimizer(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    )
     row_mask = pairs < num_pairs
-    row_weights = gate_tile
-    if HAS_ROW_WEIGHTS:
-        row_weights = tl.load(row_weights_ptr + pairs, mask=row_mask, other=0.0)
+    router_weights = gate_tile
+    if HAS_ROUTER_WEIGHTS:
+        router_weights = tl.load(router_weights_ptr + pairs, mask=row_mask, other=0.0)
     result = finish_tile(
-        gate_tile, up_tile, bias_ptr + expert * stride_bias, column * ROW_STEP, UP_ROW, column_mask,
-        row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+        gate_tile, up_tile, bias_ptr + expert * stride_bias, column * GATE_STRIDE, UP_ROW_OFFSET,
+        column_mask,
+        router_weights, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
+        ACTIVATION_LIMIT,
     )  # fmt: skip
-    store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, result)
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, size_n, result)

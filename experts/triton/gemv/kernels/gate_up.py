@@ -21,13 +21,13 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 
 @triton.jit
-def _rows_amax(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
+def _rows_amax(x_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K: tl.constexpr):
     """Return the largest magnitude in `rows` rows, the first of which is at x_ptr."""
-    amax = tl.zeros((BLOCK_R,), tl.float32)
-    column = tl.arange(0, BLOCK_R)
+    amax = tl.zeros((AMAX_BLOCK_K,), tl.float32)
+    column = tl.arange(0, AMAX_BLOCK_K)
     for _ in range(rows):
-        for start in range(0, hidden, BLOCK_R):
-            mask = start + column < hidden
+        for start in range(0, hidden_size, AMAX_BLOCK_K):
+            mask = start + column < hidden_size
             value = tl.load(x_ptr + (start + column) * stride_xk, mask=mask, other=0.0)
             amax = maximum_nan(amax, tl.abs(value.to(tl.float32)))
         x_ptr += stride_xm
@@ -36,89 +36,96 @@ def _rows_amax(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr)
 
 @triton.jit
 def _step_input(
-    x, x_scale_ptr, start, hidden, scale, stride_xsk,
-    QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
+    x, x_scale_ptr, start, hidden_size, scale, stride_xsk,
+    INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    WEIGHT_DTYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    VECTOR_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x (BLOCK_K,) according to QUANT. Return it as float32 (1, BLOCK_K), and its scales.
+    """Quantize x (BLOCK_K,) according to INPUT_QUANT. Return it as float32 (1, BLOCK_K), and its
+    scales.
 
-    The scales are (1, BLOCK_K / VEC), and have the scale of each value's group. The caller does not
+    The scales are (1, BLOCK_K / VECTOR_SIZE), and have the scale of each value's group. The caller
+    does not
     use them if x has one scale per token or tensor, or no scale.
     """
     x = x.to(tl.float32)[None, :]
-    scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
-    if QUANT == "group":
+    scales = tl.zeros((1, BLOCK_K // VECTOR_SIZE), tl.float32)
+    if INPUT_QUANT == "group":
         x, scales = quantize_groups(
-            x, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
+            x, QMAX, ROUND_TO_INT, MIN_SCALE, WEIGHT_DTYPE, GROUP_K, 1, BLOCK_K, VECTOR_SIZE
         )  # fmt: skip
-    elif QUANT == "prequantized":
+    elif INPUT_QUANT == "prequantized":
         if GROUP_K > 0:
-            vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
+            vector = start + tl.arange(0, BLOCK_K // VECTOR_SIZE) * VECTOR_SIZE
             scale_ptrs = x_scale_ptr + (vector // GROUP_K) * stride_xsk
-            scales = tl.load(scale_ptrs, mask=vector < hidden, other=0.0)[None, :]
-    elif QUANT != "none":
-        x = quantize_to_float32(x, scale, QMAX, ROUND, TYPE)
-    if QUANT == "none":
+            scales = tl.load(scale_ptrs, mask=vector < hidden_size, other=0.0)[None, :]
+    elif INPUT_QUANT != "none":
+        x = quantize_to_float32(x, scale, QMAX, ROUND_TO_INT, WEIGHT_DTYPE)
+    if INPUT_QUANT == "none":
         scales += 1.0
     return x, scales
 
 
 @triton.jit
 def _add_step(
-    gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
-    scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs, stride_xsk, stride_bsk, stride_bzk,
-    QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
-    TYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
-    GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
+    gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden_size, scale_mask,
+    scale_ptrs, up_scale_ptrs, zero_point_ptrs, up_zero_point_ptrs, stride_xsk, stride_bsk,
+    stride_bzk,
+    INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    WEIGHT_DTYPE: tl.constexpr, ZERO_POINT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one step along K to gate and up, and return gate and up.
 
     scale_mask: (SCALE_ROWS,), which rows have scales.
     """
     x, scales = _step_input(
-        x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
-        QUANT, QMAX, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
+        x, x_scale_ptr, start, hidden_size, x_scale, stride_xsk,
+        INPUT_QUANT, QMAX, ROUND_TO_INT, MIN_SCALE, WEIGHT_DTYPE, GROUP_K, BLOCK_K, VECTOR_SIZE,
     )  # fmt: skip
-    vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
+    vector = start + tl.arange(0, BLOCK_K // VECTOR_SIZE) * VECTOR_SIZE
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
-    mask = scale_mask[None, :, None] & (vector < hidden)[None, None, :]
+    mask = scale_mask[None, :, None] & (vector < hidden_size)[None, None, :]
     gate += step_sums(
         gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
-        zero_ptrs[None, :, None] + group * stride_bzk, mask,
-        ZERO_POINT, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+        zero_point_ptrs[None, :, None] + group * stride_bzk, mask,
+        ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, 1, BLOCK_N, BLOCK_K, VECTOR_SIZE,
     )  # fmt: skip
     if GATED:
         up += step_sums(
             up_codes, x, scales, up_scale_ptrs[None, :, None] + group * stride_bsk,
-            up_zero_ptrs[None, :, None] + group * stride_bzk, mask,
-            ZERO_POINT, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+            up_zero_point_ptrs[None, :, None] + group * stride_bzk, mask,
+            ZERO_POINT, HAS_ZERO_POINTS, GROUP_K, 1, BLOCK_N, BLOCK_K, VECTOR_SIZE,
         )  # fmt: skip
     return gate, up
 
 
 @triton.jit
 def _n_major_products(
-    x_ptr, stride_xk, b_ptr, stride_bk, first, columns, depth, up_offset,
-    GATED: tl.constexpr, ROW_STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, stride_xk, b_ptr, stride_bk, first, size_n, size_k, up_offset,
+    GATED: tl.constexpr, GATE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return gate and up (1, BLOCK_N) of columns from `first`, for weights with contiguous N.
 
     If gate and up columns alternate, they are loaded as one run of adjacent columns. Otherwise gate
-    and up are SIDES runs, which are up_offset apart.
+    and up are NUM_MATRICES runs, which are up_offset apart.
     """
-    PAIRS: tl.constexpr = GATED and ROW_STEP == 2
-    SIDES: tl.constexpr = 2 if GATED and not PAIRS else 1
-    WIDTH: tl.constexpr = 2 * BLOCK_N if PAIRS else BLOCK_N
-    column = first * (2 if PAIRS else 1) + tl.arange(0, WIDTH)
-    column_mask = column < columns * (2 if PAIRS else 1)
-    side = tl.arange(0, SIDES)
+    IS_INTERLEAVED: tl.constexpr = GATED and GATE_STRIDE == 2
+    NUM_MATRICES: tl.constexpr = 2 if GATED and not IS_INTERLEAVED else 1
+    WIDTH: tl.constexpr = 2 * BLOCK_N if IS_INTERLEAVED else BLOCK_N
+    column = first * (2 if IS_INTERLEAVED else 1) + tl.arange(0, WIDTH)
+    column_mask = column < size_n * (2 if IS_INTERLEAVED else 1)
+    side = tl.arange(0, NUM_MATRICES)
     w_ptrs = b_ptr + (side * up_offset)[:, None, None] + column.to(tl.int64)[None, None, :]
     sums = n_major_sums(
         x_ptr + side[:, None] * 0, (side >= 0)[:, None], w_ptrs, column_mask[None, None, :],
-        stride_xk, stride_bk, depth, SIDES, WIDTH, BLOCK_K, STEP_ROWS, STAGES,
+        stride_xk, stride_bk, size_k, NUM_MATRICES, WIDTH, BLOCK_K, STEP_ROWS, STAGES,
     )  # fmt: skip
-    if PAIRS:
+    if IS_INTERLEAVED:
         gate, up = tl.split(tl.reshape(sums, (1, BLOCK_N, 2)))
     elif GATED:
         gate, up = tl.split(tl.permute(tl.reshape(sums, (1, 2, BLOCK_N)), (0, 2, 1)))
@@ -129,89 +136,110 @@ def _n_major_products(
 
 @triton.jit
 def gemv_gate_up_kernel(
-    x_ptr, x_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
-    ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
-    num_pairs, intermediate, hidden, up_row, up_offset, num_experts, num_local,
+    x_ptr, x_scale_ptr, b_ptr, b_scale_ptr, zero_point_ptr, bias_ptr, router_weights_ptr,
+    topk_ids_ptr, expert_map_ptr, invalid_count_ptr, h_ptr, amax_ptr,
+    num_pairs, intermediate_size, hidden_size, up_row_offset, up_offset, num_experts,
+    num_local_experts,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
     stride_bze, stride_bzn, stride_bzk, stride_bias,
-    TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, QUANT: tl.constexpr, QMAX: tl.constexpr, ROUND: tl.constexpr,
+    TOP_K: tl.constexpr, GATE_STRIDE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ROUTER_WEIGHTS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ACTIVATION_ALPHA: tl.constexpr,
+    ACTIVATION_LIMIT: tl.constexpr, INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr,
+    ROUND_TO_INT: tl.constexpr,
     MIN_SCALE: tl.constexpr, HAS_SCALES: tl.constexpr, ZERO_POINT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    STORE_AMAX: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
-    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
-    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
+    HAS_ZERO_POINTS: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    STORE_AMAX: tl.constexpr, BLOCK_PAIRS: tl.constexpr, AMAX_BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr = False,
+    lora_u_ptr=None, adapter_slots_ptr=None, lora_b_ptr=None, num_adapter_slots=0, lora_rank=0,
+    stride_lora_u=0, stride_lora_b_slot=0, stride_lora_b_expert=0, stride_lora_b_n=0,
+    LORA_UP_OFFSET: tl.constexpr = 0, HAS_LORA: tl.constexpr = False, BLOCK_RANK: tl.constexpr = 16,
     N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). A program computes BLOCK_N columns of one
-    pair. In the extra block, the program of pair 0 counts invalid ids, BLOCK_P at a time.
+    pair. In the extra block, the program of pair 0 counts invalid ids, BLOCK_PAIRS at a time.
 
     x_ptr: (num_pairs / TOP_K, hidden).
-    b_ptr: w, (e, rows, hidden). Column n uses row n * ROW_STEP and, if GATED, also row n *
-        ROW_STEP + up_row for up, which is up_offset elements after the first row.
+    b_ptr: w, (e, rows, hidden). Column n uses row n * GATE_STRIDE and, if GATED, also row n *
+        GATE_STRIDE + up_row_offset for up, which is up_offset elements after the first row.
     h_ptr: (num_pairs, intermediate), contiguous. Rows of skipped pairs are not written.
     amax_ptr: (num_pairs, blocks). If STORE_AMAX, the kernel writes the largest magnitude of each
         block of h.
-    QUANT: how x is quantized:
+    INPUT_QUANT: how x is quantized:
         "none": x is not quantized.
         "prequantized": before the launch, with the scales at x_scale_ptr.
         "token", "group", "tensor": in this kernel, with one scale per token, group or tensor.
         "static": in this kernel, with the scale at x_scale_ptr.
     QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    BLOCK_R: columns of x that each step of its amax reads.
+    AMAX_BLOCK_K: columns of x that each step of its amax reads.
     HAS_SCALES: whether weights have scales, one per GROUP_N rows and GROUP_K columns. If GROUP_K is
         0, the scale is for all of K.
     SCALE_ROWS: 1 if all BLOCK_N rows share a scale, otherwise BLOCK_N.
-    HAS_ZERO: whether integer weights have zero points. If not, ZERO_POINT is subtracted from all
+    HAS_ZERO_POINTS: whether integer weights have zero points. If not, ZERO_POINT is subtracted
+        from all
         weights.
-    KIND, ALPHA, LIMIT: see `ops.kernels.activation`.
-    VEC: adjacent weights per load.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: see `ops.kernels.activation`.
+    VECTOR_SIZE: adjacent weights per load.
     STAGES: stages of the software pipeline.
     LORA: whether B[slot of p's token, expert] @ u[p] is added before weight, bias and activation.
-    U_UP: offset from the columns of u for gate to the columns for up.
-    LORA_R: a power of two >= rank.
+    LORA_UP_OFFSET: offset from the columns of u for gate to the columns for up.
+    BLOCK_RANK: a power of two >= rank.
     N_MAJOR: whether a thread loads adjacent columns. The weights are then not quantized, and
         stride_bn is 1.
     STEP_ROWS: see `n_major_sums`.
     """
-    pdl_wait(OVERLAP)
+    pdl_wait(USE_PDL)
     pair = tl.program_id(0)
     block = tl.program_id(1)
-    if block * BLOCK_N >= intermediate:
+    if block * BLOCK_N >= intermediate_size:
         if pair == 0:
             count_invalid_ids(
-                ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
+                topk_ids_ptr,
+                expert_map_ptr,
+                invalid_count_ptr,
+                num_pairs,
+                num_experts,
+                num_local_experts,
+                HAS_EXPERT_MAP,
+                BLOCK_PAIRS,
             )
         return
-    local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
-    if local < 0:
+    local_expert, _ = load_local_ids(
+        topk_ids_ptr,
+        pair,
+        pair >= 0,
+        expert_map_ptr,
+        num_experts,
+        num_local_experts,
+        HAS_EXPERT_MAP,
+    )
+    if local_expert < 0:
         return
-    TYPE: tl.constexpr = b_ptr.dtype.element_ty
-    expert, token = local.to(tl.int64), (pair // TOP_K).to(tl.int64)
+    WEIGHT_DTYPE: tl.constexpr = b_ptr.dtype.element_ty
+    expert, token = local_expert.to(tl.int64), (pair // TOP_K).to(tl.int64)
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = column < intermediate
+    column_mask = column < intermediate_size
     if N_MAJOR:
-        tl.static_assert(not HAS_SCALES and QUANT == "none")
+        tl.static_assert(not HAS_SCALES and INPUT_QUANT == "none")
         gate_row, up_row_sum = _n_major_products(
             x_ptr + token * stride_xm, stride_xk, b_ptr + expert * stride_be, stride_bk,
-            block * BLOCK_N, intermediate, hidden, up_offset,
-            GATED, ROW_STEP, BLOCK_N, BLOCK_K, STEP_ROWS, STAGES,
+            block * BLOCK_N, intermediate_size, hidden_size, up_offset,
+            GATED, GATE_STRIDE, BLOCK_N, BLOCK_K, STEP_ROWS, STAGES,
         )  # fmt: skip
     else:
         k = tl.arange(0, BLOCK_K)
         w_ptrs = (
             b_ptr + expert * stride_be
-            + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_bn
+            + (column * GATE_STRIDE).to(tl.int64)[None, :, None] * stride_bn
             + k[None, None, :] * stride_bk
         )  # fmt: skip
-        w_mask = column_mask[None, :, None] & (k < hidden)[None, None, :]
+        w_mask = column_mask[None, :, None] & (k < hidden_size)[None, None, :]
         # Issue the loads of the first weights before those of x.
         gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
         up_codes = gate_codes
@@ -220,38 +248,39 @@ def gemv_gate_up_kernel(
         x_ptr += token * stride_xm
         x_scale_ptr += token * stride_xsm
         # Issue the load of x before its amax is needed.
-        x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
+        x = tl.load(x_ptr + k * stride_xk, mask=k < hidden_size, other=0.0)
         x_scale = 1.0
-        if QUANT == "token":
-            amax = _rows_amax(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
+        if INPUT_QUANT == "token":
+            amax = _rows_amax(x_ptr, 1, hidden_size, 0, stride_xk, AMAX_BLOCK_K)
             x_scale = scale_of(amax, QMAX, MIN_SCALE)
-        elif QUANT == "tensor":
+        elif INPUT_QUANT == "tensor":
             first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
-            amax = _rows_amax(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
+            amax = _rows_amax(first_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K)
             x_scale = scale_of(amax, QMAX, MIN_SCALE)
-        elif QUANT == "static" or (QUANT == "prequantized" and GROUP_K == 0):
+        elif INPUT_QUANT == "static" or (INPUT_QUANT == "prequantized" and GROUP_K == 0):
             x_scale = tl.load(x_scale_ptr)
         # Each row has a scale and a zero point, or all rows share one.
         scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
-        scale_mask = scale_column < intermediate
-        scale_row = scale_column * ROW_STEP
+        scale_mask = scale_column < intermediate_size
+        scale_row = scale_column * GATE_STRIDE
         b_scale_ptr += expert * stride_bse
-        zero_ptr += expert * stride_bze
+        zero_point_ptr += expert * stride_bze
         scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
-        up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
-        zero_ptrs = zero_ptr + scale_row * stride_bzn
-        up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn
-        gate = tl.zeros((1, BLOCK_N, BLOCK_K // VEC), tl.float32)
+        up_scale_ptrs = b_scale_ptr + ((scale_row + up_row_offset) // GROUP_N) * stride_bsn
+        zero_point_ptrs = zero_point_ptr + scale_row * stride_bzn
+        up_zero_point_ptrs = zero_point_ptr + (scale_row + up_row_offset) * stride_bzn
+        gate = tl.zeros((1, BLOCK_N, BLOCK_K // VECTOR_SIZE), tl.float32)
         up = gate
         gate, up = _add_step(
-            gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
-            scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
+            gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden_size, scale_mask,
+            scale_ptrs, up_scale_ptrs, zero_point_ptrs, up_zero_point_ptrs,
             stride_xsk, stride_bsk, stride_bzk,
-            QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
-            BLOCK_N, BLOCK_K, VEC,
+            INPUT_QUANT, QMAX, ROUND_TO_INT, MIN_SCALE, WEIGHT_DTYPE, ZERO_POINT, HAS_ZERO_POINTS,
+            GATED, GROUP_K,
+            BLOCK_N, BLOCK_K, VECTOR_SIZE,
         )  # fmt: skip
-        for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
-            in_bounds = start + k < hidden
+        for start in tl.range(BLOCK_K, hidden_size, BLOCK_K, num_stages=STAGES):
+            in_bounds = start + k < hidden_size
             w_mask = column_mask[None, :, None] & in_bounds[None, None, :]
             w_ptrs += BLOCK_K * stride_bk
             gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
@@ -260,47 +289,63 @@ def gemv_gate_up_kernel(
                 up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
             x = tl.load(x_ptr + (start + k) * stride_xk, mask=in_bounds, other=0.0)
             gate, up = _add_step(
-                gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
-                scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
+                gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden_size,
+                scale_mask,
+                scale_ptrs, up_scale_ptrs, zero_point_ptrs, up_zero_point_ptrs,
                 stride_xsk, stride_bsk, stride_bzk,
-                QUANT, QMAX, ROUND, MIN_SCALE, TYPE, ZERO_POINT, HAS_ZERO, GATED, GROUP_K,
-                BLOCK_N, BLOCK_K, VEC,
+                INPUT_QUANT, QMAX, ROUND_TO_INT, MIN_SCALE, WEIGHT_DTYPE, ZERO_POINT,
+                HAS_ZERO_POINTS, GATED, GROUP_K,
+                BLOCK_N, BLOCK_K, VECTOR_SIZE,
             )  # fmt: skip
         gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
         if HAS_SCALES and GROUP_K == 0:
-            row = column * ROW_STEP
+            row = column * GATE_STRIDE
             scale = tl.load(
                 b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
             )
             gate_row *= (x_scale * scale.to(tl.float32))[None, :]
-            row += up_row
+            row += up_row_offset
             scale = tl.load(
                 b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0
             )
             up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
-    if LORA:
-        adapter = tl.load(slots_ptr + token).to(tl.int64)
-        if (adapter >= 0) & (adapter < num_slots):
-            u_ptrs = u_ptr + pair.to(tl.int64) * stride_u + tl.zeros((1, 1), tl.int32)
-            lora_b_ptr += adapter * stride_lbl + expert * stride_lbe
-            b_ptrs = lora_b_ptr + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_lbn
-            b_mask = column_mask[None, :, None]
-            gate_row += adapter_sums(u_ptrs, True, b_ptrs, b_mask, rank, LORA_R)
+    if HAS_LORA:
+        adapter = tl.load(adapter_slots_ptr + token).to(tl.int64)
+        if (adapter >= 0) & (adapter < num_adapter_slots):
+            lora_u_ptrs = (
+                lora_u_ptr + pair.to(tl.int64) * stride_lora_u + tl.zeros((1, 1), tl.int32)
+            )
+            lora_b_ptr += adapter * stride_lora_b_slot + expert * stride_lora_b_expert
+            lora_b_ptrs = (
+                lora_b_ptr + (column * GATE_STRIDE).to(tl.int64)[None, :, None] * stride_lora_b_n
+            )
+            lora_b_mask = column_mask[None, :, None]
+            gate_row += adapter_sums(
+                lora_u_ptrs, True, lora_b_ptrs, lora_b_mask, lora_rank, BLOCK_RANK
+            )
             if GATED:
-                up_rows = (column * ROW_STEP + up_row).to(tl.int64)[None, :, None]
-                b_ptrs = lora_b_ptr + up_rows * stride_lbn
-                up_row_sum += adapter_sums(u_ptrs + U_UP, True, b_ptrs, b_mask, rank, LORA_R)
+                up_rows = (column * GATE_STRIDE + up_row_offset).to(tl.int64)[None, :, None]
+                lora_b_ptrs = lora_b_ptr + up_rows * stride_lora_b_n
+                up_row_sum += adapter_sums(
+                    lora_u_ptrs + LORA_UP_OFFSET,
+                    True,
+                    lora_b_ptrs,
+                    lora_b_mask,
+                    lora_rank,
+                    BLOCK_RANK,
+                )
     row_weight = tl.zeros((1,), tl.float32)
-    if HAS_ROW_WEIGHTS:
-        row_weight += tl.load(row_weights_ptr + pair)
+    if HAS_ROUTER_WEIGHTS:
+        row_weight += tl.load(router_weights_ptr + pair)
     h = finish_tile(
-        gate_row, up_row_sum, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row,
-        column_mask, row_weight, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+        gate_row, up_row_sum, bias_ptr + expert * stride_bias, column * GATE_STRIDE, up_row_offset,
+        column_mask, row_weight, HAS_BIAS, HAS_ROUTER_WEIGHTS, GATED, ACTIVATION, ACTIVATION_ALPHA,
+        ACTIVATION_LIMIT,
     )  # fmt: skip
     h = h.to(h_ptr.dtype.element_ty)
-    h_ptrs = h_ptr + pair.to(tl.int64) * intermediate + column[None, :]
+    h_ptrs = h_ptr + pair.to(tl.int64) * intermediate_size + column[None, :]
     tl.store(h_ptrs, h, mask=column_mask[None, :])
     if STORE_AMAX:
         magnitude = tl.where(column_mask[None, :], tl.abs(h.to(tl.float32)), 0.0)
-        blocks = tl.cdiv(intermediate, BLOCK_N)
+        blocks = tl.cdiv(intermediate_size, BLOCK_N)
         tl.store(amax_ptr + pair * blocks + block, max_nan(max_nan(magnitude, 1), 0))

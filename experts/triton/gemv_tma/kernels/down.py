@@ -11,7 +11,7 @@ from triton.language import div_rn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_tma.kernels.pipeline import (
-    ACC,
+    ACC_LAYOUT,
     PANEL,
     PIECE,
     ROWS,
@@ -36,161 +36,190 @@ _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _load(
-    w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden, depth,
-    num_experts, num_local, scale_rows, scale_groups,
-    BLOCK_SCALES: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
+def _run_producer(
+    w_desc, ring, full, empty, w_scale_ptr, topk_ids_ptr, expert_map_ptr, num_items,
+    num_column_blocks, hidden_size, size_k,
+    num_experts, num_local_experts, scale_rows, scale_groups,
+    BLOCK_SCALES: gl.constexpr, HAS_EXPERT_MAP: gl.constexpr, TOP_K: gl.constexpr,
+    PAIR_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp, which loads the weight panels of the work items with TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
-    ROWS_PER_SLOT: gl.constexpr = ROWS // SLOTS
+    ROWS_PER_PAIR: gl.constexpr = ROWS // PAIR_SLOTS
     step = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token, first = item // blocks, item % blocks * ROWS_PER_SLOT
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        token, first = item // num_column_blocks, item % num_column_blocks * ROWS_PER_PAIR
         experts, num_valid = (), 0
-        for slot in gl.static_range(TOP_K):
-            local, _ = load_local_ids(
-                ids_ptr, token * TOP_K + slot, slot >= 0, map_ptr, num_experts, num_local, HAS_MAP
+        for k_index in gl.static_range(TOP_K):
+            local_expert, _ = load_local_ids(
+                topk_ids_ptr,
+                token * TOP_K + k_index,
+                k_index >= 0,
+                expert_map_ptr,
+                num_experts,
+                num_local_experts,
+                HAS_EXPERT_MAP,
             )
-            experts += (local,)
+            experts += (local_expert,)
             if BLOCK_SCALES:
                 # NaN-free: integers
-                scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
+                scale_row = gl.maximum(local_expert, 0).to(gl.int64) * scale_rows + first // PANEL
                 prefetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
-            num_valid += (local >= 0).to(gl.int32)
-        for start in range(0, depth, PANELS_PER_STAGE * PANEL):
+            num_valid += (local_expert >= 0).to(gl.int32)
+        for start in range(0, size_k, PANELS_PER_STAGE * PANEL):
             stage, full_barrier = wait_empty_stage(step, full, empty)
             # There is one expect per stage. With one for each of 8 slots, a layer took 10 to 22 us
             # longer (H200).
             if num_valid == TOP_K:
-                mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * ROWS_PER_SLOT * PANEL)
+                mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * ROWS_PER_PAIR * PANEL)
             else:
                 for count in gl.static_range(TOP_K):
                     mbarrier.expect(
                         full_barrier,
-                        count * (PANELS_PER_STAGE * ROWS_PER_SLOT * PANEL),
+                        count * (PANELS_PER_STAGE * ROWS_PER_PAIR * PANEL),
                         pred=num_valid == count,
                     )
             # Rows of skipped pairs are not loaded. A branch is faster than predicates, which take
             # time even if no pair is skipped.
-            for slot in gl.static_range(TOP_K):
-                if experts[slot] >= 0:
-                    row = experts[slot] * hidden + first
-                    for p in gl.static_range(PANELS_PER_STAGE):
-                        rows = ring.index(stage * PANELS_PER_STAGE + p).slice(
-                            slot * ROWS_PER_SLOT, ROWS_PER_SLOT, 0
+            for k_index in gl.static_range(TOP_K):
+                if experts[k_index] >= 0:
+                    row = experts[k_index] * hidden_size + first
+                    for panel_index in gl.static_range(PANELS_PER_STAGE):
+                        rows = ring.index(stage * PANELS_PER_STAGE + panel_index).slice(
+                            k_index * ROWS_PER_PAIR, ROWS_PER_PAIR, 0
                         )
-                        tma_async_load(w_desc, [row, start + p * PANEL], full_barrier, rows)
+                        tma_async_load(
+                            w_desc, [row, start + panel_index * PANEL], full_barrier, rows
+                        )
             step += 1
 
 
 @gluon.jit
 def _store_pairs(
-    vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
-    TOP_K: gl.constexpr, SLOTS: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
-    MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    vectors, scales, token, h_ptr, amax_ptr, size_k, amax_blocks,
+    TOP_K: gl.constexpr, PAIR_SLOTS: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
+    MIN_SCALE: gl.constexpr, BLOCK_AMAX: gl.constexpr,
 ):  # fmt: skip
     """Quantize the rows of h of a token's pairs and store them to shared memory.
 
     Return the scales of the rows, (8,). They are 1 if BLOCK_SCALES. The rows of skipped pairs may
     have any contents, because results computed from them are discarded.
     """
-    AMAX: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
+    AMAX: gl.constexpr = gl.BlockedLayout([PAIR_SLOTS, 1], [1, 32], [1, 4], [1, 0])
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
-    QUANT: gl.constexpr = "group" if BLOCK_SCALES else "token"
+    INPUT_QUANT: gl.constexpr = "group" if BLOCK_SCALES else "token"
     PIECES: gl.constexpr = vectors.shape[0]
-    slot = gl.arange(0, SLOTS, vector_row_layout(SLOTS))
-    row_ptrs = h_ptr + (token * TOP_K + slot).to(gl.int64) * depth
-    pieces = load_pieces(row_ptrs, 1, slot < TOP_K, depth, PIECES)
-    scale = gl.full((SLOTS,), 1.0, gl.float32, AMAX_ROWS)
+    k_index = gl.arange(0, PAIR_SLOTS, vector_row_layout(PAIR_SLOTS))
+    row_ptrs = h_ptr + (token * TOP_K + k_index).to(gl.int64) * size_k
+    pieces = load_pieces(row_ptrs, 1, k_index < TOP_K, size_k, PIECES)
+    scale = gl.full((PAIR_SLOTS,), 1.0, gl.float32, AMAX_ROWS)
     if not BLOCK_SCALES:
-        amax_slot = gl.arange(0, SLOTS, AMAX_ROWS)[:, None]
-        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, AMAX))[None, :]
+        amax_slot = gl.arange(0, PAIR_SLOTS, AMAX_ROWS)[:, None]
+        block = gl.arange(0, BLOCK_AMAX, gl.SliceLayout(0, AMAX))[None, :]
         ptrs = amax_ptr + (token * TOP_K + amax_slot) * amax_blocks + block
         mask = (amax_slot < TOP_K) & (block < amax_blocks)
         amax = max_nan(gl.load(ptrs, mask=mask, other=0.0), 1)
         scale = scale_of(amax, QMAX, MIN_SCALE)
-    inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(SLOTS))
+    inverse = gl.convert_layout(div_rn(1.0, scale), vector_row_layout(PAIR_SLOTS))
     store_vectors(
-        vectors, scales, pieces, row_ptrs, 1, slot < TOP_K, depth, inverse, row_ptrs, 0,
-        QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
+        vectors, scales, pieces, row_ptrs, 1, k_index < TOP_K, size_k, inverse, row_ptrs, 0,
+        INPUT_QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(scale)
 
 
 @gluon.jit
-def _compute(
-    ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr, weights_ptr,
-    ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth, amax_blocks, num_experts,
-    num_local, scale_rows, scale_groups, factor,
-    TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
-    OVERLAP: gl.constexpr,
+def _run_consumer(
+    ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr, router_weights_ptr,
+    topk_ids_ptr, expert_map_ptr, out_ptr, num_items, num_column_blocks, hidden_size, size_k,
+    amax_blocks, num_experts,
+    num_local_experts, scale_rows, scale_groups, routed_scaling_factor,
+    TOP_K: gl.constexpr, PAIR_SLOTS: gl.constexpr, HAS_EXPERT_MAP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
+    BLOCK_AMAX: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):  # fmt: skip
     """Run the consumer warpgroup, which multiplies, sums over the pairs of a token, and stores."""
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
-    ROWS_PER_SLOT: gl.constexpr = ROWS // SLOTS
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC_LAYOUT)
+    ROWS_PER_PAIR: gl.constexpr = ROWS // PAIR_SLOTS
     # h is valid only after this wait. The producer warp loads weights meanwhile.
-    if OVERLAP:
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-    slot = row // ROWS_PER_SLOT
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT))
+    k_index = row // ROWS_PER_PAIR
     vector = gl.arange(0, VECTORS, COLUMNS)
     h_scale = gl.full((VECTORS,), 1.0, gl.float32, COLUMNS)
     step, resident_token = 0, -1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        token = item // blocks
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        token = item // num_column_blocks
         if token != resident_token:
             h_scale = _store_pairs(
-                vectors, scales, token, h_ptr, amax_ptr, depth, amax_blocks,
-                TOP_K, SLOTS, BLOCK_SCALES, QMAX, MIN_SCALE, BLOCKS,
+                vectors, scales, token, h_ptr, amax_ptr, size_k, amax_blocks,
+                TOP_K, PAIR_SLOTS, BLOCK_SCALES, QMAX, MIN_SCALE, BLOCK_AMAX,
             )  # fmt: skip
             resident_token = token
-        pair = token * TOP_K + slot
-        local, _ = load_local_ids(
-            ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
+        pair = token * TOP_K + k_index
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pair,
+            k_index < TOP_K,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
-        first = item % blocks * ROWS_PER_SLOT
-        column = first + row % ROWS_PER_SLOT
-        in_bounds = (local >= 0) & (column < hidden)
-        expert = gl.maximum(local, 0).to(gl.int64)  # NaN-free: integers
-        ptrs = w_scale_ptr + expert * hidden + column
+        first = item % num_column_blocks * ROWS_PER_PAIR
+        column = first + row % ROWS_PER_PAIR
+        in_bounds = (local_expert >= 0) & (column < hidden_size)
+        expert = gl.maximum(local_expert, 0).to(gl.int64)  # NaN-free: integers
+        ptrs = w_scale_ptr + expert * hidden_size + column
         if BLOCK_SCALES:
             ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups
         else:
             w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
         if HAS_BIAS:
-            bias = gl.load(bias_ptr + expert * hidden + column, mask=in_bounds, other=0.0)
+            bias = gl.load(bias_ptr + expert * hidden_size + column, mask=in_bounds, other=0.0)
         # The router weight of a skipped pair may have any value, including NaN.
-        weight = gl.load(weights_ptr + pair, mask=in_bounds, other=0.0)
+        weight = gl.load(router_weights_ptr + pair, mask=in_bounds, other=0.0)
         acc, step = multiply(
-            ring, vectors, scales, full, empty, step, depth, ptrs, in_bounds, BLOCK_SCALES
+            ring, vectors, scales, full, empty, step, size_k, ptrs, in_bounds, BLOCK_SCALES
         )  # fmt: skip
         # Discard skipped pairs and the products with the vectors of other pairs.
-        column_mask = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & in_bounds[:, None]
+        column_mask = (vector[None, :] == (k_index * (VECTORS // PAIR_SLOTS))[:, None]) & in_bounds[
+            :, None
+        ]
         value = gl.sum(gl.where(column_mask, acc * h_scale[None, :], 0.0), axis=1)
         if not BLOCK_SCALES:
             value *= w_scale
         if HAS_BIAS:
             value += bias.to(gl.float32)
         value *= weight
-        total = gl.convert_layout(gl.sum(value.reshape((SLOTS, ROWS_PER_SLOT)), axis=0), _OUT)
-        column = first + gl.arange(0, ROWS_PER_SLOT, _OUT)
-        out_ptrs = out_ptr + token.to(gl.int64) * hidden + column
-        gl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column < hidden)
+        total = gl.convert_layout(gl.sum(value.reshape((PAIR_SLOTS, ROWS_PER_PAIR)), axis=0), _OUT)
+        column = first + gl.arange(0, ROWS_PER_PAIR, _OUT)
+        out_ptrs = out_ptr + token.to(gl.int64) * hidden_size + column
+        gl.store(
+            out_ptrs,
+            (total * routed_scaling_factor).to(out_ptr.dtype.element_ty),
+            mask=column < hidden_size,
+        )
 
 
 @gluon.jit
 def gemv_tma_down_kernel(
-    w_desc, h_ptr, amax_ptr, w_scale_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
-    num_tokens, hidden, depth, amax_blocks, num_experts, num_local, scale_rows, scale_groups,
-    factor,
-    TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    w_desc, h_ptr, amax_ptr, w_scale_ptr, bias_ptr, router_weights_ptr, topk_ids_ptr,
+    expert_map_ptr, out_ptr,
+    num_tokens, hidden_size, size_k, amax_blocks, num_experts, num_local_experts, scale_rows,
+    scale_groups,
+    routed_scaling_factor,
+    TOP_K: gl.constexpr, PAIR_SLOTS: gl.constexpr, HAS_EXPERT_MAP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
+    BLOCK_AMAX: gl.constexpr,
     PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
-    OVERLAP: gl.constexpr = False,
+    USE_PDL: gl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
@@ -205,12 +234,12 @@ def gemv_tma_down_kernel(
     amax_ptr: (num_tokens * TOP_K, amax_blocks), the maximum absolute value of each block of h.
     w_scale_ptr: (experts, scale_rows, scale_groups), with one scale per 128 x 128 block, if
         BLOCK_SCALES; otherwise (experts, hidden).
-    weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
+    router_weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
     bias_ptr: (experts, hidden).
     out_ptr: (num_tokens, hidden), contiguous.
     SLOTS: TOP_K rounded up to a power of two, at most 8.
     QMAX, MIN_SCALE: see `quantize_rows`.
-    BLOCKS: a power of two >= amax_blocks.
+    BLOCK_AMAX: a power of two >= amax_blocks.
     PIECES: number of pieces of 1024 values in a row of h.
     STAGES: stages of the ring (see `pipeline`).
     PANELS_PER_STAGE: panels per stage of the ring.
@@ -218,21 +247,26 @@ def gemv_tma_down_kernel(
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)
     scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], UNSWIZZLED)
-    blocks = gl.cdiv(hidden, ROWS // SLOTS)
-    items = num_tokens * blocks
+    num_column_blocks = gl.cdiv(hidden_size, ROWS // PAIR_SLOTS)
+    num_items = num_tokens * num_column_blocks
     gl.warp_specialize(
         [
-            (_compute, (
+            (_run_consumer, (
                 ring, vectors, scales, full, empty, h_ptr, amax_ptr, w_scale_ptr, bias_ptr,
-                weights_ptr, ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth,
-                amax_blocks, num_experts, num_local, scale_rows, scale_groups, factor,
-                TOP_K, SLOTS, HAS_MAP, HAS_BIAS, BLOCK_SCALES, QMAX, MIN_SCALE, BLOCKS, OVERLAP,
+                router_weights_ptr, topk_ids_ptr, expert_map_ptr, out_ptr, num_items,
+                num_column_blocks, hidden_size, size_k,
+                amax_blocks, num_experts, num_local_experts, scale_rows, scale_groups,
+                routed_scaling_factor,
+                TOP_K, PAIR_SLOTS, HAS_EXPERT_MAP, HAS_BIAS, BLOCK_SCALES, QMAX, MIN_SCALE,
+                BLOCK_AMAX, USE_PDL,
             )),
-            (_load, (
-                w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden,
-                depth, num_experts, num_local, scale_rows, scale_groups, BLOCK_SCALES, HAS_MAP,
+            (_run_producer, (
+                w_desc, ring, full, empty, w_scale_ptr, topk_ids_ptr, expert_map_ptr, num_items,
+                num_column_blocks, hidden_size,
+                size_k, num_experts, num_local_experts, scale_rows, scale_groups, BLOCK_SCALES,
+                HAS_EXPERT_MAP,
                 TOP_K,
-                SLOTS,
+                PAIR_SLOTS,
             )),
         ],
         [1],

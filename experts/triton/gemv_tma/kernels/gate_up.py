@@ -7,7 +7,7 @@ from triton.language import div_rn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.triton.gemv_tma.kernels.pipeline import (
-    ACC,
+    ACC_LAYOUT,
     PANEL,
     PIECE,
     ROWS,
@@ -37,13 +37,15 @@ _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr):
+def _locate_work_item(
+    index, num_pairs, intermediate_size, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr
+):
     """Return the pair and the column block of a work item, and the first token of its group.
 
     A group is TOKENS_IN_GROUP tokens whose vectors are in shared memory at the same time. Items are
     ordered by group, then by block, then by pair.
     """
-    blocks = gl.cdiv(intermediate, _COLUMNS)
+    blocks = gl.cdiv(intermediate_size, _COLUMNS)
     group = index // (TOKENS_IN_GROUP * TOP_K * blocks)
     first_pair = group * TOKENS_IN_GROUP * TOP_K
     index_in_group = index - first_pair * blocks
@@ -52,65 +54,93 @@ def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, TOKENS_IN_GROUP: 
 
 
 @gluon.jit
-def _load(
-    w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items, intermediate,
-    hidden, w_rows, up_rows, num_experts, num_local, scale_rows, scale_groups,
+def _run_producer(
+    w_desc, ring, full, empty, w_scale_ptr, topk_ids_ptr, expert_map_ptr, num_pairs, num_items,
+    intermediate_size,
+    hidden_size, weight_rows, up_row_offset, num_experts, num_local_experts, scale_rows,
+    scale_groups,
     BLOCK_SCALES: gl.constexpr, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr,
-    HAS_MAP: gl.constexpr,
-    STEP: gl.constexpr,
+    HAS_EXPERT_MAP: gl.constexpr,
+    GATE_STRIDE: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp, which loads the weight panels of the work items with TMA."""
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
-    HALF: gl.constexpr = w_desc.block_type.shape[0]
+    HALF_ROWS: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        pair, block, _ = _item(item, num_pairs, intermediate, TOP_K, TOKENS_IN_GROUP)
-        local, _ = load_local_ids(
-            ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        pair, block, _ = _locate_work_item(
+            item, num_pairs, intermediate_size, TOP_K, TOKENS_IN_GROUP
         )
-        if local >= 0:
-            first_row = local * w_rows + block * (_COLUMNS * STEP)
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pair,
+            pair >= 0,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
+        )
+        if local_expert >= 0:
+            first_row = local_expert * weight_rows + block * (_COLUMNS * GATE_STRIDE)
             if BLOCK_SCALES:
-                row = block * (_COLUMNS * STEP)
-                scale_ptr = w_scale_ptr + local.to(gl.int64) * scale_rows * scale_groups
+                row = block * (_COLUMNS * GATE_STRIDE)
+                scale_ptr = w_scale_ptr + local_expert.to(gl.int64) * scale_rows * scale_groups
                 prefetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
-                if STEP == 1:
-                    row += up_rows
+                if GATE_STRIDE == 1:
+                    row += up_row_offset
                     prefetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
-            for start in range(0, hidden, PANELS_PER_STAGE * PANEL):
+            for start in range(0, hidden_size, PANELS_PER_STAGE * PANEL):
                 stage, full_barrier = wait_empty_stage(step, full, empty)
                 mbarrier.expect(full_barrier, PANELS_PER_STAGE * ROWS * PANEL)
-                for p in gl.static_range(PANELS_PER_STAGE):
-                    panel, k = ring.index(stage * PANELS_PER_STAGE + p), start + p * PANEL
-                    if STEP == 2:
+                for panel_index in gl.static_range(PANELS_PER_STAGE):
+                    panel, k = (
+                        ring.index(stage * PANELS_PER_STAGE + panel_index),
+                        start + panel_index * PANEL,
+                    )
+                    if GATE_STRIDE == 2:
                         tma_async_load(w_desc, [first_row, k], full_barrier, panel)
                     else:
-                        gate, up = panel.slice(0, HALF, 0), panel.slice(HALF, HALF, 0)
+                        gate, up = (
+                            panel.slice(0, HALF_ROWS, 0),
+                            panel.slice(HALF_ROWS, HALF_ROWS, 0),
+                        )
                         tma_async_load(w_desc, [first_row, k], full_barrier, gate)
-                        tma_async_load(w_desc, [first_row + up_rows, k], full_barrier, up)
+                        tma_async_load(w_desc, [first_row + up_row_offset, k], full_barrier, up)
                 step += 1
 
 
 @gluon.jit
 def _count_invalid(
-    ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP: gl.constexpr
+    topk_ids_ptr,
+    expert_map_ptr,
+    invalid_count_ptr,
+    num_pairs,
+    num_experts,
+    num_local_experts,
+    HAS_EXPERT_MAP: gl.constexpr,
 ):
-    """Add the number of invalid expert ids to the counter at invalid_ptr."""
+    """Add the number of invalid expert ids to the counter at invalid_count_ptr."""
     for start in range(0, num_pairs, _BLOCK_IDS):
         pairs = start + gl.arange(0, _BLOCK_IDS, _IDS)
         _, invalid = load_local_ids(
-            ids_ptr, pairs, pairs < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
+            topk_ids_ptr,
+            pairs,
+            pairs < num_pairs,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
         count = gl.sum(invalid.to(gl.int32), axis=0)
         if count > 0:
-            gl.atomic_add(invalid_ptr, count)
+            gl.atomic_add(invalid_count_ptr, count)
 
 
 @gluon.jit
 def _store_tokens(
-    vectors, scales, first_token, num_tokens, hidden, x_ptr, x_scale_ptr,
+    vectors, scales, first_token, num_tokens, hidden_size, x_ptr, x_scale_ptr,
     stride_xm, stride_xk, stride_xsm, stride_xsk,
-    TOKENS_IN_GROUP: gl.constexpr, QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr,
+    TOKENS_IN_GROUP: gl.constexpr, INPUT_QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr,
     QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
@@ -123,68 +153,87 @@ def _store_tokens(
     row_mask = rows < num_tokens
     row_ptrs = x_ptr + rows.to(gl.int64) * stride_xm
     scale_ptrs = x_scale_ptr + rows.to(gl.int64) * stride_xsm
-    pieces = load_pieces(row_ptrs, stride_xk, row_mask, hidden, PIECES)
+    pieces = load_pieces(row_ptrs, stride_xk, row_mask, hidden_size, PIECES)
     x_scale = gl.full((TOKENS_IN_GROUP,), 1.0, gl.float32, vector_row_layout(TOKENS_IN_GROUP))
-    if QUANT == "token":
-        amax = row_amax(pieces, row_ptrs, stride_xk, row_mask, hidden, PIECES)
+    if INPUT_QUANT == "token":
+        amax = row_amax(pieces, row_ptrs, stride_xk, row_mask, hidden_size, PIECES)
         x_scale = scale_of(amax, QMAX, MIN_SCALE)
     elif not BLOCK_SCALES:
         x_scale = gl.load(scale_ptrs, mask=row_mask, other=1.0)
     store_vectors(
-        vectors, scales, pieces, row_ptrs, stride_xk, row_mask, hidden, div_rn(1.0, x_scale),
-        scale_ptrs, stride_xsk, QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
+        vectors, scales, pieces, row_ptrs, stride_xk, row_mask, hidden_size, div_rn(1.0, x_scale),
+        scale_ptrs, stride_xsk, INPUT_QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
     )  # fmt: skip
     return repeat_scales(x_scale)
 
 
 @gluon.jit
-def _compute(
+def _run_consumer(
     ring, vectors, scales, full, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-    ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
-    num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+    topk_ids_ptr, expert_map_ptr, invalid_count_ptr, h_ptr, amax_ptr,
+    num_pairs, num_items, intermediate_size, hidden_size, weight_rows, up_row_offset, num_experts,
+    num_local_experts,
     stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
-    TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_EXPERT_MAP: gl.constexpr,
+    GATE_STRIDE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
+    INPUT_QUANT: gl.constexpr,
     BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Run the consumer warpgroup, which multiplies, applies the activation and stores h."""
     if gl.program_id(0) == 0:
-        _count_invalid(ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP)
-    vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC))
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-    x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC))
+        _count_invalid(
+            topk_ids_ptr,
+            expert_map_ptr,
+            invalid_count_ptr,
+            num_pairs,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
+        )
+    vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC_LAYOUT))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC_LAYOUT))
+    x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC_LAYOUT))
     step, resident_token = 0, -1
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        pair, block, first_token = _item(item, num_pairs, intermediate, TOP_K, TOKENS_IN_GROUP)
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        pair, block, first_token = _locate_work_item(
+            item, num_pairs, intermediate_size, TOP_K, TOKENS_IN_GROUP
+        )
         if first_token != resident_token:
             x_scale = _store_tokens(
-                vectors, scales, first_token, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
+                vectors, scales, first_token, num_pairs // TOP_K, hidden_size, x_ptr, x_scale_ptr,
                 stride_xm, stride_xk, stride_xsm, stride_xsk,
-                TOKENS_IN_GROUP, QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
+                TOKENS_IN_GROUP, INPUT_QUANT, BLOCK_SCALES, QMAX, MIN_SCALE,
             )  # fmt: skip
             resident_token = first_token
-        local, _ = load_local_ids(
-            ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pair,
+            pair >= 0,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
-        if local >= 0:
-            if STEP == 2:
+        if local_expert >= 0:
+            if GATE_STRIDE == 2:
                 w_row = block * ROWS + row
             else:
-                w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_rows
+                w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_row_offset
             # Rows of the last block that are past the end of the expert are not stored.
-            in_bounds = w_row < w_rows
-            row_offset = local.to(gl.int64) * w_rows + w_row
+            in_bounds = w_row < weight_rows
+            row_offset = local_expert.to(gl.int64) * weight_rows + w_row
             ptrs = w_scale_ptr + row_offset
             if BLOCK_SCALES:
-                scale_row = local.to(gl.int64) * scale_rows + w_row // PANEL
+                scale_row = local_expert.to(gl.int64) * scale_rows + w_row // PANEL
                 ptrs = w_scale_ptr + scale_row * scale_groups
             else:
                 w_scale = gl.load(ptrs, mask=in_bounds, other=0.0)
             if HAS_BIAS:
                 bias = gl.load(bias_ptr + row_offset, mask=in_bounds, other=0.0).to(gl.float32)
             acc, step = multiply(
-                ring, vectors, scales, full, empty, step, hidden, ptrs, in_bounds, BLOCK_SCALES
+                ring, vectors, scales, full, empty, step, hidden_size, ptrs, in_bounds, BLOCK_SCALES
             )
             # Discard the products with the vectors of other tokens.
             column_mask = (vector == (pair // TOP_K - first_token) * (VECTORS // TOKENS_IN_GROUP))[
@@ -195,52 +244,61 @@ def _compute(
                 value *= w_scale
             if HAS_BIAS:
                 value += bias
-            if STEP == 2:
+            if GATE_STRIDE == 2:
                 halves = value.reshape((_COLUMNS, 2))
             else:
                 halves = value.reshape((2, _COLUMNS)).permute((1, 0))
             gate, up = gl.convert_layout(halves, _GATE_UP_LAYOUT).split()
-            h = activate(gate, up, KIND, ALPHA, LIMIT).to(h_ptr.dtype.element_ty)
+            h = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
+                h_ptr.dtype.element_ty
+            )
             column = block * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(1, _GATE_UP_LAYOUT))
-            mask = column < intermediate
-            gl.store(h_ptr + pair.to(gl.int64) * intermediate + column, h, mask=mask)
+            mask = column < intermediate_size
+            gl.store(h_ptr + pair.to(gl.int64) * intermediate_size + column, h, mask=mask)
             if not BLOCK_SCALES:
                 amax = max_nan(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), 0)
-                gl.store(amax_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, amax)
+                gl.store(amax_ptr + pair * gl.cdiv(intermediate_size, _COLUMNS) + block, amax)
 
 
 @gluon.jit
 def gemv_tma_gate_up_kernel(
-    w_desc, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, ids_ptr, map_ptr, invalid_ptr,
-    h_ptr, amax_ptr, num_pairs, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+    w_desc, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, topk_ids_ptr, expert_map_ptr,
+    invalid_count_ptr,
+    h_ptr, amax_ptr, num_pairs, intermediate_size, hidden_size, weight_rows, up_row_offset,
+    num_experts, num_local_experts,
     stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
-    TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr, HAS_EXPERT_MAP: gl.constexpr,
+    GATE_STRIDE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
+    INPUT_QUANT: gl.constexpr,
     BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
     PIECES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
-    OVERLAP: gl.constexpr = False,
+    USE_PDL: gl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     The work items (pair, block of 32 columns) are shared by any number of programs. A tile of the
     MMA has 64 weight rows: 32 gate rows and 32 up rows. The first program also counts invalid ids.
 
-    w_desc: (experts * w_rows, hidden) fp8, in boxes of 128 bytes. With STEP 1, up rows are up_rows
+    w_desc: (experts * weight_rows, hidden) fp8, in boxes of 128 bytes. With STEP 1, up rows are
+        up_row_offset
         after gate rows, and a box has 32 rows. With STEP 2, gate and up rows are interleaved, and a
         box has 64 rows.
     x_ptr: (num_pairs / TOP_K, hidden).
     h_ptr: (num_pairs, intermediate), contiguous. Rows of skipped pairs are not written.
     TOKENS_IN_GROUP: number of tokens that are in shared memory at the same time, a power of two up
         to 8.
-    QUANT: "prequantized" if x is fp8 and has scales. Otherwise the kernel quantizes x, with one
+    INPUT_QUANT: "prequantized" if x is fp8 and has scales. Otherwise the kernel quantizes x, with
+        one
         scale per token ("token") or per 128 values ("group").
     QMAX, MIN_SCALE: see `quantize_rows`.
     BLOCK_SCALES: whether w_scale is (experts, scale_rows, scale_groups), with one scale per 128 x
-        128 block. Otherwise w_scale is (experts, w_rows), and the maximum absolute value of each
+        128 block. Otherwise w_scale is (experts, weight_rows), and the maximum absolute value of
+        each
         block of h is written to amax, (num_pairs, blocks).
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
     PIECES: number of pieces of 1024 values in a row of x.
     STAGES: stages of the ring (see `pipeline`).
     PANELS_PER_STAGE: panels per stage of the ring.
@@ -248,25 +306,29 @@ def gemv_tma_gate_up_kernel(
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)
     scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], UNSWIZZLED)
-    items = num_pairs * gl.cdiv(intermediate, _COLUMNS)
-    if OVERLAP:
+    num_items = num_pairs * gl.cdiv(intermediate_size, _COLUMNS)
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
     gl.warp_specialize(
         [
-            (_compute, (
+            (_run_consumer, (
                 ring, vectors, scales, full, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
-                ids_ptr, map_ptr, invalid_ptr, h_ptr, amax_ptr,
-                num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+                topk_ids_ptr, expert_map_ptr, invalid_count_ptr, h_ptr, amax_ptr,
+                num_pairs, num_items, intermediate_size, hidden_size, weight_rows, up_row_offset,
+                num_experts, num_local_experts,
                 stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
-                TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP, HAS_BIAS, KIND, ALPHA, LIMIT, QUANT,
+                TOP_K, TOKENS_IN_GROUP, HAS_EXPERT_MAP, GATE_STRIDE, HAS_BIAS, ACTIVATION,
+                ACTIVATION_ALPHA, ACTIVATION_LIMIT, INPUT_QUANT,
                 BLOCK_SCALES, QMAX,
                 MIN_SCALE,
             )),
-            (_load, (
-                w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items,
-                intermediate, hidden, w_rows, up_rows, num_experts, num_local, scale_rows,
-                scale_groups, BLOCK_SCALES, TOP_K, TOKENS_IN_GROUP, HAS_MAP, STEP,
+            (_run_producer, (
+                w_desc, ring, full, empty, w_scale_ptr, topk_ids_ptr, expert_map_ptr, num_pairs,
+                num_items,
+                intermediate_size, hidden_size, weight_rows, up_row_offset, num_experts,
+                num_local_experts, scale_rows,
+                scale_groups, BLOCK_SCALES, TOP_K, TOKENS_IN_GROUP, HAS_EXPERT_MAP, GATE_STRIDE,
             )),
         ],
         [1],

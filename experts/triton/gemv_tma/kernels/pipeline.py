@@ -32,7 +32,7 @@ PIECE = gl.constexpr(1024)  # values per piece
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # The layout of the accumulator (ROWS, VECTORS).
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
+ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 # A piece takes 8 values per thread.
 _MAX_PIECES_IN_REGISTERS = gl.constexpr(28)
@@ -51,17 +51,17 @@ def vector_row_layout(rows):
 
 
 @gluon.jit
-def _load_piece(row_ptrs, stride, row_mask, depth, piece):
+def _load_piece(row_ptrs, stride, row_mask, size_k, piece):
     """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,). Values past `depth` are 0."""
     NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
     k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(NUM_ROWS)))[None, :]
     k_offset = piece * PIECE + k
-    mask = row_mask[:, None] & (k_offset < depth)
+    mask = row_mask[:, None] & (k_offset < size_k)
     return gl.load(row_ptrs[:, None] + k_offset * stride, mask=mask, other=0.0)
 
 
 @gluon.jit
-def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
+def load_pieces(row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
     """Load all pieces of the rows, so that all loads are in flight at the same time.
 
     Return () if the pieces do not fit in registers. Each piece is then loaded when it is needed.
@@ -70,12 +70,12 @@ def load_pieces(row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
     pieces = ()
     if FITS_IN_REGISTERS:
         for piece in gl.static_range(PIECES):
-            pieces += (_load_piece(row_ptrs, stride, row_mask, depth, piece),)
+            pieces += (_load_piece(row_ptrs, stride, row_mask, size_k, piece),)
     return pieces
 
 
 @gluon.jit
-def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
+def row_amax(pieces, row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
     """Return the maximum absolute value of each row, (R,).
 
     pieces: the result of `load_pieces`.
@@ -87,7 +87,7 @@ def row_amax(pieces, row_ptrs, stride, row_mask, depth, PIECES: gl.constexpr):
             amax = maximum_nan(amax, gl.abs(pieces[piece].to(gl.float32)))
     else:
         for piece in range(PIECES):
-            values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
+            values = _load_piece(row_ptrs, stride, row_mask, size_k, piece)
             amax = maximum_nan(amax, gl.abs(values.to(gl.float32)))
     return max_nan(amax, 1)
 
@@ -111,32 +111,33 @@ def repeat_scales(values):
     row = gl.arange(0, NUM_ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     values = gl.convert_layout(values, gl.SliceLayout(1, LAYOUT))[:, None]
     repeated = gl.sum(gl.where(column // (VECTORS // NUM_ROWS) == row, values, 0.0), axis=0)
-    return gl.convert_layout(repeated, gl.SliceLayout(0, ACC))
+    return gl.convert_layout(repeated, gl.SliceLayout(0, ACC_LAYOUT))
 
 
 @gluon.jit
 def _store_piece(
     vectors, scales, piece, values, inverse,
-    QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
+    INPUT_QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantize values (R, 1024) according to QUANT and store them. See `store_vectors`."""
+    """Quantize values (R, 1024) according to INPUT_QUANT and store them. See `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
-    if QUANT == "group":
+    if INPUT_QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
         scale = scale_of(max_nan(gl.abs(groups), 2), QMAX, MIN_SCALE)
         inverse_of_groups = gl.expand_dims(tl.div_rn(1.0, scale), 2)
         groups = quantized_values(groups, inverse_of_groups, QMAX, False)
         values = groups.reshape((NUM_ROWS, PIECE))
         scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
-    elif QUANT == "token":
+    elif INPUT_QUANT == "token":
         values = quantized_values(values.to(gl.float32), inverse[:, None], QMAX, False)
     vectors.index(piece).store(repeat_rows(values.to(vectors.dtype)))
 
 
 @gluon.jit
 def store_vectors(
-    vectors, scales, pieces, row_ptrs, stride, row_mask, depth, inverse, scale_ptrs, stride_scale,
-    QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
+    vectors, scales, pieces, row_ptrs, stride, row_mask, size_k, inverse, scale_ptrs, stride_scale,
+    INPUT_QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
+    MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
     """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
 
@@ -145,7 +146,8 @@ def store_vectors(
     8 panels, 8).
 
     pieces: the result of `load_pieces`.
-    QUANT: "prequantized": the rows are already quantized. With BLOCK_SCALES, the scales of their
+    INPUT_QUANT: "prequantized": the rows are already quantized. With BLOCK_SCALES, the scales of
+        their
         groups are at scale_ptrs (R,), stride_scale apart. "token": quantize by multiplying with
         `inverse` (R,). "group": quantize with one scale per 128 values.
     """
@@ -153,26 +155,26 @@ def store_vectors(
     if len(pieces) > 0:
         for piece in gl.static_range(PIECES):
             _store_piece(
-                vectors, scales, piece, pieces[piece], inverse, QUANT, QMAX, MIN_SCALE
+                vectors, scales, piece, pieces[piece], inverse, INPUT_QUANT, QMAX, MIN_SCALE
             )  # fmt: skip
     else:
         for piece in range(PIECES):
-            values = _load_piece(row_ptrs, stride, row_mask, depth, piece)
-            _store_piece(vectors, scales, piece, values, inverse, QUANT, QMAX, MIN_SCALE)
-    if QUANT == "prequantized" and BLOCK_SCALES:
+            values = _load_piece(row_ptrs, stride, row_mask, size_k, piece)
+            _store_piece(vectors, scales, piece, values, inverse, INPUT_QUANT, QMAX, MIN_SCALE)
+    if INPUT_QUANT == "prequantized" and BLOCK_SCALES:
         for piece in range(PIECES):
             group = gl.arange(0, PANELS, gl.SliceLayout(0, vector_layout(row_ptrs.shape[0])))[
                 None, :
             ]
             group += piece * PANELS
-            mask = row_mask[:, None] & (group * PANEL < depth)
+            mask = row_mask[:, None] & (group * PANEL < size_k)
             scale = gl.load(scale_ptrs[:, None] + group * stride_scale, mask=mask, other=0.0)
             scales.index(piece).store(repeat_rows(scale).permute((1, 0)))
     fence_async_shared()
 
 
 @gluon.jit
-def _panel(vectors, index):
+def _vector_panel(vectors, index):
     """Return panel `index` of the vectors, (128, 8), as the right operand of wgmma."""
     piece = vectors.index(index // PANELS)
     panels = reinterpret(piece, vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
@@ -180,22 +182,22 @@ def _panel(vectors, index):
 
 
 @gluon.jit
-def _multiply_unscaled(ring, vectors, full, empty, step, depth):
+def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
     """Multiply a tile of weights by the vectors; return the accumulators (64, 8) and the next step.
 
     step: the number of stages that this program has consumed.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
-    acc = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
+    acc = gl.zeros((ROWS, VECTORS), gl.float32, ACC_LAYOUT)
     previous = 0
-    for start in range(0, depth, PANELS_PER_STAGE * PANEL):
+    for start in range(0, size_k, PANELS_PER_STAGE * PANEL):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-        for p in gl.static_range(PANELS_PER_STAGE):
-            vector = _panel(vectors, start // PANEL + p)
+        for panel_index in gl.static_range(PANELS_PER_STAGE):
+            vector = _vector_panel(vectors, start // PANEL + panel_index)
             acc = warpgroup_mma(
-                ring.index(stage * PANELS_PER_STAGE + p), vector, acc, is_async=True
+                ring.index(stage * PANELS_PER_STAGE + panel_index), vector, acc, is_async=True
             )
         acc = warpgroup_mma_wait(num_outstanding=PANELS_PER_STAGE, deps=(acc,))
         mbarrier.arrive(empty.index(previous), pred=start > 0)
@@ -207,17 +209,17 @@ def _multiply_unscaled(ring, vectors, full, empty, step, depth):
 
 
 @gluon.jit
-def _weight_scales(ptrs, start, depth, mask, PANELS_PER_STAGE: gl.constexpr):
+def _load_weight_scales(ptrs, start, size_k, mask, PANELS_PER_STAGE: gl.constexpr):
     """Load the weight scales (64,) of each panel of a stage. Scales past the end of K are 0."""
     scales = ()
-    for p in gl.static_range(PANELS_PER_STAGE):
-        in_bounds = start + p * PANEL < depth
-        scales += (gl.load(ptrs + start // PANEL + p, mask=mask & in_bounds, other=0.0),)
+    for panel_index in gl.static_range(PANELS_PER_STAGE):
+        in_bounds = start + panel_index * PANEL < size_k
+        scales += (gl.load(ptrs + start // PANEL + panel_index, mask=mask & in_bounds, other=0.0),)
     return scales
 
 
 @gluon.jit
-def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask):
+def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mask):
     """Like `_multiply_unscaled`, but scale the partial sums of each panel.
 
     scales: the scales of the vectors, in shared memory.
@@ -226,20 +228,20 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
-    sums = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
-    zero = gl.zeros((ROWS, VECTORS), gl.float32, ACC)
-    weight_scales = _weight_scales(ptrs, 0, depth, mask, PANELS_PER_STAGE)
-    for start in range(0, depth, PANELS_PER_STAGE * PANEL):
+    sums = gl.zeros((ROWS, VECTORS), gl.float32, ACC_LAYOUT)
+    zero = gl.zeros((ROWS, VECTORS), gl.float32, ACC_LAYOUT)
+    weight_scales = _load_weight_scales(ptrs, 0, size_k, mask, PANELS_PER_STAGE)
+    for start in range(0, size_k, PANELS_PER_STAGE * PANEL):
         # The loads are issued before the wait for the weights of this stage.
-        next_scales = _weight_scales(
-            ptrs, start + PANELS_PER_STAGE * PANEL, depth, mask, PANELS_PER_STAGE
+        next_scales = _load_weight_scales(
+            ptrs, start + PANELS_PER_STAGE * PANEL, size_k, mask, PANELS_PER_STAGE
         )
         stage = step % STAGES
         mbarrier.wait(full.index(stage), (step // STAGES) & 1)
         parts = ()
-        for p in gl.static_range(PANELS_PER_STAGE):
-            vector = _panel(vectors, start // PANEL + p)
-            weights = ring.index(stage * PANELS_PER_STAGE + p)
+        for panel_index in gl.static_range(PANELS_PER_STAGE):
+            vector = _vector_panel(vectors, start // PANEL + panel_index)
+            weights = ring.index(stage * PANELS_PER_STAGE + panel_index)
             parts += (warpgroup_mma(weights, vector, zero, use_acc=False, is_async=True),)
         finished = warpgroup_mma_wait(num_outstanding=0, deps=parts)
         if PANELS_PER_STAGE == 1:  # a single dep is returned without a tuple
@@ -247,13 +249,13 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
         else:
             parts = finished
         mbarrier.arrive(empty.index(stage))
-        for p in gl.static_range(PANELS_PER_STAGE):
-            index = start // PANEL + p
+        for panel_index in gl.static_range(PANELS_PER_STAGE):
+            index = start // PANEL + panel_index
             piece_scales = reinterpret(
                 scales.index(index // PANELS), gl.float32, [PANELS, 1, VECTORS], UNSWIZZLED
             )
-            scale = piece_scales.index(index % PANELS).load(ACC)
-            sums += parts[p] * (scale * weight_scales[p][:, None])
+            scale = piece_scales.index(index % PANELS).load(ACC_LAYOUT)
+            sums += parts[panel_index] * (scale * weight_scales[panel_index][:, None])
         weight_scales = next_scales
         step += 1
     return sums, step
@@ -279,7 +281,7 @@ def prefetch_scales(ptr, count):
 
 @gluon.jit
 def multiply(
-    ring, vectors, scales, full, empty, step, depth, ptrs, mask, BLOCK_SCALES: gl.constexpr
+    ring, vectors, scales, full, empty, step, size_k, ptrs, mask, BLOCK_SCALES: gl.constexpr
 ):  # fmt: skip
     """Multiply a tile of weights by the vectors; return the accumulators (64, 8) and the next step.
 
@@ -287,10 +289,10 @@ def multiply(
     """
     if BLOCK_SCALES:
         sums, step = _multiply_scaled(
-            ring, vectors, scales, full, empty, step, depth, ptrs, mask
+            ring, vectors, scales, full, empty, step, size_k, ptrs, mask
         )  # fmt: skip
     else:
-        sums, step = _multiply_unscaled(ring, vectors, full, empty, step, depth)
+        sums, step = _multiply_unscaled(ring, vectors, full, empty, step, size_k)
     return sums, step
 
 

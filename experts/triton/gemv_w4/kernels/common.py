@@ -31,7 +31,7 @@ from experts.triton.kernels.unpack_w4 import (
 
 
 @triton.constexpr_function
-def slots_of_chunk(group: int) -> int:
+def scale_slots_per_chunk(group: int) -> int:
     """Return the slots per chunk if `group` weights share a scale: 1, 2 or 4."""
     return next(slots for slots in (1, 2, 4) if group % (128 // slots) == 0)
 
@@ -59,7 +59,7 @@ def issue_loads(WARPS: tl.constexpr):
 
 @triton.jit
 def lane_row_indices(
-    first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Return the weight rows as two summands; see `weight_row_indices`.
@@ -69,12 +69,14 @@ def lane_row_indices(
     """
     lane = tl.arange(0, 8)[None, :, None, None]
     group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
-    return weight_row_indices(first, count, lane, group, STEP, UP_ROW, BLOCK_N, EVEN_N)
+    return weight_row_indices(
+        first, count, lane, group, GATE_STRIDE, UP_ROW_OFFSET, BLOCK_N, EVEN_N
+    )
 
 
 @triton.jit
 def load_words(
-    ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    ptr, offset, chunk, in_bounds, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Load a block, or half of a block, of each row as int32 (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
@@ -95,37 +97,41 @@ def load_words(
     mask = in_bounds[:, :, :, :, None, None]
     if not EVEN_K:
         k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + chunk_index * 128
-        mask = mask & (k < depth)
+        mask = mask & (k < size_k)
     return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _slot_mask(
-    chunk, in_bounds, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
+def _scale_slot_mask(
+    chunk, in_bounds, scale_slot, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    SCALE_SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Return whether a slot starts inside its row's half of the block and inside K."""
     half = tl.arange(0, HALVES)[None, None, None, :]
-    mask = in_bounds & (slot // (CHUNKS * SLOTS) == half)
+    mask = in_bounds & (scale_slot // (CHUNKS * SCALE_SLOTS) == half)
     if not EVEN_K:
-        mask = mask & (chunk * 128 + slot * (128 // SLOTS) < depth)
+        mask = mask & (chunk * 128 + scale_slot * (128 // SCALE_SLOTS) < size_k)
     return mask
 
 
 @triton.jit
-def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl.constexpr):
-    """Load the scales or zero points of one or more slots. See `load_by_slot`."""
-    if GROUP_K == 128 // SLOTS:
-        group = chunk * SLOTS + slot
+def _load_scale_slots(
+    ptr, offset, chunk, scale_slot, mask, SCALE_SLOTS: tl.constexpr, GROUP_K: tl.constexpr
+):
+    """Load the scales or zero points of one or more slots. See `load_by_scale_slot`."""
+    if GROUP_K == 128 // SCALE_SLOTS:
+        group = chunk * SCALE_SLOTS + scale_slot
     else:
-        group = (chunk * 128 + slot * (128 // SLOTS)) // GROUP_K
+        group = (chunk * 128 + scale_slot * (128 // SCALE_SLOTS)) // GROUP_K
     return tl.load((ptr + (offset[0] + group)) + offset[1], mask=mask, other=0)
 
 
 @triton.jit
-def load_by_slot(
-    ptr, offset, chunk, in_bounds, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
+def load_by_scale_slot(
+    ptr, offset, chunk, in_bounds, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    SCALE_SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
+    PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Load scales or zero points, one per row and slot, as (4, 8, WARPS, ROWS / 8, 2).
 
@@ -135,23 +141,27 @@ def load_by_slot(
 
     ptr, offset, chunk, in_bounds: as in `load_words`.
     """
-    slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    mask = _slot_mask(chunk, in_bounds, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
+    scale_slot = (tl.arange(0, 4) * 2)[:, None, None, None]
+    mask = _scale_slot_mask(
+        chunk, in_bounds, scale_slot, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
+    )
     if PAIRED_SCALES:  # either both slots are inside, or neither is
         two = tl.arange(0, 2)[None, None, None, None, :]
-        first = ptr + (offset[0] + (chunk * SLOTS + slot))
+        first = ptr + (offset[0] + (chunk * SCALE_SLOTS + scale_slot))
         ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
-        even = _load_slots(ptr, offset, chunk, slot, mask, SLOTS, GROUP_K)
-        mask = _slot_mask(chunk, in_bounds, slot + 1, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
-        odd = _load_slots(ptr, offset, chunk, slot + 1, mask, SLOTS, GROUP_K)
+        even = _load_scale_slots(ptr, offset, chunk, scale_slot, mask, SCALE_SLOTS, GROUP_K)
+        mask = _scale_slot_mask(
+            chunk, in_bounds, scale_slot + 1, size_k, CHUNKS, HALVES, SCALE_SLOTS, EVEN_K
+        )
+        odd = _load_scale_slots(ptr, offset, chunk, scale_slot + 1, mask, SCALE_SLOTS, GROUP_K)
         result = tl.join(even, odd)
     return result
 
 
 @triton.jit
-def to_slot_layout(values):
+def to_scale_slot_layout(values):
     """Reshape (4, 8, WARPS, ROWS / 8, 2) to (WARPS, ROWS, 8), the shape of the sums per slot."""
     warps: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
@@ -159,43 +169,47 @@ def to_slot_layout(values):
 
 
 @triton.jit
-def _value_offsets(chunk, in_bounds, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def _value_offsets(chunk, in_bounds, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
     """Return offsets into a row of x and masks, one per eight values, (4, 8, WARPS, 1, 4, 1).
 
     chunk, in_bounds: as in `load_words`.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
-    slot = tl.arange(0, 8)[None, :, None, None]
-    k = (chunk + slot // SLOTS) * 128 + lane * 32
-    is_lane_slot = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
-    mask = in_bounds & is_lane_slot & (k < depth)
+    scale_slot = tl.arange(0, 8)[None, :, None, None]
+    k = (chunk + scale_slot // SCALE_SLOTS) * 128 + lane * 32
+    is_lane_slot = (scale_slot % SCALE_SLOTS == lane * SCALE_SLOTS // 4) & (
+        scale_slot < CHUNKS * SCALE_SLOTS
+    )
+    mask = in_bounds & is_lane_slot & (k < size_k)
     word = tl.arange(0, 4)[None, None, None, None, :, None]
     return k[:, :, :, :, None, None] + word * 8, mask[:, :, :, :, None, None]
 
 
 @triton.jit
-def load_pairs(ptr, row, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def load_pairs(ptr, row, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
     """Load a block of rows written by `store_in_pair_order` as int32 (4, 8, WARPS, 1, 4, 4).
 
     ptr: an int32 pointer to rows of `depth` values.
     row: the row of each warp, with the same shape as `chunk`.
     chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
+    offset, mask = _value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
     pair = tl.arange(0, 4)[None, None, None, None, None, :]
-    ptrs = ptr + (row.to(tl.int64) * (depth // 2))[:, :, :, :, None, None]
+    ptrs = ptr + (row.to(tl.int64) * (size_k // 2))[:, :, :, :, None, None]
     return tl.load(ptrs + (offset // 2 + pair), mask=mask, other=0)
 
 
 @triton.jit
-def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def load_row(
+    ptr, stride, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr
+):
     """Load a block of a row of x as int32 (4, 8, WARPS, 1, 4, 4), with two adjacent values each.
 
     `to_mma_pairs` converts the result to the order that the MMA needs.
 
     chunk, in_bounds: as in `load_words`.
     """
-    offset, mask = _value_offsets(chunk, in_bounds, depth, CHUNKS, SLOTS)
+    offset, mask = _value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
     x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
     bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, x.shape[2], 1, 4, 4, 2))
@@ -204,24 +218,24 @@ def load_row(ptr, stride, in_bounds, chunk, depth, CHUNKS: tl.constexpr, SLOTS: 
 
 
 @triton.jit
-def to_mma_pairs(x, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr):
+def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
     """Permute the result of `load_row` to the order of the MMA, int32 (4, 8, WARPS, 1, 4, 4).
 
     A pair is the two values of x that are multiplied by the low and the high half of a register of
     weights. bf16 values are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent.
 
-    barrier: as in `slot_sums`.
+    barrier: as in `scale_slot_sums`.
     dtype: the type of the values.
     """
     warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
     if dtype == tl.bfloat16:
         odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + barrier
-        factor = tl.where(odd == 1, prescale_factor(FORMAT, 1), prescale_factor(FORMAT, 0)).to(
-            tl.bfloat16
-        )
+        factor = tl.where(
+            odd == 1, prescale_factor(WEIGHT_FORMAT, 1), prescale_factor(WEIGHT_FORMAT, 0)
+        ).to(tl.bfloat16)
         bits = (bits.to(tl.bfloat16, bitcast=True) * factor).to(tl.int16, bitcast=True)
-    if FORMAT != "e2m1_repacked":  # pairs are k and k + 4: reverse the bits of k
+    if WEIGHT_FORMAT != "e2m1_repacked":  # pairs are k and k + 4: reverse the bits of k
         bits = tl.reshape(bits, (4, 8, warps, 1, 4, 2, 2, 2))
         bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, warps, 1, 4, 4, 2))
     low, high = tl.split(bits)
@@ -229,29 +243,29 @@ def to_mma_pairs(x, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def store_in_pair_order(row_ptr, column, mask, values, FORMAT: tl.constexpr):
+def store_in_pair_order(row_ptr, column, mask, values, WEIGHT_FORMAT: tl.constexpr):
     """Round values to the element type of row_ptr and store them in the order of `load_pairs`."""
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
     if dtype == tl.bfloat16:
         odd = column & 1 == 1
-        values = values * tl.where(odd, prescale_factor(FORMAT, 1), prescale_factor(FORMAT, 0)).to(
-            tl.bfloat16
-        )
-    if FORMAT != "e2m1_repacked":
+        values = values * tl.where(
+            odd, prescale_factor(WEIGHT_FORMAT, 1), prescale_factor(WEIGHT_FORMAT, 0)
+        ).to(tl.bfloat16)
+    if WEIGHT_FORMAT != "e2m1_repacked":
         k = column & 7  # `% 8` of a signed number takes more instructions
         column = (column ^ k) + ((k & 1) << 2) + (k & 2) + (k >> 2)  # see to_mma_pairs
     tl.store(row_ptr + column, values, mask=mask)
 
 
 @triton.jit
-def _weight_operand(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
+def _weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Unpack words (4, 8, WARPS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * WARPS, ROWS, 128)."""
     warps: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
-    values = unpack_int4(words, FORMAT, dtype)
-    if FORMAT == "e2m1_repacked":
+    values = unpack_int4(words, WEIGHT_FORMAT, dtype)
+    if WEIGHT_FORMAT == "e2m1_repacked":
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 6, 8))
     else:
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 8, 6))
@@ -282,7 +296,7 @@ def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+def _select_chunk_of_scale_slot(sums, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
     """Select the own chunk of each column from sums (CHUNKS * WARPS, ROWS, 8).
 
     Return (WARPS, ROWS, 8).
@@ -290,7 +304,7 @@ def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
     warps: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
     result = tl.permute(tl.reshape(sums, (CHUNKS, warps, rows, 8)), (1, 2, 3, 0))
-    chunk = tl.arange(0, 8)[None, None, :, None] // SLOTS
+    chunk = tl.arange(0, 8)[None, None, :, None] // SCALE_SLOTS
     for bit in tl.static_range(3):
         if CHUNKS >> bit > 1:
             halves = tl.reshape(result, (warps, rows, 8, CHUNKS >> (bit + 1), 2))
@@ -301,8 +315,9 @@ def _select_slot_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def _zero_point_term(
-    x, zero, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    x, zero, zero_after_barrier, rows: tl.constexpr, dtype: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,
+    HAS_ZERO_POINTS: tl.constexpr,
 ):  # fmt: skip
     """Return the negated zero points times the sums of x along K, float32 (WARPS, rows, 8).
 
@@ -312,13 +327,15 @@ def _zero_point_term(
     """
     warps: tl.constexpr = x.shape[0]
     one: tl.constexpr = (
-        0x11111111 if unpacks_without_offset(FORMAT, dtype) else 0x99999999 - (1 << 32)
+        0x11111111 if unpacks_without_offset(WEIGHT_FORMAT, dtype) else 0x99999999 - (1 << 32)
     )
     ones = tl.full((4, 8, warps, 2, 1, 4), one, tl.int32)
     start = tl.zeros((warps, 16, 8), tl.float32) + zero_after_barrier
     # Use a reshape: `[:, None]` would move the values through shared memory.
-    sums = tl.reshape(tl.dot(_weight_operand(ones, FORMAT, dtype), x, start), (warps, 1, 16, 8))
-    if HAS_ZERO:
+    sums = tl.reshape(
+        tl.dot(_weight_operand(ones, WEIGHT_FORMAT, dtype), x, start), (warps, 1, 16, 8)
+    )
+    if HAS_ZERO_POINTS:
         term = tl.reshape(zero, (warps, rows // 16, 16, 8)) * -sums
     else:
         term = tl.broadcast_to(sums * -8.0, (warps, rows // 16, 16, 8))
@@ -326,9 +343,10 @@ def _zero_point_term(
 
 
 @triton.jit
-def slot_sums(
-    words, pairs, zero, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
-    SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
+def scale_slot_sums(
+    words, pairs, zero, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+    HAS_ZERO_POINTS: tl.constexpr,
+    SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return (weights - zero points) @ x for each slot, without scales, float32 (WARPS, ROWS, 8).
 
@@ -345,57 +363,73 @@ def slot_sums(
     warps: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    HAS_OFFSET: tl.constexpr = HAS_ZERO or unpacks_without_offset(FORMAT, dtype)
+    HAS_OFFSET: tl.constexpr = HAS_ZERO_POINTS or unpacks_without_offset(WEIGHT_FORMAT, dtype)
     x = _x_operand(pairs, dtype)
     zero_after_barrier = barrier.to(tl.float32, bitcast=True)
     start = tl.zeros((warps, rows, 8), tl.float32) + zero_after_barrier
     if HAS_OFFSET and not ADD_ZERO_TERM_LAST:
-        start = _zero_point_term(x, zero, zero_after_barrier, rows, dtype, FORMAT, HAS_ZERO)
+        start = _zero_point_term(
+            x, zero, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
+        )
     part = tl.dot(
-        _weight_operand(words, FORMAT, dtype),
+        _weight_operand(words, WEIGHT_FORMAT, dtype),
         _repeat_per_chunk(x, chunks),
         _repeat_per_chunk(start, chunks),
     )
-    sums = _select_slot_chunk(part, chunks, SLOTS)
+    sums = _select_chunk_of_scale_slot(part, chunks, SCALE_SLOTS)
     if HAS_OFFSET and ADD_ZERO_TERM_LAST:
-        sums += _zero_point_term(x, zero, zero_after_barrier, rows, dtype, FORMAT, HAS_ZERO)
+        sums += _zero_point_term(
+            x, zero, zero_after_barrier, rows, dtype, WEIGHT_FORMAT, HAS_ZERO_POINTS
+        )
     return sums
 
 
 @triton.jit
-def zero_values(codes, shift, HAS_ZERO: tl.constexpr, WITHOUT_OFFSET: tl.constexpr):
+def zero_values(codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr):
     """Return the zero points as float32.
 
-    Subtract 8 unless WITHOUT_OFFSET, to match the offset of the unpacked weights.
+    Subtract 8 unless UNPACKED_WITHOUT_OFFSET, to match the offset of the unpacked weights.
 
     codes: bytes (4, 8, WARPS, ROWS / 8, 2).
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
     """
     zero = ((codes.to(tl.int32) >> shift) & 15).to(tl.float32)
-    return zero if WITHOUT_OFFSET else zero - 8.0
+    return zero if UNPACKED_WITHOUT_OFFSET else zero - 8.0
 
 
 @triton.jit
 def scaled_sums(
-    words, pairs, scale, zero, shift, barrier, dtype: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
+    words, pairs, scale, zero, shift, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+    HAS_ZERO_POINTS: tl.constexpr, SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return the scaled sums of a block for each slot, float32 (WARPS, ROWS, 8).
 
-    scale, zero: results of `load_by_slot`.
+    scale, zero: results of `load_by_scale_slot`.
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).
-    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `slot_sums`.
+    words, pairs, barrier, ADD_ZERO_TERM_LAST: as in `scale_slot_sums`.
     """
-    if is_e2m1(FORMAT):
+    if is_e2m1(WEIGHT_FORMAT):
         # Widen the bytes, which would otherwise be packed two to a register and unpacked again.
         scale = scale.to(tl.int32) + barrier
-    values = to_slot_layout(scale_values(scale, FORMAT, missing_factor_log2(FORMAT, dtype)))
+    values = to_scale_slot_layout(
+        scale_values(scale, WEIGHT_FORMAT, missing_factor_log2(WEIGHT_FORMAT, dtype))
+    )
     zeros = values
-    if HAS_ZERO:
-        zeros = to_slot_layout(
-            zero_values(zero, shift, HAS_ZERO, unpacks_without_offset(FORMAT, dtype))
+    if HAS_ZERO_POINTS:
+        zeros = to_scale_slot_layout(
+            zero_values(zero, shift, HAS_ZERO_POINTS, unpacks_without_offset(WEIGHT_FORMAT, dtype))
         )
     return (
-        slot_sums(words, pairs, zeros, barrier, dtype, FORMAT, HAS_ZERO, SLOTS, ADD_ZERO_TERM_LAST)
+        scale_slot_sums(
+            words,
+            pairs,
+            zeros,
+            barrier,
+            dtype,
+            WEIGHT_FORMAT,
+            HAS_ZERO_POINTS,
+            SCALE_SLOTS,
+            ADD_ZERO_TERM_LAST,
+        )
         * values
     )

@@ -11,21 +11,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from experts.triton.gemv_w4.kernels.common import (
     issue_loads,
     lane_row_indices,
-    load_by_slot,
+    load_by_scale_slot,
     load_pairs,
     load_words,
+    scale_slots_per_chunk,
     scaled_sums,
-    slots_of_chunk,
-    to_slot_layout,
+    to_scale_slot_layout,
 )
 from experts.triton.kernels.operands_w4 import row_offsets
 from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.constexpr_function
-def blocks_along(depth: int, chunks: int) -> int:
+def blocks_along(size_k: int, chunks: int) -> int:
     """Return the number of blocks of `chunks` chunks along K."""
-    return -(-depth // (chunks * 128))
+    return -(-size_k // (chunks * 128))
 
 
 @triton.constexpr_function
@@ -35,14 +35,19 @@ def stays_in_bounds(blocks: int, warps_per_pair: int, stages: int, load_after_mm
     A step loads the block of a later step, so that the last of several steps load blocks of steps
     that do not exist.
     """
-    steps = -(-blocks // warps_per_pair)
-    return blocks % warps_per_pair == 0 and steps == stages and (steps == 1 or not load_after_mma)
+    num_steps = -(-blocks // warps_per_pair)
+    return (
+        blocks % warps_per_pair == 0
+        and num_steps == stages
+        and (num_steps == 1 or not load_after_mma)
+    )
 
 
 @triton.jit
 def _pair_of_warp(
-    token, num_experts, num_local, ids_ptr, map_ptr,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr,
+    token, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
+    TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, NUM_WARPS: tl.constexpr,
+    WARPS_PER_PAIR: tl.constexpr,
     HAS_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Return the pair of each warp, its local expert, and whether the pair is not skipped.
@@ -51,16 +56,22 @@ def _pair_of_warp(
     warp processes several pairs, and the results are not used.
     """
     if WARPS_PER_PAIR > 0:
-        slot = tl.arange(0, WARPS)[None, None, :, None] // WARPS_PER_PAIR
+        slot = tl.arange(0, NUM_WARPS)[None, None, :, None] // WARPS_PER_PAIR
         if HAS_LOOP:
             # Make all lanes of a warp load the id, which avoids a broadcast. If steps are unrolled,
             # the compiler does so itself, and this addition would change the layout.
             slot += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + slot
-        local, _ = load_local_ids(
-            ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pair,
+            slot < TOP_K,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
-        result = (pair, tl.maximum(local, 0), local >= 0)  # NaN-free: integers
+        result = (pair, tl.maximum(local_expert, 0), local_expert >= 0)  # NaN-free: integers
     else:
         result = (token, token, token)
     return result
@@ -68,34 +79,42 @@ def _pair_of_warp(
 
 @triton.jit
 def _initial_biases(
-    ptr, stride, first_column, hidden, token, num_experts, num_local, ids_ptr, map_ptr,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr,
+    ptr, stride, first_column, hidden_size, token, num_experts, num_local_experts, topk_ids_ptr,
+    expert_map_ptr,
+    TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr,
 ):  # fmt: skip
     """Return the biases as initial sums, float32 (WARPS, ROWS, 8).
 
     The first slot of a pair's first warp has the pair's bias. The other slots are zero. The sums
     are multiplied by the router weight later.
     """
-    warp = tl.arange(0, WARPS)[:, None, None]
+    warp = tl.arange(0, NUM_WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
     # Load ids again, because the results of _pair_of_warp have a different layout.
     pair = token * TOP_K + warp // WARPS_PER_PAIR + tl.zeros((1, 1, 8), tl.int32)
-    local, _ = load_local_ids(
-        ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
+    local_expert, _ = load_local_ids(
+        topk_ids_ptr, pair, slot == 0, expert_map_ptr, num_experts, num_local_experts,
+        HAS_EXPERT_MAP
     )  # fmt: skip
     column = first_column + row
-    is_first = (local >= 0) & (warp % WARPS_PER_PAIR == 0) & (row < BLOCK_N) & (column < hidden)
-    ptrs = ptr + tl.maximum(local, 0).to(tl.int64) * stride + column  # NaN-free: integers
+    is_first = (
+        (local_expert >= 0)
+        & (warp % WARPS_PER_PAIR == 0)
+        & (row < BLOCK_N)
+        & (column < hidden_size)
+    )
+    ptrs = ptr + tl.maximum(local_expert, 0).to(tl.int64) * stride + column  # NaN-free: integers
     return tl.load(ptrs, mask=is_first, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _block_of_warp(
-    token, warp_pair, step, num_experts, num_local, ids_ptr, map_ptr, DEPTH: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
+    token, warp_pair, step, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
+    SIZE_K: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Return pair, local expert, whether to read it, and first chunk of each warp's block in step.
@@ -104,85 +123,93 @@ def _block_of_warp(
     pair. Otherwise the blocks of a token's pairs are numbered consecutively, and warp w has block
     step * WARPS + w.
     """
-    BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
-    warp = tl.arange(0, WARPS)[None, None, :, None]
+    BLOCKS: tl.constexpr = blocks_along(SIZE_K, CHUNKS * HALVES)
+    warp = tl.arange(0, NUM_WARPS)[None, None, :, None]
     if WARPS_PER_PAIR > 0:
-        pair, local, valid = warp_pair
+        pair, local_expert, valid = warp_pair
         block = step * WARPS_PER_PAIR + warp % WARPS_PER_PAIR
         if not stays_in_bounds(BLOCKS, WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA):
             valid = valid & (block < BLOCKS)
     else:
-        index = step * WARPS + warp
-        if TOP_K * BLOCKS > WARPS:
+        index = step * NUM_WARPS + warp
+        if TOP_K * BLOCKS > NUM_WARPS:
             # Make all lanes of a warp load the id; see _pair_of_warp.
             index += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + index // BLOCKS
-        local, _ = load_local_ids(
-            ids_ptr, pair, index < TOP_K * BLOCKS, map_ptr, num_experts, num_local, HAS_MAP
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pair,
+            index < TOP_K * BLOCKS,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
         block = index % BLOCKS
-        valid = local >= 0
-        local = tl.maximum(local, 0)  # NaN-free: integers
-    return pair, local, valid, block * (CHUNKS * HALVES)
+        valid = local_expert >= 0
+        local_expert = tl.maximum(local_expert, 0)  # NaN-free: integers
+    return pair, local_expert, valid, block * (CHUNKS * HALVES)
 
 
 @triton.jit
 def _load_block(
-    token, warp_pair, step, num_experts, num_local, ids_ptr, map_ptr,
-    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset, zero_offset,
+    token, warp_pair, step, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
+    words_ptr, scale_ptr, zero_point_ptr, router_weights_ptr, words_offset, scale_offset,
+    zero_offset,
     stride_be, stride_bse, stride_bze,
-    DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-    HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
+    SIZE_K: tl.constexpr, TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
+    HAS_ROUTER_WEIGHTS: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, EVEN_K: tl.constexpr,
     PAIRED_SCALES: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
+    NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Load words, scales, zero points and router weights of the block of each warp.
 
     Return these, and the block's pair, whether the block is read, and its first chunk.
     """
-    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    pair, local, valid, chunk = _block_of_warp(
-        token, warp_pair, step, num_experts, num_local, ids_ptr, map_ptr,
-        DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, WARPS, WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA,
+    SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
+    pair, local_expert, valid, chunk = _block_of_warp(
+        token, warp_pair, step, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
+        SIZE_K, TOP_K, HAS_EXPERT_MAP, CHUNKS, HALVES, NUM_WARPS, WARPS_PER_PAIR, STAGES,
+        LOAD_AFTER_MMA,
     )  # fmt: skip
-    expert = local.to(tl.int64)
+    expert = local_expert.to(tl.int64)
     words_ptr += expert * (stride_be // 4)
-    words = load_words(words_ptr, words_offset, chunk, valid, DEPTH, CHUNKS, HALVES, EVEN_K)
+    words = load_words(words_ptr, words_offset, chunk, valid, SIZE_K, CHUNKS, HALVES, EVEN_K)
     scale_ptr += expert * stride_bse
-    scale = load_by_slot(
+    scale = load_by_scale_slot(
         scale_ptr,
         scale_offset,
         chunk,
         valid,
-        DEPTH,
+        SIZE_K,
         CHUNKS,
         HALVES,
-        SLOTS,
+        SCALE_SLOTS,
         GROUP_K,
         EVEN_K,
         PAIRED_SCALES,
     )
     zero = scale
-    if HAS_ZERO:
-        zero_ptr += expert * stride_bze
-        zero = load_by_slot(
-            zero_ptr,
+    if HAS_ZERO_POINTS:
+        zero_point_ptr += expert * stride_bze
+        zero = load_by_scale_slot(
+            zero_point_ptr,
             zero_offset,
             chunk,
             valid,
-            DEPTH,
+            SIZE_K,
             CHUNKS,
             HALVES,
-            SLOTS,
+            SCALE_SLOTS,
             GROUP_K,
             EVEN_K,
             PAIRED_SCALES,
         )
     weight = valid
-    if HAS_ROW_WEIGHTS and WARPS_PER_PAIR == 0:
+    if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
         # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(row_weights_ptr + pair, mask=valid, other=0.0)
+        weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
     return words, scale, zero, weight, pair, valid, chunk
 
 
@@ -190,18 +217,23 @@ def _load_block(
 def _broadcast_to_sums(weight, GROUPS: tl.constexpr):
     """Broadcast a value per warp, (4, 8, WARPS, 1), to the shape of sums (WARPS, 8 * GROUPS, 8)."""
     warps: tl.constexpr = weight.shape[2]
-    return to_slot_layout(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, warps, GROUPS, 2)))
+    return to_scale_slot_layout(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, warps, GROUPS, 2)))
 
 
 @triton.jit
-def _step(
-    total, h, ring, step, token, warp_pair, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
-    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset, zero_offset,
+def _multiply_step(
+    total, h, ring, step, token, warp_pair, num_experts, num_local_experts, topk_ids_ptr,
+    expert_map_ptr, pairs_ptr,
+    words_ptr, scale_ptr, zero_point_ptr, router_weights_ptr, words_offset, scale_offset,
+    zero_offset,
     shift, stride_be, stride_bse, stride_bze,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-    TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
+    SIZE_K: tl.constexpr, NUM_STEPS: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_EXPERT_MAP: tl.constexpr,
+    ACTIVATION_DTYPE: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+    HAS_ZERO_POINTS: tl.constexpr,
     EVEN_K: tl.constexpr, PAIRED_SCALES: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
-    HALVES: tl.constexpr, WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
+    HALVES: tl.constexpr, NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr,
+    STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
     """Add the product of ring[0] and h to total. Return total, the next h and the advanced ring.
@@ -209,60 +241,76 @@ def _step(
     The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
     the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
     """
-    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
     pairs = h
-    if STEPS > STAGES and not LOAD_AFTER_MMA:
+    if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         next_block = _load_block(
-            token, warp_pair, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
-            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset,
+            token, warp_pair, step + STAGES, num_experts, num_local_experts, topk_ids_ptr,
+            expert_map_ptr,
+            words_ptr, scale_ptr, zero_point_ptr, router_weights_ptr, words_offset, scale_offset,
             zero_offset,
-            stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, WARPS,
+            stride_be, stride_bse, stride_bze, SIZE_K, TOP_K, HAS_EXPERT_MAP,
+            HAS_ROUTER_WEIGHTS, HAS_ZERO_POINTS, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES,
+            NUM_WARPS,
             WARPS_PER_PAIR,
             STAGES, LOAD_AFTER_MMA,
         )  # fmt: skip
         ring = ring[1:] + (next_block,)  # noqa: RUF005
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
-    if STEPS > STAGES and not LOAD_AFTER_MMA:
+    if NUM_STEPS > STAGES and not LOAD_AFTER_MMA:
         _, _, _, _, pair, valid, chunk = ring[0]
-        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
-    barrier = issue_loads(WARPS)
+        h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS)
+    barrier = issue_loads(NUM_WARPS)
     sums = scaled_sums(
-        words, pairs, scale, zero, shift, barrier, TYPE, FORMAT, HAS_ZERO, SLOTS, True
+        words,
+        pairs,
+        scale,
+        zero,
+        shift,
+        barrier,
+        ACTIVATION_DTYPE,
+        WEIGHT_FORMAT,
+        HAS_ZERO_POINTS,
+        SCALE_SLOTS,
+        True,
     )
-    if HAS_ROW_WEIGHTS and WARPS_PER_PAIR == 0:
+    if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR == 0:
         sums *= _broadcast_to_sums(weight, words.shape[3])
-    if STEPS > 1 and LOAD_AFTER_MMA:
+    if NUM_STEPS > 1 and LOAD_AFTER_MMA:
         next_block = _load_block(
-            token, warp_pair, step + 1, num_experts, num_local, ids_ptr, map_ptr,
-            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset,
+            token, warp_pair, step + 1, num_experts, num_local_experts, topk_ids_ptr,
+            expert_map_ptr,
+            words_ptr, scale_ptr, zero_point_ptr, router_weights_ptr, words_offset, scale_offset,
             zero_offset,
-            stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, WARPS,
+            stride_be, stride_bse, stride_bze, SIZE_K, TOP_K, HAS_EXPERT_MAP,
+            HAS_ROUTER_WEIGHTS, HAS_ZERO_POINTS, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES,
+            NUM_WARPS,
             WARPS_PER_PAIR,
             STAGES, LOAD_AFTER_MMA,
         )  # fmt: skip
         ring = (next_block,)
         _, _, _, _, pair, valid, chunk = next_block
-        h = load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
+        h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS)
     return total + sums, h, ring
 
 
 @triton.jit
 def gemv_w4_down_kernel(
-    h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
-    hidden, num_experts, num_local, steps, factor,
+    h_ptr, b_ptr, b_scale_ptr, zero_point_ptr, bias_ptr, router_weights_ptr, topk_ids_ptr,
+    expert_map_ptr, out_ptr,
+    hidden_size, num_experts, num_local_experts, num_steps, routed_scaling_factor,
     stride_be, stride_bse, stride_bze, stride_bias,
     stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SIZE_K: tl.constexpr, NUM_STEPS: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_EXPERT_MAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
+    HAS_ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr, PAIRED_SCALES: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
-    LOAD_AFTER_MMA: tl.constexpr, OVERLAP: tl.constexpr = False,
+    NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
+    LOAD_AFTER_MMA: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
 
@@ -270,15 +318,15 @@ def gemv_w4_down_kernel(
     token and their K, in blocks of HALVES * CHUNKS * 128. The order of the sum is fixed. If TOP_K =
     1, every pair has an output row, which is zero if the pair is skipped.
 
-    h_ptr: (tokens * TOP_K, DEPTH), contiguous, in the order of `store_in_pair_order`.
-    b_ptr: w, (e, hidden, DEPTH / 2) bytes. The kernel reads int32 words of eight weights, and does
+    h_ptr: (tokens * TOP_K, SIZE_K), contiguous, in the order of `store_in_pair_order`.
+    b_ptr: w, (e, hidden, SIZE_K / 2) bytes. The kernel reads int32 words of eight weights, and does
         not read the weights of skipped pairs.
     out_ptr: (tokens, hidden), contiguous.
-    FORMAT: the encoding of words and scales; see `unpack_w4`.
-    HAS_ZERO: whether weights have zero points.
+    WEIGHT_FORMAT: the encoding of words and scales; see `unpack_w4`.
+    HAS_ZERO_POINTS: whether weights have zero points.
     GROUP_K: weights per scale.
-    PAIRED_SCALES: see `load_by_slot`.
-    BLOCK_K: a power of two >= TOP_K.
+    PAIRED_SCALES: see `load_by_scale_slot`.
+    BLOCK_TOP_K: a power of two >= TOP_K.
     EVEN_N: whether BLOCK_N divides hidden.
     CHUNKS, HALVES: see `common`.
     WARPS_PER_PAIR: warps per pair, or 0 if TOP_K does not divide WARPS.
@@ -288,14 +336,14 @@ def gemv_w4_down_kernel(
     LOAD_AFTER_MMA: whether a block is loaded only after the previous block has been multiplied.
         This takes fewer registers.
     """
-    TYPE: tl.constexpr = h_ptr.dtype.element_ty
+    ACTIVATION_DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES
-    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    EVEN_K: tl.constexpr = DEPTH % (CHUNKS * HALVES * 128) == 0
+    SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
+    EVEN_K: tl.constexpr = SIZE_K % (CHUNKS * HALVES * 128) == 0
     token = tl.program_id(0)
     first_column = tl.program_id(1) * BLOCK_N
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
-    rows = lane_row_indices(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
+    rows = lane_row_indices(first_column, hidden_size, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_offset, scale_offset = row_offsets(rows, stride_bn // 4), row_offsets(rows, stride_bsn)
     # Either the lane offsets or the group offsets are even, so they can be halved separately.
@@ -303,85 +351,107 @@ def gemv_w4_down_kernel(
     # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
     # them before this kernel could start. See `pdl_wait`.
     warp_pair = _pair_of_warp(
-        token, num_experts, num_local, ids_ptr, map_ptr, TOP_K, HAS_MAP, WARPS, WARPS_PER_PAIR,
-        STEPS > STAGES,
+        token, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr, TOP_K, HAS_EXPERT_MAP,
+        NUM_WARPS, WARPS_PER_PAIR,
+        NUM_STEPS > STAGES,
     )  # fmt: skip
     ring = ()
-    for s in tl.static_range(STAGES):
+    for stage in tl.static_range(STAGES):
         ring += (
             _load_block(
-                token, warp_pair, s, num_experts, num_local, ids_ptr, map_ptr,
-                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_offset, scale_offset,
+                token, warp_pair, stage, num_experts, num_local_experts, topk_ids_ptr,
+                expert_map_ptr,
+                words_ptr, b_scale_ptr, zero_point_ptr, router_weights_ptr, words_offset,
+                scale_offset,
                 zero_offset,
-                stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, WARPS,
+                stride_be, stride_bse, stride_bze, SIZE_K, TOP_K, HAS_EXPERT_MAP,
+                HAS_ROUTER_WEIGHTS, HAS_ZERO_POINTS, EVEN_K, PAIRED_SCALES, GROUP_K, CHUNKS,
+                HALVES, NUM_WARPS,
                 WARPS_PER_PAIR, STAGES, LOAD_AFTER_MMA,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)
-    column_mask = column < hidden
-    total = tl.zeros((WARPS, ROWS, 8), tl.float32)
+    column_mask = column < hidden_size
+    total = tl.zeros((NUM_WARPS, ROWS, 8), tl.float32)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS and WARPS_PER_PAIR > 0:
         total += _initial_biases(
-            bias_ptr, stride_bias, first_column, hidden, token, num_experts, num_local, ids_ptr,
-            map_ptr, TOP_K, HAS_MAP, BLOCK_N, ROWS, WARPS, WARPS_PER_PAIR,
+            bias_ptr, stride_bias, first_column, hidden_size, token, num_experts,
+            num_local_experts, topk_ids_ptr,
+            expert_map_ptr, TOP_K, HAS_EXPERT_MAP, BLOCK_N, ROWS, NUM_WARPS, WARPS_PER_PAIR,
         )  # fmt: skip
     elif HAS_BIAS:
-        slot = tl.arange(0, BLOCK_K)
+        slot = tl.arange(0, BLOCK_TOP_K)
         pairs = token * TOP_K + slot
-        local, _ = load_local_ids(
-            ids_ptr, pairs, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
+        local_expert, _ = load_local_ids(
+            topk_ids_ptr,
+            pairs,
+            slot < TOP_K,
+            expert_map_ptr,
+            num_experts,
+            num_local_experts,
+            HAS_EXPERT_MAP,
         )
-        valid = local >= 0
+        valid = local_expert >= 0
         # NaN-free: integers
-        ptrs = bias_ptr + tl.maximum(local, 0)[:, None].to(tl.int64) * stride_bias + column[None, :]
+        ptrs = (
+            bias_ptr
+            + tl.maximum(local_expert, 0)[:, None].to(tl.int64) * stride_bias
+            + column[None, :]
+        )
         biases = tl.load(ptrs, mask=valid[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
-        if HAS_ROW_WEIGHTS:
-            biases *= tl.load(row_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
+        if HAS_ROUTER_WEIGHTS:
+            biases *= tl.load(router_weights_ptr + pairs, mask=valid, other=0.0)[:, None]
         bias += tl.sum(biases, 0)
-    if OVERLAP:
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
     pairs_ptr = h_ptr.to(tl.pointer_type(tl.int32))
     # If all steps are unrolled, load all of h at once.
     h_blocks = ()
-    for s in tl.static_range(STEPS if STEPS <= STAGES else 1):
-        _, _, _, _, pair, valid, chunk = ring[s]
-        h_blocks += (load_pairs(pairs_ptr, pair, valid, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
+    for stage in tl.static_range(NUM_STEPS if NUM_STEPS <= STAGES else 1):
+        _, _, _, _, pair, valid, chunk = ring[stage]
+        h_blocks += (
+            load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS),
+        )
     # Unroll the steps. In a loop the compiler would hoist the unpacking of invariant words.
-    if STEPS <= STAGES:
-        for s in tl.static_range(STEPS):
-            total, _, ring = _step(
-                total, h_blocks[s], ring, s, token, warp_pair, num_experts, num_local, ids_ptr,
-                map_ptr,
-                pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_offset,
+    if NUM_STEPS <= STAGES:
+        for stage in tl.static_range(NUM_STEPS):
+            total, _, ring = _multiply_step(
+                total, h_blocks[stage], ring, stage, token, warp_pair, num_experts,
+                num_local_experts, topk_ids_ptr,
+                expert_map_ptr,
+                pairs_ptr, words_ptr, b_scale_ptr, zero_point_ptr, router_weights_ptr, words_offset,
                 scale_offset,
                 zero_offset, shift, stride_be, stride_bse, stride_bze,
-                DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
-                PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, WARPS, WARPS_PER_PAIR, STAGES,
+                SIZE_K, NUM_STEPS, TOP_K, HAS_EXPERT_MAP, ACTIVATION_DTYPE, HAS_ROUTER_WEIGHTS,
+                WEIGHT_FORMAT, HAS_ZERO_POINTS, EVEN_K,
+                PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, NUM_WARPS, WARPS_PER_PAIR, STAGES,
                 LOAD_AFTER_MMA,
             )  # fmt: skip
     else:
         h = h_blocks[0]
-        for first in range(0, steps, STAGES):
-            for s in tl.static_range(STAGES):
-                total, h, ring = _step(
-                    total, h, ring, first + s, token, warp_pair, num_experts, num_local, ids_ptr,
-                    map_ptr,
-                    pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_offset,
+        for first in range(0, num_steps, STAGES):
+            for stage in tl.static_range(STAGES):
+                total, h, ring = _multiply_step(
+                    total, h, ring, first + stage, token, warp_pair, num_experts,
+                    num_local_experts, topk_ids_ptr,
+                    expert_map_ptr,
+                    pairs_ptr, words_ptr, b_scale_ptr, zero_point_ptr, router_weights_ptr,
+                    words_offset,
                     scale_offset, zero_offset, shift, stride_be, stride_bse, stride_bze,
-                    DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
-                    PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, WARPS, WARPS_PER_PAIR, STAGES,
+                    SIZE_K, NUM_STEPS, TOP_K, HAS_EXPERT_MAP, ACTIVATION_DTYPE, HAS_ROUTER_WEIGHTS,
+                    WEIGHT_FORMAT, HAS_ZERO_POINTS, EVEN_K,
+                    PAIRED_SCALES, GROUP_K, CHUNKS, HALVES, NUM_WARPS, WARPS_PER_PAIR, STAGES,
                     LOAD_AFTER_MMA,
                 )  # fmt: skip
-    if HAS_ROW_WEIGHTS and WARPS_PER_PAIR > 0:
+    if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 0:
         pair, _, valid = warp_pair
         # The router weight of a skipped pair may be anything, including NaN.
-        weight = tl.load(row_weights_ptr + pair, mask=valid, other=0.0)
+        weight = tl.load(router_weights_ptr + pair, mask=valid, other=0.0)
         total *= _broadcast_to_sums(weight, ROWS // 8)
     if HALVES == 2:
-        total = tl.sum(tl.reshape(total, (WARPS, 2, BLOCK_N, 8)), 1)
+        total = tl.sum(tl.reshape(total, (NUM_WARPS, 2, BLOCK_N, 8)), 1)
     out = tl.sum(tl.sum(total, 2), 0) + bias
-    out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
-    tl.store(out_ptrs, (out * factor).to(out_ptr.dtype.element_ty), mask=column_mask)
+    out_ptrs = out_ptr + token.to(tl.int64) * hidden_size + column
+    tl.store(out_ptrs, (out * routed_scaling_factor).to(out_ptr.dtype.element_ty), mask=column_mask)

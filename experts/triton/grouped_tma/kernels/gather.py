@@ -29,37 +29,40 @@ def load_tokens(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def gather_pointers(x_ptr, stride_x, tokens, BLOCK_K: gl.constexpr, COPIES: gl.constexpr):
+def gather_pointers(
+    x_ptr, stride_x_in_copies, tokens, BLOCK_K: gl.constexpr, COPY_LAYOUT: gl.constexpr
+):
     """Return pointers to the first K step of the tokens' rows, and the mask of the rows.
 
-    stride_x: the stride of rows in units of 16 bytes. The unit tells the compiler the alignment.
+    stride_x_in_copies: the stride of rows in units of 16 bytes. The unit tells the compiler the
+        alignment.
     """
-    WIDTH: gl.constexpr = _COPY_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
-    columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
-    offsets = tokens.to(gl.int64) * stride_x * WIDTH
+    VALUES_PER_COPY: gl.constexpr = _COPY_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
+    columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY_LAYOUT))
+    offsets = tokens.to(gl.int64) * stride_x_in_copies * VALUES_PER_COPY
     return x_ptr + offsets[:, None] + columns[None, :], (tokens >= 0)[:, None]
 
 
 @gluon.jit
-def copy_step(ptrs, mask, step, depth, buffer, COPIES: gl.constexpr, EVEN_K: gl.constexpr):
+def copy_step(ptrs, mask, step, size_k, buffer, COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr):
     """Start to copy K step `step` of a tile's rows to `buffer`. Masked elements become zero.
 
     EVEN_K: whether K is a multiple of the step. If not, K is a multiple of 16 bytes.
     """
     if not EVEN_K:
         BLOCK_K: gl.constexpr = buffer.shape[1]
-        WIDTH: gl.constexpr = _COPY_BYTES * 8 // buffer.dtype.primitive_bitwidth
-        columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
+        VALUES_PER_COPY: gl.constexpr = _COPY_BYTES * 8 // buffer.dtype.primitive_bitwidth
+        columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY_LAYOUT))
         # The limit is rounded so that the compiler knows that no 16-byte copy is partial.
-        mask = mask & (columns < depth // WIDTH * WIDTH)[None, :]
+        mask = mask & (columns < size_k // VALUES_PER_COPY * VALUES_PER_COPY)[None, :]
     async_load_rows(buffer, ptrs, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _step(
-    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, depth, has_next,
-    COPIES: gl.constexpr, EVEN_K: gl.constexpr,
+def _multiply_step(
+    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, size_k, has_next,
+    COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """Multiply the stage of one iteration; refill and release the stage of the previous one.
 
@@ -75,15 +78,16 @@ def _step(
     acc = warpgroup_mma(a_ring.index(stage), b, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
     previous = (iteration + STAGES - 1) % STAGES
-    copy_step(ptrs, mask, copied_step, depth, a_ring.index(previous), COPIES, EVEN_K)
+    copy_step(ptrs, mask, copied_step, size_k, a_ring.index(previous), COPY_LAYOUT, EVEN_K)
     mbarrier.arrive(empty.index(previous), pred=has_next)
     return acc
 
 
 @gluon.jit
 def multiply_gathered(
-    a_ring, b_ring, full, empty, iteration, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
-    COPIES: gl.constexpr, EVEN_K: gl.constexpr,
+    a_ring, b_ring, full, empty, iteration, size_k, ptrs, mask, x_ptr, stride_x_in_copies,
+    next_tokens, acc,
+    COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """Accumulate a tile into acc.
 
@@ -100,21 +104,21 @@ def multiply_gathered(
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     PREFETCH: gl.constexpr = STAGES - 1
-    steps = gl.cdiv(depth, BLOCK_K)
+    steps = gl.cdiv(size_k, BLOCK_K)
     for step in range(steps - PREFETCH):
-        acc = _step(
-            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step + PREFETCH, depth,
+        acc = _multiply_step(
+            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step + PREFETCH, size_k,
             step > 0,
-            COPIES, EVEN_K,
+            COPY_LAYOUT, EVEN_K,
         )  # fmt: skip
         ptrs += BLOCK_K
         iteration += 1
-    ptrs, mask = gather_pointers(x_ptr, stride_x, next_tokens, BLOCK_K, COPIES)
+    ptrs, mask = gather_pointers(x_ptr, stride_x_in_copies, next_tokens, BLOCK_K, COPY_LAYOUT)
     for step in range(PREFETCH):
         has_next = step + steps > PREFETCH
-        acc = _step(
-            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step, depth, has_next,
-            COPIES, EVEN_K,
+        acc = _multiply_step(
+            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step, size_k, has_next,
+            COPY_LAYOUT, EVEN_K,
         )  # fmt: skip
         ptrs += BLOCK_K
         iteration += 1

@@ -33,115 +33,131 @@ ROWS = gl.constexpr(64)  # rows per warpgroup
 
 
 @gluon.jit
-def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
+def tile_at(index, num_m_tiles, num_n_tiles, GROUP_M: gl.constexpr):
     """Return (m, n), the row tile and the column tile that are computed in place `index`.
 
     Row tiles are computed in groups of GROUP_M, one column tile after another, so that the row
     tiles of a group share weight tiles in L2. Past the last tile, the result is arbitrary, but
     there is no division by zero.
     """
-    tiles_per_group = GROUP_M * num_n
+    tiles_per_group = GROUP_M * num_n_tiles
     first_m = (index // tiles_per_group) * GROUP_M
-    group_m = gl.maximum(gl.minimum(num_m - first_m, GROUP_M), 1)  # NaN-free: integers
+    group_m = gl.maximum(gl.minimum(num_m_tiles - first_m, GROUP_M), 1)  # NaN-free: integers
     index_in_group = index % tiles_per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @gluon.jit
-def load_tile_info(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
+def load_tile_info(index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
     """Return the expert, first row, end of the expert's rows, and column tile of a tile.
 
     Past the last tile, there are no rows. The function is called one or two tiles ahead to hide the
     latency of the loads.
     """
-    in_bounds = index < num_m * num_n
-    m, n = tile_at(index, num_m, num_n, GROUP_M)
-    tile_ptr = tiles_ptr + gl.where(in_bounds, m, 0)
+    in_bounds = index < num_m_tiles * num_n_tiles
+    m_tile, n_tile = tile_at(index, num_m_tiles, num_n_tiles, GROUP_M)
+    tile_ptr = tiles_ptr + gl.where(in_bounds, m_tile, 0)
     expert = gl.load(tile_ptr, mask=in_bounds, other=0)
     row = gl.load(tile_ptr + max_tiles, mask=in_bounds, other=0)
     end = gl.load(tile_ptr + 2 * max_tiles, mask=in_bounds, other=0)
-    return expert, row, end, n
+    return expert, row, end, n_tile
 
 
 @gluon.jit
-def _load_tile_slots(index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr):
+def _load_tile_adapter_slots(
+    index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr
+):
     """Return the number of adapter slots in a tile, 0 past the last tile, and a pointer to them."""
-    in_bounds = index < num_m * num_n
-    m, _ = tile_at(index, num_m, num_n, GROUP_M)
-    tile_ptr = tile_slots_ptr + gl.where(in_bounds, m, 0) * stride_tile_slots
+    in_bounds = index < num_m_tiles * num_n_tiles
+    m_tile, _ = tile_at(index, num_m_tiles, num_n_tiles, GROUP_M)
+    tile_ptr = tile_slots_ptr + gl.where(in_bounds, m_tile, 0) * stride_tile_slots
     return gl.load(tile_ptr, mask=in_bounds, other=0), tile_ptr + 1
 
 
 @gluon.jit
-def _load(
-    a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
-    rows_b, right_rows, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots, slot_rows,
-    expert_rows, u_up,
-    STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHER: gl.constexpr,
+def _run_producer(
+    a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, size_k,
+    weight_rows, right_row_offset, lora_u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots,
+    lora_b_slot_rows,
+    lora_b_expert_rows, lora_up_offset,
+    TILE_STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHER_TOKENS: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp, which fills the stages of the ring when they become empty."""
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
-    HALF: gl.constexpr = b_desc.block_type.shape[0]
-    A_BYTES: gl.constexpr = 0 if GATHER else a_desc.block_type.nbytes
+    HALF_ROWS: gl.constexpr = b_desc.block_type.shape[0]
+    A_BYTES: gl.constexpr = 0 if GATHER_TOKENS else a_desc.block_type.nbytes
     BYTES: gl.constexpr = A_BYTES + 2 * b_desc.block_type.nbytes
-    num_m = gl.load(tiles_ptr + 3 * max_tiles)
+    num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
-    first = gl.program_id(0)
-    expert, row, _, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    first_tile_index = gl.program_id(0)
+    expert, row, _, n_tile = load_tile_info(
+        first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+    )
     iteration = 0
-    for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, _, next_n = load_tile_info(
-            index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
+        next_expert, next_row, _, next_n_tile = load_tile_info(
+            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
-        row_b = expert * rows_b + n * STRIDE_N
-        for start in range(0, depth, BLOCK_K):
+        weight_row = expert * weight_rows + n_tile * TILE_STRIDE_N
+        for start in range(0, size_k, BLOCK_K):
             stage = iteration % STAGES
             mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
             full_barrier = full.index(stage)
             mbarrier.expect(full_barrier, BYTES)
-            if not GATHER:
+            if not GATHER_TOKENS:
                 tma_async_load(a_desc, [row, start], full_barrier, a_ring.index(stage))
             b = b_ring.index(stage)
-            tma_async_load(b_desc, [row_b, start], full_barrier, b.slice(0, HALF, 0))
+            tma_async_load(b_desc, [weight_row, start], full_barrier, b.slice(0, HALF_ROWS, 0))
             tma_async_load(
-                b_desc, [row_b + right_rows, start], full_barrier, b.slice(HALF, HALF, 0)
+                b_desc,
+                [weight_row + right_row_offset, start],
+                full_barrier,
+                b.slice(HALF_ROWS, HALF_ROWS, 0),
             )
             iteration += 1
         if LORA_STEPS > 0:
             # Extra K steps add u times B of each slot. The columns of u for up follow those for
-            # gate at a distance of u_up. Elements of a box outside B are zero, so the columns for
+            # gate at a distance of lora_up_offset. Elements of a box outside B are zero, so the
+            # columns for
             # gate are multiplied only by B of gate, and the columns for up only by B of up.
-            count, slots_ptr = _load_tile_slots(
-                index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M
+            count, adapter_slots_ptr = _load_tile_adapter_slots(
+                index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M
             )
             for step in range(count * LORA_STEPS):
-                slot = gl.load(slots_ptr + step // LORA_STEPS)
+                slot = gl.load(adapter_slots_ptr + step // LORA_STEPS)
                 column = step % LORA_STEPS * BLOCK_K
                 stage = iteration % STAGES
                 mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
                 full_barrier = full.index(stage)
                 mbarrier.expect(full_barrier, BYTES)
-                tma_async_load(u_desc, [row, step * BLOCK_K], full_barrier, a_ring.index(stage))
-                b = b_ring.index(stage)
-                row_b = slot * slot_rows + expert * expert_rows + n * STRIDE_N
-                tma_async_load(lora_b_desc, [row_b, column], full_barrier, b.slice(0, HALF, 0))
                 tma_async_load(
-                    lora_b_desc, [row_b + right_rows, column - u_up], full_barrier,
-                    b.slice(HALF, HALF, 0),
+                    lora_u_desc, [row, step * BLOCK_K], full_barrier, a_ring.index(stage)
+                )
+                b = b_ring.index(stage)
+                weight_row = (
+                    slot * lora_b_slot_rows + expert * lora_b_expert_rows + n_tile * TILE_STRIDE_N
+                )
+                tma_async_load(
+                    lora_b_desc, [weight_row, column], full_barrier, b.slice(0, HALF_ROWS, 0)
+                )
+                tma_async_load(
+                    lora_b_desc, [weight_row + right_row_offset, column - lora_up_offset],
+                    full_barrier,
+                    b.slice(HALF_ROWS, HALF_ROWS, 0),
                 )  # fmt: skip
                 iteration += 1
-        expert, row, n = next_expert, next_row, next_n
+        expert, row, n_tile = next_expert, next_row, next_n_tile
 
 
 @gluon.jit
-def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, WARPGROUP: gl.constexpr):
+def _multiply_plain(a_ring, b_ring, full, empty, iteration, size_k, acc, WARPGROUP: gl.constexpr):
     """Accumulate a tile of `depth` K elements into acc; return acc and the next iteration."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     previous = 0
-    for start in range(0, depth, BLOCK_K):
+    for start in range(0, size_k, BLOCK_K):
         stage = iteration % STAGES
         mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
         a = a_ring.index(stage).slice(WARPGROUP * ROWS, ROWS, 0)
@@ -159,8 +175,8 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, depth, acc, WARPGROU
 @gluon.jit
 def _split_halves(values):
     """Split the columns into the left and right half. A thread holds elements of both halves."""
-    HALF: gl.constexpr = values.shape[1] // 2
-    return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
+    HALF_ROWS: gl.constexpr = values.shape[1] // 2
+    return values.reshape((values.shape[0], 2, HALF_ROWS)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
@@ -182,11 +198,11 @@ def _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
 
 
 @gluon.jit
-def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.constexpr):
+def _add_scaled(left, right, part, a_scale, left_scale, right_scale, HALF_LAYOUT: gl.constexpr):
     """Scale both halves of a partial sum and add them to left and right."""
     left_part, right_part = _split_halves(part)
-    left_part = gl.convert_layout(left_part, LAYOUT, assert_trivial=True)
-    right_part = gl.convert_layout(right_part, LAYOUT, assert_trivial=True)
+    left_part = gl.convert_layout(left_part, HALF_LAYOUT, assert_trivial=True)
+    right_part = gl.convert_layout(right_part, HALF_LAYOUT, assert_trivial=True)
     left = left + left_part * (a_scale * left_scale)[:, None]
     right = right + right_part * (a_scale * right_scale)[:, None]
     return left, right
@@ -194,9 +210,9 @@ def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.
 
 @gluon.jit
 def _multiply_scaled(
-    a_ring, b_ring, full, empty, iteration, depth, a_scale_ptrs, b_scale_ptr, right_groups,
+    a_ring, b_ring, full, empty, iteration, size_k, a_scale_ptrs, b_scale_ptr, right_groups,
     row_mask,
-    WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
+    WARPGROUP: gl.constexpr, HALF_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Multiply a tile with block scales; return the left half, the right half, the next iteration.
 
@@ -212,11 +228,11 @@ def _multiply_scaled(
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
-    HALF: gl.constexpr = b_ring.shape[1] // 2
-    left = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
-    right = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
-    zero = gl.zeros((ROWS, 2 * HALF), gl.float32, WIDE)
-    steps = gl.cdiv(depth, BLOCK_K)
+    HALF_ROWS: gl.constexpr = b_ring.shape[1] // 2
+    left = gl.zeros((ROWS, HALF_ROWS), gl.float32, HALF_LAYOUT)
+    right = gl.zeros((ROWS, HALF_ROWS), gl.float32, HALF_LAYOUT)
+    zero = gl.zeros((ROWS, 2 * HALF_ROWS), gl.float32, ACC_LAYOUT)
+    steps = gl.cdiv(size_k, BLOCK_K)
     remainder = steps % 2
     if remainder == 1:
         a_scale, left_scale, right_scale = _load_scales(
@@ -225,7 +241,7 @@ def _multiply_scaled(
         part = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
         mbarrier.arrive(empty.index(iteration % STAGES))
-        left, right = _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT)
+        left, right = _add_scaled(left, right, part, a_scale, left_scale, right_scale, HALF_LAYOUT)
         iteration += 1
     if steps > 1:
         a_scale_ptrs += remainder
@@ -233,7 +249,7 @@ def _multiply_scaled(
         a0, left0, right0 = _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
         a1, left1, right1 = _load_scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
         for pairs in range(steps // 2, 0, -1):
-            first = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
+            first_tile_index = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
             second = _start_wgmma(a_ring, b_ring, full, iteration + 1, zero, WARPGROUP)
             advance = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
             a_scale_ptrs += advance
@@ -242,12 +258,12 @@ def _multiply_scaled(
             a3, left3, right3 = _load_scales(
                 a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask
             )
-            part = warpgroup_mma_wait(num_outstanding=1, deps=(first,))
+            part = warpgroup_mma_wait(num_outstanding=1, deps=(first_tile_index,))
             mbarrier.arrive(empty.index(iteration % STAGES))
-            left, right = _add_scaled(left, right, part, a0, left0, right0, LAYOUT)
+            left, right = _add_scaled(left, right, part, a0, left0, right0, HALF_LAYOUT)
             part = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
             mbarrier.arrive(empty.index((iteration + 1) % STAGES))
-            left, right = _add_scaled(left, right, part, a1, left1, right1, LAYOUT)
+            left, right = _add_scaled(left, right, part, a1, left1, right1, HALF_LAYOUT)
             a0, left0, right0 = a2, left2, right2
             a1, left1, right1 = a3, left3, right3
             iteration += 2
@@ -255,15 +271,17 @@ def _multiply_scaled(
 
 
 @gluon.jit
-def _compute(
-    a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b, right_rows,
-    x_ptr, stride_x, tokens_ptr,
-    out_ptr, out_desc, staging, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
+def _run_consumer(
+    a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, size_k, weight_rows,
+    right_row_offset,
+    x_ptr, stride_x_in_copies, tokens_ptr,
+    out_ptr, out_desc, staging, size_n, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
     b_scale_rows, b_groups, tile_slots_ptr, stride_tile_slots, LORA_STEPS: gl.constexpr,
-    WARPGROUP: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
-    GATHER: gl.constexpr, EVEN_K: gl.constexpr,
-    STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    WARPGROUP: gl.constexpr, SCALE_MODE: gl.constexpr, TILE_STRIDE_N: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    GATHER_TOKENS: gl.constexpr, EVEN_K: gl.constexpr,
+    GATE_STRIDE: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Run a consumer warpgroup, which computes 64 rows of every tile of this program.
 
@@ -271,96 +289,107 @@ def _compute(
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
-    HALF: gl.constexpr = b_ring.shape[1] // 2
-    WIDTH: gl.constexpr = 256 // b_ring.dtype.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, WIDTH])
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, WIDTH])
-    ACC: gl.constexpr = gl.int32 if b_ring.dtype == gl.int8 else gl.float32
-    COPIES: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [4, 8], [4, 1], [1, 0])
-    num_m = gl.load(tiles_ptr + 3 * max_tiles)
+    HALF_ROWS: gl.constexpr = b_ring.shape[1] // 2
+    MMA_K: gl.constexpr = 256 // b_ring.dtype.primitive_bitwidth
+    HALF_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_ROWS, MMA_K])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF_ROWS, MMA_K])
+    ACC_DTYPE: gl.constexpr = gl.int32 if b_ring.dtype == gl.int8 else gl.float32
+    COPY_LAYOUT: gl.constexpr = gl.BlockedLayout([1, BLOCK_K // 8], [4, 8], [4, 1], [1, 0])
+    num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
-    first = gl.program_id(0)
-    expert, row, end, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    next_expert, next_row, next_end, next_n = load_tile_info(
-        first + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
+    first_tile_index = gl.program_id(0)
+    expert, row, end, n_tile = load_tile_info(
+        first_tile_index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
     )
-    if GATHER:
-        tokens = load_tokens(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPIES)
-        ptrs, ptr_mask = gather_pointers(x_ptr, stride_x, tokens, BLOCK_K, COPIES)
+    next_expert, next_row, next_end, next_n_tile = load_tile_info(
+        first_tile_index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+    )
+    if GATHER_TOKENS:
+        tokens = load_tokens(tokens_ptr, row + WARPGROUP * ROWS, end, ROWS, COPY_LAYOUT)
+        ptrs, ptr_mask = gather_pointers(x_ptr, stride_x_in_copies, tokens, BLOCK_K, COPY_LAYOUT)
         for step in gl.static_range(STAGES - 1):
-            copy_step(ptrs, ptr_mask, step, depth, a_ring.index(step), COPIES, EVEN_K)
+            copy_step(ptrs, ptr_mask, step, size_k, a_ring.index(step), COPY_LAYOUT, EVEN_K)
             ptrs += BLOCK_K
     iteration = 0
-    for index in range(first, num_m * num_n, programs):
+    for index in range(first_tile_index, num_m_tiles * num_n_tiles, programs):
         row += WARPGROUP * ROWS
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, HALF_LAYOUT))
         row_mask = rows < end
         scale_rows = rows
-        if MODE == "block":
-            group = (n * STRIDE_N) // 128
+        if SCALE_MODE == "block":
+            group = (n_tile * TILE_STRIDE_N) // 128
             b_scales = b_scale_ptr + (expert * b_scale_rows + group).to(gl.int64) * b_groups
             # The right half of the last tile may be past the weights' end. It is masked later.
             # NaN-free: integers
-            right_group = gl.minimum((n * STRIDE_N + right_rows) // 128, b_scale_rows - 1)
+            right_group = gl.minimum(
+                (n_tile * TILE_STRIDE_N + right_row_offset) // 128, b_scale_rows - 1
+            )
             left, right, iteration = _multiply_scaled(
-                a_ring, b_ring, full, empty, iteration, depth,
+                a_ring, b_ring, full, empty, iteration, size_k,
                 a_scale_ptr + rows.to(gl.int64) * a_groups, b_scales,
-                (right_group - group) * b_groups, row_mask, WARPGROUP, LAYOUT, WIDE,
+                (right_group - group) * b_groups, row_mask, WARPGROUP, HALF_LAYOUT, ACC_LAYOUT,
             )  # fmt: skip
         else:
-            acc = gl.zeros((ROWS, 2 * HALF), ACC, WIDE)
-            if GATHER:
+            acc = gl.zeros((ROWS, 2 * HALF_ROWS), ACC_DTYPE, ACC_LAYOUT)
+            if GATHER_TOKENS:
                 tokens = load_tokens(
-                    tokens_ptr, next_row + WARPGROUP * ROWS, next_end, ROWS, COPIES
+                    tokens_ptr, next_row + WARPGROUP * ROWS, next_end, ROWS, COPY_LAYOUT
                 )
-                scale_rows = load_tokens(tokens_ptr, row, end, ROWS, LAYOUT)
+                scale_rows = load_tokens(tokens_ptr, row, end, ROWS, HALF_LAYOUT)
                 acc, iteration, ptrs, ptr_mask = multiply_gathered(
-                    a_ring, b_ring, full, empty, iteration, depth, ptrs, ptr_mask, x_ptr, stride_x,
-                    tokens, acc, COPIES, EVEN_K,
+                    a_ring, b_ring, full, empty, iteration, size_k, ptrs, ptr_mask, x_ptr,
+                    stride_x_in_copies,
+                    tokens, acc, COPY_LAYOUT, EVEN_K,
                 )  # fmt: skip
             else:
-                total_depth = depth
+                total_depth = size_k
                 if LORA_STEPS > 0:
-                    count, _ = _load_tile_slots(
-                        index, num_m, num_n, tile_slots_ptr, stride_tile_slots, GROUP_M
+                    count, _ = _load_tile_adapter_slots(
+                        index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M
                     )
-                    total_depth = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
+                    total_depth = (gl.cdiv(size_k, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
                 acc, iteration = _multiply_plain(
                     a_ring, b_ring, full, empty, iteration, total_depth, acc, WARPGROUP
                 )
             left, right = _split_halves(acc)
-            left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
-            right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
-        after_next_expert, after_next_row, after_next_end, after_next_n = load_tile_info(
-            index + 2 * programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
+            left = gl.convert_layout(left, HALF_LAYOUT, assert_trivial=True)
+            right = gl.convert_layout(right, HALF_LAYOUT, assert_trivial=True)
+        after_next_expert, after_next_row, after_next_end, after_next_n_tile = load_tile_info(
+            index + 2 * programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         finish(
-            left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows,
-            n * STRIDE_N, a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
-            MODE, LAYOUT, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+            left, right, row, end, out_ptr, out_desc, staging, size_n, expert, weight_rows,
+            right_row_offset,
+            n_tile * TILE_STRIDE_N, a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
+            SCALE_MODE, HALF_LAYOUT, GATE_STRIDE, GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA,
+            ACTIVATION_LIMIT,
         )  # fmt: skip
-        expert, row, end, n = next_expert, next_row, next_end, next_n
-        next_expert, next_row, next_end, next_n = (
+        expert, row, end, n_tile = next_expert, next_row, next_end, next_n_tile
+        next_expert, next_row, next_end, next_n_tile = (
             after_next_expert,
             after_next_row,
             after_next_end,
-            after_next_n,
+            after_next_n_tile,
         )
     tma.store_wait(0)
-    if GATHER:
+    if GATHER_TOKENS:
         async_copy.wait_group(0)
 
 
 @gluon.jit
 def grouped_gemm_tma_kernel(
     a_desc, b_desc, out_desc, x_ptr, tokens_ptr, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr,
-    bias_ptr, max_tiles, columns, depth, rows_b, up_rows, stride_x, a_groups, b_scale_rows,
-    b_groups, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots, slot_rows, expert_rows, u_up,
+    bias_ptr, max_tiles, size_n, size_k, weight_rows, up_row_offset, stride_x_in_copies, a_groups,
+    b_scale_rows,
+    b_groups, lora_u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots, lora_b_slot_rows,
+    lora_b_expert_rows, lora_up_offset,
     LORA_STEPS: gl.constexpr,
-    MODE: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    GATHER: gl.constexpr, EVEN_K: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
+    SCALE_MODE: gl.constexpr, GATE_STRIDE: gl.constexpr, GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
+    GATHER_TOKENS: gl.constexpr, EVEN_K: gl.constexpr,
+    STAGES: gl.constexpr, STAGING_BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
 
@@ -368,80 +397,97 @@ def grouped_gemm_tma_kernel(
     weight rows.
 
     a_desc: a (rows, depth), in boxes of 128 rows and 128 bytes.
-    b_desc: b (experts * rows_b, depth), in boxes of half the weight rows of a tile and 128 bytes.
+    b_desc: b (experts * weight_rows, depth), in boxes of half the weight rows of a tile and 128
+        bytes.
     out_desc: out (rows, columns), in boxes of 64 rows and the output columns of half a tile.
     tiles_ptr: int32, three arrays of max_tiles values (expert, first row, end row of the expert),
         then the number of tiles.
-    GATED: whether the two halves of a tile are gate and up rows, which are up_rows apart. If not,
+    GATED: whether the two halves of a tile are gate and up rows, which are up_row_offset apart. If
+        not,
         the halves are adjacent.
     STEP: weight rows per output column. 2 if gate and up rows are interleaved; the halves are then
         adjacent, too.
-    MODE: "plain": there are no scales. "channel": a_scale is (rows of a or x,) and b_scale is
-        (experts, rows_b). "block": a_scale is (rows, a_groups) and b_scale is (experts,
+    SCALE_MODE: "plain": there are no scales. "channel": a_scale is (rows of a or x,) and b_scale is
+        (experts, weight_rows). "block": a_scale is (rows, a_groups) and b_scale is (experts,
         b_scale_rows, b_groups), with one scale per 128 x 128 block.
-    GATHER: whether row r of a is row tokens[r] of x. If so, a_desc is not used, and MODE must not
+    GATHER_TOKENS: whether row r of a is row tokens[r] of x. If so, a_desc is not used, and
+        SCALE_MODE must not
         be "block".
-    stride_x: stride of the rows of x, in units of 16 bytes.
+    stride_x_in_copies: stride of the rows of x, in units of 16 bytes.
     EVEN_K: whether K is a multiple of 128 bytes.
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
-    bias_ptr: (experts, rows_b).
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
+    bias_ptr: (experts, weight_rows).
     STAGES: stages of the ring.
     SLOTS: staging buffers per warpgroup, 1 or 2.
     GROUP_M: number of row tiles that are computed together, so that they share weight tiles in L2.
-    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA. LoRA requires MODE "plain" and not
-        GATHER.
-    u_desc: u, (rows, slots * LORA_STEPS boxes), with columns for every slot of a row's tile.
+    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA. LoRA requires SCALE_MODE "plain" and
+        not
+        GATHER_TOKENS.
+    lora_u_desc: u, (rows, slots * LORA_STEPS boxes), with columns for every slot of a row's tile.
     tile_slots_ptr: int32, stride_tile_slots values per tile: the number of slots, then the slots.
-    lora_b_desc: the matrices B of all slots, in boxes as in b_desc. A slot has slot_rows rows, of
-        which expert i has those from i * expert_rows on.
-    u_up: number of columns of u from those for gate to those for up.
+    lora_b_desc: the matrices B of all slots, in boxes as in b_desc. A slot has lora_b_slot_rows
+        rows, of
+        which expert i has those from i * lora_b_expert_rows on.
+    lora_up_offset: number of columns of u from those for gate to those for up.
     """
-    HALF: gl.constexpr = b_desc.block_type.shape[0]
+    HALF_ROWS: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    STRIDE_N: gl.constexpr = HALF if GATED and STEP == 1 else 2 * HALF
-    right_rows = up_rows if GATED and STEP == 1 else HALF
-    num_n = gl.cdiv(columns * STEP, STRIDE_N)
-    A_ROWS: gl.constexpr = ROWS if GATHER else 2 * ROWS
+    TILE_STRIDE_N: gl.constexpr = HALF_ROWS if GATED and GATE_STRIDE == 1 else 2 * HALF_ROWS
+    right_row_offset = up_row_offset if GATED and GATE_STRIDE == 1 else HALF_ROWS
+    num_n_tiles = gl.cdiv(size_n * GATE_STRIDE, TILE_STRIDE_N)
+    A_ROWS: gl.constexpr = ROWS if GATHER_TOKENS else 2 * ROWS
     a_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout)
     other_ring = a_ring
-    if GATHER:  # one ring per warpgroup
+    if GATHER_TOKENS:  # one ring per warpgroup
         other_ring = gl.allocate_shared_memory(
             b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout
         )
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * HALF, BLOCK_K], b_desc.layout)
+    b_ring = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES, 2 * HALF_ROWS, BLOCK_K], b_desc.layout
+    )
     COLUMNS: gl.constexpr = out_desc.block_type.shape[1]
-    staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, ROWS, COLUMNS], out_desc.layout)
+    staging = gl.allocate_shared_memory(
+        out_desc.dtype, [STAGING_BUFFERS, ROWS, COLUMNS], out_desc.layout
+    )
     other_staging = gl.allocate_shared_memory(
-        out_desc.dtype, [SLOTS, ROWS, COLUMNS], out_desc.layout
+        out_desc.dtype, [STAGING_BUFFERS, ROWS, COLUMNS], out_desc.layout
     )
     full, empty = allocate_barriers(STAGES, 2)
-    first: gl.constexpr = 0
+    first_tile_index: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_compute, (
-                a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
-                right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, staging, columns,
+            (_run_consumer, (
+                a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, size_k, weight_rows,
+                right_row_offset, x_ptr, stride_x_in_copies, tokens_ptr, out_ptr, out_desc,
+                staging, size_n,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
-                stride_tile_slots, LORA_STEPS, first, MODE, STRIDE_N, GROUP_M, GATHER, EVEN_K,
-                STEP,
-                GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                stride_tile_slots, LORA_STEPS, first_tile_index, SCALE_MODE, TILE_STRIDE_N,
+                GROUP_M, GATHER_TOKENS, EVEN_K,
+                GATE_STRIDE,
+                GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )),
-            (_compute, (
-                other_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
-                right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, other_staging, columns,
+            (_run_consumer, (
+                other_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, size_k,
+                weight_rows,
+                right_row_offset, x_ptr, stride_x_in_copies, tokens_ptr, out_ptr, out_desc,
+                other_staging, size_n,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
-                stride_tile_slots, LORA_STEPS, second, MODE, STRIDE_N, GROUP_M, GATHER, EVEN_K,
-                STEP,
-                GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                stride_tile_slots, LORA_STEPS, second, SCALE_MODE, TILE_STRIDE_N, GROUP_M,
+                GATHER_TOKENS, EVEN_K,
+                GATE_STRIDE,
+                GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )),
-            (_load, (
-                a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
-                rows_b, right_rows, u_desc, lora_b_desc, tile_slots_ptr, stride_tile_slots,
-                slot_rows,
-                expert_rows, u_up, STRIDE_N, GROUP_M, GATHER, LORA_STEPS,
+            (_run_producer, (
+                a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles,
+                size_k,
+                weight_rows, right_row_offset, lora_u_desc, lora_b_desc, tile_slots_ptr,
+                stride_tile_slots,
+                lora_b_slot_rows,
+                lora_b_expert_rows, lora_up_offset, TILE_STRIDE_N, GROUP_M, GATHER_TOKENS,
+                LORA_STEPS,
             )),
         ],
         [4, 1],

@@ -29,64 +29,76 @@ from modular_kernel.replay.launch.triton_versions import tma_async_load
 
 
 @gluon.jit
-def _load(
+def _run_producer(
     x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles,
-    num_n, steps, GROUP_M: gl.constexpr,
+    num_n_tiles, num_k_steps, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """Run the producer warp, which fills the stages of the ring when they become empty."""
     STAGES: gl.constexpr = w_ring.shape[0]
-    LINES: gl.constexpr = w_ring.shape[1]
+    WORD_LINES: gl.constexpr = w_ring.shape[1]
     SCALE_LINES: gl.constexpr = scale_ring.shape[1]
     X_BYTES: gl.constexpr = x_desc.block_type.nbytes
     BYTES: gl.constexpr = X_BYTES + w_desc.block_type.nbytes + scale_desc.block_type.nbytes
-    num_m = gl.load(tiles_ptr + 3 * max_tiles)
+    num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, _, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, _, n_tile = load_tile_info(
+        first, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+    )
     iteration = 0
-    for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, _, next_n = load_tile_info(
-            index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
+    for index in range(first, num_m_tiles * num_n_tiles, programs):
+        next_expert, next_row, _, next_n_tile = load_tile_info(
+            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
-        box = (expert * num_n + n) * steps
-        for step in range(steps):
+        box = (expert * num_n_tiles + n_tile) * num_k_steps
+        for step in range(num_k_steps):
             stage = iteration % STAGES
             mbarrier.wait(empty.index(stage), ((iteration // STAGES) & 1) ^ 1)
             full_barrier = full.index(stage)
             mbarrier.expect(full_barrier, BYTES)
             tma_async_load(x_desc, [row, step * BLOCK], full_barrier, x_ring.index(stage))
-            tma_async_load(w_desc, [(box + step) * LINES, 0], full_barrier, w_ring.index(stage))
+            tma_async_load(
+                w_desc, [(box + step) * WORD_LINES, 0], full_barrier, w_ring.index(stage)
+            )
             tma_async_load(
                 scale_desc, [(box + step) * SCALE_LINES, 0], full_barrier, scale_ring.index(stage)
             )
             iteration += 1
-        expert, row, n = next_expert, next_row, next_n
+        expert, row, n_tile = next_expert, next_row, next_n_tile
 
 
 @gluon.jit
-def _multiply(
-    x_ring, w_ring, scale_ring, full, empty, iteration, steps, WARPGROUP: gl.constexpr,
-    TOKENS: gl.constexpr, MMA: gl.constexpr, PACKED_FORMAT: gl.constexpr,
+def _multiply_tile(
+    x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, WARPGROUP: gl.constexpr,
+    TOKENS: gl.constexpr, MMA_LAYOUT: gl.constexpr, PACKED_FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Multiply the two blocks of a warpgroup by the first TOKENS rows of a tile.
 
     Return the accumulators of both blocks.
     """
     STAGES: gl.constexpr = x_ring.shape[0]
-    LINES: gl.constexpr = w_ring.shape[1] // 4
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    acc0 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
-    acc1 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA)
-    for _ in range(steps):
+    WORD_LINES: gl.constexpr = w_ring.shape[1] // 4
+    OPERAND_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, MMA_LAYOUT, 2)
+    acc0 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA_LAYOUT)
+    acc1 = gl.zeros((BLOCK, TOKENS), gl.float32, MMA_LAYOUT)
+    for _ in range(num_k_steps):
         stage = iteration % STAGES
         mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
         scales0, scales1 = load_block_scales(scale_ring.index(stage), WARPGROUP, PACKED_FORMAT)
         words = w_ring.index(stage)
         x = x_ring.index(stage).slice(0, TOKENS, 0).permute((1, 0))
-        w0 = unpack(words.slice(2 * WARPGROUP * LINES, LINES, 0), scales0, OPERAND, PACKED_FORMAT)
+        w0 = unpack(
+            words.slice(2 * WARPGROUP * WORD_LINES, WORD_LINES, 0),
+            scales0,
+            OPERAND_LAYOUT,
+            PACKED_FORMAT,
+        )
         acc0 = warpgroup_mma(w0, x, acc0, is_async=True)
         w1 = unpack(
-            words.slice((2 * WARPGROUP + 1) * LINES, LINES, 0), scales1, OPERAND, PACKED_FORMAT
+            words.slice((2 * WARPGROUP + 1) * WORD_LINES, WORD_LINES, 0),
+            scales1,
+            OPERAND_LAYOUT,
+            PACKED_FORMAT,
         )
         acc1 = warpgroup_mma(w1, x, acc1, is_async=True)
         # No wgmma stays in flight across iterations, because ptxas would serialize all wgmmas.
@@ -98,138 +110,164 @@ def _multiply(
 
 @gluon.jit
 def _scale_and_add_bias(
-    acc, factor, bias_ptr, column, columns, STEP: gl.constexpr, MMA: gl.constexpr,
+    acc, factor, bias_ptr, column, size_n, GATE_STRIDE: gl.constexpr, MMA_LAYOUT: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Return acc * factor plus the bias. Row i of acc is output column `column` + i."""
     values = acc * factor
     if HAS_BIAS:
-        rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA))
-        bias = gl.load(bias_ptr + rows * STEP, mask=rows < columns, other=0.0)
+        rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA_LAYOUT))
+        bias = gl.load(bias_ptr + rows * GATE_STRIDE, mask=rows < size_n, other=0.0)
         values = values + bias.to(gl.float32)[:, None]
     return values
 
 
 @gluon.jit
 def _store_transposed(
-    values, row, end, column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
+    values, row, end, column, out_ptr, out_desc, staging, staging_index: gl.constexpr, size_n,
 ):  # fmt: skip
     """Round, transpose and store values (64, TOKENS). Columns past the last one are not stored."""
-    if column < columns:
+    if column < size_n:
         transposed = values.to(out_desc.dtype).permute((1, 0))
         if transposed.shape[0] == out_desc.block_type.shape[0]:
-            store_rows(transposed, row, end, column, out_ptr, out_desc, staging, slot, columns)
+            store_rows(
+                transposed, row, end, column, out_ptr, out_desc, staging, staging_index, size_n
+            )
         else:
             LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            if slot == 0:
+            if staging_index == 0:
                 tma.store_wait(0)
-            buffer = staging.index(slot).slice(0, transposed.shape[0], 0)
+            buffer = staging.index(staging_index).slice(0, transposed.shape[0], 0)
             buffer.store(transposed)
-            store_masked(buffer, row, end, column, out_ptr, columns, LAYOUT)
+            store_masked(buffer, row, end, column, out_ptr, size_n, LAYOUT)
 
 
 @gluon.jit
-def _tile(
-    x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0, factor1,
-    bias_ptr, up_row, out_ptr, out_desc, staging, columns, WARPGROUP: gl.constexpr,
-    TOKENS: gl.constexpr, PACKED_FORMAT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+def _compute_tile(
+    x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, row, end, n_tile, factor0,
+    factor1,
+    bias_ptr, up_row_offset, out_ptr, out_desc, staging, size_n, WARPGROUP: gl.constexpr,
+    TOKENS: gl.constexpr, PACKED_FORMAT: gl.constexpr, GATE_STRIDE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
+    ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Multiply the first TOKENS rows of a tile, apply the activation and store the results."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    acc0, acc1 = _multiply(
+    MMA_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    acc0, acc1 = _multiply_tile(
         x_ring,
         w_ring,
         scale_ring,
         full,
         empty,
         iteration,
-        steps,
+        num_k_steps,
         WARPGROUP,
         TOKENS,
-        MMA,
+        MMA_LAYOUT,
         PACKED_FORMAT,
     )
     if GATED:
-        column = (2 * n + WARPGROUP) * BLOCK
-        gate = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        up = _scale_and_add_bias(
-            acc1, factor1, bias_ptr + up_row, column, columns, STEP, MMA, HAS_BIAS
+        column = (2 * n_tile + WARPGROUP) * BLOCK
+        gate = _scale_and_add_bias(
+            acc0, factor0, bias_ptr, column, size_n, GATE_STRIDE, MMA_LAYOUT, HAS_BIAS
         )
-        value = activate(gate, up, KIND, ALPHA, LIMIT)
-        _store_transposed(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
+        up = _scale_and_add_bias(
+            acc1,
+            factor1,
+            bias_ptr + up_row_offset,
+            column,
+            size_n,
+            GATE_STRIDE,
+            MMA_LAYOUT,
+            HAS_BIAS,
+        )
+        value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        _store_transposed(value, row, end, column, out_ptr, out_desc, staging, 0, size_n)
     else:
-        column = (4 * n + 2 * WARPGROUP) * BLOCK
+        column = (4 * n_tile + 2 * WARPGROUP) * BLOCK
         right_column = column + BLOCK
         LAST: gl.constexpr = staging.shape[0] - 1
-        left = _scale_and_add_bias(acc0, factor0, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        right = _scale_and_add_bias(
-            acc1, factor1, bias_ptr, right_column, columns, STEP, MMA, HAS_BIAS
+        left = _scale_and_add_bias(
+            acc0, factor0, bias_ptr, column, size_n, GATE_STRIDE, MMA_LAYOUT, HAS_BIAS
         )
-        if KIND != "identity":
-            left = activate(left, left, KIND, ALPHA, LIMIT)
-            right = activate(right, right, KIND, ALPHA, LIMIT)
-        _store_transposed(left, row, end, column, out_ptr, out_desc, staging, 0, columns)
-        _store_transposed(right, row, end, right_column, out_ptr, out_desc, staging, LAST, columns)
+        right = _scale_and_add_bias(
+            acc1, factor1, bias_ptr, right_column, size_n, GATE_STRIDE, MMA_LAYOUT, HAS_BIAS
+        )
+        if ACTIVATION != "identity":
+            left = activate(left, left, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+            right = activate(right, right, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT)
+        _store_transposed(left, row, end, column, out_ptr, out_desc, staging, 0, size_n)
+        _store_transposed(right, row, end, right_column, out_ptr, out_desc, staging, LAST, size_n)
 
 
 @gluon.jit
-def _compute(
-    x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-    factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
+def _run_consumer(
+    x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles, num_k_steps,
+    global_scale_ptr, bias_ptr, stride_bias, up_row_offset, out_ptr, out_desc, staging, size_n,
     WARPGROUP: gl.constexpr, GROUP_M: gl.constexpr, SHORT_TILE_ROWS: gl.constexpr,
     PACKED_FORMAT: gl.constexpr,
-    FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    ACC_FACTOR: gl.constexpr, NUM_GLOBAL_SCALES: gl.constexpr, GATE_STRIDE: gl.constexpr,
+    GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
+    ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Run a consumer warpgroup, which computes two blocks of each tile of this program.
 
     These are blocks 2 * WARPGROUP and 2 * WARPGROUP + 1.
     """
     TOKENS: gl.constexpr = x_ring.shape[1]
-    num_m = gl.load(tiles_ptr + 3 * max_tiles)
+    num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, end, n = load_tile_info(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, end, n_tile = load_tile_info(
+        first, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
+    )
     iteration = 0
-    for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, next_end, next_n = load_tile_info(
-            index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
+    for index in range(first, num_m_tiles * num_n_tiles, programs):
+        next_expert, next_row, next_end, next_n_tile = load_tile_info(
+            index + programs, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M
         )
         bias = bias_ptr + expert.to(gl.int64) * stride_bias
-        factor0 = FACTOR
-        factor1 = FACTOR
-        if MATRICES > 0:
-            factors = factor_ptr + expert * MATRICES
-            factor0 = gl.load(factors) * FACTOR
-            factor1 = gl.load(factors + MATRICES - 1) * FACTOR
+        factor0 = ACC_FACTOR
+        factor1 = ACC_FACTOR
+        if NUM_GLOBAL_SCALES > 0:
+            global_scales = global_scale_ptr + expert * NUM_GLOBAL_SCALES
+            factor0 = gl.load(global_scales) * ACC_FACTOR
+            factor1 = gl.load(global_scales + NUM_GLOBAL_SCALES - 1) * ACC_FACTOR
         if end - row > SHORT_TILE_ROWS:
-            _tile(
-                x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
-                factor1, bias, up_row, out_ptr, out_desc, staging, columns, WARPGROUP, TOKENS,
+            _compute_tile(
+                x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, row, end, n_tile,
+                factor0,
+                factor1, bias, up_row_offset, out_ptr, out_desc, staging, size_n, WARPGROUP, TOKENS,
                 PACKED_FORMAT,
-                STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                GATE_STRIDE, GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )  # fmt: skip
         elif SHORT_TILE_ROWS > 0:
-            _tile(
-                x_ring, w_ring, scale_ring, full, empty, iteration, steps, row, end, n, factor0,
-                factor1, bias, up_row, out_ptr, out_desc, staging, columns, WARPGROUP,
+            _compute_tile(
+                x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, row, end, n_tile,
+                factor0,
+                factor1, bias, up_row_offset, out_ptr, out_desc, staging, size_n, WARPGROUP,
                 SHORT_TILE_ROWS, PACKED_FORMAT,
-                STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                GATE_STRIDE, GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
             )  # fmt: skip
-        iteration += steps
-        expert, row, end, n = next_expert, next_row, next_end, next_n
+        iteration += num_k_steps
+        expert, row, end, n_tile = next_expert, next_row, next_end, next_n_tile
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["max_tiles", "num_n", "steps", "up_row"])
+@gluon.jit(do_not_specialize=["max_tiles", "num_n_tiles", "num_k_steps", "up_row_offset"])
 def grouped_gemm_w4_tma_kernel(
-    x_desc, w_desc, scale_desc, out_desc, factor_ptr, bias_ptr, out_ptr, tiles_ptr,
-    max_tiles, columns, num_n, steps, stride_bias, up_row, PACKED_FORMAT: gl.constexpr,
-    FACTOR: gl.constexpr, MATRICES: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    x_desc, w_desc, scale_desc, out_desc, global_scale_ptr, bias_ptr, out_ptr, tiles_ptr,
+    max_tiles, size_n, num_n_tiles, num_k_steps, stride_bias, up_row_offset,
+    PACKED_FORMAT: gl.constexpr,
+    ACC_FACTOR: gl.constexpr, NUM_GLOBAL_SCALES: gl.constexpr, GATE_STRIDE: gl.constexpr,
+    GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHORT_TILE_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
+    ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
+    SHORT_TILE_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, STAGING_BUFFERS: gl.constexpr, GROUP_M: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
 
@@ -239,18 +277,19 @@ def grouped_gemm_w4_tma_kernel(
     x_desc: x (rows, depth) bf16, in boxes of the rows of a tile and 64 columns.
     w_desc: int32 words of the weights, in boxes of (64, 32), which are one K step of a tile.
     scale_desc: int32 words of the scales, in boxes of (lines, 16), which are one K step of a tile.
-    num_n: weight tiles per expert.
+    num_n_tiles: weight tiles per expert.
     steps: K steps.
     PACKED_FORMAT: str of the `layout.PackedFormat` of the weights.
-    FACTOR: multiplied with the accumulators.
-    factor_ptr: global scales, float32 (experts, MATRICES): one each for gate and up, or one for all
-        columns. Not used if MATRICES is 0.
+    ACC_FACTOR: multiplied with the accumulators.
+    global_scale_ptr: global scales, float32 (experts, NUM_GLOBAL_SCALES): one each for gate and
+        up, or one for all
+        columns. Not used if NUM_GLOBAL_SCALES is 0.
     out_desc: out (rows, columns), in boxes of the rows of a tile and 64 columns.
     tiles_ptr: `ops.sort.SortedPairs.tiles`.
     GATED: whether blocks of gate and up rows alternate in a tile of weights.
     STEP: stride of the bias between columns: the bias of column n is at n * STEP.
-    up_row: offset of the bias of up: for column n, it is at n * STEP + up_row.
-    KIND, ALPHA, LIMIT: the activation (`ops.kernels.activation`).
+    up_row_offset: offset of the bias of up: for column n, it is at n * STEP + up_row_offset.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
     SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size. 0 for
         none.
     STAGES: stages of the ring.
@@ -258,37 +297,47 @@ def grouped_gemm_w4_tma_kernel(
     GROUP_M: number of row tiles that are computed together, so that they share weight tiles in L2.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
-    LINES: gl.constexpr = w_desc.block_type.shape[0]
+    WORD_LINES: gl.constexpr = w_desc.block_type.shape[0]
     SCALE_LINES: gl.constexpr = scale_desc.block_type.shape[0]
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, BLOCK], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, LINES, 32], w_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, WORD_LINES, 32], w_desc.layout)
     scale_ring = gl.allocate_shared_memory(
         scale_desc.dtype, [STAGES, SCALE_LINES, 16], scale_desc.layout
     )
-    staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
-    staging1 = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, TOKENS, BLOCK], out_desc.layout)
+    staging = gl.allocate_shared_memory(
+        out_desc.dtype, [STAGING_BUFFERS, TOKENS, BLOCK], out_desc.layout
+    )
+    staging1 = gl.allocate_shared_memory(
+        out_desc.dtype, [STAGING_BUFFERS, TOKENS, BLOCK], out_desc.layout
+    )
     full, empty = allocate_barriers(STAGES, 2)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_compute, (
-                x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
-                first, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, FACTOR, MATRICES, STEP, GATED,
-                HAS_BIAS, KIND, ALPHA,
-                LIMIT,
+            (_run_consumer, (
+                x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles,
+                num_k_steps,
+                global_scale_ptr, bias_ptr, stride_bias, up_row_offset, out_ptr, out_desc, staging,
+                size_n,
+                first, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR, NUM_GLOBAL_SCALES,
+                GATE_STRIDE, GATED,
+                HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA,
+                ACTIVATION_LIMIT,
             )),
-            (_compute, (
-                x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging1, columns,
-                second, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, FACTOR, MATRICES, STEP, GATED,
-                HAS_BIAS, KIND, ALPHA,
-                LIMIT,
+            (_run_consumer, (
+                x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n_tiles,
+                num_k_steps,
+                global_scale_ptr, bias_ptr, stride_bias, up_row_offset, out_ptr, out_desc,
+                staging1, size_n,
+                second, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR, NUM_GLOBAL_SCALES,
+                GATE_STRIDE, GATED,
+                HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA,
+                ACTIVATION_LIMIT,
             )),
-            (_load, (
+            (_run_producer, (
                 x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr,
-                max_tiles, num_n, steps, GROUP_M,
+                max_tiles, num_n_tiles, num_k_steps, GROUP_M,
             )),
         ],
         [4, 1],

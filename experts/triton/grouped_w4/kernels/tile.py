@@ -10,9 +10,9 @@ _PAIR_MASK: tl.constexpr = tl.constexpr(0x81C081C0)
 
 
 @triton.jit
-def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
+def _pair(word, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
     """Return pair INDEX of a word of eight e2m1 codes, in the fields of two bf16, as uint32."""
-    if FORMAT == "e2m1":
+    if WEIGHT_FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
         codes = (byte & 0xF) | (byte & 0xF0) << 12
         pair = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 6
@@ -28,11 +28,11 @@ def _pair(word, INDEX: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _repack_pair(w0, w1, w2, w3, INDEX: tl.constexpr, FORMAT: tl.constexpr):
+def _repack_pair(w0, w1, w2, w3, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
     """Pack pair INDEX of four words into one word, as in `modular_kernel.quant.repacking`."""
-    p2 = _pair(w2, INDEX, FORMAT)
-    p3 = _pair(w3, INDEX, FORMAT)
-    w = _pair(w0, INDEX, FORMAT) | _pair(w1, INDEX, FORMAT) >> 3
+    p2 = _pair(w2, INDEX, WEIGHT_FORMAT)
+    p3 = _pair(w3, INDEX, WEIGHT_FORMAT)
+    w = _pair(w0, INDEX, WEIGHT_FORMAT) | _pair(w1, INDEX, WEIGHT_FORMAT) >> 3
     w |= ((p3 ^ w << 2) & _MAGNITUDE_MASK) << 3
     w |= ((p2 ^ w << 1) & _MAGNITUDE_MASK) >> 6
     w |= ((p2 ^ w << 6) & _SIGN_MASK) >> 1
@@ -65,37 +65,39 @@ def _apply_signs(w, scale):
 
 
 @triton.jit
-def _make_lane_words(w0, w1, w2, w3, FORMAT: tl.constexpr):
+def _make_lane_words(w0, w1, w2, w3, WEIGHT_FORMAT: tl.constexpr):
     """Convert four words that are adjacent along K to the words of four lanes, (..., 2, 2).
 
     The last two dimensions are the bits of the lane.
     """
-    if FORMAT == "integer":
+    if WEIGHT_FORMAT == "integer":
         c0 = _pack_by_halves(w0, w1, w2, w3, 0)
         c1 = _pack_by_halves(w0, w1, w2, w3, 1)
         c2 = _pack_by_halves(w0, w1, w2, w3, 2)
         c3 = _pack_by_halves(w0, w1, w2, w3, 3)
     else:
-        c0 = _repack_pair(w0, w1, w2, w3, 0, FORMAT)
-        c1 = _repack_pair(w0, w1, w2, w3, 1, FORMAT)
-        c2 = _repack_pair(w0, w1, w2, w3, 2, FORMAT)
-        c3 = _repack_pair(w0, w1, w2, w3, 3, FORMAT)
+        c0 = _repack_pair(w0, w1, w2, w3, 0, WEIGHT_FORMAT)
+        c1 = _repack_pair(w0, w1, w2, w3, 1, WEIGHT_FORMAT)
+        c2 = _repack_pair(w0, w1, w2, w3, 2, WEIGHT_FORMAT)
+        c3 = _repack_pair(w0, w1, w2, w3, 3, WEIGHT_FORMAT)
     return tl.join(tl.join(c0, c2), tl.join(c1, c3))
 
 
 @triton.jit
-def _encode_scales(scale, in_bounds, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr):
+def _encode_scales(scale, in_bounds, WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr):
     """Convert scales to their stored format. The result is 0 if not `in_bounds`.
 
-    With HAS_ZERO, the last four bits of integer scales are left free for the zero point.
+    With HAS_ZERO_POINTS, the last four bits of integer scales are left free for the zero point.
     """
-    if FORMAT == "integer":
+    if WEIGHT_FORMAT == "integer":
         # Codes are interpreted as q * 2^-133, and unpacked weights are weight * 2^-50.
         scaled = scale.to(tl.float32) * 2.0 ** (133 - 50)
         encoded = scaled.to(tl.int32, bitcast=True)
-        if HAS_ZERO:  # without the check, a NaN with all bits set would be rounded up to zero
+        if (
+            HAS_ZERO_POINTS
+        ):  # without the check, a NaN with all bits set would be rounded up to zero
             encoded = tl.where(scaled == scaled, (encoded + 8) & ~15, 0x7FC00000)
-    elif FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
+    elif WEIGHT_FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         # NaN-free: integers
@@ -107,10 +109,13 @@ def _encode_scales(scale, in_bounds, FORMAT: tl.constexpr, HAS_ZERO: tl.constexp
 
 @triton.jit
 def tile_weights_kernel(
-    w_ptr, scale_ptr, zero_ptr, starts_ptr, words_ptr, scales_ptr, first_expert, rows, row_words,
-    scale_groups, columns, tiles, steps, up_row, STEP: tl.constexpr, SIDES: tl.constexpr,
-    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr,
+    w_ptr, scale_ptr, zero_point_ptr, starts_ptr, out_words_ptr, out_scales_ptr, first_expert,
+    rows, row_words,
+    scale_groups, size_n, num_tiles, num_k_steps, up_row_offset, GATE_STRIDE: tl.constexpr,
+    NUM_MATRICES: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr,
+    SCALES_PER_ROW_AND_STEP: tl.constexpr,
+    K_STEPS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Convert weights and scales of experts to the tiled layout. Experts without rows are skipped.
 
@@ -120,18 +125,19 @@ def tile_weights_kernel(
     w_ptr: int32 (experts, rows, row_words), eight codes per word. row_words is a multiple of four.
     scale_ptr: (experts, rows, scale_groups), one scale per GROUP_K columns. GROUP_K = 0 means that
         one scale covers all of K.
-    zero_ptr: uint8 (experts, rows / 2, scale_groups), two rows per byte; used if HAS_ZERO.
+    zero_point_ptr: uint8 (experts, rows / 2, scale_groups), two rows per byte; used if
+        HAS_ZERO_POINTS.
     starts_ptr: (experts + 1,), the first row of each expert in the GEMM input, then the number of
         rows (`ops.sort`).
-    words_ptr: output, as `layout.TiledWeights.words`.
-    scales_ptr: output, as `layout.TiledWeights.scales`.
-    FORMAT: see `operands.word_format`.
+    out_words_ptr: output, as `layout.TiledWeights.words`.
+    out_scales_ptr: output, as `layout.TiledWeights.scales`.
+    WEIGHT_FORMAT: see `operands.word_format`.
     GROUPS: `PackedFormat.groups`, for integers.
-    STEP, up_row: see `layout.list_tile_rows`.
-    SIDES: 2 if the GEMM computes gate and up columns, else 1.
+    STEP, up_row_offset: see `layout.list_tile_rows`.
+    NUM_MATRICES: 2 if the GEMM computes gate and up columns, else 1.
     """
     tile = tl.program_id(0)
-    first_step = tl.program_id(1) * STEPS
+    first_step = tl.program_id(1) * K_STEPS_PER_PROGRAM
     local = tl.program_id(2)
     expert = (first_expert + local).to(tl.int64)
     if tl.load(starts_ptr + expert) == tl.load(starts_ptr + expert + 1):
@@ -140,10 +146,12 @@ def tile_weights_kernel(
     position = tl.arange(0, 256)
     block = position // 64
     in_block = position // 16 % 4 * 16 + position % 2 * 8 + position // 2 % 8
-    column = (tile * (4 // SIDES) + block // SIDES) * 64 + in_block
-    row = tl.minimum(column, columns - 1) * STEP + block % SIDES * up_row  # NaN-free: integers
-    column_mask = (column < columns)[:, None]
-    half = first_step * 2 + tl.arange(0, 2 * STEPS)  # half steps
+    column = (tile * (4 // NUM_MATRICES) + block // NUM_MATRICES) * 64 + in_block
+    row = (
+        tl.minimum(column, size_n - 1) * GATE_STRIDE + block % NUM_MATRICES * up_row_offset
+    )  # NaN-free: integers
+    column_mask = (column < size_n)[:, None]
+    half = first_step * 2 + tl.arange(0, 2 * K_STEPS_PER_PROGRAM)  # half steps
     in_bounds = column_mask & (half < row_words // 4)[None, :]
     offsets = (expert * rows + row)[:, None] * row_words + half[None, :] * 4
     word_in_half = tl.arange(0, 4)[None, None, :]
@@ -151,18 +159,18 @@ def tile_weights_kernel(
         w_ptr + offsets[:, :, None] + word_in_half, mask=in_bounds[:, :, None], other=0
     )
     loaded = loaded.to(tl.uint32, bitcast=True)
-    even, odd = tl.split(tl.reshape(loaded, (256, 2 * STEPS, 2, 2)))
+    even, odd = tl.split(tl.reshape(loaded, (256, 2 * K_STEPS_PER_PROGRAM, 2, 2)))
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     scale_ptr += (expert * rows + row)[:, None] * scale_groups
-    if FORMAT == "nvfp4":
+    if WEIGHT_FORMAT == "nvfp4":
         first = tl.load(scale_ptr + half[None, :] * 2, mask=in_bounds, other=0)
         second = tl.load(scale_ptr + half[None, :] * 2 + 1, mask=in_bounds, other=0)
         w0 = _apply_signs(w0, first)
         w1 = _apply_signs(w1, first)
         w2 = _apply_signs(w2, second)
         w3 = _apply_signs(w3, second)
-    elif FORMAT != "integer":
+    elif WEIGHT_FORMAT != "integer":
         # E8M0 defines 255 as NaN. The GEMM interprets 255 as infinity, and its product with a code
         # of 0 is NaN.
         scale = tl.load(scale_ptr + half[None, :], mask=in_bounds, other=0)
@@ -170,42 +178,48 @@ def tile_weights_kernel(
         w1 = tl.where(scale == 255, 0, w1)
         w2 = tl.where(scale == 255, 0, w2)
         w3 = tl.where(scale == 255, 0, w3)
-    lanes = _make_lane_words(w0, w1, w2, w3, "e2m1" if FORMAT == "nvfp4" else FORMAT)
+    lanes = _make_lane_words(w0, w1, w2, w3, "e2m1" if WEIGHT_FORMAT == "nvfp4" else WEIGHT_FORMAT)
     # (block, warp, row; row half; step; half of the step; lane) to
     # (step; block, warp, row; lane; row half; half of the step)
-    split = tl.reshape(lanes, (128, 2, STEPS, 2, 4))
-    values = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (STEPS, 2048))
-    step = first_step + tl.arange(0, STEPS)
-    box = (local.to(tl.int64) * tiles + tile) * steps + step
-    out_ptrs = words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
-    tl.store(out_ptrs, values.to(tl.int32, bitcast=True), mask=(step < steps)[:, None])
+    split = tl.reshape(lanes, (128, 2, K_STEPS_PER_PROGRAM, 2, 4))
+    values = tl.reshape(tl.permute(split, (2, 0, 4, 1, 3)), (K_STEPS_PER_PROGRAM, 2048))
+    step = first_step + tl.arange(0, K_STEPS_PER_PROGRAM)
+    box = (local.to(tl.int64) * num_tiles + tile) * num_k_steps + step
+    out_ptrs = out_words_ptr + box[:, None] * 2048 + tl.arange(0, 2048)[None, :]
+    tl.store(out_ptrs, values.to(tl.int32, bitcast=True), mask=(step < num_k_steps)[:, None])
     # Scales per row and step.
     SCALES_PER_STEP: tl.constexpr = (
-        4 if FORMAT == "nvfp4" else (GROUPS if FORMAT == "integer" else 2)
+        4
+        if WEIGHT_FORMAT == "nvfp4"
+        else (SCALES_PER_ROW_AND_STEP if WEIGHT_FORMAT == "integer" else 2)
     )
-    k = first_step * 64 + tl.arange(0, SCALES_PER_STEP * STEPS) * (64 // SCALES_PER_STEP)
+    k = first_step * 64 + tl.arange(0, SCALES_PER_STEP * K_STEPS_PER_PROGRAM) * (
+        64 // SCALES_PER_STEP
+    )
     group = (k // GROUP_K if GROUP_K > 0 else k * 0)[None, :]
     in_bounds = column_mask & (k < row_words * 8)[None, :]
     scale = tl.load(scale_ptr + group, mask=in_bounds, other=0.0)
-    encoded = _encode_scales(scale, in_bounds, FORMAT, HAS_ZERO)
-    if HAS_ZERO:
+    encoded = _encode_scales(scale, in_bounds, WEIGHT_FORMAT, HAS_ZERO_POINTS)
+    if HAS_ZERO_POINTS:
         pair = expert * (rows // 2) + row // 2
-        zero = tl.load(zero_ptr + pair[:, None] * scale_groups + group, mask=in_bounds, other=0)
-        encoded |= (zero.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
-    if FORMAT != "integer":
+        zero_points = tl.load(
+            zero_point_ptr + pair[:, None] * scale_groups + group, mask=in_bounds, other=0
+        )
+        encoded |= (zero_points.to(tl.int32) >> (row % 2 * 4)[:, None]) & 15
+    if WEIGHT_FORMAT != "integer":
         encoded = encoded.to(tl.uint8)
     # (warpgroup, block, quad, row half, step, scale of the step) to the order of `layout`
-    split = tl.reshape(encoded, (2, 2, 32, 2, STEPS, SCALES_PER_STEP))
-    if FORMAT == "integer" and SCALES_PER_STEP == 2:
+    split = tl.reshape(encoded, (2, 2, 32, 2, K_STEPS_PER_PROGRAM, SCALES_PER_STEP))
+    if WEIGHT_FORMAT == "integer" and SCALES_PER_STEP == 2:
         ordered = tl.permute(split, (4, 0, 1, 2, 3, 5))
-    elif FORMAT == "integer" or FORMAT == "nvfp4":
+    elif WEIGHT_FORMAT == "integer" or WEIGHT_FORMAT == "nvfp4":
         ordered = tl.permute(split, (4, 0, 2, 1, 3, 5))
     else:
         ordered = tl.permute(split, (4, 2, 0, 1, 3, 5))
-    values = tl.reshape(ordered, (STEPS, 256 * SCALES_PER_STEP))
+    values = tl.reshape(ordered, (K_STEPS_PER_PROGRAM, 256 * SCALES_PER_STEP))
     out_ptrs = (
-        scales_ptr
+        out_scales_ptr
         + box[:, None] * (256 * SCALES_PER_STEP)
         + tl.arange(0, 256 * SCALES_PER_STEP)[None, :]
     )
-    tl.store(out_ptrs, values, mask=(step < steps)[:, None])
+    tl.store(out_ptrs, values, mask=(step < num_k_steps)[:, None])

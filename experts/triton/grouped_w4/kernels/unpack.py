@@ -199,13 +199,13 @@ def load_block_scales(smem, WARPGROUP: gl.constexpr, PACKED_FORMAT: gl.constexpr
 
 
 @gluon.jit
-def unpack(smem, scales, OPERAND: gl.constexpr, PACKED_FORMAT: gl.constexpr):
+def unpack(smem, scales, OPERAND_LAYOUT: gl.constexpr, PACKED_FORMAT: gl.constexpr):
     """Unpack words (16, 32) in shared memory to bf16 (64, 64), multiplied by their scales.
 
     A thread unpacks four adjacent words: two words of row r, then two words of row r + 8.
 
     scales: tensors (32, 1) of scale words, from `load_block_scales`.
-    OPERAND: the layout of the result, a register operand of wgmma.
+    OPERAND_LAYOUT: the layout of the result, a register operand of wgmma.
     """
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     QUAD_LAYOUT: gl.constexpr = scales[0].type.layout
@@ -244,4 +244,4 @@ def unpack(smem, scales, OPERAND: gl.constexpr, PACKED_FORMAT: gl.constexpr):
     joined = gl.join(first, second).reshape((4, 8, 4, 4, 2, 2, 2))
     # (warp, row, lane of four, pair, row half, group, second) to rows and columns
     values = joined.permute((0, 4, 1, 5, 3, 2, 6)).reshape((BLOCK, BLOCK))
-    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+    return gl.convert_layout(values, OPERAND_LAYOUT, assert_trivial=True)
