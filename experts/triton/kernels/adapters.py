@@ -1,19 +1,31 @@
 """Device functions for LoRA adapters: the shrink u = A x of a tile, and the expand that adds B u.
 
-Both functions loop over the adapter slots that occur in a tile, once for each slot, in ascending
-order. Matrices of other slots are not read. Rows without an adapter get the same result as without
-LoRA.
+An adapter has a matrix A (rank, K) and a matrix B (N, rank) for every GEMM and expert. The matrices
+of all loaded adapters are stacked, and the index of an adapter in the stack is its slot. The shrink
+kernels (`shrink`) compute u with `shrink_tile`; the GEMM kernels add B u to their accumulators with
+`expand_adapters`.
+
+The rows of a tile can have different adapters. Both functions therefore loop over the slots that
+occur in the tile, each once and in ascending order, with the rows of other slots masked to zero.
+Matrices of other slots are not read. Rows without an adapter get the same result as in a call
+without LoRA.
 """
 
 import triton
 import triton.language as tl
 
-NO_SLOT = tl.constexpr(2147483647)
+NO_SLOT = tl.constexpr(2147483647)  # larger than any adapter slot
 
 
 @triton.jit
 def load_slots(adapter_slots_ptr, tokens, row_mask, num_adapter_slots):
-    """Load the adapter slot of each row. The slot of a row without an adapter is NO_SLOT."""
+    """Load the adapter slot of each row of a tile. A row without an adapter gets NO_SLOT.
+
+    adapter_slots_ptr: int32, one slot per token. No adapter if it is outside [0,
+        num_adapter_slots).
+    tokens: (BLOCK_M,), the index into adapter_slots_ptr for each row.
+    row_mask: (BLOCK_M,), False for rows that do not exist.
+    """
     adapter_slots = tl.load(adapter_slots_ptr + tokens, mask=row_mask, other=-1)
     return tl.where(
         (adapter_slots >= 0) & (adapter_slots < num_adapter_slots), adapter_slots, NO_SLOT
@@ -29,11 +41,14 @@ def shrink_tile(
 ):  # fmt: skip
     """Return u = A x of a tile, float32 (BLOCK_M, BLOCK_RANK). It is 0 for rows without an adapter.
 
-    x_ptrs: (BLOCK_M, 1), pointers to the rows at k = 0.
-    slots: (BLOCK_M,), from `load_slots`.
-    lora_a_ptr: A of slot 0 and of the tile's expert.
+    x_ptrs: (BLOCK_M, 1), pointers to the rows of x at k = 0.
+    adapter_slots: (BLOCK_M,), the slot of each row, from `load_slots`.
+    lora_a_ptr: pointer to A of slot 0 and of the tile's expert.
     rank_row: (BLOCK_RANK,), the rows of A to multiply by.
-    rank_mask: (BLOCK_RANK,), whether these rows exist.
+    rank_mask: (BLOCK_RANK,), False for rows of A that do not exist.
+    size_k: K, the length of a row of x and of A.
+    stride_lora_a_slot, stride_lora_a_rank: strides of A between slots and between rows.
+    INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32)
@@ -71,12 +86,12 @@ def load_expand_operands(
     stride_lora_u, stride_lora_b_slot, stride_lora_b_n, LORA_UP_OFFSET: tl.constexpr,
     GATED: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Load u (BLOCK_M, BLOCK_RANK) and B (BLOCK_RANK, BLOCK_N) of one slot, from rank index
-    `start` on.
+    """Load u (BLOCK_M, BLOCK_RANK) and B (BLOCK_RANK, BLOCK_N) of one slot, from rank index `start`
+    on.
 
     Return (u, B, u for up, B for up). If not GATED, the last two are equal to the first two. u is
-    zero for rows with another slot. Nothing is read for NO_SLOT. The other arguments are as in
-    `expand_adapters`.
+    zero for rows with another slot. For NO_SLOT, nothing is read, and all results are zero. The
+    other arguments are those of `expand_adapters`.
     """
     rank_index = start + tl.arange(0, BLOCK_RANK)
     in_bounds = (rank_index < lora_rank) & (slot < NO_SLOT)
@@ -112,9 +127,12 @@ def expand_loaded(
     stride_lora_u, stride_lora_b_slot, stride_lora_b_n, LORA_UP_OFFSET: tl.constexpr,
     GATED: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Like `expand_adapters`, with the operands of the first slot in the tile already loaded.
+    """Like `expand_adapters`, with the operands of the first step already loaded.
 
-    u, b, up_u, up_lora_b: the result of `load_expand_operands` for the first slot.
+    A GEMM kernel loads them before its main loop, which hides the latency.
+
+    u, lora_b, up_u, up_lora_b: the result of `load_expand_operands` for the first slot and start =
+        0.
     """
     slot, start = tl.min(adapter_slots, axis=0), 0  # NaN-free: integers
     while slot < NO_SLOT:
@@ -142,12 +160,19 @@ def expand_adapters(
 ):  # fmt: skip
     """Add B u of each row to gate and up; return (gate, up), float32 (BLOCK_M, BLOCK_N).
 
-    slots: (BLOCK_M,), from `load_slots`.
+    gate, up: the accumulators of the GEMM.
+    adapter_slots: (BLOCK_M,), the slot of each row, from `load_slots`.
     rows: (BLOCK_M,), the row of u for each row of the tile.
-    lora_b_ptr: B of slot 0 and of the tile's expert.
-    row: (BLOCK_N,), the row of B for each column. The row for up is row + up_row_offset.
-    LORA_UP_OFFSET: number of columns of u from those for gate to those for up.
-    BLOCK_RANK: rank indices per step.
+    lora_u_ptr: u, from a shrink kernel; rows are stride_lora_u apart.
+    lora_b_ptr: pointer to B of slot 0 and of the tile's expert.
+    row: (BLOCK_N,), the row of B for the gate (or only) value of each column. For up, it is row +
+        up_row_offset.
+    column_mask: (BLOCK_N,), False for columns that do not exist.
+    stride_lora_b_slot, stride_lora_b_n: strides of B between slots and between rows.
+    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
+        same.
+    GATED: whether there are up values.
+    BLOCK_RANK: elements of the rank per step.
     """
     # NaN-free: integers
     u, lora_b, up_u, up_lora_b = load_expand_operands(

@@ -1,4 +1,9 @@
-"""Kernel of the GEMMs of all experts over the batched format (e, capacity, depth)."""
+"""`batched_gemm_kernel`: the GEMMs of all experts over activations in the batched format.
+
+In the batched format (num_experts, capacity, K), every expert has a block of `capacity` rows, of
+which only the first counts[i] hold tokens. `experts.triton.batched` launches the kernel twice per
+layer: for GEMM 1 with the activation function, and for GEMM 2.
+"""
 
 import triton
 import triton.language as tl
@@ -29,16 +34,53 @@ def batched_gemm_kernel(
 ):  # fmt: skip
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for the first counts[i] rows c of expert i.
 
-    Grid: (tiles of one expert, e). A program computes BLOCK_M rows by BLOCK_N columns of one
-    expert. It returns immediately if the expert has no rows there.
+    Grid: (tiles of one expert, num_experts). A program computes BLOCK_M rows by BLOCK_N columns of
+        one expert. It returns immediately if the expert has no rows there.
 
-    a_ptr: (e, capacity, depth), contiguous.
-    a_scale_ptr: the scales of a, with strides for expert, row and group.
-    out_ptr: (e, capacity, columns), contiguous. Rows from counts[i] on are neither read nor
+    a_ptr: activations (num_experts, capacity, K), contiguous.
+    a_scale_ptr: their scales, with the strides stride_ase, stride_asm (row) and stride_ask (scale
+        group). Used with QUANT_MODE "w8a8".
+    out_ptr: (num_experts, capacity, N), contiguous. Rows from counts[i] on are neither read nor
         written.
-    LORA: add B u for the adapter of the row. The slots and the rows of u are (e, capacity).
-
-    b, bias and the other constants are as in `grouped_gemm_kernel`.
+    counts_ptr: (num_experts,) int32, the number of rows of each expert.
+    num_m_blocks: number of row blocks of `capacity` rows.
+    b_ptr: weights (num_experts, rows, K), with any strides. Output column n uses weight row n *
+        GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
+    b_scale_ptr: weight scales (num_experts, row groups, K groups).
+    zero_point_ptr: zero points of integer weights (num_experts, rows, K groups), used if
+        HAS_ZERO_POINTS; the global scales of NVFP4.
+    bias_ptr: (num_experts, rows), used if HAS_BIAS.
+    size_n: N, the number of output columns.
+    size_k: K.
+    up_offset: number of stored elements from a gate weight to the up weight of the same column and
+        k.
+    stride_*: strides, named as in vLLM: a (activations), as (their scales), b (weights), bs (their
+    scales), bz (zero points); dimensions e (expert), m, n, k.
+    act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
+        act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`); "identity" for none.
+    QUANT_MODE, WEIGHT_FORMAT, GROUP_N, GROUP_K, ONE_SCALE_PER_TILE, ZERO_POINT, PACKED: how weights
+        are quantized; see `gemm_tile`.
+    EVEN_K: whether BLOCK_K divides K.
+    INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
+    BLOCK_M, BLOCK_N, BLOCK_K: rows, output columns and K elements per step of a tile.
+    GROUP_M: number of row blocks that are computed next to each other, so that they share weight
+        tiles in L2.
+    HAS_LORA: whether some tokens have LORA adapters. If so, B u of the row's adapter is added to
+        the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
+        following arguments are used only then.
+    lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
+        are stride_lora_u apart.
+    adapter_slots_ptr: int32, the adapter slot of each row (num_experts, capacity); no adapter if it
+        is outside [0, num_adapter_slots).
+    lora_b_ptr: the matrices B (slots, num_experts, rows, lora_rank), with the strides
+        stride_lora_b_*.
+    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
+        same.
+    BLOCK_RANK: elements of the rank per step.
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(

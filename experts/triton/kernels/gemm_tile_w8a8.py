@@ -100,7 +100,10 @@ def multiply_tile_w8a8(
 
 @triton.jit
 def weight_scale(ptrs, column_mask, ONE_SCALE_PER_TILE: tl.constexpr):
-    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, else (BLOCK_N,), 0 where masked."""
+    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, else (BLOCK_N,).
+
+    Masked scales are 0.
+    """
     if ONE_SCALE_PER_TILE:
         result = tl.full((1,), 0.0, tl.float32) + tl.load(ptrs)
     else:

@@ -1,4 +1,11 @@
-"""Gluon device functions for the epilogue of a tile: scales, bias, activation and store."""
+"""Gluon device functions for the epilogue of a GEMM tile: scales, bias, activation function and
+store.
+
+Gluon is Triton's language with explicit layouts. The kernels of the grouped_tma and grouped_w4
+paths multiply a tile in two halves of its weight rows, left and right. They are gate rows and up
+rows, or adjacent rows. `finish` applies the epilogue to both halves. A tile is stored with TMA from
+a staging buffer in shared memory.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -42,8 +49,11 @@ def activate(
     ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):
-    """Apply activation ACTIVATION with the same operations as
-    `modular_kernel.ops.kernels.activation`."""
+    """Apply the activation function ACTIVATION to float32 values.
+
+    The operations are those of `modular_kernel.ops.kernels.activation`, which documents the
+    arguments.
+    """
     if ACTIVATION_LIMIT > 0 and ACTIVATION != "situ":
         up = clamp_nan(up, -ACTIVATION_LIMIT, ACTIVATION_LIMIT)
         if ACTIVATION != "swiglu_clamp_after":
@@ -80,10 +90,14 @@ def _scale_and_bias(
     values, a_scale, expert, weight_rows, weight_row, b_scale_ptr, bias_ptr,
     SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Return `values` in float32 with channel scales and bias applied.
+    """Return `values` in float32, with weight scales (if SCALE_MODE is "channel") and bias applied.
 
-    Column i of values is weight row weight_row + i of `expert`. An expert has weight_rows weight
-    rows.
+    values: the accumulators (rows, columns). Column i belongs to weight row `weight_row` + i of
+        `expert`.
+    a_scale: (rows,), the scale of each activation row.
+    weight_rows: number of weight rows of each expert.
+    b_scale_ptr, bias_ptr: (num_experts, weight_rows), one value per weight row.
+    LAYOUT: the layout of `values`.
     """
     values = values.to(gl.float32)
     rows = weight_row + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -99,7 +113,12 @@ def _scale_and_bias(
 
 @gluon.jit
 def store_masked(buffer, row, end, first_column, out_ptr, size_n, LAYOUT: gl.constexpr):
-    """Store a tile from shared memory. Rows >= end and columns >= columns are not stored."""
+    """Store a tile from shared memory without TMA, only rows < end and columns < size_n.
+
+    buffer: the tile in shared memory.
+    row, first_column: the position of the tile in the output.
+    out_ptr: the output (rows, size_n), contiguous.
+    """
     rows = row + gl.arange(0, buffer.shape[0], gl.SliceLayout(1, LAYOUT))
     column = first_column + gl.arange(0, buffer.shape[1], gl.SliceLayout(0, LAYOUT))
     out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * size_n + column[None, :]
@@ -111,11 +130,15 @@ def store_masked(buffer, row, end, first_column, out_ptr, size_n, LAYOUT: gl.con
 def store_rows(
     values, row, end, first_column, out_ptr, out_desc, staging, staging_index: gl.constexpr, size_n,
 ):  # fmt: skip
-    """Round and store a tile to consecutive rows of an output with `columns` columns.
+    """Round and store a tile to consecutive rows of an output with size_n columns.
 
-    The tile is written to buffer `slot` of `staging`, from which TMA stores it while the next tile
-    is multiplied. If the tile has rows from `end` on, which belong to another expert, the threads
-    store only the rows before `end`, without TMA.
+    The tile is written to buffer `staging_index` of `staging`. From there, TMA stores it while the
+    next tile is multiplied. If the tile extends past row `end`, the rows from there on belong to
+    another expert. The threads then store only the rows before `end`, without TMA.
+
+    values: the tile (rows, columns).
+    row, first_column: the position of the tile in the output.
+    out_desc: TMA descriptor of the output.
     """
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
@@ -143,9 +166,10 @@ def _finish_one_half(
     SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to one half of a tile and store it.
+    """Apply the epilogue to one half of a tile and store it. The arguments are those of `finish`.
 
-    The columns of the half are weight rows. If GATED, gate rows and up rows alternate.
+    values: the accumulators of the half. Its columns are weight rows from `weight_row` on. If
+        GATED, gate rows and up rows alternate.
     """
     values = _scale_and_bias(
         values,
@@ -188,21 +212,28 @@ def finish(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Apply scales, bias and activation to both halves of a tile, round and store the results.
+    """Apply scales, bias and activation function to both halves of a tile; round and store the
+    results.
 
-    The caller must wait for pending TMA stores before it returns.
+    TMA stores may still be pending on return. The kernel must wait for them before it ends.
 
+    left, right: the accumulators of both halves, (rows, weight rows per half).
     row: the first row of the tile.
-    end: the end of the expert's rows.
-    out_desc: the output, in boxes as wide as the output of a half.
-    staging: one or two buffers for boxes.
+    end: the row after the last row of the expert.
+    out_ptr: the output (rows, size_n), contiguous.
+    out_desc: TMA descriptor of the output, with boxes as wide as the output of a half.
+    staging: one or two buffers in shared memory for boxes of the output.
     expert: the expert of the tile.
-    weight_rows: the number of weight rows of each expert.
+    weight_rows: number of weight rows of each expert.
+    right_row_offset: number of weight rows from the left half to the right half.
     first_weight_row: the first weight row of the left half.
-    right_row_offset: the number of weight rows from the left half to the right half.
-    a_scale_rows: the index of each row in a_scale.
-    SCALE_MODE: scales are applied only if SCALE_MODE is "channel".
-    STEP, GATED: as in `grouped_gemm_tma_kernel`.
+    a_scale_ptr: one scale per activation row; used if SCALE_MODE is "channel".
+    a_scale_rows: (rows,), the index of the scale of each row of the tile.
+    b_scale_ptr, bias_ptr: (num_experts, weight_rows).
+    SCALE_MODE: scales are applied here only if it is "channel".
+    LAYOUT: the layout of the accumulators.
+    GATE_STRIDE: number of weight rows per output column: 2 if gate and up rows alternate, else 1.
+    GATED: whether the activation function combines gate and up.
     """
     tile_rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(tile_rows.shape, 1.0, gl.float32, tile_rows.type.layout)

@@ -1,4 +1,10 @@
-"""Device function that allocates the mbarriers of a ring of stages in shared memory."""
+"""Device function for a ring buffer in shared memory that one producer warp fills for consumers.
+
+A stage of the ring has two mbarriers. The producer waits until the stage is empty, starts TMA loads
+into it, and the loads complete the `full` barrier. Consumers wait for `full`, multiply the data,
+and arrive at the `empty` barrier. The Gluon kernels of grouped_tma, grouped_w4 and gemv_tma use
+such rings.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,9 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers (full, empty) of a ring with STAGES stages.
+    """Return the barriers (full, empty) of a ring with STAGES stages, each (STAGES, 1) in shared
+    memory.
 
-    A stage has one producer and CONSUMERS consumers.
+    CONSUMERS: the number of consumer warpgroups, all of which must release a stage.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

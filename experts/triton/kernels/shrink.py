@@ -1,8 +1,17 @@
-"""LoRA shrink kernels, which compute u = A x before each of the two GEMMs.
+"""LoRA shrink kernels: u = A x, launched before each GEMM of a layer with adapters.
 
-The adapter slots of a tile are divided among PARTS programs. PAIRS_PER_X_ROW is the number of
-pairs per row
-of x: TOP_K if the rows are tokens, and 1 if they are pairs.
+`experts.triton.adapters` launches them and describes the two steps of LoRA. A pair is a token
+together with one of its top_k experts: pair p belongs to token p // top_k. An adapter is identified
+by its slot in the stacked matrices A (slots, num_experts, lora_a_rows, K). lora_a_rows is the rank,
+or twice the rank if gate and up have separate matrices A.
+
+There is one kernel per row order: `shrink_few_kernel` for a few pairs, `shrink_pairs_kernel` for
+pairs in blocks of one expert (`modular_kernel.ops.align`), `shrink_segments_kernel` for rows sorted
+by expert (`modular_kernel.ops.sort`), and `shrink_batched_kernel` for the batched format
+(num_experts, capacity, K).
+
+The rows of a tile can have different adapters. SLOT_PROGRAMS programs divide the slots of a tile
+among themselves: slot s belongs to program s % SLOT_PROGRAMS.
 """
 
 import triton
@@ -15,16 +24,24 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _select_slots(adapter_slots, slot_program, SLOT_PROGRAMS: tl.constexpr):
-    """Return slots, with NO_SLOT in place of the slots of other programs.
+    """Return adapter_slots (BLOCK_M,), with NO_SLOT in place of slots that belong to other
+    programs.
 
-    Slot s belongs to the program with part = s % PARTS.
+    slot_program: the index of this program among the SLOT_PROGRAMS programs of the tile.
     """
     return tl.where(adapter_slots % SLOT_PROGRAMS == slot_program, adapter_slots, NO_SLOT)
 
 
 @triton.jit
 def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
-    """Return the expert, the rows, the row mask and the tokens of a tile (see `ops.sort`)."""
+    """Return (expert, rows, row mask, tokens) of a tile of expert-sorted rows.
+
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three arrays of max_tiles values, which
+        are the expert, the first row and the end row of the expert for each tile, then the number
+        of tiles.
+    tokens_ptr: the token of each sorted row.
+    tile: the index of the tile.
+    """
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
     row = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + tile)
@@ -33,9 +50,12 @@ def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _store_u(lora_u_ptr, u, row, adapter_slots, rank_row, lora_a_rows):
-    """Store u for rows with a slot. Columns from lora_a_rows on are not stored.
+    """Round and store u for rows with an adapter.
 
-    row: (BLOCK_M,) int64, the row of u to which each row is stored.
+    lora_u_ptr: output (rows, lora_a_rows), contiguous.
+    u: float32 (BLOCK_M, BLOCK_RANK).
+    row: (BLOCK_M,) int64, the output row of each row of the tile.
+    rank_row: (BLOCK_RANK,), the output columns. Those from lora_a_rows on are not stored.
     """
     u_ptrs = lora_u_ptr + row[:, None] * lora_a_rows + rank_row[None, :]
     mask = (adapter_slots < NO_SLOT)[:, None] & (rank_row < lora_a_rows)[None, :]
@@ -52,11 +72,19 @@ def shrink_few_kernel(
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // PAIRS_PER_X_ROW], without tensor cores.
 
-    Grid: (num_pairs, blocks of lora_a_rows). A program computes BLOCK_RANK columns of u for one
-        pair.
+    For a few pairs. Grid: (num_pairs, blocks of BLOCK_RANK columns of u). A program computes one
+    block for one pair.
 
-    lora_u_ptr: (num_pairs, lora_a_rows), contiguous. Rows of skipped pairs and of tokens without an
-        adapter are not written.
+    x_ptr: (num_pairs / PAIRS_PER_X_ROW, K). A row is a token (PAIRS_PER_X_ROW = TOP_K) or a pair
+        (PAIRS_PER_X_ROW = 1).
+    adapter_slots_ptr: (num_pairs / TOP_K,) int32, the adapter slot of each token.
+    lora_a_ptr: A (slots, num_experts, lora_a_rows, K), with a contiguous last dimension.
+    lora_u_ptr: output (num_pairs, lora_a_rows), contiguous. Rows of pairs whose expert is not on
+        this rank, and of tokens without an adapter, are not written.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see
+        `load_local_ids`.
+    size_k: K.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     pair = tl.program_id(0)
@@ -101,13 +129,21 @@ def shrink_pairs_kernel(
     SLOT_PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[p] = A[slot of p's token, expert of p] @ x[p // PAIRS_PER_X_ROW] for every aligned pair p.
+    """u[p] = A[slot of p's token, expert of p] @ x[p // PAIRS_PER_X_ROW] for pairs in blocks of one
+    expert.
 
-    Grid: (blocks of `ops.align`, blocks of lora_a_rows, PARTS). A program computes BLOCK_M pairs by
-    BLOCK_RANK columns of u, for its part of the slots.
+    Grid: (blocks of pairs, blocks of BLOCK_RANK columns of u, SLOT_PROGRAMS). A program computes
+        BLOCK_M pairs by BLOCK_RANK columns of u, for its share of the slots.
 
-    lora_u_ptr: (num_pairs, lora_a_rows), contiguous. Rows of skipped pairs and of tokens without an
-        adapter are not written.
+    x_ptr: (num_pairs / PAIRS_PER_X_ROW, K). A row is a token (PAIRS_PER_X_ROW = TOP_K) or a pair
+        (PAIRS_PER_X_ROW = 1).
+    adapter_slots_ptr: (num_pairs / TOP_K,) int32, the adapter slot of each token.
+    lora_a_ptr: A (slots, num_experts, lora_a_rows, K), with a contiguous last dimension.
+    lora_u_ptr: output (num_pairs, lora_a_rows), contiguous. Rows of skipped pairs and of tokens
+        without an adapter are not written.
+    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr: the blocks of pairs, as in
+        vLLM's moe_align_block_size (`modular_kernel.ops.align.AlignedPairs`).
+    size_k: K.
     """
     pid_m = tl.program_id(0)
     if pid_m * BLOCK_M >= tl.load(num_tokens_post_padded_ptr):
@@ -141,15 +177,20 @@ def shrink_segments_kernel(
     SLOT_PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[r] = A[slot of r's token, expert of r] @ x[r], or x of r's token if GATHER_TOKENS.
+    """u[r] = A[slot of r's token, expert of r] @ x[r] for rows r that are sorted by expert.
 
-    Grid: (max_tiles, blocks of lora_a_rows, PARTS). A program computes a tile of at most BLOCK_M
-        rows
-    by BLOCK_RANK columns of u, for its part of the slots.
+    If GATHER_TOKENS, x[r] is instead the row of x for r's token.
 
-    tiles_ptr: `ops.sort.SortedPairs.tiles`.
-    tokens_ptr: `ops.sort.SortedPairs.token_of_row`.
-    lora_u_ptr: (rows, lora_a_rows), contiguous. Rows without an adapter are not written.
+    Grid: (max_tiles, blocks of BLOCK_RANK columns of u, SLOT_PROGRAMS). A program computes a tile
+        of at most BLOCK_M rows by BLOCK_RANK columns of u, for its share of the slots.
+
+    x_ptr: (rows, K), or (num_tokens, K) if GATHER_TOKENS.
+    adapter_slots_ptr: (num_tokens,) int32, the adapter slot of each token.
+    tokens_ptr: (rows,) int32, the token of each row.
+    lora_a_ptr: A (slots, num_experts, lora_a_rows, K), with a contiguous last dimension.
+    lora_u_ptr: output (rows, lora_a_rows), contiguous. Rows without an adapter are not written.
+    tiles_ptr: the tiles; see `tile_rows`.
+    size_k: K.
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
@@ -183,13 +224,16 @@ def shrink_batched_kernel(
 ):  # fmt: skip
     """u[i, c] = A[slot of row c, i] @ x[i, c] for the first counts[i] rows c of each expert i.
 
-    Grid: (row blocks of an expert * PARTS, blocks of lora_a_rows, e). A program computes BLOCK_M
-        rows
-    by BLOCK_RANK columns of u, for its part of the slots.
+    Grid: (row blocks of an expert * SLOT_PROGRAMS, blocks of BLOCK_RANK columns of u, num_experts).
+        A program computes BLOCK_M rows by BLOCK_RANK columns of u, for its share of the slots.
 
-    x_ptr: (e, capacity, depth), contiguous.
-    adapter_slots_ptr: (e, capacity), contiguous.
-    lora_u_ptr: (e, capacity, lora_a_rows), contiguous. Rows without an adapter are not written.
+    x_ptr: (num_experts, capacity, K), contiguous.
+    adapter_slots_ptr: (num_experts, capacity) int32, contiguous, the adapter slot of each row.
+    lora_a_ptr: A (slots, num_experts, lora_a_rows, K), with a contiguous last dimension.
+    lora_u_ptr: output (num_experts, capacity, lora_a_rows), contiguous. Rows without an adapter are
+        not written.
+    counts_ptr: (num_experts,) int32, the number of rows of each expert.
+    size_k: K.
     """
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(counts_ptr + expert)

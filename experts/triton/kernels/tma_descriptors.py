@@ -1,4 +1,10 @@
-"""Host functions for launching TMA kernels: TMA descriptors, and the number of SMs."""
+"""Host functions for kernels that use TMA, the copy engine of sm_90: descriptors, and the number of
+SMs.
+
+A TMA load or store copies a box, a rectangle of a matrix whose size is fixed in the descriptor,
+between global and shared memory. The launch code of the grouped_tma, grouped_w4 and gemv_tma paths
+calls these functions.
+"""
 
 from functools import cache
 
@@ -7,7 +13,7 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-BOX_BYTES = 128  # bytes per row of a box: the widest swizzle
+BOX_BYTES = 128  # bytes per row of a box, the widest swizzle of shared memory
 
 
 def tma_descriptor(

@@ -162,7 +162,10 @@ def e8m0_values(exponents):
 
 @triton.jit
 def _unpack_nibble(words, J: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """Return nibble J of each word as the inline assembly would unpack it. Used in the interpreter."""
+    """Return nibble J of each word, as the inline assembly would unpack it.
+
+    Used in the interpreter, which does not support inline assembly.
+    """
     code = (words >> (4 * J)) & 15
     if holds_e2m1(WEIGHT_FORMAT):
         low = code & 7

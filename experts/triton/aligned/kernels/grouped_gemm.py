@@ -1,6 +1,11 @@
-"""Kernel of a grouped GEMM over aligned pairs (`ops.align`).
+"""`grouped_gemm_kernel`: a grouped GEMM over pairs in blocks of one expert, like vLLM's fused_moe
+kernel.
 
-The kernel gathers the rows of the pairs, and stores the result of each pair to the pair's row.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
+`modular_kernel.ops.align` sorts the pairs by expert and pads each expert to whole blocks of BLOCK_M
+pairs, so that all pairs of a block multiply the same weights. The kernel gathers the activation row
+of each pair and stores each result in the row of its pair, so that no other launch permutes rows.
+The aligned path (`aligned_path`) launches it for GEMM 1 and for GEMM 2.
 """
 
 import triton
@@ -42,34 +47,65 @@ def grouped_gemm_kernel(
     PAIRS_PER_TOKEN: tl.constexpr = 1,
     BLOCK_RANK: tl.constexpr = 16, ADJACENT_GATE_UP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned
-    pair p.
+    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned pair
+    p.
 
-    A program computes BLOCK_M pairs by BLOCK_N output columns. The pairs are a block of
-    `ops.align`, so they have the same expert. The grid has a program for every tile of the largest
-    possible number of blocks. Programs past num_post return immediately.
+    Grid: (row blocks * column blocks,), for the largest possible number of row blocks. A program
+        computes one block of BLOCK_M pairs by BLOCK_N output columns. Programs past
+        num_tokens_post_padded return immediately.
 
-    a_ptr: (num_pairs / PAIRS_PER_A_ROW, depth). PAIRS_PER_A_ROW is K if rows are tokens, and 1 if
-        they are pairs.
-    b_ptr: (e, rows, depth). Output column n uses row n * GATE_STRIDE and, if GATED, also row n *
-        GATE_STRIDE + up_row_offset for up, which is up_offset elements further.
-    out_ptr: (num_pairs, columns), contiguous. Blocks of skipped pairs get zeros if WRITE_ZEROS, and
-        are not written otherwise.
-    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr: the tensors of
-        `ops.align.AlignedPairs`.
-    bias_ptr: (e, rows), added if HAS_BIAS.
-    router_weights_ptr: (num_pairs,) float32, the router weights. If HAS_ROUTER_WEIGHTS, they are
-        multiplied with the accumulators before the bias is added.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
-    QUANT_MODE to HAS_ACT_ORDER: scales, zero points and packing; see `gemm_tile`.
-    INPUT_PRECISION: the precision of float32 MMAs.
-    GROUP_M: number of row blocks that are computed together, so that they share weight tiles in L2.
-    USE_PDL: whether the launch uses PDL.
-    ADJACENT_GATE_UP: whether stride_bn is 1, up_row_offset is 1 and GATE_STRIDE is 2. Gate and up
-        weights are then
-        adjacent, and a tile loads both at once. Only with QUANT_MODE "plain" and GATED.
-    LORA: add B u for the adapter of the pair (`expand_adapters`). There is one slot per token,
-        (num_pairs / PAIRS_PER_TOKEN,), and one row of u per pair. lora_b is (slots, e, rows, rank).
+    a_ptr: activations (num_pairs / PAIRS_PER_A_ROW, K). A row is a token (PAIRS_PER_A_ROW = top_k)
+        in GEMM 1 and a pair (PAIRS_PER_A_ROW = 1) in GEMM 2.
+    a_scale_ptr: their scales. Used with QUANT_MODE "w8a8".
+    router_weights_ptr: (num_pairs,) float32. If HAS_ROUTER_WEIGHTS, they multiply the sums before
+        the bias is added.
+    out_ptr: (num_pairs, N), contiguous. Pairs in blocks of expert -1 are skipped: their rows get
+        zeros if WRITE_ZEROS, and are not written otherwise.
+    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr: the blocks of pairs, as in
+        vLLM's moe_align_block_size (`modular_kernel.ops.align.AlignedPairs`). The ids are indices
+        of pairs.
+    num_m_blocks: number of row blocks in the grid.
+    b_ptr: weights (num_experts, rows, K), with any strides. Output column n uses weight row n *
+        GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
+    b_scale_ptr: weight scales (num_experts, row groups, K groups).
+    zero_point_ptr: zero points of integer weights (num_experts, rows, K groups), used if
+        HAS_ZERO_POINTS; the global scales of NVFP4.
+    bias_ptr: (num_experts, rows), used if HAS_BIAS.
+    size_n: N, the number of output columns.
+    size_k: K.
+    up_offset: number of stored elements from a gate weight to the up weight of the same column and
+        k.
+    stride_*: strides, named as in vLLM: a (activations), as (their scales), b (weights), bs (their
+    scales), bz (zero points); dimensions e (expert), m, n, k.
+    act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
+        act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`); "identity" for none.
+    QUANT_MODE, WEIGHT_FORMAT, GROUP_N, GROUP_K, ONE_SCALE_PER_TILE, ZERO_POINT, PACKED: how weights
+        are quantized; see `gemm_tile`.
+    EVEN_K: whether BLOCK_K divides K.
+    INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
+    BLOCK_M, BLOCK_N, BLOCK_K: pairs, output columns and K elements per step of a tile.
+    GROUP_M: number of row blocks that are computed next to each other, so that they share weight
+        tiles in L2.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
+    ADJACENT_GATE_UP: whether the gate and up weights of a column are adjacent in memory: stride_bn
+        is 1, up_row_offset is 1 and GATE_STRIDE is 2. A tile then loads both at once
+        (`multiply_interleaved`). Only with QUANT_MODE "plain" and GATED.
+    HAS_LORA: whether some tokens have LORA adapters. If so, B u of the row's adapter is added to
+        the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
+        following arguments are used only then.
+    lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
+        are stride_lora_u apart.
+    adapter_slots_ptr: int32, the adapter slot of each token (num_pairs / PAIRS_PER_TOKEN,); no
+        adapter if it is outside [0, num_adapter_slots).
+    lora_b_ptr: the matrices B (slots, num_experts, rows, lora_rank), with the strides
+        stride_lora_b_*.
+    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
+        same.
+    BLOCK_RANK: elements of the rank per step.
     """
     pdl_wait(USE_PDL)
     pid_m, pid_n = grouped_tile_order(

@@ -1,6 +1,15 @@
-"""Kernel of a grouped GEMM with 4-bit weights (w4a16), for few rows per expert.
+"""`grouped_gemm_w4_kernel`: a grouped GEMM with 4-bit weights and 16-bit activations, for few rows
+per expert.
 
-With few rows, reading the weights takes most of the time.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. As in
+`grouped_gemm_kernel`, a program computes BLOCK_M pairs of one expert. With so few rows, most of the
+time is spent reading weights, so the weights stay packed until they are in registers. They are the
+left operand of the MMA, (weight rows, K) by (K, pairs), so that each thread unpacks the words that
+it multiplies. The warps of a program split K, and their accumulators are added at the end. The
+aligned_w4 path launches the kernel for both GEMMs.
+
+`experts.triton.kernels.operands_w4` explains word order, the order along K in which weights and
+activations are multiplied.
 """
 
 import triton
@@ -32,9 +41,11 @@ def _span_row_indices(
     first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight rows of a tile as two summands (1, ROWS, 1); see `weight_row_indices`.
+    """Return the weight rows of a tile as two summands, each (1, ROWS, 1); see
+    `weight_row_indices`.
 
-    `outer` is the start of a span of SPAN rows, and `inner` is the row in the span.
+    The rows are split into spans of SPAN rows. `outer` is the start of a row's span, and `inner`
+    the row within the span.
     """
     row = tl.arange(0, ROWS)[None, :, None]
     span = row // SPAN * SPAN
@@ -51,19 +62,20 @@ def _load_scales(
     UNPACKED_WITHOUT_OFFSET: tl.constexpr, STEP_K: tl.constexpr, GROUP_K: tl.constexpr,
     EVEN_K: tl.constexpr, MMA_K: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales and zero points of the K step at `start`.
+    """Load the weight scales and zero points of the K step that begins at `start`.
 
-    The scales are (STEPS, ROWS, 1), or (STEPS, ROWS, MMA_K / 16) for NVFP4. Past the end of K, the
-    last scales are loaded again, because a masked load takes an extra instruction that zeroes its
-    register.
+    Return (scales, zero points). The scales are (MMAS_PER_STEP, ROWS, 1), or (MMAS_PER_STEP, ROWS,
+    MMA_K / 16) for NVFP4. Past the end of K, the last scales are loaded again, because a masked
+    load takes an extra instruction that zeroes its register.
 
-    scale_offsets, zero_point_offsets: offsets of the rows, as two summands of `weight_row_indices`.
-    shift: the position of a row's zero point in its byte, bit 0 or 4.
-    step_k: (STEPS, 1, 1), the K offset of each MMA in the step.
-    MISSING_FACTOR_LOG2: log2 of the factor by which scales are multiplied; see
-        `missing_factor_log2`.
-    UNPACKED_WITHOUT_OFFSET: whether unpacked weights are q, not q - 8; see
-        `unpacks_without_offset`.
+    scale_offsets, zero_point_offsets: offsets of the weight rows, as two summands of
+        `weight_row_indices`.
+    zero_point_shift: the position of a row's zero point in its byte, bit 0 or 4.
+    step_k: (MMAS_PER_STEP, 1, 1), the K offset of each MMA in the step.
+    MISSING_FACTOR_LOG2: log2 of the factor by which scales are multiplied (`missing_factor_log2`).
+    UNPACKED_WITHOUT_OFFSET: whether unpacked weights are the codes q instead of q - 8
+        (`unpacks_without_offset`).
+    STEP_K: K elements per step.
     """
     if EVEN_K:
         start = tl.minimum(start, size_k - STEP_K)  # NaN-free: integers
@@ -105,28 +117,47 @@ def grouped_gemm_w4_kernel(
     MMAS_PER_WARP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned
-    pair p.
+    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned pair
+    p.
 
-    Like `grouped_gemm_kernel`, for 4-bit weights. b is (e, rows, depth / 2) bytes, read as int32
-    words of eight weights. depth is a multiple of 32. The weights are the left operand of the MMA,
-    (weight rows, K) by (K, pairs), so that each thread unpacks the words that it multiplies.
+    Grid: (row blocks * column blocks,), for the largest possible number of row blocks. A program
+        computes one block of BLOCK_M pairs by BLOCK_N output columns. Its NUM_WARPS warps split K:
+        in one step of the loop, each warp runs MMAS_PER_WARP MMAs of MMA_K elements along K. The
+        accumulators of the warps are added after the loop.
 
-    A program computes BLOCK_M pairs by BLOCK_N columns. Its WARPS warps split K: in one step of the
-    loop, each warp runs GROUPS MMAs with K = MMA_K. The accumulators of the warps are added after
-    the loop. One scale covers GROUP_K elements of K. MMA_K divides GROUP_K, so that the scale can
-    be applied to the result of an MMA. NVFP4 scales are applied to the weights instead, so an MMA
-    may span several groups.
+    A scale covers GROUP_K elements along K. MMA_K divides GROUP_K, so that the scale can be applied
+    to the result of an MMA. The scales of NVFP4 multiply the weights instead, so an MMA may span
+    several of its groups.
 
-    WEIGHT_FORMAT: the encoding of words and scales; see `unpack_w4`.
-    HAS_ZERO_POINTS: whether there are zero points, in bytes of two rows. With NVFP4,
-        zero_point_ptr has the
-        global scales of each expert instead.
-    EVEN_K: whether a step divides depth, so that no masks are needed along K.
-    EVEN_N: whether BLOCK_N divides columns, so that no masks are needed along N.
-    UP_ROW_OFFSET, GATE_STRIDE, WRITE_ZEROS, HAS_BIAS, HAS_ROUTER_WEIGHTS, ACTIVATION,
-        ACTIVATION_ALPHA, ACTIVATION_LIMIT: as in
-        `grouped_gemm_kernel`.
+    a_ptr: activations (num_pairs / PAIRS_PER_A_ROW, K), with contiguous rows. A row is a token
+        (PAIRS_PER_A_ROW = top_k) in GEMM 1 and a pair (PAIRS_PER_A_ROW = 1) in GEMM 2.
+    b_ptr: weights (num_experts, rows, K / 2) bytes, read as int32 words of eight weights. K is a
+        multiple of 32. Output column n uses weight row n * GATE_STRIDE and, if GATED, also row n *
+        GATE_STRIDE + UP_ROW_OFFSET for up.
+    b_scale_ptr: weight scales (num_experts, rows, K / GROUP_K).
+    zero_point_ptr: zero points (num_experts, rows / 2, K / GROUP_K), two rows per byte, used if
+        HAS_ZERO_POINTS. With NVFP4, the float32 global scales of each expert instead.
+    bias_ptr: (num_experts, rows), used if HAS_BIAS.
+    router_weights_ptr: (num_pairs,) float32. If HAS_ROUTER_WEIGHTS, they multiply the sums before
+        the bias is added.
+    out_ptr: (num_pairs, N), contiguous. Pairs in blocks of expert -1 are skipped: their rows get
+        zeros if WRITE_ZEROS, and are not written otherwise.
+    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr: the blocks of pairs, as in
+        vLLM's moe_align_block_size (`modular_kernel.ops.align.AlignedPairs`). The ids are indices
+        of pairs.
+    size_n: N, the number of output columns.
+    size_k: K.
+    num_m_blocks: number of row blocks in the grid.
+    stride_*: strides, named as in vLLM: a (activations), b (weights, in bytes), bs (weight scales),
+    bz (zero points); dimensions e (expert), m, n.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`); "identity" for none.
+    WEIGHT_FORMAT: the encoding of words and scales (`experts.triton.kernels.unpack_w4`).
+    EVEN_K: whether a step divides K, so that no masks along K are needed.
+    EVEN_N: whether BLOCK_N divides N, so that no masks along N are needed.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     num_n_blocks = tl.cdiv(size_n, BLOCK_N)

@@ -1,1 +1,1 @@
-"""Kernels that dequantize weights and that select the tiles of some experts."""
+"""Kernels of the dequantized path: dequantize weights, and select the tiles of some experts."""

@@ -1,7 +1,10 @@
-"""Kernels that dequantize 4- and 8-bit weights to bf16 and select the tiles of a range of experts.
+"""Kernels of the dequantized path: dequantize 4- and 8-bit weights to bf16, and select tiles of
+experts.
 
-With many rows per expert, each weight is read many times, so dequantizing it once is cheaper than
-unpacking it in every GEMM tile.
+With many rows per expert, each weight is read by many GEMM tiles, so dequantizing it once is
+cheaper than unpacking it in every tile. The path processes a range of experts at a time, to limit
+the size of the bf16 weights. `DequantizedPath` launches both kernels. e2m1 is the 4-bit
+floating-point type of mxfp4 and NVFP4.
 """
 
 import triton
@@ -17,10 +20,12 @@ _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 @triton.jit
 def _unpack_values(codes, WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr):
-    """Unpack (ROWS, GROUPS, stored elements) to float32 (ROWS, GROUPS, STEP), exactly and unscaled.
+    """Unpack stored weights to float32 (BLOCK_N, groups, STEP_K), exactly and without scales.
 
-    If an e2m1 code is placed at the boundary of the exponent and mantissa fields of a float32, the
-    float32 is the value of the code times 2^-126. This holds for subnormal codes, too.
+    If an e2m1 code is placed where the exponent and mantissa fields of a float32 meet, the float32
+    is the value of the code times 2^-126, also for subnormal codes.
+
+    codes: (BLOCK_N, groups, stored elements).
     """
     BLOCK_N: tl.constexpr = codes.shape[0]
     GROUPS: tl.constexpr = codes.shape[1]
@@ -56,23 +61,28 @@ def dequantize_kernel(
     GROUP_K: tl.constexpr,
     STEP_K: tl.constexpr, K_STEPS_PER_PROGRAM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if that expert has rows.
+    """out[e, n, k] = bf16((q - zero_point) * scale) of expert first_expert + e, if that expert has
+    rows.
 
-    q is the stored weight (n, k). Program (row block, K block, e) writes ROWS rows by STEPS * STEP
-    columns. The STEP columns of a step share a scale. All tensors are contiguous.
+    q is the stored weight (n, k). Grid: (blocks of BLOCK_N rows, blocks of K, experts). A program
+    writes BLOCK_N weight rows by K_STEPS_PER_PROGRAM * STEP_K columns. The STEP_K columns of a step
+    share a scale. All tensors are contiguous.
 
-    w_ptr: (experts, rows, depth), with two values per byte if PACKED, or int32 words of eight
-        values if repacked.
-    scale_ptr: (experts, scale_rows, scale_groups), one scale per GROUP_N rows and GROUP_K columns.
-        GROUP_N = 0 means all rows, GROUP_K = 0 all columns. GROUP_K is a multiple of STEP.
-    zero_point_ptr: (experts, rows, scale_groups), or two rows per byte if PACKED. Without
-        HAS_ZERO_POINTS, the
-        zero point is ZERO_POINT. For NVFP4, this is instead the float32 global scales, (experts,
-        NUM_GLOBAL_SCALES); rows of the second matrix (up) start at UP_ROW_OFFSET.
-    expert_starts_ptr: (experts + 1,), the first row of each expert in the GEMM input, followed by
-        the
-        total number of rows (`ops.sort`).
-    WEIGHT_FORMAT: the storage format of the values; see `operands.word_format`.
+    w_ptr: (num_experts, N, K), with two values per byte if PACKED, or int32 words of eight values
+        with WEIGHT_FORMAT "e2m1_repacked".
+    scale_ptr: (num_experts, scale_rows, scale_groups), one scale per GROUP_N rows and GROUP_K
+        columns. GROUP_N = 0 means all rows, GROUP_K = 0 all columns. GROUP_K is a multiple of
+        STEP_K.
+    zero_point_ptr: (num_experts, N, scale_groups), or two rows per byte if PACKED. Without
+        HAS_ZERO_POINTS, the zero point is ZERO_POINT. For NVFP4, these are instead the float32
+        global scales (num_experts, NUM_GLOBAL_SCALES); rows of the second matrix (up) start at
+        UP_ROW_OFFSET.
+    expert_starts_ptr: (num_experts + 1,) int32, the first activation row of each expert, then the
+        number of rows (`modular_kernel.ops.sort`).
+    out_ptr: bf16 output (experts of this launch, N, K).
+    size_n, size_k: N and K.
+    WEIGHT_FORMAT: "float8", "integer", "e2m1", "e2m1_repacked" or "nvfp4"
+        (`experts.triton.operands.word_format`).
     """
     expert = first_expert + tl.program_id(2)
     if tl.load(expert_starts_ptr + expert) < tl.load(expert_starts_ptr + expert + 1):
@@ -133,13 +143,16 @@ def select_expert_tiles_kernel(
     tiles_ptr, expert_starts_ptr, out_ptr, first_expert, num_experts, max_tiles,
     BLOCK_M: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles (`ops.sort`) of experts [first_expert, first_expert + experts) to out.
+    """Copy the tiles of experts [first_expert, first_expert + num_experts) to out.
 
-    In the copies, these experts are numbered from 0. Each program copies TILES_PER_PROGRAM tiles.
-    The first program also writes the total number of tiles.
+    In the copies, these experts are numbered from 0. Grid: (blocks of TILES_PER_PROGRAM tiles,).
+    The first program also writes the number of tiles.
 
-    BLOCK_M: rows per tile.
-    BLOCK_EXPERTS: a power of two >= first_expert + experts.
+    tiles_ptr, out_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles
+        values, which are the expert, the first row and the end row of the expert for each tile of
+        at most BLOCK_M rows, then the number of tiles.
+    expert_starts_ptr: the first row of each expert, then the number of rows.
+    BLOCK_EXPERTS: a power of two >= first_expert + num_experts.
     """
     expert = tl.arange(0, BLOCK_EXPERTS)
     in_range = expert < first_expert + num_experts

@@ -1,1 +1,1 @@
-"""Matrix-vector kernels of the gemv path, without tensor cores."""
+"""Matrix-vector kernels of the gemv path, for a few tokens and unquantized or 8-bit weights."""

@@ -1,12 +1,14 @@
-"""Device functions of the gemv path, which computes matrix-vector products without tensor cores.
+"""Device functions of the gemv path: matrix-vector products for a few tokens, without tensor cores.
 
-A program loads a tile (S, N, K) of weights, which has N rows and K columns for each of S pairs. A
-thread loads VECTOR_SIZE adjacent weights along K, multiplies them by the values of the vector, and
-adds
-the VECTOR_SIZE products to one sum, so that the sums are (S, N, K / VECTOR_SIZE). Loading weights
-limits the speed
-of the kernels, so they keep many bytes in flight. `n_major_sums` loads weights whose N is
-contiguous along N.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
+program loads a tile (PAIRS, ROWS, BLOCK_K) of weights: ROWS weight rows by BLOCK_K elements along
+K, for each of PAIRS pairs. A thread loads VECTOR_SIZE adjacent weights along K, multiplies them by
+the values of the vector, and adds the products to one sum, so that the sums are (PAIRS, ROWS,
+BLOCK_K / VECTOR_SIZE). Loading weights limits the speed of the kernels, so they keep many bytes in
+flight.
+
+Weights are usually contiguous along K. `n_major_sums` is for weights that are contiguous along N,
+the weight rows, instead; the threads then load adjacent rows.
 """
 
 import triton
@@ -18,7 +20,7 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 @triton.jit
 def weights_to_float32(codes, ZERO_POINT: tl.constexpr):
-    """Convert stored weights to float32, subtracting ZERO_POINT from integers.
+    """Convert stored weights to float32, and subtract ZERO_POINT from integers.
 
     Direct conversion of bytes is slow on a GPU. The bits of the float 1.5 * 2^23 + n are 0x4B400000
     + n, so an integer addition and a float subtraction convert n.
@@ -37,14 +39,15 @@ def step_sums(
     ZERO_POINT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of stored weights by the vectors, and return the sums (S, N, K /
+    """Multiply a tile of weights by the vectors; return the sums (PAIRS, ROWS, BLOCK_K /
     VECTOR_SIZE).
 
-    codes: (S, N, K), stored weights.
-    x: (S, K).
-    x_scale: (S, K / VECTOR_SIZE). If GROUP_K > 0, the sums are multiplied by weight scales and
-        x_scale.
-    scale_ptrs, zero_point_ptrs: (S, N or 1, K / VECTOR_SIZE).
+    codes: (PAIRS, ROWS, BLOCK_K), stored weights.
+    x: float32 (PAIRS, BLOCK_K), one vector per pair.
+    x_scale: (PAIRS, BLOCK_K / VECTOR_SIZE), the scales of x. Used if GROUP_K > 0: the sums are then
+        multiplied by the scales of x and of the weights.
+    scale_ptrs, zero_point_ptrs: (PAIRS, ROWS or 1, BLOCK_K / VECTOR_SIZE), pointers to the scale
+        and the zero point of each sum.
     mask: has the shape of scale_ptrs, and is False for rows and K out of bounds.
     """
     values = tl.reshape(
@@ -66,15 +69,18 @@ def n_major_sums(
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STEP_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply vectors (S, depth) by unquantized weights (S, depth, N) whose N is contiguous.
+    """Multiply vectors (PAIRS, K) by unquantized weights (PAIRS, K, ROWS) that are contiguous along
+    ROWS.
 
-    Return float32 (S, N). A thread loads adjacent columns and adds the products of its own elements
-    of K. The sums of the threads of a column are added once, after the last step.
+    Return float32 (PAIRS, ROWS). A thread loads adjacent rows and adds the products of its own
+    elements of K. The sums of the threads of a row are added once, after the last step.
 
-    x_ptrs: (S, 1), pointing at k = 0.
-    w_ptrs: (S, 1, N), pointing at k = 0.
-    K: elements of K per step, a multiple of STEP_ROWS.
-    STEP_ROWS: elements of K that the threads of a column load at once, each thread one.
+    x_ptrs: (PAIRS, 1), pointers to the vectors at k = 0.
+    w_ptrs: (PAIRS, 1, ROWS), pointers to the weights at k = 0.
+    size_k: K.
+    BLOCK_K: elements along K per step, a multiple of STEP_ROWS.
+    STEP_ROWS: elements along K that the threads of a weight row load at once, one per thread.
+    STAGES: stages of the software pipeline.
     """
     k = tl.arange(0, BLOCK_K)
     w_ptrs += (k * stride_bk)[None, :, None]
@@ -97,9 +103,12 @@ def quantize_groups(
     QUANT_DTYPE: tl.constexpr,
     GROUP_K: tl.constexpr, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x (S, K) with one scale per GROUP_K columns.
+    """Quantize x (PAIRS, BLOCK_K) with one scale per GROUP_K elements.
 
-    Return the quantized values as float32 (S, K), and the scales (S, K / VECTOR_SIZE).
+    Return the quantized values as float32 (PAIRS, BLOCK_K), and the scales (PAIRS, BLOCK_K /
+    VECTOR_SIZE).
+
+    QUANT_DTYPE: the quantized dtype.
     """
     groups = tl.reshape(x, (PAIRS, BLOCK_K // GROUP_K, GROUP_K))
     scale = scale_of(max_nan(tl.abs(groups), 2), QMAX, MIN_SCALE)
@@ -112,11 +121,12 @@ def quantize_groups(
 def adapter_sums(
     lora_u_ptrs, lora_u_mask, lora_b_ptrs, lora_b_mask, lora_rank, BLOCK_RANK: tl.constexpr
 ):  # fmt: skip
-    """Return B u, float32 (S, N).
+    """Return the LoRA term B u, float32 (PAIRS, ROWS).
 
-    lora_u_ptrs: (S, 1), pointing at element 0 of u.
-    lora_b_ptrs: (S, N, 1), pointing at column 0 of the rows of B.
-    R: a power of two >= rank.
+    lora_u_ptrs: (PAIRS, 1), pointers to element 0 of u.
+    lora_b_ptrs: (PAIRS, ROWS, 1), pointers to column 0 of the rows of B.
+    lora_rank: the number of elements of u.
+    BLOCK_RANK: a power of two >= lora_rank.
     """
     rank_index = tl.arange(0, BLOCK_RANK)
     in_bounds = rank_index < lora_rank
@@ -135,6 +145,9 @@ def adapter_sums(
 def quantize_to_float32(
     x, scale, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr, QUANT_DTYPE: tl.constexpr
 ):
-    """Quantize float32 x with this scale as `quantize_rows` does, and return it as float32."""
+    """Quantize float32 x with this scale as `quantize_rows` does, and return the values as float32.
+
+    QUANT_DTYPE: the quantized dtype.
+    """
     q = quantized_values(x, tl.div_rn(1.0, scale), QMAX, ROUND_TO_INT)
     return q.to(QUANT_DTYPE).to(tl.float32)

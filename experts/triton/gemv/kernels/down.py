@@ -1,4 +1,9 @@
-"""Kernel of GEMM 2 of the gemv path. A program computes a block of hidden columns of one token."""
+"""`gemv_down_kernel`: GEMM 2 of the gemv path (h W2^T), with the sum over each token's pairs.
+
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
+program computes a block of hidden columns of one token, from the intermediate rows h of all its
+pairs. `GemvPath` launches the kernel after `gemv_gate_up_kernel`, which computes h.
+"""
 
 import triton
 import triton.language as tl
@@ -23,7 +28,13 @@ def _pair_scales(
     INPUT_QUANT: tl.constexpr, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr,
     PAIRS_PER_STEP: tl.constexpr, BLOCK_AMAX: tl.constexpr,
 ):  # fmt: skip
-    """Compute the scales (S,) of h from the amax values that GEMM 1 wrote."""
+    """Compute the quantization scales (PAIRS_PER_STEP,) of h from the maxima that GEMM 1 wrote.
+
+    amax_ptr: (num_pairs, num_amax_blocks), the largest magnitude in each block of columns of h.
+    pairs: (PAIRS_PER_STEP,), the pairs.
+    valid: (PAIRS_PER_STEP,), False for pairs that are skipped.
+    INPUT_QUANT: "token": one scale per pair; "tensor": one scale for all pairs.
+    """
     block = tl.arange(0, BLOCK_AMAX)
     if INPUT_QUANT == "token":
         mask = valid[:, None] & (block < num_amax_blocks)[None, :]
@@ -62,10 +73,10 @@ def _add_step(
 ):  # fmt: skip
     """Add the products of one step along K to `sums` and return them.
 
-    codes: (S, N, BLOCK_K), stored weights.
-    h: (S, BLOCK_K). This function quantizes h according to INPUT_QUANT.
-    h_scale: (S,), used if INPUT_QUANT is "token", "tensor" or "static".
-    scale_mask: (S, SCALE_ROWS, 1), which rows have scales.
+    codes: (PAIRS_PER_STEP, ROWS, BLOCK_K), stored weights.
+    h: (PAIRS_PER_STEP, BLOCK_K). It is quantized here according to INPUT_QUANT.
+    h_scale: (PAIRS_PER_STEP,), used if INPUT_QUANT is "token", "tensor" or "static".
+    scale_mask: (PAIRS_PER_STEP, SCALE_ROWS, 1), False for weight rows that do not exist.
     """
     h = h.to(tl.float32)
     scales = tl.zeros((PAIRS_PER_STEP, BLOCK_K // VECTOR_SIZE), tl.float32)
@@ -111,29 +122,50 @@ def gemv_down_kernel(
     BLOCK_RANK: tl.constexpr = 16,
     N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
+    """out[t, n] = routed_scaling_factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of
+    p, n] + bias).
 
-    Grid: (num_pairs / SLOTS * blocks of BLOCK_N columns,). The token varies fastest. A program
-    computes BLOCK_N columns of one token. It processes S of the token's SLOTS pairs at once, and
-    adds pairs in order. If SLOTS = 1, every pair has an output row, which is zero if the pair is
-    skipped.
+    Grid: (num_pairs / PAIRS_PER_OUTPUT * blocks of BLOCK_N columns,). The token varies fastest. A
+        program computes BLOCK_N columns of one token. It processes PAIRS_PER_STEP of the token's
+        pairs at once, in order. If PAIRS_PER_OUTPUT = 1, every pair has an output row instead,
+        which is zero if the pair is skipped.
 
-    h_ptr: (num_pairs, depth), contiguous.
-    amax_ptr: (num_pairs, blocks), the amax of each block of h.
-    b_ptr: w, (e, hidden, depth). Weights of skipped pairs are not read.
-    out_ptr: (num_pairs / SLOTS, hidden), contiguous.
+    h_ptr: (num_pairs, K), contiguous, the output of GEMM 1.
+    h_scale_ptr: (1,), the scale of h if INPUT_QUANT is "static".
+    b_ptr: weights (num_experts, hidden_size, K). Weights of skipped pairs are not read.
+    b_scale_ptr: weight scales, one per GROUP_N rows and GROUP_K columns; used if HAS_SCALES.
+    zero_point_ptr: zero points of integer weights, used if HAS_ZERO_POINTS. Otherwise, ZERO_POINT
+        is subtracted from all weights.
+    bias_ptr: (num_experts, hidden_size), used if HAS_BIAS.
+    router_weights_ptr: (num_pairs,) float32, used if HAS_ROUTER_WEIGHTS.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
+        expert is not on this rank are skipped.
+    out_ptr: (num_pairs / PAIRS_PER_OUTPUT, hidden_size), contiguous.
+    amax_ptr: (num_pairs, num_amax_blocks) float32, the largest magnitude in each block of columns
+        of h.
+    size_k: K, the intermediate size.
+    stride_*: strides, named as in vLLM: b (weights), bs (weight scales), bz (zero points);
+    dimensions e (expert), n, k.
+    PAIRS_PER_OUTPUT: pairs per output row, top_k or 1.
     INPUT_QUANT: how h is quantized:
         "none": h is not quantized.
         "token", "group", "tensor": with one scale per token, group or tensor.
         "static": with the scale at h_scale_ptr.
-    QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    HAS_SCALES, GROUP_N, GROUP_K, SCALE_ROWS, ZERO_POINT, HAS_ZERO_POINTS: see
-        `gemv_gate_up_kernel`.
-    BLOCK_AMAX: a power of two >= blocks.
-    VECTOR_SIZE: adjacent weights per load.
-    LORA: whether B[slot of the pair's token, expert] @ u[p] is added before the bias.
-    BLOCK_RANK: a power of two >= rank.
-    N_MAJOR, STEP_ROWS: see `gemv_gate_up_kernel`.
+    QMAX, ROUND_TO_INT, MIN_SCALE: the largest value of the quantized type, whether the type is an
+        integer, and the minimum scale.
+    GROUP_K: K elements per weight scale; 0 if one scale covers all of K.
+    SCALE_ROWS: 1 if all BLOCK_N weight rows share a scale, otherwise BLOCK_N.
+    BLOCK_AMAX: a power of two >= num_amax_blocks.
+    VECTOR_SIZE: adjacent weights per load of a thread.
+    STAGES: stages of the software pipeline.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
+    HAS_LORA: whether B[adapter slot of the token, expert] @ u[p] is added before the bias.
+        lora_u_ptr is u, (num_pairs, lora_rank); adapter_slots_ptr has one slot per token, and
+        PAIRS_PER_TOKEN is top_k.
+    BLOCK_RANK: a power of two >= lora_rank.
+    N_MAJOR: whether weights are contiguous along the weight rows. They must not be quantized then.
+    STEP_ROWS: see `n_major_sums`.
     """
     WEIGHT_DTYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // PAIRS_PER_OUTPUT

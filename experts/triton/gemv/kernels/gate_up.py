@@ -1,6 +1,8 @@
-"""Kernel of GEMM 1 of the gemv path.
+"""`gemv_gate_up_kernel`: GEMM 1 of the gemv path, h = act(x W1^T).
 
-A program computes a block of intermediate columns of one pair.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
+program computes a block of intermediate columns of one pair. `GemvPath` launches the kernel before
+`gemv_down_kernel`.
 """
 
 import triton
@@ -22,7 +24,10 @@ from modular_kernel.ops.kernels.quantize import scale_of
 
 @triton.jit
 def _rows_amax(x_ptr, rows, hidden_size, stride_xm, stride_xk, AMAX_BLOCK_K: tl.constexpr):
-    """Return the largest magnitude in `rows` rows, the first of which is at x_ptr."""
+    """Return the largest magnitude in `rows` rows of x, the first of which is at x_ptr.
+
+    AMAX_BLOCK_K: columns that are read at once.
+    """
     amax = tl.zeros((AMAX_BLOCK_K,), tl.float32)
     column = tl.arange(0, AMAX_BLOCK_K)
     for _ in range(rows):
@@ -42,12 +47,14 @@ def _step_input(
     WEIGHT_DTYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     VECTOR_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x (BLOCK_K,) according to INPUT_QUANT. Return it as float32 (1, BLOCK_K), and its
-    scales.
+    """Quantize one step of x, (BLOCK_K,), according to INPUT_QUANT.
 
-    The scales are (1, BLOCK_K / VECTOR_SIZE), and have the scale of each value's group. The caller
-    does not
-    use them if x has one scale per token or tensor, or no scale.
+    Return (values as float32 (1, BLOCK_K), scales (1, BLOCK_K / VECTOR_SIZE)), where a scale is
+    that of the value's group. The caller does not use the scales if x has one scale per token or
+    tensor, or none.
+
+    start: the first column of the step.
+    scale: the scale of x if INPUT_QUANT is "token", "tensor" or "static".
     """
     x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VECTOR_SIZE), tl.float32)
@@ -80,7 +87,12 @@ def _add_step(
 ):  # fmt: skip
     """Add the products of one step along K to gate and up, and return gate and up.
 
-    scale_mask: (SCALE_ROWS,), which rows have scales.
+    gate_codes, up_codes: (1, BLOCK_N, BLOCK_K), stored weights.
+    start: the first K element of the step.
+    x: (BLOCK_K,). It is quantized here according to INPUT_QUANT.
+    scale_mask: (SCALE_ROWS,), False for weight rows that do not exist.
+    scale_ptrs, up_scale_ptrs, zero_point_ptrs, up_zero_point_ptrs: (SCALE_ROWS,), pointers to the
+        first scale and zero point of each weight row.
     """
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden_size, x_scale, stride_xsk,
@@ -109,10 +121,11 @@ def _n_major_products(
     GATED: tl.constexpr, GATE_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STEP_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return gate and up (1, BLOCK_N) of columns from `first`, for weights with contiguous N.
+    """Return gate and up (1, BLOCK_N) of the columns from `first` on, for N-major weights.
 
-    If gate and up columns alternate, they are loaded as one run of adjacent columns. Otherwise gate
-    and up are NUM_MATRICES runs, which are up_offset apart.
+    N-major weights are contiguous along the weight rows. If gate and up rows alternate, they are
+    loaded as one run of adjacent rows. Otherwise, gate and up are NUM_MATRICES runs, which are
+    up_offset elements apart.
     """
     IS_INTERLEAVED: tl.constexpr = GATED and GATE_STRIDE == 2
     NUM_MATRICES: tl.constexpr = 2 if GATED and not IS_INTERLEAVED else 1
@@ -160,38 +173,58 @@ def gemv_gate_up_kernel(
     LORA_UP_OFFSET: tl.constexpr = 0, HAS_LORA: tl.constexpr = False, BLOCK_RANK: tl.constexpr = 16,
     N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts on this
+    rank.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). A program computes BLOCK_N columns of one
-    pair. In the extra block, the program of pair 0 counts invalid ids, BLOCK_PAIRS at a time.
+        pair. In the extra block, the program of pair 0 counts the ids that are not valid,
+        BLOCK_PAIRS at a time.
 
-    x_ptr: (num_pairs / TOP_K, hidden).
-    b_ptr: w, (e, rows, hidden). Column n uses row n * GATE_STRIDE and, if GATED, also row n *
-        GATE_STRIDE + up_row_offset for up, which is up_offset elements after the first row.
-    h_ptr: (num_pairs, intermediate), contiguous. Rows of skipped pairs are not written.
-    amax_ptr: (num_pairs, blocks). If STORE_AMAX, the kernel writes the largest magnitude of each
-        block of h.
+    x_ptr: (num_pairs / TOP_K, hidden_size).
+    x_scale_ptr: the scales of x if INPUT_QUANT is "prequantized" or "static".
+    b_ptr: weights (num_experts, rows, hidden_size). Column n uses weight row n * GATE_STRIDE and,
+        if GATED, also row n * GATE_STRIDE + up_row_offset for up, which is up_offset elements after
+        the first row.
+    b_scale_ptr: weight scales, one per GROUP_N rows and GROUP_K columns; used if HAS_SCALES.
+    zero_point_ptr: zero points of integer weights, used if HAS_ZERO_POINTS. Otherwise, ZERO_POINT
+        is subtracted from all weights.
+    bias_ptr: (num_experts, rows), used if HAS_BIAS.
+    router_weights_ptr: (num_pairs,) float32. If HAS_ROUTER_WEIGHTS, they multiply the sums before
+        the bias is added.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
+        expert is not on this rank are skipped.
+    invalid_count_ptr: int32, incremented by the number of ids outside [-1, num_experts).
+    h_ptr: output (num_pairs, intermediate_size), contiguous. Rows of skipped pairs are not written.
+    amax_ptr: (num_pairs, blocks) float32. If STORE_AMAX, the kernel writes the largest magnitude in
+        each block of columns of h, from which GEMM 2 computes scales.
+    stride_*: strides, named as in vLLM: x, xs (its scales), b (weights), bs (weight scales), bz
+    (zero points); dimensions e (expert), m, n, k.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATED: whether the activation function combines gate and up.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`).
     INPUT_QUANT: how x is quantized:
         "none": x is not quantized.
         "prequantized": before the launch, with the scales at x_scale_ptr.
         "token", "group", "tensor": in this kernel, with one scale per token, group or tensor.
         "static": in this kernel, with the scale at x_scale_ptr.
-    QMAX, ROUND, MIN_SCALE: see `quantize_rows`.
-    AMAX_BLOCK_K: columns of x that each step of its amax reads.
-    HAS_SCALES: whether weights have scales, one per GROUP_N rows and GROUP_K columns. If GROUP_K is
-        0, the scale is for all of K.
-    SCALE_ROWS: 1 if all BLOCK_N rows share a scale, otherwise BLOCK_N.
-    HAS_ZERO_POINTS: whether integer weights have zero points. If not, ZERO_POINT is subtracted
-        from all
-        weights.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: see `ops.kernels.activation`.
-    VECTOR_SIZE: adjacent weights per load.
+    QMAX, ROUND_TO_INT, MIN_SCALE: the largest value of the quantized type, whether the type is an
+        integer, and the minimum scale.
+    GROUP_K: K elements per weight scale; 0 if one scale covers all of K.
+    SCALE_ROWS: 1 if all BLOCK_N weight rows share a scale, otherwise BLOCK_N.
+    AMAX_BLOCK_K: columns of x that are read at once to find its largest magnitude.
+    VECTOR_SIZE: adjacent weights per load of a thread.
     STAGES: stages of the software pipeline.
-    LORA: whether B[slot of p's token, expert] @ u[p] is added before weight, bias and activation.
-    LORA_UP_OFFSET: offset from the columns of u for gate to the columns for up.
-    BLOCK_RANK: a power of two >= rank.
-    N_MAJOR: whether a thread loads adjacent columns. The weights are then not quantized, and
-        stride_bn is 1.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
+    HAS_LORA: whether B[adapter slot of the token, expert] @ u[p] is added before router weight,
+        bias and activation. lora_u_ptr is u, (num_pairs, columns), and adapter_slots_ptr has one
+        slot per token.
+    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
+        same.
+    BLOCK_RANK: a power of two >= lora_rank.
+    N_MAJOR: whether weights are contiguous along the weight rows (stride_bn is 1). They must not be
+        quantized then.
     STEP_ROWS: see `n_major_sums`.
     """
     pdl_wait(USE_PDL)

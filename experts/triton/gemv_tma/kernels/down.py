@@ -1,7 +1,11 @@
-"""Kernel of GEMM 2 of the gemv_tma path. A tile has some weight rows of each expert of a token.
+"""`gemv_tma_down_kernel`: GEMM 2 of the gemv_tma path (h W2^T), with the sum over each token's
+pairs.
 
-Persistent programs loop over work items. An item is a token and a block of 64 / SLOTS hidden
-columns.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
+Persistent programs loop over work items, each a token and a block of 64 / PAIR_SLOTS hidden
+columns. A tile of 64 weight rows holds the rows of the block for each of the token's experts.
+`gemv_tma.kernels.pipeline` describes the ring of weights and the vectors in shared memory.
+`GemvTmaPath` launches the kernel after `gemv_tma_gate_up_kernel`, which computes h.
 """
 
 from triton.experimental import gluon
@@ -43,7 +47,10 @@ def _run_producer(
     BLOCK_SCALES: gl.constexpr, HAS_EXPERT_MAP: gl.constexpr, TOP_K: gl.constexpr,
     PAIR_SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp, which loads the weight panels of the work items with TMA."""
+    """Run the producer warp: load the weight panels of this program's work items with TMA.
+
+    The arguments are those of the kernel.
+    """
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     ROWS_PER_PAIR: gl.constexpr = ROWS // PAIR_SLOTS
     step = 0
@@ -100,10 +107,11 @@ def _store_pairs(
     TOP_K: gl.constexpr, PAIR_SLOTS: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr, BLOCK_AMAX: gl.constexpr,
 ):  # fmt: skip
-    """Quantize the rows of h of a token's pairs and store them to shared memory.
+    """Store the rows of h of a token's pairs to shared memory, quantized.
 
-    Return the scales of the rows, (8,). They are 1 if BLOCK_SCALES. The rows of skipped pairs may
-    have any contents, because results computed from them are discarded.
+    Return the scales of the rows, (8,). They are 1 if BLOCK_SCALES, where scales are in shared
+    memory. The rows of skipped pairs may have any contents, because results computed from them are
+    discarded.
     """
     AMAX: gl.constexpr = gl.BlockedLayout([PAIR_SLOTS, 1], [1, 32], [1, 4], [1, 0])
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
@@ -140,7 +148,10 @@ def _run_consumer(
     BLOCK_AMAX: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the consumer warpgroup, which multiplies, sums over the pairs of a token, and stores."""
+    """Run the consumer warpgroup: multiply, sum over the pairs of a token, and store the output.
+
+    The arguments are those of the kernel.
+    """
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC_LAYOUT)
     ROWS_PER_PAIR: gl.constexpr = ROWS // PAIR_SLOTS
     # h is valid only after this wait. The producer warp loads weights meanwhile.
@@ -221,28 +232,34 @@ def gemv_tma_down_kernel(
     num_warps: gl.constexpr,
     USE_PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
+    """out[t, n] = routed_scaling_factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of
+    p, n] + bias).
 
-    The work items (token, block of 64 / SLOTS columns) are shared by any number of programs. A tile
-    of the MMA has 64 weight rows, which are the rows of the block for each of SLOTS experts.
+    Grid: any number of programs, which share the work items (token, block of 64 / PAIR_SLOTS
+        columns). A tile of the MMA has 64 weight rows, which are the rows of the block for each of
+        PAIR_SLOTS experts.
 
-    w_desc: (experts * hidden, depth) fp8, in boxes of 64 / SLOTS rows and 128 bytes. Weights of
-        skipped pairs are not read.
-    h_ptr: (num_tokens * TOP_K, depth), contiguous. The kernel quantizes h: with one scale per 128
-        values if BLOCK_SCALES; otherwise with one scale per pair, from its amax_blocks values in
-        amax.
-    amax_ptr: (num_tokens * TOP_K, amax_blocks), the maximum absolute value of each block of h.
-    w_scale_ptr: (experts, scale_rows, scale_groups), with one scale per 128 x 128 block, if
-        BLOCK_SCALES; otherwise (experts, hidden).
-    router_weights_ptr: (num_tokens * TOP_K,) float32, the router weights.
-    bias_ptr: (experts, hidden).
-    out_ptr: (num_tokens, hidden), contiguous.
-    SLOTS: TOP_K rounded up to a power of two, at most 8.
-    QMAX, MIN_SCALE: see `quantize_rows`.
+    w_desc: TMA descriptor of the weights (num_experts * hidden_size, K) fp8, with boxes of 64 /
+        PAIR_SLOTS rows and 128 bytes. Weights of skipped pairs are not read.
+    h_ptr: (num_tokens * TOP_K, K), contiguous. The kernel quantizes h: with one scale per 128
+        values if BLOCK_SCALES, otherwise with one scale per pair, from the values at amax_ptr.
+    amax_ptr: (num_tokens * TOP_K, amax_blocks) float32, the largest magnitude in each block of
+        columns of h.
+    w_scale_ptr: weight scales (num_experts, scale_rows, scale_groups), with one scale per 128 x 128
+        block, if BLOCK_SCALES; otherwise (num_experts, hidden_size).
+    bias_ptr: (num_experts, hidden_size), used if HAS_BIAS.
+    router_weights_ptr: (num_tokens * TOP_K,) float32.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
+        expert is not on this rank are skipped.
+    out_ptr: (num_tokens, hidden_size), contiguous.
+    size_k: K, the intermediate size.
+    PAIR_SLOTS: TOP_K rounded up to a power of two, at most 8.
+    QMAX, MIN_SCALE: the largest fp8 value, and the minimum scale of h.
     BLOCK_AMAX: a power of two >= amax_blocks.
     PIECES: number of pieces of 1024 values in a row of h.
-    STAGES: stages of the ring (see `pipeline`).
-    PANELS_PER_STAGE: panels per stage of the ring.
+    PANELS_PER_STAGE, STAGES: panels per stage, and stages, of the ring.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

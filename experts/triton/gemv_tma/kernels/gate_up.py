@@ -1,4 +1,10 @@
-"""Kernel of GEMM 1 of the gemv_tma path. Persistent programs loop over pairs and column blocks."""
+"""`gemv_tma_gate_up_kernel`: GEMM 1 of the gemv_tma path, h = act(x W1^T), with fp8 weights.
+
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
+Persistent programs loop over work items, each a pair and a block of 32 output columns.
+`gemv_tma.kernels.pipeline` describes the ring of weights and the vectors in shared memory.
+`GemvTmaPath` launches the kernel before `gemv_tma_down_kernel`.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,10 +46,12 @@ _IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def _locate_work_item(
     index, num_pairs, intermediate_size, TOP_K: gl.constexpr, TOKENS_IN_GROUP: gl.constexpr
 ):
-    """Return the pair and the column block of a work item, and the first token of its group.
+    """Return (pair, column block, first token of the group) of a work item.
 
-    A group is TOKENS_IN_GROUP tokens whose vectors are in shared memory at the same time. Items are
-    ordered by group, then by block, then by pair.
+    A group is TOKENS_IN_GROUP tokens whose vectors are in shared memory at the same time. Work
+    items are ordered by group, then by column block, then by pair.
+
+    index: the number of the work item.
     """
     blocks = gl.cdiv(intermediate_size, _COLUMNS)
     group = index // (TOKENS_IN_GROUP * TOP_K * blocks)
@@ -63,7 +71,10 @@ def _run_producer(
     HAS_EXPERT_MAP: gl.constexpr,
     GATE_STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp, which loads the weight panels of the work items with TMA."""
+    """Run the producer warp: load the weight panels of this program's work items with TMA.
+
+    The arguments are those of the kernel.
+    """
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // full.shape[0]
     HALF_ROWS: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
@@ -119,7 +130,7 @@ def _count_invalid(
     num_local_experts,
     HAS_EXPERT_MAP: gl.constexpr,
 ):
-    """Add the number of invalid expert ids to the counter at invalid_count_ptr."""
+    """Add the number of ids outside [-1, num_experts) to the counter at invalid_count_ptr."""
     for start in range(0, num_pairs, _BLOCK_IDS):
         pairs = start + gl.arange(0, _BLOCK_IDS, _IDS)
         _, invalid = load_local_ids(
@@ -144,9 +155,10 @@ def _store_tokens(
     QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Store the vectors of a group of tokens to shared memory.
+    """Store the vectors of a group of tokens to shared memory, quantized.
 
-    Return the scales of the vectors, (8,). They are 1 if BLOCK_SCALES.
+    Return the scales of the vectors, (8,). They are 1 if BLOCK_SCALES, where scales are in shared
+    memory.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))
@@ -181,7 +193,10 @@ def _run_consumer(
     INPUT_QUANT: gl.constexpr,
     BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Run the consumer warpgroup, which multiplies, applies the activation and stores h."""
+    """Run the consumer warpgroup: multiply, apply bias and activation function, and store h.
+
+    The arguments are those of the kernel.
+    """
     if gl.program_id(0) == 0:
         _count_invalid(
             topk_ids_ptr,
@@ -277,31 +292,41 @@ def gemv_tma_gate_up_kernel(
     num_warps: gl.constexpr,
     USE_PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts on this
+    rank.
 
-    The work items (pair, block of 32 columns) are shared by any number of programs. A tile of the
-    MMA has 64 weight rows: 32 gate rows and 32 up rows. The first program also counts invalid ids.
+    Grid: any number of programs, which share the work items (pair, block of 32 columns). A tile of
+        the MMA has 64 weight rows: 32 gate rows and 32 up rows. The first program also counts the
+        ids that are not valid.
 
-    w_desc: (experts * weight_rows, hidden) fp8, in boxes of 128 bytes. With STEP 1, up rows are
-        up_row_offset
-        after gate rows, and a box has 32 rows. With STEP 2, gate and up rows are interleaved, and a
-        box has 64 rows.
-    x_ptr: (num_pairs / TOP_K, hidden).
-    h_ptr: (num_pairs, intermediate), contiguous. Rows of skipped pairs are not written.
+    w_desc: TMA descriptor of the weights (num_experts * weight_rows, hidden_size) fp8, with boxes
+        of 128 bytes along K. With GATE_STRIDE 1, up rows are up_row_offset after gate rows, and a
+        box has 32 rows. With GATE_STRIDE 2, gate and up rows alternate, and a box has 64 rows.
+    x_ptr: (num_pairs / TOP_K, hidden_size).
+    x_scale_ptr: the scales of x if INPUT_QUANT is "prequantized".
+    w_scale_ptr: weight scales; see BLOCK_SCALES.
+    bias_ptr: (num_experts, weight_rows), used if HAS_BIAS.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
+        expert is not on this rank are skipped.
+    invalid_count_ptr: int32, incremented by the number of ids outside [-1, num_experts).
+    h_ptr: output (num_pairs, intermediate_size), contiguous. Rows of skipped pairs are not written.
+    amax_ptr: float32 output (num_pairs, column blocks), the largest magnitude in each block of
+        columns of h; written unless BLOCK_SCALES.
+    stride_*: strides of x and of its scales (xs); dimensions m and k.
+    scale_rows, scale_groups: the shape of the weight scales of an expert; see BLOCK_SCALES.
     TOKENS_IN_GROUP: number of tokens that are in shared memory at the same time, a power of two up
         to 8.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`).
     INPUT_QUANT: "prequantized" if x is fp8 and has scales. Otherwise the kernel quantizes x, with
-        one
-        scale per token ("token") or per 128 values ("group").
-    QMAX, MIN_SCALE: see `quantize_rows`.
-    BLOCK_SCALES: whether w_scale is (experts, scale_rows, scale_groups), with one scale per 128 x
-        128 block. Otherwise w_scale is (experts, weight_rows), and the maximum absolute value of
-        each
-        block of h is written to amax, (num_pairs, blocks).
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
+        one scale per token ("token") or per 128 values ("group").
+    BLOCK_SCALES: whether the weight scales are (num_experts, scale_rows, scale_groups), with one
+        scale per 128 x 128 block. Otherwise, they are (num_experts, weight_rows).
+    QMAX, MIN_SCALE: the largest fp8 value, and the minimum scale of x.
     PIECES: number of pieces of 1024 values in a row of x.
-    STAGES: stages of the ring (see `pipeline`).
-    PANELS_PER_STAGE: panels per stage of the ring.
+    PANELS_PER_STAGE, STAGES: panels per stage, and stages, of the ring.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)
     vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)

@@ -1,12 +1,16 @@
-"""Device functions of the gemv_tma path, which load fp8 weights through a ring in shared memory.
+"""Device functions of the gemv_tma path, which loads fp8 weights through a ring buffer in shared
+memory.
 
 With a few tokens, almost all of the time is spent reading weights. A producer warp only issues TMA
 loads, as far ahead as the ring has stages. A consumer warpgroup runs the MMAs. M of the MMAs is 64
-weight rows, and N is eight vectors, which are tokens or the pairs of one token.
+weight rows, and N is eight vectors: rows of x in GEMM 1, or the rows of h of one token's pairs in
+GEMM 2.
 
-A stage of the ring has some panels. A panel is 64 weight rows by 128 bytes along K. The vectors
-stay in shared memory for all of K, in pieces of 1024 values (8 panels), with one scale per 128
-values. The functions are for sm_90.
+    panel  64 weight rows by 128 bytes (values) along K. A stage of the ring has one or more panels.
+    piece  1024 values of each vector along K, which is 8 panels.
+
+The vectors stay in shared memory for all of K, in pieces, with one scale per 128 values. The
+functions are for sm_90.
 """
 
 import triton.language as tl
@@ -52,7 +56,11 @@ def vector_row_layout(rows):
 
 @gluon.jit
 def _load_piece(row_ptrs, stride, row_mask, size_k, piece):
-    """Load piece `piece` (R, 1024) of the rows at row_ptrs (R,). Values past `depth` are 0."""
+    """Load piece number `piece` of each row, (rows, 1024). Values from size_k on are 0.
+
+    row_ptrs: (rows,), pointers to the rows.
+    stride: the stride of the values of a row.
+    """
     NUM_ROWS: gl.constexpr = row_ptrs.shape[0]
     k = gl.arange(0, PIECE, gl.SliceLayout(0, vector_layout(NUM_ROWS)))[None, :]
     k_offset = piece * PIECE + k
@@ -64,7 +72,8 @@ def _load_piece(row_ptrs, stride, row_mask, size_k, piece):
 def load_pieces(row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
     """Load all pieces of the rows, so that all loads are in flight at the same time.
 
-    Return () if the pieces do not fit in registers. Each piece is then loaded when it is needed.
+    Return a tuple of pieces, or () if they do not fit in registers. Each piece is then loaded when
+    it is needed.
     """
     FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()
@@ -76,7 +85,7 @@ def load_pieces(row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
 
 @gluon.jit
 def row_amax(pieces, row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
-    """Return the maximum absolute value of each row, (R,).
+    """Return the largest magnitude in each row, (rows,).
 
     pieces: the result of `load_pieces`.
     """
@@ -94,7 +103,7 @@ def row_amax(pieces, row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
 
 @gluon.jit
 def repeat_rows(values):
-    """Repeat each row of `values` (R, K) 8 / R times; return (8, K)."""
+    """Repeat each row of `values` (rows, K) 8 / rows times; return (8, K)."""
     for _ in gl.static_range(3):
         if values.shape[0] < VECTORS:
             doubled = gl.join(values, values).permute((0, 2, 1))
@@ -104,7 +113,9 @@ def repeat_rows(values):
 
 @gluon.jit
 def repeat_scales(values):
-    """Repeat `values` (R,) to (8,) like `repeat_rows`, in the layout of the accumulator columns."""
+    """Repeat `values` (rows,) to (8,) like `repeat_rows`, in the layout of the accumulator's
+    columns.
+    """
     NUM_ROWS: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = vector_layout(NUM_ROWS)
     column = gl.arange(0, VECTORS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -119,7 +130,10 @@ def _store_piece(
     vectors, scales, piece, values, inverse,
     INPUT_QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantize values (R, 1024) according to INPUT_QUANT and store them. See `store_vectors`."""
+    """Quantize the values (rows, 1024) of a piece according to INPUT_QUANT, and store them.
+
+    See `store_vectors`.
+    """
     NUM_ROWS: gl.constexpr = values.shape[0]
     if INPUT_QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
@@ -139,17 +153,20 @@ def store_vectors(
     INPUT_QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Write the rows at row_ptrs (R,) to `vectors` (pieces, 8, 1024) in shared memory.
+    """Write rows to `vectors` in shared memory, quantized, as the right operand of the MMAs.
 
-    Rows are repeated as by `repeat_rows`. The values of a row are `stride` apart. 0 is written for
-    values past `depth`. If BLOCK_SCALES, the scales of the values are written to `scales` (pieces,
-    8 panels, 8).
+    Rows are repeated as by `repeat_rows`. Values from size_k on are 0.
 
+    vectors: (pieces, 8, 1024) in shared memory.
+    scales: (pieces, 8 panels, 8) in shared memory, the scales of the values. Written if
+        BLOCK_SCALES.
     pieces: the result of `load_pieces`.
-    INPUT_QUANT: "prequantized": the rows are already quantized. With BLOCK_SCALES, the scales of
-        their
-        groups are at scale_ptrs (R,), stride_scale apart. "token": quantize by multiplying with
-        `inverse` (R,). "group": quantize with one scale per 128 values.
+    row_ptrs: (rows,), pointers to the rows, whose values are `stride` apart.
+    inverse: (rows,), the reciprocal of each row's scale; used if INPUT_QUANT is "token".
+    scale_ptrs, stride_scale: pointers to the scales of each row's groups, and their stride; used if
+        INPUT_QUANT is "prequantized" with BLOCK_SCALES.
+    INPUT_QUANT: "prequantized": the rows are already quantized. "token": quantize with one scale
+        per row. "group": quantize with one scale per 128 values.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     if len(pieces) > 0:
@@ -175,7 +192,7 @@ def store_vectors(
 
 @gluon.jit
 def _vector_panel(vectors, index):
-    """Return panel `index` of the vectors, (128, 8), as the right operand of wgmma."""
+    """Return panel number `index` of the vectors, (128, 8), as the right operand of wgmma."""
     piece = vectors.index(index // PANELS)
     panels = reinterpret(piece, vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
     return panels.index(index % PANELS).permute((1, 0))
@@ -183,9 +200,9 @@ def _vector_panel(vectors, index):
 
 @gluon.jit
 def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
-    """Multiply a tile of weights by the vectors; return the accumulators (64, 8) and the next step.
+    """Multiply a tile of weights by the vectors; return (accumulators (64, 8), next step).
 
-    step: the number of stages that this program has consumed.
+    step: the number of stages that this program has consumed since the start of the kernel.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
@@ -210,7 +227,11 @@ def _multiply_unscaled(ring, vectors, full, empty, step, size_k):
 
 @gluon.jit
 def _load_weight_scales(ptrs, start, size_k, mask, PANELS_PER_STAGE: gl.constexpr):
-    """Load the weight scales (64,) of each panel of a stage. Scales past the end of K are 0."""
+    """Load the weight scales (64,) of each panel of a stage. Scales past the end of K are 0.
+
+    ptrs: (64,), pointers to the first scale of each weight row.
+    start: the first K element of the stage.
+    """
     scales = ()
     for panel_index in gl.static_range(PANELS_PER_STAGE):
         in_bounds = start + panel_index * PANEL < size_k
@@ -220,11 +241,11 @@ def _load_weight_scales(ptrs, start, size_k, mask, PANELS_PER_STAGE: gl.constexp
 
 @gluon.jit
 def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mask):
-    """Like `_multiply_unscaled`, but scale the partial sums of each panel.
+    """Like `_multiply_unscaled`, but multiply the partial sums of each panel by their scales.
 
     scales: the scales of the vectors, in shared memory.
-    ptrs: (64,), pointers to the first weight scale of each row.
-    mask: (64,), the mask of these rows.
+    ptrs: (64,), pointers to the first weight scale of each weight row.
+    mask: (64,), False for weight rows that do not exist.
     """
     STAGES: gl.constexpr = full.shape[0]
     PANELS_PER_STAGE: gl.constexpr = ring.shape[0] // STAGES
@@ -263,7 +284,7 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mas
 
 @gluon.jit
 def prefetch_scales(ptr, count):
-    """Prefetch `count` scales, which start at `ptr`, to L1.
+    """Prefetch `count` scales, which start at `ptr`, to the L1 cache.
 
     The producer warp calls this function, so that the consumer warpgroup need not wait for memory.
     Each of its 32 lanes prefetches 8 scales.
@@ -283,9 +304,10 @@ def prefetch_scales(ptr, count):
 def multiply(
     ring, vectors, scales, full, empty, step, size_k, ptrs, mask, BLOCK_SCALES: gl.constexpr
 ):  # fmt: skip
-    """Multiply a tile of weights by the vectors; return the accumulators (64, 8) and the next step.
+    """Multiply a tile of weights by the vectors; return (accumulators (64, 8), next step).
 
-    If BLOCK_SCALES, the partial sums are scaled (see `_multiply_scaled`).
+    BLOCK_SCALES: whether weights have one scale per 128 x 128 block. The partial sums are then
+        scaled (`_multiply_scaled`).
     """
     if BLOCK_SCALES:
         sums, step = _multiply_scaled(
@@ -298,7 +320,10 @@ def multiply(
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, PANELS_PER_STAGE: gl.constexpr):
-    """Allocate a ring of STAGES stages of PANELS_PER_STAGE panels, and its barriers."""
+    """Allocate a ring of STAGES stages of PANELS_PER_STAGE panels; return (ring, full, empty).
+
+    full, empty: the barriers of the stages (`gluon_ring`).
+    """
     ring = gl.allocate_shared_memory(dtype, [STAGES * PANELS_PER_STAGE, ROWS, PANEL], SWIZZLED)
     full, empty = allocate_barriers(STAGES, 1)
     return ring, full, empty
@@ -306,7 +331,10 @@ def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, PANELS_PER_STAGE: gl.co
 
 @gluon.jit
 def wait_empty_stage(step, full, empty):
-    """Wait for an empty stage of the ring; return the index and the full barrier of the stage."""
+    """Wait until the next stage of the ring is empty; return (its index, its `full` barrier).
+
+    step: the number of stages that the producer has filled since the start of the kernel.
+    """
     STAGES: gl.constexpr = full.shape[0]
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)

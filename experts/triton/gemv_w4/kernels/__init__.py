@@ -1,1 +1,1 @@
-"""Matrix-vector kernels for 4-bit weights, which are unpacked in registers."""
+"""Matrix-vector kernels of the gemv_w4 path, which unpack 4-bit weights in registers."""

@@ -1,19 +1,21 @@
-"""Device functions of the gemv_w4 path, which multiply a vector by 4-bit weights in registers.
+"""Device functions of the gemv_w4 path: multiply a vector by 4-bit weights, which are unpacked in
+registers.
 
-In each step, a warp multiplies one block of every row that it owns. A block is CHUNKS * 128 weights
-along K. A chunk is 128 weights of a row: 16 adjacent bytes in each of four lanes. A lane unpacks
-its own words, which are its part of an MMA operand, so weights never move between lanes. The first
-two axes of loaded tensors are therefore the lanes of a warp, 4 and 8. The third axis is WARPS, the
-warps of a program.
+A word is an int32 with eight 4-bit weights of a row. Weights never move between the lanes of a
+warp: a lane unpacks exactly the words that are its part of an MMA operand. The first two axes of
+loaded tensors are therefore the lanes of a warp, 4 and 8. The third axis is the warps of a program.
 
-A slot is the part of a chunk that shares a scale, or the whole chunk. The vector is the right
-operand of the MMA, which has eight columns. Each column is for one slot: it holds the values of x
-in that slot, and zeros elsewhere. The MMA therefore computes a separate sum for each slot. The sums
-are scaled and then added.
+    chunk       128 weights of a row along K: 16 adjacent bytes in each of four lanes.
+    block       CHUNKS chunks of each weight row of a warp. A warp multiplies one block per step.
+    scale slot  the part of a chunk that shares one scale, or the whole chunk.
+
+The vector x is the right operand of the MMA, which has eight columns. Each column is for one scale
+slot: it holds the values of x in that slot, and zeros elsewhere. The MMA therefore computes a
+separate sum for each scale slot. The sums are multiplied by their scales and then added.
 
 An MMA has 16 weight rows. If a program has only 8 weight rows, HALVES is 2: rows 0 to 7 of the MMA
 hold the first half of the block, and rows 8 to 15 hold the second half of the same weight rows. In
-each row, only the columns of the slots in its own half are used.
+each row, only the columns of the scale slots in its own half are used.
 """
 
 import triton
@@ -32,7 +34,7 @@ from experts.triton.kernels.unpack_w4 import (
 
 @triton.constexpr_function
 def scale_slots_per_chunk(group: int) -> int:
-    """Return the slots per chunk if `group` weights share a scale: 1, 2 or 4."""
+    """Return the number of scale slots per chunk, 1, 2 or 4, if `group` weights share a scale."""
     return next(slots for slots in (1, 2, 4) if group % (128 // slots) == 0)
 
 
@@ -62,7 +64,7 @@ def lane_row_indices(
     first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight rows as two summands; see `weight_row_indices`.
+    """Return the weight rows of a warp as two summands; see `weight_row_indices`.
 
     The first summand has one value per lane, (1, 8, 1, 1). The second one has one value per group
     of eight rows, (1, 1 or 8, 1, ROWS / 8).
@@ -79,12 +81,14 @@ def load_words(
     ptr, offset, chunk, in_bounds, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a block, or half of a block, of each row as int32 (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
+    """Load a block, or half of a block, of each weight row as int32 (4, 8, warps, ROWS / 8, CHUNKS,
+    4).
 
-    ptr: an int32 pointer, or one int32 pointer per lane.
-    offset: offsets of the rows in words, as two summands of `lane_row_indices`.
-    chunk: index of the first chunk of the block, (1 or 4, 1 or 8, WARPS, 1).
+    ptr: pointer to the int32 words of the expert, or one pointer per lane.
+    offset: offsets of the weight rows in words, as two summands of `lane_row_indices`.
+    chunk: index of the first chunk of the block, (1 or 4, 1 or 8, warps, 1).
     in_bounds: whether to read the block, with the same shape as `chunk`.
+    size_k: K.
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
@@ -107,7 +111,7 @@ def _scale_slot_mask(
     SCALE_SLOTS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Return whether a slot starts inside its row's half of the block and inside K."""
+    """Return whether a scale slot starts inside its row's half of the block and inside K."""
     half = tl.arange(0, HALVES)[None, None, None, :]
     mask = in_bounds & (scale_slot // (CHUNKS * SCALE_SLOTS) == half)
     if not EVEN_K:
@@ -119,7 +123,7 @@ def _scale_slot_mask(
 def _load_scale_slots(
     ptr, offset, chunk, scale_slot, mask, SCALE_SLOTS: tl.constexpr, GROUP_K: tl.constexpr
 ):
-    """Load the scales or zero points of one or more slots. See `load_by_scale_slot`."""
+    """Load the scales or zero points of one or more scale slots; see `load_by_scale_slot`."""
     if GROUP_K == 128 // SCALE_SLOTS:
         group = chunk * SCALE_SLOTS + scale_slot
     else:
@@ -133,9 +137,9 @@ def load_by_scale_slot(
     SCALE_SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
     PAIRED_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Load scales or zero points, one per row and slot, as (4, 8, WARPS, ROWS / 8, 2).
+    """Load scales or zero points, one per weight row and scale slot, as (4, 8, warps, ROWS / 8, 2).
 
-    The result is 0 for slots past the block or half. If PAIRED_SCALES, two slots are loaded at
+    The result is 0 for scale slots outside the block or half. If PAIRED_SCALES, two are loaded at
     once. Otherwise, they are loaded separately: a single load would get another layout, from which
     the values would have to move through shared memory.
 
@@ -162,7 +166,9 @@ def load_by_scale_slot(
 
 @triton.jit
 def to_scale_slot_layout(values):
-    """Reshape (4, 8, WARPS, ROWS / 8, 2) to (WARPS, ROWS, 8), the shape of the sums per slot."""
+    """Reshape (4, 8, warps, ROWS / 8, 2) to (warps, ROWS, 8), the shape of the sums per scale
+    slot.
+    """
     warps: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
     return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (warps, groups * 8, 8))
@@ -170,7 +176,7 @@ def to_scale_slot_layout(values):
 
 @triton.jit
 def _value_offsets(chunk, in_bounds, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
-    """Return offsets into a row of x and masks, one per eight values, (4, 8, WARPS, 1, 4, 1).
+    """Return offsets into a row of x, and masks, one per eight values, (4, 8, warps, 1, 4, 1).
 
     chunk, in_bounds: as in `load_words`.
     """
@@ -187,9 +193,11 @@ def _value_offsets(chunk, in_bounds, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: 
 
 @triton.jit
 def load_pairs(ptr, row, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
-    """Load a block of rows written by `store_in_pair_order` as int32 (4, 8, WARPS, 1, 4, 4).
+    """Load a block of rows written by `store_in_pair_order` as int32 (4, 8, warps, 1, 4, 4).
 
-    ptr: an int32 pointer to rows of `depth` values.
+    Each int32 holds a pair of 16-bit values in the order of the MMA (`to_mma_pairs`).
+
+    ptr: an int32 pointer to rows of size_k values.
     row: the row of each warp, with the same shape as `chunk`.
     chunk, in_bounds: as in `load_words`.
     """
@@ -203,10 +211,12 @@ def load_pairs(ptr, row, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_S
 def load_row(
     ptr, stride, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr
 ):
-    """Load a block of a row of x as int32 (4, 8, WARPS, 1, 4, 4), with two adjacent values each.
+    """Load a block of a row of x as int32 (4, 8, warps, 1, 4, 4), with two adjacent 16-bit values
+    each.
 
     `to_mma_pairs` converts the result to the order that the MMA needs.
 
+    ptr, stride: pointer to the row, and the stride of its values.
     chunk, in_bounds: as in `load_words`.
     """
     offset, mask = _value_offsets(chunk, in_bounds, size_k, CHUNKS, SCALE_SLOTS)
@@ -219,13 +229,15 @@ def load_row(
 
 @triton.jit
 def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
-    """Permute the result of `load_row` to the order of the MMA, int32 (4, 8, WARPS, 1, 4, 4).
+    """Permute the result of `load_row` to the order of the MMA, int32 (4, 8, warps, 1, 4, 4).
 
-    A pair is the two values of x that are multiplied by the low and the high half of a register of
-    weights. bf16 values are multiplied by `prescale_factor`. The two pairs of an MMA are adjacent.
+    Each int32 becomes a pair: the two values of x that are multiplied by the low and by the high
+    half of a register of unpacked weights. bf16 values are multiplied by `prescale_factor`. The two
+    pairs of an MMA are adjacent.
 
-    barrier: as in `scale_slot_sums`.
-    dtype: the type of the values.
+    barrier: 0, from `issue_loads`. The computation depends on it, so that it starts after the
+        loads.
+    dtype: the dtype of the values.
     """
     warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
@@ -244,7 +256,14 @@ def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
 
 @triton.jit
 def store_in_pair_order(row_ptr, column, mask, values, WEIGHT_FORMAT: tl.constexpr):
-    """Round values to the element type of row_ptr and store them in the order of `load_pairs`."""
+    """Round values to the dtype of row_ptr and store them in the order in which `load_pairs` reads
+    them.
+
+    GEMM 1 stores h in this way, so that GEMM 2 need not permute and prescale it.
+
+    row_ptr: pointer to the output row.
+    column: the column of each value.
+    """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
     if dtype == tl.bfloat16:
@@ -274,9 +293,9 @@ def _weight_operand(words, WEIGHT_FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _x_operand(pairs, dtype: tl.constexpr):
-    """Convert pairs (4, 8, WARPS, 1, 4, 4) to the operand x (WARPS, 128, 8).
+    """Convert pairs (4, 8, warps, 1, 4, 4) to the right operand of the MMA, (warps, 128, 8).
 
-    Column s holds the values of x in slot s, and zeros for the rest of the chunk.
+    Column s holds the values of x in scale slot s, and zeros for the rest of the chunk.
     """
     warps: tl.constexpr = pairs.shape[2]
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
@@ -297,9 +316,9 @@ def _repeat_per_chunk(values, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _select_chunk_of_scale_slot(sums, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
-    """Select the own chunk of each column from sums (CHUNKS * WARPS, ROWS, 8).
+    """Select, for each column of sums (CHUNKS * warps, ROWS, 8), the chunk of its scale slot.
 
-    Return (WARPS, ROWS, 8).
+    Return (warps, ROWS, 8).
     """
     warps: tl.constexpr = sums.shape[0] // CHUNKS
     rows: tl.constexpr = sums.shape[1]
@@ -348,15 +367,16 @@ def scale_slot_sums(
     HAS_ZERO_POINTS: tl.constexpr,
     SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return (weights - zero points) @ x for each slot, without scales, float32 (WARPS, ROWS, 8).
+    """Return (weights - zero points) @ x for each scale slot, without scales, float32 (warps, ROWS,
+    8).
 
     Every chunk is multiplied by all columns, and the results for columns of other chunks are
     dropped. This takes fewer instructions than zeroing these columns.
 
-    words: (4, 8, WARPS, ROWS / 8, CHUNKS, 4).
-    pairs: (4, 8, WARPS, 1, 4, 4).
-    zero: float32 (WARPS, ROWS, 8).
-    barrier: the result of `issue_loads`. The MMAs depend on it, so that they are issued after it.
+    words: (4, 8, warps, ROWS / 8, CHUNKS, 4), from `load_words`.
+    pairs: (4, 8, warps, 1, 4, 4), from `to_mma_pairs` or `load_pairs`.
+    zero: float32 (warps, ROWS, 8), the zero points.
+    barrier: 0, from `issue_loads`. The MMAs depend on it, so that they are issued after the loads.
     ADD_ZERO_TERM_LAST: whether the zero-point term is added after the MMA. Otherwise, it is the
         initial accumulator, which takes fewer registers.
     """
@@ -402,7 +422,7 @@ def scaled_sums(
     words, pairs, scale, zero, shift, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr,
     HAS_ZERO_POINTS: tl.constexpr, SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return the scaled sums of a block for each slot, float32 (WARPS, ROWS, 8).
+    """Return the scaled sums of a block for each scale slot, float32 (warps, ROWS, 8).
 
     scale, zero: results of `load_by_scale_slot`.
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).

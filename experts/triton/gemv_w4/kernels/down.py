@@ -1,7 +1,9 @@
-"""Kernel of GEMM 2 of the gemv_w4 path.
+"""`gemv_w4_down_kernel`: GEMM 2 of the gemv_w4 path (h W2^T), with the sum over each token's pairs.
 
-A program computes a block of hidden columns of one token. Each of its WARPS warps sums over some of
-the blocks along K and over some of the token's pairs. `common` defines blocks, chunks and slots.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
+program computes a block of hidden columns of one token. Each of its warps sums over some of the
+blocks along K and over some of the token's pairs. `gemv_w4.kernels.common` defines block, chunk and
+scale slot. `GemvW4Path` launches the kernel after `gemv_w4_gate_up_kernel`, which computes h.
 """
 
 import triton
@@ -24,7 +26,10 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.constexpr_function
 def blocks_along(size_k: int, chunks: int) -> int:
-    """Return the number of blocks of `chunks` chunks along K."""
+    """Return the number of blocks of `chunks` chunks along K.
+
+    size_k: K.
+    """
     return -(-size_k // (chunks * 128))
 
 
@@ -32,8 +37,12 @@ def blocks_along(size_k: int, chunks: int) -> int:
 def stays_in_bounds(blocks: int, warps_per_pair: int, stages: int, load_after_mma: bool) -> bool:
     """Return whether no step loads a block after the last one of its pair.
 
-    A step loads the block of a later step, so that the last of several steps load blocks of steps
-    that do not exist.
+    A step loads the block of a later step in advance. The last steps therefore load blocks of steps
+    that do not exist, unless there is only one step or all steps are loaded before the loop.
+
+    blocks: blocks of a weight row.
+    warps_per_pair: warps that share the blocks of a pair.
+    stages: blocks that a warp loads before the loop.
     """
     num_steps = -(-blocks // warps_per_pair)
     return (
@@ -52,8 +61,10 @@ def _pair_of_warp(
 ):  # fmt: skip
     """Return the pair of each warp, its local expert, and whether the pair is not skipped.
 
-    The results are (4, 8, WARPS, 1). WARPS_PER_PAIR warps share a pair. If WARPS_PER_PAIR is 0, a
-    warp processes several pairs, and the results are not used.
+    The results are (4, 8, NUM_WARPS, 1). WARPS_PER_PAIR warps share a pair. If WARPS_PER_PAIR is 0,
+    a warp processes several pairs, and the results are not used.
+
+    HAS_LOOP: whether the steps run in a loop that is not unrolled.
     """
     if WARPS_PER_PAIR > 0:
         slot = tl.arange(0, NUM_WARPS)[None, None, :, None] // WARPS_PER_PAIR
@@ -84,10 +95,10 @@ def _initial_biases(
     TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Return the biases as initial sums, float32 (WARPS, ROWS, 8).
+    """Return the biases as initial sums, float32 (NUM_WARPS, ROWS, 8).
 
-    The first slot of a pair's first warp has the pair's bias. The other slots are zero. The sums
-    are multiplied by the router weight later.
+    The first scale slot of a pair's first warp has the pair's bias. All other sums start at zero.
+    The sums are multiplied by the router weight later.
     """
     warp = tl.arange(0, NUM_WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
@@ -117,11 +128,11 @@ def _block_of_warp(
     NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Return pair, local expert, whether to read it, and first chunk of each warp's block in step.
+    """Return (pair, local expert, whether to read it, first chunk) of each warp's block in a step.
 
-    The results are (4, 8, WARPS, 1). If WARPS_PER_PAIR > 0, the block belongs to the warp's own
-    pair. Otherwise the blocks of a token's pairs are numbered consecutively, and warp w has block
-    step * WARPS + w.
+    The results are (4, 8, NUM_WARPS, 1). If WARPS_PER_PAIR > 0, the block belongs to the warp's own
+    pair. Otherwise, the blocks of a token's pairs are numbered consecutively, and warp w takes
+    block step * NUM_WARPS + w.
     """
     BLOCKS: tl.constexpr = blocks_along(SIZE_K, CHUNKS * HALVES)
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None]
@@ -163,9 +174,9 @@ def _load_block(
     NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Load words, scales, zero points and router weights of the block of each warp.
+    """Load words, scales, zero points and router weights of the block of each warp in a step.
 
-    Return these, and the block's pair, whether the block is read, and its first chunk.
+    Return them, followed by the block's pair, whether the block is read, and its first chunk.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
     pair, local_expert, valid, chunk = _block_of_warp(
@@ -215,7 +226,9 @@ def _load_block(
 
 @triton.jit
 def _broadcast_to_sums(weight, GROUPS: tl.constexpr):
-    """Broadcast a value per warp, (4, 8, WARPS, 1), to the shape of sums (WARPS, 8 * GROUPS, 8)."""
+    """Broadcast a value per warp, (4, 8, warps, 1), to the shape of sums, (warps, 8 * GROUPS,
+    8).
+    """
     warps: tl.constexpr = weight.shape[2]
     return to_scale_slot_layout(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, warps, GROUPS, 2)))
 
@@ -236,10 +249,10 @@ def _multiply_step(
     STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of ring[0] and h to total. Return total, the next h and the advanced ring.
+    """Add the product of the block ring[0] and h to total; return (total, next h, advanced ring).
 
-    The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
-    the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
+    ring: a tuple of the blocks of the next STAGES steps (results of `_load_block`). The block after
+        these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
     words, scale, zero, weight, _, _, _ = ring[0]
@@ -312,29 +325,42 @@ def gemv_w4_down_kernel(
     NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of p, n] + bias).
+    """out[t, n] = routed_scaling_factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of
+    p, n] + bias).
 
-    Grid: (tokens, blocks of BLOCK_N columns). The WARPS warps of a program split the pairs of a
-    token and their K, in blocks of HALVES * CHUNKS * 128. The order of the sum is fixed. If TOP_K =
-    1, every pair has an output row, which is zero if the pair is skipped.
+    Grid: (tokens, blocks of BLOCK_N columns). The NUM_WARPS warps of a program split the pairs of a
+        token and their K, in blocks of HALVES * CHUNKS * 128. The order of the sum is fixed. If
+        TOP_K = 1, every pair has an output row, which is zero if the pair is skipped.
 
     h_ptr: (tokens * TOP_K, SIZE_K), contiguous, in the order of `store_in_pair_order`.
-    b_ptr: w, (e, hidden, SIZE_K / 2) bytes. The kernel reads int32 words of eight weights, and does
-        not read the weights of skipped pairs.
-    out_ptr: (tokens, hidden), contiguous.
-    WEIGHT_FORMAT: the encoding of words and scales; see `unpack_w4`.
+    b_ptr: weights (num_experts, hidden_size, SIZE_K / 2) bytes, read as int32 words of eight
+        weights. Weights of skipped pairs are not read.
+    b_scale_ptr: weight scales (num_experts, hidden_size, SIZE_K / GROUP_K).
+    zero_point_ptr: zero points, two rows per byte; used if HAS_ZERO_POINTS.
+    bias_ptr: (num_experts, hidden_size), used if HAS_BIAS.
+    router_weights_ptr: (tokens * TOP_K,) float32, used if HAS_ROUTER_WEIGHTS.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
+        expert is not on this rank are skipped.
+    out_ptr: (tokens, hidden_size), contiguous.
+    NUM_STEPS, num_steps: the number of steps. NUM_STEPS is a constant, which short loops need for
+        unrolling. Other loops use num_steps.
+    stride_*: strides, named as in vLLM: b (weights, in bytes), bs (weight scales), bz (zero
+    points); dimensions e (expert), n.
+    SIZE_K: K, the intermediate size.
+    TOP_K: pairs per output row.
+    WEIGHT_FORMAT: the encoding of words and scales (`experts.triton.kernels.unpack_w4`).
     HAS_ZERO_POINTS: whether weights have zero points.
     GROUP_K: weights per scale.
-    PAIRED_SCALES: see `load_by_scale_slot`.
+    PAIRED_SCALES: whether two scales can be loaded at once (`load_by_scale_slot`).
     BLOCK_TOP_K: a power of two >= TOP_K.
-    EVEN_N: whether BLOCK_N divides hidden.
-    CHUNKS, HALVES: see `common`.
-    WARPS_PER_PAIR: warps per pair, or 0 if TOP_K does not divide WARPS.
-    STEPS, steps: the number of steps. STEPS is a constant, which short loops need for unrolling.
-        Other loops use steps.
+    EVEN_N: whether BLOCK_N divides hidden_size.
+    CHUNKS, HALVES: the size of a block; see `gemv_w4.kernels.common`.
+    WARPS_PER_PAIR: warps per pair, or 0 if TOP_K does not divide NUM_WARPS.
     STAGES: the number of blocks that a warp has in flight while it multiplies one.
     LOAD_AFTER_MMA: whether a block is loaded only after the previous block has been multiplied.
         This takes fewer registers.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     ACTIVATION_DTYPE: tl.constexpr = h_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK_N * HALVES

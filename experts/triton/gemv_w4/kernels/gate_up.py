@@ -1,7 +1,9 @@
-"""Kernel of GEMM 1 of the gemv_w4 path.
+"""`gemv_w4_gate_up_kernel`: GEMM 1 of the gemv_w4 path, h = act(x W1^T).
 
-A program computes a block of intermediate columns of a routed pair. Each of its WARPS warps sums
-over some of the blocks along K. `common` defines blocks, chunks and slots.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
+program computes a block of intermediate columns of one pair. Each of its warps sums over some of
+the blocks along K. `gemv_w4.kernels.common` defines block, chunk and scale slot. `GemvW4Path`
+launches the kernel before `gemv_w4_down_kernel`.
 """
 
 import triton
@@ -33,7 +35,7 @@ def _load_block(
 ):  # fmt: skip
     """Load the words, scales and zero points of one block for each warp.
 
-    Warp w gets block step * WARPS + w along K.
+    Warp w takes block step * NUM_WARPS + w along K.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None]
@@ -76,7 +78,7 @@ def _load_x(
     x_ptr, stride, step, size_k,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the values of x that are multiplied by the words from `_load_block`."""
+    """Load the values of x that are multiplied by the words from `_load_block` of the same step."""
     warp = tl.arange(0, NUM_WARPS)[None, None, :, None]
     chunk = (step * NUM_WARPS + warp) * CHUNKS
     in_bounds, scale_slots = chunk * 128 < size_k, scale_slots_per_chunk(GROUP_K)
@@ -94,10 +96,10 @@ def _multiply_step(
     CHUNKS: tl.constexpr, NUM_WARPS: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of ring[0] and x to total. Return total, the next x and the advanced ring.
+    """Add the product of the block ring[0] and x to total; return (total, next x, advanced ring).
 
-    The ring holds the blocks of the next STAGES steps. The block after these steps is loaded before
-    the MMAs, or, if LOAD_AFTER_MMA, after the MMAs.
+    ring: a tuple of the blocks of the next STAGES steps (results of `_load_block`). The block after
+        these steps is loaded before the MMAs or, if LOAD_AFTER_MMA, after them.
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
     words, scale, zero = ring[0]
@@ -159,22 +161,46 @@ def gemv_w4_gate_up_kernel(
 ):  # fmt: skip
     """h[p, n] = act(r[p] * (x[p // TOP_K] @ w[expert of p, rows of n]^T) + bias)
 
-    for pairs p of local experts, where r[p] is the router weight if HAS_ROUTER_WEIGHTS, else 1.
+    for pairs p of experts on this rank, where r[p] is the router weight if HAS_ROUTER_WEIGHTS, else
+    1.
 
-    Grid: (num_pairs, blocks of BLOCK_N columns + 1). The WARPS warps of a program split K in blocks
-    of CHUNKS * 128. In the extra block, the program of pair 0 counts invalid ids, BLOCK_PAIRS at a
-    time.
+    Grid: (num_pairs, blocks of BLOCK_N columns + 1). The NUM_WARPS warps of a program split K in
+        blocks of CHUNKS * 128. In the extra block, the program of pair 0 counts the ids that are
+        not valid, BLOCK_PAIRS at a time.
 
     x_ptr: (num_pairs / TOP_K, SIZE_K).
-    b_ptr: w, (e, rows, SIZE_K / 2) bytes. The kernel reads int32 words of eight weights. Column n
-        uses row n * GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + UP_ROW_OFFSET for up.
-    bias_ptr: if HAS_BIAS, the bias of the rows of w, (e, rows).
-    h_ptr: (num_pairs, intermediate), contiguous, in the order of `store_in_pair_order`. Rows of
-        skipped pairs are not written.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: see `ops.kernels.activation`.
-    WEIGHT_FORMAT, HAS_ZERO_POINTS, GROUP_K, PAIRED_SCALES, EVEN_N, CHUNKS, STEPS, STAGES,
-        LOAD_AFTER_MMA: see
-        `gemv_w4_down_kernel`.
+    b_ptr: weights (num_experts, rows, SIZE_K / 2) bytes, read as int32 words of eight weights.
+        Column n uses weight row n * GATE_STRIDE and, if GATED, also row n * GATE_STRIDE +
+        UP_ROW_OFFSET for up.
+    b_scale_ptr: weight scales (num_experts, rows, SIZE_K / GROUP_K).
+    zero_point_ptr: zero points, two rows per byte; used if HAS_ZERO_POINTS.
+    bias_ptr: (num_experts, rows), used if HAS_BIAS.
+    router_weights_ptr: (num_pairs,) float32, used if HAS_ROUTER_WEIGHTS.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
+        expert is not on this rank are skipped.
+    invalid_count_ptr: int32, incremented by the number of ids outside [-1, num_experts).
+    h_ptr: output (num_pairs, intermediate_size), contiguous, in the order of `store_in_pair_order`.
+        Rows of skipped pairs are not written.
+    NUM_STEPS, num_steps: the number of steps. NUM_STEPS is a constant, which short loops need for
+        unrolling. Other loops use num_steps.
+    stride_*: strides, named as in vLLM: x, b (weights, in bytes), bs (weight scales), bz (zero
+    points); dimensions e (expert), m, n, k.
+    SIZE_K: K, the hidden size.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATED: whether the activation function combines gate and up.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`).
+    WEIGHT_FORMAT: the encoding of words and scales (`experts.triton.kernels.unpack_w4`).
+    HAS_ZERO_POINTS: whether weights have zero points.
+    GROUP_K: weights per scale.
+    PAIRED_SCALES: whether two scales can be loaded at once (`load_by_scale_slot`).
+    EVEN_N: whether BLOCK_N divides intermediate_size.
+    CHUNKS: chunks per block.
+    STAGES: the number of blocks that a warp has in flight while it multiplies one.
+    LOAD_AFTER_MMA: whether a block is loaded only after the previous block has been multiplied.
+        This takes fewer registers.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     pair = tl.program_id(0)

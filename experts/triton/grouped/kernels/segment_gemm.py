@@ -1,4 +1,10 @@
-"""Kernel of a grouped GEMM over expert-sorted rows without padding. A tile has only one expert."""
+"""`segment_gemm_kernel`: a grouped GEMM over rows that are sorted by expert, without padding.
+
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
+`modular_kernel.ops.sort` gives each pair a row, with the rows of an expert adjacent (a segment),
+and splits each segment into tiles of at most BLOCK_M rows. `m_grouped_gemm` (grouped/segments.py)
+launches the kernel.
+"""
 
 import triton
 import triton.language as tl
@@ -31,22 +37,57 @@ def segment_gemm_kernel(
     stride_lora_u=0, stride_lora_b_slot=0, stride_lora_b_expert=0, stride_lora_b_n=0,
     LORA_UP_OFFSET: tl.constexpr = 0, HAS_LORA: tl.constexpr = False, BLOCK_RANK: tl.constexpr = 16,
 ):  # fmt: skip
-    """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows r of every tile in use.
+    """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows r of every tile.
 
-    A program computes one tile of at most BLOCK_M rows by BLOCK_N columns. The grid has a program
-    for the largest possible number of tiles. Programs past the tiles in use return immediately.
+    Grid: (max_tiles * column blocks,). A program computes one tile of at most BLOCK_M rows by
+        BLOCK_N output columns. Programs past the number of tiles return immediately.
 
-    a_ptr: (R, depth), contiguous.
-    out_ptr: (R, columns), contiguous. Rows outside all tiles are neither read nor written.
-    tiles_ptr: `ops.sort.SortedPairs.tiles`.
-    router_weights_ptr: (R,) float32. If HAS_ROUTER_WEIGHTS, they are multiplied with the
-        accumulators
-        before the bias is added.
-    tokens_ptr: (R,) the token of each row; used if LORA.
-    LORA: add B u for the adapter of the row's token. There is one slot per token, and one row of u
-        per row of a.
-
-    b, bias and the other constants are as in `grouped_gemm_kernel`.
+    a_ptr: activations (rows, K), contiguous, in sorted order.
+    a_scale_ptr: their scales. Used with QUANT_MODE "w8a8".
+    router_weights_ptr: (rows,) float32. If HAS_ROUTER_WEIGHTS, they multiply the sums before the
+        bias is added.
+    out_ptr: (rows, N), contiguous. Rows outside all tiles are neither read nor written.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
+        which are the expert, the first row and the end row of the expert for each tile, then the
+        number of tiles.
+    b_ptr: weights (num_experts, rows, K), with any strides. Output column n uses weight row n *
+        GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
+    b_scale_ptr: weight scales (num_experts, row groups, K groups).
+    zero_point_ptr: zero points of integer weights (num_experts, rows, K groups), used if
+        HAS_ZERO_POINTS; the global scales of NVFP4.
+    bias_ptr: (num_experts, rows), used if HAS_BIAS.
+    size_n: N, the number of output columns.
+    size_k: K.
+    up_offset: number of stored elements from a gate weight to the up weight of the same column and
+        k.
+    stride_*: strides, named as in vLLM: a (activations), as (their scales), b (weights), bs (their
+    scales), bz (zero points); dimensions e (expert), m, n, k.
+    act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
+        act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`); "identity" for none.
+    QUANT_MODE, WEIGHT_FORMAT, GROUP_N, GROUP_K, ONE_SCALE_PER_TILE, ZERO_POINT, PACKED: how weights
+        are quantized; see `gemm_tile`.
+    EVEN_K: whether BLOCK_K divides K.
+    INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
+    BLOCK_M, BLOCK_N, BLOCK_K: rows, output columns and K elements per step of a tile.
+    GROUP_M: number of row blocks that are computed next to each other, so that they share weight
+        tiles in L2.
+    tokens_ptr: (rows,) int32, the token of each row. Used if HAS_LORA.
+    HAS_LORA: whether some tokens have LORA adapters. If so, B u of the row's adapter is added to
+        the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
+        following arguments are used only then.
+    lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
+        are stride_lora_u apart.
+    adapter_slots_ptr: int32, the adapter slot of each token; no adapter if it is outside [0,
+        num_adapter_slots).
+    lora_b_ptr: the matrices B (slots, num_experts, rows, lora_rank), with the strides
+        stride_lora_b_*.
+    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
+        same.
+    BLOCK_RANK: elements of the rank per step.
     """
     num_m_blocks = tl.load(tiles_ptr + 3 * max_tiles)
     num_n_blocks = tl.cdiv(size_n, BLOCK_N)

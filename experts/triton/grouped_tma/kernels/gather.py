@@ -1,7 +1,9 @@
-"""Device functions that gather the rows of a tile into a ring in shared memory.
+"""Device functions for `grouped_gemm_tma_kernel` that gather activation rows into a ring in shared
+memory.
 
-TMA cannot gather rows. Each consumer warpgroup therefore copies its rows with cp.async, STAGES - 1
-steps ahead. At the end of a tile, it continues with the rows of the next tile.
+The rows of a tile are sorted by expert, and their tokens are anywhere in x. TMA cannot gather rows.
+Each consumer warpgroup therefore copies its 64 rows with cp.async, STAGES - 1 steps along K ahead
+of the MMAs. At the end of a tile, it goes on with the rows of the next tile.
 """
 
 from triton.experimental import gluon
@@ -15,14 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from modular_kernel.replay.launch.triton_versions import async_load_rows
 
-_COPY_BYTES = gl.constexpr(16)  # bytes per cp.async
+_COPY_BYTES = gl.constexpr(16)  # bytes that one cp.async copies
 
 
 @gluon.jit
 def load_tokens(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the tokens of sorted rows [row, row + ROWS). The result is -1 for rows >= end.
+    """Load the token of each sorted row in [row, row + ROWS). The result is -1 for rows >= end.
 
-    LAYOUT: layout of the tile. The tokens are distributed over threads like the rows of the tile.
+    tokens_ptr: int32, the token of each sorted row.
+    LAYOUT: the layout of the tile. Tokens are distributed over threads like the rows of the tile.
     """
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tokens_ptr + rows, mask=rows < end, other=-1)
@@ -32,10 +35,14 @@ def load_tokens(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 def gather_pointers(
     x_ptr, stride_x_in_copies, tokens, BLOCK_K: gl.constexpr, COPY_LAYOUT: gl.constexpr
 ):
-    """Return pointers to the first K step of the tokens' rows, and the mask of the rows.
+    """Return pointers to the first K step of the tokens' rows, and the mask (rows, 1) of existing
+    rows.
 
-    stride_x_in_copies: the stride of rows in units of 16 bytes. The unit tells the compiler the
-        alignment.
+    x_ptr: activations (num_tokens, K).
+    stride_x_in_copies: the stride of the rows of x, in copies of 16 bytes. The unit tells the
+        compiler the alignment.
+    tokens: (rows,), from `load_tokens`.
+    COPY_LAYOUT: the layout of the copies.
     """
     VALUES_PER_COPY: gl.constexpr = _COPY_BYTES * 8 // x_ptr.dtype.element_ty.primitive_bitwidth
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPY_LAYOUT))
@@ -45,9 +52,13 @@ def gather_pointers(
 
 @gluon.jit
 def copy_step(ptrs, mask, step, size_k, buffer, COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr):
-    """Start to copy K step `step` of a tile's rows to `buffer`. Masked elements become zero.
+    """Start to copy one K step of a tile's rows to `buffer`. Masked elements become zero.
 
-    EVEN_K: whether K is a multiple of the step. If not, K is a multiple of 16 bytes.
+    ptrs: pointers to the K step.
+    mask: the mask of the rows.
+    step: the index of the K step in the tile.
+    buffer: (rows, BLOCK_K) in shared memory.
+    EVEN_K: whether BLOCK_K divides K. If not, K is a multiple of 16 bytes.
     """
     if not EVEN_K:
         BLOCK_K: gl.constexpr = buffer.shape[1]
@@ -64,9 +75,14 @@ def _multiply_step(
     a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, size_k, has_next,
     COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the stage of one iteration; refill and release the stage of the previous one.
+    """Multiply one stage of the ring; then refill and release the stage of the previous iteration.
 
     Return the accumulator.
+
+    iteration: number of K steps that this warpgroup has multiplied.
+    acc: the accumulator.
+    ptrs, mask, copied_step: the K step to copy into the released stage (`copy_step`).
+    has_next: whether there was a previous iteration whose weights must be released.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
@@ -89,17 +105,17 @@ def multiply_gathered(
     next_tokens, acc,
     COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Accumulate a tile into acc.
+    """Multiply a tile, (64, K) gathered rows by weights, into acc.
 
-    A tile has at least STAGES - 1 steps. next_tokens is used as late as possible, so that its load
-    has completed by then.
+    Return (acc, the next iteration, pointers and mask of the next tile). A tile has at least STAGES
+    - 1 K steps. next_tokens is used as late as possible, so that its load has completed by then.
 
+    a_ring: (STAGES, 64, BLOCK_K), the ring of activation rows of this warpgroup.
+    b_ring: (STAGES, weight rows, BLOCK_K), the ring of weights.
+    full, empty: the barriers of the ring (`gluon_ring`).
     ptrs: pointers to the rows of this tile, STAGES - 1 steps ahead.
     mask: the mask of the rows of this tile.
     next_tokens: the tokens of the rows of the next tile.
-
-    Return acc, the next iteration, and the pointers (STAGES - 1 steps ahead) and mask of the next
-    tile.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]

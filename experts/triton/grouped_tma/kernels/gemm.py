@@ -1,9 +1,12 @@
-"""Persistent, warp-specialized grouped GEMM over expert-sorted rows, for sm_90, with TMA and wgmma.
+"""`grouped_gemm_tma_kernel`: a persistent, warp-specialized grouped GEMM for sm_90, with TMA and
+wgmma.
 
-There is one program per SM, which loops over tiles. Its producer warp loads weights and rows with
-TMA into a ring in shared memory. If rows must be gathered, the consumer warpgroups load the rows
-instead. Two consumer warpgroups multiply 64 rows each by the same weights. They apply bias and
-activation to a tile while the next tile is being loaded, and store the results with TMA.
+The activation rows are sorted by expert. There is one program per SM, which loops over tiles of 128
+rows of one expert. A producer warp loads weights and activations with TMA into a ring in shared
+memory. If rows must be gathered, the consumer warpgroups copy the activations instead (`gather`).
+Two consumer warpgroups multiply 64 rows each by the same weights. They apply the epilogue to a tile
+while the next tile is being loaded, and store the results with TMA. The grouped_tma path and the
+dequantized path launch the kernel.
 
 The weight rows of a tile form a left half and a right half: gate rows and up rows, or adjacent
 rows.
@@ -29,15 +32,15 @@ from experts.triton.kernels.gluon_epilogue import finish
 from experts.triton.kernels.gluon_ring import allocate_barriers
 from modular_kernel.replay.launch.triton_versions import tma_async_load
 
-ROWS = gl.constexpr(64)  # rows per warpgroup
+ROWS = gl.constexpr(64)  # activation rows per consumer warpgroup
 
 
 @gluon.jit
 def tile_at(index, num_m_tiles, num_n_tiles, GROUP_M: gl.constexpr):
-    """Return (m, n), the row tile and the column tile that are computed in place `index`.
+    """Return (row tile, column tile), the tile that is computed as number `index`.
 
-    Row tiles are computed in groups of GROUP_M, one column tile after another, so that the row
-    tiles of a group share weight tiles in L2. Past the last tile, the result is arbitrary, but
+    Row tiles are computed in groups of GROUP_M: all for one column tile, then all for the next, so
+    that they share weight tiles in the L2 cache. Past the last tile, the result is arbitrary, but
     there is no division by zero.
     """
     tiles_per_group = GROUP_M * num_n_tiles
@@ -49,10 +52,14 @@ def tile_at(index, num_m_tiles, num_n_tiles, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def load_tile_info(index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
-    """Return the expert, first row, end of the expert's rows, and column tile of a tile.
+    """Return (expert, first row, end row of the expert, column tile) of the tile with number
+    `index`.
 
-    Past the last tile, there are no rows. The function is called one or two tiles ahead to hide the
-    latency of the loads.
+    Past the last tile, first row and end row are 0. The function is called one or two tiles ahead,
+    to hide the latency of its loads.
+
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
+        which are the expert, the first row and the end row of the expert for each row tile.
     """
     in_bounds = index < num_m_tiles * num_n_tiles
     m_tile, n_tile = tile_at(index, num_m_tiles, num_n_tiles, GROUP_M)
@@ -67,7 +74,9 @@ def load_tile_info(index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_
 def _load_tile_adapter_slots(
     index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr
 ):
-    """Return the number of adapter slots in a tile, 0 past the last tile, and a pointer to them."""
+    """Return the number of adapter slots in a tile, and a pointer to them. Past the last tile, it
+    is 0.
+    """
     in_bounds = index < num_m_tiles * num_n_tiles
     m_tile, _ = tile_at(index, num_m_tiles, num_n_tiles, GROUP_M)
     tile_ptr = tile_slots_ptr + gl.where(in_bounds, m_tile, 0) * stride_tile_slots
@@ -83,7 +92,12 @@ def _run_producer(
     TILE_STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHER_TOKENS: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp, which fills the stages of the ring when they become empty."""
+    """Run the producer warp: load every K step of every tile of this program into the ring with
+    TMA.
+
+    It waits until a stage of the ring is empty before it fills it. The arguments are those of the
+    kernel.
+    """
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
     HALF_ROWS: gl.constexpr = b_desc.block_type.shape[0]
@@ -153,7 +167,11 @@ def _run_producer(
 
 @gluon.jit
 def _multiply_plain(a_ring, b_ring, full, empty, iteration, size_k, acc, WARPGROUP: gl.constexpr):
-    """Accumulate a tile of `depth` K elements into acc; return acc and the next iteration."""
+    """Multiply a tile of size_k elements along K into acc; return (acc, the next iteration).
+
+    iteration: number of K steps that this warpgroup has multiplied since the start of the kernel.
+    WARPGROUP: the consumer warpgroup, 0 or 1, which takes rows WARPGROUP * 64 and following.
+    """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     previous = 0
@@ -174,14 +192,20 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, size_k, acc, WARPGRO
 
 @gluon.jit
 def _split_halves(values):
-    """Split the columns into the left and right half. A thread holds elements of both halves."""
+    """Split the columns of `values` into the left and the right half.
+
+    A thread holds elements of both halves.
+    """
     HALF_ROWS: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF_ROWS)).permute((0, 2, 1)).split()
 
 
 @gluon.jit
 def _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP: gl.constexpr):
-    """Start the wgmma of an iteration, with a new accumulator; return the accumulator."""
+    """Start the wgmma of one K step with a new accumulator; return the accumulator.
+
+    zero: a tensor of zeros with the layout of the accumulator.
+    """
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
@@ -192,14 +216,20 @@ def _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
-    """Load the scales of a K step: of the rows, of the left weights, and of the right weights."""
+    """Load the scales of one K step: of the activation rows, of the left and of the right weight
+    rows.
+    """
     a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
     return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
 
 
 @gluon.jit
 def _add_scaled(left, right, part, a_scale, left_scale, right_scale, HALF_LAYOUT: gl.constexpr):
-    """Scale both halves of a partial sum and add them to left and right."""
+    """Multiply both halves of a partial sum by their scales and add them to left and right.
+
+    a_scale: (64,), the scales of the activation rows.
+    left_scale, right_scale: the scale of the weight rows of each half.
+    """
     left_part, right_part = _split_halves(part)
     left_part = gl.convert_layout(left_part, HALF_LAYOUT, assert_trivial=True)
     right_part = gl.convert_layout(right_part, HALF_LAYOUT, assert_trivial=True)
@@ -214,17 +244,20 @@ def _multiply_scaled(
     row_mask,
     WARPGROUP: gl.constexpr, HALF_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile with block scales; return the left half, the right half, the next iteration.
+    """Multiply a tile with one scale per 128 x 128 weights; return (left half, right half, next
+    iteration).
 
-    The halves are float32. A K step is 128 elements. In each step, every row has a scale, and the
-    left and the right weight rows have one scale each. The loop is unrolled by two: the partial sum
-    of the first step is scaled while the second step is multiplied. Scales are loaded one iteration
-    ahead. No wgmma stays in flight across iterations, because ptxas would then serialize all
-    wgmmas.
+    The halves are float32 (64, weight rows per half). A K step is 128 elements. In each step, every
+    activation row has one scale, and the left and the right weight rows have one scale each. The
+    loop is unrolled by two: the partial sum of the first step is scaled while the second step is
+    multiplied. Scales are loaded one iteration ahead. No wgmma stays in flight across iterations,
+    because ptxas would then serialize all wgmmas.
 
-    a_scale_ptrs: (64,), the scales of the rows in the first step.
-    b_scale_ptr: the scale of the left weight rows in the first step.
+    a_scale_ptrs: (64,), pointers to the scales of the activation rows in the first step.
+    b_scale_ptr: pointer to the scale of the left weight rows in the first step.
     right_groups: offset from b_scale_ptr to the scale of the right weight rows.
+    row_mask: (64,), False for rows that do not exist.
+    HALF_LAYOUT, ACC_LAYOUT: layouts of a half, and of the accumulator of both halves.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -283,9 +316,10 @@ def _run_consumer(
     GATE_STRIDE: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup, which computes 64 rows of every tile of this program.
+    """Run one consumer warpgroup: multiply, finish and store 64 rows of every tile of this program.
 
-    These are the rows from WARPGROUP * 64 on.
+    These are the rows of the tile from WARPGROUP * 64 on. The other arguments are those of the
+    kernel.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -393,42 +427,54 @@ def grouped_gemm_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
 
-    One program per SM loops over the tiles. A tile is 128 rows of one expert by two halves of
-    weight rows.
+    Grid: (number of SMs,). A tile is 128 rows of one expert by two halves of weight rows.
 
-    a_desc: a (rows, depth), in boxes of 128 rows and 128 bytes.
-    b_desc: b (experts * weight_rows, depth), in boxes of half the weight rows of a tile and 128
-        bytes.
-    out_desc: out (rows, columns), in boxes of 64 rows and the output columns of half a tile.
-    tiles_ptr: int32, three arrays of max_tiles values (expert, first row, end row of the expert),
-        then the number of tiles.
-    GATED: whether the two halves of a tile are gate and up rows, which are up_row_offset apart. If
-        not,
-        the halves are adjacent.
-    STEP: weight rows per output column. 2 if gate and up rows are interleaved; the halves are then
-        adjacent, too.
-    SCALE_MODE: "plain": there are no scales. "channel": a_scale is (rows of a or x,) and b_scale is
-        (experts, weight_rows). "block": a_scale is (rows, a_groups) and b_scale is (experts,
-        b_scale_rows, b_groups), with one scale per 128 x 128 block.
-    GATHER_TOKENS: whether row r of a is row tokens[r] of x. If so, a_desc is not used, and
-        SCALE_MODE must not
-        be "block".
+    a_desc: TMA descriptor of the activations (rows, K), with boxes of 128 rows and 128 bytes. Not
+        used if GATHER_TOKENS.
+    b_desc: TMA descriptor of the weights (num_experts * weight_rows, K), with boxes of half the
+        weight rows of a tile and 128 bytes. Output column n uses weight row n * GATE_STRIDE of its
+        expert and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
+    out_desc: TMA descriptor of the output (rows, N), with boxes of 64 rows and the output columns
+        of half a tile.
+    x_ptr: activations (num_tokens, K), used if GATHER_TOKENS.
+    tokens_ptr: (rows,) int32, the token of each row, used if GATHER_TOKENS.
+    out_ptr: the output, as in out_desc.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
+        which are the expert, the first row and the end row of the expert for each row tile, then
+        the number of row tiles.
+    a_scale_ptr, b_scale_ptr: scales of activations and weights; see SCALE_MODE.
+    bias_ptr: (num_experts, weight_rows), used if HAS_BIAS.
+    size_n: N, the number of output columns.
+    size_k: K.
+    weight_rows: number of weight rows of each expert.
+    up_row_offset: number of weight rows from a gate row to the up row of the same column.
     stride_x_in_copies: stride of the rows of x, in units of 16 bytes.
-    EVEN_K: whether K is a multiple of 128 bytes.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
-    bias_ptr: (experts, weight_rows).
-    STAGES: stages of the ring.
-    SLOTS: staging buffers per warpgroup, 1 or 2.
-    GROUP_M: number of row tiles that are computed together, so that they share weight tiles in L2.
-    LORA_STEPS: K steps of u per adapter slot, 0 without LoRA. LoRA requires SCALE_MODE "plain" and
-        not
-        GATHER_TOKENS.
-    lora_u_desc: u, (rows, slots * LORA_STEPS boxes), with columns for every slot of a row's tile.
-    tile_slots_ptr: int32, stride_tile_slots values per tile: the number of slots, then the slots.
-    lora_b_desc: the matrices B of all slots, in boxes as in b_desc. A slot has lora_b_slot_rows
-        rows, of
-        which expert i has those from i * lora_b_expert_rows on.
+    a_groups, b_groups: scale groups along K of activations and weights.
+    b_scale_rows: number of rows of weight scales of each expert.
+    lora_u_desc: TMA descriptor of the shrink output u (rows, num slots * LORA_STEPS boxes), with
+        columns for every adapter slot of a row's tile (`shrink`).
+    lora_b_desc: TMA descriptor of the LoRA matrices B of all slots, with boxes as in b_desc. Slot s
+        has lora_b_slot_rows rows, of which expert i has those from i * lora_b_expert_rows on.
+    tile_slots_ptr: int32, stride_tile_slots values per tile: the number of adapter slots in the
+        tile, then the slots.
     lora_up_offset: number of columns of u from those for gate to those for up.
+    LORA_STEPS: K steps of u per adapter slot; 0 without LoRA. LoRA requires SCALE_MODE "plain" and
+        not GATHER_TOKENS.
+    SCALE_MODE: "plain": there are no scales. "channel": one scale per activation row, a_scale (rows
+        of a or x,), and per weight row, b_scale (num_experts, weight_rows). "block": a_scale is
+        (rows, a_groups) and b_scale (num_experts, b_scale_rows, b_groups), with one scale per 128 x
+        128 weights.
+    GATE_STRIDE: 2 if gate and up rows alternate, else 1.
+    GATED: whether the activation function combines gate and up. With GATE_STRIDE 1, the halves of a
+        tile are gate rows and up rows; otherwise they are adjacent.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`); "identity" for none.
+    GATHER_TOKENS: whether activation row r is row tokens[r] of x. If so, SCALE_MODE must not be
+        "block".
+    EVEN_K: whether K is a multiple of 128 bytes.
+    STAGES: stages of the ring.
+    STAGING_BUFFERS: buffers for output boxes per consumer warpgroup, 1 or 2.
+    GROUP_M: number of row tiles that are computed next to each other (`tile_at`).
     """
     HALF_ROWS: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]

@@ -1,4 +1,10 @@
-"""LoRA shrink kernel for the TMA GEMMs: u = A x, with columns for every adapter slot of a tile."""
+"""`shrink_tiles_kernel`: the LoRA shrink u = A x for `grouped_gemm_tma_kernel`.
+
+That GEMM adds B u in extra steps along K, one group of steps for each adapter that occurs in a
+tile. An adapter is identified by its slot in the stacked matrices A and B. A row of u therefore has
+columns for every slot of its tile, and only those of its own slot are nonzero.
+`experts.triton.grouped_tma.adapters` launches the kernel.
+"""
 
 import triton
 import triton.language as tl
@@ -20,25 +26,25 @@ def shrink_tiles_kernel(
     """u[r, s * SLOT_COLUMNS:] = A[s-th slot of r's tile, expert of r] @ x[r]; 0 if r has another
     slot.
 
-    Like `shrink_segments_kernel`, but each row of u has SLOT_COLUMNS columns for every slot that
-    occurs in
-    its tile. Only the columns of the row's own slot are nonzero.
+    If GATHER_TOKENS, x[r] is the row of x for r's token. Grid: (max_tiles, blocks of BLOCK_RANK
+    columns of a slot, SLOT_PROGRAMS). A program computes one tile of at most BLOCK_M rows and one
+    block of columns, for every SLOT_PROGRAMS-th slot of the tile.
 
-    Grid: (max_tiles, blocks of SLOT_COLUMNS columns, PARTS). A program computes one tile and one
-        block of
-    columns, for every PARTS-th slot of the tile.
-
-    tile_slots_ptr: int32 output (max_tiles, num_adapter_slots + 1). Each row holds the number of
-        slots in
-        the tile, followed by the slots.
+    x_ptr: (rows, K), or (num_tokens, K) if GATHER_TOKENS.
+    adapter_slots_ptr: (num_tokens,) int32, the adapter slot of each token; no adapter if it is
+        outside [0, num_adapter_slots).
+    tokens_ptr: (rows,) int32, the token of each row.
+    lora_a_ptr: A (slots, num_experts, lora_a_rows, K), with a contiguous last dimension.
+    lora_u_ptr: output (rows, num_adapter_slots * SLOT_COLUMNS). Rows are stride_lora_u apart.
+    tile_slots_ptr: int32 output (max_tiles, num_adapter_slots + 1): for each tile, the number of
+        its slots, then the slots.
+    tiles_ptr: the tiles of expert-sorted rows; see `tile_rows`.
+    size_k: K.
     SLOT_COLUMNS: columns of u per slot, a multiple of BOX_COLUMNS.
     BOX_COLUMNS: columns of a TMA box.
-    PARTS: number of programs among which the slots of a tile are divided.
-    BLOCK_RANK: BOX_COLUMNS, or the number of rows of A if that is smaller. The remaining columns
-        of the box
-        are set to zero.
-
-    The other arguments are as in `shrink_segments_kernel`.
+    SLOT_PROGRAMS: number of programs among which the slots of a tile are divided.
+    BLOCK_RANK: BOX_COLUMNS, or the number of rows of A if that is smaller. The remaining columns of
+        the box are set to zero.
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):

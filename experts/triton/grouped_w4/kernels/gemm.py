@@ -1,15 +1,17 @@
-"""Persistent grouped GEMM that unpacks 4-bit weights in registers, for sm_90, with TMA and wgmma.
+"""`grouped_gemm_w4_tma_kernel`: a persistent grouped GEMM for sm_90 that unpacks 4-bit weights in
+registers.
 
-The kernel computes W x^T. The weights are the left operand, which wgmma can read from registers, so
-unpacked weights are never written back to shared memory. The tokens are the right operand, which
-wgmma reads from shared memory. TMA loads them there.
+The kernel computes W x^T. The weights are the left operand of the MMA instruction (wgmma), which
+can be read from registers, so unpacked weights are never written back to shared memory. The
+activations x are the right operand, which wgmma reads from shared memory. TMA loads them there.
 
-A producer warp loads the operands. Two consumer warpgroups multiply 128 weight rows each, in two
-blocks of 64 rows, by the same tokens. Unpacking a block overlaps with the MMAs of the previous
-block and of the other warpgroup.
+There is one program per SM, which loops over tiles: up to block_m activation rows of one expert by
+256 weight rows. A producer warp loads the operands into a ring in shared memory. Two consumer
+warpgroups multiply 128 weight rows each, in two blocks of 64 rows, by the same activations.
+Unpacking a block overlaps with the MMAs of the previous block and of the other warpgroup.
 
-`grouped_w4.layout` describes the layout of the weights. `unpack` has the device functions that
-unpack them.
+`grouped_w4.layout` describes the memory layout of the weights, and `unpack` has the device
+functions that unpack them. `tiled_gemm` (grouped_w4/kernel_launches.py) launches the kernel.
 """
 
 from triton.experimental import gluon
@@ -33,7 +35,12 @@ def _run_producer(
     x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles,
     num_n_tiles, num_k_steps, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp, which fills the stages of the ring when they become empty."""
+    """Run the producer warp: load every K step of every tile of this program into the ring with
+    TMA.
+
+    It waits until a stage of the ring is empty before it fills it. The arguments are those of the
+    kernel.
+    """
     STAGES: gl.constexpr = w_ring.shape[0]
     WORD_LINES: gl.constexpr = w_ring.shape[1]
     SCALE_LINES: gl.constexpr = scale_ring.shape[1]
@@ -72,9 +79,12 @@ def _multiply_tile(
     x_ring, w_ring, scale_ring, full, empty, iteration, num_k_steps, WARPGROUP: gl.constexpr,
     TOKENS: gl.constexpr, MMA_LAYOUT: gl.constexpr, PACKED_FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the two blocks of a warpgroup by the first TOKENS rows of a tile.
+    """Multiply the two weight blocks of a warpgroup by the first TOKENS activation rows of a tile.
 
-    Return the accumulators of both blocks.
+    Return the accumulators of both blocks, float32 (64, TOKENS).
+
+    iteration: number of K steps that this warpgroup has multiplied since the start of the kernel.
+    MMA_LAYOUT: the layout of the accumulators.
     """
     STAGES: gl.constexpr = x_ring.shape[0]
     WORD_LINES: gl.constexpr = w_ring.shape[1] // 4
@@ -126,7 +136,7 @@ def _scale_and_add_bias(
 def _store_transposed(
     values, row, end, column, out_ptr, out_desc, staging, staging_index: gl.constexpr, size_n,
 ):  # fmt: skip
-    """Round, transpose and store values (64, TOKENS). Columns past the last one are not stored."""
+    """Round, transpose and store values (64, TOKENS). Columns from size_n on are not stored."""
     if column < size_n:
         transposed = values.to(out_desc.dtype).permute((1, 0))
         if transposed.shape[0] == out_desc.block_type.shape[0]:
@@ -152,7 +162,14 @@ def _compute_tile(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the first TOKENS rows of a tile, apply the activation and store the results."""
+    """Multiply the first TOKENS activation rows of a tile, apply the epilogue and store the
+    results.
+
+    row: the first row of the tile.
+    end: the row after the last row of the expert.
+    n_tile: the index of the tile of weights.
+    factor0, factor1: the factors of the accumulators of both weight blocks.
+    """
     MMA_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply_tile(
         x_ring,
@@ -212,9 +229,11 @@ def _run_consumer(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run a consumer warpgroup, which computes two blocks of each tile of this program.
+    """Run one consumer warpgroup: compute two of the four weight blocks of every tile of this
+    program.
 
-    These are blocks 2 * WARPGROUP and 2 * WARPGROUP + 1.
+    These are blocks 2 * WARPGROUP and 2 * WARPGROUP + 1. The other arguments are those of the
+    kernel.
     """
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
@@ -271,30 +290,38 @@ def grouped_gemm_w4_tma_kernel(
 ):  # fmt: skip
     """out[r, n] = act(x[r] @ w[expert of r, rows of n]^T) for every row r of every tile.
 
-    One program per SM loops over the tiles. A tile is the rows of a tile of one expert (`ops.sort`)
-    by the 256 weight rows of a tile of weights.
+    Grid: (number of SMs,).
 
-    x_desc: x (rows, depth) bf16, in boxes of the rows of a tile and 64 columns.
-    w_desc: int32 words of the weights, in boxes of (64, 32), which are one K step of a tile.
-    scale_desc: int32 words of the scales, in boxes of (lines, 16), which are one K step of a tile.
-    num_n_tiles: weight tiles per expert.
-    steps: K steps.
+    x_desc: TMA descriptor of the activations (rows, K) bf16, sorted by expert, with boxes of
+        block_m rows and 64 columns.
+    w_desc: TMA descriptor of the int32 words of the tiled weights, with boxes of (64, 32), which
+        are one K step of a tile.
+    scale_desc: TMA descriptor of the int32 words of the tiled scales, with boxes of (lines, 16),
+        which are one K step of a tile.
+    out_desc: TMA descriptor of the output (rows, N), with boxes of block_m rows and 64 columns.
+    global_scale_ptr: float32 (num_experts, NUM_GLOBAL_SCALES), the global scales of NVFP4: one each
+        for gate and up, or one for all columns. Not used if NUM_GLOBAL_SCALES is 0.
+    bias_ptr: the biases of each expert, stride_bias apart. The bias of column n is at n *
+        GATE_STRIDE, that of its up value at n * GATE_STRIDE + up_row_offset.
+    out_ptr: the output, as in out_desc.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
+        which are the expert, the first row and the end row of the expert for each row tile, then
+        the number of row tiles.
+    size_n: N, the number of output columns.
+    num_n_tiles: number of tiles of weights per expert.
+    num_k_steps: number of steps of 64 elements along K.
     PACKED_FORMAT: str of the `layout.PackedFormat` of the weights.
-    ACC_FACTOR: multiplied with the accumulators.
-    global_scale_ptr: global scales, float32 (experts, NUM_GLOBAL_SCALES): one each for gate and
-        up, or one for all
-        columns. Not used if NUM_GLOBAL_SCALES is 0.
-    out_desc: out (rows, columns), in boxes of the rows of a tile and 64 columns.
-    tiles_ptr: `ops.sort.SortedPairs.tiles`.
-    GATED: whether blocks of gate and up rows alternate in a tile of weights.
-    STEP: stride of the bias between columns: the bias of column n is at n * STEP.
-    up_row_offset: offset of the bias of up: for column n, it is at n * STEP + up_row_offset.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation (`ops.kernels.activation`).
-    SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size. 0 for
-        none.
+    ACC_FACTOR: factor of the accumulators, because unpacked weights are too small by a power of
+        two.
+    GATED: whether blocks of gate rows and blocks of up rows alternate in a tile of weights.
+    GATE_STRIDE: 2 if gate and up biases alternate, else 1.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
+        (`modular_kernel.ops.kernels.activation`); "identity" for none.
+    SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size, which
+        takes less time; 0 for none.
     STAGES: stages of the ring.
-    SLOTS: staging buffers per warpgroup.
-    GROUP_M: number of row tiles that are computed together, so that they share weight tiles in L2.
+    STAGING_BUFFERS: buffers for output boxes per consumer warpgroup.
+    GROUP_M: number of row tiles that are computed next to each other (`tile_at`).
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     WORD_LINES: gl.constexpr = w_desc.block_type.shape[0]

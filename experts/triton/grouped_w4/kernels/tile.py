@@ -1,4 +1,10 @@
-"""Kernel that converts 4-bit weights and scales to the tiled layout (`grouped_w4.layout`)."""
+"""`tile_weights_kernel`: convert 4-bit weights and their scales to the tiled layout
+(`grouped_w4.layout`).
+
+`tile_experts` (grouped_w4/kernel_launches.py) launches it before each GEMM of the grouped_w4 path,
+or once if weights are prepared. A word is an int32 with eight 4-bit codes: unsigned integers, or
+e2m1 values (the 4-bit floating-point type of mxfp4 and NVFP4).
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +17,9 @@ _PAIR_MASK: tl.constexpr = tl.constexpr(0x81C081C0)
 
 @triton.jit
 def _pair(word, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
-    """Return pair INDEX of a word of eight e2m1 codes, in the fields of two bf16, as uint32."""
+    """Return pair INDEX (0 to 3) of a word of eight e2m1 codes, in the fields of two bf16, as
+    uint32.
+    """
     if WEIGHT_FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
         codes = (byte & 0xF) | (byte & 0xF0) << 12
@@ -68,7 +76,8 @@ def _apply_signs(w, scale):
 def _make_lane_words(w0, w1, w2, w3, WEIGHT_FORMAT: tl.constexpr):
     """Convert four words that are adjacent along K to the words of four lanes, (..., 2, 2).
 
-    The last two dimensions are the bits of the lane.
+    The last two dimensions are the bits of the lane. In the tiled layout, the four lanes that share
+    a weight row hold its columns interleaved.
     """
     if WEIGHT_FORMAT == "integer":
         c0 = _pack_by_halves(w0, w1, w2, w3, 0)
@@ -85,7 +94,7 @@ def _make_lane_words(w0, w1, w2, w3, WEIGHT_FORMAT: tl.constexpr):
 
 @triton.jit
 def _encode_scales(scale, in_bounds, WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr):
-    """Convert scales to their stored format. The result is 0 if not `in_bounds`.
+    """Convert scales to the encoding of the tiled layout. The result is 0 where not `in_bounds`.
 
     With HAS_ZERO_POINTS, the last four bits of integer scales are left free for the zero point.
     """
@@ -119,22 +128,27 @@ def tile_weights_kernel(
 ):  # fmt: skip
     """Convert weights and scales of experts to the tiled layout. Experts without rows are skipped.
 
-    Grid: (tiles, blocks of STEPS K steps, experts to convert). A program converts STEPS steps of
-    one tile. Program index e along the last axis converts expert first_expert + e.
+    Grid: (tiles, blocks of K_STEPS_PER_PROGRAM K steps, experts to convert). A program converts
+        K_STEPS_PER_PROGRAM steps of 64 elements along K, of one tile of 256 weight rows. Program
+        index i along the last axis converts expert first_expert + i.
 
-    w_ptr: int32 (experts, rows, row_words), eight codes per word. row_words is a multiple of four.
-    scale_ptr: (experts, rows, scale_groups), one scale per GROUP_K columns. GROUP_K = 0 means that
-        one scale covers all of K.
-    zero_point_ptr: uint8 (experts, rows / 2, scale_groups), two rows per byte; used if
+    w_ptr: int32 (num_experts, rows, row_words), eight codes per word. row_words is a multiple of
+        four.
+    scale_ptr: (num_experts, rows, scale_groups), one scale per GROUP_K elements along K; GROUP_K =
+        0 means that one scale covers all of K.
+    zero_point_ptr: uint8 (num_experts, rows / 2, scale_groups), two rows per byte; used if
         HAS_ZERO_POINTS.
-    starts_ptr: (experts + 1,), the first row of each expert in the GEMM input, then the number of
-        rows (`ops.sort`).
-    out_words_ptr: output, as `layout.TiledWeights.words`.
-    out_scales_ptr: output, as `layout.TiledWeights.scales`.
-    WEIGHT_FORMAT: see `operands.word_format`.
-    GROUPS: `PackedFormat.groups`, for integers.
-    STEP, up_row_offset: see `layout.list_tile_rows`.
-    NUM_MATRICES: 2 if the GEMM computes gate and up columns, else 1.
+    starts_ptr: (num_experts + 1,) int32, the first activation row of each expert, then the number
+        of rows (`modular_kernel.ops.sort`). An expert without rows is skipped.
+    out_words_ptr: output, `layout.TiledWeights.words`.
+    out_scales_ptr: output, `layout.TiledWeights.scales`.
+    size_n: number of output columns of the GEMM. Column n uses weight row n * GATE_STRIDE and, with
+        two matrices, also row n * GATE_STRIDE + up_row_offset for up.
+    num_tiles, num_k_steps: number of tiles per expert, and of K steps.
+    NUM_MATRICES: 2 if the GEMM computes gate and up values, else 1.
+    WEIGHT_FORMAT: "integer", "e2m1", "e2m1_repacked" or "nvfp4"
+        (`experts.triton.operands.word_format`).
+    SCALES_PER_ROW_AND_STEP: `PackedFormat.groups`, for integers.
     """
     tile = tl.program_id(0)
     first_step = tl.program_id(1) * K_STEPS_PER_PROGRAM

@@ -1,11 +1,14 @@
-"""Unpack words of eight 4-bit weights to pairs of bf16, in the register layout of wgmma.
+"""Device functions for `grouped_gemm_w4_tma_kernel`: unpack 4-bit weights to bf16 in wgmma's
+register layout.
 
-Four threads share weight rows r and r + 8 and their scales. Each thread has four words of a 64 x 64
-block, two words per row: one for columns 0 to 31 and one for columns 32 to 63. PACKED_FORMAT is the
-str of a `layout.PackedFormat`, which describes how words and scales are encoded.
+A word is an int32 with eight 4-bit codes. A block has 64 weight rows and 64 columns along K. In the
+layout of wgmma, four threads share weight rows r and r + 8 and their scales. Each thread has four
+words of a block, two words per row: one for columns 0 to 31 and one for columns 32 to 63.
+PACKED_FORMAT is the str of a `layout.PackedFormat`, which describes how words and scales are
+encoded.
 
-The PTX code in this module uses these registers: $0 to $15 receive the bf16 pairs, $16 to $19 hold
-the words, and $20 and the following registers hold the scales.
+The PTX code in this module uses these registers: $0 to $15 receive pairs of bf16 values, $16 to $19
+hold the words, and $20 and the following registers hold the scales.
 """
 
 from itertools import product
@@ -34,7 +37,10 @@ _ONE_SIXTEENTH = "0x3D803D80"  # 2^-4 in both halves
 
 
 def _make_e2m1_ptx() -> str:
-    """Return PTX for mxfp4. Byte q of $20 is the bf16 exponent field of the factor of word q."""
+    """Return PTX for mxfp4 weights.
+
+    Byte q of $20 is the bf16 exponent field of the scale of word q.
+    """
     code = ""
     for q in range(_WORDS):
         code += f"prmt.b32 s, $20, 0, 0x4{q}4{q}; shl.b32 s, s, 7; "
@@ -44,10 +50,10 @@ def _make_e2m1_ptx() -> str:
 
 
 def _make_nvfp4_ptx() -> str:
-    """Return PTX for NVFP4. $20 and $21 hold the scales of the two rows, one byte per 16 columns.
+    """Return PTX for NVFP4 weights.
 
-    Bits 7 to 3 of a byte are the bf16 exponent field minus 224. Bits 2 to 0 are the upper three
-    bits of the mantissa.
+    $20 and $21 hold the scales of the two rows, one byte per 16 columns. Bits 7 to 3 of a byte are
+    the bf16 exponent field minus 224. Bits 2 to 0 are the upper three bits of the mantissa.
     """
     code = ""
     for q in range(_WORDS):
@@ -104,6 +110,10 @@ def _make_integer_ptx(groups: int, scale: str, zero: bool) -> str:
     Scale words are float32, one per row, or one per word if groups = 2. With zero points, the last
     four bits of a scale word are the zero point. For a bf16 scale without zero points, 8 * scale is
     exact, so (q - 8) * scale is a single FMA.
+
+    groups: scale words per row and block.
+    scale: the dtype of the original scales.
+    zero: whether there are zero points.
     """
     code = f"mov.b32 m, {_MINUS_8}; mov.b32 e, {_ONE_SIXTEENTH}; "
     for q in range(_WORDS):
@@ -141,7 +151,7 @@ def _get_ptx(packed_format: str) -> str:
 
 @gluon.constexpr_function
 def _num_scale_words(packed_format: str) -> int:
-    """Return the number of scale words that four threads share per block."""
+    """Return the number of scale words per block that the four threads of a row share."""
     return {"e2m1": 1, "nvfp4": 2}.get(
         packed_format, 4 if packed_format.startswith("integer 2") else 2
     )
@@ -160,7 +170,10 @@ def _join4(a, b, c, d):
 
 @gluon.jit
 def _load_scale_quads(smem):
-    """Load words (8, 16) from shared memory as four tensors (32, 1). Four lanes share each row."""
+    """Load words (8, 16) from shared memory as four tensors (32, 1). Four lanes share each row.
+
+    The tensors are in the order of the four words that belong to the same lanes.
+    """
     LOAD_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
     )
