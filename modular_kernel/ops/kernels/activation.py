@@ -1,4 +1,10 @@
-"""Device functions of activations on float32 values, and a kernel that applies them to rows."""
+"""`activate`: the activation functions between the two GEMMs of an expert, and a kernel that
+applies them.
+
+A gated activation function combines two values, gate and up, for example silu(gate) * up. The GEMM
+kernels call `activate` in their epilogue. `gated_activation` (modular_kernel/ops/activation.py)
+launches the kernel, and `ActivationSpec` defines the functions.
+"""
 
 import triton
 import triton.language as tl
@@ -13,9 +19,9 @@ USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 def _sigmoid(value, FLUSH_SUBNORMALS: tl.constexpr):
     """Return 1 / (1 + exp(-value)).
 
-    FLUSH_SUBNORMALS: faster, but results below -87.3 may be zero. exp may then flush subnormal
-        results, which adding 1 would lose anyway, and the reciprocal may flush its result, so that
-        it needs no scaling, unlike a quotient.
+    FLUSH_SUBNORMALS: use faster instructions. The result may then be zero instead of a subnormal
+        number for values below -87.3. exp may flush subnormal results, which adding 1 would lose
+        anyway. The reciprocal may flush its result, so that it needs no scaling, unlike a quotient.
     """
     if USE_INLINE_ASM and FLUSH_SUBNORMALS:
         denominator = 1.0 + tl.exp2(value * -1.4426950216293335)
@@ -46,9 +52,10 @@ def _gelu_tanh(value):
 
 @triton.jit
 def _tanh(value):
-    """Return tanh(value); below 0.25, where 2 sigmoid(2z) - 1 would cancel, from its series.
+    """Return tanh(value).
 
-    The first neglected term of the series is 1e-8 of the value.
+    From 0.25 on, it is 2 sigmoid(2z) - 1. Below, where this difference would cancel digits, it is
+    computed from the Taylor series. The first neglected term of the series is 1e-8 of the value.
     """
     is_small = tl.abs(value) < 0.25
     small = tl.where(is_small, value, 0.0)
@@ -64,11 +71,13 @@ def activate(
     ACTIVATION_LIMIT: tl.constexpr,
     FLUSH_SUBNORMALS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the activation ACTIVATION of float32 gate and up values; ungated kinds ignore `up`.
+    """Return the result of the activation function ACTIVATION for float32 values.
 
-    ACTIVATION_ALPHA, ACTIVATION_LIMIT: parameters of the activation (`ActivationSpec`);
-        ACTIVATION_LIMIT 0 means no limit.
-    FLUSH_SUBNORMALS: results of kinds with a sigmoid may be zero for gates below -87.3.
+    gate: the gate values, or the only values of a function that is not gated.
+    up: the up values. Ignored by functions that are not gated.
+    ACTIVATION: the name of the function, `ActivationSpec.kind`.
+    ACTIVATION_ALPHA, ACTIVATION_LIMIT: its parameters (`ActivationSpec`); limit 0 means no limit.
+    FLUSH_SUBNORMALS: whether results of functions with a sigmoid may be zero for gates below -87.3.
     """
     if ACTIVATION_LIMIT > 0 and ACTIVATION != "situ":
         up = clamp_nan(up, -ACTIVATION_LIMIT, ACTIVATION_LIMIT)
@@ -108,9 +117,16 @@ def activation_kernel(
     GATE_STRIDE: tl.constexpr,
     BLOCK_INTERMEDIATE: tl.constexpr,
 ):  # fmt: skip
-    """out[r, i] = act(x[r, i * STEP], x[r, i * STEP + up_offset]), computed in float32.
+    """out[r, i] = act(x[r, i * GATE_STRIDE], x[r, i * GATE_STRIDE + up_offset]), computed in
+    float32.
 
-    Grid: (rows, blocks of BLOCK columns of out).
+    Grid: (rows, blocks of BLOCK_INTERMEDIATE columns of out).
+
+    x_ptr: (rows, 2 * intermediate_size), or (rows, intermediate_size) for functions that are not
+        gated; rows are stride_x apart.
+    out_ptr: (rows, intermediate_size); rows are stride_out apart.
+    GATE_STRIDE: 2 if gate and up columns alternate, else 1.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`).
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_INTERMEDIATE + tl.arange(0, BLOCK_INTERMEDIATE)

@@ -1,6 +1,12 @@
-"""Kernels that place pairs by expert, with each expert padded to whole blocks.
+"""Kernels of `align`, like vLLM's moe_align_block_size: sort pairs by expert, padded to whole
+blocks.
 
-Buckets and chunks are as in `kernels.count`.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. The
+sorted positions are divided into blocks of BLOCK_SIZE. All pairs of a block have the same expert;
+the rest of an expert's last block is padding. Buckets and chunks of pairs are defined in `count`:
+bucket 0 is for skipped pairs, bucket i + 1 for local expert i.
+
+In one launch, some programs place pairs and others write the expert and the padding of blocks.
 """
 
 import triton
@@ -13,7 +19,12 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return, per bucket, the pairs to place, their padded number, and the first position."""
+    """Return, for each bucket, its number of pairs, that number padded to blocks, and its first
+    position.
+
+    totals: (NUM_BINS,), the number of pairs in each bucket.
+    IGNORE_INVALID: omit skipped pairs (bucket 0).
+    """
     if IGNORE_INVALID:
         totals = tl.where(tl.arange(0, totals.shape[0]) == 0, 0, totals)
     padded = (totals + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -30,9 +41,12 @@ def _place_chunk(
     IGNORE_INVALID: tl.constexpr,
     CHUNK_SIZE: tl.constexpr,
 ):
-    """Store each pair of a chunk after the earlier ones of its bucket.
+    """Store the index of each pair of a chunk at its sorted position.
 
-    first[i] is the position of the chunk's first pair in the bucket of pair i.
+    pairs, mask: the pairs of the chunk, and a mask of those that exist.
+    bucket: (CHUNK_SIZE,), the bucket of each pair.
+    first_position: (CHUNK_SIZE,), the position of the chunk's first pair in the bucket of each
+        pair.
     """
     position = first_position + rank_in_chunk(bucket, mask, CHUNK_SIZE)
     if IGNORE_INVALID:
@@ -49,7 +63,10 @@ def _fill_blocks(
 ):  # fmt: skip
     """Store the experts of BLOCKS_PER_PROGRAM blocks, and mark their padding.
 
-    For programs from num_chunks on; the first of them also stores the number of used positions.
+    Called by programs num_chunks and following. The first of them also stores the number of
+    positions in use.
+
+    totals, padded, starts: from `_bucket_starts`.
     """
     num_tokens_post_padded = tl.sum(padded, axis=0)
     block = (pid - num_chunks) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
@@ -75,15 +92,23 @@ def align_place_kernel(
     HAS_EXPERT_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK_SIZE: tl.constexpr,
     NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk of pairs in programs below num_chunks; fill BLOCKS_PER_PROGRAM blocks in the
-    others.
+    """Sort pairs by expert into blocks, with counts from the kernels of `count`.
 
-    Both write different positions, so one launch suffices.
+    Grid: (num_chunks + blocks of BLOCKS_PER_PROGRAM blocks,). The first num_chunks programs place
+        one chunk of pairs each, the others write experts and padding of BLOCKS_PER_PROGRAM blocks.
+        They write different positions, so one launch suffices.
 
-    chunk_prefix_ptr, bucket_totals_ptr: from the kernels of `kernels.count`.
-    sorted_token_ids_ptr, expert_ids_ptr, num_tokens_post_padded_ptr: the tensors of
-        `ops.align.AlignedPairs`.
-    num_positions, num_blocks: the lengths of sorted and expert_ids.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs; see `load_local_ids`.
+    chunk_prefix_ptr: int32 (buckets, num_chunks), the number of pairs of a bucket in earlier
+        chunks.
+    bucket_totals_ptr: int32 (buckets,), the number of pairs in each bucket.
+    sorted_token_ids_ptr: int32 output (num_positions,), the pair at each position; num_pairs marks
+        padding.
+    expert_ids_ptr: int32 output (num_blocks,), the local expert of each block; -1 for skipped pairs
+        and for blocks that are not in use.
+    num_tokens_post_padded_ptr: int32 output (1,), the number of positions in use, including
+        padding.
     IGNORE_INVALID: omit skipped pairs.
     NUM_BINS: a power of two > num_local_experts + 1.
     """
@@ -128,10 +153,12 @@ def align_kernel(
     NUM_BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
     USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Do the work of `align_place_kernel` for at most PAIRS pairs, all counted by every program.
+    """Like `align_place_kernel`, for at most BLOCK_PAIRS pairs, without separate counting launches.
 
-    Programs of chunks also add their invalid ids to the counter. The arguments are those of
-    `align_place_kernel`.
+    Every program counts all pairs. Programs that place a chunk also add its invalid ids to the
+    counter at invalid_count_ptr. The other arguments are those of `align_place_kernel`.
+
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     pid = tl.program_id(0)

@@ -1,4 +1,10 @@
-"""Kernel that assigns rows of the batched layout to pairs."""
+"""`assign_rows_kernel`: give each pair a row of the batched format (num_experts, capacity,
+hidden_size).
+
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. In the
+batched format, every local expert has `capacity` rows, of which the first ones hold its tokens.
+Buckets and chunks of pairs are defined in `count`.
+"""
 
 import triton
 import triton.language as tl
@@ -15,9 +21,16 @@ def assign_rows_kernel(
 ):  # fmt: skip
     """row_of_pair[p] = expert * capacity + position among the expert's tokens; -1 if p is skipped.
 
-    A program handles one chunk of pairs. A repeat, that is a later pair of the same token and
-    expert, has the row of the first one. No pair of that expert is counted between them, so the row
-    is the number of counted pairs before the repeat, minus one.
+    Grid: (num_chunks,). A program handles one chunk of pairs. If a token selects an expert twice,
+        the second pair (a repeat) shares the row of the first one. No pair of that expert is
+        counted between them, so its position is the number of counted pairs before the repeat,
+        minus one.
+
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs; see `load_local_ids`.
+    chunk_prefix_ptr: int32 (buckets, num_chunks), the number of counted pairs of a bucket in
+        earlier chunks.
+    row_of_pair_ptr: int32 output (num_pairs,).
     """
     chunk = tl.program_id(0)
     pairs = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)

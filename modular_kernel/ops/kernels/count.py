@@ -1,7 +1,13 @@
 """Kernels that count pairs per expert and chunk, and compute prefix sums over chunks.
 
-A chunk is CHUNK consecutive pairs. Bucket 0 holds skipped pairs, bucket i + 1 those of expert i.
-The table `counts` is (buckets, chunks), so that one program scans the row of one bucket.
+The sorting operations (align, sort, batch) launch both before their own kernel. A pair is a token
+together with one of its top_k experts: pair p belongs to token p // top_k. A chunk is CHUNK_SIZE
+consecutive pairs, which one program handles. Pairs are counted in buckets: bucket 0 is for skipped
+pairs, and bucket i + 1 for the pairs of local expert i.
+
+The table `counts` is (buckets, chunks), so that one program scans the row of one bucket. After the
+scan, counts[bucket, chunk] is the number of pairs of the bucket in earlier chunks, which gives each
+pair its position among the pairs of its expert.
 """
 
 import triton
@@ -15,7 +21,11 @@ def is_repeat(
     topk_ids_ptr, pairs, mask, local_expert, expert_map_ptr, num_experts, num_local_experts,
     TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return whether an earlier pair of the same token has the same (valid) expert."""
+    """Return whether an earlier pair of the same token has the same expert on this rank.
+
+    pairs, mask: the pairs, and a mask of those that exist.
+    local_expert: their local ids.
+    """
     first_pair = (pairs // TOP_K) * TOP_K
     repeat = local_expert < -1
     for k_index in range(TOP_K):
@@ -40,11 +50,16 @@ def count_pairs_kernel(
     TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, DEDUPE: tl.constexpr,
     CHUNK_SIZE: tl.constexpr, NUM_BINS: tl.constexpr,
 ):  # fmt: skip
-    """counts[bucket, chunk] = number of pairs, for one chunk per program.
+    """counts[bucket, chunk] = number of pairs of the bucket in the chunk.
 
-    Also add the chunk's invalid ids to the counter at invalid_count_ptr.
+    Grid: (num_chunks,). A program also adds the number of invalid ids of its chunk to the counter
+        at invalid_count_ptr.
 
-    DEDUPE: count several pairs of one token with the same expert once.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs; see `load_local_ids`.
+    counts_ptr: int32 output (num_local_experts + 1, num_chunks).
+    num_pairs: number of pairs.
+    DEDUPE: count several pairs of one token with the same expert only once.
     NUM_BINS: a power of two > num_local_experts + 1. The last bin takes lanes that must not be
         counted.
     """
@@ -80,9 +95,15 @@ def scan_counts_kernel(
     counts_ptr, bucket_totals_ptr, expert_counts_ptr, num_chunks,
     HAS_EXPERT_COUNTS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Replace one bucket's counts by their exclusive prefix sums; store their sum, totals[bucket].
+    """Replace the counts of one bucket by their exclusive prefix sums; store their sum.
 
-    Grid: (buckets,). If HAS_EXPERT_COUNTS, the totals of experts are stored in expert_counts, too.
+    Grid: (buckets,).
+
+    counts_ptr: int32 (buckets, num_chunks), from `count_pairs_kernel`, overwritten.
+    bucket_totals_ptr: int32 output (buckets,), the number of pairs in each bucket.
+    expert_counts_ptr: int32 output (buckets - 1,), the same without bucket 0; written if
+        HAS_EXPERT_COUNTS.
+    BLOCK_CHUNKS: chunks per step of the scan.
     """
     bucket = tl.program_id(0)
     row_ptr = counts_ptr + bucket * num_chunks
@@ -100,7 +121,11 @@ def scan_counts_kernel(
 
 @triton.jit
 def rank_in_chunk(bucket, is_counted, CHUNK_SIZE: tl.constexpr):
-    """Return, per lane, the number of earlier counted lanes of the chunk with the same key."""
+    """Return, for each lane, the number of earlier counted lanes of the chunk with the same bucket.
+
+    bucket: (CHUNK_SIZE,), the bucket of each pair of the chunk.
+    is_counted: (CHUNK_SIZE,), whether the lane is counted.
+    """
     lanes = tl.arange(0, CHUNK_SIZE)
     same = (bucket[:, None] == bucket[None, :]) & (lanes[None, :] < lanes[:, None])
     return tl.sum((same & is_counted[None, :]).to(tl.int32), axis=1)

@@ -1,4 +1,11 @@
-"""Kernel that renumbers top-k ids for libraries with equal blocks of experts, with the weights."""
+"""Kernel that renumbers the experts of pairs for libraries that expect equal blocks of experts per
+rank.
+
+`modular_kernel.ops.expert_slots` explains the numbering and launches the kernel. A pair is a token
+together with one of its top_k experts: pair p belongs to token p // top_k. A slot is the place of
+one expert in the weights of a rank; an expert may have copies in several slots. A sink is an extra
+number of a rank that stands for no expert.
+"""
 
 import triton
 import triton.language as tl
@@ -11,11 +18,17 @@ def _merge_repeats(
     ids, ids_row, weights_row, mask, k,
     TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the joined weight of each pair, and whether the pair repeats an earlier one.
+    """Return the merged router weight of each pair, and whether the pair repeats an earlier one.
 
-    Pairs of a token repeat each other if they have the same expert. The joined weight is the sum of
-    their weights. Every lane reads the whole row of its token. Those cache lines are loaded anyway,
-    whereas comparing lanes with each other would require a layout conversion.
+    A pair repeats an earlier pair of its token if both have the same expert. The merged weight is
+    the sum of the weights of all pairs of the token with that expert. Every lane reads the whole
+    row of its token: those cache lines are loaded anyway, whereas comparing lanes with each other
+    would require a layout conversion.
+
+    ids: (BLOCK_TOKENS, BLOCK_TOP_K), the id of each pair.
+    ids_row, weights_row: (BLOCK_TOKENS, 1), pointers to the ids and weights of each token.
+    mask: False for pairs that do not exist.
+    k: (1, BLOCK_TOP_K), the index of a pair among those of its token.
     """
     weight = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.float32)
     repeat = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.int32)
@@ -39,24 +52,32 @@ def number_pairs(
     LINEAR_PLACEMENT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *= factor.
+    """expert_numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *=
+    factor.
 
-    Handles BLOCK_TOKENS tokens, as program `program`. Ids are compared in their own width; those
-    outside
-    [-1, num_experts) are counted. A pair that is skipped or has an invalid id is dropped. It gets
-    number -1 and weight 0.
+    Handles BLOCK_TOKENS tokens, as the program with index `program`. A pair is dropped if its id is
+    -1 or invalid, that is, outside [-1, num_experts). It gets number -1, or the number of a sink,
+    and weight 0. Invalid ids are counted. Ids are compared in their own width.
 
-    topk_ids_ptr, router_weights_ptr: (num_tokens, TOP_K).
-    expert_locations_ptr, num_copies_ptr: the tables of the placement: (E, max_copies, 2) rank and
-        slot of each
-        copy, and (E,) copies.
-    expert_numbers_ptr, out_router_weights_ptr: the outputs, (num_tokens, TOP_K).
-    MERGE_REPEATS: a token's first pair with an expert gets the sum of the weights of all of them,
-        and the
-        others are dropped.
-    HAS_SINKS: dropped pairs get numbers after the slots of the ranks, from the rank of first_token
+    topk_ids_ptr, router_weights_ptr: (num_tokens, TOP_K); rows are stride_ids and stride_weights
+        apart.
+    expert_locations_ptr: (num_experts, max_copies, 2) integers, the rank and the slot of each copy
+        of each expert.
+    num_copies_ptr: (num_experts,) integers, the number of copies of each expert. Token t uses copy
+        (t + first_token) % copies.
+    expert_numbers_ptr: integer output (num_tokens, TOP_K), contiguous.
+    out_router_weights_ptr: float32 output (num_tokens, TOP_K), contiguous.
+    invalid_count_ptr: int32, incremented by the number of invalid ids.
+    slots_per_rank: number of slots of each rank.
+    numbers_per_rank: number of slots and sinks of each rank.
+    weight_factor: factor of the router weights.
+    MERGE_REPEATS: whether a token's first pair with an expert gets the sum of the weights of all of
+        them, and the others are dropped.
+    HAS_SINKS: whether dropped pairs get numbers of sinks, from the rank first_token % world_size
         on.
-    LINEAR_PLACEMENT: every rank has `slots` experts, in order, so no table is read.
+    LINEAR_PLACEMENT: whether every rank has slots_per_rank experts, in order, so that no table is
+        read.
+    BLOCK_TOP_K: a power of two >= TOP_K.
     """
     token = program * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
     k = tl.arange(0, BLOCK_TOP_K)[None, :]
@@ -119,7 +140,10 @@ def number_pairs_kernel(
     LINEAR_PLACEMENT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `number_pairs` in every program, for BLOCK_TOKENS tokens each."""
+    """Run `number_pairs` in every program, for BLOCK_TOKENS tokens each.
+
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
+    """
     pdl_wait(USE_PDL)
     number_pairs(
         tl.program_id(0), topk_ids_ptr, router_weights_ptr, expert_locations_ptr, num_copies_ptr,

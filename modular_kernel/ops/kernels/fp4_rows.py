@@ -1,4 +1,15 @@
-"""Kernels for nvfp4 rows: quantization, the tiled layout of scales, and tiles of batched rows."""
+"""Kernels for NVFP4 activations: quantize rows, tile the scales of weights, and list tiles of
+batched rows.
+
+`modular_kernel.ops.fp4_rows` launches them for block-scaled GEMMs. NVFP4 values are e2m1 (4-bit
+floating point), with one e4m3 scale per group of 16 adjacent values and a float32 global scale per
+expert. The GEMMs read scales in a tiled layout: blocks of 128 rows by steps of 16 groups, which are
+contiguous in memory.
+
+A tile is up to 128 rows of one expert. The list of tiles has the format of
+`modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values, which are the
+expert, the first row and the end row of the expert for each tile, then the number of tiles.
+"""
 
 import triton
 import triton.language as tl
@@ -9,9 +20,10 @@ from modular_kernel.ops.kernels.extrema import max_nan, minimum_nan
 
 @triton.jit
 def _e4m3_code(value):
-    """Return e4m3 codes of float32 values in [0, 448], to nearest, ties to even; 127 for NaN.
+    """Return the e4m3 codes of float32 values in [0, 448], to nearest, ties to even; 127 for NaN.
 
-    Computed with integer operations, because not every target GPU supports the type.
+    They are computed with integer operations, because not every supported GPU has instructions for
+    the type.
     """
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
@@ -23,6 +35,7 @@ def _e4m3_code(value):
 
 @triton.jit
 def _e4m3_value(code):
+    """Return the float32 values of e4m3 codes >= 0."""
     normal = ((code + 960) << 20).to(tl.float32, bitcast=True)
     value = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
     return tl.where(code == 127, float("nan"), value)
@@ -30,7 +43,9 @@ def _e4m3_value(code):
 
 @triton.jit
 def _e2m1_code(value):
-    """Return the nearest e2m1 codes of float32 values, ties to even; magnitude code 7 for NaN."""
+    """Return the nearest e2m1 codes of float32 values, ties to even; the magnitude code is 7 for
+    NaN.
+    """
     magnitude = tl.abs(value)
     code = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
     code = code - (magnitude <= 1.25).to(tl.int32) - (magnitude < 1.75).to(tl.int32)
@@ -47,19 +62,23 @@ def quantize_tiles_kernel(
     ACTIVATION_LIMIT: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """q[r, k] = e2m1(v[r, k] / scale of its group of 16); v = x, or act(x) rounded to x's dtype.
+    """q[r, k] = e2m1(v[r, k] / scale of its group of 16), where v is x, or act(x) rounded to x's
+    dtype.
 
     Grid: (4 * max_tiles, ceil(num_columns / 256)). A program quantizes 32 rows of a tile and 256
-    columns.
+        columns.
 
-    x_ptr: row r is source[r] if HAS_SOURCE_ROWS. Column k is at k * STEP, its up at up_offset
-        further.
-    tiles_ptr: `SortedPairs.tiles`.
-    global_scale_ptr: (e,) float32, the global scale of each expert.
-    q_ptr: two e2m1 values per byte.
-    scale_ptr: e4m3, (max_tiles, bytes), in blocks of 128 rows. Scales of rows past the expert's end
-        and of columns past the last are 0.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation; ACTIVATION "identity": none.
+    x_ptr: values (rows of x, columns); rows are stride_x apart. Column k is at k * GATE_STRIDE, and
+        its up value at up_offset columns further.
+    source_row_ptr: (rows,) int32, the row of x for each row; used if HAS_SOURCE_ROWS, otherwise row
+        r is row r of x.
+    tiles_ptr: the list of tiles; see the docstring of the module.
+    global_scale_ptr: (num_experts,) float32, the global scale of each expert.
+    q_ptr: output, two e2m1 values per byte; rows are stride_q apart.
+    scale_ptr: e4m3 output (max_tiles, bytes), in the tiled layout; tiles are stride_scale apart.
+        Scales of rows past the expert's end and of columns past the last one are 0.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`). "identity"
+        for none.
     """
     tile, row_quarter = tl.program_id(0) // 4, tl.program_id(0) % 4
     in_use = tile < tl.load(tiles_ptr + 3 * max_tiles)
@@ -103,9 +122,13 @@ def quantize_tiles_kernel(
 
 @triton.jit
 def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks_per_expert, stride_out):
-    """Convert scales (e, num_rows, num_groups) to blocks of 128 rows by steps of 16 groups.
+    """Convert weight scales (num_experts, num_rows, num_groups) to the tiled layout.
 
-    Grid: (e * blocks, ceil(num_groups / 16)). A program converts one block and step.
+    Grid: (num_experts * blocks_per_expert, ceil(num_groups / 16)). A program converts a block of
+        128 rows by a step of 16 groups.
+
+    scale_ptr: one-byte scales, contiguous.
+    out_ptr: output (num_experts * blocks_per_expert, bytes); blocks are stride_out apart.
     """
     block = tl.program_id(0).to(tl.int64)
     row, group = tl.arange(0, 128), tl.arange(0, 16)
@@ -126,11 +149,14 @@ def make_batched_tiles_kernel(
     counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
     BLOCK_EXPERTS: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Store the tiles of 128 rows of the first counts[i] of `capacity` rows of each expert i.
+    """Write the list of tiles of the batched format (num_experts, capacity, K).
 
-    Grid: (num_experts,). BLOCK_EXPERTS and BLOCK_TILES are powers of two of at least the experts,
-        and of at
-    least the tiles of one expert.
+    The tiles cover the first counts[i] rows of each expert i. Grid: (num_experts,).
+
+    counts_ptr: (num_experts,) int32, the rows in use of each expert.
+    tiles_ptr: output, the list of tiles; see the docstring of the module.
+    BLOCK_EXPERTS: a power of two >= num_experts.
+    BLOCK_TILES: a power of two >= the maximum number of tiles of one expert.
     """
     this_expert = tl.program_id(0)
     expert = tl.arange(0, BLOCK_EXPERTS)

@@ -1,4 +1,10 @@
-"""Device functions that map the router's top-k ids to this rank's experts."""
+"""Device functions that map the expert ids of the router to the experts on this rank.
+
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. Ids
+are global, in [0, num_experts). Local ids, in [0, num_local_experts), are indices into the weights
+on this rank. A pair is skipped if its id is -1, if its expert is on another rank, or if its id is
+invalid, that is, outside [-1, num_experts).
+"""
 
 import triton
 import triton.language as tl
@@ -14,12 +20,18 @@ def load_local_ids(
     num_local_experts,
     HAS_EXPERT_MAP: tl.constexpr,
 ):
-    """Return int32 local ids, -1 for a skipped pair or a masked lane, and a mask of invalid ids.
+    """Load expert ids; return (local ids, mask of invalid ids). Skipped pairs and masked lanes get
+    -1.
 
-    An id is invalid outside [-1, num_experts). If HAS_EXPERT_MAP, the table at expert_map_ptr maps
-    ids to local
-    ids or -1. Ids are compared in their own width, so that a 64-bit id is not truncated into the
-    range.
+    Ids are compared in their own width, so that a 64-bit id is not truncated into the valid range.
+
+    topk_ids_ptr: int32 or int64, the id of each pair.
+    offsets: the pairs to load.
+    mask: False for lanes that must not be loaded.
+    expert_map_ptr: (num_experts,) int32, the local id of each id, or -1. Used if HAS_EXPERT_MAP;
+        otherwise ids are local ids.
+
+    The local ids are int32.
     """
     ids = tl.load(topk_ids_ptr + offsets, mask=mask, other=-1)
     in_range = (ids >= 0) & (ids < num_experts)
@@ -38,8 +50,9 @@ def count_invalid_ids(
     topk_ids_ptr, expert_map_ptr, invalid_count_ptr, num_pairs, num_experts, num_local_experts,
     HAS_EXPERT_MAP: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Add the number of invalid ids to the counter at invalid_count_ptr, in steps of BLOCK_PAIRS
-    pairs."""
+    """Add the number of invalid ids to the counter at invalid_count_ptr, BLOCK_PAIRS pairs at a
+    time.
+    """
     for first in range(0, num_pairs, BLOCK_PAIRS):
         pairs = first + tl.arange(0, BLOCK_PAIRS)
         _, invalid = load_local_ids(

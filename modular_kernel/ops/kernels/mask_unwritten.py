@@ -1,4 +1,10 @@
-"""Kernel that masks ids and weights in rows that may not have been written."""
+"""`mask_unwritten_pairs_kernel`: mask expert ids and router weights in rows that may not have been
+written.
+
+A buffer for tokens from other ranks has more rows than tokens that arrived. `mask_unwritten_pairs`
+(modular_kernel/ops/mask_unwritten.py) launches the kernel. A pair is a token together with one of
+its top_k experts: pair p belongs to token p // top_k.
+"""
 
 import triton
 import triton.language as tl
@@ -12,10 +18,15 @@ def mask_unwritten_pairs_kernel(
     num_pairs,
     TOP_K: tl.constexpr, BLOCK_PAIRS: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Copy ids and weights; store -1 and 0 in rows from *count on, and for negative ids.
+    """Copy ids and weights of the first num_rows rows; other pairs, and negative ids, get -1 and 0.
 
-    Grid: (blocks of BLOCK pairs,). Values of unwritten rows are loaded too and then discarded, so
-    that no load depends on another.
+    Grid: (blocks of BLOCK_PAIRS pairs,). Values of unwritten rows are loaded, too, and then
+        discarded, so that no load depends on another.
+
+    topk_ids_ptr, router_weights_ptr: (rows, TOP_K), contiguous.
+    num_rows_ptr: (1,) integer, the number of rows that were written.
+    out_topk_ids_ptr, out_router_weights_ptr: outputs (rows, TOP_K), int32 and float32.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     pair = tl.program_id(0).to(tl.int64) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)

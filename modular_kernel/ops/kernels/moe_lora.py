@@ -1,12 +1,17 @@
-"""Kernels of `ops.moe_lora`: adapters as a small MLP in parallel with the experts.
+"""Kernels of `modular_kernel.ops.moe_lora`: LoRA adapters as a small MLP in parallel with the
+experts.
 
-The matrices of a pair are those of its key, slot * E + expert. A pair has no key if its slot or
-expert is invalid, or its rank is 0. A program loops over the keys that occur in its tile, each once
-and in ascending order. It reads no other matrices, and nothing beyond the rank of a key.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. An
+adapter is identified by its slot, its index in the stacked matrices. The matrices of a pair are
+those of its key, slot * num_experts + expert. A pair has no key, and gets zeros, if its slot or
+expert is invalid, or if the rank of its adapter is 0.
 
-lora_ranks_ptr has the rank of each (slot, expert). A matrices are (slots, E, R, depth) and B
-matrices
-(slots, E, rows, R), with contiguous last dimensions.
+A program loops over the keys that occur in its tile, each once and in ascending order. Matrices of
+other keys are not read, nor anything beyond the rank of a key.
+
+    lora_ranks_ptr  integers (slots, num_experts), the rank of each adapter for each expert
+    A matrices      (slots, num_experts, max_rank, K), with a contiguous last dimension
+    B matrices      (slots, num_experts, rows, max_rank), with a contiguous last dimension
 """
 
 import triton
@@ -14,7 +19,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.activation import activate
 
-NO_KEY = tl.constexpr(9223372036854775807)
+NO_KEY = tl.constexpr(9223372036854775807)  # larger than any key
 
 
 @triton.jit
@@ -22,7 +27,11 @@ def _keys(
     ids, slots, lora_ranks_ptr, row_mask, num_adapter_slots, num_experts, stride_ranks_slot,
     stride_ranks_expert
 ):  # fmt: skip
-    """Return the int64 key of each row; NO_KEY for masked rows and for rows without a key."""
+    """Return the int64 key of each row; NO_KEY for masked rows and for rows without a key.
+
+    ids, slots: the expert id and the adapter slot of each row.
+    stride_ranks_slot, stride_ranks_expert: the strides of lora_ranks_ptr.
+    """
     valid = row_mask & (slots >= 0) & (slots < num_adapter_slots) & (ids >= 0) & (ids < num_experts)
     slot, expert = slots.to(tl.int64), ids.to(tl.int64)
     ranks = tl.load(
@@ -40,8 +49,10 @@ def _pairs(
     stride_ranks_slot, stride_ranks_expert,
     TOP_K: tl.constexpr, HAS_PAIR_ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (pairs, mask, keys) of this program's rows, in the order at pair_order_ptr if
-    HAS_PAIR_ORDER."""
+    """Return (pairs, mask, keys) of this program's BLOCK_M pairs.
+
+    If HAS_PAIR_ORDER, pair_order_ptr has the order in which programs take pairs.
+    """
     position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = position < num_pairs
     pairs = position.to(tl.int64)
@@ -80,10 +91,16 @@ def moe_lora_a_kernel(
     """out[p, :rank] = A[key of p, :rank] @ x[p // PAIRS_PER_X_ROW]; 0 beyond the rank, and without
     a key.
 
-    Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_RANK columns of out). x has one row per token
-    (PAIRS_PER_X_ROW = TOP_K) or per pair (PAIRS_PER_X_ROW = 1). out is (num_pairs, max_rank),
-    contiguous. If
-    HAS_PAIR_ORDER, pair_order_ptr has the order in which programs take pairs.
+    Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_RANK columns of out).
+
+    x_ptr: (num_pairs / PAIRS_PER_X_ROW, K); rows are stride_x apart. A row is a token
+        (PAIRS_PER_X_ROW = TOP_K) or a pair (PAIRS_PER_X_ROW = 1).
+    pair_order_ptr: (num_pairs,), the order in which programs take pairs; used if HAS_PAIR_ORDER.
+    topk_ids_ptr: (num_pairs,), the expert of each pair.
+    adapter_slots_ptr: (num_pairs / TOP_K,), the adapter slot of each token.
+    a_ptr: the A matrices.
+    out_ptr: output (num_pairs, max_rank), contiguous.
+    size_k: K.
     """
     pairs, mask, keys = _pairs(
         pair_order_ptr, topk_ids_ptr, adapter_slots_ptr, lora_ranks_ptr, num_pairs,
@@ -128,11 +145,13 @@ def moe_lora_gate_up_b_kernel(
 ):  # fmt: skip
     """out[p] = silu(B[key of p, :I] @ u[p]) * (B[key of p, I:] @ u[p]); 0 for pairs without a key.
 
-    Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_INTERMEDIATE columns). u (num_pairs, max_rank)
-        and out
-    (num_pairs, I) are contiguous. If HAS_PAIR_ORDER, pair_order_ptr has the order in which
-    programs take
-    pairs.
+    I is intermediate_size. Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_INTERMEDIATE columns).
+
+    u_ptr: (num_pairs, max_rank), contiguous, the output of `moe_lora_a_kernel`.
+    b_ptr: the B matrices, with 2 * I rows: gate rows, then up rows.
+    out_ptr: output (num_pairs, I), contiguous.
+
+    The other arguments are those of `moe_lora_a_kernel`.
     """
     pairs, mask, keys = _pairs(
         pair_order_ptr, topk_ids_ptr, adapter_slots_ptr, lora_ranks_ptr, num_pairs,
@@ -180,10 +199,15 @@ def moe_lora_down_combine_kernel(
 ):  # fmt: skip
     """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B[key of t, k] @ v[t, k]).
 
-    Grid: (blocks of BLOCK_M tokens, blocks of BLOCK_HIDDEN columns). v (num_tokens * TOP_K,
-        max_rank) is
-    contiguous. The sum is added to out in float32 and rounded once. Tokens without a key are
-    neither read nor written.
+    Grid: (blocks of BLOCK_M tokens, blocks of BLOCK_HIDDEN columns). The sum is added to out in
+        float32 and rounded once. Tokens without a key are neither read nor written.
+
+    v_ptr: (num_tokens * TOP_K, max_rank), contiguous, the output of `moe_lora_a_kernel`.
+    topk_ids_ptr, topk_weights_ptr: (num_tokens, TOP_K), experts and router weights.
+    adapter_slots_ptr: (num_tokens,), the adapter slot of each token.
+    scalings_ptr: (slots,) float32, the factor of each adapter.
+    b_ptr: the B matrices, with hidden_size rows.
+    out_ptr: (num_tokens, hidden_size); rows are stride_out apart.
     """
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token_mask = token < num_tokens
@@ -246,18 +270,22 @@ def moe_lora_fused_kernel(
     TOP_K: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B2 @ A2 @ h), where
+    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (down_B @ down_A @ h), where
 
-        h = silu(gate) * up, (gate, up) = B13 @ A13 @ x[t]
+        h = silu(gate) * up, (gate, up) = gate_up_B @ gate_up_A @ x[t]
 
-    with the matrices of the key of t, k.
+    with the matrices of the key of (t, k).
 
     Grid: (tokens, blocks of BLOCK_HIDDEN columns of out). Every program of a token repeats all
-        steps but
-    the last, B2. Intermediate results are rounded as the other kernels round them.
+        steps but the last one. Intermediate results are rounded as the other kernels round them.
 
+    x_ptr: (tokens, hidden_size); rows are stride_x apart.
+    gate_up_a_ptr, gate_up_b_ptr, down_a_ptr, down_b_ptr: the matrices, with strides
+        stride_<name>_*.
     BLOCK_RANK: a power of two >= max_rank.
-    BLOCK_K: elements of H, then of I, per step.
+    BLOCK_K: elements along K per step: of the hidden size, then of the intermediate size.
+
+    The other arguments are those of `moe_lora_down_combine_kernel`.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(adapter_slots_ptr + token).to(tl.int64)

@@ -1,4 +1,7 @@
-"""Device function for programmatic dependent launch (PDL)."""
+"""Device function for programmatic dependent launch (PDL).
+
+With PDL, a kernel may start while the previous kernel of the stream is still running.
+"""
 
 import triton
 import triton.language as tl
@@ -9,10 +12,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def pdl_wait(OVERLAP: tl.constexpr):
     """Wait until the writes of the previous launch are visible, and allow the next launch to start.
 
-    Call it before the first memory access. Then every launch has waited for all earlier ones,
-    because its predecessor cannot end before it has waited itself.
+    Call it before the first memory access. Every launch has then waited for all earlier ones,
+    because its predecessor cannot end before it has itself waited.
 
-    OVERLAP: the launch uses PDL; otherwise nothing is done.
+    USE_PDL: whether the launch uses PDL. If not, nothing is done.
     """
     if OVERLAP:
         gdc_wait()

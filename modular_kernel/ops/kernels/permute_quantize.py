@@ -1,4 +1,9 @@
-"""Kernel that quantizes each token and writes it to the rows of its pairs."""
+"""`permute_and_quantize_kernel`: quantize each token and write it to the rows of its pairs.
+
+`permute_and_quantize` (modular_kernel/ops/permute_quantize.py) launches it. A pair is a token
+together with one of its top_k experts: pair p belongs to token p // top_k. A group is group_size
+adjacent columns of a row, which share a scale.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +15,7 @@ from modular_kernel.ops.kernels.quantize import quantized_values, scale_of
 
 @triton.jit
 def _load_tile(x_row_ptr, columns, in_group, num_columns):
-    """Load float32 values of a tile, 0 where masked."""
+    """Load float32 values of a tile (BLOCK_GROUPS, BLOCK_COLUMNS), 0 where masked."""
     return tl.load(x_row_ptr + columns, mask=in_group & (columns < num_columns), other=0.0).to(
         tl.float32
     )
@@ -27,21 +32,24 @@ def permute_and_quantize_kernel(
 ):  # fmt: skip
     """q[row of (t, k)] = weight of (t, k) * x[t] / scale.
 
-    Grid: (tokens * ceil(num_groups / BLOCK_GROUPS),), with programs of one token adjacent. A
-        program
-    handles BLOCK_GROUPS groups of `group` columns.
+    Grid: (num_tokens * ceil(num_groups / BLOCK_GROUPS),), with programs of one token adjacent. A
+        program handles BLOCK_GROUPS groups of columns of a token.
 
-    row_of_pair_ptr: (tokens, TOP_K) int32, -1 to skip a pair.
-    HAS_ROUTER_WEIGHTS: multiply x by the weight of the pair first.
-    DYNAMIC_SCALE: compute and store a scale per row and group. Scales of adjacent rows (or, with
-        SCALES_GROUP_MAJOR, of adjacent groups) are stride_scale apart. Otherwise the scale at
-        scale_ptr is
-        used.
-    QMAX, ROUND, MIN_SCALE: see `kernels.quantize`.
-    GROUP_FITS_BLOCK: a group has at most BLOCK_COLUMNS columns, so x is read once. Otherwise
-        BLOCK_GROUPS is
-        1, and x is read again for each pair.
+    x_ptr: (num_tokens, num_columns); rows are stride_x apart.
+    row_of_pair_ptr: (num_tokens, TOP_K) int32, the row of each pair; -1 skips it.
+    router_weights_ptr: (num_tokens, TOP_K) float32, factors of x; used if HAS_ROUTER_WEIGHTS.
+    q_ptr: output (rows, num_columns), contiguous.
+    scale_ptr: the scales; see DYNAMIC_SCALE.
+    DYNAMIC_SCALE: whether to compute and store a scale per row and group. Scales of adjacent rows
+        (or, with SCALES_GROUP_MAJOR, of adjacent groups) are stride_scale apart. Otherwise, the
+        scale at scale_ptr is used.
+    QMAX: the largest value of the quantized type.
+    ROUND_TO_INT: whether the quantized type is an integer.
+    MIN_SCALE: the minimum scale.
+    GROUP_FITS_BLOCK: whether a group has at most BLOCK_COLUMNS columns, so that x is read once.
+        Otherwise, BLOCK_GROUPS is 1, and x is read again for each pair.
     BLOCK_TOP_K: a power of two >= TOP_K.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     group_blocks = tl.cdiv(num_groups, BLOCK_GROUPS)

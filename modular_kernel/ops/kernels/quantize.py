@@ -1,12 +1,20 @@
-"""Kernels that quantize rows with one scale per row, group or tensor, also after an activation.
+"""Kernels that quantize rows with one scale per row, group or tensor, also after an activation
+function.
 
-Rows are in segments of `capacity` rows: a single segment, or one per expert in the batched format.
-`programs_per_segment` programs share the rows of a segment, BLOCK_ROWS at a time. SOURCE says which
-rows hold a token and are quantized: "all"; "pairs": row p if pair p has a local expert; "batched":
-the first valid[s] rows of segment s.
+`quantize_rows` and `activation_and_quantize` (modular_kernel/ops/quantize.py) launch them. A pair
+is a token together with one of its top_k experts: pair p belongs to token p // top_k.
 
-QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND means that
-the type is an integer.
+    segment     `capacity` rows: all rows, or the rows of one expert in the batched format.
+                `programs_per_segment` programs share the rows of a segment, BLOCK_ROWS at a time.
+    group       group_size adjacent columns of a row, which share a scale.
+    line        one group of one row, in a tile of a program.
+    ROW_SOURCE  which rows hold a token and are quantized:
+                "all": all rows.
+                "pairs": row p, if the expert of pair p is on this rank; row_filter_ptr has the ids.
+                "batched": the first row_filter_ptr[s] rows of segment s.
+
+QMAX is the largest value of the quantized type, MIN_SCALE the minimum scale, and ROUND_TO_INT
+whether the quantized type is an integer.
 """
 
 import triton
@@ -20,7 +28,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def scale_of(amax, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Return the scale of values with maximum magnitude `amax`; NaN if `amax` is NaN.
+    """Return the scale of values whose largest magnitude is `amax`; NaN if `amax` is NaN.
 
     div_rn rounds to nearest. `/` does not on a GPU, so the torch reference could not match it.
     """
@@ -33,9 +41,12 @@ def quantized_values(
 ):
     """Return value * inverse, clamped to [-QMAX, QMAX].
 
-    If ROUND, it is rounded to the nearest integer, ties to even. SATURATE may be False if `inverse`
-    comes from `scale_of` of the same values: the product then exceeds QMAX by three rounding errors
-    at most, and conversion to the quantized type rounds it to QMAX.
+    If ROUND_TO_INT, it is rounded to the nearest integer, ties to even.
+
+    inverse: the reciprocal of the scale.
+    SATURATE: whether to clamp. It may be False if `inverse` comes from `scale_of` of the same
+        values: the product then exceeds QMAX by three rounding errors at most, and conversion to
+        the quantized type rounds it to QMAX.
     """
     value = value * inverse
     if SATURATE or ROUND_TO_INT:
@@ -67,7 +78,11 @@ def _valid_rows(
     num_local_experts,
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return row indices, and a mask of the rows that hold a token."""
+    """Return the indices of rows of a segment, and a mask of the rows that hold a token.
+
+    positions: the positions of the rows in the segment.
+    count: the number of rows in use.
+    """
     rows = segment * capacity + positions.to(tl.int64)
     valid = positions < count
     if ROW_SOURCE == "pairs":
@@ -91,11 +106,16 @@ def _load_values(
     ACTIVATION_LIMIT: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load float32 values, 0 where masked: x, weight * x, or act(x) rounded to x's dtype.
+    """Load float32 values, 0 where masked: x, x times router weight, or act(x) rounded to x's
+    dtype.
 
-    columns is (lines, BLOCK_COLUMNS), masked from num_columns on, which is a scalar or one value
-    per
-    line.
+    rows: (lines,), the row of each line.
+    columns: (lines, BLOCK_COLUMNS). Columns from num_columns on are masked, which is a scalar or
+        one value per line.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`). "identity"
+        for none.
+    GATE_STRIDE, up_offset: gate column i is at i * GATE_STRIDE, and its up value is up_offset
+        columns later.
     """
     mask = valid[:, None] & (columns < num_columns)
     x_ptrs = x_ptr + rows[:, None] * stride_x + columns * GATE_STRIDE
@@ -119,11 +139,16 @@ def amax_kernel(
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = largest magnitude of the program's rows, 0 if it has none.
+    """partial_amax[program] = largest magnitude in the program's rows, 0 if it has none.
 
-    Grid: (segments * programs_per_segment,). The caller takes the maximum of all partials, which
-        needs no atomics
-    and no zeroed memory.
+    Grid: (segments * programs_per_segment,). `quantize_program` takes the maximum of all partial
+        results, which needs no atomics and no zeroed memory.
+
+    x_ptr: (rows, num_columns); rows are stride_x apart.
+    router_weights_ptr: (rows,) float32, factors of x; used if HAS_ROUTER_WEIGHTS.
+    row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE, HAS_EXPERT_MAP:
+        which rows to read; see the docstring of the module.
+    BLOCK_ROWS, BLOCK_COLUMNS: the size of a tile.
     """
     segment = (tl.program_id(0) // programs_per_segment).to(tl.int64)
     count = capacity
@@ -166,23 +191,29 @@ def quantize_program(
     BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """q[r, c] = x[r, c] / scale for BLOCK_GROUPS groups of columns in some rows: the share of
-    `program`.
+    """q[r, c] = x[r, c] / scale, for the share of the program with index `program`.
 
-    There are segments * programs_per_segment * ceil(num_groups / BLOCK_GROUPS) programs. Those of
-    the
-    same rows are adjacent, so that memory is read in order. A line of a tile is one group of one
-    row. Rows without a token get neither q nor scales.
+    There are segments * programs_per_segment * ceil(num_groups / BLOCK_GROUPS) programs, each with
+    BLOCK_GROUPS groups of columns of some rows. Programs of the same rows are adjacent, so that
+    memory is read in order. Rows without a token get neither q nor scales.
 
-    x_ptr, router_weights_ptr, up_offset, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT, STEP:
-        values are x, x times its row's weight,
-        or act(x); see `_load_values`.
-    group, num_groups: columns per scale, and scales per row.
-    SCALE: "dynamic": one scale per row and group, which is stored. "static": one scale, at
-        scale_ptr. "partials": one scale, from the maxima of `amax_kernel`, which the first program
-        stores.
-    GROUP_FITS_BLOCK: BLOCK_COLUMNS covers a group, so x is read once.
-    SCALES_GROUP_MAJOR: the scales of a segment are stored group by group, otherwise row by row.
+    x_ptr, router_weights_ptr, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
+        ACTIVATION_LIMIT, GATE_STRIDE: the values to quantize; see `_load_values`.
+    row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE, HAS_EXPERT_MAP:
+        which rows to quantize; see the docstring of the module.
+    q_ptr: output (rows, num_columns), contiguous.
+    scale_ptr: the scales, or one scale; see SCALE_SOURCE.
+    partial_amax_ptr: (num_partial_amax,) float32, from `amax_kernel`.
+    num_groups: scales per row.
+    SCALE_SOURCE: "dynamic": one scale per row and group, which is computed and stored. "static":
+        one scale, at scale_ptr. "partials": one scale, computed from partial_amax_ptr, which the
+        first program stores.
+    QMAX: the largest value of the quantized type.
+    ROUND_TO_INT: whether the quantized type is an integer.
+    MIN_SCALE: the minimum scale.
+    GROUP_FITS_BLOCK: whether BLOCK_COLUMNS covers a group, so that x is read once.
+    SCALES_GROUP_MAJOR: whether the scales of a segment are stored as (num_groups, capacity),
+        otherwise as (capacity, num_groups).
     STAGES: stages of the software pipeline over tiles.
     BLOCK_PARTIALS: a power of two >= num_partial_amax.
     """
@@ -273,7 +304,10 @@ def quantize_rows_kernel(
     BLOCK_PARTIALS: tl.constexpr,
     USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Run `quantize_program` in every program."""
+    """Run `quantize_program` in every program.
+
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
+    """
     pdl_wait(USE_PDL)
     quantize_program(
         tl.program_id(0), x_ptr, router_weights_ptr, row_filter_ptr, expert_map_ptr, q_ptr,

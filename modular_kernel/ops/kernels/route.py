@@ -1,6 +1,9 @@
-"""Router kernel: scores, selection and weights of each token's experts, in one launch.
+"""`route_kernel`: the router. Scores, selection and weights of each token's experts, in one launch.
 
-Logits are in tiles (BLOCK_TOKENS tokens, groups of experts, experts of a group).
+`route` (modular_kernel/ops/route.py) launches it. Logits are in tiles (BLOCK_TOKENS tokens, groups
+of experts, experts of a group): in grouped routing, as in DeepSeek-V3, only experts of a token's
+best groups can be selected. Without groups, all experts form one group. `choice` is the value by
+which experts are compared, -inf for experts that cannot be selected.
 """
 
 import triton
@@ -11,14 +14,18 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _tile_max(value, BLOCK_TOKENS: tl.constexpr):
-    """Return each token's largest value, (T, 1, 1), of a (T, G, S) tile."""
+    """Return each token's largest value, (tokens, 1, 1), of a tile (tokens, groups, experts of a
+    group).
+    """
     # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
 @triton.jit
 def _score(logit, SCORE: tl.constexpr):
-    """Return sigmoid or sqrt(softplus) of float32 logits, accurate for small results too."""
+    """Return sigmoid (SCORE "sigmoid") or sqrt(softplus) of float32 logits, accurate for small
+    results, too.
+    """
     if SCORE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-logit))
     # log1p(e) = 2 atanh(e / (2 + e)); the series' argument is at most 1 / 3.
@@ -33,7 +40,10 @@ def _score(logit, SCORE: tl.constexpr):
 
 @triton.jit
 def _finite(logit, logit_mask):
-    """Clamp infinities to the largest finite values, so that no difference of logits is NaN."""
+    """Clamp infinities to the largest finite values, so that no difference of logits is NaN.
+
+    logit_mask: the result is 0 where it is False.
+    """
     # NaN-free: NaN is masked
     return tl.minimum(tl.maximum(tl.where(logit_mask, logit, 0.0), -_FLOAT32_MAX), _FLOAT32_MAX)
 
@@ -46,8 +56,10 @@ def _best_groups(
 ):  # fmt: skip
     """Return `choice` with -inf outside each token's TOPK_GROUPS best groups.
 
-    TOP2_GROUP_SCORE: a group is as good as its best two experts together; otherwise, as its best
-        expert.
+    choice: (tokens, groups, experts of a group).
+    expert: (1, groups, experts of a group), the id of each expert.
+    TOP2_GROUP_SCORE: whether groups are compared by the sum of their best two experts. Otherwise,
+        they are compared by their best expert.
     """
     neg_inf = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
@@ -75,7 +87,10 @@ def _best_experts(
     choice, expert,
     TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the ids (T, K) of the TOP_K largest of `choice`, the lower id on ties, -1 for -inf."""
+    """Return the ids (tokens, BLOCK_TOP_K) of the TOP_K largest values of `choice`.
+
+    If values are equal, the lower id comes first. The id of a value of -inf is -1.
+    """
     neg_inf = float("-inf")
     k = tl.arange(0, BLOCK_TOP_K)[None, :]
     ids = tl.full((BLOCK_TOKENS, BLOCK_TOP_K), -1, tl.int32)
@@ -102,25 +117,30 @@ def route_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr, BLOCK_GROUP_SIZE: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute weights (T, K) float32 and ids (T, K) of BLOCK_TOKENS tokens, as `RouterSpec`
-    describes.
+    """Compute router weights and expert ids of BLOCK_TOKENS tokens, as `RouterSpec` describes.
 
     Grid: (blocks of BLOCK_TOKENS tokens,).
 
-    logits_ptr: (T, num_columns). Columns from num_experts on are zero experts: their id becomes -1,
-        and their weights are summed in identity (T,).
-    bias_ptr: (num_columns,), added to scores for selection if HAS_BIAS.
-    expert_table_ptr, token_ids_ptr: if TABLE, the experts (vocabulary, TOP_K) of each token id,
-        and the token
-        ids (T,). An invalid entry gives the id -2.
-    SCORE, TOPK_FIRST, RENORMALIZE, eps, floor: fields of `RouterSpec`.
-    HAS_ZERO_EXPERTS: there are zero experts.
-    COMPARE_LOGITS: experts are compared by logits, because scores grow monotonically with them and
-        nothing is added.
-    GROUPS, GROUP_SIZE, TOPK_GROUPS, TOP2_GROUP_SCORE: groups of experts, experts per group, groups
-        to select
-        from, and the score of a group (`_best_groups`).
-    BLOCK_GROUPS, BLOCK_GROUP_SIZE, BLOCK_TOP_K: powers of two >= GROUPS, SIZE and TOP_K.
+    logits_ptr: (num_tokens, num_columns); rows are stride_logits apart. Columns from num_experts on
+        are zero experts, which return their input: their id becomes -1.
+    bias_ptr: (num_columns,), added to the scores for selection if HAS_BIAS.
+    expert_table_ptr: (vocab_size, TOP_K), the experts of each token id. If HAS_TABLE, they are used
+        instead of a selection by logits. An invalid entry or token id gives the id -2.
+    token_ids_ptr: (num_tokens,), used if HAS_TABLE.
+    topk_weights_ptr: float32 output (num_tokens, TOP_K).
+    topk_ids_ptr: integer output (num_tokens, TOP_K).
+    zero_expert_weights_ptr: float32 output (num_tokens,), the sum of the weights of each token's
+        zero experts; written if HAS_ZERO_EXPERTS.
+    eps, floor: if RENORMALIZE, weights are divided by max(their sum + eps, floor).
+    SCORE: "softmax", "sigmoid" or "sqrtsoftplus", the function of the logits that gives scores.
+    TOPK_FIRST: whether experts are selected by logits first, and a softmax covers only the selected
+        ones.
+    COMPARE_LOGITS: whether experts are compared by logits. This gives the same selection as scores,
+        because scores grow monotonically with logits and no bias is added.
+    GROUPS, GROUP_SIZE, TOPK_GROUPS: groups of experts, experts per group, and groups to select
+        from.
+    TOP2_GROUP_SCORE: how groups are compared; see `_best_groups`.
+    BLOCK_GROUPS, BLOCK_GROUP_SIZE, BLOCK_TOP_K: powers of two >= GROUPS, GROUP_SIZE and TOP_K.
     """
     neg_inf = float("-inf")
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)

@@ -1,4 +1,8 @@
-"""Kernels that move hidden rows: tokens to rows, rows to pairs, and sums of rows to tokens."""
+"""Kernels that copy hidden rows from tokens to pairs, and sum the rows of pairs to tokens.
+
+`modular_kernel.ops.permute` and `modular_kernel.ops.reduce` launch them. A pair is a token together
+with one of its top_k experts: pair p belongs to token p // top_k.
+"""
 
 import triton
 import triton.language as tl
@@ -14,15 +18,19 @@ def permute_tokens_kernel(
     TOP_K: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """rows[row_of_pair[t, k]] = x[t], times the weight of (t, k) if HAS_ROUTER_WEIGHTS.
+    """rows[row_of_pair[t, k]] = x[t], times the router weight of (t, k) if HAS_ROUTER_WEIGHTS.
 
-    Grid: (tokens * ceil(hidden / BLOCK_HIDDEN),). A program reads BLOCK_HIDDEN columns of a token
-        once and
-    writes them to the rows of all its pairs; -1 skips a pair.
+    Grid: (num_tokens * ceil(hidden_size / BLOCK_HIDDEN),). A program reads BLOCK_HIDDEN columns of
+        a token once and writes them to the rows of all its pairs. If HAS_SCALE, the program of a
+        token's first columns also copies its scales.
 
-    If HAS_SCALE, the program of a token's first columns also copies its `groups` scales to
-    scale_rows, which has the strides stride_row and stride_group. BLOCK_GROUPS is a power of two >=
-    groups.
+    x_ptr: (num_tokens, hidden_size); rows are stride_x apart.
+    scale_ptr: (num_tokens, num_groups), the scales of x; used if HAS_SCALE.
+    row_of_pair_ptr: (num_tokens, TOP_K) int32, the row of each pair; -1 skips it.
+    router_weights_ptr: (num_tokens, TOP_K) float32.
+    rows_ptr: output (rows, hidden_size), contiguous.
+    scale_rows_ptr: output (rows, num_groups), with the strides stride_row and stride_group.
+    BLOCK_GROUPS: a power of two >= num_groups.
     """
     column_blocks = tl.cdiv(hidden_size, BLOCK_HIDDEN)
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
@@ -51,10 +59,12 @@ def _row_of_pair(
     pair, row_index_ptr, expert_map_ptr, num_experts, num_local_experts,
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return the row of a pair, -1 if it is skipped.
+    """Return the row of a pair; -1 if the pair is skipped.
 
-    SOURCE "all": the row is the pair. "ids": it is the pair, if the pair's id is local. "rows": it
-    is in the table at row_index_ptr.
+    ROW_SOURCE: where the row comes from:
+        "all": row p belongs to pair p.
+        "ids": the same, if the pair's expert is on this rank; row_index_ptr has the expert ids.
+        "rows": row_index_ptr is a table of the row of each pair.
     """
     if ROW_SOURCE == "rows":
         row = tl.load(row_index_ptr + pair).to(tl.int64)
@@ -83,12 +93,17 @@ def weight_and_sum_kernel(
 ):  # fmt: skip
     """out[t] = scale * sum over k of weight[t, k] * rows[row of (t, k)], summed in float32.
 
-    Grid: (tokens * ceil(hidden / BLOCK_HIDDEN),), with programs of one token adjacent, so that
-        rows are
-    read contiguously. Rows of skipped pairs are not read. The loop over k is unrolled, so that all
-    rows of a token are loaded concurrently.
+    Grid: (num_tokens * ceil(hidden_size / BLOCK_HIDDEN),), with programs of one token adjacent, so
+        that rows are read contiguously. Rows of skipped pairs are not read. The loop over k is
+        unrolled, so that all rows of a token are loaded concurrently.
 
-    SOURCE: see `_row_of_pair`.
+    rows_ptr: (rows, hidden_size), contiguous.
+    row_index_ptr, ROW_SOURCE: where the row of a pair comes from; see `_row_of_pair`.
+    expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see `load_local_ids`.
+    router_weights_ptr: (num_tokens, TOP_K) float32, used if HAS_ROUTER_WEIGHTS; otherwise weights
+        are 1.
+    out_ptr: output (num_tokens, hidden_size), contiguous.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     column_blocks = tl.cdiv(hidden_size, BLOCK_HIDDEN)
@@ -124,11 +139,15 @@ def gather_rows_kernel(
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = scale * weight[p] * rows[row of p]; zero if the pair is skipped.
+    """out[p] = scale * weight[p] * rows[row of p] for every pair p; zero if the pair is skipped.
 
-    Grid: (pairs, ceil(hidden / BLOCK_HIDDEN)).
+    Grid: (pairs, ceil(hidden_size / BLOCK_HIDDEN)).
 
-    SOURCE: see `_row_of_pair`.
+    rows_ptr: (rows, hidden_size), contiguous.
+    row_index_ptr, ROW_SOURCE: where the row of a pair comes from; see `_row_of_pair`.
+    expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see `load_local_ids`.
+    router_weights_ptr: (pairs,) float32, used if HAS_ROUTER_WEIGHTS; otherwise weights are 1.
+    out_ptr: output (pairs, hidden_size), contiguous.
     """
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)

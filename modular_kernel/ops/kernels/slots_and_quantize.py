@@ -1,4 +1,8 @@
-"""Kernel that numbers pairs and quantizes tokens in one launch."""
+"""`number_and_quantize_kernel`: renumber the experts of pairs and quantize tokens, in one launch.
+
+`number_and_quantize` (modular_kernel/ops/slots_and_quantize.py) launches it before a token
+exchange.
+"""
 
 import triton
 import triton.language as tl
@@ -28,7 +32,8 @@ def number_and_quantize_kernel(
 ):  # fmt: skip
     """Run `number_pairs` in the first pair_programs programs, and `quantize_program` in the others.
 
-    Grid: (pair_programs + programs of `quantize_program`,). All rows of x are tokens.
+    Grid: (pair_programs + programs of `quantize_program`,). The arguments are those of the two
+        functions. All rows of x are tokens.
     """
     pdl_wait(USE_PDL)
     program = tl.program_id(0)

@@ -1,6 +1,9 @@
-"""Kernels that sort pairs by expert without padding, and tile the rows of each expert.
+"""Kernel of `sort_pairs`: sort pairs by expert without padding, and list tiles of the sorted rows.
 
-Buckets and chunks are as in `kernels.count`.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. Each
+pair of an expert on this rank gets a row; the rows of an expert are adjacent. A tile is at most
+BLOCK_M rows of one expert. Buckets and chunks of pairs are defined in `count`: bucket 0 is for
+skipped pairs, bucket i + 1 for local expert i.
 """
 
 import triton
@@ -12,8 +15,12 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.jit
 def expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS: tl.constexpr):
-    """Return the rows of each expert and its first row; lanes from num_local_experts on have no
-    rows."""
+    """Return the number of rows of each expert, and its first row, (NUM_BINS,) each.
+
+    Lanes from num_local_experts on have no rows.
+
+    bucket_totals_ptr: int32 (num_local_experts + 1,), the number of pairs in each bucket.
+    """
     expert = tl.arange(0, NUM_BINS)
     rows = tl.load(bucket_totals_ptr + 1 + expert, mask=expert < num_local_experts, other=0)
     return rows, tl.cumsum(rows, axis=0) - rows
@@ -25,9 +32,15 @@ def chunk_rows(
     num_local_experts, num_chunks,
     HAS_EXPERT_MAP: tl.constexpr, CHUNK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs of a chunk, a mask of existing pairs, and their rows, -1 for skipped pairs.
+    """Return (pairs, mask, rows) of a chunk; the row of a skipped pair is -1.
 
-    starts (NUM_BINS,) has the first row of each expert. Pairs of an expert keep their order.
+    Pairs of an expert keep their order.
+
+    starts: (NUM_BINS,), the first row of each expert.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs; see `load_local_ids`.
+    chunk_prefix_ptr: int32 (buckets, num_chunks), the number of pairs of a bucket in earlier
+        chunks.
     """
     pairs = chunk * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
     mask = pairs < num_pairs
@@ -47,9 +60,12 @@ def _store_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
     BLOCK_M: tl.constexpr, NUM_BINS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Store the expert, the first row and the end row of the expert of TILES_PER_PROGRAM tiles.
+    """Store the expert, the first row and the end row of the expert for TILES_PER_PROGRAM tiles.
 
     Tiles past the last one are not stored.
+
+    first_tile: the index of the first tile to store.
+    rows, starts: from `expert_rows`.
     """
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
     past = tl.cumsum(tiles, axis=0)
@@ -72,15 +88,24 @@ def sort_place_kernel(
     HAS_EXPERT_MAP: tl.constexpr, CHUNK_SIZE: tl.constexpr, NUM_BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Place a chunk of pairs in programs below num_chunks; store tiles in the others.
+    """Write the rows of pairs, and the tiles of the rows, with counts from the kernels of `count`.
 
-    Each of the others stores TILES_PER_PROGRAM tiles.
+    Grid: (num_chunks + blocks of TILES_PER_PROGRAM tiles,). The first num_chunks programs place one
+        chunk of pairs each, the others store TILES_PER_PROGRAM tiles each. The first of the others
+        also stores the first row of each expert and the numbers of rows and tiles.
 
-    The first of the others also stores the first row of each expert, and the numbers of rows and
-    tiles. The outputs are those of `ops.sort.SortedPairs`.
-
-    chunk_prefix_ptr, bucket_totals_ptr: from the kernels of `kernels.count`.
-    BLOCK_M: maximum rows of a tile.
+    topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
+        the pairs; see `load_local_ids`.
+    chunk_prefix_ptr: int32 (buckets, num_chunks), the number of pairs of a bucket in earlier
+        chunks.
+    bucket_totals_ptr: int32 (buckets,), the number of pairs in each bucket.
+    row_of_pair_ptr: int32 output (num_pairs,), the row of each pair; -1 if it is skipped.
+    token_of_row_ptr: int32 output (num_pairs,), the token of each row.
+    tiles_ptr: int32 output: three arrays of max_tiles values, which are the expert, the first row
+        and the end row of the expert for each tile, then the number of tiles.
+    expert_starts_ptr: int32 output (num_local_experts + 1,), the first row of each expert, then the
+        number of rows.
+    BLOCK_M: maximum number of rows of a tile.
     NUM_BINS: a power of two > num_local_experts + 1.
     """
     pid = tl.program_id(0)

@@ -1,4 +1,8 @@
-"""Kernel that zeros the used rows of segments."""
+"""`zero_rows_kernel`: set rows in use to zero, in each segment of rows.
+
+`zero_rows` (modular_kernel/ops/zero_padding.py) launches it. A segment is the rows of one expert,
+of which only the first ones are in use.
+"""
 
 import triton
 import triton.language as tl
@@ -13,7 +17,12 @@ def zero_rows_kernel(
 ):  # fmt: skip
     """x[s, c] = 0 for c < counts[s].
 
-    Program (s, i) zeros the rows c with c % programs_per_segment = i.
+    Grid: (segments, programs_per_segment). Program (s, i) zeros the rows c with c %
+        programs_per_segment = i.
+
+    x_ptr: (segments, capacity, hidden_size), contiguous.
+    counts_ptr: (segments,) int32, the rows in use.
+    USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     segment = tl.program_id(0).to(tl.int64)
