@@ -1,12 +1,14 @@
 """LoRA adapters for the Triton GEMMs: launch the shrink u = A x, and pass B to the GEMM.
 
-An adapter has a matrix A (R, K) and a matrix B (N, R) for each GEMM and expert. R is the rank of
-the adapters. The weights of the GEMM are (N, K).
+An adapter has a matrix A (rank, K) and a matrix B (N, rank) for each GEMM and expert, where the
+weights of the GEMM are (N, K). The matrices of all loaded adapters are stacked; the index of an
+adapter in the stack is its slot, and a token names its adapter by the slot.
 
-The shrink is a separate launch before each GEMM. It writes u in the problem's dtype, with one row
-for each row of the GEMM. u has R columns, or 2R if gate and up have separate matrices A. The expand
-is fused into the GEMM: `expand_adapters` adds B u to each float32 accumulator tile before the
-router weight, the bias and the activation. B u is therefore never stored.
+The shrink is a separate launch before each GEMM. It writes u in the dtype of the layer, with one
+row for each row of the GEMM. u has `rank` columns, or twice as many if gate and up have separate
+matrices A. The expand is fused into the GEMM: the device function `expand_adapters` adds B u to
+each float32 accumulator tile before the router weight, the bias and the activation function. B u is
+therefore never stored.
 """
 
 from dataclasses import dataclass
@@ -44,9 +46,9 @@ Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # (A, B), stacked ov
 class ShrinkOutput:
     """The shrink output u of one GEMM, and the operands with which the GEMM adds B u.
 
-    u: (rows, R or 2R).
+    u: (rows, rank or 2 * rank).
     slots: int32, the adapter slot of each token, or of each row in the batched format.
-    b: (adapter slots, experts or 1, N, R), the matrices B of all slots.
+    b: (adapter slots, experts or 1, N, rank), the matrices B of all slots.
     up_offset: number of columns of u from those for gate to those for up; 0 if gate and up use the
         same columns.
     """
@@ -78,14 +80,15 @@ class ShrinkOutput:
 
 @dataclass(frozen=True)
 class TileShrinkOutput:
-    """The shrink output in the layout of the TMA GEMM, with columns for every slot of a tile.
+    """The shrink output in the layout of the TMA GEMM, with columns for every adapter slot of a
+    tile.
 
-    See `grouped_tma.adapters`.
+    `experts.triton.grouped_tma.adapters` describes the layout.
 
     u: (rows, slots * width), where width is the number of columns of one slot.
     tile_slots: (tiles, slots + 1) int32, for each tile the number of its slots, then the slots.
-    b: as in `ShrinkOutput`.
-    up_offset: as in `ShrinkOutput`.
+    b: (adapter slots, experts or 1, N, rank), the matrices B of all slots.
+    up_offset: number of columns of u from those for gate to those for up; 0 if both use the same.
     """
 
     u: torch.Tensor
@@ -106,11 +109,12 @@ def adapter_specs(problem: Problem, num_rows: int) -> dict[str, BufferSpec]:
 
 
 class PairShrink:
-    """The shrink launches of one call over aligned pairs (`ops.align`), in blocks of block_m pairs.
+    """The shrink launches of one call whose pairs are in blocks of one expert
+    (`modular_kernel.ops.align`).
 
-    If u is small, each pair gets its own program instead, so that more SMs have work. A
-    batch-invariant problem always uses blocks, because the number of tokens would otherwise change
-    the order of additions.
+    A pair is a token together with one of its top_k experts. If u is small, each pair gets its own
+    program instead, so that more SMs have work. A batch-invariant layer always uses blocks, because
+    the number of tokens would otherwise change the order of additions.
     """
 
     def __init__(
@@ -167,7 +171,9 @@ class PairShrink:
 
 
 class SegmentShrink:
-    """The shrink launches of one call over expert-sorted rows (`ops.sort`)."""
+    """The shrink launches of one call whose rows are sorted by expert
+    (`modular_kernel.ops.sort`).
+    """
 
     def __init__(
         self,
@@ -231,9 +237,9 @@ def shrink_batched(
     problem: Problem,
     block_m: int,
 ) -> ShrinkOutput:
-    """Launch u = A x over batched rows.
+    """Launch u = A x over rows in the batched format (num_experts, capacity, K).
 
-    u_eCR: the output u, (e, C, R or 2R).
+    u_eCR: the output u, (e, C, rank or 2 * rank).
     x_eCK: the rows.
     slots_eC: int32, the adapter slot of each row.
     counts_e: int32, the number of valid rows of each expert.
@@ -327,12 +333,12 @@ def _matrix_arguments(a: torch.Tensor, k: int) -> dict[str, Any]:
 
 
 def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) -> dict[str, Any]:
-    """Return the arguments shared by the tiled shrink kernels.
+    """Return the arguments that the tiled shrink kernels share.
 
-    A step loads a tile of block_m rows of x and a block of rows of A. Its block_k is as large as
-    _STAGE_BYTES allows.
+    A step of a kernel loads a tile of block_m rows of x and a block of rows of A. BLOCK_K is as
+    large as _STAGE_BYTES allows.
 
-    a: (adapter slots, experts or 1, R or 2R, K), the matrices A.
+    a: (adapter slots, experts or 1, rank or 2 * rank, K), the matrices A.
     k: K.
     problem: the problem of the layer.
     block_m: rows of x per program.

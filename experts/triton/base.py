@@ -1,4 +1,8 @@
-"""TritonExpertsBase: the base class for experts parts that use the Triton GEMMs of this package."""
+"""TritonExpertsBase: what TritonExperts and BatchedTritonExperts have in common.
+
+`requires` declares which layers an experts class can compute. The compatibility rules compare it
+with a `Problem`, the description of a layer, before anything runs.
+"""
 
 from experts.triton.configs import select
 from experts.triton.operands import SCHEMES, weight_rejections
@@ -9,10 +13,9 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 
 
 class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
-    """Base class for the experts parts that run the Triton GEMMs. All quantization schemes work.
+    """Base class of the experts that run the Triton GEMMs. All quantization schemes are supported.
 
-    `requires` describes a part for contiguous tokens. A subclass for the batched format overrides
-    it.
+    `requires` is for contiguous tokens. A subclass for the batched format overrides it.
     """
 
     requires = ExpertsRequirements(
@@ -31,7 +34,8 @@ class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
         lora=True,
     )
 
-    is_overridden = staticmethod(select.is_context_active)  # called in every call
+    # Whether an override of launch configurations is active. Every call asks this.
+    is_overridden = staticmethod(select.is_context_active)
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:

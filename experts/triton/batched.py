@@ -1,4 +1,9 @@
-"""BatchedTritonExperts: an experts part for the batched format (e, C, H), in Triton."""
+"""BatchedTritonExperts: experts for the batched format (e, C, H), in Triton.
+
+In the batched format, each of the e local experts has C rows, of which only the first counts_e[i]
+hold tokens. The router weights and the sum over top-k are left to the PrepareAndFinalize that made
+the batches.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -29,10 +34,11 @@ from topk_reduce import TopKWeightAndReduceDelegate, reducer_for
 
 
 class BatchedTritonExperts(TritonExpertsBase):
-    """Experts for batched rows. Router weights and the sum over top-k are left to finalize.
+    """Experts for the batched format. Each of the two GEMMs is one launch of `batched_gemm_kernel`.
 
-    Each of the two GEMMs is one launch. Only the first counts_e[i] rows of expert i are read or
-    written.
+    Only the first counts_e[i] rows of expert i are read or written.
+
+    replayable: a plan may record the launches of a call and repeat them without running this code.
     """
 
     replayable = True

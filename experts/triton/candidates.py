@@ -1,9 +1,9 @@
-"""Types of the tables of tuning candidates, and their conversion to launch configurations.
+"""Tables of launches that `mk tune` times, and their conversion to launch configurations.
 
-Each path has tables of the launches that tuning times. An entry of a table is (columns, block_k,
-warps, stages[, group_m]). `columns` is a number of weight rows: in a gated GEMM 1, half of them are
-gate rows and half are up rows. `tuning.space` drops candidates that cannot be launched for the
-problem on the device.
+Each path has such tables in its <path>_config.py. An entry of a table is (weight_rows, block_k,
+num_warps, num_stages[, group_m]). weight_rows is the number of weight rows of a tile: in a gated
+GEMM 1, half of them are gate rows and half are up rows, so block_n, which counts output columns, is
+half of it. `tuning.space` drops entries that cannot be launched for the layer on the device.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from experts.triton.launch_config import Gemm, Launch, LaunchConfig, gemms
 from modular_kernel.spec.problem import Problem
 
-Entry = tuple[int, ...]  # (columns, block_k, warps, stages[, group_m])
+Entry = tuple[int, ...]  # (weight_rows, block_k, num_warps, num_stages[, group_m])
 EntryTable = Mapping[int, Sequence[Entry]]  # block_m -> entries
 RowRanges = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows per expert
 # block_m, which both GEMMs share -> (launches of GEMM 1, launches of GEMM 2).
@@ -25,7 +25,8 @@ _MAX_UNGROUPED_BLOCK_M = 32  # up to this block_m, sharing weight tiles in L2 is
 def select_blocks(row_ranges: RowRanges, problem: Problem, num_tokens: int) -> list[int]:
     """Return the values of block_m to time for a call of num_tokens tokens.
 
-    These are the values whose range in row_ranges contains the mean rows per expert of the call.
+    A large block_m suits many rows per expert. The result has the values whose range in row_ranges
+    contains the mean number of rows per expert of the call.
     """
     mean_rows = num_tokens * problem.top_k / problem.experts
     return [
@@ -54,8 +55,8 @@ def build_candidate_groups(
 
 def launch_from_entry(entry: Entry, block_m: int, gemm: Gemm) -> LaunchConfig:
     """Convert a table entry to a launch of one GEMM. The default of group_m depends on block_m."""
-    columns, block_k, num_warps, num_stages, *given_group_m = entry
+    weight_rows, block_k, num_warps, num_stages, *given_group_m = entry
     default_group_m = 1 if block_m <= _MAX_UNGROUPED_BLOCK_M else _LARGE_GROUP_M
     group_m = given_group_m[0] if given_group_m else default_group_m
-    block_n = columns // gemm.num_matrices
+    block_n = weight_rows // gemm.num_matrices
     return LaunchConfig(block_m, block_n, block_k, group_m, num_warps, num_stages)

@@ -1,4 +1,12 @@
-"""TritonExperts: experts over contiguous tokens, in one of several execution paths."""
+"""TritonExperts: experts over contiguous tokens, which run each call on one of several paths.
+
+A path (`experts.triton.path`) is one implementation of the layer. A call takes the path that its
+launch configuration names: from a tuned file for this layer and GPU, or from defaults by the number
+of tokens. A pair is a token together with one of its top_k experts: pair p belongs to token p //
+top_k.
+
+Weights are prepared if they were converted to another layout when they were loaded (`prepare`).
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -39,11 +47,14 @@ _ORIGIN = "modular-kernel (experts.triton.paths)"
 
 
 class TritonExperts(TritonExpertsBase):
-    """Experts over contiguous tokens; applies the router weights and the sum over top-k itself.
+    """Experts over contiguous tokens (T, H). They apply the router weights and the sum over top-k,
+    too.
 
-    Each call runs one path of `experts.triton.paths`; its launch configuration names the path. If
-    the output keeps the top-k dimension, GEMM 2 writes the output directly, with zeros for skipped
-    pairs. No kernel uses floating-point atomics, so results are bitwise reproducible.
+    If the output keeps the top-k dimension, GEMM 2 writes the output directly, with zeros for pairs
+    whose expert is not on this rank. No kernel uses floating-point atomics, so results are bitwise
+    reproducible.
+
+    replayable: a plan may record the launches of a call and repeat them without running this code.
     """
 
     replayable = True
@@ -119,7 +130,7 @@ class TritonExperts(TritonExpertsBase):
     def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
         """Map each (path, block_m) to the number of tokens of the largest call that may use it.
 
-        The paths that a call can take depend on the strides of its tensors; all cases are included.
+        The paths that a call can take depend on the strides of its tensors. All cases are included.
         """
         result: dict[tuple[str, int], int] = {}
         for paths in self._path_sets:
@@ -220,11 +231,11 @@ def config_for_strides(path: Path, config: MoEConfig, weights: ExpertWeights) ->
 
 @dataclass(frozen=True)
 class _CallGroup:
-    """Calls that need the same buffers.
+    """Calls of up to max_tokens tokens that need the same buffers.
 
     path: the path that they take.
     block_m: rows of a block.
-    max_tokens: maximum tokens of a call.
+    max_tokens: number of tokens of the largest call.
     prepared: whether they use prepared weights, which are not part of the workspace.
     """
 

@@ -1,11 +1,11 @@
 """Load and validate the paths of TritonExperts that other packages provide.
 
-A package registers a tuple of `Path` subclasses in the entry-point group
-modular_kernel.triton_paths:
+A path is an implementation of the layer (`experts.triton.path.Path`). A package registers a tuple
+of `Path` subclasses in the entry-point group modular_kernel.triton_paths:
 
     entry_points={"modular_kernel.triton_paths": ["mine = my_package:PATHS"]}
 
-If an entry point or a class fails, the failure is recorded and logged once. The other paths are
+If an entry point or a class fails, the failure is recorded and logged once, and the other paths are
 used.
 """
 
@@ -132,7 +132,10 @@ def _check_paths(value: object) -> Iterator[type[Path]]:
 def _remove_name_conflicts(
     paths: Iterable[ExternalPath], broken: list[BrokenPath], built_in_names: Collection[str]
 ) -> ExternalPaths:
-    """Split `paths` into usable paths and paths whose name is taken; add the latter to `broken`."""
+    """Split `paths` into usable ones and those whose name is already taken.
+
+    Paths whose name is taken are added to `broken`, with the reason.
+    """
     paths = list(paths)
     name_counts, usable = Counter(external.path.name for external in paths), list[ExternalPath]()
     for external in paths:

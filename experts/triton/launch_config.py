@@ -1,4 +1,11 @@
-"""Launch configurations of the two GEMMs, and the limits that the GPU and the problem set them."""
+"""Launch configurations of the two GEMMs of a layer, and the limits that the GPU and the layer set.
+
+    GEMM 1  h = act(x W1^T). It is gated if the activation function combines a gate and an up value.
+    GEMM 2  y = h W2^T.
+
+A launch is valid if `violations` yields nothing. Every path uses these types; some paths have their
+own type of launch.
+"""
 
 import re
 from collections.abc import Iterator
@@ -102,7 +109,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The configuration of one call: the launches of both GEMMs and the path that runs them.
+    """The configuration of one call: the path that runs it, and the launches of both GEMMs.
 
     gemm1: the launch of GEMM 1.
     gemm2: the launch of GEMM 2. It must have the same block_m as gemm1, because both GEMMs use the
@@ -184,13 +191,14 @@ def find_arch(device_name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Gemm:
-    """The properties of one of the two GEMMs that limit its tiles.
+    """The properties of one of the two GEMMs that limit its tiles. A is the activations, B the
+    weights.
 
     index: 1 for GEMM 1, 2 for GEMM 2.
     size_k: K, the size that is summed over.
     num_matrices: 2 if gate and up columns are computed together, else 1.
-    a_bits: bits per stored element of the left operand, the rows.
-    b_bits: bits per stored element of the right operand, the weights.
+    a_bits: bits per stored element of A.
+    b_bits: bits per stored element of B.
     dequantized_bits: bits of a dequantized weight; 0 if weights are multiplied as stored.
     has_scales: whether the operands have scales.
     group_k: K elements per weight scale; 0 if one scale covers all of K.
@@ -215,7 +223,8 @@ class Gemm:
     def min_block_k(self) -> int:
         """Return the minimum block_k: 32 for operands of 8 bits or less, else 16.
 
-        An MMA with 8-bit operands has K = 32. Packed weights need two MMAs with K = 16.
+        An MMA with 8-bit operands has K = 32. Packed 4-bit weights are multiplied in two MMAs with
+        K = 16.
         """
         return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
 
@@ -257,10 +266,11 @@ def rows_aligned_to_16(problem: Problem) -> bool:
 def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     """Return an upper bound on the bytes of shared memory that Triton 3.6 allocates per block.
 
-    A buffer holds one K step: a tile of A and a tile of B (two tiles of B in a gated GEMM 1). There
-    are num_stages buffers with wgmma, and num_stages - 1 without. Triton uses wgmma if the rows or
-    the weights of a tile fill its M of 64. Weights that are dequantized pass through registers.
-    With wgmma, they need another buffer, and so does the tile of A that they are multiplied by.
+    A pipeline buffer holds one K step: a tile of A and a tile of B (two tiles of B in a gated GEMM
+    1). There are num_stages buffers with wgmma, the warpgroup MMA of sm_90, and num_stages - 1
+    without. Triton uses wgmma if the activation rows or the weight rows of a tile fill its M of 64.
+    Weights that are dequantized pass through registers. With wgmma, they need another buffer, and
+    so does the tile of A that they are multiplied by.
     """
     a_row_bytes, b_row_bytes = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer_bytes = tile.block_m * a_row_bytes + gemm.num_matrices * tile.block_n * b_row_bytes

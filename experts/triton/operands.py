@@ -1,4 +1,9 @@
-"""Kernel arguments of the two GEMMs, shared by the contiguous and the batched Triton experts."""
+"""Kernel arguments of the two GEMMs: weights, scales, zero points, bias and activation function.
+
+`gemm1_operands` and `gemm2_operands` take them from the weights of a layer, and
+`GemmOperands.arguments` returns them by the names of the kernels' parameters. The contiguous and
+the batched Triton experts use both. The kernels' docstrings explain the parameters.
+"""
 
 import math
 from collections.abc import Collection
@@ -51,20 +56,24 @@ def supports_tma(problem: Problem, device: Device, schemes: Collection[str]) -> 
 
 @dataclass(frozen=True)
 class GemmOperands:
-    """The operands of one of the two GEMMs: weights, scales, bias, output width and activation.
+    """The operands of one of the two GEMMs, except the activations.
 
-    w: (e, rows, depth), any strides; two values per byte if packed.
-    scale: (e,), (e, rows) or (e, rows, groups), or None.
+    w: weights (e, rows, K), any strides; two values per byte if packed. e is the number of local
+        experts.
+    scale: weight scales (e,), (e, rows) or (e, rows, groups), or None.
     zero_point: (e, rows, groups), two rows per byte if packed, or None.
-    global_scale: (e, 2) for gate and up, (e, 1) for a single matrix, or None.
-    order: (e, depth), the column of the input that each weight column multiplies; None for the
-        identity.
+    global_scale: the second scale of NVFP4, (e, 2) for gate and up, (e, 1) for a single matrix, or
+        None.
+    order: act order of GPTQ, (e, K): the column of the activations that each weight column
+        multiplies; None for the identity.
     bias: (e, rows), or None.
     scheme: the quantization scheme of the weights.
-    columns: output values per row.
-    step, up_row: output column n uses weight row n * step and, for up, row n * step + up_row.
-    constants: the constexpr arguments that describe the activation.
-    tiles, tile_scales: the prepared w and scale, or None.
+    size_n: N, the number of output columns.
+    gate_stride, up_row_offset: output column n uses weight row n * gate_stride and, in a gated
+        GEMM, also row n * gate_stride + up_row_offset for up. gate_stride is 2 if gate and up rows
+        alternate.
+    constants: the constexpr arguments that describe the activation function.
+    tiles, tile_scales: prepared w and scale, in the tiled layout of the grouped_w4 path; or None.
     """
 
     w: torch.Tensor
@@ -100,8 +109,10 @@ class GemmOperands:
     ) -> dict[str, object]:
         """Return the kernel arguments that do not depend on how rows are addressed.
 
-        a_scale has the scales of the rows: (1,) if one scale covers all rows, else (..., 1) or
-        (..., groups).
+        tile: the launch.
+        precision: `input_precision` of tl.dot for float32 operands.
+        a_scale: the scales of the activations: (1,) if one scale covers all rows, else (..., 1) or
+            (..., groups). None if they are not quantized.
         """
         scheme, size_k = self.scheme, self.size_k
         group_n, group_k = scale_group(scheme, size_k)
@@ -175,9 +186,9 @@ class GemmOperands:
 
 
 def is_n_major(w: torch.Tensor) -> bool:
-    """Return whether weights (e, rows, depth) are contiguous along N (rows) instead of K (depth).
+    """Return whether weights (e, rows, K) are contiguous along their rows (N) instead of along K.
 
-    The transposed view of a contiguous (e, depth, rows) tensor is.
+    The transposed view of a contiguous (e, K, rows) tensor is.
     """
     _, stride_n, stride_k = w.stride()
     return stride_n == 1 and stride_k != 1
@@ -197,7 +208,10 @@ def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str,
 
 
 def scale_group(scheme: QuantScheme, size_k: int) -> tuple[int, int]:
-    """Return the (rows, K elements) that one weight scale covers; 0 K elements mean all of K."""
+    """Return the (rows, K elements) that one weight scale covers; 0 K elements mean all of K.
+
+    size_k: K of the GEMM.
+    """
     rows, group_k = 1, 0
     if scheme.granularity == "block":
         rows, group_k = scheme.group
@@ -207,7 +221,12 @@ def scale_group(scheme: QuantScheme, size_k: int) -> tuple[int, int]:
 
 
 def word_format(scheme: QuantScheme) -> str:
-    """Return the kernels' constexpr FORMAT, which describes the stored weights of `scheme`."""
+    """Return the constexpr WEIGHT_FORMAT of the kernels, which describes the stored weights of
+    `scheme`.
+
+    It is "integer", "float8", "e2m1" (4-bit floating point), "e2m1_repacked" (the same, with
+    reordered bits) or "nvfp4" (the same as "e2m1", with e4m3 scales).
+    """
     if scheme.matrix_scales:
         return "nvfp4"
     if scheme.weight == "float4_e2m1":
@@ -283,9 +302,12 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
-    """Return what one activation scale covers: "tensor", "token" or "group"; "static" if given.
+    """Return what one activation scale covers: "tensor", "token" or "group".
 
-    A group that covers all of K is a token.
+    "static" means that the scale is given, and "none" that activations are not quantized. A group
+    that covers all of K is a token.
+
+    size_k: K of the GEMM.
     """
     if scheme.static:
         return "static"
@@ -298,10 +320,12 @@ def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
 def input_scales(
     tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
-    """Return the constexpr QUANT of GEMM 1, and the scale arguments of x.
+    """Return the constexpr INPUT_QUANT of GEMM 1, and the arguments for the scales of x.
 
-    QUANT is "prequantized" if x is already quantized, with scales. Otherwise the kernel quantizes
-    x, and QUANT is the `activation_scale_kind`. `static` is the scale of a static scheme.
+    INPUT_QUANT is "prequantized" if x is already quantized, with scales. Otherwise the kernel
+    quantizes x, and INPUT_QUANT is the `activation_scale_kind`.
+
+    static: the scale of a static scheme, or None.
     """
     scale, quant = tokens.scale, activation_scale_kind(problem.scheme, problem.hidden)
     if scale is None:

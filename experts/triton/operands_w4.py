@@ -1,4 +1,9 @@
-"""Limits and kernel arguments of 4-bit weights, for the paths that unpack them in registers."""
+"""Limits and kernel arguments of 4-bit weights, for the paths that unpack them in registers.
+
+These are aligned_w4 and gemv_w4. Weights are read as int32 words, each with eight weights of a row.
+An MMA operand spreads K over four lanes, and each lane holds whole words, so K of an MMA is a
+multiple of 32.
+"""
 
 import math
 

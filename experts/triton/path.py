@@ -1,9 +1,15 @@
 """The interface of the execution paths of TritonExperts.
 
-A path is one implementation of the layer, from dispatched tokens to the output. Each path is a
-folder with host code, configuration and kernels, and is used only through `Path`.
-`experts.triton.paths` lists the paths. Configurations, tuned files and workspaces refer to a path
-by name.
+A path is one implementation of the layer, from tokens and their routing to the output, for example
+"aligned" or "gemv". Each path is a subfolder with host code (<path>_path.py), configuration
+(<path>_config.py) and kernels, and is used only through `Path`. `experts.triton.paths` lists the
+paths, and `TritonExperts` chooses one per call.
+
+    problem        the description of a layer: sizes, dtype, quantization, activation function
+    launch         the tile sizes, warps and stages of one GEMM; each path has its own dataclass
+    configuration  a `MoEConfig`: the path of a call and the launches of its two GEMMs
+    tuned file     a JSON file with measured configurations for some token counts (`configs.files`)
+    prepared weights  weights that a path has converted to another layout when they were loaded
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +28,7 @@ from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeig
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
-_MAX_ENTRIES = 64
+_MAX_ENTRIES = 64  # of a WorkspaceCache
 K = TypeVar("K", bound=Hashable)
 
 
@@ -41,11 +47,12 @@ class Path(ABC):
     """An execution path of TritonExperts. An instance is bound to a problem and runs its calls.
 
     name: used in configurations, tuned files and messages.
-    launch: the type that describes the launch of one GEMM, a dataclass of integers.
+    launch: the dataclass of integers that describes the launch of one GEMM.
     quantizes_input: whether the path accepts unquantized tokens and quantizes them itself.
     may_reject_tensors: whether `supports_tensors` or `is_fast` can return False.
-    transferable: whether launches tuned for one problem are also good for similar problems.
-    roundings: the points at which the path rounds; None if they are not declared.
+    transferable: whether launches that were tuned for one layer are also good for similar layers.
+    roundings: the points at which the path rounds to the dtype of the layer, from which tests
+        derive tolerances; None if they are not declared.
     """
 
     name: ClassVar[str]
@@ -85,7 +92,7 @@ class Path(ABC):
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the last token counts of the ranges with the same `default_config`, ascending."""
+        """Return the token counts, ascending, after which `default_config` changes."""
         return ()
 
     @classmethod
@@ -97,17 +104,21 @@ class Path(ABC):
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
-        """Return the launches of both GEMMs to time in tuning, by block_m, which both share."""
+        """Return the launches of both GEMMs that `mk tune` should time, by block_m.
+
+        Both GEMMs of a configuration have the same block_m.
+        """
         return {}
 
     @classmethod
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the configuration to use in place of `config`, from a file of vLLM or SGLang.
+        """Return the configuration to use in place of `config`, which is from a file of vLLM or
+        SGLang.
 
-        Such a file always names the aligned path. A path for 4-bit weights overrides this if it is
-        faster than any of the aligned path's launches.
+        Such a file has launches for their one kernel, which corresponds to the aligned path. A path
+        for 4-bit weights overrides this method if it is faster than any launch of the aligned path.
         """
         return config
 
@@ -134,7 +145,7 @@ class Path(ABC):
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call with prepared weights, as `specs` does for other calls."""
+        """Like `specs`, for a call with prepared weights."""
         return self.specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
@@ -182,10 +193,11 @@ class Path(ABC):
 
 
 class WorkspaceCache:
-    """A cache of workspace shapes, by the shape of a call and the kinds of calls up to it.
+    """A cache of workspace shapes, by the largest call and the kinds of calls up to it.
 
-    Overriding a configuration can add kinds. Only the first _MAX_ENTRIES entries are kept; a server
-    uses few shapes.
+    A kind is anything that determines the buffers of a call, such as its path and block_m.
+    Overriding a configuration can add kinds. Only the first _MAX_ENTRIES entries are kept, because
+    a server uses few shapes.
     """
 
     def __init__(self) -> None:
@@ -213,12 +225,13 @@ class WorkspaceCache:
 def merge_workspaces(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
-    """Return a workspace that fits all kinds of calls: the largest buffer of each name.
+    """Return a workspace that fits all kinds of calls: for each name, the largest buffer.
 
     A buffer may reuse the memory of others (`BufferSpec.over`). A merged buffer may reuse all those
-    that any of the kinds allows, so none of them may be in use then, in any kind of call.
+    that any of the kinds allows, so in no kind of call may one of them still be in use when the
+    buffer is written.
 
-    kinds: the buffers of each kind, by name.
+    kinds: the buffers of each kind of call, by name.
     """
     largest: dict[str, BufferSpec] = {}
     for specs in kinds:

@@ -1,1 +1,3 @@
-"""Grouped GEMMs over expert-sorted rows on any GPU, and the steps shared with other paths."""
+"""Grouped GEMMs over rows that are sorted by expert: the steps that several paths share, and a
+Triton version for any GPU.
+"""

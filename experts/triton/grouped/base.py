@@ -1,8 +1,12 @@
-"""ExpertSortedGemms: the steps of a layer that runs two grouped GEMMs over expert-sorted rows.
+"""ExpertSortedGemms: the steps of a layer that runs two grouped GEMMs over rows sorted by expert.
 
-A call launches the sort of the pairs (count, scan and place), GEMM 1 with the activation, GEMM 2,
-and the weighted sum over top-k. Depending on the subclass, the tokens are permuted before GEMM 1.
-Depending on the scheme, h is quantized before GEMM 2.
+The grouped_tma, dequantized and grouped_w4 paths, and `MGroupedGemms` (segments.py), derive from
+it. A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
+`modular_kernel.ops.sort` gives each pair a row, with the rows of an expert adjacent.
+
+A call launches the sort of the pairs (count, scan and place), GEMM 1 with the activation function,
+GEMM 2, and the weighted sum over top-k. Depending on the subclass, the tokens are permuted before
+GEMM 1. Depending on the quantization scheme, h, the result of GEMM 1, is quantized before GEMM 2.
 """
 
 from abc import ABC, abstractmethod
@@ -31,16 +35,16 @@ from modular_kernel.workspace import BufferSpec
 
 
 class GemmRows(NamedTuple):
-    """The left operand of a GEMM: P rows in expert order, where P is the number of pairs.
+    """The activations of a GEMM: P rows in expert order, where P is the number of pairs.
 
     The last rows are not in use if the experts of some pairs are on other ranks.
 
     values: (P, K), or (T, K) if `tokens` is not None.
     scale: the scales of quantized values, (1,) or one row of scales per row of values; or None.
-    weights: router weights (P, 1), which are multiplied with the result before the bias; or None.
+    weights: router weights (P, 1), which multiply the sums before the bias is added; or None.
     tokens: (P,) int32, the row of `values` and `scale` for each sorted row. None if `values` and
         `scale` are in sorted order themselves.
-    shrink_output: the shrink output of adapters, or None.
+    shrink_output: the output of the LoRA shrink (`experts.triton.adapters`), or None.
     """
 
     values: torch.Tensor

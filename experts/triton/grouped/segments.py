@@ -1,4 +1,8 @@
-"""MGroupedGemms: grouped GEMMs over expert-sorted rows in Triton, for any GPU."""
+"""MGroupedGemms: grouped GEMMs over rows that are sorted by expert, in Triton, for any GPU.
+
+"M-grouped" means that the rows (M) of the experts are concatenated, and all experts have the same N
+and K. The rows of an expert form a segment.
+"""
 
 import torch
 
