@@ -1,1 +1,4 @@
-"""The aligned path: pairs sorted into blocks of one expert, two grouped GEMMs, sum over top-k."""
+"""The aligned path: pairs in blocks of one expert, two grouped GEMMs, sum over top-k.
+
+It is the general path of TritonExperts, like vLLM's fused_moe.
+"""

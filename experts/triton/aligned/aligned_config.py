@@ -1,4 +1,9 @@
-"""Default launches and tuning candidates of the aligned path, by mean rows per expert."""
+"""Default launches of the aligned path, and the launches that `mk tune` times.
+
+Both depend on the mean number of rows per expert, tokens * top_k / experts. In the names of tables,
+W8A8 means 8-bit weights and activations, W8A16 and W4A16 mean 8- and 4-bit weights with 16-bit
+activations, and HALF means unquantized 16-bit types.
+"""
 
 from collections.abc import Iterator
 from functools import cache
@@ -164,7 +169,9 @@ def n_major_config(
 ) -> MoEConfig:
     """Return `config` with other tiles for the GEMMs whose weights are contiguous along N.
 
-    n_major: for each GEMM, whether its weights are. block_m and group_m stay.
+    Weights (experts, N, K) are usually contiguous along K. block_m and group_m stay.
+
+    n_major: for each GEMM, whether its weights are contiguous along N.
     """
     launches = config.both(LaunchConfig)
     tiles = _N_MAJOR.get(launches[0].block_m)
@@ -182,7 +189,7 @@ def n_major_config(
 
 
 def _has_few_steps(steps: int, stages: int) -> bool:
-    """Return whether K has few steps of block_k, compared with the stages.
+    """Return whether K has few steps of block_k, compared with the number of pipeline stages.
 
     Using less shared memory is then faster, because more blocks fit on an SM.
     """

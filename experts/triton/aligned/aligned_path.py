@@ -1,7 +1,8 @@
 """The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k.
 
-A pair is one token with one of its top-k experts. The GEMMs gather their input and write their
-output by pair, so no launch permutes rows.
+A pair is a token together with one of its top_k experts. Pair p belongs to token p // top_k. The
+GEMMs gather their input and write their output by pair, so no launch permutes rows. It is the path
+that supports every layer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -211,9 +212,11 @@ class AlignedPath(Path):
 
         rows: tokens (T, H) or pairs (P, I), and their scales.
         product: the other operands.
+        config: the launch.
+        aligned: the blocks of pairs.
         out: the output, one row per pair.
         row_weights_TK: router weights that multiply the input, or None.
-        shrink_output: the shrink output of the adapters, or None.
+        shrink_output: the output of the LoRA shrink, or None for a call without adapters.
         """
         a, _ = rows
         pairs = out.numel() // product.size_n

@@ -1,8 +1,11 @@
-"""The staged backend "triton" over contiguous tokens: the stages of the aligned path.
+"""The backend "triton" of the staged runner: the steps of the aligned path as three separate
+stages.
 
-Pre-permute aligns the pairs, the core runs both GEMMs, and post-permute computes the weighted sum.
-So each stage can be combined with stages of other backends. The fused function ("none", "triton")
-is `TritonExperts`, which may take other paths.
+`modular_kernel.runner` composes a layer from a pre-permute stage, a core stage and a post-permute
+stage, as SGLang's MoE runner does, so that each can be combined with stages of other backends.
+Here, pre-permute sorts the pairs into blocks of one expert, the core runs both GEMMs, and
+post-permute computes the weighted sum. The fused function, which runs all stages at once, is
+`TritonExperts`; it may take other paths.
 """
 
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""The aligned path for 4-bit weights and few rows per expert."""
+"""The aligned_w4 path: the aligned path with a kernel for 4-bit weights and few rows per expert."""

@@ -1,7 +1,8 @@
-"""Configuration of the aligned_w4 path: supported problems, launches and tuning candidates.
+"""Configuration of the aligned_w4 path: supported layers, default launches and tuning candidates.
 
-The kernel is for 4-bit weights and few rows per expert. It unpacks weights in registers, so that
-registers limit its launches, and not shared memory.
+The kernel is for 4-bit weights and few rows per expert. It unpacks weights in registers, so
+registers limit the tile sizes of its launches, and not shared memory. Defaults depend on the mean
+rows per expert and on the number of active experts, which are those that have rows.
 """
 
 import math
@@ -291,8 +292,8 @@ def _find_changes(problem: Problem, low: int, high: int) -> Iterator[int]:
     """Yield the last token count before each change of the default between `low` and `high`.
 
     The changes are found by bisection. If the configurations at both ends are equal, all
-    configurations between them are equal, too, because the number of active experts, and therefore
-    the entry of the table, is monotonic in the number of tokens.
+    configurations between them are equal, too, because the number of active experts grows with the
+    number of tokens, and it selects the entry of the table.
     """
     if default_config(problem, low) == default_config(problem, high):
         return

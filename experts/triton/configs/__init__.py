@@ -1,1 +1,1 @@
-"""Selection of launch configurations: overrides, tuned files, nearest tuned layers, heuristics."""
+"""Selection of launch configurations: overrides, tuned files, nearest tuned layers, defaults."""

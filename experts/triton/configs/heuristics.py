@@ -1,4 +1,9 @@
-"""The default launch configurations, as a step function of the number of tokens."""
+"""Default launch configurations, for layers and GPUs without a tuned file.
+
+A configuration is a path of TritonExperts with the launches of both GEMMs (`MoEConfig`). The
+defaults of a layer are a step function of the number of tokens: each path has a range of token
+counts in which it is used, and within it `Path.default_config` gives the launches.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -47,7 +52,7 @@ class ConfigSteps:
         return result
 
     def replace_other_paths(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
-        """Return these steps with configurations of `other` in place of paths not in `paths`."""
+        """Return these steps, with configurations of `other` where the path is not in `paths`."""
         return self.map_steps(
             other.last_tokens, lambda last, c: c if c.path in paths else other.choose(last)
         )
@@ -110,6 +115,9 @@ def make_heuristic_steps(
 ) -> ConfigSteps:
     """Return the default configurations of `problem` on `device`.
 
+    The first path of the list (BASE) covers all token counts. Each following path that supports the
+    problem replaces it in its token range.
+
     paths: names of the paths to use, in addition to BASE.
     prepared: whether calls use prepared weights.
 
@@ -127,9 +135,10 @@ def make_heuristic_steps(
 def overlay_prepared_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Replace configurations by those for prepared weights that `paths` have.
+    """Replace configurations by those that `paths` have for calls with prepared weights.
 
-    Other configurations stay.
+    Prepared weights were converted to another layout when they were loaded. Other configurations
+    stay.
     """
     for path in PATHS:
         if path.name not in paths or not path.supports(problem, device):
@@ -172,7 +181,7 @@ def replace_foreign_configs(
 def overlay_path(
     steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
 ) -> ConfigSteps:
-    """Replace the configurations in the token range of `path` by its default configurations."""
+    """Replace the configurations in the token range of `path` by the defaults of `path`."""
     min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
     if max_tokens == 0:
         return steps

@@ -1,23 +1,25 @@
-"""Find the tuned file for a problem, and convert it to configurations by token count.
+"""Find the tuned file for a layer, and convert it to configurations by token count.
 
-The configurations come from the first of these sources that exists:
+A tuned file has measured launches for some token counts of one layer on one GPU (`files`). The
+configurations of a layer come from the first of these sources that exists:
 
-- an active override;
+- an active override (`select.override_config`);
 - a file in the user's folder (MK_CONFIG_DIR);
 - a packaged file, in data/;
 - the nearest layers with a packaged file (`nearest`);
-- the heuristics (`heuristics`), if there is no packaged file for this device and number format.
+- the defaults (`heuristics`), if there is no packaged file for this GPU and number format.
 
 A folder may have its files in subfolders triton_X_Y_Z/, as SGLang has them, or at its top level, as
 vLLM has them. The subfolder of the installed version of Triton is searched first, then the top
 level, then the subfolders of other versions, newest first. All of these are searched for one file
 name before the next file name is tried (see `files.file_names_for`).
 
-A file has launches for some token counts. A call uses the launch for the nearest count. If two
-counts are equally near, it uses the launch for the smaller one.
+A call uses the launch for the nearest token count in the file; of two equally near counts, the
+smaller one.
 
-Calls with prepared weights have separate files. Without such a file, they use the configurations of
-other calls, except where a path that prepares weights has its own configurations for them.
+Calls with prepared weights, which were converted to another layout when they were loaded, have
+separate files. Without such a file, they use the configurations of other calls, except where a path
+that prepares weights has its own configurations for them.
 """
 
 import logging
@@ -82,16 +84,16 @@ _CLAMPED_LIMITS = frozenset({GROUP_LIMIT, SHARED_LIMIT})
 
 @dataclass(frozen=True)
 class Source:
-    """The configurations of a problem and their origin.
+    """The configurations of a layer, and where they come from.
 
     steps: the configurations.
     origin: "override_config", the path of a file, NEAREST, "heuristics" or FIXED.
     token_counts: the token counts in the file.
-    step_origins: for each step, the tuned layer from which its configuration is borrowed; () unless
+    step_origins: for each step, the tuned layer from which its configuration is taken; () unless
         origin is NEAREST.
-    notes: remarks for `explain`.
+    notes: remarks for `select.explain`.
     searched_locations: locations without a usable file, in order of search.
-    is_foreign: whether the file is a file of vLLM's or SGLang's.
+    is_foreign: whether the file has the format of vLLM or SGLang.
     prepared: whether the steps are for calls with prepared weights.
     """
 
@@ -374,6 +376,10 @@ def _max_tokens_for(
 def _require_single_config(
     configs: Sequence[MoEConfig], problem: Problem, device: Device, origin: str
 ) -> None:
+    """Raise ConfigurationError unless all configurations are the same and supported.
+
+    A batch-invariant layer must compute a token in the same way for every number of tokens.
+    """
     all_supported = all(BY_NAME[config.path].supports(problem, device) for config in configs)
     if len(set(configs)) > 1 or not all_supported:
         got = ", ".join(dict.fromkeys(map(str, configs)))
@@ -421,7 +427,8 @@ def _token_ranges(
     to fewer tokens. The last launch has no limit.
 
     launches: (token count, launch), ascending.
-    max_tokens_by_key: token count of a launch -> number of tokens of the largest call.
+    max_tokens_by_key: for the token count of a launch, the number of tokens of the largest call
+        that may use it.
     """
     tokens = [t for t, _ in launches]
     ends = [

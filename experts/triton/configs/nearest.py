@@ -1,9 +1,9 @@
-"""Borrow configurations from the nearest tuned layers, for layers without a tuned file.
+"""Configurations for layers without a tuned file, taken from the most similar tuned layers.
 
-The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts and the
+The time of a launch depends mainly on the sizes of the GEMMs, the number of active experts, and the
 rows per active expert. An expert is active if it has rows. In these coordinates, each entry of a
-tuned file is a point. A call uses the configuration of the nearest point, which may belong to any
-tuned layer.
+tuned file is a point. A call uses ("borrows") the configuration of the nearest point, which may
+belong to any tuned layer.
 """
 
 import math
@@ -30,12 +30,12 @@ _DISTANCE_WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
 @dataclass(frozen=True)
 class Point:
-    """A call of a layer, in coordinates by which calls of different layers are compared.
+    """A call of a layer, in the coordinates by which calls of different layers are compared.
 
     rows: log2 of the rows per active expert.
     active_experts: log2 of the expected number of experts that have rows.
-    hidden: log2 of H.
-    intermediate: log2 of I.
+    hidden: log2 of the hidden size.
+    intermediate: log2 of the intermediate size.
     """
 
     rows: float
@@ -190,11 +190,11 @@ def prefer_heuristics_by_rows(
 ) -> ConfigSteps:
     """Replace borrowed configurations by `defaults` where these suit the rows per expert better.
 
-    With more than MIN_COMPUTE_BOUND_ROWS rows per expert, a borrowed configuration is replaced if
-    its path or its block_m differs from the default. On paths other than BASE, it is also replaced
-    if its block_n is smaller than the default. The reason is that the best path and block_m follow
-    from the rows per expert, and the nearest entry may have been tuned for fewer rows: the entries
-    of a file are for powers of two, so that their rows differ by factors of 1.4 to 2.
+    With more than MIN_COMPUTE_BOUND_ROWS rows per expert, the best path and block_m follow from the
+    rows per expert. The nearest entry of a tuned file may be for fewer rows: the entries are for
+    powers of two of tokens, so that their rows differ by factors of 1.4 to 2. A borrowed
+    configuration is therefore replaced if its path or its block_m differs from the default, and, on
+    paths other than BASE, if its block_n is smaller than the default.
 
     On an H200, replacing reduces the time to 0.78 to 0.99 of that of the borrowed configuration,
     with 32 to 128 rows per expert (2026-11-28, triton 3.6.0, seven layers).

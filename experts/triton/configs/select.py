@@ -1,9 +1,12 @@
 """Select, explain or override the launch configuration of a call.
 
-config = choose_config(problem, tokens)    # from an override, a tuned file or the heuristics
+config = choose_config(problem, tokens)    # from an override, a tuned file or the defaults
 print(explain(problem, tokens))            # the configuration, its origin and the reason
 with override_config(MoEConfig(...)):      # in this thread, inside the block
     ...
+
+A problem describes a layer. A configuration is the path of TritonExperts that runs a call, with the
+launches of both GEMMs. Prepared weights were converted to another layout when they were loaded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -68,9 +71,10 @@ def buffer_kinds_up_to(
     *,
     prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
-    """Return each pair of a path and a block_m that calls of up to `tokens` tokens use.
+    """Return the combinations of path and block_m that calls of up to `tokens` tokens use.
 
-    A pair is given as (number of tokens of the largest call that uses it, path, block_m).
+    They determine the buffers of a call. Each is given as (number of tokens of the largest call
+    that uses it, path, block_m).
 
     paths: names of the paths that the caller supports.
     prepared: whether the calls use prepared weights.

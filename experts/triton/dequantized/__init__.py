@@ -1,1 +1,3 @@
-"""The dequantized path: 4- or 8-bit weights are converted to bf16 before the grouped GEMMs."""
+"""The dequantized path: convert 4- or 8-bit weights to bf16, then run the grouped GEMMs of
+grouped_tma.
+"""

@@ -1,6 +1,7 @@
-"""Configuration of the dequantized path: supported problems, limits, chunk size and launches.
+"""Configuration of the dequantized path: supported layers, limits, chunk size and launches.
 
-The path runs the GEMMs of the grouped_tma path, on weights that a separate launch converts to bf16.
+The path runs the GEMMs of the grouped_tma path on weights that a separate launch converts to bf16,
+one chunk of experts at a time.
 """
 
 from collections.abc import Iterator

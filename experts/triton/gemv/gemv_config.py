@@ -1,10 +1,11 @@
-"""Supported problems, token limit, launches and tuning candidates of the gemv path.
+"""Supported layers, token limit, default launches and tuning candidates of the gemv path.
 
-Its launches are LaunchConfig with these meanings:
+Its launches are LaunchConfigs with these meanings. A pair is a token together with one of its top_k
+experts.
 
 block_n: weight rows that a program holds at once. In GEMM 1 these are gate rows, and as many up
-    rows are held. In GEMM 2 they are those of all pairs that are processed at once.
-block_k: may span several scale groups.
+    rows are held, too. In GEMM 2 they are those of all pairs that are processed at once.
+block_k: K elements per step. It may span several scale groups.
 group_m: in GEMM 2, the maximum number of pairs of a token that are processed at once.
 block_m: ignored.
 """

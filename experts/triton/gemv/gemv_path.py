@@ -1,9 +1,9 @@
-"""The gemv path: a few tokens, in two launches, without sorting pairs.
+"""The gemv path: a layer for a few tokens, in two launches, without sorting pairs.
 
-A program of GEMM 1 computes some columns of one routed pair. A program of GEMM 2 computes some
-columns of one token and sums its weighted pairs. Neither uses tensor cores, because reading the
-weights takes all the time. Activations are quantized inside the GEMM kernels. See `gemv_config` for
-the meaning of the launch fields.
+A pair is a token together with one of its top_k experts. A program of GEMM 1 computes some columns
+of one pair. A program of GEMM 2 computes some columns of one token and sums its weighted pairs.
+Neither uses tensor cores, because reading the weights takes all the time. Activations are quantized
+inside the GEMM kernels. See `gemv_config` for the meaning of the launch fields.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,9 @@
-"""Configuration of the gemv_tma path: supported problems, limits, launches and tuning candidates.
+"""Configuration of the gemv_tma path: supported layers, limits, default launches and candidates.
 
-The launches of this path are LaunchConfigs, in which block_k is the K extent of one stage of the
-ring in shared memory, and num_stages is the number of stages. block_n is fixed, because a tile has
-64 weight rows, half of which are up rows in a gated GEMM. block_m and group_m are ignored.
+A producer warp loads weights into a ring buffer in shared memory. The launches of this path are
+LaunchConfigs, in which block_k is the K extent of one stage of the ring, and num_stages is the
+number of stages. block_n is fixed, because a tile has 64 weight rows, half of which are up rows in
+a gated GEMM. block_m and group_m are ignored.
 """
 
 from collections.abc import Iterator

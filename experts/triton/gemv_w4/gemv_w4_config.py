@@ -1,4 +1,8 @@
-"""Configuration of the gemv_w4 path: supported problems, limits, launches and tuning candidates."""
+"""Configuration of the gemv_w4 path: supported layers, limits, default launches and candidates.
+
+A chunk is 128 weights of a row, which four lanes load, and a block is some chunks of each weight
+row of a warp (`gemv_w4.kernels.common`).
+"""
 
 import math
 from collections.abc import Iterator
@@ -75,7 +79,9 @@ def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Vio
 def chunks_per_block(tile: GemvW4Config, group: int) -> int:
     """Return the number of chunks per block.
 
-    A block has at most SLOTS scale groups of `group` weights.
+    A block has at most SLOTS scale groups, because the MMA computes a sum for each of them.
+
+    group: weights per scale.
     """
     groups_per_chunk = CHUNK // math.gcd(group, CHUNK)
     return max(1, min(tile.block_k // CHUNK, SLOTS // groups_per_chunk))

@@ -1,1 +1,1 @@
-"""The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90)."""
+"""The grouped_tma path: persistent grouped GEMMs over rows sorted by expert, with TMA (sm_90)."""

@@ -1,4 +1,8 @@
-"""Configuration of the grouped_tma path: supported problems, limits, launches and candidates."""
+"""Configuration of the grouped_tma path: supported layers, limits, default launches and candidates.
+
+A tile is 128 activation rows by two halves of weight rows. "Narrow" tiles have 64 weight rows per
+half, wide tiles 128.
+"""
 
 from collections.abc import Iterator
 

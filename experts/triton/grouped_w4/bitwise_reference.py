@@ -1,6 +1,8 @@
-"""PyTorch bitwise reference for tiling weights (`grouped_w4.layout`) and for unpacking them.
+"""Bitwise reference in PyTorch: tile 4-bit weights (`layout`), and unpack tiled weights.
 
-Tests require the tiling kernel and the unpacking code to match this reference bit for bit.
+Tests require the tiling kernel and the unpacking code of the grouped_w4 path to match this
+reference bit for bit. A code is a 4-bit integer or an e2m1 value (the 4-bit floating-point type of
+mxfp4 and NVFP4).
 """
 
 import torch

@@ -1,4 +1,9 @@
-"""Configuration of the grouped_w4 path: supported problems, limits, launches and candidates."""
+"""Configuration of the grouped_w4 path: supported layers, limits, default launches and candidates.
+
+The path first reorders 4-bit weights to a tiled layout (`layout`). Prepared weights are in this
+layout since they were loaded, so that the path is faster already with fewer rows per expert. rows
+means the mean number of rows per expert, tokens * top_k / experts.
+"""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Launch the kernels of the grouped_w4 path: tile weights, and multiply by tiled weights."""
+"""Launch the two kernels of the grouped_w4 path: tile weights, and multiply by tiled weights.
+
+Tiling reorders 4-bit weights and their scales for the GEMM kernel (`layout`).
+"""
 
 import torch
 
@@ -39,15 +42,15 @@ def tiled_gemm(
 ) -> None:
     """Run a grouped GEMM with tiled weights: out[r] = act(x[r] @ W[expert of r]^T).
 
-    x_RK: the sorted rows.
+    x_RK: the activations, sorted by expert.
     weights: the tiled weights.
     operands: everything else that the GEMM needs. Only the shapes and dtypes of its weights, scales
         and zero points are used.
-    tile: the launch configuration.
+    tile: the launch.
     order: the sorted pairs, in tiles of tile.block_m rows.
-    out: (R, columns), contiguous. Rows outside all tiles are not written.
-    max_short_rows: tiles with at most this many rows are multiplied as tiles of this size. 0 for
-        none.
+    out: (R, N), contiguous. Rows outside all tiles are not written.
+    max_short_rows: tiles with at most this many rows are multiplied as tiles of this size, which
+        takes less time; 0 for none.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import count_sms, tma_descriptor

@@ -1,4 +1,8 @@
-"""The search space of launch configurations: its candidates and finalists, and the tuned files."""
+"""The search space of `mk tune` for the Triton experts: candidates, finalists, and tuned files.
+
+`mk tune` times the candidates for some token counts, then the finalists more precisely, and saves
+the fastest configuration of each token count to a file (`configs.files`).
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,14 +41,16 @@ _MAX_FINAL_KINDS, _MAX_FINAL_LAUNCHES, _MAX_FINALISTS = 2, 2, 4
 
 
 class ConfigSpace(Tunable):
-    """The search space of launch configurations. A choice is a MoEConfig.
+    """The search space of launch configurations for one layer. A choice is a MoEConfig.
 
-    The GEMMs of a choice are timed separately, by their stages. If a ConfigSpace is pickled to
-    another process, `using` chooses launches there for the GPU of the process that made it.
+    The GEMMs of a choice are timed separately, as stages of the profile. If a ConfigSpace is
+    pickled to another process, `using` chooses launches there for the GPU of the process that made
+    it.
 
-    problem: the problem to tune.
-    experts_part: the name of the part, which is written to files.
-    paths: the paths of the part. Paths that do not support `problem` on the device are dropped.
+    problem: the layer to tune.
+    experts_part: the name of the experts class, which is written to files.
+    paths: the paths of the experts class. Paths that do not support `problem` on the device are
+        dropped.
     prepared: whether to tune calls with prepared weights, which have a separate file.
     """
 
@@ -135,7 +141,7 @@ class ConfigSpace(Tunable):
         ]
 
     def _is_valid_launch(self, launch: Launch, gemm: Gemm, path: str) -> bool:
-        """Return whether `launch` can be launched and its block_k is less than 2 K."""
+        """Return whether `launch` can be launched and its block_k is less than twice K."""
         has_large_block_k = getattr(launch, "block_k", 0) >= 2 * gemm.size_k
         violations = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
         return not has_large_block_k and next(violations, None) is None
@@ -219,13 +225,14 @@ class ConfigSpace(Tunable):
         return folder / triton_subfolder(lookup.triton) / name
 
 
-Kind = tuple[str, int]  # (path, block_m); both GEMMs of a configuration have the same kind
+Kind = tuple[str, int]  # (path, block_m), which both GEMMs of a configuration share
 
 
 class AdditiveTimeModel:
     """A model of the time of a call as a sum: GEMM 1, GEMM 2, and everything else.
 
-    The time of everything else depends only on the path and block_m.
+    The time of everything else depends only on the path and block_m. The model predicts the time of
+    combinations of launches that were not timed together.
 
     times: the measured times of configurations.
     """
