@@ -1,4 +1,9 @@
-"""gated_activation: the activation between the two GEMMs, as a separate operation."""
+"""gated_activation: the activation between the two GEMMs, as a separate operation.
+
+A gated activation multiplies act(gate) by up, where gate and up are two halves of the output of
+GEMM 1. The halves are stored one after the other, or interleaved: gate 0, up 0, gate 1, up 1 and so
+on. Experts call this operation if their GEMM 1 does not apply the activation itself.
+"""
 
 import torch
 
@@ -10,7 +15,11 @@ from modular_kernel.spec.problem import ActivationSpec
 
 
 def get_gate_up_layout(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """Return (step, offset): gate i is in column i * step, and up i is `offset` columns later."""
+    """Return (gate_stride, up_offset): where the gate and up values are in a row of GEMM 1's
+    output.
+
+    Gate i is in column i * gate_stride, and up i is up_offset columns after gate i.
+    """
     if not spec.gated:
         return 1, 0
     return (2, 1) if spec.interleaved else (1, intermediate)
@@ -26,10 +35,10 @@ def activation_constants(spec: ActivationSpec) -> dict[str, object]:
 
 
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
-    """Compute out_RI = act(x_RN) in float32, and round once.
+    """Compute out_RI = act(x_RN) in float32, and round once to the dtype of out_RI.
 
     x_RN: (R, N) with contiguous rows. N is 2I if the activation is gated, else I.
-    out_RI: (R, I) with contiguous rows.
+    out_RI: output, (R, I) with contiguous rows.
 
     Raises ShapeError if the shapes do not match.
     """
@@ -44,7 +53,7 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
         return
     from modular_kernel.ops.kernels.activation import activation_kernel
 
-    step, offset = get_gate_up_layout(spec, intermediate)
+    gate_stride, up_offset = get_gate_up_layout(spec, intermediate)
     block = hidden_block_size(intermediate)
     launch(
         activation_kernel,
@@ -54,8 +63,8 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
         intermediate_size=intermediate,
         stride_x=x_RN.stride(0),
         stride_out=out_RI.stride(0),
-        up_offset=offset,
-        GATE_STRIDE=step,
+        up_offset=up_offset,
+        GATE_STRIDE=gate_stride,
         BLOCK_INTERMEDIATE=block,
         **activation_constants(spec),
     )

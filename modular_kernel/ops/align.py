@@ -1,4 +1,10 @@
-"""moe_align_block_size: a stable sort of pairs by expert, padded to blocks for each expert."""
+"""moe_align_block_size: sort pairs by expert, and pad the pairs of each expert to whole blocks.
+
+A pair is a token together with one of its K experts. A pair is skipped if its expert id is -1, or
+if its expert is on another rank. The result has the form that grouped GEMM kernels of vLLM expect:
+every block of block_size positions has pairs of only one expert. `moe_align_block_size` is the
+public function, and `align` is the same operation in workspace buffers, for TritonExperts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +31,8 @@ from modular_kernel.utils.argument_checks import MAX_INT32, Count, expect
 from modular_kernel.utils.tensor_checks import check_tensor
 from modular_kernel.workspace import BufferSpec, Workspace
 
-_FILL_BLOCKS = 8  # number of blocks whose experts and padding one program writes
+# Number of blocks for which one program writes the expert ids and the padding.
+_FILL_BLOCKS = 8
 # Limits for using a single launch, in which every program counts all pairs by comparing each pair
 # with every bin.
 _MAX_SINGLE_LAUNCH_PAIRS = 4096
@@ -50,9 +57,14 @@ class AlignedPairs:
 
 
 def compute_aligned_length(numel: int, block_size: int, num_local: int) -> int:
-    """Return P, the maximum length of sorted_token_ids for numel pairs.
+    """Return P, the maximum length of sorted_token_ids.
 
-    The pairs occupy at most numel blocks, and every expert has at most one partial block.
+    The pairs occupy at most numel blocks, and every expert, as well as the skipped pairs, has at
+    most one partial block.
+
+    numel: number of pairs.
+    block_size: number of pairs per block.
+    num_local: number of local experts.
     """
     if numel < num_local + 1:
         return numel * block_size
@@ -60,7 +72,9 @@ def compute_aligned_length(numel: int, block_size: int, num_local: int) -> int:
 
 
 def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers of `align`."""
+    """Return the workspace buffers of `align`. The arguments are those of
+    `compute_aligned_length`.
+    """
     length = compute_aligned_length(numel, block_size, num_local)
     return {
         "align_sorted": BufferSpec((length,), torch.int32),

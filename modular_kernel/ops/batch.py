@@ -1,4 +1,9 @@
-"""assign_rows: assign a row of the batched layout (e, C, H) to each pair."""
+"""assign_rows: assign a row of the batched layout to each pair.
+
+A pair is a token together with one of its K experts. The batched layout (e, C, H) has C rows for
+each of the e local experts, and rows beyond the number of an expert's pairs are unused. The
+prepare/finalize parts that send tokens to experts in this layout call this operation.
+"""
 
 import torch
 
@@ -10,7 +15,7 @@ from modular_kernel.workspace import BufferSpec
 
 
 def assign_rows_scratch(tokens: int, top_k: int, num_local: int) -> BufferSpec:
-    """Return the spec of the scratch buffer of `assign_rows`."""
+    """Return the spec of the scratch buffer of `assign_rows`, for `num_local` local experts."""
     return counts_spec(tokens * top_k, num_local)
 
 

@@ -1,4 +1,12 @@
-"""Counts of pairs per expert, in chunks of pairs, for the operations in align, batch and sort."""
+"""Counts of pairs per expert, in chunks of pairs, for the operations in align, batch and sort.
+
+A pair is a token together with one of its K experts. The position of a pair among the pairs of its
+expert is the number of the expert's pairs in earlier chunks (`PairCounts.prefix`), plus the number
+of those in the same chunk, which the kernel that places the pairs counts itself.
+
+A local id is the index of an expert among the `num_local` experts on this rank. It is -1 if the
+pair is skipped: its id is -1 or invalid, or its expert is on another rank.
+"""
 
 from dataclasses import dataclass
 
@@ -23,10 +31,11 @@ def next_power_of_2(value: int) -> int:
 class PairCounts:
     """The results of the counting kernels, as views of one int32 buffer.
 
-    Bucket 0 holds skipped pairs, and bucket i + 1 the pairs of expert i.
+    A bucket is a set of pairs that are counted together. Bucket 0 holds skipped pairs, and bucket i
+    + 1 the pairs of local expert i.
 
     totals: (e + 1,), number of pairs in each bucket.
-    prefix: (e + 1, chunks), number of pairs of each bucket that are in earlier chunks.
+    prefix: (e + 1, num_chunks), number of pairs of each bucket that are in earlier chunks.
     num_chunks: number of chunks of CHUNK pairs.
     bins: `num_bins` for the counted experts.
     """
@@ -48,12 +57,18 @@ def num_chunks(numel: int) -> int:
 
 
 def num_bins(num_local: int) -> int:
-    """Return the number of histogram bins: one per bucket, and at least one for inactive lanes."""
+    """Return the number of bins for tl.histogram, a power of two.
+
+    There is a bin for each bucket of `PairCounts`, and at least one more, which counts the lanes of
+    a program that have no pair.
+    """
     return next_power_of_2(num_local + 2)
 
 
 def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
-    """Return the kernel arguments from which `load_local_ids` computes local ids."""
+    """Return the kernel arguments from which the device function `load_local_ids` computes local
+    ids.
+    """
     has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
     return {
         "topk_ids_ptr": routing.topk_ids_TK,
@@ -116,9 +131,10 @@ def count_pairs(
 
 
 def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Torch reference of `load_local_ids`: return local ids, (T, K) int64, -1 for skipped pairs.
+    """Torch reference of the device function `load_local_ids`: return the local id of each pair.
 
-    Also adds the number of ids outside [-1, num_experts) to routing.invalid_ids.
+    The result is (T, K) int64, with -1 for skipped pairs. Also adds the number of ids outside [-1,
+    num_experts) to routing.invalid_ids.
     """
     ids = routing.topk_ids_TK
     invalid = (ids < -1) | (ids >= routing.num_experts)

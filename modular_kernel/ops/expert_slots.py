@@ -1,13 +1,17 @@
 """number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
-Such a library expects the same number of experts on each rank, in rank order. To map an arbitrary
-placement to this form, every rank gets as many numbers as the rank with the most experts has slots.
-The number of an expert is rank * numbers_per_rank + slot. Numbers without an expert never receive
-tokens.
+A library that sends tokens to the ranks of their experts, such as DeepEP, expects the same number
+of experts on each rank, in rank order. A placement of this project is more general: a rank may have
+any number of experts, and an expert may have copies on several ranks. A slot is the position of an
+expert on its rank.
 
-Some libraries send exactly K rows per token, so they cannot skip a pair. For these libraries, each
-rank has additional numbers after its slots, called sinks, which receive the dropped pairs. The rows
-that sinks return must be zero.
+To map a placement to the form that the library expects, every rank gets as many numbers as the rank
+with the most experts has slots. The number of an expert is rank * numbers_per_rank + slot. Numbers
+without an expert never receive tokens.
+
+Some libraries send exactly K rows per token, so they cannot skip a pair (a token together with one
+of its K experts). For these libraries, each rank has additional numbers after its slots, called
+sinks, which receive the dropped pairs. The rows that sinks return must be zero.
 """
 
 from dataclasses import dataclass
@@ -36,9 +40,11 @@ class Numbering:
     """The numbering of the experts of a placement.
 
     placement: the placement.
-    tables: the placement as tensors.
-    first_token: offset of token indices. Of the R copies of an expert, copy (t + first_token) % R
-        gets the pairs of token t. The first sink of a token is on rank first_token % world_size.
+    tables: the placement as tensors, on the device of the ids.
+    first_token: number that is added to token indices. Callers pass different numbers on different
+        ranks, so that the ranks do not all use the same copies and sinks. Of the R copies of an
+        expert, copy (t + first_token) % R gets the pairs of token t. The first sink of every token
+        is on rank first_token % world_size.
     sinks: number of sinks per rank.
     """
 

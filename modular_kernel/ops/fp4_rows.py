@@ -1,8 +1,12 @@
 """nvfp4 quantization of rows for block-scaled GEMMs, with scales in their tiled layout.
 
-A list of tiles has the format of `SortedPairs.tiles`: experts, first rows, end rows, and at the end
-the number of tiles. A tile has up to 128 rows of one expert. The scales of a tile are stored
-together (`modular_kernel.quant.scale_layout`).
+nvfp4 stores e2m1 values, with an e4m3 scale per 16 adjacent columns and a float32 global scale per
+expert. A tile has up to 128 rows of one expert. The scales of a tile are stored together, in the
+order in which the tensor core reads them (`modular_kernel.quant.scale_layout`).
+
+A list of tiles is an int32 tensor in the format of `modular_kernel.ops.sort.SortedPairs.tiles`: the
+local expert of each tile, its first row, the end row of the expert, and at the end the number of
+tiles.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,9 @@
-"""mask_unwritten_pairs: mask the pairs of rows that were not received and are undefined."""
+"""mask_unwritten_pairs: mask the pairs of rows that were not received and are undefined.
+
+A library that receives tokens from other ranks writes them to the first rows of a buffer, and
+leaves the rest unchanged. This operation turns the expert ids of the other rows into -1, so that
+kernels skip them. A pair is a token together with one of its K experts.
+"""
 
 import torch
 

@@ -1,4 +1,9 @@
-"""The two GEMMs and the activation of experts in plain torch, for parts that loop over experts."""
+"""The two GEMMs and the activation of experts in plain torch, for parts that loop over experts.
+
+GEMM 1 multiplies rows x by w1 (gate and up), and GEMM 2 multiplies h, the output of the activation,
+by w2 (down). The functions dequantize weights and follow the rounding rules of quantized schemes,
+so that their results can be compared with those of fast kernels.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,7 +121,10 @@ def _compute_output(
 
 
 def _round_to_nvfp4(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int) -> torch.Tensor:
-    """Quantize rows of one expert to nvfp4, and dequantize them to float32."""
+    """Quantize rows of one expert to nvfp4, and dequantize them to float32.
+
+    scale_e: (e,) float32, the global scale of each expert.
+    """
     assert scale_e is not None
     expert_scale = scale_e[expert]
     codes, scale = nvfp4.quantize(x_RK, 1 / expert_scale)
@@ -165,7 +173,12 @@ def _compute_deltas(
     b_LeNR: torch.Tensor | None,
     problem: Problem,
 ) -> Deltas:
-    """Return B (A x) in float32 for each adapter in use. A x is rounded to the problem's dtype."""
+    """Return the delta B (A x) in float32 for each adapter in use. A x is rounded to the problem's
+    dtype.
+
+    plain_RK: the unquantized rows x; None if no row has an adapter.
+    a_LeRK, b_LeNR: the matrices A and B of each adapter slot and local expert.
+    """
     slots_R = rows.slots_R
     if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
         return []

@@ -1,12 +1,15 @@
 """The steps of the parallel LoRA branch (`modular_kernel.ops.moe_lora`), one function each.
 
-    u_TKR = moe_lora_a(x_TH, gate_up_a, batch)                   # u = A13 x
+    u_TKR = moe_lora_a(x_TH, gate_up_a, batch)                   # u = gate_up_A x
     h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)          # h = silu(B_gate u) * (B_up u)
-    v_TKR = moe_lora_a(h_TKI, down_a, batch)                     # v = A2 h
+    v_TKR = moe_lora_a(h_TKI, down_a, batch)                     # v = down_A h
     moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
 
 `moe_lora_fused` does all four steps in one launch. Sums are float32, and u, h and v are rounded to
 the dtype of x. `modular_kernel.ops.moe_lora.run_moe_lora` must have checked the arguments.
+
+L is the number of adapter slots, and R is the maximum rank of an adapter. A pair is a token
+together with one of its K experts.
 """
 
 from collections.abc import Iterator
@@ -34,8 +37,10 @@ _MAX_FUSED_BLOCK = 256  # maximum number of columns of that matrix
 class PairBatch:
     """The adapter and the expert of each pair.
 
-    ids_TK: (T, K) int32 or int64, contiguous. Pairs with an id outside [0, E) are skipped.
-    slots_T: (T,) int32. Tokens with a slot outside [0, L) have no adapter.
+    ids_TK: (T, K) int32 or int64, contiguous, local expert ids. Pairs with an id outside [0, E) are
+        skipped.
+    slots_T: (T,) int32, the adapter slot of each token. Tokens with a slot outside [0, L) have no
+        adapter.
     ranks_LE: (L, E) integers, with any strides. An adapter with a rank <= 0 adds nothing.
     order_P: (T * K,), the order in which programs process pairs; None means ascending order.
     """

@@ -1,4 +1,8 @@
-"""permute_tokens: copy each token to the output row of each of its (token, expert) pairs."""
+"""permute_tokens: copy each token to the output row of each of its pairs.
+
+A pair is a token together with one of its K experts. The table row_of_pair, which `assign_rows` or
+`sort_pairs` computes, assigns an output row to each pair.
+"""
 
 import torch
 

@@ -1,4 +1,9 @@
-"""permute_and_quantize: quantize each token, and write it to the row of each of its pairs."""
+"""permute_and_quantize: quantize each token, and write it to the row of each of its pairs.
+
+A pair is a token together with one of its K experts. The operation equals `quantize_rows` followed
+by `permute_tokens`, but needs one launch, and no buffer for the quantized tokens in their original
+order.
+"""
 
 import torch
 
@@ -12,8 +17,11 @@ from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
+# A group is a set of columns of a row that share a quantization scale.
 _COLUMNS_PER_PROGRAM = 2048  # unless a group has more
-_MAX_BLOCK_C = 8192  # maximum columns held at once; a longer group is read again for each pair
+# Maximum number of columns that a program holds at once. A longer group is read again for each
+# pair.
+_MAX_BLOCK_C = 8192
 
 
 def permute_and_quantize(

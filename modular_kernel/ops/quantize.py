@@ -2,8 +2,12 @@
 
     scale = max(amax / L, 2^-33)    q = x * (1 / scale), clamped to [-L, L], rounded to nearest even
 
-L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so that the kernel and
-the torch reference are bitwise equal for finite values. The dequantized value is q * scale.
+amax is the largest absolute value among the values that share a scale: a row, a group of adjacent
+columns of a row, or the tensor. L is 448 for float8_e4m3fn and 127 for int8. Both divisions round
+to nearest, so that the kernel and the torch reference are bitwise equal for finite values. The
+dequantized value is q * scale.
+
+A dynamic scale is computed from the values, as above. A static scale is given by the checkpoint.
 """
 
 from dataclasses import dataclass
@@ -48,9 +52,11 @@ class QuantizedRows:
     q_RK: output, (R, K) float8_e4m3fn or int8.
     scale: float32, (R, 1) per token, (R, G) per group of g columns with G = ceil(K / g), or (1,)
         per tensor. It is an input if the scheme is static, and an output otherwise.
-    partials: float32 scratch buffer for a dynamic per-tensor scale; None for other schemes.
+    partials: float32 scratch buffer for a dynamic per-tensor scale, with the maximum that each
+        program of the first launch has found; None for other schemes.
     along_rows: whether scales are stored as (e, G, R / e) for e segments of rows, so that the
-        scales of adjacent rows are adjacent.
+        scales of adjacent rows are adjacent in memory. A segment is the rows of one expert in the
+        batched layout, or all rows otherwise.
     """
 
     q_RK: torch.Tensor

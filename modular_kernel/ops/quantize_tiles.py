@@ -1,4 +1,9 @@
-"""Tile sizes of the quantization kernels, and the numbers of programs that share the tiles."""
+"""Tile sizes of the quantization kernels, and the numbers of programs that share the tiles.
+
+A tile is the block of rows and columns that a program quantizes in one iteration. A group is the
+set of columns of a row that share a scale. A segment is a set of rows of which only the first ones
+hold tokens: the rows of one expert in the batched layout, or all rows otherwise.
+"""
 
 from dataclasses import dataclass
 

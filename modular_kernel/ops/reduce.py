@@ -1,4 +1,9 @@
-"""Unpermute operations: weight, sum or gather the rows of each token's pairs. Sums are float32."""
+"""Operations after the experts: weight, sum or gather the output rows of each token's pairs.
+
+A pair is a token together with one of its K experts. The rows are either in the order of the pairs,
+(T, K, H), or in any order, with a table that contains the row of each pair
+(`gather_weight_and_sum`, `gather_rows`). All sums are accumulated in float32.
+"""
 
 import torch
 
@@ -47,7 +52,11 @@ def weight_and_sum(
 def _make_source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return SOURCE, and the kernel arguments that it requires, for rows in the order of pairs."""
+    """Return the argument ROW_SOURCE of the kernels in rows.py, and the arguments that it requires.
+
+    This function is for rows in the order of the pairs. "all" sums every row, and "ids" only rows
+    of pairs whose expert is on this rank.
+    """
     if routing is None:
         return "all", _make_index_arguments(index)
     ids = id_arguments(routing, num_local)
@@ -56,7 +65,10 @@ def _make_source(
 
 
 def _make_index_arguments(index: torch.Tensor) -> dict[str, object]:
-    """Return the arguments of a kernel that does not read ids, but may read the table `index`."""
+    """Return the id arguments of a kernel that does not read ids of experts.
+
+    index: a table with the row of each pair, or any tensor if the kernel does not read a table.
+    """
     return {
         "row_index_ptr": index,
         "expert_map_ptr": index,

@@ -3,8 +3,15 @@
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
     routed.routing                      # the Routing that a kernel takes
 
-`modular_kernel.spec.router.RouterSpec` describes the rules. Logits are converted to float32 first.
-Under torch.compile and torch.export, a call is one operator, torch.ops.modular_kernel.route.
+`modular_kernel.spec.router.RouterSpec` describes the rules, including the options that are named
+here:
+
+- A selection bias is added to the scores to select experts, but does not affect the weights.
+- A table assigns fixed experts to each token id of the vocabulary, instead of the top scores.
+- A zero expert returns its input. It has a logit, but no weights.
+
+Logits are converted to float32 first. Under torch.compile and torch.export, a call is one operator,
+torch.ops.modular_kernel.route.
 """
 
 import json
@@ -69,8 +76,9 @@ class Routed:
     """The result of `route`.
 
     routing: the routing of the tokens.
-    identity_T: (T,) float32, the total weight of each token's zero experts, which return x itself:
-        x times identity_T must be added to the output. None if the spec has no zero experts.
+    identity_T: (T,) float32, the total weight of each token's zero experts. The caller must add x
+        times identity_T to the output, because a zero expert returns its input x. None if the spec
+        has no zero experts.
     """
 
     routing: Routing
@@ -167,7 +175,9 @@ def route_op(
     spec: str,
     wide_ids: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (weights (T, K), ids (T, K), identity (T,), or (0,) without zero experts).
+    """Return (weights (T, K), ids (T, K), identity (T,)), as in `Routed`.
+
+    Without zero experts, identity has the shape (0,), because an operator cannot return None.
 
     spec: a string from `format_spec`.
     wide_ids: whether ids are int64 instead of int32.

@@ -1,4 +1,9 @@
-"""Convert between token-major and expert-major routing. Field names follow triton_kernels."""
+"""Convert between token-major and expert-major routing.
+
+Token-major routing has the ids and weights of each token's experts, (T, K). Expert-major routing
+has the pairs (tokens together with one of their experts) sorted by expert. Names of fields follow
+triton_kernels.
+"""
 
 import torch
 

@@ -1,4 +1,9 @@
-"""sort_pairs: assign a row to each pair, grouped by expert without padding, and list row tiles."""
+"""sort_pairs: assign a row to each pair, grouped by expert without padding, and list row tiles.
+
+A pair is a token together with one of its K experts. A pair is skipped if its expert id is -1, or
+if its expert is on another rank. Unlike `moe_align_block_size`, this operation leaves no gaps
+between experts, so the last tile of an expert may be followed directly by rows of the next expert.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +23,16 @@ _TILES_PER_PROGRAM = 64  # tiles that a program writes
 class SortedPairs:
     """Rows of pairs that are sorted by expert, and the tiles of these rows.
 
+    A tile is up to block_m adjacent rows of one expert, the rows that a program of a grouped GEMM
+    handles.
+
     row_of_pair_TK: (T, K) int32, the row of each pair, or -1 if the pair is skipped. Rows are
         grouped by expert without gaps. Pairs of an expert keep their order.
     token_of_row: (T * K,) int32, the token of the pair in each row. Values past the last row are
         undefined.
-    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values, which hold the local
-        expert, the first row of the tile and the end row of the expert, followed by the number of
-        tiles. A tile has at most block_m rows of one expert. Values past the number of tiles are
-        undefined.
+    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values, followed by the number of
+        tiles. The arrays hold the local expert of each tile, the first row of the tile, and the end
+        row of the expert. Values past the number of tiles are undefined.
     starts: (e + 1,) int32, the first row of each expert, followed by the number of rows.
     """
 

@@ -1,4 +1,9 @@
-"""Descriptions of which activation rows hold a token, and the kernel arguments for them."""
+"""Descriptions of which activation rows hold a token, and the kernel arguments for them.
+
+Buffers of activations may have rows without a token: rows of pairs whose expert is on another rank,
+or unused rows of an expert in the batched layout. Quantization kernels do not read them, because
+their values are undefined. A pair is a token together with one of its K experts.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -55,7 +60,10 @@ def make_source_arguments(
 
 
 def get_segments(rows: int, valid_rows: ValidRows) -> tuple[int, int]:
-    """Return (number of segments, rows per segment) of `rows` rows."""
+    """Return (number of segments, rows per segment) of `rows` rows.
+
+    A segment is the rows of one expert in the batched layout, and all rows otherwise.
+    """
     segments = valid_rows.counts_e.numel() if isinstance(valid_rows, BatchedRows) else 1
     return segments, rows // segments
 

@@ -1,6 +1,8 @@
 """zero_rows: zero the received rows that no expert computes, such as rows that are sent to a sink.
 
-A sink is a number without an expert (`modular_kernel.ops.expert_slots`).
+A sink is an expert number without an expert, to which a library sends a pair that must be skipped
+(`modular_kernel.ops.expert_slots`). The sender adds the rows that a sink returns to its output, so
+these rows must be zero.
 """
 
 import torch
