@@ -55,11 +55,11 @@ def test_sums_in_another_order_are_found(
         source: str,
         ids: dict[str, torch.Tensor],
     ) -> None:
-        pairs = ids["index_ptr"]
+        pairs = ids["row_index_ptr"]
         if source == "ids":
-            table = ids["map_ptr"].long()
+            table = ids["expert_map_ptr"].long()
             local = torch.where(pairs < len(table), table[pairs.clamp(0, len(table) - 1)], -1)
-            keep = (pairs >= 0) & (local >= 0) & (local < ids["num_local"])
+            keep = (pairs >= 0) & (local >= 0) & (local < ids["num_local_experts"])
         else:
             keep, rows = pairs >= 0, rows[pairs.clamp(min=0)]
         values = (rows * weights[..., None]).masked_fill(~keep[..., None], 0.0)
