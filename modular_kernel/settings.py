@@ -19,6 +19,7 @@ VARIABLES = (
     "MK_IMPORT_TIMEOUT_S",
     "MK_SGLANG",
     "MK_VLLM",
+    "MK_VLLM_PREPARE",
 )
 
 
@@ -193,6 +194,12 @@ def read_vllm_setting() -> str:
     commas.
     """
     return os.environ.get("MK_VLLM", "").strip() or "1"
+
+
+def is_vllm_preparation_enabled() -> bool:
+    """Return whether the plugin for vLLM prepares 4-bit weights: unless MK_VLLM_PREPARE is 0."""
+    value = os.environ.get("MK_VLLM_PREPARE", "1").strip().lower()
+    return value not in ("0", "false", "off", "no")
 
 
 def are_fused_operations_disabled() -> bool:

@@ -92,13 +92,8 @@ class PreparedTensorCache:
             if entry is not None and not entry.is_alive():
                 entry = None
             if entry is None:
-                tensors = self._allocate(weights, specs, layout)
+                tensors = allocate_and_prepare(weights, specs, layout, prepare)
                 if tensors is None:
-                    return None
-                try:
-                    _compute(weights, tensors, layout, prepare)
-                except torch.OutOfMemoryError:  # while `prepare` allocated temporary tensors
-                    _warn_low_memory(sum(t.nbytes for t in tensors.values()), 0, weights.w1.device)
                     return None
                 token = object()
                 storages = [source.untyped_storage() for source in sources]
@@ -109,7 +104,7 @@ class PreparedTensorCache:
                 entry = _Entry(tensors, prepare, storage_refs, token, finalizers)
                 self._entries[key] = entry
             elif not prepared.is_current(weights, entry.tensors):
-                _compute(weights, entry.tensors, layout, prepare)
+                write_prepared(weights, entry.tensors, layout, prepare)
         return replace(weights, **entry.tensors)
 
     def refresh(self, weights: ExpertWeights) -> None:
@@ -124,7 +119,7 @@ class PreparedTensorCache:
                 if tuple(addresses) != _addresses(sources) or not entry.is_alive():
                     continue
                 if not prepared.is_current(weights, entry.tensors):
-                    _compute(weights, entry.tensors, str(layout), entry.prepare)
+                    write_prepared(weights, entry.tensors, str(layout), entry.prepare)
 
     def held_bytes(self) -> dict[torch.device, int]:
         """Return the bytes of the prepared tensors by device."""
@@ -144,23 +139,40 @@ class PreparedTensorCache:
             for finalizer in entry.finalizers:
                 finalizer.detach()
 
-    def _allocate(
-        self, weights: ExpertWeights, specs: Mapping[str, BufferSpec], layout: str
-    ) -> dict[str, torch.Tensor] | None:
-        """Allocate the prepared tensors. If too little memory is free, warn and return None."""
-        device, nbytes = weights.w1.device, sum(spec.nbytes for spec in specs.values())
-        free = 0
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if not has_free_memory(nbytes, free, total):
-                _warn_low_memory(nbytes, free, device)
-                return None
-        try:
-            return prepared.allocate_prepared(weights, specs, layout)
-        except torch.OutOfMemoryError:
-            _warn_low_memory(nbytes, free, device)
+
+def allocate_and_prepare(
+    weights: ExpertWeights,
+    specs: Mapping[str, BufferSpec],
+    layout: str,
+    prepare: PrepareFunction,
+    *,
+    warn: bool = True,
+) -> dict[str, torch.Tensor] | None:
+    """Allocate the prepared tensors and write them. Return None if too little memory is free.
+
+    warn: whether to log a warning in that case. The other arguments are those of
+        `PreparedTensorCache.get_or_prepare`.
+    """
+    warn_low_memory = _warn_low_memory if warn else _ignore
+    device, nbytes = weights.w1.device, sum(spec.nbytes for spec in specs.values())
+    free = 0
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if not has_free_memory(nbytes, free, total):
+            warn_low_memory(nbytes, free, device)
             return None
+    try:
+        tensors = prepared.allocate_prepared(weights, specs, layout)
+    except torch.OutOfMemoryError:
+        warn_low_memory(nbytes, free, device)
+        return None
+    try:
+        write_prepared(weights, tensors, layout, prepare)
+    except torch.OutOfMemoryError:  # while `prepare` allocated temporary tensors
+        warn_low_memory(nbytes, 0, device)
+        return None
+    return tensors
 
 
 def has_free_memory(nbytes: int, free: int, total: int) -> bool:
@@ -178,7 +190,7 @@ def _addresses(sources: Sequence[torch.Tensor]) -> tuple[object, ...]:
     )
 
 
-def _compute(
+def write_prepared(
     weights: ExpertWeights,
     tensors: Mapping[str, torch.Tensor],
     layout: str,
@@ -198,6 +210,10 @@ def _warn_low_memory(nbytes: int, free: int, device: torch.device) -> None:
         "free on %s, and %d%% of its memory must stay free",
         nbytes >> 20, free >> 20, device, round(100 * _MIN_FREE_FRACTION),
     )  # fmt: skip
+
+
+def _ignore(nbytes: int, free: int, device: torch.device) -> None:
+    """Do nothing, in place of `_warn_low_memory`."""
 
 
 AUTO_PREPARED = PreparedTensorCache()

@@ -227,7 +227,7 @@ def list_prepared_tensors(weights: ExpertWeights) -> list[torch.Tensor]:
 def _make_memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
     storage = tensor.untyped_storage()._cdata
     layout = tensor.shape, tensor.stride(), tensor.dtype
-    return storage, tensor.data_ptr(), _get_version(tensor), *layout
+    return storage, tensor.data_ptr(), get_version(tensor), *layout
 
 
 def _list_tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Tensor]:
@@ -235,6 +235,6 @@ def _list_tensors(weights: ExpertWeights, names: Iterable[str]) -> list[torch.Te
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _get_version(tensor: torch.Tensor) -> int:
+def get_version(tensor: torch.Tensor) -> int:
     """Return torch's version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -13,6 +13,7 @@ from modular_kernel import validate
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.integrations.runner_dispatched import check_rows
+from modular_kernel.integrations.vllm.prepared_copy import PreparedCopy
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.operators.kernel_cache import NO_EP
 from modular_kernel.plan import plan_capacity
@@ -48,6 +49,18 @@ class StandardCalls:
         """Return the size of the workspace that a call needs, in bytes."""
         return workspace_bytes(self.kernel(tokens, top_k).workspace_specs(tokens))
 
+    def prepare(self, weights: ExpertWeights, copy: PreparedCopy) -> None:
+        """Write a prepared copy of the weights, if the experts part reads one.
+
+        Raises an InputError if a weight does not match.
+        """
+        problem = self.problem
+        kernel = self.kernel(problem.tokens, problem.top_k)
+        device = weights.w1.device
+        no_tokens = torch.empty(0, problem.hidden, dtype=problem.dtype, device=device)
+        validate.check_weights(weights, no_tokens, kernel.problem)
+        copy.write(weights, kernel.experts)
+
     @modes.disable_tracing
     def __call__(
         self,
@@ -81,6 +94,9 @@ class BatchedCalls:
 
     def _specs(self, experts: int, capacity: int) -> dict[str, BufferSpec]:
         return self._experts.workspace_shapes(BatchedShape(experts, capacity)).buffers()
+
+    def prepare(self, weights: ExpertWeights, copy: PreparedCopy) -> None:
+        """Do nothing: parts for rows grouped by expert do not prepare weights."""
 
     def workspace_bytes(self, experts: int, capacity: int) -> int:
         """Return the size of the workspace of a call with `capacity` rows per expert, in bytes."""
@@ -123,8 +139,8 @@ def _make_kernel(
 ) -> FusedMoEModularKernel:
     """Create the kernel for a device. Layers of the same sizes share a kernel.
 
-    4-bit weights are not prepared, because vLLM may load new weights into the same memory, and CUDA
-    graphs would still read prepared copies of the old weights.
+    It does not prepare weights by itself, because vLLM may load new weights into the same memory
+    by writes that torch does not track. `PreparedCopy` is written when vLLM has loaded weights.
     """
     kernel = make_kernel(NO_EP, part, problem, machine=machine, auto_prepare=False)
     kernel.count_invalid_ids_on(device)  # allocates, so it must not run during graph capture

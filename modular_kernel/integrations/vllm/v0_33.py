@@ -6,6 +6,7 @@ plain backend: a backend of vLLM that keeps weights in the layout of the checkpo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib import import_module
 from inspect import signature
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import vllm.envs as envs
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
     FusedMoEActivationFormat,
     FusedMoEExpertsModular,
@@ -26,15 +28,18 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.platforms import current_platform
 
 from modular_kernel.checkpoints.gptq_awq import from_awq
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.errors import ModularKernelError, UnsupportedError
 from modular_kernel.integrations.vllm import layers
 from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
-from modular_kernel.integrations.vllm.hooks import log_once
+from modular_kernel.integrations.vllm.hooks import ORIGINAL_ATTRIBUTE, log_once
+from modular_kernel.integrations.vllm.prepared_copy import PreparedCopy
 from modular_kernel.integrations.vllm.weights import convert_biases, convert_scales
+from modular_kernel.settings import is_vllm_preparation_enabled
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
 
 Arguments = dict[str, Any]
+_PROCESS = "process_weights_after_loading"
 _ORACLE_PACKAGE = "vllm.model_executor.layers.fused_moe.oracle"
 
 # Attributes that vLLM's classes must have, which a test checks: CONFIG_FIELDS of FusedMoEConfig,
@@ -149,8 +154,48 @@ def make_layer_problem(config: Any, scheme: str, quant_config: Any = None) -> Pr
 
 def make_experts_class(base: type, scheme: str, part: str) -> Any:
     """Return a subclass of StandardExperts or BatchedExperts for one layer."""
-    members = {"scheme": scheme, "part": part, "copies": {}, "__module__": base.__module__}
+    _prepare_after_loading()
+    members: dict[str, Any] = {"scheme": scheme, "part": part, "__module__": base.__module__}
+    members |= {"copies": {}, "prepared_copy": PreparedCopy()}
     return type(f"ModularKernel{part}", (base,), members)
+
+
+def _find_weight(layer: Any, name: str) -> torch.Tensor | None:
+    """Return the parameter with the processed weights "w13" or "w2" of a layer, or None."""
+    for suffix in ("weight", "weight_packed", "qweight"):
+        tensor = getattr(layer, f"{name}_{suffix}", None)
+        if isinstance(tensor, torch.Tensor):
+            return tensor
+    return None
+
+
+def _prepare_after_loading() -> None:
+    """Make all quantization methods of MoE layers prepare the weights of our experts.
+
+    Their `process_weights_after_loading` is wrapped. vLLM calls it after each load, but only some
+    methods then call a method of the experts.
+    """
+    classes = [FusedMoEMethodBase]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        function = vars(cls).get(_PROCESS)
+        if function is not None and not hasattr(function, ORIGINAL_ATTRIBUTE):
+            setattr(cls, _PROCESS, _add_preparation(function))
+
+
+def _add_preparation(function: Callable[..., None]) -> Callable[..., None]:
+    @wraps(function)
+    def process_weights_after_loading(self: Any, layer: Any) -> None:
+        function(self, layer)
+        experts = getattr(getattr(self, "moe_kernel", None), "fused_experts", None)
+        if isinstance(experts, StandardExperts):
+            try:
+                experts.prepare_weights(layer)
+            except ModularKernelError as error:
+                log_once(f"modular_kernel does not prepare 4-bit weights: {error}")
+
+    setattr(process_weights_after_loading, ORIGINAL_ATTRIBUTE, function)
+    return process_weights_after_loading
 
 
 class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
@@ -160,12 +205,15 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     part: name of the experts part, which `make_experts_class` sets.
     copies: converted scales and biases that do not share memory with vLLM's tensors, by name. They
         belong to the class, because vLLM makes new experts of this class when it reloads the layer.
+    prepared_copy: the copy of 4-bit weights in a layout that kernels read faster. It belongs to the
+        class for the same reason.
     refused_exchanges: attributes of FusedMoEParallelConfig that must not be True.
     """
 
     scheme = "none"
     part = ""
     copies: dict[str, torch.Tensor]
+    prepared_copy: PreparedCopy
     refused_exchanges: tuple[str, ...] = REFUSED_EXCHANGES
 
     def __init__(self, moe_config: Any, quant_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -245,16 +293,36 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def _get_weights(
         self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
     ) -> ExpertWeights:
-        """Return the layer's weights: the same object for the same tensors."""
-        sources = (w1, w2, expert_map)
-        if self._weights is None or not all(
+        """Return the layer's weights: the same object for the same tensors and values."""
+        sources, copy = (w1, w2, expert_map), type(self).prepared_copy
+        is_known = self._weights is not None and all(
             new is old for new, old in zip(sources, self._sources, strict=True)
-        ):
-            self._weights = ExpertWeights(
-                w1.detach(), w2.detach(), expert_map=expert_map, **self._converted
-            )
-            self._sources = sources
+        )
+        if is_known and not copy.is_outdated():
+            assert self._weights is not None
+            return self._weights
+        weights = self._make_weights(*sources)
+        if is_known and copy.tensors:
+            self._calls.prepare(weights, copy)
+        self._weights, self._sources = copy.attach(weights), sources
         return self._weights
+
+    def _make_weights(
+        self, w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None
+    ) -> ExpertWeights:
+        return ExpertWeights(w1.detach(), w2.detach(), expert_map=expert_map, **self._converted)
+
+    def prepare_weights(self, layer: Any) -> None:
+        """Write the prepared copy of the layer's weights, which vLLM has just loaded.
+
+        The copy is made now, so that vLLM's memory profile for the KV cache counts it.
+        """
+        w1, w2 = (_find_weight(layer, name) for name in ("w13", "w2"))
+        if w1 is None or w2 is None or not is_vllm_preparation_enabled():
+            return
+        weights = self._make_weights(w1, w2, getattr(layer, "expert_map", None))
+        self._calls.prepare(weights, type(self).prepared_copy)
+        self._weights = None
 
     def _workspace_shape(self, nbytes: int) -> tuple[int, ...]:
         return (-(-nbytes // self.workspace_dtype(self.moe_config.in_dtype).itemsize),)

@@ -1,0 +1,190 @@
+"""Copies of 4-bit weights that the plugin prepares when vLLM has loaded a layer."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from prepared_weights_samples import NO_GPU, make_launched_fixture
+from vllm_layers import (
+    call,
+    fill,
+    stand_in_operators,
+    tensors,
+    version_module,
+    vllm_layer,
+    vllm_process,
+)
+
+from modular_kernel.integrations.vllm import prepared_copy, register
+from modular_kernel.quant import prepared
+from modular_kernel.reference import float64_reference, rounded_reference
+from modular_kernel.spec.problem import Problem
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.verify.compare import compare
+
+pytestmark = NO_GPU
+launched = make_launched_fixture()
+BASE = Problem(tokens=64, hidden=64, intermediate=32, experts=4, top_k=2, quant="mxfp4_w4a16")
+INT4 = "int4_w4a16_group:group=32"
+# (problem, format of the checkpoint)
+CASES = [
+    (BASE, ""),
+    (replace(BASE, activation="swiglu_oai", bias=True), ""),
+    (replace(BASE, quant="nvfp4_w4a16"), ""),
+    (replace(BASE, quant="nvfp4_w4a16"), "modelopt"),
+]
+if "int_wna16" in version_module().ORACLES:
+    CASES += [
+        (replace(BASE, quant=INT4), ""),
+        (replace(BASE, quant=f"{INT4},zero_points=true"), ""),
+        (replace(BASE, quant=INT4, intermediate=64), "gptq"),
+        (replace(BASE, quant=INT4), "moe_wna16"),
+        (replace(BASE, quant=f"{INT4},zero_points=true"), "awq"),
+    ]
+each_case = pytest.mark.parametrize(("problem", "form"), CASES, ids=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine() -> Iterator[None]:
+    with vllm_process():
+        register()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_operators(monkeypatch)
+    monkeypatch.setenv("MK_VLLM", "TritonExperts")
+    monkeypatch.setattr(prepared_copy, "_DEVICES_WARNED_OF", set())
+
+
+def loaded_layer(problem: Problem, form: str, weights: ExpertWeights) -> Any:
+    layer = vllm_layer(problem, form)
+    fill(layer, problem, weights, form)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def copy_of(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the prepared tensors of a layer by field."""
+    found: dict[str, torch.Tensor] = layer.quant_method.experts_cls.prepared_copy.tensors
+    return found
+
+
+def parameters(layer: Any) -> dict[str, Any]:
+    """Return the parameters by name; a parameter can have two names."""
+    return {name: p for name, p in layer._parameters.items() if p is not None}
+
+
+def replace_parameters(layer: Any, new: dict[str, Any]) -> None:
+    for name in parameters(layer):
+        delattr(layer, name)
+    for name, parameter in new.items():
+        layer.register_parameter(name, parameter)
+
+
+def check(layer: Any, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> None:
+    problem = layer.quant_method.moe_kernel.fused_experts._calls.problem
+    problem = replace(problem, tokens=len(x_TH))
+    got = call(layer, x_TH, routing)
+    inputs = x_TH, weights, routing, problem
+    comparison = compare(got, float64_reference(*inputs), rounded_reference(*inputs), problem)
+    assert comparison.ok, comparison.problems
+
+
+@each_case
+def test_a_layer_reads_a_copy_that_is_made_when_it_is_loaded(
+    problem: Problem, form: str, launched: list[int]
+) -> None:
+    x_TH, weights, _, routing = tensors(problem)
+    layer = loaded_layer(problem, form, weights)
+    assert copy_of(layer).keys() == prepared.SOURCE_FIELDS.keys()
+    addresses = [tensor.data_ptr() for tensor in copy_of(layer).values()]
+    assert not launched
+    check(layer, x_TH, weights, routing)
+    assert len(launched) == 2
+    first = Routing(routing.topk_weights_TK[:1], routing.topk_ids_TK[:1])
+    check(layer, x_TH[:1], weights, first)
+    assert len(launched) == 2  # a call with few rows reads the weights as loaded
+    assert [tensor.data_ptr() for tensor in copy_of(layer).values()] == addresses
+
+
+@each_case
+def test_a_reload_writes_the_copy_in_place(
+    problem: Problem, form: str, launched: list[int]
+) -> None:
+    """As vLLM does: it loads into new tensors, and copies these to the first ones."""
+    x_TH, weights, _, routing = tensors(problem)
+    layer = loaded_layer(problem, form, weights)
+    check(layer, x_TH, weights, routing)
+    first = parameters(layer)
+    copy = copy_of(layer)
+    addresses = {name: tensor.data_ptr() for name, tensor in copy.items()}
+    _, others, _, _ = tensors(problem, seed=4)
+    new = loaded_layer(problem, form, others)
+    want = {name: tensor.clone() for name, tensor in copy_of(new).items()}
+    assert not all(torch.equal(want[name], copy[name]) for name in want)
+
+    replace_parameters(layer, parameters(vllm_layer(problem, form)))  # not processed yet
+    fill(layer, problem, others, form)
+    layer.quant_method.process_weights_after_loading(layer)
+    for name, parameter in first.items():
+        parameter.data.copy_(getattr(layer, name))
+    replace_parameters(layer, first)
+
+    # Before any call, because replays of CUDA graphs read the copy.
+    assert {name: tensor.data_ptr() for name, tensor in copy_of(layer).items()} == addresses
+    for name, tensor in copy.items():
+        assert torch.equal(tensor, want[name]), name
+    launched.clear()
+    check(layer, x_TH, others, routing)
+    assert len(launched) == 2
+
+
+def test_a_write_that_torch_tracks_reaches_the_copy_in_the_next_call(launched: list[int]) -> None:
+    """As vLLM does for weights in its kernels' format."""
+    x_TH, weights, _, routing = tensors(BASE)
+    layer = loaded_layer(BASE, "", weights)
+    check(layer, x_TH, weights, routing)
+    addresses = {name: tensor.data_ptr() for name, tensor in copy_of(layer).items()}
+    _, others, _, _ = tensors(BASE, seed=4)
+    with torch.no_grad():
+        layer.w13_weight.copy_(others.w1)
+        layer.w13_weight_scale.copy_(others.w1_scale)
+    launched.clear()
+    written = replace(weights, w1=others.w1, w1_scale=others.w1_scale)
+    check(layer, x_TH, written, routing)
+    assert len(launched) == 2
+    assert {name: tensor.data_ptr() for name, tensor in copy_of(layer).items()} == addresses
+
+
+def test_a_variable_turns_preparation_off(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int]
+) -> None:
+    monkeypatch.setenv("MK_VLLM_PREPARE", "0")
+    x_TH, weights, _, routing = tensors(BASE)
+    layer = loaded_layer(BASE, "", weights)
+    assert not copy_of(layer)
+    check(layer, x_TH, weights, routing)
+    assert not launched
+
+
+def test_weights_stay_as_loaded_if_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launched: list[int]
+) -> None:
+    def fail(*_: object) -> dict[str, torch.Tensor]:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(prepared, "allocate_prepared", fail)
+    x_TH, weights, _, routing = tensors(BASE)
+    with caplog.at_level(logging.WARNING, "modular_kernel.weights"):
+        layers = [loaded_layer(BASE, "", weights) for _ in range(2)]
+    texts = [record.getMessage() for record in caplog.records if record.name.endswith("weights")]
+    assert [text.startswith("4-bit weights stay as loaded") for text in texts] == [True]
+    for layer in layers:
+        assert not copy_of(layer)
+        check(layer, x_TH, weights, routing)
+    assert not launched
