@@ -18,7 +18,7 @@ from vllm_layers import (
     vllm_process,
 )
 
-from modular_kernel.integrations.vllm import prepared_copy, register
+from modular_kernel.integrations.vllm import calls, prepared_copy, register
 from modular_kernel.quant import prepared
 from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
@@ -55,10 +55,13 @@ def engine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     stand_in_operators(monkeypatch)
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     monkeypatch.setattr(prepared_copy, "_DEVICES_WARNED_OF", set())
+    calls._make_kernel.cache_clear()  # kernels depend on the simulated GPU
+    yield
+    calls._make_kernel.cache_clear()
 
 
 def loaded_layer(problem: Problem, form: str, weights: ExpertWeights) -> Any:
