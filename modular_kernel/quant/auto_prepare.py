@@ -107,8 +107,10 @@ class PreparedTensorCache:
                 write_prepared(weights, entry.tensors, layout, prepare)
         return replace(weights, **entry.tensors)
 
-    def refresh(self, weights: ExpertWeights) -> None:
+    def refresh(self, weights: ExpertWeights, *, force: bool = False) -> None:
         """Update the prepared tensors if the weights have been written to.
+
+        force: whether to update them without a write that torch has tracked.
 
         The next call would also update them, but a CUDA graph that is replayed before that call
         would read the old values.
@@ -118,7 +120,7 @@ class PreparedTensorCache:
                 sources = prepared.list_sources(weights, entry.tensors)
                 if tuple(addresses) != _addresses(sources) or not entry.is_alive():
                     continue
-                if not prepared.is_current(weights, entry.tensors):
+                if force or not prepared.is_current(weights, entry.tensors):
                     write_prepared(weights, entry.tensors, str(layout), entry.prepare)
 
     def held_bytes(self) -> dict[torch.device, int]:

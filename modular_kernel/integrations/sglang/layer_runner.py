@@ -15,7 +15,9 @@ from modular_kernel.errors import ModularKernelError, UnsupportedError
 from modular_kernel.integrations.moe_runner import MoeRunner
 from modular_kernel.integrations.runner_formats import StandardDispatchOutput
 from modular_kernel.integrations.sglang import translation
+from modular_kernel.quant.auto_prepare import AUTO_PREPARED
 from modular_kernel.settings import read_settings
+from modular_kernel.tensors import ExpertWeights
 
 _LOG = logging.getLogger("modular_kernel.integrations.sglang")
 
@@ -51,20 +53,52 @@ class LayerRunner:
             self._refuse(reason, permanently=self._runner is None)
         return self._fallback(dispatch_output, quant_info, config)
 
+    def prepare_weights(self, quant_info: Any) -> None:
+        """Prepare the layer's 4-bit weights, which SGLang has loaded into its tensors.
+
+        The first load makes the prepared copy, before SGLang reserves memory for its KV cache. A
+        later load writes it again, because torch does not track how SGLang writes weights. Nothing
+        is done if the layer cannot run on this package.
+        """
+        try:
+            info, _ = translation.convert_quant_info(quant_info)
+        except ModularKernelError:
+            return  # the first call reports it
+        weights = ExpertWeights(
+            info.w13_weight, info.w2_weight,
+            w1_scale=info.w13_scale, w2_scale=info.w2_scale,
+            w1_zero_point=info.w13_zp, w2_zero_point=info.w2_zp,
+        )  # fmt: skip
+        AUTO_PREPARED.refresh(weights, force=True)
+        if self._runner is not None or not info.use_int4_w4a16:
+            return
+        try:
+            runner, _ = self._make_runner(quant_info, self.config, weights.w1.device)
+            runner.run(_make_empty_call(self.config, weights.w1.device), info)
+        except ModularKernelError:
+            return  # as above
+
+    def _make_runner(
+        self, quant_info: Any, config: Any, device: torch.device
+    ) -> tuple[MoeRunner, bool]:
+        """Return the runner of a layer, and whether rows of w13 are interleaved."""
+        info, interleaved = translation.convert_quant_info(quant_info)
+        our_config = translation.convert_runner_config(config, interleaved=interleaved)
+        translation.check_biases(our_config, info)
+        return MoeRunner(select_backend(device), our_config), interleaved
+
     def _run_first(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
         try:
-            info, self._interleaved = translation.convert_quant_info(quant_info)
-            our_config = translation.convert_runner_config(config, interleaved=self._interleaved)
-            translation.check_biases(our_config, info)
-            self._runner_config = copy(config)
             device = dispatch_output.hidden_states.device
-            self._runner = MoeRunner(select_backend(device), our_config)
+            runner, self._interleaved = self._make_runner(quant_info, config, device)
+            self._runner, self._runner_config = runner, copy(config)
             output = self._run(dispatch_output, quant_info)
         except ModularKernelError as error:  # raised before anything is launched
             self._runner = None
             self._refuse(str(error), permanently=True)
             return self._fallback(dispatch_output, quant_info, config)
         layer, backend = self.config.layer_id, self._runner.runner_backend
+        info, _ = translation.convert_quant_info(quant_info)
         _LOG.info("MoE layer %s runs on modular_kernel (%s, %s)", layer, backend, info.scheme())
         return output
 
@@ -85,6 +119,14 @@ class LayerRunner:
         log_refusal(self.config.layer_id, reason)
         if permanently:
             self.refusal = reason
+
+
+def _make_empty_call(config: Any, device: torch.device) -> StandardDispatchOutput:
+    """Return a call without tokens, for which a kernel prepares its weights."""
+    x_TH = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=device)
+    weights_TK = torch.empty(0, config.top_k, device=device)
+    ids_TK = torch.empty(0, config.top_k, dtype=torch.int32, device=device)
+    return StandardDispatchOutput(x_TH, (weights_TK, ids_TK, None))
 
 
 def log_refusal(layer: object, reason: str) -> None:

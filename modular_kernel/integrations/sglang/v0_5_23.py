@@ -12,6 +12,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from modular_kernel.utils.after_import import call_after_import
@@ -20,6 +21,7 @@ _LOG = logging.getLogger("modular_kernel.integrations.sglang")
 BACKEND_NAME = "modular_kernel"
 _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.runner"
 _UTILS_MODULE = "sglang.srt.layers.moe.utils"
+_INT4_MODULE, _INT4_METHOD = "sglang.srt.layers.quantization.moe_wna16", "MoeWNA16Method"
 _INIT_PARAMETERS = ["self", "runner_backend", "config", "lora_enabled"]
 
 
@@ -39,6 +41,7 @@ def install() -> None:
         _install_backend()
     else:
         call_after_import(_RUNNER_MODULE, _install_backend_later)
+    call_after_import(_INT4_MODULE, _prepare_after_loading)
     if BACKEND_NAME not in MOE_RUNNER_BACKEND_CHOICES:
         add_moe_runner_backend_choices([BACKEND_NAME])
 
@@ -125,6 +128,28 @@ def init_runner(
             log_refusal(config.layer_id, reason)
             runner_backend = MoeRunnerBackend.TRITON
     original(runner, runner_backend, config, lora_enabled)
+
+
+def _prepare_after_loading() -> None:
+    """Prepare int4 weights of layers on our backend after SGLang has loaded them.
+
+    The method is replaced without SGLang's HookRegistry, which imports modules when it applies
+    hooks, here in the middle of an import.
+    """
+    method_class: Any = getattr(sys.modules[_INT4_MODULE], _INT4_METHOD, None)
+    original = getattr(method_class, "process_weights_after_loading", None)
+    if original is None or hasattr(original, "modular_kernel_original"):
+        return
+
+    @wraps(original)
+    def process_weights_after_loading(method: Any, layer: Any) -> None:
+        original(method, layer)
+        core = getattr(getattr(method, "runner", None), "runner_core", None)
+        if isinstance(core, RunnerCore):
+            core.layer_runner.prepare_weights(method.get_triton_quant_info(layer))
+
+    process_weights_after_loading.modular_kernel_original = original  # type: ignore[attr-defined]
+    method_class.process_weights_after_loading = process_weights_after_loading
 
 
 def _find_unsupported_reason(config: Any, *, lora_enabled: bool) -> str | None:
