@@ -37,6 +37,8 @@ from vllm_layers import (
     call_runner,
     experts_class,
     load,
+    prepared_tensors,
+    reload,
     tensors,
     version_module,
     vllm_process,
@@ -51,6 +53,7 @@ OURS = "ModularKernelTritonExperts"
 _INDUCTOR_PATCH = "_apply_constrain_to_fx_strides_patch"
 SERVED = CASES + (GROUP_CASES if "int_wna16" in version_module().ORACLES else ())
 NAMES = [name_case(*case) for case in SERVED]
+FOUR_BITS = [case for case in SERVED if case[0].scheme.packed]
 each_case = pytest.mark.parametrize(("problem", "form"), SERVED, ids=NAMES)
 
 
@@ -183,6 +186,33 @@ def test_replays_of_a_captured_layer_give_the_bits_of_eager_calls(
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(output, want)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0),
+    reason="4-bit weights are prepared on sm_90",
+)
+@pytest.mark.parametrize(("problem", "form"), FOUR_BITS, ids=[name_case(*c) for c in FOUR_BITS])
+def test_replays_after_a_reload_read_the_new_weights(problem: Problem, form: str) -> None:
+    sample = Sample(problem, form)
+    layer = sample.runner.routed_experts
+    copy = prepared_tensors(layer)
+    assert copy
+    x_TH, routing = sample.inputs(problem.tokens)
+    x_TH = x_TH.clone()
+    sample.run(x_TH, routing)  # allocates what the graph reads
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = sample.run(x_TH, routing)
+    _, others, _, _ = tensors(problem, seed=4)
+    fresh = load(problem, others, form).routed_experts
+    want = call(fresh, x_TH.clone(), routing).clone()
+    reload(layer, problem, others, form)
+    assert prepared_tensors(layer) is copy
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, want)
 
 
 def patch_inductor() -> None:

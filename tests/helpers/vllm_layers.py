@@ -248,6 +248,38 @@ def load(problem: Problem, weights: ExpertWeights, form: str = "", **options: An
     return runner
 
 
+def reload(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
+    """Load new weights into a layer as vLLM does, which keeps the memory of the first tensors.
+
+    vLLM loads and processes new parameters, copies them to the first ones, and puts these back.
+    """
+    first = _parameters(layer)
+    _replace_parameters(layer, _parameters(vllm_layer(problem, form)))  # not processed yet
+    fill(layer, problem, weights, form)
+    layer.quant_method.process_weights_after_loading(layer)
+    for name, parameter in first.items():
+        parameter.data.copy_(getattr(layer, name))
+    _replace_parameters(layer, first)
+
+
+def _parameters(layer: Any) -> dict[str, Any]:
+    """Return the parameters by name; a parameter can have two names."""
+    return {name: p for name, p in layer._parameters.items() if p is not None}
+
+
+def _replace_parameters(layer: Any, new: dict[str, Any]) -> None:
+    for name in _parameters(layer):
+        delattr(layer, name)
+    for name, parameter in new.items():
+        layer.register_parameter(name, parameter)
+
+
+def prepared_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the copy of 4-bit weights that the plugin has prepared for a layer, by field."""
+    found: dict[str, torch.Tensor] = layer.quant_method.experts_cls.prepared_copy.tensors
+    return found
+
+
 def experts_class(runner: Any) -> str:
     """Return the name of the experts class that vLLM has selected for a layer."""
     return getattr(runner.routed_experts.quant_method.experts_cls, "__name__", "None")

@@ -11,6 +11,8 @@ from prepared_weights_samples import NO_GPU, make_launched_fixture
 from vllm_layers import (
     call,
     fill,
+    prepared_tensors,
+    reload,
     stand_in_operators,
     tensors,
     version_module,
@@ -71,22 +73,8 @@ def loaded_layer(problem: Problem, form: str, weights: ExpertWeights) -> Any:
     return layer
 
 
-def copy_of(layer: Any) -> dict[str, torch.Tensor]:
-    """Return the prepared tensors of a layer by field."""
-    found: dict[str, torch.Tensor] = layer.quant_method.experts_cls.prepared_copy.tensors
-    return found
-
-
-def parameters(layer: Any) -> dict[str, Any]:
-    """Return the parameters by name; a parameter can have two names."""
-    return {name: p for name, p in layer._parameters.items() if p is not None}
-
-
-def replace_parameters(layer: Any, new: dict[str, Any]) -> None:
-    for name in parameters(layer):
-        delattr(layer, name)
-    for name, parameter in new.items():
-        layer.register_parameter(name, parameter)
+def addresses_of(layer: Any) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()}
 
 
 def check(layer: Any, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> None:
@@ -104,42 +92,36 @@ def test_a_layer_reads_a_copy_that_is_made_when_it_is_loaded(
 ) -> None:
     x_TH, weights, _, routing = tensors(problem)
     layer = loaded_layer(problem, form, weights)
-    assert copy_of(layer).keys() == prepared.SOURCE_FIELDS.keys()
-    addresses = [tensor.data_ptr() for tensor in copy_of(layer).values()]
+    assert prepared_tensors(layer).keys() == prepared.SOURCE_FIELDS.keys()
+    addresses = addresses_of(layer)
     assert not launched
     check(layer, x_TH, weights, routing)
     assert len(launched) == 2
     first = Routing(routing.topk_weights_TK[:1], routing.topk_ids_TK[:1])
     check(layer, x_TH[:1], weights, first)
     assert len(launched) == 2  # a call with few rows reads the weights as loaded
-    assert [tensor.data_ptr() for tensor in copy_of(layer).values()] == addresses
+    assert addresses_of(layer) == addresses
 
 
 @each_case
 def test_a_reload_writes_the_copy_in_place(
     problem: Problem, form: str, launched: list[int]
 ) -> None:
-    """As vLLM does: it loads into new tensors, and copies these to the first ones."""
     x_TH, weights, _, routing = tensors(problem)
     layer = loaded_layer(problem, form, weights)
     check(layer, x_TH, weights, routing)
-    first = parameters(layer)
-    copy = copy_of(layer)
-    addresses = {name: tensor.data_ptr() for name, tensor in copy.items()}
+    copy = prepared_tensors(layer)
+    addresses = addresses_of(layer)
     _, others, _, _ = tensors(problem, seed=4)
     new = loaded_layer(problem, form, others)
-    want = {name: tensor.clone() for name, tensor in copy_of(new).items()}
+    want = {name: tensor.clone() for name, tensor in prepared_tensors(new).items()}
     assert not all(torch.equal(want[name], copy[name]) for name in want)
 
-    replace_parameters(layer, parameters(vllm_layer(problem, form)))  # not processed yet
-    fill(layer, problem, others, form)
-    layer.quant_method.process_weights_after_loading(layer)
-    for name, parameter in first.items():
-        parameter.data.copy_(getattr(layer, name))
-    replace_parameters(layer, first)
-
+    reload(layer, problem, others, form)
     # Before any call, because replays of CUDA graphs read the copy.
-    assert {name: tensor.data_ptr() for name, tensor in copy_of(layer).items()} == addresses
+    assert {
+        name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()
+    } == addresses
     for name, tensor in copy.items():
         assert torch.equal(tensor, want[name]), name
     launched.clear()
@@ -152,7 +134,7 @@ def test_a_write_that_torch_tracks_reaches_the_copy_in_the_next_call(launched: l
     x_TH, weights, _, routing = tensors(BASE)
     layer = loaded_layer(BASE, "", weights)
     check(layer, x_TH, weights, routing)
-    addresses = {name: tensor.data_ptr() for name, tensor in copy_of(layer).items()}
+    addresses = addresses_of(layer)
     _, others, _, _ = tensors(BASE, seed=4)
     with torch.no_grad():
         layer.w13_weight.copy_(others.w1)
@@ -161,7 +143,9 @@ def test_a_write_that_torch_tracks_reaches_the_copy_in_the_next_call(launched: l
     written = replace(weights, w1=others.w1, w1_scale=others.w1_scale)
     check(layer, x_TH, written, routing)
     assert len(launched) == 2
-    assert {name: tensor.data_ptr() for name, tensor in copy_of(layer).items()} == addresses
+    assert {
+        name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()
+    } == addresses
 
 
 def test_a_variable_turns_preparation_off(
@@ -170,7 +154,7 @@ def test_a_variable_turns_preparation_off(
     monkeypatch.setenv("MK_VLLM_PREPARE", "0")
     x_TH, weights, _, routing = tensors(BASE)
     layer = loaded_layer(BASE, "", weights)
-    assert not copy_of(layer)
+    assert not prepared_tensors(layer)
     check(layer, x_TH, weights, routing)
     assert not launched
 
@@ -188,6 +172,6 @@ def test_weights_stay_as_loaded_if_memory_is_short(
     texts = [record.getMessage() for record in caplog.records if record.name.endswith("weights")]
     assert [text.startswith("4-bit weights stay as loaded") for text in texts] == [True]
     for layer in layers:
-        assert not copy_of(layer)
+        assert not prepared_tensors(layer)
         check(layer, x_TH, weights, routing)
     assert not launched
