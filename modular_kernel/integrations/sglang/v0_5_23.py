@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from modular_kernel.utils.after_import import call_after_import
@@ -21,7 +21,14 @@ _LOG = logging.getLogger("modular_kernel.integrations.sglang")
 BACKEND_NAME = "modular_kernel"
 _RUNNER_MODULE = "sglang.srt.layers.moe.moe_runner.runner"
 _UTILS_MODULE = "sglang.srt.layers.moe.utils"
-_INT4_MODULE, _INT4_METHOD = "sglang.srt.layers.quantization.moe_wna16", "MoeWNA16Method"
+# Classes of SGLang that load int4 weights for its triton backend, by module.
+_QUANTIZATION = "sglang.srt.layers.quantization"
+_INT4_METHODS = {
+    f"{_QUANTIZATION}.moe_wna16": "MoeWNA16Method",
+    f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_wNa16_moe": (
+        "CompressedTensorsWNA16TritonMoE"
+    ),
+}
 _INIT_PARAMETERS = ["self", "runner_backend", "config", "lora_enabled"]
 
 
@@ -41,7 +48,8 @@ def install() -> None:
         _install_backend()
     else:
         call_after_import(_RUNNER_MODULE, _install_backend_later)
-    call_after_import(_INT4_MODULE, _prepare_after_loading)
+    for module, method in _INT4_METHODS.items():
+        call_after_import(module, partial(_prepare_after_loading, module, method))
     if BACKEND_NAME not in MOE_RUNNER_BACKEND_CHOICES:
         add_moe_runner_backend_choices([BACKEND_NAME])
 
@@ -130,13 +138,13 @@ def init_runner(
     original(runner, runner_backend, config, lora_enabled)
 
 
-def _prepare_after_loading() -> None:
+def _prepare_after_loading(module: str, class_name: str) -> None:
     """Prepare int4 weights of layers on our backend after SGLang has loaded them.
 
     The method is replaced without SGLang's HookRegistry, which imports modules when it applies
     hooks, here in the middle of an import.
     """
-    method_class: Any = getattr(sys.modules[_INT4_MODULE], _INT4_METHOD, None)
+    method_class: Any = getattr(sys.modules[module], class_name, None)
     original = getattr(method_class, "process_weights_after_loading", None)
     if original is None or hasattr(original, "modular_kernel_original"):
         return

@@ -1,13 +1,14 @@
 """Copies of int4 weights that the plugin prepares when SGLang has loaded a layer."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 from prepared_weights_samples import CPU, NO_GPU, make_launched_fixture
 from sglang_runtime import call, fill, fused_moe, group_config, layer_inputs
 
 from modular_kernel.integrations import fused_moe_kernels
-from modular_kernel.integrations.sglang import layer_runner
+from modular_kernel.integrations.sglang import layer_runner, v0_5_23
 from modular_kernel.quant.auto_prepare import AUTO_PREPARED, WeightPreparer
 from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
@@ -53,3 +54,10 @@ def test_a_layer_reads_a_copy_that_is_made_when_it_is_loaded(
     assert held[0] >= inputs.weights.w1.nbytes + inputs.weights.w2.nbytes
     assert held[1] == held[0]
     assert layer.runner.runner_core.layer_runner.refusal is None
+
+
+def test_both_methods_for_int4_weights_prepare_them() -> None:
+    assert len(v0_5_23._INT4_METHODS) == 2
+    for module, name in v0_5_23._INT4_METHODS.items():
+        function = getattr(import_module(module), name).process_weights_after_loading
+        assert hasattr(function, "modular_kernel_original"), name
