@@ -174,17 +174,19 @@ def make_fused_experts(name: str, a2a_backend: str, backend: str) -> type[Permut
     op = get_fused_op(a2a_backend, backend)
     check_name(name)
     subject = f"fused operation {format_key((a2a_backend, backend))}"
-    if isinstance(op.run, type):
-        raise ConfigurationError(subject, got=f"the part {op.run.__name__}", need="a function")
+    if isinstance(op.implementation, type):
+        raise ConfigurationError(
+            subject, got=f"the part {op.implementation.__name__}", need="a function"
+        )
     if not issubclass(op.unfused, AssembledExperts):
         need = "a staged part made by make_experts"
         raise ConfigurationError(subject, got=f"staged part {op.unfused.__name__}", need=need)
     namespace = {
         "requires": op.unfused.requires,
         "stages": op.unfused.stages,
-        "operation": staticmethod(op.run),
+        "operation": staticmethod(op.implementation),
         "unfused": op.unfused,
-        "__module__": op.run.__module__,
+        "__module__": op.implementation.__module__,
         "__doc__": f"Fused operation equivalent to {op.unfused.__name__}.",
     }
     part = type(name, (FusedExperts,), namespace)

@@ -103,9 +103,12 @@ def _register_with_transformers() -> None:
     """Register our experts implementation, if this version of transformers supports it."""
     try:
         import_module("modular_kernel.integrations.transformers.register").register_default()
-    except ImportError:  # too old; transformers raises its own error for the unknown name
+    except ImportError:
+        # This version of transformers is too old. If a user selects the experts implementation
+        # "modular_kernel", transformers raises an error.
         return
 
 
-# Every model of transformers imports this module, after everything that the integration needs.
+# All models of transformers import modeling_utils. When its import ends, the modules that the
+# integration needs are imported.
 call_after_import("transformers.modeling_utils", _register_with_transformers)

@@ -11,9 +11,8 @@ and post-permute writes the output.
     def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
 
 `experts.staged.make_experts("ToyExperts", "toy", "standard", ...)` builds an experts part from the
-stages. A package provides this part like any other part; nothing else needs to be registered. A
-fused operation computes all three stages at once. It names the staged part that it replaces
-(`unfused`), and the test harness verifies that the results of both are equal.
+stages. A fused operation computes all three stages at once. It names the staged part that it
+replaces (`unfused`), and the test harness verifies that the results of both are equal.
 """
 
 from abc import ABC, abstractmethod
@@ -46,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass
 class NoState:
-    """State of a backend whose stages share only their results."""
+    """State of a backend whose stages share no state."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class RunnerCall(Generic[S]):
 
     tokens: the dispatched tokens, which must not be modified.
     weights: weights of the experts.
-    problem: problem of the part.
+    problem: the problem that the part was created for.
     workspace: the buffers that the core declares.
     output: the tensor that post-permute writes, in the shape that the part declares.
     state: an instance of the core's `state` type, created for each call.
@@ -102,7 +101,7 @@ class MoeRunnerCore(ABC, Generic[S]):
     def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
         """Return the workspace buffers of the stages, by name.
 
-        A larger `shape` must not need smaller buffers.
+        The buffers of a larger `shape` must be at least as large.
         """
         return {}
 
@@ -121,13 +120,13 @@ Implementation = FusedFunction | type[PermuteExpertsUnpermute]
 class FusedOp:
     """An operation that replaces the three stages of a backend.
 
-    run: a function that writes call.output, or a complete experts part.
+    implementation: a function that writes call.output, or an experts part.
     unfused: the staged part that the operation replaces.
     """
 
     a2a_backend: str
     runner_backend: str
-    run: Implementation
+    implementation: Implementation
     unfused: type[PermuteExpertsUnpermute]
 
 
@@ -146,9 +145,9 @@ class Stages:
 class UnusedRegistration:
     """A registration that no part can use.
 
-    name: backend, and the dispatch format of a stage.
-    origin: where the function or class is defined.
-    missing: what is missing, as text.
+    name: name of the backend, followed by the dispatch format if the registration has one.
+    origin: where the registered function or class is defined.
+    missing: description of the missing registration.
     """
 
     name: str
@@ -209,8 +208,8 @@ class FusedOpPool:
         self.ops = _Registry[FusedOp]("fused operation")
         self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}
 
-    def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
-        """Return the fused operation, or None if none is registered."""
+    def find_fused_op(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
+        """Return the fused operation; None if no fused operation is registered."""
         return self.ops.entries.get((a2a_backend, runner_backend))
 
 
@@ -328,15 +327,15 @@ def register_fused_func(
     """
     _check_class("unfused", unfused, PermuteExpertsUnpermute)
 
-    def register(run: F) -> F:
-        if isinstance(run, type):
-            _check_class("fused operation", run, PermuteExpertsUnpermute)
-            _check_declared(run, unfused)
-        op = FusedOp(a2a_backend, runner_backend, run, unfused)
-        FUSED.ops.add((a2a_backend, runner_backend), op, run)
-        if isinstance(run, type):
-            FUSED.parts[a2a_backend, runner_backend] = run
-        return run
+    def register(implementation: F) -> F:
+        if isinstance(implementation, type):
+            _check_class("fused operation", implementation, PermuteExpertsUnpermute)
+            _check_same_requirements(implementation, unfused)
+        op = FusedOp(a2a_backend, runner_backend, implementation, unfused)
+        FUSED.ops.add((a2a_backend, runner_backend), op, implementation)
+        if isinstance(implementation, type):
+            FUSED.parts[a2a_backend, runner_backend] = implementation
+        return implementation
 
     return register
 
@@ -348,11 +347,11 @@ def _check_class(what: str, value: object, base: type) -> None:
         )
 
 
-def _check_declared(
+def _check_same_requirements(
     part: type[PermuteExpertsUnpermute], unfused: type[PermuteExpertsUnpermute]
 ) -> None:
-    declared, expected = vars(part.requires), vars(unfused.requires)
-    differences = ", ".join(name for name, value in declared.items() if value != expected.get(name))
+    actual, expected = vars(part.requires), vars(unfused.requires)
+    differences = ", ".join(name for name, value in actual.items() if value != expected.get(name))
     if differences:
         what = f"{part.__name__}.requires"
         raise ConfigurationError(
@@ -366,17 +365,17 @@ def get_stages(backend: str, format: str) -> Stages:
 
 
 def get_fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
-    """Return a fused operation. Raises UnknownPartError if none is registered."""
+    """Return the fused operation. Raises UnknownPartError if no fused operation is registered."""
     return FUSED.ops.get((a2a_backend, runner_backend))
 
 
 def register_part(part: type[PermuteExpertsUnpermute], stages: Stages) -> None:
-    """Register the part that was built from a backend's stages, under its backend and format."""
+    """Register a part that runs `stages`."""
     PERMUTES.parts[stages.backend, stages.format] = part
 
 
 def register_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
-    """Register the part that was built from a fused function, under its two backends."""
+    """Register a part that runs the fused function of `op`."""
     FUSED.parts[op.a2a_backend, op.runner_backend] = part
 
 

@@ -32,12 +32,12 @@ class Settings:
         is cached.
     config_dir: MK_CONFIG_DIR, or the user's configuration directory, for tuned configurations. None
         if neither is known.
-    timeout_s: MK_TIMEOUT_S, 10 by default. Number of seconds that an exchange between ranks may
-        take, unless its manager sets another timeout.
+    timeout_s: MK_TIMEOUT_S, 10 by default. Timeout of an exchange between ranks in seconds. A
+        manager can set a different timeout.
     host_id: MK_HOST_ID, "" by default. Name of this process's host. Ranks with different host names
         treat each other as remote, so that one machine can simulate several hosts.
-    import_timeout_s: MK_IMPORT_TIMEOUT_S, 60 by default. Number of seconds that importing the
-        parts of a package may take.
+    import_timeout_s: MK_IMPORT_TIMEOUT_S, 60 by default. Timeout of the import of a package's parts
+        in seconds.
     """
 
     triton_interpret: bool
@@ -62,8 +62,8 @@ def read_settings() -> Settings:
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """This process's position among the processes that a launcher such as torchrun has started.
+class LauncherEnvironment:
+    """Rank and sizes that a launcher such as torchrun has set for this process.
 
     rank: rank of this process.
     world_size: number of processes.
@@ -80,16 +80,20 @@ class Launcher:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Number of ranks per host, or None if there is one host or hosts have unequal numbers."""
+        """Number of ranks per host.
+
+        None if all ranks are on one host, if the launcher does not set LOCAL_WORLD_SIZE, or if
+        LOCAL_WORLD_SIZE does not divide WORLD_SIZE.
+        """
         local = self.local_world_size
         return None if local in (None, self.world_size) or self.world_size % local else local
 
 
-_MAX_DIGITS = 18
+_MAX_INTEGER_DIGITS = 18  # of an integer variable; every 18-digit number fits in int64
 _REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def read_launcher() -> Launcher | None:
+def read_launcher() -> LauncherEnvironment | None:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     LOCAL_RANK defaults to RANK, and LOCAL_WORLD_SIZE is optional. Returns None if RANK and
@@ -112,13 +116,13 @@ def read_launcher() -> Launcher | None:
     local_world_size = _read_int(variable, 1, world_size + 1) if os.environ.get(variable) else None
     local_end = local_world_size or world_size
     local = _read_int("LOCAL_RANK", 0, local_end) if os.environ.get("LOCAL_RANK") else rank
-    return Launcher(rank, world_size, local, local_world_size, address)
+    return LauncherEnvironment(rank, world_size, local, local_world_size, address)
 
 
 def _read_int(name: str, start: int, end: int | None) -> int:
     """Read an integer variable. Raises ConfigurationError unless it is in [start, end)."""
     text = os.environ[name]
-    is_integer = len(text) <= _MAX_DIGITS and text.isascii() and text.isdecimal()
+    is_integer = len(text) <= _MAX_INTEGER_DIGITS and text.isascii() and text.isdecimal()
     number = int(text) if is_integer else -1
     if number < start or (end is not None and number >= end):
         need = f">= {start}" if end is None else f"in [{start}, {end})"
@@ -146,7 +150,10 @@ def _user_folder(variable: str, xdg_variable: str, home_subfolder: str) -> Path 
 
 
 def find_c_compiler() -> str | None:
-    """Return the path of the C compiler that triton uses, or None: CC, else gcc, else clang."""
+    """Return the path of the C compiler that triton uses, or None if there is none.
+
+    It is the compiler in CC. If CC is not set, it is gcc or, without gcc, clang.
+    """
     from_env = os.environ.get("CC")
     names = (from_env,) if from_env else ("gcc", "clang")
     return next((path for path in map(shutil.which, names) if path), None)
@@ -188,10 +195,10 @@ def is_deepep_gin_disabled() -> bool:
 
 
 def read_vllm_setting() -> str:
-    """Return MK_VLLM, "1" by default: "0" disables the plugin for vLLM, and "1" enables it.
+    """Return MK_VLLM, "1" by default.
 
-    Any other value enables the plugin with the experts parts that the value names, separated by
-    commas.
+    "0" disables the plugin for vLLM, and "1" enables it. Any other value is a comma-separated list
+    of experts parts, with which the plugin is enabled.
     """
     return os.environ.get("MK_VLLM", "").strip() or "1"
 
@@ -215,14 +222,14 @@ def is_sglang_plugin_disabled() -> bool:
 
 @contextmanager
 def use_timeout(seconds: float) -> Iterator[None]:
-    """Set MK_TIMEOUT_S to `seconds` inside the block, for the managers that parts create in it."""
+    """Set MK_TIMEOUT_S inside the block. Managers that are created in the block use it."""
     with _set_variable("MK_TIMEOUT_S", str(seconds)):
         yield
 
 
 @contextmanager
 def use_host_id(name: str) -> Iterator[None]:
-    """Set MK_HOST_ID to `name` inside the block, for the managers that parts create in it."""
+    """Set MK_HOST_ID inside the block. Managers that are created in the block use it."""
     with _set_variable("MK_HOST_ID", name):
         yield
 
@@ -278,7 +285,7 @@ def make_child_environment(*, interpreted: bool) -> dict[str, str]:
 
 @contextmanager
 def preserve_environment() -> Iterator[None]:
-    """Restore the environment after the block, for commands that change it."""
+    """Restore the environment variables after the block."""
     previous = dict(os.environ)
     try:
         yield

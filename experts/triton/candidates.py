@@ -1,6 +1,6 @@
 """Tables of launches that `mk tune` times, and their conversion to launch configurations.
 
-Each path has such tables in its <path>_config.py. An entry of a table is (weight_rows, block_k,
+The <path>_config.py of each path has such tables. An entry of a table is (weight_rows, block_k,
 num_warps, num_stages[, group_m]). weight_rows is the number of weight rows of a tile: in a gated
 GEMM 1, half of them are gate rows and half are up rows, so block_n, which counts output columns, is
 half of it. `tuning.space` drops entries that cannot be launched for the layer on the device.
@@ -17,9 +17,13 @@ RowRanges = Mapping[int, tuple[float, float]]  # block_m -> (min, max) mean rows
 # block_m, which both GEMMs share -> (launches of GEMM 1, launches of GEMM 2).
 CandidateGroups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 
-SMALL_M_MARGIN = 2  # paths for few tokens are timed up to this multiple of their default limit
+# A path for few tokens (gemv, gemv_tma, gemv_w4) is timed for up to this multiple of the largest
+# number of tokens for which it is the default.
+SMALL_M_LIMIT_FACTOR = 2
 _LARGE_GROUP_M = 16  # group_m of entries without one, if block_m is above _MAX_UNGROUPED_BLOCK_M
-_MAX_UNGROUPED_BLOCK_M = 32  # up to this block_m, sharing weight tiles in L2 is not faster
+# With a larger block_m, tiles are ordered in groups, which share weight tiles in the L2 cache. With
+# a block_m up to this one, groups are not faster.
+_MAX_UNGROUPED_BLOCK_M = 32
 
 
 def select_blocks(row_ranges: RowRanges, problem: Problem, num_tokens: int) -> list[int]:

@@ -31,7 +31,7 @@ TensorAndScale = tuple[torch.Tensor, torch.Tensor | None]
 class TiledOrder(RowOrder):
     """A RowOrder without gaps between experts, and the tiles of its rows.
 
-    starts: (e + 1,) int32, the first row of each expert, then the number of rows.
+    starts: (e + 1,) int32, the first row of each local expert, followed by the number of rows.
     tiles: the tile schedules.
     """
 
@@ -43,9 +43,10 @@ class TritonKernelsExperts(SortedRowsExperts):
     """Experts over contiguous bf16 tokens, with weights in bf16 or mxfp4.
 
     The part itself applies the router weights and sums over top-k. mxfp4 weights are used in
-    checkpoint layout, not in the library's swizzled layouts. The part does not use the library's
-    routing, so that a token may have an expert twice and router weights stay float32. It does not
-    use the library's `gammas` either, because the library rounds rows after multiplying by them.
+    checkpoint layout, not in the library's swizzled layouts. The part sorts rows itself instead of
+    using the library's routing. A token may therefore have an expert twice, and router weights stay
+    float32. The library's `gammas` are not used, because the library rounds rows after multiplying
+    by them.
     """
 
     load_library = staticmethod(load)
@@ -56,12 +57,12 @@ class TritonKernelsExperts(SortedRowsExperts):
         providers=(TRITON_KERNELS,),
         min_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16}),
-        top_k=(1, MAX_TOP_K),  # any K: the library receives sorted rows, not top-k ids
+        top_k=(1, MAX_TOP_K),  # the library receives sorted rows, so K does not matter
         hidden_multiple=8,  # so that rows are 16-byte aligned
         intermediate_multiple=8,
         schemes=frozenset({"none", "mxfp4_w4a16"}),
-        max_experts=1 << 15,  # expert ids use the lower 16 bits of a map entry
-        library_allocates=True,
+        max_experts=1 << 15,  # the lower 16 bits of a tile map entry are the expert id
+        library_allocates=True,  # matmul_ogs allocates memory in every call
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -92,19 +93,21 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return a call on meta tensors that compiles `tile_maps_kernel`, this part's kernel."""
+        """Return a function that compiles `tile_maps_kernel` by calling it with meta tensors."""
         return {"tile maps": _write_tile_maps_on_meta}
 
     def sort_rows_specs(self, num_tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
-        experts = self.problem.e
+        local_experts = self.problem.e
         return {
-            **sort_specs(num_tokens, top_k, TILE_ROWS[-1], experts),
-            **tile_specs(num_tokens * top_k, experts),
+            **sort_specs(num_tokens, top_k, TILE_ROWS[-1], local_experts),
+            **tile_specs(num_tokens * top_k, local_experts),
         }
 
     def sort_rows(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
-        experts, num_rows = self.problem.e, routing.topk_ids_TK.numel()
-        order = sort_pairs(routing, block_m=TILE_ROWS[-1], num_local=experts, workspace=workspace)
+        local_experts, num_rows = self.problem.e, routing.topk_ids_TK.numel()
+        order = sort_pairs(
+            routing, block_m=TILE_ROWS[-1], num_local=local_experts, workspace=workspace
+        )
         tiles = schedule_tiles(order.starts, num_rows, workspace)
         ends, used_rows = order.starts[1:], order.starts[-1:]
         return TiledOrder(order.row_of_pair_TK, ends, used_rows, order.starts, tiles)

@@ -86,8 +86,8 @@ def _make_estimate_record(estimate: "Estimate") -> dict[str, Any]:
         "network_rows": estimate.network_rows,
         "caveat": estimate.caveat,
         "exchange_source": estimate.source,
-        "experts_source": f"{estimate.experts.source}; x {estimate.factor.value:.2f} "
-        f"+ {estimate.factor.start * us:.1f} us: {estimate.factor.source}",
+        "experts_source": f"{estimate.experts.source}; x {estimate.correction.factor:.2f} "
+        f"+ {estimate.correction.start_seconds * us:.1f} us: {estimate.correction.source}",
     }
 
 
@@ -233,7 +233,7 @@ def _list_assumptions(case: "PlanCase", routing: str) -> list[str]:
         "dispatch, experts and combine run one after another, without overlap",
         "calls are replayed from CUDA graphs; router, shared experts and attention are excluded",
         *_list_prepared_caveats(estimates),
-        *_list_sources((e.experts_part, e.factor.source) for e in estimates),
+        *_list_sources((e.experts_part, e.correction.source) for e in estimates),
         *_list_sources((e.prepare_finalize, e.source) for e in estimates),
     ]
 
@@ -280,7 +280,7 @@ def print_compared(rows: Sequence[dict[str, Any]], summaries: "Iterable[Summary]
     output.print_table(columns, [_format_error_cells(row) for row in rows])
     for summary in summaries:
         output.print_line(
-            f"{summary.quantity}: {summary.accurate} of {summary.count} within "
+            f"{summary.group}: {summary.accurate} of {summary.count} within "
             f"{MAX_ACCURATE_ERROR:.0%}, mean {summary.mean:.1%}, worst {summary.worst:.1%}"
         )
 

@@ -315,7 +315,7 @@ class MoeRunner:
         """Describe the part of each dispatch format, and why it can or cannot run."""
         lines = [f"backend {self.runner_backend}, quant {quant}"]
         for format, verdict in self.verdicts(quant, tokens).items():
-            op = FUSED.get_fused_func(A2A_BACKENDS[format], self.runner_backend)
+            op = FUSED.find_fused_op(A2A_BACKENDS[format], self.runner_backend)
             description = "without stages"
             if op is not None and FORMATS[format] is op.unfused.requires.activation_format:
                 staged = self._parts[format] is op.unfused

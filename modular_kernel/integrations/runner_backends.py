@@ -43,7 +43,7 @@ def find_parts(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnp
     parts: dict[str, type[PermuteExpertsUnpermute]] = {}
     staged = False
     for format, a2a in A2A_BACKENDS.items():
-        part, op = PERMUTES.parts.get((backend, format)), FUSED.get_fused_func(a2a, backend)
+        part, op = PERMUTES.parts.get((backend, format)), FUSED.find_fused_op(a2a, backend)
         if op is not None and op.unfused.requires.activation_format is FORMATS[format]:
             part = FUSED.parts.get((a2a, backend), op.unfused) if fused else op.unfused
         staged |= part is not None

@@ -1,7 +1,7 @@
 """Benchmark records: a row for each implementation and case, and the environment of the run.
 
 A case is a layer shape, a number of tokens and a routing (`measure.cases.LayerCase`). `mk bench`
-writes a `Report`, and `mk report` shows it.
+writes a `Report`, and `mk report` shows it. The fields of `Row` are the keys of the JSON file.
 """
 
 import json
@@ -23,29 +23,37 @@ OURS, BASELINE, PEER = "ours", "baseline", "peer"
 class Row:
     """The measurement of one implementation in one case. Values that were not measured are None.
 
-    shape, experts, top_k, hidden, intermediate, tokens, dtype, problem, routing: the case.
-    layer: name of the implementation.
+    shape: name of the layer shape.
+    experts, top_k, hidden, intermediate, tokens, dtype: fields of the case's Problem.
+    problem: str(Problem).
+    routing: distribution of the tokens over the experts, for example "uniform".
+    layer: name of the implementation that computed the layer, for example the name of a pairing.
     origin: "ours", "peer" (a layer of another library) or "baseline" (plain torch).
     quant: name of the quantization scheme.
     operands: types of weights and activations (`measure.cases.operand_types`). Rows of a case with
         equal types are compared.
     prepared: whether weights were prepared before the calls.
-    library: the library whose GEMMs one of our experts classes runs; "" for our own kernels.
+    library: for our rows, the vendor library that computes the GEMMs; "" for our own kernels.
     status: "ok"; "wrong" (error larger than error_bound, not timed); "failed" (an exception);
         "refused" (not supported); or "skipped" (after the deadline).
-    note: the reason of a status other than "ok".
+    note: reason of a status other than "ok".
     error, error_bound: see measure.check.CheckResult.
-    us, us_min, spread, mode, replays: time of one call, see measure.timing.Timing.
-    calls, weight_sets: number of calls per replay and of sets of weights, see
-        measure.timing.Rotation.
+    us, us_min: median and minimum time of one call, in microseconds.
+    spread: interquartile range of the time divided by its median.
+    mode: "graph", "eager" or "cpu", followed by "+flush" if the L2 cache was overwritten before
+        each call; or "interpreter".
+    replays: number of timed replays.
+    calls: number of calls per replay.
+    weight_sets: number of copies of the weights that calls use in turn, so that no call finds its
+        weights in the L2 cache.
     touched: mean number of experts with a token.
     skew: mean ratio of the pairs of the busiest expert to those of the average expert.
     flops, bytes: work of one call, see measure.roofline.Work.
     floor_us, floor_bound: the roofline, see measure.roofline.Roofline.
     over_floor: us divided by floor_us.
-    over_best_peer: us divided by the time of the fastest row that is not ours, in the same case and
-        with the same operand types.
-    eager_us: like us, for eager calls.
+    over_best_peer: us divided by the time of the fastest "peer" or "baseline" row in the same case
+        and with the same operand types.
+    eager_us: median time of one eager call, in microseconds.
     launches, host_us, allocations: kernel launches, host time in microseconds, and device memory
         allocations of one eager call.
     """
@@ -154,15 +162,15 @@ def min_time_us(rows: Iterable[Row], *, ours: bool) -> float | None:
 
 
 def add_peer_ratios(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return copies of the rows in which `over_best_peer` is set."""
+    """Return the rows with `over_best_peer`."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-    best_peers = {group: min_time_us(members, ours=False) for group, members in groups.items()}
+    best_us = {group: min_time_us(members, ours=False) for group, members in groups.items()}
 
-    def ratio_to_peer(row: Row) -> float | None:
-        peer = best_peers[row.group]
-        return row.us / peer if row.is_comparable and row.us is not None and peer else None
+    def ratio_to_best(row: Row) -> float | None:
+        best = best_us[row.group]
+        return row.us / best if row.is_comparable and row.us is not None and best else None
 
-    return tuple(replace(row, over_best_peer=ratio_to_peer(row)) for row in rows)
+    return tuple(replace(row, over_best_peer=ratio_to_best(row)) for row in rows)

@@ -1,10 +1,13 @@
 """Comparison of the performance model with measured times, for `mk plan --compare`.
 
-Times are read from files like those in the folder `data`: whole layers on one GPU (`mk bench
---json`, or the older format of h200-layers.json, whose rows have a `peer`), exchanges between GPUs
-(`mk exchange --json`, or h200-exchange.json with a report for each world size), and published
-results (mk-published/1). For measured exchanges, the time of a dispatch and a combine together is
-used, because the overhead of events is a large part of the time of a short dispatch or combine.
+Times are read from JSON files in these formats. The folder `data` has examples.
+
+    whole layers on one GPU    `mk bench --json`, or the older format of h200-layers.json
+    exchanges between GPUs     `mk exchange --json`, or the older format of h200-exchange.json
+    published results          mk-published/1, see published-exchange.json
+
+Measured exchanges are compared by the time of a dispatch and a combine together. In the time of a
+single short dispatch or combine, the overhead of the timing events would be a large part.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +21,9 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, SCHEMA
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
-    DEEPEP,
-    DEEPEP_2,
     DEEPEP_HT,
+    DEEPEP_LL,
+    DEEPEP_V2,
     PPLX,
     TRAFFIC,
     exchange_time,
@@ -40,16 +43,18 @@ from modular_kernel.utils import json_files
 PUBLISHED_SCHEMA = "mk-published/1"
 MAX_ACCURATE_ERROR = 0.25  # maximum error of a prediction that counts as accurate
 _MAX_BYTES = 1 << 24
-_REPLACEMENTS_KEY = "symm_mem_as_shipped_from_1024_tokens"
+# Key of h200-exchange.json whose rows replace other rows of the same case.
+_NEWER_ROWS_KEY = "symm_mem_as_shipped_from_1024_tokens"
 _LAYER, _PAIR = "layer", "pair"
 _QUANTITIES = ("dispatch", "combine", _PAIR, _LAYER)
 # Sizes of the layer in h200-exchange.json. The file does not have them.
 _H200_EXCHANGE_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
-_OLD_TRANSPORT_NAMES = {"DeepEP V1 low latency": DEEPEP}
+_OLD_TRANSPORT_NAMES = {"DeepEP V1 low latency": DEEPEP_LL}
 # Transports whose rows in h200-exchange.json are ignored, because h200-exchange-libraries.json has
 # newer times.
-_IGNORED_TRANSPORTS = (DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX)
-# Schemes of TritonExperts by the `peer` of a row in the older format.
+_IGNORED_TRANSPORTS = (DEEPEP_LL, DEEPEP_HT, DEEPEP_V2, PPLX)
+# Quantization schemes of the rows of TritonExperts in h200-layers.json, by the `peer` of a row. All
+# other rows were measured with other libraries.
 _SCHEMES_BY_PEER = {
     "mk_triton": "none",
     "mk_triton_fp8ch": "fp8_w8a8_channel",
@@ -63,8 +68,8 @@ class MeasuredTime:
 
     part: the PrepareAndFinalize part, or MODELED_PART for experts on one GPU. quantity: "dispatch",
     "combine", "pair" (both) or "layer". fitted: whether the model's parameters were fitted to this
-    time. eager: whether it includes host time, which varies between runs. The error of an eager
-    time is reported, but is never a misprediction. groups: groups of group-limited routing.
+    time. eager: whether the time includes host time, which varies between runs. groups: groups of
+    group-limited routing.
     """
 
     label: str
@@ -96,7 +101,7 @@ class Comparison:
 
     @property
     def is_mispredicted(self) -> bool:
-        """Whether the prediction is inaccurate, and the time neither fitted nor eager."""
+        """Whether the prediction is inaccurate. Fitted and eager times do not count."""
         return not (self.is_accurate or self.measured.fitted or self.measured.eager)
 
 
@@ -104,11 +109,12 @@ class Comparison:
 class Summary:
     """Errors of one group of measured times.
 
-    quantity: name of the group. count: number of times. accurate: number of times with an error of
-    at most MAX_ACCURATE_ERROR. mean, worst: mean and maximum of |error|.
+    group: name of the group, for example "2 GPUs, predicted". count: number of times. accurate:
+    number of times with an error of at most MAX_ACCURATE_ERROR. mean, worst: mean and maximum of
+    |error|.
     """
 
-    quantity: str
+    group: str
     count: int
     accurate: int
     mean: float
@@ -153,20 +159,21 @@ def summarize(comparisons: Sequence[Comparison]) -> list[Summary]:
         groups.setdefault(f"{world:3} {pluralize('GPU', world)}, {kind}{mode}", []).append(
             comparison
         )
-    return [_summarize_group(quantity, groups[quantity]) for quantity in sorted(groups)]
+    return [_summarize_group(name, groups[name]) for name in sorted(groups)]
 
 
-def _summarize_group(quantity: str, group: Sequence[Comparison]) -> Summary:
-    errors = [abs(comparison.error) for comparison in group]
-    return Summary(
-        quantity, len(group), sum(c.is_accurate for c in group), fmean(errors), max(errors)
-    )
+def _summarize_group(name: str, comparisons: Sequence[Comparison]) -> Summary:
+    errors = [abs(comparison.error) for comparison in comparisons]
+    num_accurate = sum(comparison.is_accurate for comparison in comparisons)
+    return Summary(name, len(comparisons), num_accurate, fmean(errors), max(errors))
 
 
 def read_measurements(path: Path) -> list[MeasuredTime]:
-    """Read the times that the model can predict from a file.
+    """Read measured times from a file.
 
-    Raises ConfigurationError if the file has none of the formats above.
+    Rows of `mk bench` and `mk exchange` that the model cannot predict are skipped.
+
+    Raises ConfigurationError if the file is not in a supported format.
     """
     try:
         record = json_files.parse(json_files.read_file(path, _MAX_BYTES), allow_constants=True)
@@ -178,7 +185,7 @@ def read_measurements(path: Path) -> list[MeasuredTime]:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the reason why a file is invalid, from the exception that was raised."""
+    """Return the reason why a file is invalid, as text for an error message."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, ValueError):
@@ -207,17 +214,15 @@ def _read_h200_exchange(record: Any) -> list[MeasuredTime]:
 
 
 def _read_world_size(report: Any) -> list[MeasuredTime]:
-    """Read one world size of h200-exchange.json. Later rows of a case replace earlier ones."""
-    replacements = report.get(_REPLACEMENTS_KEY, {"rows": []})["rows"]
-    latest = {
-        (r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *replacements]
-    }
+    """Read the report of one world size in h200-exchange.json."""
+    newer_rows = report.get(_NEWER_ROWS_KEY, {"rows": []})["rows"]
+    latest = {(r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *newer_rows]}
     rows = [row for row in latest.values() if row["transport"] not in _IGNORED_TRANSPORTS]
     return _read_exchanges(rows)
 
 
 def _read_exchanges(rows: list[Any]) -> list[MeasuredTime]:
-    """Read the times of a dispatch and a combine, for the transports that the model supports."""
+    """Read the times of exchanges over the transports that the model supports."""
     rows_by_part = [
         (_OLD_TRANSPORT_NAMES.get(row["transport"], row["transport"]), row) for row in rows
     ]
@@ -261,11 +266,11 @@ def _is_fitted(measured: MeasuredTime) -> bool:
     """Return whether parameters in exchange_time.TRAFFIC were fitted to this time."""
     tokens, world = measured.problem.tokens, measured.problem.parallel.world_size
     is_unquantized = measured.problem.quant == "none"
-    if measured.part in (DEEPEP, PPLX):
+    if measured.part in (DEEPEP_LL, PPLX):
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
     if measured.part == DEEPEP_HT:
         return world in (16, 64) or (world in (2, 4) and is_unquantized and tokens in (1, 4096))
-    if measured.part == DEEPEP_2:
+    if measured.part == DEEPEP_V2:
         return world == 4 and is_unquantized and tokens in (1, 4096)
     return measured.quantity == _PAIR and world == 2 and tokens in (1, 4096)
 

@@ -11,7 +11,7 @@ from modular_kernel.perf_model.compare import (
     compare,
     read_measurements,
 )
-from modular_kernel.perf_model.experts_records import find_factor, recorded_layers
+from modular_kernel.perf_model.experts_records import find_time_correction, recorded_layers
 from modular_kernel.text import format_count
 
 DATA_FOLDER = Path(__file__).with_name("data")
@@ -83,7 +83,9 @@ def experts_errors() -> list[ErrorRow]:
     """
     groups: dict[str, list[float]] = {}
     for layer in recorded_layers():
-        estimated = find_factor(layer.experts, layer.problem, layer.rows, without_shape=layer.shape)
+        estimated = find_time_correction(
+            layer.experts, layer.problem, layer.rows, ignored_shape=layer.shape
+        )
         if estimated is not None:
             seconds = estimated.correct(layer.predicted_us / 1e6)
             groups.setdefault(layer.experts, []).append(seconds * 1e6 / layer.us - 1)

@@ -19,7 +19,7 @@ from modular_kernel.perf_model.exchange_time import (
     network_rows,
     select_traffic,
 )
-from modular_kernel.perf_model.experts_records import ARCH, Factor, find_factor
+from modular_kernel.perf_model.experts_records import ARCH, TimeCorrection, find_time_correction
 from modular_kernel.perf_model.experts_time import MODELED_PART, ExpertsTime, experts_time
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
@@ -28,7 +28,9 @@ from modular_kernel.perf_model.memory import Memory, estimate_memory, prepared_b
 from modular_kernel.perf_model.verdicts import judge_pairs_with_memory
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 
-_NO_CORRECTION = Factor(1.0, "no recorded time in a similar scheme, so the model is not corrected")
+_NO_CORRECTION = TimeCorrection(
+    1.0, "no recorded time in a similar scheme, so the model is not corrected"
+)
 _GIGA = 1e9
 
 
@@ -37,7 +39,8 @@ class Estimate:
     """Estimated time of one layer with one pairing, and the memory of one rank.
 
     experts_part: name of the experts part. problem: the problem of one rank. world_tokens: number
-    of distinct tokens of all ranks. experts: modeled time of the experts, corrected by `factor`.
+    of distinct tokens of all ranks. experts: modeled time of the experts, corrected by
+    `correction`.
     source: description of where the parameters of the exchange model come from. network_rows: rows
     per token that a dispatch sends to other hosts. caveat: a limit of the exchange that the
     estimate ignores, or "".
@@ -49,7 +52,7 @@ class Estimate:
     world_tokens: int
     exchange: ExchangeTime
     experts: ExpertsTime
-    factor: Factor
+    correction: TimeCorrection
     memory: Memory
     source: str
     network_rows: float
@@ -210,7 +213,7 @@ class EstimateRequest:
                 return f"with the tokens of all ranks on each: {replicated.rejections[0]}"
         if self.world_size > 1 and traffic_of(verdict.prepare_finalize) is None:
             return f"no measured exchange of {verdict.prepare_finalize}"
-        if self._factor(verdict.experts) is None:
+        if self._find_correction(verdict.experts) is None:
             arch = self.machine.arch
             suffix = "" if arch in (None, ARCH) else f" on sm_{arch[0]}{arch[1]}"
             return f"no recorded time of {verdict.experts} with {self.problem.scheme.name}{suffix}"
@@ -226,7 +229,7 @@ class EstimateRequest:
             layers=self.layers,
         )
 
-    def _factor(self, experts: str) -> Factor | None:
+    def _find_correction(self, experts: str) -> TimeCorrection | None:
         """Return the correction of an experts part's modeled time; None without a record.
 
         The records are from one GPU architecture. For other architectures, they are used only for
@@ -237,7 +240,7 @@ class EstimateRequest:
             return None
         problem = self.problem
         rows = problem.tokens * self.world_size * problem.top_k / problem.experts
-        return find_factor(experts, problem, rows) or (
+        return find_time_correction(experts, problem, rows) or (
             _NO_CORRECTION if experts == MODELED_PART else None
         )
 
@@ -245,8 +248,8 @@ class EstimateRequest:
         """Estimate a pairing for which `reason_without_estimate` returns ""."""
         problem, cluster = self.problem_of(prepare_finalize), self.cluster
         traffic = traffic_of(prepare_finalize) or TRAFFIC["MoEPrepareAndFinalizeNoEP"]
-        part_factor = self._factor(experts)
-        assert part_factor is not None
+        correction = self._find_correction(experts)
+        assert correction is not None
         load = rank_load(
             experts=problem.experts,
             top_k=problem.top_k,
@@ -263,8 +266,8 @@ class EstimateRequest:
             problem,
             self.problem.tokens * self.world_size,
             exchange_time(problem, traffic, load, cluster),
-            replace(times, seconds=part_factor.correct(times.seconds)),
-            part_factor,
+            replace(times, seconds=correction.correct(times.seconds)),
+            correction,
             self.memory(prepare_finalize, experts),
             select_traffic(traffic, self.world_size, cluster).source,
             network_rows(problem, traffic, load, cluster),

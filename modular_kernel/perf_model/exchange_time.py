@@ -81,7 +81,7 @@ class Traffic:
 
 
 _NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, dominated by host time"
-DEEPEP, DEEPEP_HT, DEEPEP_2, PPLX = (
+DEEPEP_LL, DEEPEP_HT, DEEPEP_V2, PPLX = (
     "DeepEPLLPrepareAndFinalize",
     "DeepEPHTPrepareAndFinalize",
     "DeepEPV2PrepareAndFinalize",
@@ -129,7 +129,7 @@ TRAFFIC = {
     "ReplicatedEPPrepareAndFinalize": Traffic(
         "sum", DirectionModel(645e-6, 1), DirectionModel(180e-6, 0.60), _NCCL
     ),
-    DEEPEP: Traffic(
+    DEEPEP_LL: Traffic(
         "pair",
         DirectionModel(12.5e-6, 0.72),
         DirectionModel(12.5e-6, 0.68),
@@ -149,7 +149,7 @@ TRAFFIC = {
             own_rows=True,
         ),
     ),
-    DEEPEP_2: Traffic(
+    DEEPEP_V2: Traffic(
         "host",
         DirectionModel(17e-6, 0.80),
         DirectionModel(18e-6, 0.80),
@@ -168,14 +168,14 @@ TRAFFIC = {
         "fitted at 1 and 128 tokens on four GPUs",
     ),
 }
-_MAX_DEEPEP_TOKENS = 256  # tokens per rank for which DeepEP's low-latency mode is made
+_MAX_DEEPEP_LL_TOKENS = 256  # tokens per rank for which DeepEP's low-latency mode is made
 
 
 def find_caveat(prepare_finalize: str, problem: Problem) -> str:
     """Return the limit of the part that the problem exceeds but the model ignores, or ""."""
-    if prepare_finalize != DEEPEP or problem.tokens <= _MAX_DEEPEP_TOKENS:
+    if prepare_finalize != DEEPEP_LL or problem.tokens <= _MAX_DEEPEP_LL_TOKENS:
         return ""
-    return f"made for at most {_MAX_DEEPEP_TOKENS} tokens on each rank"
+    return f"made for at most {_MAX_DEEPEP_LL_TOKENS} tokens on each rank"
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,11 @@ def _two_hop_time(
     The longer hop overlaps with the shorter one, except for one of `max_pieces` pieces.
     """
     world_size, host_ranks = problem.parallel.world_size, cluster.per_host
-    rows_between = problem.tokens * (-(-world_size // host_ranks) - 1) * load.p_host
+    rows_between = problem.tokens * (-(-world_size // host_ranks) - 1) * load.host_probability
     rows_inside = (
         problem.tokens
         * world_size
-        * max(load.p_rank, load.p_fullest_rank)
+        * max(load.rank_probability, load.fullest_rank_probability)
         * (host_ranks - 1)
         / host_ranks
     )
@@ -280,7 +280,7 @@ def network_rows(
     if not network_peers or traffic.rows == "sum":
         return 0.0
     if traffic.rows == "host":
-        return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.p_host
+        return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.host_probability
     return (
         _rows_of_busiest_rank(problem, traffic, load)
         / problem.tokens
@@ -297,7 +297,7 @@ def _rows_of_busiest_rank(problem: Problem, traffic: Traffic, load: EstimatedLoa
     if traffic.rows == "pair":
         return max(tokens * problem.top_k, load.pairs) * (world_size - 1) / world_size
     receivers = world_size if traffic.own_rows else world_size - 1
-    return tokens * receivers * max(load.p_rank, load.p_fullest_rank)
+    return tokens * receivers * max(load.rank_probability, load.fullest_rank_probability)
 
 
 def _one_hop_seconds(

@@ -80,32 +80,34 @@ class RecordedLayer:
 
 
 @dataclass(frozen=True)
-class Factor:
-    """Correction of the model's time: start + value * seconds.
+class TimeCorrection:
+    """Correction of the model's time: start_seconds + factor * seconds.
 
-    start: in seconds. source: description of the records that `start` and `value` come from.
+    source: description of the records that both values come from.
     """
 
-    value: float
+    factor: float
     source: str
-    start: float = 0.0
+    start_seconds: float = 0.0
 
     def correct(self, seconds: float) -> float:
         """Return the part's time for the time that the model predicts. Both are in seconds."""
-        return self.start + self.value * seconds
+        return self.start_seconds + self.factor * seconds
 
 
-def find_factor(
-    experts: str, problem: Problem, rows: float, *, without_shape: str = ""
-) -> Factor | None:
-    """Return the factor of an experts part; None if no record has it with equal operand types.
+def find_time_correction(
+    experts: str, problem: Problem, rows: float, *, ignored_shape: str = ""
+) -> TimeCorrection | None:
+    """Return the correction for an experts part.
 
-    rows: mean number of rows per expert. without_shape: name of a shape whose records are ignored,
-    so that its times can be compared with the result.
+    Returns None if no layer was recorded with the part and the operand types of the problem.
+
+    rows: mean number of rows per expert. ignored_shape: name of a shape whose records are ignored,
+    so that its times can be compared with the corrected time.
     """
     if problem.dtype.itemsize != _ITEMSIZE:
         return None
-    layers = [r for r in recorded_layers() if r.experts == experts and r.shape != without_shape]
+    layers = [r for r in recorded_layers() if r.experts == experts and r.shape != ignored_shape]
     scheme = problem.scheme.name
     same = [layer for layer in layers if layer.scheme == scheme]
     similar = same or [r for r in layers if _operand_types(r.scheme) == _operand_types(scheme)]
@@ -118,7 +120,7 @@ def find_factor(
     shapes = ", ".join(sorted({layer.shape for layer in nearest}))
     start_us = _start_us(similar)
     value = _interpolate(nearest, start_us, math.log2(max(rows, 1e-9)))
-    return Factor(value, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
+    return TimeCorrection(value, f"recorded times of {shapes} in {schemes}", start_us / 1e6)
 
 
 def _start_us(layers: Sequence[RecordedLayer]) -> float:

@@ -33,18 +33,20 @@ _BISECTION_STEPS = 100
 class EstimatedLoad:
     """Expected load of the rank with the most (token, expert) pairs, the "fullest" rank.
 
-    pairs: number of its pairs. touched: number of its experts with a pair. tokens: number of tokens
-    of all ranks with an expert on it. p_rank: probability that a token has an expert on a given
-    rank, averaged over ranks. p_fullest_rank: the same probability for the fullest rank. p_host:
-    the same probability for a given host, averaged over hosts.
+    pairs: number of pairs of the fullest rank.
+    touched: number of experts of the fullest rank that have a pair.
+    tokens: number of tokens, of all ranks, that have an expert on the fullest rank.
+    rank_probability: probability that a token has an expert on a given rank, averaged over ranks.
+    fullest_rank_probability: probability that a token has an expert on the fullest rank.
+    host_probability: probability that a token has an expert on a given host, averaged over hosts.
     """
 
     pairs: float
     touched: float
     tokens: float
-    p_rank: float
-    p_fullest_rank: float
-    p_host: float
+    rank_probability: float
+    fullest_rank_probability: float
+    host_probability: float
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,16 @@ def _uniform_load(
     deviations = NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
     pairs = all_tokens * top_k * fraction + deviations * math.sqrt(all_tokens * variance)
     touched = local_experts * (1 - (1 - top_k / experts) ** all_tokens)
-    p_rank = 1 - _miss_probability_in_groups(experts, top_k, local_experts, groups)
-    p_host = 1 - _miss_probability_in_groups(experts, top_k, experts / hosts, groups)
-    return EstimatedLoad(pairs, min(touched, pairs), all_tokens * p_rank, p_rank, p_rank, p_host)
+    rank_probability = 1 - _miss_probability_in_groups(experts, top_k, local_experts, groups)
+    host_probability = 1 - _miss_probability_in_groups(experts, top_k, experts / hosts, groups)
+    return EstimatedLoad(
+        pairs,
+        min(touched, pairs),
+        all_tokens * rank_probability,
+        rank_probability,
+        rank_probability,
+        host_probability,
+    )
 
 
 def _miss_probability_in_groups(
@@ -195,15 +204,15 @@ def _skewed_load(
         fullest_rank = max(ranks, key=sum)
         p_ranks = [_hit_probability(block) for block in ranks]
         p_hosts = [_hit_probability(block) for block in _split_evenly(order, hosts)]
-        p_fullest_rank = _hit_probability(fullest_rank)
+        fullest_rank_probability = _hit_probability(fullest_rank)
         pairs, touched = all_tokens * sum(fullest_rank), _expected_touched(fullest_rank, all_tokens)
         loads.append(
             EstimatedLoad(
                 pairs,
                 touched,
-                all_tokens * p_fullest_rank,
+                all_tokens * fullest_rank_probability,
                 fmean(p_ranks),
-                p_fullest_rank,
+                fullest_rank_probability,
                 fmean(p_hosts),
             )
         )

@@ -18,7 +18,7 @@ from modular_kernel.perf_model.estimate import (
     distribute_over_ranks,
     estimate_pairings,
 )
-from modular_kernel.perf_model.experts_records import ARCH, find_factor, recorded_layers
+from modular_kernel.perf_model.experts_records import ARCH, find_time_correction, recorded_layers
 from modular_kernel.perf_model.experts_time import MODELED_PART
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.machines import parse_machine
@@ -169,7 +169,9 @@ def _experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordErro
             or sizes != (problem.hidden, problem.intermediate, problem.top_k)
         ):
             continue
-        estimated = find_factor(layer.experts, recorded, layer.rows, without_shape=layer.shape)
+        estimated = find_time_correction(
+            layer.experts, recorded, layer.rows, ignored_shape=layer.shape
+        )
         if estimated is not None:
             error = estimated.correct(layer.predicted_us / 1e6) * 1e6 / layer.us - 1
             yield RecordError(selection.model, layer.experts, 1, layer.tokens, layer.quant, error)

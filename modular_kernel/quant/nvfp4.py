@@ -4,8 +4,8 @@
     s = e4m3(min(448, G amax / 6))         amax over 16 values, G = 1 / g
     q = e2m1(x (G / s)), 0 where s is 0    to nearest, ties to the even code, at most 6
 
-Libraries that quantize weights compute the same as `quantize`. So do GEMMs that quantize their
-activations, except that hardware divides by an approximate reciprocal. A scale may then differ by
+Libraries that quantize weights return the same bits as `quantize`. GEMMs that quantize their
+activations multiply by an approximate reciprocal instead of dividing, so that a scale may differ by
 one code.
 """
 
@@ -34,9 +34,10 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
     Magnitudes above 6, and NaN, get the code of 6.
     """
-    # Values of e2m1 have steps of 1/2 up to 2, of 1 up to 4, and of 2 above. Each of `halves`,
-    # `ones` and `twos` is the code in its range, and at least the code elsewhere. So the code is
-    # their minimum. round() rounds ties to even numbers, and the offsets 2 and 4 are even.
+    # Values of e2m1 have steps of 1/2 in [0, 2], of 1 in [2, 4], and of 2 in [4, 6]. `halves` is
+    # the code in the first range, `ones` in the second and `twos` in the third. Outside its range,
+    # each of them is greater than or equal to the code. The code is therefore the minimum of the
+    # three. round() rounds ties to even numbers, and the offsets 2 and 4 are even.
     magnitude = values.abs().nan_to_num_(MAX_VALUE).clamp_(max=MAX_VALUE)
     halves, ones = (2 * magnitude).round_(), magnitude.round().add_(2)
     twos = magnitude.div_(2).round_().add_(4)
@@ -60,18 +61,20 @@ def quantize(x: torch.Tensor, inverse: torch.Tensor) -> tuple[torch.Tensor, torc
     unclamped = inverse * groups.abs().amax(-1) / x.new_tensor(MAX_VALUE)
     scale = unclamped.clamp(max=MAX_SCALE).to(torch.float8_e4m3fn)
     divisor = scale.float()
-    factor = torch.where(divisor == 0, 0.0, inverse / divisor)
-    codes = encode_e2m1(groups * factor[..., None])
+    multiplier = torch.where(divisor == 0, 0.0, inverse / divisor)  # G / s
+    codes = encode_e2m1(groups * multiplier[..., None])
     return codes.flatten(-2)[..., :depth], scale
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
     """Return the float32 values (..., K) of codes and scales from `quantize`.
 
-    factor: the global scale g, broadcastable to (..., 1).
+    global_scale: g, float32, broadcastable to (..., 1).
     """
     expanded_scale = scale.float().repeat_interleave(GROUP, -1)[..., : codes.shape[-1]]
-    return (decode_e2m1(codes) * expanded_scale) * factor
+    return (decode_e2m1(codes) * expanded_scale) * global_scale
 
 
 def matrix_index_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tensor:
@@ -89,9 +92,10 @@ def matrix_index_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torc
 def compute_global_scales(
     row_amax_eN: torch.Tensor, matrices: int, *, interleaved: bool
 ) -> torch.Tensor:
-    """Return the global scales g (e, matrices): the largest magnitude of a matrix is 6 * 448 g.
+    """Return the global scale of each matrix, amax / (6 * 448), as (e, matrices) float32.
 
-    A scale is at least 2^-126, so that its inverse is finite. It is 1 for a matrix of zeros.
+    amax is the largest magnitude of the matrix. A global scale is at least 2^-126, so that its
+    inverse is finite. It is 1 for a matrix of zeros.
 
     row_amax_eN: float32, the largest magnitude of each row.
     matrices, interleaved: see `matrix_index_of_rows`.

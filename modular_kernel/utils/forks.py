@@ -64,7 +64,7 @@ def check_process(created_in: int, what: str, need: str) -> None:
     need: what to use instead, for the message.
     """
     if created_in != _generation[0]:
-        raise StateError(what, got="a use in a forked child", need=need)
+        raise StateError(what, got="a call in a forked child process", need=need)
 
 
 class UnusableLock:
@@ -77,7 +77,7 @@ class UnusableLock:
         self._what, self._need = what, need
 
     def __enter__(self) -> NoReturn:
-        raise StateError(self._what, got="a use in a forked child", need=self._need)
+        raise StateError(self._what, got="a call in a forked child process", need=self._need)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

@@ -68,7 +68,7 @@ def find_package(probe: PackageProbe) -> ProbeResult:
             found_version = read_version(folder, probe.version_file)
             if not missing:
                 return ProbeResult(folder, found_version)
-            reasons.append(f"another {f'{location} {found_version}'.strip()}: {missing}")
+            reasons.append(f"unsupported {f'{location} {found_version}'.strip()}: {missing}")
     return ProbeResult(reason="; ".join(reasons))
 
 

@@ -29,7 +29,7 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.blocks import BlockLayout, ReceivedColumns, SentRows
+from prepare_finalize.common.blocks import BlockLayout, OutgoingRows, ReceivedColumns
 from prepare_finalize.common.fixed_capacity import (
     FixedCapacityCall,
     FixedCapacityExchange,
@@ -202,7 +202,7 @@ class CollectivePart(PackedRowsPart):
         values, scale = quantize_tokens(
             x_TH, self.problem, weights=weights, call=call, amax=amax, out=out
         )
-        rows = SentRows(
+        rows = OutgoingRows(
             values,
             scale if layout.scales and not x_in_place else None,
             numbers_TK,

@@ -14,9 +14,9 @@ from modular_kernel.spec.problem import MAX_TOP_K, Parallel, Problem
 from prepare_finalize.common.blocks import (
     Blocks,
     BlockSums,
+    OutgoingRows,
     Ranks,
     ReceivedColumns,
-    SentRows,
     fill_blocks,
     mask_remote_pairs,
     read_blocks,
@@ -48,7 +48,7 @@ def launch_all(problem: Problem, *, has_single_block: bool) -> None:
     status = DeviceStatus(world, META)
     counter, header_F = CallCounter(status, 1), empty(len(FIELDS), dtype=torch.int64)
     row_of_token_WT = None if has_single_block else empty(world, tokens)
-    rows = SentRows(
+    rows = OutgoingRows(
         empty(tokens, problem.hidden, dtype=layout.dtype),
         empty(tokens, layout.scales, dtype=torch.float32) if layout.scales else None,
         empty(tokens, k),
@@ -63,7 +63,7 @@ def launch_all(problem: Problem, *, has_single_block: bool) -> None:
         rows,
         x_TH=rows.x_TH[:1],
         scale_TG=None if rows.scale_TG is None else rows.scale_TG[:1],
-        numbers_TK=empty(1, k, dtype=torch.int64),
+        expert_numbers_TK=empty(1, k, dtype=torch.int64),
         weights_TK=rows.weights_TK[:1],
     )
     fill_blocks(few, blocks, row_of_token_WT=row_of_token_WT, **outputs)

@@ -4,16 +4,20 @@
 routing, the host need not know how many rows a rank sends. A rank sends one block to each rank, or
 a single block to all ranks. A block has these sections:
 
-    x (rows, H) | scale | numbers (rows, K) | weights (rows, K) | adapters | header | padding
+    x (capacity, H)                     activations
+    scale (capacity, G)                 scales of the activations
+    expert_numbers (capacity, K)        experts of each row
+    weights (capacity, K)               router weights
+    adapters (capacity, 1)              LoRA adapter of each row
+    header (F,)                         metadata of the call (`device_status.FIELDS`)
 
 The size of a block is a multiple of the size of a row of x. W received blocks are therefore one
 (W * block_rows, H) matrix of activations, which the experts read without a copy. The rows of this
 matrix that hold the other sections, and unused rows, get slots of -1, so that no expert reads them.
 
 A pair is one token with one of its K experts. A slot is the index of an expert in the weights of
-its rank. The section `numbers` has the expert number of each pair, which counts slots over all
-ranks: the expert in slot s of rank r has the number r * slots + s. The header has the metadata of
-the call, such as the number of valid rows (`device_status.FIELDS`).
+its rank. An expert number identifies an expert on any rank: the expert in slot s of rank r has the
+number r * slots + s.
 """
 
 import math
@@ -40,9 +44,9 @@ _HEADER_BYTES = 8 * len(FIELDS)
 _MAX_COPY_BYTES = 4096  # bytes of a row that a program of fill_blocks copies at a time
 _SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time when it counts rows
 _MAX_SPLIT_TOKENS = 16  # maximum T for which several programs of fill_blocks share a row
-_PAIRS_PER_PROGRAM = 128  # of mask_remote_pairs
+_PAIRS_PER_PROGRAM = 128  # pairs per program of mask_remote_pairs
 _SUM_COLUMNS = 2048  # columns per program of sum_blocks
-# Integer dtypes, by itemsize, as which kernels copy values of any dtype.
+# Integer dtypes by itemsize. Kernels copy activations of any dtype as integers of the same size.
 _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -50,14 +54,14 @@ _INT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class BlockLayout:
     """Layout of a block.
 
-    - rows: capacity of a block.
+    - capacity: maximum number of rows in a block.
     - hidden, dtype: columns and dtype of the activations.
     - top_k: number of pairs of a row.
     - scales: number of float32 scales of a row; 0 if they are not sent.
-    - adapters: whether rows have an adapter slot.
+    - adapters: whether the slots of the rows' LoRA adapters are sent.
     """
 
-    rows: int
+    capacity: int
     hidden: int
     dtype: torch.dtype
     top_k: int
@@ -68,11 +72,11 @@ class BlockLayout:
     def sections(self) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         """First byte, shape and dtype of each section of a block, by name."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "x": ((self.rows, self.hidden), self.dtype),
-            "scale": ((self.rows, self.scales), torch.float32),
-            "numbers": ((self.rows, self.top_k), torch.int32),
-            "weights": ((self.rows, self.top_k), torch.float32),
-            "adapters": ((self.rows, int(self.adapters)), torch.int32),
+            "x": ((self.capacity, self.hidden), self.dtype),
+            "scale": ((self.capacity, self.scales), torch.float32),
+            "expert_numbers": ((self.capacity, self.top_k), torch.int32),
+            "weights": ((self.capacity, self.top_k), torch.float32),
+            "adapters": ((self.capacity, int(self.adapters)), torch.int32),
             "header": ((len(FIELDS),), torch.int64),
         }
         sections, end = {}, 0
@@ -83,7 +87,7 @@ class BlockLayout:
 
     @cached_property
     def block_rows(self) -> int:
-        """Size of a block in rows of activations, of which the last hold the other sections."""
+        """Size of a block divided by the size of a row of activations."""
         row_bytes = self.hidden * self.dtype.itemsize
         multiple = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)  # keeps every block aligned
         start, _, _ = self.sections["header"]
@@ -105,24 +109,24 @@ class BlockLayout:
 
 
 @dataclass(frozen=True)
-class SentRows:
-    """The tokens of a call that are to be sent.
+class OutgoingRows:
+    """The tokens of a call, before they are written to blocks.
 
     - x_TH: activations in the dtype of the layout.
     - scale_TG: float32 scales of the activations, or None.
-    - numbers_TK: int32 or int64, number of the expert slot of each pair, -1 for a skipped pair.
-      Pairs with any other number outside [0, W * slots) are skipped as well.
+    - expert_numbers_TK: int32 or int64, expert number of each pair, -1 for a skipped pair. All
+      other numbers outside [0, W * slots) are invalid. Pairs with them are skipped as well.
     - weights_TK: float32 router weights.
-    - adapters_T: adapter slots, or None.
-    - invalid_ids: (1,) int32, incremented by the number of pairs with an invalid number.
+    - adapters_T: slots of LoRA adapters; None if the call uses no adapters.
+    - invalid_count: (1,) int32, incremented by the number of pairs with an invalid expert number.
     """
 
     x_TH: torch.Tensor
     scale_TG: torch.Tensor | None
-    numbers_TK: torch.Tensor
+    expert_numbers_TK: torch.Tensor
     weights_TK: torch.Tensor
     adapters_T: torch.Tensor | None
-    invalid_ids: torch.Tensor
+    invalid_count: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,8 @@ class Ranks:
 class Blocks:
     """Blocks to send or received blocks.
 
-    - bytes_SB: (S, layout.nbytes) uint8. Block w is for rank w, or from rank w. The block of this
-      rank itself is an exception: its index is `local_block`.
+    - bytes_SB: (S, layout.nbytes) uint8. Block w is for rank w, or from rank w, except that the
+      index of this rank's own block is `local_block`.
     - local_block: index of the block that this rank fills for itself.
     """
 
@@ -155,13 +159,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class ReceivedColumns:
-    """Output tensors for the columns of R = W * block_rows received rows, except activations.
+    """Output tensors for the R = W * block_rows received rows, except their activations.
 
     - local_experts: number of experts of this rank.
     - slots_RK: int32, expert slots of this rank, -1 for pairs of other ranks and for unused rows.
     - weights_RK: float32, router weights, 0 for pairs of other ranks and for unused rows.
     - scale_RG: float32 scales, undefined for unused rows; or None.
-    - adapters_R: int32 adapter slots, -1 for unused rows; or None.
+    - adapters_R: int32 slots of LoRA adapters, -1 for unused rows; or None.
     """
 
     local_experts: int
@@ -173,12 +177,11 @@ class ReceivedColumns:
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Blocks with the weighted sums of rows that each rank has computed.
+    """Blocks of outputs: for each row, the weighted sum over the experts of one rank.
 
     - sums_SRH: (S, block rows, H), contiguous.
-    - first_block: index of the block from rank 0. The block from rank w is first_block + w, except
-      for this rank.
-    - local_block: index of the block of this rank.
+    - first_block: the block from another rank w has the index first_block + w.
+    - local_block: index of the block from this rank itself.
     """
 
     sums_SRH: torch.Tensor
@@ -188,7 +191,7 @@ class BlockSums:
 
 
 def fill_blocks(
-    sent: SentRows,
+    rows: OutgoingRows,
     blocks: Blocks,
     *,
     row_of_token_WT: torch.Tensor | None,
@@ -199,29 +202,29 @@ def fill_blocks(
 ) -> None:
     """Write the rows of a call and its header to the blocks to send, and count the call.
 
-    Each block gets the tokens with an expert on its rank, in the order of tokens. Tokens beyond the
-    capacity are omitted. Unused rows are not written. One launch on a GPU.
+    The block for a rank gets the tokens that have an expert on this rank, in the order of tokens.
+    Tokens beyond the capacity are omitted. Unused rows are not written. One launch on a GPU.
 
     row_of_token_WT: (W, capacity) int32, output: row of each token in the block for each rank, -1
-        if it is not there. None for a single block, blocks.local_block, which gets all tokens.
-    header_F: (F,) int64, output: header of the call. Its copies in the blocks also have the number
-        of rows of their block.
-    refusal: see `device_status.FIELDS`.
-    x_in_place: whether the activations are in the single block already.
+        if the block does not have the token. None to write all tokens to blocks.local_block only.
+    header_F: (F,) int64, output: header of the call. Each block gets a copy of the header, in which
+        the field `sent` is the number of rows of the block.
+    refusal: index of the error with which this rank refuses the call, or NOT_REFUSED.
+    x_in_place: whether the single block already has the activations.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
-        _fill_blocks_ref(sent, blocks, row_of_token_WT, counter, header_F, refusal, x_in_place)
+        _fill_blocks_ref(rows, blocks, row_of_token_WT, counter, header_F, refusal, x_in_place)
         return
     from prepare_finalize.common.kernels.blocks import fill_blocks_kernel
 
-    tokens, is_single_block = len(sent.x_TH), row_of_token_WT is None
+    tokens, is_single_block = len(rows.x_TH), row_of_token_WT is None
     block_k = next_power_of_2(layout.top_k)
-    shape = _fill_shape(sent, 1 if is_single_block else ranks.world_size, layout)
+    config = _fill_launch(rows, 1 if is_single_block else ranks.world_size, layout)
     launch(
         fill_blocks_kernel,
-        (shape.programs,),
-        **_sent_arguments(sent, layout),
+        (config.programs,),
+        **_outgoing_arguments(rows, layout),
         **_section_arguments(blocks),
         row_of_token_ptr=header_F if row_of_token_WT is None else row_of_token_WT,
         header_ptr=header_F,
@@ -229,12 +232,12 @@ def fill_blocks(
         layer=counter.layer,
         refusal=refusal,
         tokens=tokens,
-        capacity=layout.rows,
+        capacity=layout.capacity,
         row_stride=0 if row_of_token_WT is None else row_of_token_WT.stride(0),
         rank=ranks.rank,
         local_block=blocks.local_block,
         slots=ranks.slots,
-        num_numbers=ranks.world_size * ranks.slots,
+        total_slots=ranks.world_size * ranks.slots,
         HIDDEN=layout.hidden,
         TOP_K=layout.top_k,
         BLOCK_K=block_k,
@@ -242,45 +245,47 @@ def fill_blocks(
         PADDED=next_power_of_2(ranks.world_size),
         SINGLE_BLOCK=is_single_block,
         HAS_X=not x_in_place,
-        ROWS=shape.rows,
-        BLOCK=shape.block,
-        SPLITS=shape.splits,
+        ROWS=config.tokens_per_program,
+        BLOCK=config.columns_per_step,
+        SPLITS=config.splits,
         SCAN=max(16, min(_SCAN_PAIRS // block_k, next_power_of_2(tokens))),
         NUM_FIELDS=len(FIELDS),
-        COUNT_BEGIN=counter.must_count_begin(),
-        num_warps=8 if shape.rows > 1 else 4,
+        COUNT_BEGIN=counter.must_count_begin(),  # False if `counter.begin` has counted this call
+        num_warps=8 if config.tokens_per_program > 1 else 4,
         **pdl_arguments(),
     )
 
 
-class _FillShape(NamedTuple):
+class _FillLaunch(NamedTuple):
     """Launch shape of `fill_blocks_kernel`.
 
     programs: size of the grid.
-    rows: tokens per program.
-    block: columns that a program copies at a time.
+    tokens_per_program: number of tokens that a program copies.
+    columns_per_step: number of columns that a program copies at a time.
     splits: number of programs that share the columns of a row.
     """
 
     programs: int
-    rows: int
-    block: int
+    tokens_per_program: int
+    columns_per_step: int
     splits: int
 
 
-def _fill_shape(sent: SentRows, num_blocks: int, layout: BlockLayout) -> _FillShape:
-    tokens, hidden = sent.x_TH.shape
-    block = min(_MAX_COPY_BYTES // layout.dtype.itemsize, next_power_of_2(hidden))
-    rows = _rows_per_program(tokens, num_blocks, sent.x_TH.device)
+def _fill_launch(rows: OutgoingRows, num_blocks: int, layout: BlockLayout) -> _FillLaunch:
+    tokens, hidden = rows.x_TH.shape
+    columns = min(_MAX_COPY_BYTES // layout.dtype.itemsize, next_power_of_2(hidden))
+    tokens_per_program = _tokens_per_program(tokens, num_blocks, rows.x_TH.device)
     # With few tokens, rows are split, so that more programs share the work.
-    splits = -(-hidden // block) if rows == 1 and tokens <= _MAX_SPLIT_TOKENS else 1
-    return _FillShape(1 + -(-tokens // rows) * splits * num_blocks, rows, block, splits)
+    is_split = tokens_per_program == 1 and tokens <= _MAX_SPLIT_TOKENS
+    splits = -(-hidden // columns) if is_split else 1
+    programs = 1 + -(-tokens // tokens_per_program) * splits * num_blocks
+    return _FillLaunch(programs, tokens_per_program, columns, splits)
 
 
-def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
-    """Return the tokens per program, a power of two up to 8.
+def _tokens_per_program(tokens: int, blocks: int, device: torch.device) -> int:
+    """Return the number of tokens per program, a power of two up to 8.
 
-    It is greater than 1 only if every SM has at least 8 programs.
+    It is greater than 1 only if every SM still has at least 8 programs.
     """
     sms = 2
     if device.type == "cuda":
@@ -288,23 +293,23 @@ def _rows_per_program(tokens: int, blocks: int, device: torch.device) -> int:
     return min(8, next_power_of_2(max(1, tokens * blocks // (8 * sms))))
 
 
-def _sent_arguments(sent: SentRows, layout: BlockLayout) -> dict[str, object]:
+def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, object]:
     """Return the arguments of `fill_blocks_kernel` for the rows that it reads."""
-    x_TH = sent.x_TH.view(_INT_DTYPES[layout.dtype.itemsize])
-    scale_TG, adapters_T = sent.scale_TG, sent.adapters_T
+    x_TH = rows.x_TH.view(_INT_DTYPES[layout.dtype.itemsize])
+    scale_TG, adapters_T = rows.scale_TG, rows.adapters_T
     scales = 0 if scale_TG is None else layout.scales
     adapters = "slots" if adapters_T is not None else "unused"
     return {
         "x_ptr": x_TH,
         "scale_ptr": x_TH if scale_TG is None else scale_TG,
-        "numbers_ptr": sent.numbers_TK,
-        "weights_ptr": sent.weights_TK,
+        "expert_numbers_ptr": rows.expert_numbers_TK,
+        "weights_ptr": rows.weights_TK,
         "adapters_ptr": x_TH if adapters_T is None else adapters_T,
-        "invalid_ptr": sent.invalid_ids,
+        "invalid_count_ptr": rows.invalid_count,
         "stride_x": x_TH.stride(0),
         "stride_scale": 0 if scale_TG is None else scale_TG.stride(0),
-        "stride_numbers": sent.numbers_TK.stride(0),
-        "stride_weights": sent.weights_TK.stride(0),
+        "stride_expert_numbers": rows.expert_numbers_TK.stride(0),
+        "stride_weights": rows.weights_TK.stride(0),
         "SCALES": scales,
         "BLOCK_S": next_power_of_2(max(1, scales)),
         "ADAPTERS": adapters if layout.adapters else "none",
@@ -315,22 +320,22 @@ def _section_arguments(blocks: Blocks) -> dict[str, object]:
     """Return the arguments of `fill_blocks_kernel` for the blocks that it writes."""
     layout = blocks.layout
     x_SRH = blocks.section("x").view(_INT_DTYPES[layout.dtype.itemsize])
-    numbers_SRK, headers_SF = blocks.section("numbers"), blocks.section("header")
+    expert_numbers_SRK, headers_SF = blocks.section("expert_numbers"), blocks.section("header")
     return {
         "x_blocks_ptr": x_SRH,
         "scale_blocks_ptr": blocks.section("scale") if layout.scales else x_SRH,
-        "numbers_blocks_ptr": numbers_SRK,
+        "expert_numbers_blocks_ptr": expert_numbers_SRK,
         "weights_blocks_ptr": blocks.section("weights"),
         "adapters_blocks_ptr": blocks.section("adapters") if layout.adapters else x_SRH,
         "header_blocks_ptr": headers_SF,
-        "x_block": x_SRH.stride(0),
-        "word_block": numbers_SRK.stride(0),
-        "header_block": headers_SF.stride(0),
+        "x_block_stride": x_SRH.stride(0),
+        "word_block_stride": expert_numbers_SRK.stride(0),
+        "header_block_stride": headers_SF.stride(0),
     }
 
 
 def _fill_blocks_ref(
-    sent: SentRows,
+    rows: OutgoingRows,
     blocks: Blocks,
     row_of_token_WT: torch.Tensor | None,
     counter: CallCounter,
@@ -340,34 +345,34 @@ def _fill_blocks_ref(
 ) -> None:
     """Torch reference of `fill_blocks`."""
     layout, ranks, device = blocks.layout, blocks.ranks, blocks.bytes_SB.device
-    tokens, numbers_TK = len(sent.x_TH), sent.numbers_TK
-    is_slot = (numbers_TK >= 0) & (numbers_TK < ranks.world_size * ranks.slots)
-    sent.invalid_ids.add_((~is_slot & (numbers_TK != -1)).sum().to(torch.int32))
-    numbers_TK = torch.where(is_slot, numbers_TK, -1).to(torch.int32)
-    columns = {"numbers": numbers_TK, "weights": sent.weights_TK}
+    tokens, expert_numbers_TK = len(rows.x_TH), rows.expert_numbers_TK
+    is_valid_TK = (expert_numbers_TK >= 0) & (expert_numbers_TK < ranks.world_size * ranks.slots)
+    rows.invalid_count.add_((~is_valid_TK & (expert_numbers_TK != -1)).sum().to(torch.int32))
+    expert_numbers_TK = torch.where(is_valid_TK, expert_numbers_TK, -1).to(torch.int32)
+    columns = {"expert_numbers": expert_numbers_TK, "weights": rows.weights_TK}
     if not x_in_place:
-        columns["x"] = sent.x_TH
-    if layout.scales and sent.scale_TG is not None:
-        columns["scale"] = sent.scale_TG
+        columns["x"] = rows.x_TH
+    if layout.scales and rows.scale_TG is not None:
+        columns["scale"] = rows.scale_TG
     if layout.adapters:
-        unused_T = numbers_TK.new_full((tokens,), -1)
-        slots_T = unused_T if sent.adapters_T is None else sent.adapters_T
+        unused_T = expert_numbers_TK.new_full((tokens,), -1)
+        slots_T = unused_T if rows.adapters_T is None else rows.adapters_T
         columns["adapters"] = slots_T[:, None]
     all_tokens_T = torch.ones(tokens, dtype=torch.bool, device=device)
     indices, needs_WT = [blocks.local_block], all_tokens_T[None]
     if row_of_token_WT is not None:
         indices = [blocks.local_block if w == ranks.rank else w for w in range(ranks.world_size)]
-        rank_TK = torch.where(numbers_TK < 0, -1, numbers_TK // ranks.slots)
+        rank_TK = torch.where(expert_numbers_TK < 0, -1, expert_numbers_TK // ranks.slots)
         ranks_W = torch.arange(ranks.world_size, device=device)
         needs_WT = (rank_TK == ranks_W[:, None, None]).any(2)
         row_WT = torch.where(needs_WT, needs_WT.cumsum(1) - 1, -1)
-        row_of_token_WT[:, :tokens] = torch.where(row_WT < layout.rows, row_WT, -1)
+        row_of_token_WT[:, :tokens] = torch.where(row_WT < layout.capacity, row_WT, -1)
     num_rows_W = needs_WT.sum(1)
     if counter.must_count_begin():
         counter.status.count_begin()
     header_F.copy_(counter.header(tokens, num_rows_W.max(), refusal=refusal))
     for index, needs_T, num_rows in zip(indices, needs_WT, num_rows_W, strict=True):
-        token_R = needs_T.nonzero()[: layout.rows, 0]
+        token_R = needs_T.nonzero()[: layout.capacity, 0]
         for name, values in columns.items():
             blocks.section(name)[index, : len(token_R)] = values[token_R]
         blocks.section("header")[index] = header_F
@@ -382,12 +387,12 @@ def read_blocks(
     header_F: torch.Tensor,
     limits: torch.Tensor,
 ) -> None:
-    """Read the columns of received blocks, except activations, and verify their headers.
+    """Read all sections of received blocks except activations, and verify their headers.
 
     One launch on a GPU.
 
-    header_F: header of this rank, with which those of the blocks are compared.
-    limits: capacity of the layer; see `DeviceStatus.verify`.
+    header_F: header of this rank, with which the headers of the blocks are compared.
+    limits: limits for the values in headers, from `DeviceStatus.limits`.
     """
     layout, ranks = blocks.layout, blocks.ranks
     if not use_triton(blocks.bytes_SB):
@@ -404,10 +409,10 @@ def read_blocks(
     launch(
         read_blocks_kernel,
         (-(-rows // rows_per_program),),
-        numbers_ptr=section["numbers"],
+        expert_numbers_ptr=section["expert_numbers"],
         weights_ptr=section["weights"],
         scale_ptr=section["scale"] if scales else section["weights"],
-        adapters_ptr=section["adapters"] if layout.adapters else section["numbers"],
+        adapters_ptr=section["adapters"] if layout.adapters else section["expert_numbers"],
         header_blocks_ptr=section["header"],
         slots_ptr=out.slots_RK,
         out_weights_ptr=out.weights_RK,
@@ -418,12 +423,12 @@ def read_blocks(
         **status.arguments(),
         rows=rows,
         block_rows=layout.block_rows,
-        capacity=layout.rows,
+        capacity=layout.capacity,
         rank=ranks.rank,
         slots=ranks.slots,
         local_experts=out.local_experts,
-        word_block=section["numbers"].stride(0),
-        header_block=section["header"].stride(0),
+        word_block_stride=section["expert_numbers"].stride(0),
+        header_block_stride=section["header"].stride(0),
         SCALES=scales,
         BLOCK_S=next_power_of_2(max(1, scales)),
         TOP_K=layout.top_k,
@@ -438,20 +443,20 @@ def read_blocks(
 
 
 def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
-    """Torch reference of `read_blocks`, without the headers."""
+    """Torch reference of `read_blocks`. It does not verify headers."""
     layout, ranks, world = blocks.layout, blocks.ranks, len(blocks.bytes_SB)
-    num_rows_W1 = blocks.section("header")[:, SENT, None].clamp(0, layout.rows)
-    rows_R = torch.arange(layout.rows, device=blocks.bytes_SB.device)
+    num_rows_W1 = blocks.section("header")[:, SENT, None].clamp(0, layout.capacity)
+    rows_R = torch.arange(layout.capacity, device=blocks.bytes_SB.device)
     has_token_WR = rows_R < num_rows_W1
-    numbers_WRK = blocks.section("numbers")
-    slot_WRK = numbers_WRK - ranks.rank * ranks.slots
-    is_local = (numbers_WRK >= 0) & (slot_WRK >= 0) & (slot_WRK < out.local_experts)
+    expert_numbers_WRK = blocks.section("expert_numbers")
+    slot_WRK = expert_numbers_WRK - ranks.rank * ranks.slots
+    is_local = (expert_numbers_WRK >= 0) & (slot_WRK >= 0) & (slot_WRK < out.local_experts)
     is_local &= has_token_WR[..., None]
 
     def write(out_R: torch.Tensor, values_WR: torch.Tensor, padding: float) -> None:
         out_WR = out_R.view(world, -1, *out_R.shape[1:])
-        out_WR[:, : layout.rows] = values_WR
-        out_WR[:, layout.rows :] = padding
+        out_WR[:, : layout.capacity] = values_WR
+        out_WR[:, layout.capacity :] = padding
 
     write(out.slots_RK, torch.where(is_local, slot_WRK, -1), -1)
     write(out.weights_RK, torch.where(is_local, blocks.section("weights"), 0), 0)
@@ -463,20 +468,20 @@ def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
 
 
 def mask_remote_pairs(
-    numbers_TK: torch.Tensor, weights_TK: torch.Tensor, ranks: Ranks, local_experts: int
+    expert_numbers_TK: torch.Tensor, weights_TK: torch.Tensor, ranks: Ranks, local_experts: int
 ) -> None:
-    """Replace expert numbers by slots of this rank, in place.
+    """Replace expert numbers by slots of this rank in place.
 
     Pairs of other ranks get slots of -1 and weights of 0. One launch on a GPU, none for T = 0.
 
-    numbers_TK: (T, K) int32, contiguous, number of the expert slot of each pair, -1 to skip it.
-    weights_TK: (T, K) float32, contiguous.
+    expert_numbers_TK: (T, K) int32, contiguous, expert number of each pair, -1 for a skipped pair.
+    weights_TK: (T, K) float32, contiguous, router weights.
     """
-    first, numel = ranks.rank * ranks.slots, numbers_TK.numel()
-    if not use_triton(numbers_TK):
-        slots_TK = numbers_TK - first
+    first, numel = ranks.rank * ranks.slots, expert_numbers_TK.numel()
+    if not use_triton(expert_numbers_TK):
+        slots_TK = expert_numbers_TK - first
         is_local = (slots_TK >= 0) & (slots_TK < local_experts)
-        numbers_TK.copy_(torch.where(is_local, slots_TK, -1))
+        expert_numbers_TK.copy_(torch.where(is_local, slots_TK, -1))
         weights_TK.masked_fill_(~is_local, 0)
         return
     if not numel:
@@ -486,7 +491,7 @@ def mask_remote_pairs(
     launch(
         mask_remote_pairs_kernel,
         (-(-numel // _PAIRS_PER_PROGRAM),),
-        numbers_ptr=numbers_TK,
+        expert_numbers_ptr=expert_numbers_TK,
         weights_ptr=weights_TK,
         first=first,
         local_experts=local_experts,
@@ -503,13 +508,13 @@ def sum_blocks(
     row_of_token_WT: torch.Tensor | None,
     counter: CallCounter,
 ) -> None:
-    """Add each token's rows from all ranks, in float32 in rank order, and count the call's end.
+    """Sum the outputs of each token over all ranks, and count the end of the call.
 
-    One launch on a GPU.
+    Sums are computed in float32, in the order of ranks. One launch on a GPU.
 
-    out_TH: (T, H), output of the sums; NaN if a call of the manager has failed.
-    row_of_token_WT: (W, capacity) int32, row of each token in the block of each rank, -1 if it is
-        not there. None if it is row t for token t in every block.
+    out_TH: (T, H), output: the sums. All values are NaN if a call of the manager has failed.
+    row_of_token_WT: (W, capacity) int32, row of each token in the block of each rank, -1 if the
+        block does not have the token. None if token t is row t of every block.
     """
     tokens, hidden = out_TH.shape
     sums_SRH, ranks = sums.sums_SRH, sums.ranks
@@ -546,7 +551,7 @@ def sum_blocks(
 def _sum_blocks_ref(
     sums: BlockSums, out_TH: torch.Tensor, row_of_token_WT: torch.Tensor | None
 ) -> None:
-    """Torch reference of `sum_blocks`, without the end of the call."""
+    """Torch reference of `sum_blocks`. It does not count the end of the call."""
     (tokens, hidden), ranks = out_TH.shape, sums.ranks
     sum_TH = torch.zeros(tokens, hidden, dtype=torch.float32, device=out_TH.device)
     for w in range(ranks.world_size):

@@ -28,9 +28,9 @@ from prepare_finalize.common.blocks import (
     BlockLayout,
     Blocks,
     BlockSums,
+    OutgoingRows,
     Ranks,
     ReceivedColumns,
-    SentRows,
     fill_blocks,
     read_blocks,
     sum_blocks,
@@ -180,7 +180,7 @@ class FixedCapacityExchange:
 
     def send(
         self,
-        rows: SentRows,
+        rows: OutgoingRows,
         buffers: FixedCapacityBuffers,
         call: CallState,
         step: int,
@@ -196,7 +196,7 @@ class FixedCapacityExchange:
 
     def _send(
         self,
-        rows: SentRows,
+        rows: OutgoingRows,
         buffers: FixedCapacityBuffers,
         step: int,
         *,
@@ -252,7 +252,7 @@ class FixedCapacityExchange:
         start_exchange = manager.block_exchange(
             sums_SRH[ranks.world_size :].view(torch.uint8),
             sums_SRH[: ranks.world_size].view(torch.uint8),
-            rows=sent.layout.rows,
+            rows=sent.layout.capacity,
             phase="combine",
         )
         exchange = ReplayableExchange(manager, start_exchange)
@@ -291,7 +291,7 @@ class FixedCapacityExchange:
             if self._reduces_amax:
                 self.reduce_amax(torch.zeros(1, dtype=torch.float32, device=device), step)
             k = problem.top_k
-            no_rows = SentRows(
+            no_rows = OutgoingRows(
                 torch.empty(0, problem.hidden, dtype=layout.dtype, device=device),
                 torch.empty(0, layout.scales, dtype=torch.float32, device=device)
                 if layout.scales

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_rows import DRAWN, EXPERTS, LAYOUTS, METHODS, Written, write_row
 from covering_rows import Refusal, name_of
-from test_checkpoint_values import PAIR, dequantized_weights
+from test_checkpoint_values import REFERENCE_PARTS, dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
@@ -72,7 +72,7 @@ def summed_output_error(loaded: list[LoadedExperts], written: Written, **fields:
     total = torch.zeros_like(x)
     for rank in loaded:
         problem, held = rank.partial(TOKENS, **fields)
-        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
         with prefer_torch_reference():
             total += kernel(x.to(problem.dtype), held, mk.Routing(weights, ids)).double()
     x = x.to(loaded[0].problem_fields["dtype"]).double()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_checkpoint_values import PAIR, PUBLISHERS, dequantized_weights
+from test_checkpoint_values import FAMILY_BY_FORMAT, REFERENCE_PARTS, dequantized_weights
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
@@ -22,9 +22,11 @@ from modular_kernel.testing.checkpoints.formats import fp8_block
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
-GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-# Schemes whose activation scales depend on the share. With one scale per row, each TP rank has a
-# scale for its part of a row; with one scale per tensor, each rank has one for its own rows.
+GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))  # numbers of (EP ranks, TP ranks)
+# Schemes in which a rank computes activation scales from its share only. The sum of outputs then
+# differs from the output of one rank by quantization errors. In per-channel schemes, a scale covers
+# a row, and each TP rank has a part of the row in GEMM 2. In the per-tensor scheme, a scale covers
+# all rows of a rank.
 PER_CHANNEL_SCHEMES, PER_TENSOR_SCHEME = (
     ("fp8_w8a8_channel", "int8_w8a8_channel"),
     "fp8_w8a8_tensor",
@@ -42,13 +44,13 @@ def load_all_ranks(
 
 
 def summed_outputs(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> torch.Tensor:
-    """Return the sum of the ranks' outputs. Every rank gets all tokens."""
+    """Return the sum of the ranks' outputs. Every rank gets all tokens and skips remote experts."""
     x, weights, ids = sample.inputs(tokens)
     total = torch.zeros(tokens, sample.w2.shape[1], dtype=torch.float64)
     for rank in loaded:
-        problem, held = rank.partial(tokens)
-        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
-        total += kernel(x.to(problem.dtype), held, mk.Routing(weights, ids)).double()
+        problem, local_weights = rank.partial(tokens)
+        kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
+        total += kernel(x.to(problem.dtype), local_weights, mk.Routing(weights, ids)).double()
     return total
 
 
@@ -63,10 +65,12 @@ def expert_bytes(sample: Sample) -> int:
     return total
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(3)  # a run of the suite has about a third of the parameters
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
 def test_rank_outputs_and_weights_add_up_to_the_whole(kind: str, tmp_path: Path) -> None:
-    sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=512, shards=2)
+    sample = write(
+        tmp_path, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, intermediate=512, shards=2
+    )
     whole = summed_outputs(sample, load_all_ranks(sample, (1, 1), "float32"))
     truth, scheme = sample.expected_output(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
     w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
@@ -97,15 +101,15 @@ def test_bytes_read_counts_actual_reads(tmp_path: Path, monkeypatch: pytest.Monk
     seen, read = [], TensorFiles.read
 
     def counted(self: TensorFiles, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        found = read(self, name, box)
-        seen.append((name, found.nbytes))
-        return found
+        tensor = read(self, name, box)
+        seen.append((name, tensor.nbytes))
+        return tensor
 
     monkeypatch.setattr(TensorFiles, "read", counted)
     loaded = mk.load_experts(tmp_path, 0, ep=(1, 4))
     assert {name.split(".")[5] for name, _ in seen} == {"1"}
-    told = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
-    assert repr(loaded) == f"LoadedExperts({told})"
+    summary = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
+    assert repr(loaded) == f"LoadedExperts({summary})"
     assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
 
 
@@ -113,7 +117,7 @@ def test_bytes_read_counts_actual_reads(tmp_path: Path, monkeypatch: pytest.Monk
 def test_reading_in_pieces_gives_equal_weights(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = "step3p5" if kind == "deepseek fp8" else PUBLISHERS.get(kind, "mixtral")
+    family = "step3p5" if kind == "deepseek fp8" else FAMILY_BY_FORMAT.get(kind, "mixtral")
     sample = write(tmp_path, family, kind, intermediate=512)
     whole = mk.load_experts(tmp_path, 0, tp=(1, 2))
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
@@ -157,7 +161,7 @@ def test_b2_is_nonzero_on_one_tp_rank_only(family: str, tmp_path: Path) -> None:
 def test_scale_tiles_are_split_to_fit_a_share(
     kind: str, intermediate: int, tp: int, scheme: str, tmp_path: Path
 ) -> None:
-    sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=intermediate)
+    sample = write(tmp_path, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, intermediate=intermediate)
     loaded = load_all_ranks(sample, (1, tp))
     assert {rank.problem_fields["quant"] for rank in loaded} == {scheme}
     parts = [dequantized_weights(rank) for rank in loaded]
@@ -168,9 +172,9 @@ def test_scale_tiles_are_split_to_fit_a_share(
 
 
 def test_scale_tile_across_gate_and_up_is_split(tmp_path: Path) -> None:
-    """Fused fp8 blocks cover 2I rows.
+    """The rows of gate and up are fused into 2I rows before they are divided into fp8 blocks.
 
-    If I is not a multiple of the block, one block has rows of both gate and up.
+    If I is not a multiple of the block size, one block has rows of both gate and up.
     """
     g = torch.Generator().manual_seed(0)
     sample = write(tmp_path, "mistral4", "bf16", intermediate=192)
@@ -203,19 +207,19 @@ def test_placements_select_the_experts_of_a_rank(tmp_path: Path) -> None:
     assert loaded[1].partial(8)[1].expert_map.tolist() == [-1, 0, -1, 1]
 
 
-# Limits the data segment of a process, without mapped files, to its size after imports plus an
-# allowance, and loads.
-_CHILD = """
+# A program that loads one rank's share with limited memory. It limits its data segment to the
+# present size, plus the size of the mapped checkpoint files, plus sys.argv[2] bytes.
+_LOAD_SHARE = """
 import resource, sys
 from pathlib import Path
 import torch
 import modular_kernel as mk
-folder, room, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder, allowance, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 mk.load_experts(folder / "warm", 0)
 (data,) = (l.split()[1] for l in open("/proc/self/status") if l.startswith("VmData"))
 mapped = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-limit = int(data) * 1024 + mapped + room
+limit = int(data) * 1024 + mapped + allowance
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 loaded = mk.load_experts(folder, 0, tp=(0, tp))
 print(sum(t.nbytes for t in vars(loaded.weights).values() if t is not None))
@@ -229,14 +233,15 @@ def test_peak_memory_is_the_share_plus_one_matrix(kind: str, tmp_path: Path) -> 
     write(tmp_path, "mixtral", kind, experts=4, hidden=1024, intermediate=2048)
     write(tmp_path / "warm", "mixtral", kind)
 
-    def child(room: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", _CHILD, str(tmp_path), str(room), "2"]
+    def load_with(allowance: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _LOAD_SHARE, str(tmp_path), str(allowance), "2"]
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
     bits = {"bf16": 16, "awq": 4}[kind]
-    kept = 4 * 3 * 1024 * 2048 * bits // 8 // 2
-    matrix = 1024 * 2048 * 8  # int32 words of one matrix, unpacked and reordered
-    enough = child(kept + kept // 8 + matrix)
-    assert enough.returncode == 0, enough.stderr[-500:]
-    assert kept <= int(enough.stdout) <= 1.2 * kept
-    assert child(kept // 2).returncode != 0
+    share_bytes = 4 * 3 * 1024 * 2048 * bits // 8 // 2
+    # Loading unpacks one matrix to int32, and makes a reordered copy.
+    matrix_bytes = 1024 * 2048 * 2 * 4
+    loaded = load_with(share_bytes + share_bytes // 8 + matrix_bytes)
+    assert loaded.returncode == 0, loaded.stderr[-500:]
+    assert share_bytes <= int(loaded.stdout) <= 1.2 * share_bytes
+    assert load_with(share_bytes // 2).returncode != 0

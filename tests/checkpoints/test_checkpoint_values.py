@@ -28,9 +28,9 @@ PACKER_LIBRARIES = (
     "optimum",
     "modelopt",
 )
-PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-# The family whose checkpoints are published in a format; Mixtral for the others.
-PUBLISHERS = {
+REFERENCE_PARTS = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+# The model family with published checkpoints in a format. Tests use Mixtral for other formats.
+FAMILY_BY_FORMAT = {
     "deepseek fp8": "deepseek_v3",
     "deepseek fp8, UE8M0": "deepseek_v3",
     "deepseek fp4": "deepseek_v4",
@@ -51,14 +51,14 @@ def forbid_packer_imports(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_checkpoint(
     folder: Path, kind: str, change: Callable[[Tensors], None] | None = None
 ) -> Sample:
-    return write(folder, PUBLISHERS.get(kind, "mixtral"), kind, change=change)
+    return write(folder, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, change=change)
 
 
 def output_error(sample: Sample, loaded: LoadedExperts) -> float:
     """Return the relative error of the layer's output against float64."""
     x, weights, ids = sample.inputs(24)
     problem = loaded.problem(24)
-    kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+    kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
     y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(weights, ids))
     truth = sample.expected_output(x.to(problem.dtype).double(), weights, ids)
     return float((y.double() - truth).norm() / truth.norm())

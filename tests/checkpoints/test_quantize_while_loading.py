@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_checkpoint_shares import load_all_ranks, summed_outputs
-from test_checkpoint_values import PAIR, dequantized_weights, output_error
+from test_checkpoint_values import REFERENCE_PARTS, dequantized_weights, output_error
 from torch.profiler import ProfilerActivity, profile
 
 import modular_kernel as mk
@@ -224,7 +224,7 @@ def test_layer_is_created_and_loaded_in_the_scheme(scheme: str, tmp_path: Path) 
         layer.load(tmp_path, quantize=scheme)
         loaded = mk.load_experts(tmp_path, 0, tp=(tp, 2), quantize=scheme)
         problem, held = loaded.partial(6)
-        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
         want = kernel(x.bfloat16(), held, mk.Routing(weights, ids))
         assert torch.equal(layer(x.bfloat16(), (weights, ids)), want)
     with pytest.raises(ConfigurationError, match="quant of the checkpoint: got none, need"):

@@ -345,7 +345,9 @@ def test_a_plan_on_a_gpu_or_over_ranks_refuses_to_run_in_the_child() -> None:
         return str(caught.value)
 
     for said in (run_in_child(child), run_in_child(lambda: run_in_child(child))):
-        assert said.startswith("a plan: got a use in a forked child, need a spawned process")
+        assert said.startswith(
+            "a plan: got a call in a forked child process, need a spawned process"
+        )
         assert "CUDA context" in said
     plan._device = torch.device("cpu")
     plan(*given)

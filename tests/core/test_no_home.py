@@ -11,22 +11,24 @@ from modular_kernel.select.cache import NO_CACHE_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-# Path.home() asks getpwuid if HOME is not set; this one raises as for a user without an entry.
-HOMELESS = """
+# Python source that removes the user's passwd entry. If HOME is not set, Path.home() calls
+# pwd.getpwuid. This replacement raises KeyError, as for a user without an entry.
+REMOVE_PASSWD_ENTRY = """
 import pwd, sys
 def unknown(uid):
     raise KeyError(f"getpwuid(): uid not found: {uid}")
 pwd.getpwuid = unknown
 """
-VERBS = f"""{HOMELESS}
+# A program that runs the commands in sys.argv[1] (JSON) and prints their exit codes.
+RUN_COMMANDS = f"""{REMOVE_PASSWD_ENTRY}
 import json
 from modular_kernel.cli.main import run
 codes = {{}}
-for words in json.loads(sys.argv[1]):
+for command in json.loads(sys.argv[1]):
     try:
-        run(words)
-    except SystemExit as ended:
-        codes[words[0]] = ended.code
+        run(command)
+    except SystemExit as error:
+        codes[command[0]] = error.code
 print(json.dumps(codes))
 """
 
@@ -37,16 +39,16 @@ def _no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def homeless(program: str, *words: str) -> str:
-    """Return the output of a program in a new interpreter without a home folder."""
-    command = [sys.executable, "-c", program, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_without_home(program: str, *args: str) -> str:
+    """Run a program in a new interpreter without a home folder; return its output."""
+    command = [sys.executable, "-c", program, *args]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
-def test_verbs_work() -> None:
-    verbs = (
+def test_commands_work() -> None:
+    commands = (
         ("list",),
         ("check",),
         ("doctor",),
@@ -55,28 +57,28 @@ def test_verbs_work() -> None:
         ("tune", "--explain", "--model", "mixtral", "--tokens-list", "4"),
         ("test", "--one", "--pf-type", PREPARE, "--experts-type", "TorchExperts"),
     )
-    printed = homeless(VERBS, json.dumps(verbs))
-    codes = json.loads(printed.splitlines()[-1])
-    assert codes == {words[0]: 0 for words in verbs}
+    output = run_without_home(RUN_COMMANDS, json.dumps(commands))
+    codes = json.loads(output.splitlines()[-1])
+    assert codes == {command[0]: 0 for command in commands}
 
 
-def test_compose_caches_in_a_given_folder_and_reports_a_missing_one(
+def test_compose_uses_the_configured_cache_folder_or_reports_that_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("compose", "--tokens-list", "2", "--experts", "2", "--hidden", "32", "--json")
-    program = f"{HOMELESS}from modular_kernel.cli.main import run; run(sys.argv[1:])"
+    args = ("compose", "--tokens-list", "2", "--experts", "2", "--hidden", "32", "--json")
+    program = f"{REMOVE_PASSWD_ENTRY}from modular_kernel.cli.main import run; run(sys.argv[1:])"
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted parts are not timed
-    found = json.loads(homeless(program, *words, "--budget", "0"))
-    assert NO_CACHE_FOLDER in found["notes"]
+    result = json.loads(run_without_home(program, *args, "--budget", "0"))
+    assert NO_CACHE_FOLDER in result["notes"]
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
-    first, second = (json.loads(homeless(program, *words)) for _ in range(2))
+    first, second = (json.loads(run_without_home(program, *args)) for _ in range(2))
     assert (first["timed_now"], second["timed_now"]) == (1, 0)
     assert second["notes"] == []
 
 
 @pytest.mark.cpu
 def test_a_kernel_is_made_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = f"""{HOMELESS}
+    program = f"""{REMOVE_PASSWD_ENTRY}
 import torch
 import modular_kernel as mk
 problem = mk.Problem(tokens=4, hidden=32, intermediate=32, experts=2, top_k=1, dtype=torch.float32)
@@ -86,19 +88,19 @@ ids = torch.zeros(4, 1, dtype=torch.int64)
 print(kernel(torch.ones(4, 32), weights, mk.Routing(torch.ones(4, 1), ids))[0, 0].item())
 """
     # silu(32) * 32, summed over 32
-    assert float(homeless(program, "TorchExperts")) == pytest.approx(32.0**3, rel=1e-5)
+    assert float(run_without_home(program, "TorchExperts")) == pytest.approx(32.0**3, rel=1e-5)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert float(homeless(program, "TritonExperts")) == pytest.approx(32.0**3, rel=1e-5)
+    assert float(run_without_home(program, "TritonExperts")) == pytest.approx(32.0**3, rel=1e-5)
 
 
-def test_tuning_states_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_raises_without_a_folder_for_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     from modular_kernel.cli import tune
     from modular_kernel.errors import ConfigurationError
 
-    def none() -> Path:
+    def raise_error() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", none)
-    search = tune.TuneOptions()
+    monkeypatch.setattr(Path, "home", raise_error)
+    options = tune.TuneOptions()
     with pytest.raises(ConfigurationError, match="MK_CONFIG_DIR"):
-        tune._tune_layers([], (1,), search, as_json=False)
+        tune._tune_layers([], (1,), options, as_json=False)

@@ -18,14 +18,15 @@ from modular_kernel.utils.package_probes import (
     find_packages,
 )
 
-WANTED = PackageProbe(
+PROBE = PackageProbe(
     "swift_gemm",
     ("swift_gemm", "engine/third_party/swift_gemm"),
     (("api.py", "def grouped_gemm("), ("api.py", "psum")),
     "swift_gemm 2 or newer",
     "its install script",
 )
-RIGHT = "raise SystemExit('imported')\ndef grouped_gemm(a, psum): ..."
+# Source of an api.py that has both markers of PROBE.
+MATCHING_API = "raise SystemExit('imported')\ndef grouped_gemm(a, psum): ..."
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def put(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
+def write_package(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
     folder = site / name
     folder.mkdir(parents=True)
     top = site / name.split("/")[0] / "__init__.py"
@@ -48,61 +49,61 @@ def put(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
 
 
 def test_an_absent_package() -> None:
-    assert find_package(WANTED) == ProbeResult()
+    assert find_package(PROBE) == ProbeResult()
 
 
 def test_a_package_is_identified_by_its_interface_without_import(site: Path) -> None:
-    folder = put(site, "swift_gemm", api=RIGHT)
-    assert find_package(WANTED) == ProbeResult(folder, "2.0")
+    folder = write_package(site, "swift_gemm", api=MATCHING_API)
+    assert find_package(PROBE) == ProbeResult(folder, "2.0")
     assert "swift_gemm" not in sys.modules
 
 
 def test_a_package_inside_another_is_found_without_import(site: Path) -> None:
-    folder = put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    assert find_package(WANTED) == ProbeResult(folder, "2.5.0")
+    folder = write_package(site, "engine/third_party/swift_gemm", version="2.5.0", api=MATCHING_API)
+    assert find_package(PROBE) == ProbeResult(folder, "2.5.0")
     assert "engine" not in sys.modules
 
 
 def test_another_package_of_the_same_name(site: Path) -> None:
-    put(site, "swift_gemm", version="0.1")
-    assert find_package(WANTED) == ProbeResult(reason="another swift_gemm 0.1: no api.py")
+    write_package(site, "swift_gemm", version="0.1")
+    assert find_package(PROBE) == ProbeResult(reason="unsupported swift_gemm 0.1: no api.py")
 
 
 def test_a_package_that_is_too_old(site: Path) -> None:
-    put(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
-    assert find_package(WANTED).reason == "another swift_gemm 1.0.0: no psum in api.py"
+    write_package(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
+    assert find_package(PROBE).reason == "unsupported swift_gemm 1.0.0: no psum in api.py"
 
 
 def test_a_copy_inside_another_package_is_used_if_the_name_is_taken(site: Path) -> None:
-    put(site, "swift_gemm", version="0.1")
-    folder = put(site, "engine/third_party/swift_gemm", api=RIGHT)
-    assert find_package(WANTED) == ProbeResult(folder, "2.0")
+    write_package(site, "swift_gemm", version="0.1")
+    folder = write_package(site, "engine/third_party/swift_gemm", api=MATCHING_API)
+    assert find_package(PROBE) == ProbeResult(folder, "2.0")
 
 
 def test_a_single_file_of_the_same_name_is_not_accepted(site: Path) -> None:
-    (site / "swift_gemm.py").write_text(RIGHT)
-    assert find_package(WANTED) == ProbeResult()
+    (site / "swift_gemm.py").write_text(MATCHING_API)
+    assert find_package(PROBE) == ProbeResult()
 
 
 def test_the_machine_states_which_package_it_found(site: Path) -> None:
-    other = replace(WANTED, name="calm", locations=("calm",))
-    put(site, "calm", api=RIGHT)
-    put(site, "swift_gemm", version="0.1")
-    here, others = find_packages((WANTED, other))
-    assert here == {"calm"}
-    assert others == {"swift_gemm": "another swift_gemm 0.1: no api.py"}
-    machine = current_machine(("swift_gemm", "calm"), probes=(WANTED, other), device="cpu")
+    other = replace(PROBE, name="calm", locations=("calm",))
+    write_package(site, "calm", api=MATCHING_API)
+    write_package(site, "swift_gemm", version="0.1")
+    found, reasons = find_packages((PROBE, other))
+    assert found == {"calm"}
+    assert reasons == {"swift_gemm": "unsupported swift_gemm 0.1: no api.py"}
+    machine = current_machine(("swift_gemm", "calm"), probes=(PROBE, other), device="cpu")
     assert "calm" in machine.packages
-    assert "swift_gemm" not in machine.packages  # though its name can be imported
+    assert "swift_gemm" not in machine.packages  # it can be imported, but does not match the probe
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduce=Reduce.NOOP,
         packages=("swift_gemm",),
-        providers=(WANTED,),
+        providers=(PROBE,),
     )
     (rejection,) = judge_part("Fast", requires, machine)
     assert str(rejection) == (
-        "[package] Fast / machine: got another swift_gemm 0.1: no api.py, "
+        "[package] Fast / machine: got unsupported swift_gemm 0.1: no api.py, "
         "need swift_gemm 2 or newer (its install script)"
     )
 
@@ -111,7 +112,7 @@ def test_a_cached_choice_is_for_the_version_that_is_found(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy inside another package has no metadata of its own."""
-    put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
-    monkeypatch.setattr(cache_keys, "collect_probes", lambda catalog: (WANTED,))
+    write_package(site, "engine/third_party/swift_gemm", version="2.5.0", api=MATCHING_API)
+    monkeypatch.setattr(cache_keys, "collect_probes", lambda catalog: (PROBE,))
     assert cache_keys._version("swift_gemm") == "2.5.0"
     assert cache_keys._version("no_such_package") == "none"

@@ -139,7 +139,7 @@ INTERLEAVED = ActivationSpec("silu", interleaved=True)
 UP_FIRST = ActivationSpec("silu", up_first=True)
 SIGNS = (("__init__.py", "gemm"),)
 THEIRS = PackageProbe("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
-WHY = (("theirs", "another theirs 1.0: no gemm in __init__.py"),)
+WHY = (("theirs", "unsupported theirs 1.0: no gemm in __init__.py"),)
 PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (THEIRS,), "machine.others": WHY}
 ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
@@ -158,7 +158,7 @@ CASES = (
     Case("package", "pf.packages", ("deep_ep",), ("triton",), PF_M, "not importable", "deep_ep"),
     Case("package", "ex.packages", ("cutlass",), (), EX_M, "not importable", "cutlass"),
     Case("package", "machine.packages", frozenset({"triton"}), frozenset({"theirs"}), EX_M,
-         "another theirs 1.0: no gemm in __init__.py", "theirs 2 (gemm)", PROVIDED),
+         "unsupported theirs 1.0: no gemm in __init__.py", "theirs 2 (gemm)", PROVIDED),
     Case("dtype", "ex.dtypes", {torch.float16}, BF16_FP32, EX_P, "bfloat16", "float16"),
     Case("dtype", "problem.dtype", torch.float16, torch.float32, PF_P, "float16",
          "bfloat16, float32", {"pf.dtypes": BF16_FP32}),

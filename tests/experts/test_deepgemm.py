@@ -227,7 +227,7 @@ def test_missing_package_and_another_with_its_name_are_refused(site: Path) -> No
     with pytest.raises(ConfigurationError, match=r"got nothing, need DeepGEMM 2\.4\.2"):
         library.load()
     put(site, "deep_gemm", psum=False)
-    with pytest.raises(ConfigurationError, match=r"another deep_gemm 2\.5\.0: no MGrouped"):
+    with pytest.raises(ConfigurationError, match=r"unsupported deep_gemm 2\.5\.0: no MGrouped"):
         library.load()
 
 

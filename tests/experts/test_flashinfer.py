@@ -317,7 +317,9 @@ def test_missing_old_and_broken_libraries_are_refused(site: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"got nothing, need FlashInfer 0\.6\.16"):
         library.load()
     put(site, "def cutlass_fused_moe(): ...\n")
-    with pytest.raises(ConfigurationError, match=r"another flashinfer 0\.7\.2\.post1: no def cut"):
+    with pytest.raises(
+        ConfigurationError, match=r"unsupported flashinfer 0\.7\.2\.post1: no def cut"
+    ):
         library.load()
     (site / "flashinfer/fused_moe/core.py").write_text(RIGHT)
     (site / "flashinfer/fused_moe/__init__.py").write_text("raise RuntimeError('no nvcc')")

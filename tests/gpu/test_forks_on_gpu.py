@@ -1,4 +1,4 @@
-"""A forked child has no CUDA context: what holds one says so there, and nothing hangs."""
+"""A forked child cannot use the CUDA context of its parent. Its calls raise and do not hang."""
 
 import gc
 
@@ -16,20 +16,21 @@ PROBLEM = mk.Problem(16, 256, 128, 4, 2)
 
 def test_a_plan_made_before_the_fork_is_refused_and_freed_in_the_child() -> None:
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", PROBLEM)
-    given, plans = random_inputs(PROBLEM, torch.device("cuda")), [kernel.plan()]
-    want = [plans[0](*given).clone() for _ in range(3)][-1]  # recorded, and a graph by now
+    inputs, plans = random_inputs(PROBLEM, torch.device("cuda")), [kernel.plan()]
+    # After three calls, the plan has captured its CUDA graph.
+    expected = [plans[0](*inputs).clone() for _ in range(3)][-1]
 
     def child() -> str:
         try:
-            plans[0](*given)
+            plans[0](*inputs)
         except StateError as error:
-            said = str(error)
+            message = str(error)
         with pytest.raises(RuntimeError, match="forked subprocess"):
-            kernel(*given)
+            kernel(*inputs)
         plans.clear()
         gc.collect()
-        return said
+        return message
 
-    said = run_in_child(child)
-    assert "a plan: got a use in a forked child" in said
-    assert torch.equal(plans[0](*given), want)
+    message = run_in_child(child)
+    assert "a plan: got a call in a forked child process" in message
+    assert torch.equal(plans[0](*inputs), expected)

@@ -157,9 +157,9 @@ class Fused(TritonExperts):
 
 
 def test_our_staged_part_has_the_declarations_of_triton_experts() -> None:
-    op = runner.FUSED.get_fused_func("none", "triton")
+    op = runner.FUSED.find_fused_op("none", "triton")
     assert op is not None
-    assert (op.run, op.unfused) == (TritonExperts, StagedTritonExperts)
+    assert (op.implementation, op.unfused) == (TritonExperts, StagedTritonExperts)
     assert StagedTritonExperts.requires == TritonExperts.requires
 
 

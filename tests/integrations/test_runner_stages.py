@@ -161,7 +161,7 @@ def test_an_unregistered_key_is_reported_with_the_registered_ones() -> None:
     assert caught.value.need == "one of ('deepep_ll', 'y'), ('standard', 'x')"
     with pytest.raises(UnknownPartError, match="fused operation"):
         runner.get_fused_op("none", "x")
-    assert runner.FUSED.get_fused_func("none", "x") is None
+    assert runner.FUSED.find_fused_op("none", "x") is None
 
 
 @pytest.mark.usefixtures("pools")

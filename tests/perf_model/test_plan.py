@@ -103,7 +103,9 @@ def test_pairs_over_libraries_have_estimates_from_records() -> None:
     for pair in ("DeepEPLLPrepareAndFinalize x BatchedDeepGemmExperts",
                  "SymmMemPrepareAndFinalize x DeepGemmExperts",
                  "SymmMemPrepareAndFinalize x CutlassExpertsFP8"):  # fmt: skip
-        assert found[pair].factor.source == "recorded times of dsv3_256, dsv3_ep8 in fp8_w8a8_block"
+        assert found[pair].correction.source == (
+            "recorded times of dsv3_256, dsv3_ep8 in fp8_w8a8_block"
+        )
     assert len({found[pair].experts.seconds for pair in found if "SymmMem" in pair}) > 3
 
 

@@ -1,4 +1,4 @@
-"""The analytic model, compared with counted loads and with measurements."""
+"""The performance model agrees with counted loads and with measured times."""
 
 import json
 import math
@@ -31,9 +31,9 @@ from modular_kernel.perf_model.estimate import (
     machines_with_all_packages,
 )
 from modular_kernel.perf_model.exchange_time import (
-    DEEPEP,
-    DEEPEP_2,
     DEEPEP_HT,
+    DEEPEP_LL,
+    DEEPEP_V2,
     TRAFFIC,
     DirectionModel,
     Traffic,
@@ -55,27 +55,26 @@ from modular_kernel.spec.problem import Problem
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(perf_model.__file__).with_name("data")
-LAYERS, EXCHANGE_SCHEMA = DATA / "h200-layers.json", DATA / "h200-exchange.json"
-LIBRARIES, PUBLISHED_SCHEMA = (
-    DATA / "h200-exchange-libraries.json",
-    DATA / "published-exchange.json",
-)
+LAYERS_FILE = DATA / "h200-layers.json"
+EXCHANGE_FILE = DATA / "h200-exchange.json"
+LIBRARY_EXCHANGE_FILE = DATA / "h200-exchange-libraries.json"
+PUBLISHED_EXCHANGE_FILE = DATA / "published-exchange.json"
 DEEPSEEK = Problem(128, 7168, 2048, 256, 8)
-ROW_KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
+ROUTING_KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("kind", ROUTING_KINDS)
 def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
     experts, top_k = 32, 4
     parsed = RoutingKind.parse(kind)
-    chances = inclusion_probabilities(experts, top_k, parsed)
-    assert math.isclose(sum(chances), top_k, rel_tol=1e-6)
-    assert list(chances) == sorted(chances, reverse=True)
+    probabilities = inclusion_probabilities(experts, top_k, parsed)
+    assert math.isclose(sum(probabilities), top_k, rel_tol=1e-6)
+    assert list(probabilities) == sorted(probabilities, reverse=True)
     generator = torch.Generator().manual_seed(0)
     problem = Problem(20_000, 1, 1, experts, top_k)
     ids = draw_routing(problem, parsed, generator).topk_ids_TK.long()
     drawn = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values / 20_000
-    assert (drawn - torch.tensor(chances)).abs().max() < 0.04
+    assert (drawn - torch.tensor(probabilities)).abs().max() < 0.04
 
 
 @pytest.mark.parametrize(("world", "tokens"), [(1, 5), (2, 16), (4, 3), (8, 64)])
@@ -85,32 +84,32 @@ def test_uniform_loads_match_counted_ones(world: int, tokens: int) -> None:
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=tokens, kind=kind)
     generator = torch.Generator().manual_seed(0)
     problem = Problem(tokens * world, 1, 1, experts, top_k)
-    fullest, touched, meets = 0.0, 0.0, 0.0
+    fullest, touched, hit_rate = 0.0, 0.0, 0.0
     for _ in range(trials):
         ids = draw_routing(problem, kind, generator).topk_ids_TK.long()
         ranks = ids // (experts // world)
         fullest += float(torch.bincount(ranks.flatten(), minlength=world).max()) / trials
         touched += float(len(ids[ranks == 0].unique())) / trials
-        meets += float((ranks == 0).any(1).float().mean()) / trials
+        hit_rate += float((ranks == 0).any(1).float().mean()) / trials
     assert load.pairs == pytest.approx(fullest, rel=0.05)
     assert load.touched == pytest.approx(touched, rel=0.06)
-    assert load.p_rank == pytest.approx(meets, rel=0.05)
+    assert load.rank_probability == pytest.approx(hit_rate, rel=0.05)
 
 
 @given(
-    st.sampled_from(ROW_KINDS),
+    st.sampled_from(ROUTING_KINDS),
     st.sampled_from([1, 2, 4, 16]),
     st.integers(1, 500),
     st.integers(1, 8),
 )
 @settings(deadline=None, max_examples=40)
-def test_loads_stay_within_what_is_possible(kind: str, world: int, tokens: int, top_k: int) -> None:
+def test_loads_are_within_their_bounds(kind: str, world: int, tokens: int, top_k: int) -> None:
     parsed = RoutingKind.parse(kind)
     load = rank_load(experts=32, top_k=top_k, world_size=world, tokens=tokens, kind=parsed)
     assert 0 < load.touched <= 32 / world + 1e-9
     assert load.touched <= load.pairs + 1e-9
     assert tokens * top_k - 1e-6 <= load.pairs
-    assert 0 < load.p_rank <= load.p_fullest_rank <= 1
+    assert 0 < load.rank_probability <= load.fullest_rank_probability <= 1
     assert load.tokens <= tokens * world
 
 
@@ -123,28 +122,30 @@ def test_skew_increases_the_maximum_load() -> None:
     assert pairs("hot1") > 8 * 256 + 7 * 256 * 0.9  # every token's hot expert is on one rank
 
 
-def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
+def test_the_slowest_link_determines_the_time_of_an_exchange() -> None:
     part = Traffic(
         "all", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
     )
     cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
     problem = replace(distribute_over_ranks(DEEPSEEK, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=2, tokens=1000, kind=RoutingKind("uniform"))
-    two = exchange_time(problem, part, load, cluster)
-    # 1000 rows of 2000 bytes to one other rank of the host.
-    assert two.dispatch == pytest.approx(10e-6 + 1e-6 + 2e6 / (100e9 * 0.5))
-    assert two.combine == pytest.approx(20e-6 + 1e-6 + 2e6 / (100e9 * 0.25))
-    four = exchange_time(distribute_over_ranks(problem, 4), part, load, cluster)
-    # One other rank in the host, two elsewhere, at a tenth of the bandwidth.
-    assert four.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
-    wide = replace(cluster, between=Link(1e15, 5e-6))
-    inside = exchange_time(distribute_over_ranks(problem, 4), part, load, wide)
-    assert inside.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
+    two_ranks = exchange_time(problem, part, load, cluster)
+    # A rank sends 1000 rows of 2000 bytes to the other rank of its host.
+    assert two_ranks.dispatch == pytest.approx(10e-6 + 1e-6 + 2e6 / (100e9 * 0.5))
+    assert two_ranks.combine == pytest.approx(20e-6 + 1e-6 + 2e6 / (100e9 * 0.25))
+    four_ranks = exchange_time(distribute_over_ranks(problem, 4), part, load, cluster)
+    # A rank sends rows to one rank of its host, and to two ranks of the other host. The link to the
+    # other host has a tenth of the bandwidth.
+    assert four_ranks.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
+    # With a fast link between hosts, the link inside the host determines the time.
+    fast_network = replace(cluster, between=Link(1e15, 5e-6))
+    four_ranks = exchange_time(distribute_over_ranks(problem, 4), part, load, fast_network)
+    assert four_ranks.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
     assert exchange_time(distribute_over_ranks(problem, 1), part, load, cluster).dispatch == 0
 
 
 def test_two_hop_exchange_by_hand() -> None:
-    """Two hosts of two ranks; a rank needs half of the tokens, and a host three quarters."""
+    """There are two hosts of two ranks. A rank needs half of the tokens, a host three quarters."""
     problem = distribute_over_ranks(Problem(1000, 500, 64, 8, 2), 4)
     load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
     cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
@@ -161,7 +162,8 @@ def test_two_hop_exchange_by_hand() -> None:
     assert found.dispatch_bytes == found.combine_bytes == between
     outer = between / (10e9 * 0.5)
     assert found.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
-    # In two chunks, one hop hides half of the other.
+    # The tokens are divided into two pieces. While one piece makes its second hop, the other piece
+    # makes its first hop. Only half of the shorter hop remains visible.
     large = exchange_time(problem.with_tokens(2000), part, load, cluster)
     hops = 2 * outer, 2 * inside / (100e9 * 0.5)
     assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)
@@ -189,21 +191,21 @@ def test_experts_time_is_at_least_the_roofline() -> None:
         assert time.bound == ("compute" if tokens > 4096 else "memory")
 
 
-def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
-    paths = LAYERS, EXCHANGE_SCHEMA, LIBRARIES, PUBLISHED_SCHEMA
-    found = compare([cell for path in paths for cell in read_measurements(path)])
-    worlds = {one.measured.problem.parallel.world_size for one in found if not one.measured.fitted}
+def test_the_model_is_within_a_quarter_of_every_measured_time() -> None:
+    files = LAYERS_FILE, EXCHANGE_FILE, LIBRARY_EXCHANGE_FILE, PUBLISHED_EXCHANGE_FILE
+    comparisons = compare([time for file in files for time in read_measurements(file)])
+    worlds = {c.measured.problem.parallel.world_size for c in comparisons if not c.measured.fitted}
     assert {1, 2, 4, 32, 64, 128} <= worlds
-    predicted = [one for one in found if not (one.measured.fitted or one.measured.eager)]
+    predicted = [c for c in comparisons if not (c.measured.fitted or c.measured.eager)]
     assert len(predicted) >= 90
-    assert [(one.measured.label, one.error) for one in predicted if not one.is_accurate] == []
-    by_what = {summary.quantity: summary for summary in summarize(found)}
-    assert by_what["  1 GPU, predicted"].count == 54
-    assert by_what["  1 GPU, predicted"].mean < 0.1
-    counts = by_what["  2 GPUs, predicted"].count, by_what["  4 GPUs, predicted"].count
+    assert [(c.measured.label, c.error) for c in predicted if not c.is_accurate] == []
+    summaries = {summary.group: summary for summary in summarize(comparisons)}
+    assert summaries["  1 GPU, predicted"].count == 54
+    assert summaries["  1 GPU, predicted"].mean < 0.1
+    counts = summaries["  2 GPUs, predicted"].count, summaries["  4 GPUs, predicted"].count
     assert counts == (16 + 38, 16 + 28)
-    eager = [one for one in found if one.measured.eager]
-    assert sum(one.is_accurate for one in eager) >= 0.75 * len(eager)
+    eager = [c for c in comparisons if c.measured.eager]
+    assert sum(c.is_accurate for c in eager) >= 0.75 * len(eager)
 
 
 @pytest.mark.parametrize("world", [2, 8, 16, 64])
@@ -216,9 +218,9 @@ def test_estimates_are_of_valid_pairs(world: int) -> None:
     )
     names = {estimate.prepare_finalize for estimate in first.estimates}
     assert ("SymmMemPrepareAndFinalize" in names) is (world <= 8)
-    assert names >= {"TorchAll2AllPrepareAndFinalize", DEEPEP, DEEPEP_HT}
-    assert DEEPEP_2 not in names
-    assert DEEPEP_2 in {estimate.prepare_finalize for estimate in second.estimates}
+    assert names >= {"TorchAll2AllPrepareAndFinalize", DEEPEP_LL, DEEPEP_HT}
+    assert DEEPEP_V2 not in names
+    assert DEEPEP_V2 in {estimate.prepare_finalize for estimate in second.estimates}
     times = [estimate.seconds for estimate in first.estimates]
     assert times == sorted(times)
     weights = pytest.approx(256 / world * 3 * 7168 * 2048)
@@ -232,12 +234,12 @@ def test_rows_per_rank_are_fewer_than_per_expert() -> None:
         for e in estimate_pairings(distribute_over_ranks(DEEPSEEK, 4), Cluster()).estimates
     }
     once = found["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
-    # 4096 tokens would be 11,096 remote rows; so many of 128 are 346.75.
+    # 4096 tokens are sent as 11,096 rows to other ranks. 128 tokens are sent as 1/32 of them.
     assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
-    assert found[DEEPEP].exchange.dispatch_bytes > 2 * once
+    assert found[DEEPEP_LL].exchange.dispatch_bytes > 2 * once
     assert found["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
-    own = found[DEEPEP_HT].exchange.dispatch_bytes  # a rank's rows for itself, too
-    assert own == pytest.approx(once * 4 / 3)
+    with_own_rows = found[DEEPEP_HT].exchange.dispatch_bytes  # also counts rows to the own rank
+    assert with_own_rows == pytest.approx(once * 4 / 3)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host
 
 @pytest.mark.parametrize("groups", [Groups(8, 4), Groups(4, 1), Groups(2, 2), Groups(16, 3)])
 def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
-    """8 hosts of 2 ranks, with groups of one, two, four and half a host."""
+    """There are 8 hosts of 2 ranks. A group is on one, two or four hosts, or on half a host."""
     generator, trials = torch.Generator().manual_seed(0), 4000
     experts, top_k, world = 64, 4, 16
     score = torch.rand(trials, experts, generator=generator)
@@ -274,9 +276,12 @@ def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
     ids = score.topk(top_k).indices
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=9,
                      kind=RoutingKind("uniform"), per_host=2, groups=groups)  # fmt: skip
-    for said, each in ((load.p_rank, experts // world), (load.p_host, experts // 8)):
-        met = torch.stack([(ids // each == at).any(1) for at in range(experts // each)])
-        assert said == pytest.approx(float(met.float().mean()), rel=0.02)
+    for probability, size in (
+        (load.rank_probability, experts // world),
+        (load.host_probability, experts // 8),
+    ):
+        hits = torch.stack([(ids // size == i).any(1) for i in range(experts // size)])
+        assert probability == pytest.approx(float(hits.float().mean()), rel=0.02)
 
 
 def test_rows_of_the_second_hop() -> None:
@@ -287,9 +292,10 @@ def test_rows_of_the_second_hop() -> None:
     problem = replace(distribute_over_ranks(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
     load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
                      kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
-    # To the other host, and 4 ranks' rows of which half are for the neighbor.
-    network = 1000 * load.p_host * 2000 / (10e9 * 0.5)
-    inside = 1000 * 4 * load.p_rank / 2 * 2000 / (100e9 * 0.5)
+    # Between hosts, a rank sends its rows for the other host. Inside a host, a rank sends the rows
+    # that the other rank needs, which are half of the rows of all 4 ranks.
+    network = 1000 * load.host_probability * 2000 / (10e9 * 0.5)
+    inside = 1000 * 4 * load.rank_probability / 2 * 2000 / (100e9 * 0.5)
     found = exchange_time(problem, part, load, cluster)
     assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
     serial = exchange_time(problem, replace(part, max_pieces=1), load, cluster)
@@ -301,12 +307,12 @@ def test_rows_of_the_second_hop() -> None:
 def test_caveat_of_a_library() -> None:
     problem = distribute_over_ranks(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
 
-    def told(tokens: int) -> str:
-        found = estimate_pairings(problem.with_tokens(tokens), Cluster()).estimates
-        return next(e.caveat for e in found if e.prepare_finalize == DEEPEP)
+    def caveat(tokens: int) -> str:
+        estimates = estimate_pairings(problem.with_tokens(tokens), Cluster()).estimates
+        return next(e.caveat for e in estimates if e.prepare_finalize == DEEPEP_LL)
 
-    assert told(256) == ""
-    assert told(512) == "made for at most 256 tokens on each rank"
+    assert caveat(256) == ""
+    assert caveat(512) == "made for at most 256 tokens on each rank"
     refused = estimate_pairings(distribute_over_ranks(problem, 24, 8), Cluster()).refused
     verdict = next(v for v in refused if v.pairing == f"{DEEPEP_HT} x TritonExperts")
     assert any(r.rule == "world_size" and r.got == "24" for r in verdict.rejections)
@@ -330,7 +336,7 @@ def test_invalid_groups_are_refused(groups: Groups, kind: str) -> None:
      '{"schema": "mk-exchange/1", "rows": [7]}', "[" * 100_000, '{"rows": [{"peer": []}]}'],
     ids=lambda text: text[:40] or "nothing",
 )  # fmt: skip
-def test_files_in_other_formats_are_refused(tmp_path: Path, content: str) -> None:
+def test_files_in_other_formats_raise(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.json"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match="measured rows"):
@@ -341,7 +347,7 @@ def test_files_in_other_formats_are_refused(tmp_path: Path, content: str) -> Non
 
 def test_invalid_world_sizes_are_refused() -> None:
     with pytest.raises(ConfigurationError):
-        distribute_over_ranks(DEEPSEEK, 257)  # a rank would hold no expert
+        distribute_over_ranks(DEEPSEEK, 257)  # there are 256 experts, so a rank would have none
     with pytest.raises(ConfigurationError, match="link bandwidth"):
         Link(0)
     with pytest.raises(ConfigurationError, match="link latency"):
@@ -350,20 +356,22 @@ def test_invalid_world_sizes_are_refused() -> None:
         Traffic("some", DirectionModel(0, 1), DirectionModel(0, 1), "")
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
+def run_plan(capsys: pytest.CaptureFixture[str], *words: str) -> CommandResult:
     return run_mk(capsys, "plan", *words)
 
 
-def test_the_verb_prints_its_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = ended(
-        capsys, "--compare", str(LAYERS), "--compare", str(EXCHANGE_SCHEMA), "--json"
+def test_plan_prints_the_errors_of_the_model(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = run_plan(
+        capsys, "--compare", str(LAYERS_FILE), "--compare", str(EXCHANGE_FILE), "--json"
     )
     assert code == 0
     assert len(json.loads(out)["cells"]) == 90 + 112
-    rows = json.loads(PUBLISHED_SCHEMA.read_text())
+    rows = json.loads(PUBLISHED_EXCHANGE_FILE.read_text())
     rows["rows"] = [rows["rows"][2] | {"us": 50.0}]
     (tmp_path / "off.json").write_text(json.dumps(rows))
-    code, out, _ = ended(capsys, "--compare", str(tmp_path / "off.json"))
+    code, out, _ = run_plan(capsys, "--compare", str(tmp_path / "off.json"))
     assert code == 1
     assert "0 of 1 within 25%" in out
 
@@ -381,8 +389,8 @@ def test_the_verb_prints_its_errors(capsys: pytest.CaptureFixture[str], tmp_path
         "--layers 0",
     ],
 )
-def test_bad_usage_ends_with_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    code, _, err = ended(capsys, "--model", "deepseek-v3", *words.split())
+def test_invalid_options_exit_with_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    code, _, err = run_plan(capsys, "--model", "deepseek-v3", *words.split())
     assert code == 2
     assert "error: " in err
 
@@ -394,14 +402,14 @@ def test_bad_usage_ends_with_2(capsys: pytest.CaptureFixture[str], words: str) -
 def test_an_option_that_a_comparison_would_ignore_is_refused(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    file = str(LAYERS)
+    file = str(LAYERS_FILE)
     done = run_mk(capsys, "plan", "--compare", file, *words.split())
     name = words.split()[0]
     assert (done.code, done.out) == (2, "")
     assert done.err == f"error: {name}: got {name} together with --compare, need only one of them\n"
 
 
-def test_the_page_has_the_errors_of_the_records() -> None:
+def test_sizing_page_has_the_errors_of_the_model() -> None:
     page = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
     assert f"<!-- errors:begin -->\n\n{error_tables_markdown()}\n\n<!-- errors:end -->" in page
     typical = {row.part: row.mean for row in experts_errors()}["TritonExperts"]

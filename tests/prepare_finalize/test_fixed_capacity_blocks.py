@@ -13,9 +13,9 @@ from prepare_finalize.common.blocks import (
     BlockLayout,
     Blocks,
     BlockSums,
+    OutgoingRows,
     Ranks,
     ReceivedColumns,
-    SentRows,
     fill_blocks,
     mask_remote_pairs,
     read_blocks,
@@ -57,7 +57,7 @@ def test_sections_are_aligned_and_do_not_overlap(layout: BlockLayout) -> None:
     row_bytes = layout.hidden * layout.dtype.itemsize
     assert layout.nbytes == layout.block_rows * row_bytes >= end
     assert layout.nbytes % 16 == 0  # so that the sections of every block are aligned
-    assert layout.block_rows >= layout.rows + 1
+    assert layout.block_rows >= layout.capacity + 1
     # Fewer rows would not hold the block, or leave the next one unaligned.
     smaller = (layout.block_rows - 16 // math.gcd(16, row_bytes)) * row_bytes
     assert smaller < end
@@ -69,7 +69,7 @@ def test_blocks_are_the_activations_followed_by_other_rows() -> None:
     x_SRH = layout.section(blocks_SB, "x")
     x_SRH.copy_(torch.arange(x_SRH.numel()).view(x_SRH.shape))
     rows = layout.activations(blocks_SB).view(2, layout.block_rows, layout.hidden)
-    assert torch.equal(rows[:, : layout.rows], x_SRH)
+    assert torch.equal(rows[:, : layout.capacity], x_SRH)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_tensor"])
@@ -84,17 +84,17 @@ def test_layouts_of_a_problem(quant: str) -> None:
         assert (quantized.dtype, quantized.scales) == (torch.float8_e4m3fn, scales)
 
 
-def sent_rows(layout: BlockLayout, world: int, tokens: int, dtype=torch.int32) -> SentRows:
-    """Return random rows. Some pairs have no expert, and some numbers are invalid."""
+def outgoing_rows(layout: BlockLayout, world: int, tokens: int, dtype=torch.int32) -> OutgoingRows:
+    """Return random rows. Some pairs have no expert, and some expert numbers are invalid."""
     generator = torch.Generator().manual_seed(tokens)
-    numbers_TK = torch.randint(
+    expert_numbers_TK = torch.randint(
         -3, world * SLOTS + 2, (tokens, layout.top_k), generator=generator, dtype=dtype
     )
     x_TH = torch.randint(-9, 9, (tokens, layout.hidden), generator=generator)
-    return SentRows(
+    return OutgoingRows(
         x_TH.to(layout.dtype),
         torch.rand(tokens, layout.scales, generator=generator) if layout.scales else None,
-        numbers_TK,
+        expert_numbers_TK,
         torch.rand(tokens, layout.top_k, generator=generator),
         torch.arange(tokens, dtype=torch.int32) if layout.adapters else None,
         torch.zeros(1, dtype=torch.int32),
@@ -102,16 +102,16 @@ def sent_rows(layout: BlockLayout, world: int, tokens: int, dtype=torch.int32) -
 
 
 def fill(
-    rows: SentRows,
+    rows: OutgoingRows,
     layout: BlockLayout,
     ranks: Ranks,
     *,
     gathers: bool,
     reference: bool,
     x_in_place: bool = False,
-) -> tuple[Blocks, torch.Tensor | None, torch.Tensor, SentRows]:
+) -> tuple[Blocks, torch.Tensor | None, torch.Tensor, OutgoingRows]:
     """Fill blocks of bytes 0x5A; return them, the rows of tokens, the header and the rows."""
-    rows = replace(rows, invalid_ids=torch.zeros(1, dtype=torch.int32))
+    rows = replace(rows, invalid_count=torch.zeros(1, dtype=torch.int32))
     status = DeviceStatus(ranks.world_size, CPU)
     counter = CallCounter(status, 7)
     bytes_SB = torch.full((2 * ranks.world_size, layout.nbytes), 0x5A, dtype=torch.uint8)
@@ -143,16 +143,16 @@ def test_kernel_and_reference_fill_the_same_blocks(
     layout: BlockLayout, world: int, gathers: bool, tokens: int
 ) -> None:
     ranks = Ranks(1, world, SLOTS)
-    rows = sent_rows(layout, world, tokens, torch.int64 if tokens == 5 else torch.int32)
-    if gathers and tokens > layout.rows:
-        rows = sent_rows(layout, world, layout.rows)
+    rows = outgoing_rows(layout, world, tokens, torch.int64 if tokens == 5 else torch.int32)
+    if gathers and tokens > layout.capacity:
+        rows = outgoing_rows(layout, world, layout.capacity)
     kernel, reference = (
         fill(rows, layout, ranks, gathers=gathers, reference=reference)
         for reference in (False, True)
     )
     assert torch.equal(kernel[0].bytes_SB, reference[0].bytes_SB)
     assert torch.equal(kernel[2], reference[2])
-    assert torch.equal(kernel[3].invalid_ids, reference[3].invalid_ids)
+    assert torch.equal(kernel[3].invalid_count, reference[3].invalid_count)
     if not gathers:
         assert kernel[1] is not None
         assert reference[1] is not None
@@ -163,7 +163,7 @@ def test_kernel_and_reference_fill_the_same_blocks(
 def test_blocks_have_the_tokens_that_each_rank_needs(layout: BlockLayout) -> None:
     world, tokens = 3, 17
     ranks = Ranks(1, world, SLOTS)
-    rows = sent_rows(layout, world, tokens)
+    rows = outgoing_rows(layout, world, tokens)
     blocks, row_of_token_WT, header_F, rows = fill(
         rows, layout, ranks, gathers=False, reference=False
     )
@@ -171,12 +171,14 @@ def test_blocks_have_the_tokens_that_each_rank_needs(layout: BlockLayout) -> Non
     num_rows = []
     for w in range(world):
         needed = [
-            t for t in range(tokens) if any(n >= 0 and n // SLOTS == w for n in rows.numbers_TK[t])
+            t
+            for t in range(tokens)
+            if any(n >= 0 and n // SLOTS == w for n in rows.expert_numbers_TK[t])
         ]
         num_rows.append(len(needed))
         index = world + 1 if w == ranks.rank else w
         for row, token in enumerate(needed):
-            expected = row if row < layout.rows else -1
+            expected = row if row < layout.capacity else -1
             assert row_of_token_WT[w, token] == expected
             if expected >= 0:
                 x_H = blocks.section("x")[index, row]
@@ -184,8 +186,8 @@ def test_blocks_have_the_tokens_that_each_rank_needs(layout: BlockLayout) -> Non
         assert blocks.section("header")[index, SENT] == len(needed)
     assert header_F[TOKENS] == tokens
     assert header_F[ROWS] == max(num_rows)
-    invalid = (rows.numbers_TK < -1) | (rows.numbers_TK >= world * SLOTS)
-    assert int(rows.invalid_ids) == int(invalid.sum()) > 0
+    invalid = (rows.expert_numbers_TK < -1) | (rows.expert_numbers_TK >= world * SLOTS)
+    assert int(rows.invalid_count) == int(invalid.sum()) > 0
 
 
 def read(blocks: Blocks, header_F: torch.Tensor, *, reference: bool) -> ReceivedColumns:
@@ -216,21 +218,23 @@ def test_kernel_and_reference_read_the_same_columns(layout: BlockLayout, world: 
     headers_WF = blocks.section("header")
     headers_WF.copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, 0]))
     for w in range(world):
-        rows = sent_rows(layout, world, layout.rows - w)
+        rows = outgoing_rows(layout, world, layout.capacity - w)
         one, _, _, _ = fill(rows, layout, Ranks(w, world, SLOTS), gathers=True, reference=False)
         received[w] = one.bytes_SB[one.local_block]
-        headers_WF[w] = torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, layout.rows - w])
+        headers_WF[w] = torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, layout.capacity - w])
     header_F = headers_WF[0].clone()
     kernel, reference = (read(blocks, header_F, reference=r) for r in (False, True))
     assert torch.equal(kernel.slots_RK, reference.slots_RK)
     assert torch.equal(kernel.weights_RK, reference.weights_RK)
     slots_WRK = kernel.slots_RK.view(world, layout.block_rows, -1)
-    numbers_WRK = blocks.section("numbers")
+    expert_numbers_WRK = blocks.section("expert_numbers")
     for w in range(world):
-        count = layout.rows - w
+        count = layout.capacity - w
         assert (slots_WRK[w, count:] == -1).all()
-        mine = (numbers_WRK[w, :count] >= 0) & (numbers_WRK[w, :count] < SLOTS - 1)
-        assert torch.equal(slots_WRK[w, :count], torch.where(mine, numbers_WRK[w, :count], -1))
+        mine = (expert_numbers_WRK[w, :count] >= 0) & (expert_numbers_WRK[w, :count] < SLOTS - 1)
+        assert torch.equal(
+            slots_WRK[w, :count], torch.where(mine, expert_numbers_WRK[w, :count], -1)
+        )
     if kernel.scale_RG is not None and reference.scale_RG is not None:
         has_token = (kernel.slots_RK >= 0).any(1)
         assert torch.equal(kernel.scale_RG[has_token], reference.scale_RG[has_token])
@@ -246,14 +250,14 @@ def test_numbers_of_a_broken_exchange_give_valid_slots(sent: int, reference: boo
     received = torch.randint(0, 256, (2, layout.nbytes), generator=generator, dtype=torch.uint8)
     blocks = Blocks(received, layout, ranks, 1)
     blocks.section("header").copy_(torch.tensor([7, 1, 14, 2, 2, NOT_REFUSED, sent]))
-    blocks.section("numbers")[0, 0] = 2 * SLOTS  # of no rank
+    blocks.section("expert_numbers")[0, 0] = 2 * SLOTS  # of no rank
     columns = read(blocks, blocks.section("header")[0].clone(), reference=reference)
     assert ((columns.slots_RK >= -1) & (columns.slots_RK < SLOTS - 1)).all()
 
 
 @layouts
 def test_activations_in_place_are_unchanged(layout: BlockLayout) -> None:
-    rows = sent_rows(layout, 2, layout.rows)
+    rows = outgoing_rows(layout, 2, layout.capacity)
     for reference in (False, True):
         options = {"gathers": True, "reference": reference}
         written, _, _, _ = fill(rows, layout, Ranks(1, 2, SLOTS), **options)
@@ -295,9 +299,9 @@ def test_kernel_and_reference_sum_the_same_rows(
 
 @pytest.mark.parametrize("reference", [False, True])
 def test_pairs_of_other_ranks_are_dropped(reference: bool) -> None:
-    numbers_TK = torch.tensor([[0, 4, -1], [7, 5, 11]], dtype=torch.int32)
+    expert_numbers_TK = torch.tensor([[0, 4, -1], [7, 5, 11]], dtype=torch.int32)
     weights_TK = torch.ones(2, 3)
     with prefer_torch_reference(enabled=reference):
-        mask_remote_pairs(numbers_TK, weights_TK, Ranks(1, 3, SLOTS), local_experts=3)
-    assert numbers_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]  # slot 3 has no expert
+        mask_remote_pairs(expert_numbers_TK, weights_TK, Ranks(1, 3, SLOTS), local_experts=3)
+    assert expert_numbers_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]  # slot 3 has no expert
     assert weights_TK.tolist() == [[0, 1, 0], [0, 1, 0]]

@@ -12,8 +12,8 @@ from modular_kernel.reference import float64_reference, rounded_reference
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from peer_suites_lib.outcomes import (
+    REFUSAL_ERRORS,
     CaseOutcome,
-    Refusal,
     Tolerance,
     call_reference,
     compare_with_exact,
@@ -222,6 +222,6 @@ class LayerCheck:
         try:
             kernel = make_kernel(*pair, inputs.problem, machine=this_machine(device="cpu"))
             our_output = kernel(inputs.x, inputs.weights, inputs.routing)
-        except Refusal as error:
+        except REFUSAL_ERRORS as error:
             return refusal_outcome(error)
         return compare_with_exact(our_output, their_output, exact, self._tolerance, limit)

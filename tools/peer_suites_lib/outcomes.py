@@ -1,4 +1,7 @@
-"""Outcomes of cases, attribution of mismatches to a side, and their counts."""
+"""Outcomes of the cases of other projects' test suites, and the numbers of these outcomes.
+
+A comparison with a float64 result determines which side of a mismatch is wrong.
+"""
 
 import math
 from collections import Counter
@@ -15,10 +18,10 @@ AGREE = "agree"
 REFUSED = "refused"
 MISSING = "feature missing"
 THEIRS = "mismatch: theirs"
-ROUNDED = "mismatch: roundings"
+ROUNDING_MISMATCH = "mismatch: roundings"
 OURS = "mismatch: ours"
 RAW = "raw exception"
-NO_REFERENCE = "their reference raises"
+REFERENCE_RAISED = "their reference raises"
 REPEATED = "the same after shrinking"
 SKIPPED = "skipped by their test"
 LEFT_OUT = "left out of the sample"
@@ -31,16 +34,17 @@ OUTCOMES = (
     REPEATED,
     LEFT_OUT,
     THEIRS,
-    ROUNDED,
-    NO_REFERENCE,
+    ROUNDING_MISMATCH,
+    REFERENCE_RAISED,
     OURS,
     RAW,
 )
-_BY_SEVERITY = (OURS, RAW, ROUNDED, THEIRS, REFUSED, AGREE)
+_BY_SEVERITY = (OURS, RAW, ROUNDING_MISMATCH, THEIRS, REFUSED, AGREE)
 
 
-# Errors that our parts raise before anything runs; any other error of our parts is a defect.
-Refusal = (InputError, IncompatibleError)
+# Exception classes with which our parts refuse a case before they run. Any other exception of our
+# parts is a defect.
+REFUSAL_ERRORS = (InputError, IncompatibleError)
 
 
 class MissingError(Exception):
@@ -52,16 +56,17 @@ class SkippedError(Exception):
 
 
 class TheirError(Exception):
-    """The other project's reference raised an exception."""
+    """The other project's reference implementation raised an exception."""
 
 
 @dataclass(frozen=True)
 class CaseOutcome:
     """Outcome of a case.
 
-    why: reason, worded so that many cases share it. shrunk: sizes that were reduced. compared:
-    names of the parts that returned a result. key: identity of the case after shrinking; None if no
-    other case can equal it.
+    why: reason. It has no details of the case, so that equal reasons can be counted.
+    shrunk: sizes that were reduced.
+    compared: names of the parts that returned a result.
+    key: identity of the case after shrinking; None if no other case can equal it.
     """
 
     outcome: str
@@ -110,7 +115,7 @@ class Tally:
 def run_suite(suite: Suite, max_cases: int) -> Tally:
     """Run the cases of a suite, or a random sample of `max_cases` of them, and count all outcomes.
 
-    The sample is the same for the same suite and grid; the other cases count as left out.
+    The sample depends only on the suite and its number of cases. The other cases count as left out.
     """
     tally = Tally(f"{suite.group} {suite.name}")
     cases = list(suite.cases())
@@ -137,17 +142,21 @@ def _run_case(suite: Suite, params: Params) -> CaseOutcome:
     except SkippedError as error:
         return CaseOutcome(SKIPPED, str(error))
     except TheirError as error:
-        return CaseOutcome(NO_REFERENCE, str(error))
-    except Refusal as error:
+        return CaseOutcome(REFERENCE_RAISED, str(error))
+    except REFUSAL_ERRORS as error:
         return refusal_outcome(error)
-    except Exception as error:  # noqa: BLE001  (any raw exception is a finding)
+    except Exception as error:  # noqa: BLE001  (every other exception is a defect)
         return CaseOutcome(
             RAW, f"{type(error).__name__}: {error} at {_format_params(params)}"[:300]
         )
 
 
 def _format_error(error: Exception) -> str:
-    """Format a refusal as one line; for an incompatible pairing with its first reason."""
+    """Format a refusal as one line.
+
+    The message of an IncompatibleError lists its reasons from the second line on. Only the first
+    reason is used.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[min(1, len(lines) - 1)]}"[:160]
 
@@ -172,7 +181,7 @@ def refusal_outcome(error: Exception) -> CaseOutcome:
 def worst_outcome(
     outcomes: Mapping[str, CaseOutcome], shrunk: str = "", key: object = None
 ) -> CaseOutcome:
-    """Combine the outcomes of the parts into that of the case, the worst of them.
+    """Return the outcome of a case: the worst outcome of its parts.
 
     The case counts as refused only if no part returned a result.
     """
@@ -190,7 +199,8 @@ def worst_outcome(
 class Tolerance:
     """Tolerance of another project's test.
 
-    mean: bound on the mean difference over the mean value, replacing atol and rtol per element.
+    atol, rtol: bounds for each element, as in torch.testing.assert_close. Ignored if `mean` is set.
+    mean: bound on the mean difference divided by the mean magnitude.
     """
 
     atol: float = 0.0
@@ -208,7 +218,7 @@ class Tolerance:
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the relative error in norm; infinite for NaN and for another shape."""
+    """Return the relative error in norm; infinity if there is a NaN or the shapes differ."""
     if actual.shape != exact.shape:
         return float("inf")
     error = float((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30))
@@ -220,8 +230,8 @@ def compare_with_exact(
 ) -> CaseOutcome:
     """Compare our result with theirs, and both with float64.
 
-    limit: bound on our relative error in norm from roundings alone. It is checked in addition to
-    their tolerance, which may be wider than the values, or narrower than the rounding errors.
+    limit: bound on our relative error in norm that rounding can cause. It is checked first, because
+    their tolerance may be larger than the values.
     """
     our_error, their_error = relative_error(ours, exact), relative_error(other, exact)
     text = f"error to float64: ours {_round_up(our_error)}, theirs {_round_up(their_error)}"
@@ -231,7 +241,9 @@ def compare_with_exact(
         return CaseOutcome(AGREE)
     if their_error >= our_error:
         return CaseOutcome(THEIRS, f"their error is larger; {text}")
-    return CaseOutcome(ROUNDED, f"plain torch rounds as much; {text}")
+    return CaseOutcome(
+        ROUNDING_MISMATCH, f"our error is larger, but within the limit for rounding; {text}"
+    )
 
 
 def _round_up(error: float) -> str:

@@ -1,8 +1,9 @@
 """Default launch configurations, for layers and GPUs without a tuned file.
 
-A configuration is a path of TritonExperts with the launches of both GEMMs (`MoEConfig`). The
-defaults of a layer are a step function of the number of tokens: each path has a range of token
-counts in which it is used, and within it `Path.default_config` gives the launches.
+A path is one implementation of TritonExperts with its own kernels (`experts.triton.path`), for
+example "aligned" or "gemv". A configuration (`MoEConfig`) names a path and the launches of both
+GEMMs. The default configurations of a layer are a step function of the number of tokens: a path is
+used for a range of token counts, and its `default_config` gives the launches.
 """
 
 from bisect import bisect_left
@@ -10,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from experts.triton.launch_config import Device, MoEConfig, Violation, gemms
-from experts.triton.path import UNBOUNDED_TOKENS, Path
+from experts.triton.path import UNBOUNDED_TOKENS
+from experts.triton.path import Path as ExecutionPath
 from experts.triton.paths import BASE, BY_NAME, NAMES, PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
@@ -38,7 +40,7 @@ class ConfigSteps:
         """Return the configuration of a call of num_tokens tokens."""
         return self.configs[self.find_step(num_tokens)]
 
-    def max_tokens_by_kind(self, limit: int) -> dict[tuple[str, int], int]:
+    def max_tokens_by_path_and_block(self, limit: int) -> dict[tuple[str, int], int]:
         """Map each (path, block_m) to the number of tokens of the largest call that uses it.
 
         Only calls of at most `limit` tokens are considered.
@@ -47,12 +49,12 @@ class ConfigSteps:
         for last in self.last_tokens:
             max_tokens = min(limit, last)
             config = self.choose(max_tokens)
-            kind = config.path, config.gemm1.block_m
-            result[kind] = max(max_tokens, result.get(kind, 0))
+            key = config.path, config.gemm1.block_m
+            result[key] = max(max_tokens, result.get(key, 0))
         return result
 
     def replace_other_paths(self, paths: Collection[str], other: "ConfigSteps") -> "ConfigSteps":
-        """Return these steps, with configurations of `other` where the path is not in `paths`."""
+        """Keep configurations whose path is in `paths`; take all other ones from `other`."""
         return self.map_steps(
             other.last_tokens, lambda last, c: c if c.path in paths else other.choose(last)
         )
@@ -81,9 +83,9 @@ class ConfigSteps:
 def config_violations(
     config: MoEConfig, problem: Problem, device: Device
 ) -> Iterator[tuple[str, Violation]]:
-    """Yield every violation because of which `config` cannot be launched.
+    """Yield every reason why `config` cannot be launched, as (name of the GEMM, violation).
 
-    Each is given as (name of the GEMM, violation). The name is "" if both GEMMs are concerned.
+    The name is "" if the violation concerns both GEMMs.
     """
     path = BY_NAME[config.path]
     if not path.supports(problem, device):
@@ -115,13 +117,13 @@ def make_heuristic_steps(
 ) -> ConfigSteps:
     """Return the default configurations of `problem` on `device`.
 
-    The first path of the list (BASE) covers all token counts. Each following path that supports the
-    problem replaces it in its token range.
+    The defaults of BASE cover all token counts. The paths in PATHS are then applied in order: each
+    path that supports the problem replaces the configurations in its token range.
+
+    Raise ConfigurationError if no launch is compatible with the scale groups of the scheme.
 
     paths: names of the paths to use, in addition to BASE.
     prepared: whether calls use prepared weights.
-
-    Raise ConfigurationError if no launch is compatible with the scale groups of the scheme.
     """
     steps = ConfigSteps(
         (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
@@ -135,29 +137,30 @@ def make_heuristic_steps(
 def overlay_prepared_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Replace configurations by those that `paths` have for calls with prepared weights.
+    """Replace configurations by the `prepared_configs` of `paths`.
 
-    Prepared weights were converted to another layout when they were loaded. Other configurations
-    stay.
+    They are for calls with weights that a path converted to another layout when they were loaded.
     """
     for path in PATHS:
         if path.name not in paths or not path.supports(problem, device):
             continue
-        breakpoints = path.prepared_configs(problem)
+        prepared_configs = path.prepared_configs(problem)
 
         def change(
-            last: int, config: MoEConfig, breakpoints: Sequence[tuple[int, MoEConfig]] = breakpoints
+            last: int,
+            config: MoEConfig,
+            prepared_configs: Sequence[tuple[int, MoEConfig]] = prepared_configs,
         ) -> MoEConfig:
             return next(
                 (
                     path_config
-                    for min_tokens, path_config in reversed(breakpoints)
+                    for min_tokens, path_config in reversed(prepared_configs)
                     if min_tokens <= last
                 ),
                 config,
             )
 
-        steps = steps.map_steps((min_tokens - 1 for min_tokens, _ in breakpoints), change)
+        steps = steps.map_steps((min_tokens - 1 for min_tokens, _ in prepared_configs), change)
     return steps
 
 
@@ -169,7 +172,7 @@ def replace_foreign_configs(
         if path.name not in paths or not path.supports(problem, device):
             continue
 
-        def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
+        def change(last: int, config: MoEConfig, path: type[ExecutionPath] = path) -> MoEConfig:
             return path.replace_foreign_config(config, last, problem, device)
 
         min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)
@@ -179,7 +182,7 @@ def replace_foreign_configs(
 
 
 def overlay_path(
-    steps: ConfigSteps, path: type[Path], problem: Problem, device: Device
+    steps: ConfigSteps, path: type[ExecutionPath], problem: Problem, device: Device
 ) -> ConfigSteps:
     """Replace the configurations in the token range of `path` by the defaults of `path`."""
     min_tokens, max_tokens = path.min_tokens(problem), path.max_tokens(problem)

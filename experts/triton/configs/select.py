@@ -80,7 +80,9 @@ def buffer_kinds_up_to(
     prepared: whether the calls use prepared weights.
     """
     return list(
-        _cached_kinds(problem, tokens, _Context(_override.get(), _device.get(), paths, prepared))
+        _cached_max_tokens(
+            problem, tokens, _Context(_override.get(), _device.get(), paths, prepared)
+        )
     )
 
 
@@ -250,7 +252,7 @@ def clear_caches() -> None:
 
     `mk tune` calls this function after it has written a file.
     """
-    for function in (_cached_config, _cached_kinds, _steps, _machine_lookup):
+    for function in (_cached_config, _cached_max_tokens, _steps, _machine_lookup):
         function.cache_clear()
 
 
@@ -322,8 +324,8 @@ def _cached_config(problem: Problem, tokens: int, context: _Context) -> MoEConfi
 
 
 @lru_cache(maxsize=1 << 12)
-def _cached_kinds(
+def _cached_max_tokens(
     problem: Problem, tokens: int, context: _Context
 ) -> tuple[tuple[int, str, int], ...]:
-    limits = _steps(problem.with_tokens(0), context).max_tokens_by_kind(tokens)
+    limits = _steps(problem.with_tokens(0), context).max_tokens_by_path_and_block(tokens)
     return tuple((limit, path, block_m) for (path, block_m), limit in limits.items())

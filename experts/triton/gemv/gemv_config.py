@@ -13,7 +13,7 @@ block_m: ignored.
 import torch
 
 from experts.triton.candidates import (
-    SMALL_M_MARGIN,
+    SMALL_M_LIMIT_FACTOR,
     CandidateGroups,
     EntryTable,
     RowRanges,
@@ -140,6 +140,6 @@ _ENTRIES: tuple[EntryTable, EntryTable] = (
 
 def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * max_tokens(problem):
+    if tokens > SMALL_M_LIMIT_FACTOR * max_tokens(problem):
         return {}
     return build_candidate_groups(select_blocks(_ROWS, problem, tokens), _ENTRIES, problem)

@@ -9,7 +9,7 @@ a gated GEMM. block_m and group_m are ignored.
 from collections.abc import Iterator
 
 from experts.triton.candidates import (
-    SMALL_M_MARGIN,
+    SMALL_M_LIMIT_FACTOR,
     CandidateGroups,
     EntryTable,
     RowRanges,
@@ -133,7 +133,7 @@ _CANDIDATES: EntryTable = {
 
 def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for a call of `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * max_tokens(problem):
+    if tokens > SMALL_M_LIMIT_FACTOR * max_tokens(problem):
         return {}
     blocks = select_blocks(_CANDIDATE_ROWS, problem, tokens)
     return build_candidate_groups(blocks, (_CANDIDATES, _CANDIDATES), problem)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from experts.triton.candidates import (
-    SMALL_M_MARGIN,
+    SMALL_M_LIMIT_FACTOR,
     CandidateGroups,
     Entry,
     RowRanges,
@@ -221,7 +221,7 @@ _CANDIDATES: tuple[tuple[Entry, ...], ...] = (
 
 def candidates(problem: Problem, tokens: int) -> CandidateGroups:
     """Return the launches to time for a call of `tokens` tokens."""
-    if tokens > SMALL_M_MARGIN * max_tokens(problem):
+    if tokens > SMALL_M_LIMIT_FACTOR * max_tokens(problem):
         return {}
     if not select_blocks(_CANDIDATE_ROWS, problem, tokens):
         return {}

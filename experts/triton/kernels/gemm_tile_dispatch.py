@@ -20,9 +20,9 @@ from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_on
 def swaps_operands(dtype, mode, block_m, block_n):
     """Return whether the weights should be the left operand of the MMA (SWAP_AB of `accumulate`).
 
-    They should if a tile has few rows, because the left operand of wgmma must have 64 rows. Float32
-    does not use wgmma. With 64 rows, swapping makes only unquantized ("plain") GEMMs faster (H200,
-    triton 3.6, 2026-11-20).
+    The left operand of wgmma must have 64 rows. A tile has fewer activation rows if BLOCK_M is
+    small, but at least 64 weight rows. At BLOCK_M = 64, only unquantized ("plain") GEMMs are faster
+    with swapped operands (H200, triton 3.6, 2026-11-20). Float32 does not use wgmma.
 
     dtype: the dtype of the weights.
     mode: QUANT_MODE.
@@ -33,9 +33,8 @@ def swaps_operands(dtype, mode, block_m, block_n):
 
 @triton.jit
 def gemm_tile(
-    a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_point_ptr, row, up_row_offset,
-    up_offset,
-    column_mask, size_k,
+    a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_or_global_scale_ptr,
+    row, up_row_offset, up_offset, column_mask, size_k,
     stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
     act_order_ptr,
     QUANT_MODE: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, GROUP_N: tl.constexpr,
@@ -53,17 +52,17 @@ def gemm_tile(
 
     The weights of an expert are a matrix of N rows by K. Strides are named as in vLLM:
     stride_<tensor><dimension>, with the tensors a (activations), as (their scales), b (weights), bs
-    (their scales) and bz (their zero points), and the dimensions m, n and k. bsk and bzk count
-    scale groups.
+    (their scales) and bz (their zero points), and the dimensions m, n and k. stride_bsk and
+    stride_bzk are distances between adjacent scale groups along K.
 
     a_ptrs: (BLOCK_M, 1), pointers to the start of each activation row.
     a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each activation row.
     row_mask: (BLOCK_M,), False for rows that do not exist.
     b_ptr: pointer to the weights of the expert.
     b_scale_ptr: pointer to the weight scales of the expert.
-    zero_point_ptr: pointer to the zero points of the expert. With WEIGHT_FORMAT "nvfp4", which has
-        none, pointer to its float32 global scales: that of the gate (or only) matrix, then that of
-        up.
+    zero_or_global_scale_ptr: pointer to the zero points of the expert. With WEIGHT_FORMAT "nvfp4",
+        pointer to the float32 global scales of the expert instead: the scale of the gate (or only)
+        matrix, followed by the scale of the up matrix.
     row: (BLOCK_N,), the gate (or only) weight row of each output column.
     up_row_offset: number of weight rows from a gate row to the up row of the same column.
     up_offset: the same distance in elements of the weights.
@@ -99,7 +98,7 @@ def gemm_tile(
         up_rows = row + up_row_offset
         scale_row = row
         if ONE_SCALE_PER_TILE:
-            scale_row = tl.min(row, axis=0)  # NaN-free: integers
+            scale_row = tl.min(row, axis=0)  # NaN-free: rows are integers
         scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
         up_scale_ptrs = b_scale_ptr + ((scale_row + up_row_offset) // GROUP_N) * stride_bsn
         if QUANT_MODE == "w8a8":
@@ -111,13 +110,13 @@ def gemm_tile(
             )  # fmt: skip
         else:
             tl.static_assert(QUANT_MODE == "weight_only")
-            # Two 4-bit zero points share a byte along the rows.
+            # A byte holds the 4-bit zero points of two adjacent weight rows.
             ZERO_ROWS: tl.constexpr = 2 if PACKED else 1
             gate, up = multiply_tile_weight_only(
                 a_ptrs, row_mask[:, None], b_ptrs, up_offset, stride_ak, stride_bk, size_k,
                 scale_ptrs, up_scale_ptrs, stride_bsk,
-                zero_point_ptr + (row // ZERO_ROWS) * stride_bzn,
-                zero_point_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
+                zero_or_global_scale_ptr + (row // ZERO_ROWS) * stride_bzn,
+                zero_or_global_scale_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
                 (row % ZERO_ROWS) * 4, (up_rows % ZERO_ROWS) * 4, stride_bzk, column_mask,
                 act_order_ptr,
                 GATED, WEIGHT_FORMAT, GROUP_K, ZERO_POINT, HAS_ZERO_POINTS, PACKED,
@@ -125,7 +124,7 @@ def gemm_tile(
                 INPUT_PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if WEIGHT_FORMAT == "nvfp4":
-                gate *= tl.load(zero_point_ptr)
+                gate *= tl.load(zero_or_global_scale_ptr)
                 if GATED:
-                    up *= tl.load(zero_point_ptr + 1)
+                    up *= tl.load(zero_or_global_scale_ptr + 1)
     return gate, up

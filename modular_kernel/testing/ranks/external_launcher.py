@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.settings import Launcher, hide_gpus, read_settings
+from modular_kernel.settings import LauncherEnvironment, hide_gpus, read_settings
 from modular_kernel.testing.ranks.closing import Closeable
 from modular_kernel.testing.ranks.pool import NO_ANSWER, Backend, RankError, RankPool
 from modular_kernel.utils.host_memory import boot_id
@@ -47,7 +47,7 @@ class LaunchedRanks(Closeable):
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: LauncherEnvironment,
         backend: Backend = "gloo",
         *,
         group_timeout: float = 60,

@@ -1,8 +1,8 @@
 """Kernels that fill, read and sum blocks of rows; see `common.blocks` for their layout.
 
-The host functions in `common.blocks` launch them in fixed-capacity exchanges. Expert numbers count
-the experts of all ranks: slot s of rank r has the number r * slots + s. Each kernel also keeps the
-counters of calls and the headers of the device handshake (`kernels.headers`).
+The host functions in `common.blocks` launch them in fixed-capacity exchanges. An expert number
+identifies an expert on any rank: slot s of rank r has the number r * slots + s. Each kernel also
+keeps the counters of calls and the headers of the device handshake (`kernels.headers`).
 """
 
 import triton
@@ -22,22 +22,23 @@ from prepare_finalize.common.kernels.headers import (
 
 
 @triton.jit
-def _load_numbers(
-    numbers_ptr, token, tokens, stride_numbers, num_numbers,
+def _load_expert_numbers(
+    expert_numbers_ptr, token, tokens, stride_expert_numbers, total_slots,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the expert numbers of N tokens, (N, BLOCK_K) int32, and a mask of invalid numbers.
 
-    Skipped pairs and pairs with an invalid number, outside [-1, num_numbers), get -1. Numbers are
+    Skipped pairs and pairs with an invalid number, outside [-1, total_slots), get -1. Numbers are
     compared before they are converted, so that an int64 is not truncated into the range.
 
     token: (N,).
+    total_slots: number of slots of all ranks.
     """
     k = tl.arange(0, BLOCK_K)[None, :]
     mask = (token < tokens)[:, None] & (k < TOP_K)
-    row = numbers_ptr + token.to(tl.int64)[:, None] * stride_numbers
+    row = expert_numbers_ptr + token.to(tl.int64)[:, None] * stride_expert_numbers
     number = tl.load(row + k, mask=mask, other=-1)
-    in_range = (number >= 0) & (number < num_numbers)
+    in_range = (number >= 0) & (number < total_slots)
     invalid = mask & (in_range == 0) & (number != -1)
     return tl.where(in_range, number, -1).to(tl.int32), invalid
 
@@ -54,15 +55,15 @@ def _needs_rank(number, rank, slots):
 
 @triton.jit
 def _count_rows(
-    numbers_ptr, end, stride_numbers, num_numbers, rank, slots,
+    expert_numbers_ptr, end, stride_expert_numbers, total_slots, rank, slots,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
     """Return how many of the first `end` tokens have an expert on `rank`."""
     count = tl.full((), 0, tl.int32)
     for first in range(0, end, SCAN):
         token = first + tl.arange(0, SCAN)
-        number, _ = _load_numbers(
-            numbers_ptr, token, end, stride_numbers, num_numbers, TOP_K, BLOCK_K
+        number, _ = _load_expert_numbers(
+            expert_numbers_ptr, token, end, stride_expert_numbers, total_slots, TOP_K, BLOCK_K
         )
         count += tl.sum(_needs_rank(number, rank, slots), axis=0)
     return count
@@ -70,8 +71,8 @@ def _count_rows(
 
 @triton.jit
 def _fill_headers(
-    numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
-    tokens, rank, local_block, slots, stride_numbers, num_numbers, header_block,
+    expert_numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
+    tokens, rank, local_block, slots, stride_expert_numbers, total_slots, header_block_stride,
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     SINGLE_BLOCK: tl.constexpr, SCAN: tl.constexpr, NUM_FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -81,8 +82,9 @@ def _fill_headers(
     if not SINGLE_BLOCK:
         for each in range(WORLD):
             count = _count_rows(
-                numbers_ptr, tokens, stride_numbers, num_numbers, each, slots, TOP_K, BLOCK_K, SCAN
-            )
+                expert_numbers_ptr, tokens, stride_expert_numbers, total_slots, each, slots,
+                TOP_K, BLOCK_K, SCAN,
+            )  # fmt: skip
             counts = tl.where(w == each, count, counts)
         counts = tl.where(w < WORLD, counts, 0)
     rows = tl.max(counts, axis=0)  # NaN-free: integers
@@ -95,17 +97,19 @@ def _fill_headers(
     else:
         is_sent = (w < WORLD)[:, None]
     headers = tl.where(field[None, :] == SENT, counts[:, None].to(tl.int64), header[None, :])
-    out = header_blocks_ptr + block * header_block + field[None, :]
+    out = header_blocks_ptr + block * header_block_stride + field[None, :]
     tl.store(out, headers, mask=is_sent & (field[None, :] < NUM_FIELDS))
 
 
 @triton.jit
 def fill_blocks_kernel(
-    x_ptr, scale_ptr, numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr, invalid_ptr,
-    x_blocks_ptr, scale_blocks_ptr, numbers_blocks_ptr, weights_blocks_ptr, adapters_blocks_ptr,
+    x_ptr, scale_ptr, expert_numbers_ptr, weights_ptr, adapters_ptr, row_of_token_ptr,
+    invalid_count_ptr, x_blocks_ptr, scale_blocks_ptr, expert_numbers_blocks_ptr,
+    weights_blocks_ptr, adapters_blocks_ptr,
     header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, progress_ptr, failed_ptr,
-    layer, refusal, tokens, capacity, row_stride, rank, local_block, slots, num_numbers,
-    stride_x, stride_scale, stride_numbers, stride_weights, x_block, word_block, header_block,
+    layer, refusal, tokens, capacity, row_stride, rank, local_block, slots, total_slots,
+    stride_x, stride_scale, stride_expert_numbers, stride_weights,
+    x_block_stride, word_block_stride, header_block_stride,
     HIDDEN: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
     HAS_X: tl.constexpr, ADAPTERS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -119,8 +123,9 @@ def fill_blocks_kernel(
     chunk s on. Program 0 also writes the other sections.
 
     *_blocks_ptr: the sections of block 0.
-    x_block, word_block, header_block: strides between blocks, in elements of x, of 4 bytes and of 8
-        bytes.
+    x_block_stride, word_block_stride, header_block_stride: strides between blocks, in elements of
+        x, of 4 bytes and of 8 bytes.
+    total_slots: number of slots of all ranks.
     x_ptr: the activations, viewed as integers of the same itemsize.
     HAS_X: whether to write x.
     PADDED: WORLD rounded up to a power of two.
@@ -135,8 +140,9 @@ def fill_blocks_kernel(
         if COUNT_BEGIN:
             count_begin(counters_ptr, progress_ptr)
         _fill_headers(
-            numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr, layer, refusal,
-            tokens, rank, local_block, slots, stride_numbers, num_numbers, header_block,
+            expert_numbers_ptr, header_blocks_ptr, header_ptr, calls_ptr, counters_ptr,
+            layer, refusal, tokens, rank, local_block, slots,
+            stride_expert_numbers, total_slots, header_block_stride,
             TOP_K, BLOCK_K, WORLD, PADDED, SINGLE_BLOCK, SCAN, NUM_FIELDS,
         )  # fmt: skip
     else:
@@ -147,8 +153,8 @@ def fill_blocks_kernel(
         first = program // NUM_BLOCKS * ROWS
         w = program % NUM_BLOCKS
         token_R = first + tl.arange(0, ROWS)
-        number, invalid = _load_numbers(
-            numbers_ptr, token_R, tokens, stride_numbers, num_numbers, TOP_K, BLOCK_K
+        number, invalid = _load_expert_numbers(
+            expert_numbers_ptr, token_R, tokens, stride_expert_numbers, total_slots, TOP_K, BLOCK_K
         )
         if SINGLE_BLOCK:
             block = tl.full((), 0, tl.int64) + local_block
@@ -157,8 +163,9 @@ def fill_blocks_kernel(
         else:
             block = tl.where(w == rank, local_block, w).to(tl.int64)
             before = _count_rows(
-                numbers_ptr, first, stride_numbers, num_numbers, w, slots, TOP_K, BLOCK_K, SCAN
-            )
+                expert_numbers_ptr, first, stride_expert_numbers, total_slots, w, slots,
+                TOP_K, BLOCK_K, SCAN,
+            )  # fmt: skip
             needs_R = _needs_rank(number, w, slots)
             row_R = before + tl.cumsum(needs_R, axis=0) - needs_R
             is_row_R = (needs_R > 0) & (row_R < capacity)
@@ -172,37 +179,37 @@ def fill_blocks_kernel(
                 tl.store(out_ptr, out_row, mask=token_R < tokens)
             if w == 0:
                 ones = tl.full((ROWS, BLOCK_K), 1, tl.int32)
-                tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
+                tl.atomic_add(invalid_count_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
             k = tl.arange(0, BLOCK_K)[None, :]
             is_pair = is_row & (k < TOP_K)
-            out = block * word_block + row * TOP_K + k
+            out = block * word_block_stride + row * TOP_K + k
             weight = tl.load(weights_ptr + token * stride_weights + k, mask=is_pair)
-            tl.store(numbers_blocks_ptr + out, number, mask=is_pair)
+            tl.store(expert_numbers_blocks_ptr + out, number, mask=is_pair)
             tl.store(weights_blocks_ptr + out, weight, mask=is_pair)
             if ADAPTERS != "none":
                 slot = tl.full((ROWS, 1), -1, tl.int32)
                 if ADAPTERS == "slots":
                     slot = tl.load(adapters_ptr + token, mask=is_row, other=-1).to(tl.int32)
-                tl.store(adapters_blocks_ptr + block * word_block + row, slot, mask=is_row)
+                tl.store(adapters_blocks_ptr + block * word_block_stride + row, slot, mask=is_row)
             if SCALES:
                 s = tl.arange(0, BLOCK_S)[None, :]
                 is_scale = is_row & (s < SCALES)
                 scale = tl.load(scale_ptr + token * stride_scale + s, mask=is_scale)
-                out = block * word_block + row * SCALES + s
+                out = block * word_block_stride + row * SCALES + s
                 tl.store(scale_blocks_ptr + out, scale, mask=is_scale)
         for start in range(split * BLOCK, HIDDEN if HAS_X else 0, SPLITS * BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]
             mask = is_row & (column < HIDDEN)
             x = tl.load(x_ptr + token * stride_x + column, mask=mask)
-            tl.store(x_blocks_ptr + block * x_block + row * HIDDEN + column, x, mask=mask)
+            tl.store(x_blocks_ptr + block * x_block_stride + row * HIDDEN + column, x, mask=mask)
 
 
 @triton.jit
 def read_blocks_kernel(
-    numbers_ptr, weights_ptr, scale_ptr, adapters_ptr, header_blocks_ptr,
+    expert_numbers_ptr, weights_ptr, scale_ptr, adapters_ptr, header_blocks_ptr,
     slots_ptr, out_weights_ptr, out_scale_ptr, out_adapters_ptr,
     header_ptr, limits_ptr, words_ptr, host_words_ptr, failed_ptr, counters_ptr, progress_ptr,
-    rows, block_rows, capacity, rank, slots, local_experts, word_block, header_block,
+    rows, block_rows, capacity, rank, slots, local_experts, word_block_stride, header_block_stride,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_ADAPTERS: tl.constexpr, ROWS: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
@@ -216,12 +223,12 @@ def read_blocks_kernel(
     block = (row // block_rows).to(tl.int64)
     row_in_block = row % block_rows
     in_bounds = row < rows
-    sent = tl.load(header_blocks_ptr + block * header_block + SENT, mask=in_bounds, other=0)
+    sent = tl.load(header_blocks_ptr + block * header_block_stride + SENT, mask=in_bounds, other=0)
     has_token = in_bounds & (row_in_block < sent) & (row_in_block < capacity)
     k = tl.arange(0, BLOCK_K)[None, :]
-    source = block * word_block + row_in_block * TOP_K + k
+    source = block * word_block_stride + row_in_block * TOP_K + k
     has_pair = has_token & (k < TOP_K)
-    number = tl.load(numbers_ptr + source, mask=has_pair, other=-1)
+    number = tl.load(expert_numbers_ptr + source, mask=has_pair, other=-1)
     slot = number - rank * slots
     is_local = has_pair & (number >= 0) & (slot >= 0) & (slot < local_experts)
     weight = tl.load(weights_ptr + source, mask=is_local, other=0.0)
@@ -231,28 +238,30 @@ def read_blocks_kernel(
     tl.store(out_weights_ptr + out, weight, mask=is_pair)
     if HAS_ADAPTERS:
         adapter = tl.load(
-            adapters_ptr + block * word_block + row_in_block, mask=has_token, other=-1
+            adapters_ptr + block * word_block_stride + row_in_block, mask=has_token, other=-1
         )
         tl.store(out_adapters_ptr + row, adapter, mask=in_bounds)
     if SCALES:
         s = tl.arange(0, BLOCK_S)[None, :]
         is_scale = has_token & (s < SCALES)
         scale = tl.load(
-            scale_ptr + block * word_block + row_in_block * SCALES + s, mask=is_scale, other=0.0
+            scale_ptr + block * word_block_stride + row_in_block * SCALES + s,
+            mask=is_scale,
+            other=0.0,
         )
         tl.store(out_scale_ptr + row.to(tl.int64) * SCALES + s, scale,
                  mask=in_bounds & (s < SCALES))  # fmt: skip
     if tl.program_id(0) == 0:
         count_received(counters_ptr, progress_ptr)
         verify_headers(
-            header_blocks_ptr, header_block, header_ptr, limits_ptr, words_ptr, host_words_ptr,
-            failed_ptr, WORLD, PADDED, NUM_FIELDS,
+            header_blocks_ptr, header_block_stride, header_ptr, limits_ptr, words_ptr,
+            host_words_ptr, failed_ptr, WORLD, PADDED, NUM_FIELDS,
         )  # fmt: skip
 
 
 @triton.jit
 def mask_remote_pairs_kernel(
-    numbers_ptr, weights_ptr, first, local_experts, numel,
+    expert_numbers_ptr, weights_ptr, first, local_experts, numel,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Replace expert numbers by slots of this rank; see `blocks.mask_remote_pairs`.
@@ -264,9 +273,9 @@ def mask_remote_pairs_kernel(
     pdl_wait(USE_PDL)
     pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < numel
-    slot = tl.load(numbers_ptr + pair, mask=mask, other=-1) - first
+    slot = tl.load(expert_numbers_ptr + pair, mask=mask, other=-1) - first
     is_local = (slot >= 0) & (slot < local_experts)
-    tl.store(numbers_ptr + pair, tl.where(is_local, slot, -1), mask=mask)
+    tl.store(expert_numbers_ptr + pair, tl.where(is_local, slot, -1), mask=mask)
     tl.store(weights_ptr + pair, tl.full((BLOCK,), 0, tl.float32), mask=mask & (is_local == 0))
 
 
