@@ -195,6 +195,21 @@ def test_converted_scales_keep_their_memory() -> None:
     assert third["w1_scale"].shape == (4, 128)
 
 
+def test_global_scales_keep_their_memory_if_vllm_computes_them_anew() -> None:
+    """CUDA graphs read the memory of the first load."""
+    problem = Problem(9, 64, 32, 4, 2, quant="nvfp4_w4a16")
+    copies: dict[str, torch.Tensor] = {}
+    loads = [
+        {"w1_global_scale": torch.rand(4, 2), "w2_global_scale": torch.rand(4)} for _ in range(2)
+    ]
+    first = convert_scales(problem, loads[0], copies)
+    addresses = {name: scale.data_ptr() for name, scale in first.items()}
+    second = convert_scales(problem, loads[1], copies)
+    for name, source in loads[1].items():
+        assert second[name].data_ptr() == addresses[name] != source.data_ptr()
+        assert torch.equal(second[name].flatten(), source.flatten())
+
+
 @pytest.mark.parametrize("given", [("b1", "b2"), ("b1",), ("b2",), ()])
 def test_one_bias_is_completed_with_zeros(given: tuple[str, ...]) -> None:
     biases = {"b1": torch.ones(4, 64), "b2": torch.ones(4, 64)}

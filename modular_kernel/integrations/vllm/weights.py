@@ -2,7 +2,7 @@
 
 The tensors belong to vLLM's plain backend, which keeps the layout of the checkpoint: w13 is
 (e, N, H) with gate rows first, w2 is (e, H, I), and both are packed along rows. Tensors whose
-layout already matches are not copied.
+layout already matches are not copied, except global scales.
 """
 
 import torch
@@ -35,6 +35,10 @@ def convert_scales(
         scale = _reshape_or_repeat(name, source.detach(), spec.shape)
         if scale.data_ptr() != source.data_ptr():
             scale = _keep_copy(name, scale, copies)
+        elif name.endswith("_global_scale"):
+            # vLLM may compute this tensor anew in each load. It is then no parameter of the layer,
+            # and a reload does not keep its memory.
+            scale = _keep_copy(name, scale.clone(), copies)
         scales[name] = scale
     return scales
 
