@@ -211,7 +211,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
     requires: ClassVar[PrepareFinalizeRequirements]
     # Whether the part owns the buffer of the experts' output, for example if other ranks read it.
     keeps_expert_output: ClassVar[bool] = False
-    # Whether the part can allocate the output of the layer (`combined`).
+    # Whether the part can allocate the output of the layer (`finalize_to_new_tensor`).
     allocates_output: ClassVar[bool] = False
     # Whether `prepare` is faster than `prepare_no_receive` followed by its receiver.
     prepares_at_once: ClassVar[bool] = False
@@ -242,7 +242,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         """
         self.capacity_multiple = math.lcm(self.capacity_multiple, multiple)
 
-    def rounded(self, rows: int) -> int:
+    def padded_capacity(self, rows: int) -> int:
         """Return `rows` rounded up to a multiple of `capacity_multiple`."""
         return -(-rows // self.capacity_multiple) * self.capacity_multiple
 
@@ -364,7 +364,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         reduce: the reduction to apply. If its kind is DELEGATE, the part applies its own reduction.
         """
 
-    def combined(
+    def finalize_to_new_tensor(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
         """Combine like `finalize`, but return a newly allocated tensor.
@@ -373,7 +373,7 @@ class PrepareAndFinalize(PartDeclarations, ABC):
         instead of `finalize`. It saves a copy for libraries that allocate their results.
         """
         need = "a part with allocates_output = True"
-        raise UnsupportedError("combined", got=type(self).__name__, need=need)
+        raise UnsupportedError("finalize_to_new_tensor", got=type(self).__name__, need=need)
 
 
 class PermuteExpertsUnpermute(PartDeclarations, ABC):

@@ -336,7 +336,7 @@ class Execution:
                 self._apply_experts(tokens, pending, output)
             with stages.stage(stages.FINALIZE):
                 if pending.out is None:
-                    return part.combined(output, handle=handle, reduce=reduce)
+                    return part.finalize_to_new_tensor(output, handle=handle, reduce=reduce)
                 part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
             # Torch does not see that kernels write to it, but autograd and caches compare versions.
             torch.autograd.graph.increment_version(pending.out)

@@ -3,16 +3,20 @@
     python tools/check_choice.py --random-layers 4 --seed 1 --quant none,fp8_w8a8_block \
         --budgets 0,5,30 --json out/choice.json
 
-For each layer and scheme, compose() runs with an empty cache under each budget, the smallest first.
-At each number of tokens, the plan of the composed layer is then timed interleaved with that of the
-default pairing. Both plans are for the maximum number of tokens. Every valid pairing is also timed
-interleaved with the default, once for each number of tokens; a pairing whose first calls take more
-than 1.5 x the default's time is not timed further. Kernels compiled under one budget are reused
-under the next.
+For each layer and scheme, `compose` is called once per budget, in ascending order, each time with
+an empty selection cache. The calls share the cache of compiled kernels.
 
-Layers are those of --model, of --layer E,K,H,I, and --random-layers layers with random sizes. Exits
-with 1 if a composed layer takes more than --limit times the default's time beyond the noise, or if
-choosing exceeds its budget by more than a second.
+At each number of tokens, the plan of the composed layer is then timed interleaved with the plan of
+the default pairing. Both plans are for the maximum number of tokens. Every valid pairing is also
+timed interleaved with the default, once for each number of tokens. A pairing whose first calls take
+more than 1.5 times as long as the default is not timed further.
+
+Layers are those of --model, of --layer E,K,H,I, and --random-layers layers with random sizes. The
+exit status is 1 in three cases:
+
+- the time of a composed layer is more than --limit times that of the default, beyond 2 x the noise;
+- `compose` exceeds its budget by more than one second;
+- a second call of `compose`, with the filled cache, times a pairing or selects another one.
 """
 
 import argparse
@@ -45,7 +49,8 @@ from modular_kernel.spec.problem import Problem
 
 MAX_SLOWDOWN = 1.5  # ratio to the default's time above which a pairing is not timed further
 OVERRUN_S = 1.0  # allowed excess over a budget
-ROUNDS, TARGET_S = (9, 41), 0.06
+MIN_ROUNDS, MAX_ROUNDS = 9, 41  # of an interleaved comparison of two plans
+TARGET_S = 0.06  # the number of rounds is TARGET_S divided by the seconds of one slow round
 EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
 MIN_BYTES, MAX_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
 
@@ -76,7 +81,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quant", default="none")
     parser.add_argument("--tokens-list", default="1,16,64,256,1024,4096")
     parser.add_argument("--budgets", default="0,5,30,default", help="seconds, or `default`")
-    parser.add_argument("--deadline", type=float, default=560, help="seconds; then it ends")
+    parser.add_argument(
+        "--deadline", type=float, default=560, help="seconds after which no step starts"
+    )
     parser.add_argument("--limit", type=float, default=1.02)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -133,7 +140,11 @@ def _check_layer(name: str, problem: Problem, args, report) -> None:
 
 
 def _compose_twice(problem: Problem, tokens, seconds: float):
-    """Compose with an empty cache, and again with the filled one, which must not time anything."""
+    """Compose with an empty cache, and then with the filled cache and a budget of 0.
+
+    Returns the kernel of the first call, and a record of both calls. The second call must read its
+    choice from the cache, without timing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = MeasurementOptions(tokens=tokens, budget=seconds, folder=Path(folder))
         start = time.perf_counter()
@@ -170,12 +181,15 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
         inputs = make_workload(
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
-        budget = Budget(max(args.end - time.monotonic(), 0), SingleProcess(), first_step_seconds=0)
+        seconds_left = max(args.end - time.monotonic(), 0)
+        # With first_step_seconds=0, the first pairing is timed however little time is left.
+        budget = Budget(seconds_left, SingleProcess(), first_step_seconds=0)
         order, capturable = choice.pairing_options.valid_pairs(tokens), choice.candidates.capturable
         timer = PairingTimer(
             inputs, order, capturable, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
         )
         bucket = timer.time_bucket(order[1:])
+        # The ratio of a much slower pairing is rough, because it is timed in two rounds only.
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
         if not ratios:  # no pairing could be timed, or time is up
             continue
@@ -210,9 +224,10 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
 
 
 def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, float]:
-    """Time a plan interleaved with the default's.
+    """Time a plan interleaved with the plan of the default pairing.
 
-    Returns the plan's microseconds, the ratio to the default's time, and the noise of the ratio.
+    Returns the plan's microseconds, its time divided by that of the default, and the noise of this
+    ratio.
     """
     clock, flush_l2 = make_clock(device), make_l2_flush(device) if inputs.flush else None
     runs_of_plans = [_capture_calls(planned, inputs, device) for planned in (plan, default)]
@@ -223,7 +238,7 @@ def _compare_with_default(plan, default, inputs, device) -> tuple[float, float, 
     longest = (
         max(time_once(runs) for runs in runs_of_plans for _ in range(2)) * len(inputs.inputs) / 1e3
     )
-    rounds = min(max(int(TARGET_S / max(longest, 1e-9)), ROUNDS[0]), ROUNDS[1])
+    rounds = min(max(int(TARGET_S / max(longest, 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
     times: tuple[list[float], list[float]] = [], []
     for round_index in range(rounds):
         for index in (0, 1) if round_index % 2 else (1, 0):
@@ -272,7 +287,7 @@ def _summary(report, limit: float) -> int:
         text = f"{call['first_s']:.1f} s with a budget of {call['budget']:g} s"
         print(f"overrun: {call['layer']} {call['quant']} took {text}")
     for call in changed:
-        print(f"another choice from the cache: {call['layer']} {call['quant']}")
+        print(f"the choice read from the cache differs: {call['layer']} {call['quant']}")
     return int(bool(slower_rows or overruns or changed or not cells))
 
 

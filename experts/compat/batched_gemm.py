@@ -98,7 +98,7 @@ def batched_gemm(  # noqa: PLR0913  (every operand has scales)
         w2_global_scale=b_global_scale,
     )
     # The configuration of GEMM 2, which has no activation in its epilogue.
-    _, tile = choose_config(problem, capacity).both(LaunchConfig)
+    _, tile = choose_config(problem, capacity).typed_launches(LaunchConfig)
     num_m = -(-capacity // tile.block_m)
     launch(
         batched_gemm_kernel,

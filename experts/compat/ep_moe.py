@@ -273,7 +273,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     row_scales = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
     # The configuration of GEMM 2, which has no activation in its epilogue.
-    _, config = choose_config(problem, m).both(LaunchConfig)
+    _, config = choose_config(problem, m).typed_launches(LaunchConfig)
     tiles = _segment_tiles(seg_indptr, weight_indices, m, config.block_m)
     operands = gemm2_operands(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
     m_grouped_gemm(GemmRows(a, row_scales), operands, config, tiles, c, problem.fp32_precision)

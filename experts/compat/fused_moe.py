@@ -83,7 +83,7 @@ def try_get_optimal_moe_config(
         tokens=M, hidden=w2_shape[1], intermediate=w2_shape[2], experts=w2_shape[0], top_k=top_k,
         dtype=dtype, quant=quant,
     )  # fmt: skip
-    _, tile = choose_config(problem, M).both(LaunchConfig)
+    _, tile = choose_config(problem, M).typed_launches(LaunchConfig)
     return {key: getattr(tile, field) for key, field in _FIELD_BY_KEY.items()}
 
 
@@ -230,7 +230,7 @@ def _make_tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
         need = f"only {', '.join(_FIELD_BY_KEY)}"
         raise ConfigurationError("config", got=", ".join(map(str, unknown)), need=need)
     with override_config(config):
-        return choose_config(problem, problem.tokens).both(LaunchConfig)[1]
+        return choose_config(problem, problem.tokens).typed_launches(LaunchConfig)[1]
 
 
 def _check_alignment(

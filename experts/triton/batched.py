@@ -84,7 +84,7 @@ class BatchedTritonExperts(TritonExpertsBase):
         assert isinstance(tokens, BatchedTokens)
         problem = self.problem
         experts, capacity, _ = tokens.x_eCH.shape
-        launch1, launch2 = choose_config(problem, capacity).both(LaunchConfig)
+        launch1, launch2 = choose_config(problem, capacity).typed_launches(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
         adapters, shrink_output = None, None
         if tokens.adapters_eC is not None:

@@ -193,7 +193,7 @@ class TritonExperts(TritonExpertsBase):
             return False
         if is_overridden() or self._tuned_prepared:
             return True
-        return all(path.reads_prepared(weights, tokens) for path in self._paths.values())
+        return all(path.is_faster_when_prepared(weights, tokens) for path in self._paths.values())
 
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return the configuration of a call, whose path supports the strides of these tensors."""

@@ -130,8 +130,8 @@ class MoEConfig:
     def __str__(self) -> str:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
-    def both(self, kind: type[L]) -> tuple[L, L]:
-        """Return the launches of GEMM 1 and GEMM 2. Assert that both have the type `kind`."""
+    def typed_launches(self, kind: type[L]) -> tuple[L, L]:
+        """Return the launches of GEMM 1 and GEMM 2, both of which must have the type `kind`."""
         launch1, launch2 = self.gemm1, self.gemm2
         assert isinstance(launch1, kind)
         assert isinstance(launch2, kind)

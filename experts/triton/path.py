@@ -28,7 +28,7 @@ from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeig
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 UNBOUNDED_TOKENS = 1 << 62  # larger than the token count of any call
-_MAX_ENTRIES = 64  # of a WorkspaceCache
+_MAX_ENTRIES = 64  # maximum number of entries of a WorkspaceCache
 K = TypeVar("K", bound=Hashable)
 
 
@@ -76,10 +76,10 @@ class Path(ABC):
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call, in tokens, that uses the path without a tuned file; None: any.
+        """Return the largest token count for which the path is used without a tuned file.
 
-        Launches from a tuned file are not used for larger calls either, except up to the call for
-        which they were tuned.
+        None means that there is no limit. The limit of a launch from a tuned file is the same, or
+        the token count for which the launch was tuned if that is larger.
         """
         return None
 
@@ -117,8 +117,8 @@ class Path(ABC):
         """Return the configuration to use in place of `config`, which is from a file of vLLM or
         SGLang.
 
-        Such a file has launches for their one kernel, which corresponds to the aligned path. A path
-        for 4-bit weights overrides this method if it is faster than any launch of the aligned path.
+        Such a file has launches for their one kernel, which corresponds to the aligned path. Paths
+        that are always faster than the aligned path override this method.
         """
         return config
 
@@ -128,8 +128,8 @@ class Path(ABC):
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
         """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
 
-        Such calls use this path unless an override, or a file tuned with prepared weights, names
-        another. Return () if the path prepares nothing.
+        Calls with prepared weights use these configurations, unless there is an override or a file
+        that was tuned with prepared weights. Return () if the path prepares nothing.
         """
         return ()
 
@@ -140,8 +140,12 @@ class Path(ABC):
         """
         return {}
 
-    def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether prepared weights make a call faster if there is no tuned file."""
+    def is_faster_when_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
+        """Return whether prepared weights make a call of `tokens` tokens faster.
+
+        The method is not called if the configuration is overridden, or comes from a file that was
+        tuned with prepared weights.
+        """
         return True
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -168,8 +172,8 @@ class Path(ABC):
     def is_fast(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether the path is a good choice for weights of these strides.
 
-        If not, a call without an override uses another path. Called only for unquantized weights of
-        which w1 or w2 is contiguous along N.
+        If not, a call without an override uses another path. The method is called only for
+        unquantized weights, if w1 or w2 is contiguous along N.
         """
         return True
 
@@ -179,7 +183,8 @@ class Path(ABC):
         """Return the launches to use in place of those of `config` for weights of these strides.
 
         Heuristics and tuned files are for weights whose K is contiguous. The result has the same
-        path and block_m, so it fits the same workspace. Called for the same weights as `is_fast`.
+        path and block_m, so that it fits the same workspace. The method is called for the same
+        weights as `is_fast`.
         """
         return config
 
@@ -193,11 +198,12 @@ class Path(ABC):
 
 
 class WorkspaceCache:
-    """A cache of workspace shapes, by the largest call and the kinds of calls up to it.
+    """A cache of the workspaces of `merge_workspaces`.
 
-    A kind is anything that determines the buffers of a call, such as its path and block_m.
-    Overriding a configuration can add kinds. Only the first _MAX_ENTRIES entries are kept, because
-    a server uses few shapes.
+    A key is the maximum shape of a call, and the kinds of calls that the workspace must fit. A kind
+    is anything that determines the buffers of a call, such as its path and block_m. Overriding a
+    configuration can add kinds. Only the first _MAX_ENTRIES entries are kept, because a server uses
+    few shapes.
     """
 
     def __init__(self) -> None:
@@ -227,9 +233,9 @@ def merge_workspaces(
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: for each name, the largest buffer.
 
-    A buffer may reuse the memory of others (`BufferSpec.over`). A merged buffer may reuse all those
-    that any of the kinds allows, so in no kind of call may one of them still be in use when the
-    buffer is written.
+    A buffer may reuse the memory of the buffers in `BufferSpec.over`. The merged buffer may reuse
+    the memory of every buffer that any kind lists there. Calls of the other kinds must therefore
+    not use these buffers after they take the merged buffer.
 
     kinds: the buffers of each kind of call, by name.
     """
@@ -237,8 +243,9 @@ def merge_workspaces(
     for specs in kinds:
         for name, spec in specs.items():
             previous = largest.get(name, spec)
-            over = tuple(dict.fromkeys((*previous.over, *spec.over)))
-            largest[name] = replace(max(previous, spec, key=attrgetter("nbytes")), over=over)
+            reused_names = tuple(dict.fromkeys((*previous.over, *spec.over)))
+            larger = max(previous, spec, key=attrgetter("nbytes"))
+            largest[name] = replace(larger, over=reused_names)
     nothing = BufferSpec((0,), problem.dtype)
     top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
     return WorkspaceShapes(

@@ -60,7 +60,7 @@ def _make_source(
     if routing is None:
         return "all", _make_index_arguments(index)
     ids = id_arguments(routing, num_local)
-    ids["row_index_ptr"] = ids.pop("topk_ids_ptr")
+    ids["row_source_ptr"] = ids.pop("topk_ids_ptr")
     return "ids", ids
 
 
@@ -70,7 +70,7 @@ def _make_index_arguments(index: torch.Tensor) -> dict[str, object]:
     index: a table with the row of each pair, or any tensor if the kernel does not read a table.
     """
     return {
-        "row_index_ptr": index,
+        "row_source_ptr": index,
         "expert_map_ptr": index,
         "num_experts": 0,
         "num_local_experts": 0,

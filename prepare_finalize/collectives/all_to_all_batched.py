@@ -59,7 +59,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     )
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        return BatchedShape(self.problem.e, self.rounded(self.max_received_tokens))
+        return BatchedShape(self.problem.e, self.padded_capacity(self.max_received_tokens))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
@@ -93,7 +93,9 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     ) -> tuple[Dispatched, RegroupedHandle]:
         take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
         # In a fixed-capacity exchange, some of the rows are unused.
-        capacity = self.rounded(rows if self.fixed_capacity is None else self.max_received_tokens)
+        capacity = self.padded_capacity(
+            rows if self.fixed_capacity is None else self.max_received_tokens
+        )
         row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
         counts_e = take("expert_counts", (e,))
         scratch = assign_rows_scratch(rows, self.problem.top_k, e)

@@ -126,9 +126,9 @@ class DeepEPRowsPart(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        out.copy_(self.combined(expert_output, handle=handle, reduce=reduce))
+        out.copy_(self.finalize_to_new_tensor(expert_output, handle=handle, reduce=reduce))
 
-    def combined(
+    def finalize_to_new_tensor(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
         part_handle = self.check_handle(handle, DeepEPHandle)

@@ -1,9 +1,9 @@
 """BatchedPrepareAndFinalize: the batched format, (e, C, H), on a single rank.
 
 A PrepareAndFinalize component ('part') without communication. Low-latency all-to-all libraries
-produce the batched format: C rows for each of the e experts, of which the first are valid. This
-part produces it on one rank, so that the same experts can be used and tested there. A pair is one
-token with one of its K experts.
+produce the batched format. It has C rows for each of the e experts on a rank. If an expert has n
+tokens, its first n rows are valid. This part produces the format on one rank, so that the same
+experts can be used and tested there. A pair is one token with one of its K experts.
 """
 
 from collections.abc import Mapping
@@ -53,9 +53,10 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 
 @dataclass(frozen=True)
 class BatchedHandle(Handle):
-    """Handle of a call.
+    """The state of a call that `prepare` passes to `finalize`.
 
-    row_of_pair_TK: int32, index in (e * C) of the batched row of each pair, -1 for none.
+    row_of_pair_TK: int32, index of the batched row of each pair, in [0, e * C); -1 if the pair has
+        no row.
     topk_weights_TK: router weights that `finalize` must apply, or None.
     """
 
@@ -66,10 +67,10 @@ class BatchedHandle(Handle):
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """Copy tokens, (T, H), to the batched format, (e, C, H), one row per token and expert.
 
-    The capacity C is T, rounded up if the experts require a multiple. It is sufficient, because
-    both pairs share a row if an expert appears twice in the top-k of a token. The rows of an expert
-    are in the order of tokens. Rows beyond the count of an expert are undefined. Tokens are
-    quantized while they are copied, or before that if one scale is computed from all of them.
+    The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough:
+    if a token has the same expert twice, both pairs share one row. The rows of an expert are in the
+    order of tokens. Rows beyond the count of an expert are undefined. Tokens are quantized while
+    they are copied. If one scale is computed from all tokens, they are quantized before.
     """
 
     replayable = True  # a plan can replay its recorded launches
@@ -93,16 +94,16 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         return quantize_rejections(cls.__name__, problem, machine)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        return BatchedShape(self.problem.e, self.rounded(tokens))
+        return BatchedShape(self.problem.e, self.padded_capacity(tokens))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
-        capacity = self.rounded(tokens)
+        capacity = self.padded_capacity(tokens)
         rows, specs = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
         if scheme.dispatched_quantized:
             dtype = STORAGE[scheme.activation]
-            if _has_tensor_scale(scheme):
+            if _has_dynamic_tensor_scale(scheme):
                 specs |= quantize_specs("x", scheme, tokens, problem.hidden)
             elif not scheme.static:
                 shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
@@ -159,7 +160,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
         scale = buffers.get("batched_scale")
-        if _has_tensor_scale(scheme):
+        if _has_dynamic_tensor_scale(scheme):
             with stages.stage(stages.QUANTIZE_INPUT):
                 quantized = self._quantize(x_TH, dispatched, router_TK, call)
             with stages.stage(stages.PERMUTE):
@@ -167,7 +168,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             return BatchedTokens(x_eCH, counts_e, quantized.scale, slots_eC, plain_eCH), handle
         if scale is None:
             scale = weights.a1_scale
-        assert scale is not None, "a static scheme's weights have one"
+        assert scale is not None, "the weights of a static scheme have a1_scale"
         out = QuantizedRows(rows_RH, scale if scheme.static else scale.flatten(0, 1))
         with stages.stage(stages.PERMUTE_QUANTIZED):
             permute_and_quantize(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
@@ -212,10 +213,10 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             handle.row_of_pair_TK,
             handle.topk_weights_TK,
             self.problem.routed_scaling_factor,
-            checked=True,
+            checked=True,  # `prepare` made the tensors, so `reduce` need not check them
         )
-        sums = reduce.kind is Reduce.NAIVE_BATCHED
-        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
+        sums_topk = reduce.kind is Reduce.NAIVE_BATCHED
+        with stages.stage(stages.GATHER_REDUCE if sums_topk else stages.UNPERMUTE):
             reduce.apply(rows, out)
 
 
@@ -226,9 +227,9 @@ def _permute_adapters(
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the adapter slots of the batched rows, and unquantized rows if x is quantized.
+    """Return the adapter slots of the batched rows, and the unquantized rows or None.
 
-    Adapters read unquantized rows.
+    Adapters read unquantized rows. These are returned only if x is quantized.
     """
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
@@ -238,6 +239,6 @@ def _permute_adapters(
     return slots_eC, plain_eCH
 
 
-def _has_tensor_scale(scheme: QuantScheme) -> bool:
-    """Return whether there is one dynamic scale, which must be computed from all tokens first."""
+def _has_dynamic_tensor_scale(scheme: QuantScheme) -> bool:
+    """Return whether x has one scale, which is computed from all tokens of the call."""
     return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,4 +1,4 @@
-"""The report of a profile: its content, and that the HTML file is self-contained."""
+"""The report of a profile: the summary, the JSON record, and the HTML page."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,11 @@ VOID = {"meta", "br"}
 def profiled(
     *pairs: str, ranks: int = 1, trace: Trace | None = None, machine: Machine = GPU
 ) -> Profile:
-    """Return the profile of the sample call: 1505 us in stages, 1550 us from first to last work."""
+    """Return a profile with the sample call of `call_events` for each pair.
+
+    In the sample call, the times of the stages add up to 1505 us, and the GPU is used for 1550 us,
+    from the start of the first kernel to the end of the last. The end-to-end time is 1500 us.
+    """
     mode = "graph" if machine.device == "cuda" else "cpu"
     records = [
         RankRecord(
@@ -37,7 +41,10 @@ def profiled(
                          "command": 'mk "x" <y>'},
             peaks=Peaks({"bfloat16": 1e9}, 1e6, 1e6, 1e6, "given"),
             link=None,
-            load=RankLoad(10, 9, 18, 3, *((4, 6) if ranks > 1 else (0, 0))),
+            load=RankLoad(
+                tokens=10, rows=9, pairs=18, touched=3,
+                out=4 if ranks > 1 else 0, back=6 if ranks > 1 else 0,
+            ),
             pairs=tuple(
                 PairRecord(
                     pair, Path(f"{rank}.trace.json"),
@@ -68,7 +75,7 @@ def test_stage_and_its_floor() -> None:
     assert rows[stages.EXPERTS].floor is None
 
 
-def test_furthest_stage_loses_the_most_time() -> None:
+def test_largest_gap_row_has_the_most_time_above_its_roofline() -> None:
     """GEMM 1 takes 1100 us and the sort 5 us; the sort has the lower percentage of its roofline."""
     fast = profiled("A x B")
     rank = fast.pairs[0].slowest
@@ -88,10 +95,10 @@ def test_furthest_stage_loses_the_most_time() -> None:
 
 def test_interpreted_times_have_no_percentage() -> None:
     pair = profiled("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
-    at = summary.STAGE_COLUMNS.index("% of floor")
-    assert {row[at] for row in summary.stage_cells(pair.slowest)} > {summary.ABSENT}
+    column = summary.STAGE_COLUMNS.index("% of floor")
+    assert {row[column] for row in summary.stage_cells(pair.slowest)} > {summary.ABSENT}
     rank = replace(pair.slowest, total=replace(pair.slowest.total, mode=INTERPRETER))
-    assert {row[at] for row in summary.stage_cells(rank)} == {summary.ABSENT}
+    assert {row[column] for row in summary.stage_cells(rank)} == {summary.ABSENT}
     text = "\n".join(summary.describe_slowest_rank(replace(pair, ranks=(rank,))))
     assert "not a meaningful time" in text
     assert "floor" not in text
@@ -100,7 +107,9 @@ def test_interpreted_times_have_no_percentage() -> None:
 def test_summary_has_planned_and_eager_calls() -> None:
     profile = profiled("A x B")
     (rank,) = profile.pairs[0].ranks
+    # Sum of the stage times, divided by the time from the first kernel to the last.
     assert rank.sum_to_span == pytest.approx(1505 / 1550)
+    # Sum of the stage times, divided by the end-to-end time of a planned call.
     assert rank.sum_to_total == pytest.approx(1505 / 1500)
     text = "\n".join(summary.describe_slowest_rank(profile.pairs[0]))
     assert "1500 us, a planned call in a CUDA graph" in text
@@ -118,12 +127,12 @@ def test_slowest_rank_is_shown() -> None:
 
 def test_missing_measurements_are_noted() -> None:
     cpu = Machine("cpu", interpreter=True)
-    told = " ".join(profiled("A x B", machine=cpu).missing)
-    assert "No GPU was traced" in told
-    assert "ran in the interpreter" in told
-    strange = {"traceEvents": [*call_events(), device_event("whose", 1710, 5, 77)]}
+    missing = " ".join(profiled("A x B", machine=cpu).missing)
+    assert "No GPU was traced" in missing
+    assert "ran in the interpreter" in missing
+    without_launch = {"traceEvents": [*call_events(), device_event("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
-        profiled("A x B", trace=strange).missing
+        profiled("A x B", trace=without_launch).missing
     )
 
 
@@ -131,6 +140,7 @@ def test_record_has_all_measurements() -> None:
     record = to_json_types(to_record(profiled("A x B", "C x D", ranks=2)))
     assert isinstance(record, dict)
     (rank, _) = record["pairs"][1]["ranks"]
+    # 30 us of device time are in no stage.
     assert rank["coverage"] == pytest.approx(1505 / 1535)
     assert rank["furthest_from_floor"] in {row["stage"] for row in rank["stages"]}
     by_name = {row["stage"]: row for row in rank["stages"]}
@@ -139,7 +149,7 @@ def test_record_has_all_measurements() -> None:
     assert record["output_difference"] == 0.003
 
 
-class _Checked(HTMLParser):
+class _PageChecker(HTMLParser):
     """Collects tags that are closed in the wrong order, and external resources."""
 
     def __init__(self) -> None:
@@ -164,21 +174,22 @@ class _Checked(HTMLParser):
 def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
     later = [event | {"ts": event.get("ts", 0) + 1e9} for event in call_events()]
     page = html.render_page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
-    checked = _Checked()
-    checked.feed(page)
-    checked.close()
-    assert (checked.faults, checked.open) == ([], [])
-    assert not {"script", "link", "img", "iframe"} & set(checked.seen)
+    checker = _PageChecker()
+    checker.feed(page)
+    checker.close()
+    assert (checker.faults, checker.open) == ([], [])
+    assert not {"script", "link", "img", "iframe"} & set(checker.seen)
     assert re.findall(r"https?:|url\(|@import", page) == []
     assert "<B>" not in page
     assert "A x &lt;B&gt;" in page
-    assert checked.seen.count("svg") == ranks * len(pairs)
+    assert checker.seen.count("svg") == ranks * len(pairs)
     assert page.count("<figure>") == 2 * ranks * len(pairs) + (len(pairs) > 1)
     numbers = re.findall(r'(?:width|x1|x|y)="(-?[\d.]+|nan|inf)"', page)
     assert all(0 <= float(number) <= 1000 for number in numbers)
     shares = re.findall(r"(?:width|left):(-?[\d.]+|nan|inf)%;?[b\"]", page)
     assert len(shares) >= 5 * ranks * len(pairs)
     assert all(0 <= float(share) <= 100 for share in shares)
+    # The times come first, before the tables and the description of the measurement.
     first = page.index('class="tiles"')
-    assert first < page.index("<table>")  # what it takes, before how it was measured
+    assert first < page.index("<table>")
     assert first < page.index("<dl>")

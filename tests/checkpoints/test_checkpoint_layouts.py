@@ -1,4 +1,4 @@
-"""Layouts: where each model family stores its experts, as in files that transformers saves."""
+"""Layouts: the names, shapes and order in which each model family stores the weights of experts."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 
-# Families of each kind of experts class that transformers saves. For the other families in the
-# table, it converts tensor names.
+# These families cover every kind of experts class in transformers. When transformers saves a model
+# of another family in FAMILIES, it renames the tensors.
 SAVED_FAMILIES = (
     "aria_text",
     "deepseek_v3",
@@ -84,8 +84,8 @@ def test_experts_are_found_in_every_layout(family: str, tmp_path: Path) -> None:
         "MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=this_machine(device="cpu")
     )
     y = kernel(x.bfloat16(), loaded.weights, mk.Routing(weights, ids)).double()
-    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
-    assert float((y - truth).norm() / truth.norm()) < 1e-2
+    expected = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert float((y - expected).norm() / expected.norm()) < 1e-2
 
 
 STACKED_FORMATS = ("deepseek fp8", "fp8 tensor, dynamic", "fp8 tensor, static", "compressed int8")
@@ -110,36 +110,36 @@ def test_stacked_modules_load_like_separate_ones(kind: str, tmp_path: Path) -> N
 def test_fused_families_may_be_stored_per_expert(family: str, block: str, tmp_path: Path) -> None:
     """Quantizers split fused experts into a module for each projection of each expert."""
     sample = write(tmp_path, "mixtral", "compressed int4")
-    at = f"model.layers.0.{block}"
+    prefix = f"model.layers.0.{block}"
     if family == "llama4_text":
-        at = "language_model.model.layers.0.feed_forward.experts"
+        prefix = "language_model.model.layers.0.feed_forward.experts"
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
     tensors = {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         if ".experts." in name:
             _, expert, projection, kind = name.rsplit(".", 3)
-            tensors[f"{at}.{expert}.{names[projection]}.{kind}"] = tensor
+            tensors[f"{prefix}.{expert}.{names[projection]}.{kind}"] = tensor
     if family == "gpt_oss":
         for e in range(4):
-            tensors[f"{at}.{e}.gate_proj.bias"] = torch.full((256,), 1.0)
-            tensors[f"{at}.{e}.up_proj.bias"] = torch.full((256,), 2.0)
-            tensors[f"{at}.{e}.down_proj.bias"] = torch.zeros(128)
+            tensors[f"{prefix}.{e}.gate_proj.bias"] = torch.full((256,), 1.0)
+            tensors[f"{prefix}.{e}.up_proj.bias"] = torch.full((256,), 2.0)
+            tensors[f"{prefix}.{e}.down_proj.bias"] = torch.zeros(128)
     config = SAMPLES[family].config(family, (4, 2, 256, 128))
     config["quantization_config"] = CHECKPOINT_FORMATS["compressed int4"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = mk.load_experts(tmp_path, 0)
     assert not loaded.problem_fields["activation"].interleaved
-    packed = torch.cat([packed_gate_up(tensors, at, e) for e in range(4)])
+    packed = torch.cat([packed_gate_up(tensors, prefix, e) for e in range(4)])
     assert torch.equal(loaded.weights.w1.flatten(0, 1), packed)
     if family == "gpt_oss":
         assert loaded.weights.b1[0].tolist() == [1.0] * 256 + [2.0] * 256
     assert sample.w1.shape == (4, 512, 128)
 
 
-def packed_gate_up(tensors: dict[str, torch.Tensor], at: str, e: int) -> torch.Tensor:
+def packed_gate_up(tensors: dict[str, torch.Tensor], prefix: str, e: int) -> torch.Tensor:
     """Return the packed words of gate and up of one expert."""
-    pair = [tensors[f"{at}.{e}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
+    pair = [tensors[f"{prefix}.{e}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
     return torch.cat(pair).view(torch.uint8)
 
 

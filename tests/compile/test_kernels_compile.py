@@ -1,4 +1,4 @@
-"""Every Triton kernel, as the parts launch it, compiles for sm_90 without violations."""
+"""Compile every Triton kernel for sm_90, with the arguments that the parts pass, and check it."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from modular_kernel.testing.compile.cases import CompiledRow, CompileResult, com
 
 pytestmark = [
     pytest.mark.timeout(1200),  # about 300 variants of kernels
+    # Time limits of this module, in seconds, in `make test` (quick) and `make test-rest` (rest).
     pytest.mark.budget(quick=0.0, rest=60.0, module=True),
 ]
 GLUON = ("grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel")
@@ -33,13 +34,13 @@ def test_no_kernel_is_skipped_without_a_reason(compiled: CompileResult) -> None:
 
 
 def test_gemms_use_the_expected_instructions(rows: tuple[CompiledRow, ...]) -> None:
-    # To disassemble a kernel takes a quarter of a second: one form of each kind is enough.
-    one = {
+    # Disassembling a kernel takes 0.25 s, so only one launch is checked for each key of this table.
+    launches = {
         (r.kernel, r.dtypes["a_ptr"], r.config["INPUT_PRECISION"], r.config["BLOCK_M"]): r
         for r in (row.record for row in rows)
         if {"BLOCK_M", "INPUT_PRECISION"} <= r.config.keys()
     }
-    used = {kind[1:] for kind, record in one.items() if record.instructions["HGMMA"]}
+    used = {key[1:] for key, record in launches.items() if record.instructions["HGMMA"]}
     assert {("bf16", "ieee", 64), ("bf16", "ieee", 128), ("fp16", "ieee", 128)} <= used
     assert ("fp32", "tf32", 64) in used
     assert not any(precision == "ieee" for dtype, precision, _ in used if dtype == "fp32")

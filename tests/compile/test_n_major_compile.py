@@ -36,7 +36,7 @@ def test_aligned_tiles_are_copied_in_vectors(tokens: int, change: dict[str, Any]
         for r in launches_of(AlignedPath(problem), problem, config, n_major=True)
         if r.kernel == "grouped_gemm_kernel"
     ]
-    for record, tile in zip(records, config.both(LaunchConfig), strict=True):
+    for record, tile in zip(records, config.typed_launches(LaunchConfig), strict=True):
         assert check(record, "HGMMA") == ()
         sides = 2 if record.config["GATED"] else 1
         rows = tile.block_m + sides * tile.block_n
@@ -65,7 +65,7 @@ def test_gemv_loads_vectors_along_n(change: dict[str, Any]) -> None:
     config = gemv_config.n_major_config(gemv_config.default_config(problem), BOTH)
     records = launches_of(GemvPath(problem), problem, config, n_major=True)
     assert [r.config["N_MAJOR"] for r in records] == [True, True]
-    for record, tile in zip(records, config.both(LaunchConfig), strict=True):
+    for record, tile in zip(records, config.typed_launches(LaunchConfig), strict=True):
         assert check(record, "FFMA") == ()
         sides = 2 if record.config.get("GATED") else 1
         vectors = sides * tile.block_n * tile.block_k * 2 // (16 * 32 * tile.num_warps)

@@ -1,4 +1,7 @@
-"""Invalid input raises a typed error that states what it got and needs, and nothing is launched."""
+"""Invalid input raises a typed error before any kernel is launched.
+
+The error states what was passed and what is needed.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from invalid_calls import (
     BIAS,
     CASES,
     INPLACE,
-    KEPT,
+    KEEP_TOPK,
     MAP,
     PROBLEM,
     Bad,
@@ -58,8 +61,8 @@ def test_invalid_call_raises_a_typed_error(bad: Bad, planned: bool) -> None:
 
 
 def test_valid_call_reaches_the_parts() -> None:
-    """Without the change the call reaches the parts, so each case fails because of its change."""
-    for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEPT, {})):
+    """Without their changes, the calls of CASES are valid, so the changes cause the errors."""
+    for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEEP_TOPK, {})):
         args = make_arguments(problem)
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
             kernel_with_spies(problem)(args.x, args.weights, args.routing)
@@ -125,7 +128,7 @@ def test_unchecked_mode_skips_and_counts_an_invalid_id(pf: str, experts: str) ->
     kernel = make_kernel(pf, experts, PROBLEM, machine=machine)
     weights_TK = routing.topk_weights_TK
     expected = kernel(tokens_TH, weights, Routing(weights_TK, skipped)).clone()
-    assert kernel.invalid_ids == 0
+    assert kernel.invalid_ids == 0  # the number of invalid ids in all calls; -1 is not invalid
     assert torch.equal(kernel(tokens_TH, weights, Routing(weights_TK, wrong)), expected)
     assert kernel.invalid_ids == 3
     kernel(tokens_TH, weights, Routing(weights_TK, wrong))
@@ -133,7 +136,7 @@ def test_unchecked_mode_skips_and_counts_an_invalid_id(pf: str, experts: str) ->
 
 
 def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    """They are logged where the counter is read, so that no call synchronizes with the device."""
+    """Reading `kernel.invalid_ids` logs a warning. Calls do not, so they need not synchronize."""
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     wrong = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, 99))
     for _ in range(2):
@@ -154,7 +157,7 @@ def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFix
 
 
 def test_the_tested_pairings_include_those_of_torch() -> None:
-    """A refused pairing must not leave the list above empty."""
+    """PAIRS has only valid pairings, so it would be empty if all were refused by mistake."""
     torch_pairs = {
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
@@ -164,8 +167,9 @@ def test_the_tested_pairings_include_those_of_torch() -> None:
 
 # A table: a line or two per case.
 # fmt: off
-FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
-    ("inplace_keep_topk", lambda: replace(PROBLEM, **INPLACE, **KEPT), "inplace",
+# Case name, the expression that raises, and substrings of the fields `what`, `got` and `need`.
+INVALID_SPECS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
+    ("inplace_keep_topk", lambda: replace(PROBLEM, **INPLACE, **KEEP_TOPK), "inplace",
      "combine=TOPK_WEIGHTED", "combine=SUM"),
     ("tokens", lambda: replace(PROBLEM, tokens=-1), "tokens", "-1", ">= 0"),
     ("hidden", lambda: replace(PROBLEM, hidden=0), "hidden", "0", ">= 1"),
@@ -204,9 +208,9 @@ FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
 # fmt: on
 
 
-@pytest.mark.parametrize("fact", FACTS, ids=[fact[0] for fact in FACTS])
-def test_bad_fields_of_a_problem(fact: tuple[str, Callable[[], object], str, str, str]) -> None:
-    _, make, what, got, need = fact
+@pytest.mark.parametrize("case", INVALID_SPECS, ids=[case[0] for case in INVALID_SPECS])
+def test_invalid_specs_and_pairings(case: tuple[str, Callable[[], object], str, str, str]) -> None:
+    _, make, what, got, need = case
     with pytest.raises(ConfigurationError) as caught:
         make()
     assert caught.value.what == what

@@ -1,4 +1,4 @@
-"""The composed kernel: what it refuses, how it calls its parts, plans, and started calls."""
+"""FusedMoEModularKernel: composition, calls, plans, calls in flight, and poisoned buffers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def call(kernel: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
     return kernel(inputs.x_TH, inputs.weights, inputs.routing, **options)
 
 
-def assert_right(out: torch.Tensor, inputs: Inputs, problem: Problem = BASE) -> None:
+def assert_correct(out: torch.Tensor, inputs: Inputs, problem: Problem = BASE) -> None:
     exact = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
     torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -63,7 +63,7 @@ def assert_right(out: torch.Tensor, inputs: Inputs, problem: Problem = BASE) -> 
 def test_two_instances_compose(pair: tuple[Any, Any]) -> None:
     kernel, inputs = composed(pair), inputs_for(BASE)
     assert kernel.pairing == f"{pair[0].__name__} x {pair[1].__name__}"
-    assert_right(call(kernel, inputs), inputs)
+    assert_correct(call(kernel, inputs), inputs)
 
 
 def test_classes_and_names_compose_equally() -> None:
@@ -88,12 +88,12 @@ def test_a_refused_pairing_states_every_reason() -> None:
 
 
 def test_a_reducer_other_than_the_declared_one_is_refused() -> None:
-    class Liar(TorchExperts):
+    class WrongReduce(TorchExperts):
         def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOp:
             return TopKWeightAndReduceNoOp()
 
-    with pytest.raises(ConfigurationError, match=r"Liar\.finalize_weight_and_reduce_impl"):
-        composed((MoEPrepareAndFinalizeNoEP, Liar))
+    with pytest.raises(ConfigurationError, match=r"WrongReduce\.finalize_weight_and_reduce_impl"):
+        composed((MoEPrepareAndFinalizeNoEP, WrongReduce))
 
 
 # Calls
@@ -105,7 +105,7 @@ def test_any_number_of_tokens_up_to_that_of_the_problem(pair: tuple[Any, Any], t
     kernel, inputs = composed(pair), inputs_for(BASE.with_tokens(tokens))
     out = call(kernel, inputs)
     assert out.shape == (tokens, BASE.hidden)
-    assert_right(out, inputs)
+    assert_correct(out, inputs)
 
 
 @each_pair
@@ -113,7 +113,7 @@ def test_out_is_written_and_returned(pair: tuple[Any, Any]) -> None:
     inputs = inputs_for(BASE)
     out = torch.full_like(inputs.x_TH, torch.nan)
     assert call(composed(pair), inputs, out=out) is out
-    assert_right(out, inputs)
+    assert_correct(out, inputs)
 
 
 @each_pair
@@ -121,7 +121,7 @@ def test_inplace_overwrites_and_returns_x(pair: tuple[Any, Any]) -> None:
     problem = replace(BASE, inplace=True)
     inputs, used = inputs_for(problem), inputs_for(problem)
     assert call(composed(pair, problem), used) is used.x_TH
-    assert_right(used.x_TH, inputs, problem)
+    assert_correct(used.x_TH, inputs, problem)
 
 
 @each_pair
@@ -151,10 +151,11 @@ def test_calls_are_split_into_chunks(tokens: int, pieces: list[int]) -> None:
     inputs = inputs_for(problem.with_tokens(tokens))
     out = call(composed((MoEPrepareAndFinalizeNoEP, Counting), problem), inputs)
     assert seen == pieces
-    assert_right(out, inputs, problem)
+    assert_correct(out, inputs, problem)
 
 
 def test_invalid_ids_add_up_over_calls_and_plans() -> None:
+    """`kernel.invalid_ids` counts the expert ids outside [-1, E) in all calls."""
     kernel = composed(PAIRS[0])
     assert kernel.invalid_ids == 0
     inputs = inputs_for(BASE, routing="out_of_range")
@@ -185,42 +186,43 @@ def test_calls_in_flight_finish_in_any_order(pair: tuple[Any, Any]) -> None:
     pending = [kernel.start(i.x_TH, i.weights, i.routing) for i in many]
     assert [p.tokens for p in pending] == [19, 4, 0, 11]
     for index in (2, 0, 3, 1):
-        assert_right(pending[index].finish(), many[index])
+        assert_correct(pending[index].finish(), many[index])
 
 
 def test_a_part_allocates_the_output_unless_out_is_given() -> None:
-    class Maker(MoEPrepareAndFinalizeNoEP):
+    class AllocatesOutput(MoEPrepareAndFinalizeNoEP):
         allocates_output = True
-        made: list[torch.Tensor] = []  # noqa: RUF012 (one list for one test)
+        allocated: list[torch.Tensor] = []  # noqa: RUF012 (one list for one test)
 
-        def combined(self, expert_output: torch.Tensor, **rest: Any) -> torch.Tensor:
+        def finalize_to_new_tensor(self, expert_output: torch.Tensor, **rest: Any) -> torch.Tensor:
             tokens = len(expert_output)
-            self.made.append(torch.empty(tokens, BASE.hidden, dtype=BASE.dtype))
-            self.finalize(expert_output, out=self.made[-1], **rest)
-            return self.made[-1]
+            self.allocated.append(torch.empty(tokens, BASE.hidden, dtype=BASE.dtype))
+            self.finalize(expert_output, out=self.allocated[-1], **rest)
+            return self.allocated[-1]
 
     inputs = inputs_for(BASE)
     given, args = torch.empty_like(inputs.x_TH), (inputs.x_TH, inputs.weights, inputs.routing)
-    kernel = composed((Maker, TorchExperts), BASE)
+    kernel = composed((AllocatesOutput, TorchExperts), BASE)
     calls = (kernel, kernel.plan(), lambda *a, **named: kernel.start(*a, **named).finish())
     for number, run in enumerate(calls, 1):
-        made = run(*args)
-        assert made is Maker.made[-1]
-        assert_right(made, inputs)
+        allocated = run(*args)
+        assert allocated is AllocatesOutput.allocated[-1]
+        assert_correct(allocated, inputs)
         assert run(*args, out=given) is given
-        assert_right(given, inputs)
-        assert len(Maker.made) == number
-    assert kernel.start(*args).out is None  # none is made that nobody uses
+        assert_correct(given, inputs)
+        assert len(AllocatesOutput.allocated) == number
+    # A started call does not allocate an output, because the part allocates it in `finish`.
+    assert kernel.start(*args).out is None
     inplace = replace(BASE, inplace=True)
     x_TH = inputs.x_TH.clone()
-    assert composed((Maker, TorchExperts), inplace)(x_TH, *args[1:]) is x_TH
-    assert len(Maker.made) == 3
+    assert composed((AllocatesOutput, TorchExperts), inplace)(x_TH, *args[1:]) is x_TH
+    assert len(AllocatesOutput.allocated) == 3
 
 
-def asynchronous() -> type[MoEPrepareAndFinalizeNoEP]:
+def make_asynchronous_part() -> type[MoEPrepareAndFinalizeNoEP]:
     """A NoEP part that dispatches in `receive`, and records the calls of its methods."""
 
-    class Later(MoEPrepareAndFinalizeNoEP):
+    class AsynchronousPart(MoEPrepareAndFinalizeNoEP):
         requires = PrepareFinalizeRequirements(
             activation_format=ActivationFormat.STANDARD,
             reduces=frozenset({Reduce.CONTIGUOUS}),
@@ -237,17 +239,17 @@ def asynchronous() -> type[MoEPrepareAndFinalizeNoEP]:
 
             return receive
 
-    return Later
+    return AsynchronousPart
 
 
 def test_an_asynchronous_dispatch_is_received_in_finish() -> None:
-    later = asynchronous()
+    part = make_asynchronous_part()
     problem = replace(BASE, asynchronous=True)
-    kernel, inputs = composed((later, TorchExperts), problem), inputs_for(problem)
+    kernel, inputs = composed((part, TorchExperts), problem), inputs_for(problem)
     pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
-    assert later.log == ["sent"]  # type: ignore[attr-defined]
-    assert_right(pending.finish(), inputs)
-    assert later.log == ["sent", "received"]  # type: ignore[attr-defined]
+    assert part.log == ["sent"]  # type: ignore[attr-defined]
+    assert_correct(pending.finish(), inputs)
+    assert part.log == ["sent", "received"]  # type: ignore[attr-defined]
 
 
 def test_starting_a_synchronous_part_is_refused() -> None:
@@ -289,8 +291,8 @@ def test_two_plans_may_be_in_use_together() -> None:
     one, two = kernel.plan(), kernel.plan()
     first, second = inputs_for(BASE, seed=1), inputs_for(BASE, seed=2)
     out, other = call(one, first), call(two, second)
-    assert_right(out, first)
-    assert_right(other, second)
+    assert_correct(out, first)
+    assert_correct(other, second)
 
 
 def test_a_plan_for_fewer_tokens_is_smaller_and_refuses_more_tokens() -> None:
@@ -298,7 +300,7 @@ def test_a_plan_for_fewer_tokens_is_smaller_and_refuses_more_tokens() -> None:
     plan = kernel.plan(BASE.with_tokens(4))
     assert plan.nbytes < kernel.plan().nbytes
     inputs = inputs_for(BASE.with_tokens(4))
-    assert_right(call(plan, inputs), inputs)
+    assert_correct(call(plan, inputs), inputs)
     with pytest.raises(CapacityError):
         call(plan, inputs_for(BASE.with_tokens(5)))
 
@@ -327,19 +329,19 @@ class Overrunning(TorchExperts):
 
     def workspace_shapes(self, shape: Any) -> WorkspaceShapes:
         return replace(
-            super().workspace_shapes(shape), extra={"mine": BufferSpec((3,), torch.int32)}
+            super().workspace_shapes(shape), extra={"scratch": BufferSpec((3,), torch.int32)}
         )
 
     def apply(self, tokens: Any, *, workspace: Any, **rest: Any) -> None:
-        mine = workspace.take("mine", (3,))
-        mine.as_strided((4,), (1,)).zero_()
+        scratch = workspace.take("scratch", (3,))
+        scratch.as_strided((4,), (1,)).zero_()
         super().apply(tokens, workspace=workspace, **rest)
 
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_poison_names_the_buffer_that_was_overrun(planned: bool) -> None:
     kernel = composed((MoEPrepareAndFinalizeNoEP, Overrunning), poison=True)
-    with pytest.raises(CorruptionError, match="mine"):
+    with pytest.raises(CorruptionError, match="scratch"):
         call(kernel.plan() if planned else kernel, inputs_for(BASE))
 
 
@@ -353,7 +355,11 @@ class LeavesLastRow(TorchExperts):
 
 
 def unwritten(values: torch.Tensor) -> torch.Tensor:
-    """Return the elements that are sums of poison only, which exceeds every value of BASE."""
+    """Return a mask of the elements that were not written, and thus have a poison value.
+
+    Poison values, and sums of them, are NaN or at least 20 in magnitude. Correct outputs of BASE
+    are smaller.
+    """
     return ~(values.abs() < 20)
 
 
@@ -387,7 +393,7 @@ def test_poison_overwrites_the_results_of_the_previous_call() -> None:
 
     plan = composed((MoEPrepareAndFinalizeNoEP, Lapsing), poison=True).plan()
     inputs = inputs_for(BASE)
-    assert_right(call(plan, inputs), inputs)
+    assert_correct(call(plan, inputs), inputs)
     for _ in range(3):
         assert bool(unwritten(call(plan, inputs)[-1]).all())
 
@@ -396,7 +402,7 @@ def test_every_pairing_of_the_catalog_composes(machine: Machine) -> None:
     for pf, experts in pairings(machine, "smoke"):
         kernel = make_kernel(pf, experts, BASE, machine=machine)
         inputs = make_inputs(BASE, "uniform", torch.device(machine.device))
-        assert_right(call(kernel, inputs), inputs)
+        assert_correct(call(kernel, inputs), inputs)
 
 
 @pytest.mark.parametrize("name", ["x_TH", "w2", "topk_ids", "topk_weights", "out"])
@@ -405,7 +411,7 @@ def test_every_pairing_of_the_catalog_composes(machine: Machine) -> None:
 def test_memory_that_changes_after_start_is_not_read(
     pair: tuple[Any, Any], change: str, name: str
 ) -> None:
-    """It would be another tensor's by the time that the call is finished."""
+    """Memory that was freed after `start` may belong to another tensor when `finish` is called."""
     kernel, inputs = composed(pair), inputs_for(BASE)
     out = torch.full_like(inputs.x_TH, torch.nan)
     pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing, out=out)
@@ -425,4 +431,4 @@ def test_memory_that_changes_after_start_is_not_read(
     with pytest.raises(StateError, match="a second call"):
         pending.finish()
     again = inputs_for(BASE, seed=1)
-    assert_right(call(kernel, again), again)
+    assert_correct(call(kernel, again), again)

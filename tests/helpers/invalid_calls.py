@@ -109,7 +109,7 @@ class Bad:
 
 W, I = "topk_weights_TK", "topk_ids_TK"  # noqa: E741 (ids)
 BIAS, MAP, INPLACE = {"bias": True}, {"expert_map": True}, {"inplace": True}
-KEPT = {"combine": Combine.TOPK_WEIGHTED}
+KEEP_TOPK = {"combine": Combine.TOPK_WEIGHTED}  # the output is (T, K, H)
 SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
 
 # A table: a line or two per case.
@@ -195,7 +195,7 @@ CASES = (
         "expert_map", "meta", "cpu", MAP),
     Bad("out_shape", out(lambda t: torch.empty_like(t[:15])), ShapeError, "out", "(15, 64)",
         "(16, 64)"),
-    Bad("out_kept", out(torch.empty_like), ShapeError, "out", "(16, 64)", "(16, 2, 64)", KEPT),
+    Bad("out_kept", out(torch.empty_like), ShapeError, "out", "(16, 64)", "(16, 2, 64)", KEEP_TOPK),
     Bad("out_dtype", out(lambda t: t.float()), DtypeError, "out", "float32", "bfloat16"),
     Bad("out_device", out(to_meta), DeviceError, "out", "meta", "cpu"),
     Bad("out_gaps", out(with_gaps), LayoutError, "out", "(128, 1)", "contiguous"),

@@ -1,5 +1,8 @@
-"""The plugin for SGLang without SGLang: translation of records and calls, and its entry
-function."""
+"""The plugin for SGLang, tested without SGLang.
+
+The tests cover the conversion of SGLang's objects, `LayerRunner`, and `register`.
+`LayerRunner` runs the calls of one MoE layer, on this package or on SGLang's own runner.
+"""
 
 from dataclasses import dataclass, field, make_dataclass, replace
 from types import SimpleNamespace
@@ -24,7 +27,7 @@ from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 
-# SGLang's config, as `dataclasses` sees it.
+# A dataclass with the fields of SGLang's MoeRunnerConfig.
 TheirConfig: Any = make_dataclass(
     "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in SGLANG_FIELDS.items()]
 )
@@ -32,7 +35,7 @@ TheirConfig: Any = make_dataclass(
 
 @dataclass
 class TritonMoeQuantInfo:
-    """The record of SGLang 0.5.23, with a field that it does not have."""
+    """A copy of the class in SGLang 0.5.23, with the additional field `use_new_layout`."""
 
     w13_weight: torch.Tensor
     w2_weight: torch.Tensor
@@ -75,13 +78,13 @@ def test_fields_of_the_config_are_read_by_name() -> None:
     assert translation.convert_runner_config(TheirConfig()) == MoeRunnerConfig()
 
 
-def test_rows_interleaved_by_sglang() -> None:
+def test_interleaved_gate_and_up_rows() -> None:
     ours = translation.convert_runner_config(TheirConfig(), interleaved=True)
     assert ours.activation_spec() == ActivationSpec(interleaved=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("changes", "error", "message"),
     [
         ({"activation": "silu_rounded"}, ConfigurationError, "activation: got silu_rounded"),
         ({"gemm1_alpha": 1.7}, ConfigurationError, "limit"),
@@ -89,11 +92,11 @@ def test_rows_interleaved_by_sglang() -> None:
         ({"top_k": "2"}, ConfigurationError, "top_k"),
     ],
 )
-def test_values_of_the_config_that_no_part_supports(
-    given: dict[str, Any], error: type[ModularKernelError], words: str
+def test_unsupported_values_of_the_config_are_refused(
+    changes: dict[str, Any], error: type[ModularKernelError], message: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        translation.convert_runner_config(TheirConfig(**given))
+    with pytest.raises(error, match=message):
+        translation.convert_runner_config(TheirConfig(**changes))
 
 
 def test_an_unknown_field_must_have_its_default() -> None:
@@ -103,10 +106,10 @@ def test_an_unknown_field_must_have_its_default() -> None:
     )
     assert translation.convert_runner_config(newer()) == MoeRunnerConfig()
     assert translation.convert_runner_config(newer(clip_rows=0)) == MoeRunnerConfig()
-    for given in ({"moe_topology": "ring"}, {"clip_rows": 1}):
-        (name,) = given
+    for changes in ({"moe_topology": "ring"}, {"clip_rows": 1}):
+        (name,) = changes
         with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*the default"):
-            translation.convert_runner_config(newer(**given))
+            translation.convert_runner_config(newer(**changes))
     with pytest.raises(ConfigurationError, match=r"TritonMoeQuantInfo.use_new_layout: got True"):
         translation.convert_quant_info(their_info(make_layer(BASE)[1], use_new_layout=True))
 
@@ -144,7 +147,7 @@ def dispatched(x_TH: torch.Tensor, routing: Routing) -> Dispatched:
 
 
 @pytest.mark.parametrize("quant", FLAGS)
-def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
+def test_flags_of_the_quant_info_determine_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
     x_TH, weights, routing = make_layer(problem)
     theirs = their_info(weights, **FLAGS[quant])
@@ -158,7 +161,7 @@ def test_flags_of_the_record_give_the_scheme(quant: str) -> None:
     )
 
 
-def test_unsupported_records() -> None:
+def test_unsupported_quant_info_is_refused() -> None:
     _, weights, _ = make_layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
         translation.convert_quant_info(their_info(weights, use_mxfp8=True))
@@ -166,41 +169,41 @@ def test_unsupported_records() -> None:
         translation.convert_quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
 
 
-def test_unsupported_calls() -> None:
+def test_unsupported_calls_have_a_reason() -> None:
     x_TH, _, routing = make_layer(BASE)
-    given = dispatched(x_TH, routing)
-    assert find_unsupported_reason(given) is None
+    dispatch_output = dispatched(x_TH, routing)
+    assert find_unsupported_reason(dispatch_output) is None
     other = SimpleNamespace(value="deepep_ll")
-    assert find_unsupported_reason(replace(given, format=other)) == (
+    assert find_unsupported_reason(replace(dispatch_output, format=other)) == (
         "dispatch format: got deepep_ll, need standard"
     )
     assert "hidden_states_scale" in str(
-        find_unsupported_reason(replace(given, hidden_states_scale=x_TH))
+        find_unsupported_reason(replace(dispatch_output, hidden_states_scale=x_TH))
     )
     bypassed = find_unsupported_reason(
-        replace(given, topk_output=SimpleNamespace(router_logits=x_TH))
+        replace(dispatch_output, topk_output=SimpleNamespace(router_logits=x_TH))
     )
     assert bypassed == "topk_output: got SimpleNamespace, need topk_weights and topk_ids"
 
 
-def test_the_first_call_decides_for_the_layer(caplog: pytest.LogCaptureFixture) -> None:
+def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCaptureFixture) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    given, theirs = dispatched(x_TH, routing), their_info(weights)
+    dispatch_output, theirs = dispatched(x_TH, routing), their_info(weights)
     config = TheirConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
     runner = LayerRunner(config, lambda *arguments: arguments)
     for _ in range(2):
-        assert runner.run(given, theirs, config) == (given, theirs, config)
+        assert runner.run(dispatch_output, theirs, config) == (dispatch_output, theirs, config)
     (record,) = caplog.records
     assert record.getMessage().startswith("MoE layer 9 runs on SGLang's triton, not modular_kern")
     assert runner.refusal == "x: got 64 hidden values, need hidden_size = 65"
-    # After a first call that ran here, an error is an error.
+    # If the first call ran on modular_kernel, a later unsupported call raises an error.
     config = TheirConfig(inplace=False)
     runner = LayerRunner(config, pytest.fail)
-    runner.run(given, theirs, config)
+    runner.run(dispatch_output, theirs, config)
     with pytest.raises(UnsupportedError, match="use_mxfp8"):
-        runner.run(given, replace(theirs, use_mxfp8=True), config)
+        runner.run(dispatch_output, replace(theirs, use_mxfp8=True), config)
     with pytest.raises(UnsupportedError, match="fuse_swiglu_interleaved: got True, need False"):
-        runner.run(given, replace(theirs, fuse_swiglu_interleaved=True), config)
+        runner.run(dispatch_output, replace(theirs, fuse_swiglu_interleaved=True), config)
 
 
 def test_a_cpu_without_the_interpreter_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +229,7 @@ def test_without_sglang_the_entry_function_raises_nothing(
 
 
 @pytest.mark.parametrize("value", ["0", "false", " OFF ", "no"])
-def test_variable_disables_the_plugin(
+def test_environment_variable_disables_the_plugin(
     value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MK_SGLANG", value)

@@ -63,7 +63,7 @@ ROWS = {
     )),
     "L12": Row("MoELoRABatchInfo; buffers of any strides", (
         f"{READS}::test_strides_are_used",
-        f"{REFUSED}::test_invalid_batches_are_refused",
+        f"{REFUSED}::test_invalid_lora_info_is_refused",
     )),
     "L13": Row("small and odd ranks, several in one batch", (
         f"{BRANCH}::test_irregular_sizes",

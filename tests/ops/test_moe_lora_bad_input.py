@@ -1,4 +1,4 @@
-"""Arguments that run_moe_lora refuses by name before anything runs."""
+"""Invalid arguments of run_moe_lora: the error names the argument, and no kernel is launched."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,9 @@ from modular_kernel.errors import (
 )
 from modular_kernel.ops.moe_lora import BUFFERS, run_moe_lora
 
-F, META = torch.float32, torch.device("meta")
-BAD: list[tuple[str, Any, type[InputError], str]] = [
+META = torch.device("meta")
+# Argument, its invalid value, the error, and a pattern that the message must match.
+INVALID_ARGUMENTS: list[tuple[str, Any, type[InputError], str]] = [
     ("x", torch.zeros(21, 71), ShapeError, r"gate_up_a_buffer: got \(4, 5, 20, 72\), need \(4, 5"),
     ("x", torch.zeros(21, 72, 1), ShapeError, "hidden_states: got"),
     ("x", torch.zeros(21, 72).double(), DtypeError, "hidden_states: got torch.float64"),
@@ -48,23 +49,24 @@ BAD: list[tuple[str, Any, type[InputError], str]] = [
 ]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad[0]} {bad[3][:24]}")
+@pytest.mark.parametrize("case", INVALID_ARGUMENTS, ids=lambda case: f"{case[0]} {case[3][:24]}")
 def test_wrong_arguments_are_refused_by_name(
-    bad: tuple[str, Any, type[InputError], str],
+    case: tuple[str, Any, type[InputError], str],
 ) -> None:
-    name, tensor, error, words = bad
+    name, tensor, error, message = case
     c = make_call()
     if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-        values = tensor.untyped_storage().nbytes() // tensor.element_size()
-        there = torch.zeros(values, dtype=tensor.dtype, device=DEVICE)
-        there = there.as_strided(tensor.shape, tensor.stride())
-        tensor = there.requires_grad_(tensor.requires_grad)
+        # Make an equal tensor on DEVICE. `to` would not keep the strides.
+        numel = tensor.untyped_storage().nbytes() // tensor.element_size()
+        on_device = torch.zeros(numel, dtype=tensor.dtype, device=DEVICE)
+        on_device = on_device.as_strided(tensor.shape, tensor.stride())
+        tensor = on_device.requires_grad_(tensor.requires_grad)
     if name in BUFFERS:
         c.buffers[BUFFERS.index(name)] = tensor
     else:
         c = replace(c, **{name: tensor})
     before = c.output.clone()
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         run_moe_lora(c.x, c.ids, c.weights, c.info, *c.buffers, c.output)
     assert torch.equal(c.output, before)
 
@@ -80,7 +82,7 @@ def test_an_output_that_overlaps_an_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "words"),
+    ("changes", "error", "message"),
     [
         ({"weight_indices": torch.zeros(20).int()}, ShapeError, r"got \(20,\), need \(21,\), or"),
         ({"weight_indices": torch.zeros(21, 1).int()}, ShapeError, "weight_indices: got"),
@@ -94,13 +96,13 @@ def test_an_output_that_overlaps_an_input_is_refused() -> None:
         ({"scalings": torch.zeros(4, device=META)}, DeviceError, "scalings: got meta"),
     ],
 )
-def test_invalid_batches_are_refused(
-    changed: dict[str, Any], error: type[InputError], words: str
+def test_invalid_lora_info_is_refused(
+    changes: dict[str, Any], error: type[InputError], message: str
 ) -> None:
     c = make_call()
-    on = {
+    on_device = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
-        for name, value in changed.items()
+        for name, value in changes.items()
     }
-    with pytest.raises(error, match=words):
-        replace(c, info=replace(c.info, **on)).run()
+    with pytest.raises(error, match=message):
+        replace(c, info=replace(c.info, **on_device)).run()

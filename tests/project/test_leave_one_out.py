@@ -1,4 +1,8 @@
-"""tools/leave_one_out.py: the launches of a layer without its own tuned file, and their times."""
+"""tools/leave_one_out.py: launches of a layer if its tuned file is missing, and their times.
+
+The tool compares three launches: "tuned" is from the layer's file, "neighbors" from the files of
+similar layers, and "regimes" from the heuristics.
+"""
 
 import importlib.util
 import json
@@ -14,7 +18,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tuning.search import Refusal
 
 FILE = Path(__file__).parents[2] / "tools" / "leave_one_out.py"
-NS = (128, 256, 64)
+BLOCK_NS = (128, 256, 64)  # block_n of GEMM 2 in three launches, which FakeBench times
 LAYERS = ("mixtral", "mixtral_tp2", "dsv3_tp8")
 
 
@@ -50,11 +54,13 @@ def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: 
     assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
     assert by["mixtral", 16].neighbors == own["mixtral_tp2", 16]
     assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
-    assert by["dsv3_tp8", 16].origin == "heuristics", "nothing is near"
+    assert by["dsv3_tp8", 16].origin == "heuristics", "no tuned layer is similar enough"
     assert by["dsv3_tp8", 16].neighbors == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
-    assert tool.cases(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
+    assert tool.cases(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], (
+        "no layer has a tuned file for this scheme"
+    )
     alone = tool.cases(["mixtral"], ["none"], [16])
-    assert alone[0].tuned == own["mixtral", 16], "the files that ship"
+    assert alone[0].tuned == own["mixtral", 16], "the tuned files in the package"
 
 
 def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
@@ -71,19 +77,19 @@ def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
 
 
 class FakeBench:
-    """A layer takes as many microseconds as GEMM 2 has columns. Tiles of 64 columns are wrong."""
+    """A launch takes `gemm2.block_n` microseconds. With block_n = 64, its output is wrong."""
 
     def __init__(self, *_: object, tokens: list[int], target_ms: float) -> None:
         self.tokens = tokens
 
     def compare(self, tokens: int, choices: list[MoEConfig]) -> dict[MoEConfig, float | Refusal]:
         assert tokens in self.tokens
-        took = {choice: choice.gemm2.block_n for choice in choices}
-        return {c: Refusal("wrong") if n == 64 else n * 1e-6 for c, n in took.items()}
+        microseconds = {choice: choice.gemm2.block_n for choice in choices}
+        return {c: Refusal("wrong") if us == 64 else us * 1e-6 for c, us in microseconds.items()}
 
 
 class FakeCompiler:
-    begun: list[MoEConfig] = []  # noqa: RUF012 - one for all, emptied by the test
+    submitted: list[MoEConfig] = []  # noqa: RUF012 (shared by all instances; the test clears it)
 
     def __init__(self, workers: int) -> None:
         pass
@@ -97,7 +103,7 @@ class FakeCompiler:
     def submit(
         self, pair: object, space: object, problem: Problem, choices: list[MoEConfig]
     ) -> None:
-        FakeCompiler.begun += choices
+        FakeCompiler.submitted += choices
 
 
 def test_only_different_launches_are_timed(
@@ -105,11 +111,11 @@ def test_only_different_launches_are_timed(
 ) -> None:
     monkeypatch.setattr(tool, "DeviceBenchmarker", FakeBench)
     monkeypatch.setattr(tool, "Compiler", FakeCompiler)
-    FakeCompiler.begun.clear()
+    FakeCompiler.submitted.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
     one, two, wrong = (
         MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
-        for n in NS
+        for n in BLOCK_NS
     )
     found = [
         tool.TimedCase("a", problem, one, two, one, "x"),
@@ -118,14 +124,16 @@ def test_only_different_launches_are_timed(
         tool.TimedCase("c", problem, two, two, two, "x"),
     ]
     kept: list[list[dict[str, object]]] = []
-    left = tool.time_cases(found, 1e9, lambda rows: kept.append(list(rows)))
-    assert left == 1, "the case with wrong numbers"
+    num_missing = tool.time_cases(found, 1e9, lambda rows: kept.append(list(rows)))
+    assert num_missing == 1, "the case with a wrong output has no time"
     assert "wrong" in capsys.readouterr().err
     us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
     timed = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
     assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
-    assert FakeCompiler.begun == [one, two, one, wrong]
-    assert tool.time_cases(found, -1.0, kept.append) == 3, "no time: whole layers"
+    assert FakeCompiler.submitted == [one, two, one, wrong]
+    assert tool.time_cases(found, -1.0, kept.append) == 3, (
+        "after the deadline, layers with different launches are skipped"
+    )
     assert [row["layer"] for row in kept[-1]] == ["c"]
 
 
@@ -135,10 +143,10 @@ def make_row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[
 
 
 def test_report(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    # Rows come as cases were timed: what is alike first.
-    alike = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
+    # The tool writes cases with equal launches first, without times.
+    equal_launches = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
     rows = [
-        alike,
+        equal_launches,
         make_row("two", 16, 1.21, 1.0),
         make_row("two", 1, 1.3, 1.0),
         make_row("one", 16, 0.9, 1.44),

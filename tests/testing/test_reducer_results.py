@@ -55,7 +55,7 @@ def test_sums_in_another_order_are_found(
         source: str,
         ids: dict[str, torch.Tensor],
     ) -> None:
-        pairs = ids["row_index_ptr"]
+        pairs = ids["row_source_ptr"]
         if source == "ids":
             table = ids["expert_map_ptr"].long()
             local = torch.where(pairs < len(table), table[pairs.clamp(0, len(table) - 1)], -1)

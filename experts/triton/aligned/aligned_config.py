@@ -173,7 +173,7 @@ def n_major_config(
 
     n_major: for each GEMM, whether its weights are contiguous along N.
     """
-    launches = config.both(LaunchConfig)
+    launches = config.typed_launches(LaunchConfig)
     tiles = _N_MAJOR.get(launches[0].block_m)
     if tiles is None or problem.dtype is torch.float32 or not rows_aligned_to_16(problem):
         return config

@@ -105,7 +105,7 @@ def n_major_config(config: MoEConfig, n_major: tuple[bool, bool]) -> MoEConfig:
     launch1, launch2 = (
         LaunchConfig(launch.block_m, *row[:2], row[4], *row[2:4]) if is_n_major else launch
         for launch, row, is_n_major in zip(
-            config.both(LaunchConfig), _N_MAJOR, n_major, strict=True
+            config.typed_launches(LaunchConfig), _N_MAJOR, n_major, strict=True
         )
     )
     return MoEConfig(launch1, launch2, config.path)

@@ -132,7 +132,7 @@ class GemvPath(Path):
     def run(self, call: PathCall) -> None:
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
-        launch1, launch2 = call.config.both(LaunchConfig)
+        launch1, launch2 = call.config.typed_launches(LaunchConfig)
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         amax, blocks = h_PI, -(-problem.intermediate // launch1.block_n)
         stores_amax = activation_scale_kind(problem.scheme, problem.intermediate) in (

@@ -184,7 +184,7 @@ class GemvTmaPath(Path):
             **scales,
             **constants,
             **_weight_arguments(operands, COLUMNS if operands.gate_stride == 1 else ROWS),
-            **_ring_arguments(call.config.both(LaunchConfig)[0], problem.hidden),
+            **_ring_arguments(call.config.typed_launches(LaunchConfig)[0], problem.hidden),
         }
 
     def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
@@ -199,7 +199,7 @@ class GemvTmaPath(Path):
             "PAIR_SLOTS": slots,
             "BLOCK_AMAX": max(PANEL // 4, next_power_of_2(self._num_blocks)),
             **_weight_arguments(gemm2_operands(call.weights, problem), ROWS // slots),
-            **_ring_arguments(call.config.both(LaunchConfig)[1], problem.intermediate),
+            **_ring_arguments(call.config.typed_launches(LaunchConfig)[1], problem.intermediate),
         }
 
 

@@ -1,8 +1,9 @@
 """The gemv_w4 path: a layer for a few tokens and 4-bit weights, in two launches.
 
 The path works like the gemv path, without sorting pairs, but it uses tensor cores. Words of eight
-4-bit weights are unpacked in registers. GEMM 1 stores h in the order and with the factors that the
-MMA operands of GEMM 2 require (see `store_in_pair_order`).
+4-bit weights are unpacked in registers. GEMM 2 needs the columns of h in another order, and
+multiplied by the factors of `prescale_factor`. GEMM 1 stores h in this form (see
+`store_in_pair_order`). The terms chunk, block and half are defined in `gemv_w4.kernels.common`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,8 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec
 
-# Ids per step when invalid ids are counted. The number is fixed, so that all calls share a kernel.
+# Number of ids that the kernel reads at a time when it counts invalid ids. It is a constant, so
+# that calls with different numbers of tokens use the same compiled kernel.
 _IDS_PER_STEP = 128
 
 
@@ -59,7 +61,7 @@ class GemvW4Path(Path):
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
         """Return every token count for which this path is used by default.
 
-        The launches may differ between any two of these counts.
+        Each of these token counts may have different launches.
         """
         return range(1, gemv_w4_config.max_tokens(problem) + 1)
 
@@ -67,9 +69,9 @@ class GemvW4Path(Path):
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of a tiled launch, except violations of scale groups.
+        """Yield every reason why `config` cannot be launched for `gemm` on `device`.
 
-        block_k may span several groups.
+        Unlike in other paths, block_k may span several scale groups.
         """
         assert isinstance(config, GemvW4Config)
         return violations(config, gemm, device)
@@ -88,10 +90,12 @@ class GemvW4Path(Path):
         # With a sum over top-k, all pairs of a token are accumulated before rounding.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._gate_up_kernel, self._down_kernel = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
+        # Whether each lane of a warp unpacks the weights that it has loaded itself. If not, the
+        # kernels need more registers.
         self._words_stay_in_lanes = WORDS_STAY_IN_LANES
         self._sums_topk = problem.combine is Combine.SUM
         reduce_stage = (stages.REDUCE,) if self._sums_topk else ()
-        self._second_stage = stages.fuse(stages.GEMM2, *reduce_stage)
+        self._gemm2_stage = stages.fuse(stages.GEMM2, *reduce_stage)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return the buffers of a call of `tokens` tokens. block_m is ignored."""
@@ -110,7 +114,7 @@ class GemvW4Path(Path):
         common_arguments = {**id_arguments(call.tokens.routing, self.problem.e), **pdl_arguments()}
         with stages.stage(stages.GEMM1):
             self._multiply_x(call, h_PI, common_arguments)
-        with stages.stage(self._second_stage):
+        with stages.stage(self._gemm2_stage):
             self._multiply_h(call, h_PI, common_arguments)
 
     def _multiply_x(
@@ -118,7 +122,7 @@ class GemvW4Path(Path):
     ) -> None:
         """Launch GEMM 1, which writes h."""
         problem, routing = self.problem, call.tokens.routing
-        tile, _ = call.config.both(GemvW4Config)
+        tile, _ = call.config.typed_launches(GemvW4Config)
         operands, num_pairs = gemm1_operands(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
         launch(
@@ -150,7 +154,7 @@ class GemvW4Path(Path):
     ) -> None:
         """Launch GEMM 2, which writes call.output."""
         problem, routing = self.problem, call.tokens.routing
-        _, tile = call.config.both(GemvW4Config)
+        _, tile = call.config.typed_launches(GemvW4Config)
         operands = gemm2_operands(call.weights, problem)
         pairs_per_program = problem.top_k if self._sums_topk else 1
         halves = gemv_w4_config.num_halves(tile)
@@ -179,7 +183,9 @@ class GemvW4Path(Path):
 def _make_arguments(
     operands: GemmOperands, tile: GemvW4Config, pairs_per_program: int, halves: int = 1
 ) -> dict[str, object]:
-    """Return the arguments of both kernels that depend on the weights and the launch.
+    """Return the arguments that both kernels have and that depend on the weights or the launch.
+
+    See `gemv_w4_down_kernel` for their meaning.
 
     operands: the weights and everything else that the GEMM needs.
     tile: the launch.
@@ -203,10 +209,10 @@ def _make_arguments(
         "BLOCK_N": tile.block_n,
         "EVEN_N": operands.size_n % tile.block_n == 0,
         "CHUNKS": chunks,
-        "NUM_STEPS": steps,
-        "num_steps": steps,
+        "NUM_STEPS": steps,  # a constant, with which the compiler unrolls short loops
+        "num_steps": steps,  # the same number, for longer loops
         "NUM_WARPS": tile.num_warps,
-        "STAGES": max(1, tile.num_stages - 1),
+        "STAGES": max(1, tile.num_stages - 1),  # blocks in flight while one is multiplied
         "LOAD_AFTER_MMA": tile.num_stages == 1,
         "num_warps": tile.num_warps,
         "num_stages": 1,
@@ -221,7 +227,7 @@ def _count_warps_per_pair(tile: GemvW4Config, pairs_per_program: int) -> int:
 def _has_paired_scales(operands: GemmOperands, group: int, chunks: int) -> bool:
     """Return whether the scales of a row, which are contiguous, can be loaded two at a time.
 
-    Both a block and a row must have an even number of whole groups.
+    This requires that a block and a row both have an even number of whole groups.
     """
     groups_per_chunk = max(1, gemv_w4_config.CHUNK // group)
     assert operands.scale is not None

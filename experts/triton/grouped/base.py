@@ -128,7 +128,7 @@ class ExpertSortedGemms(ABC):
         """Write every element of call.output."""
         problem, workspace, routing = self.problem, call.workspace, call.tokens.routing
         num_pairs = routing.topk_ids_TK.numel()
-        launch1, launch2 = call.config.both(LaunchConfig)
+        launch1, launch2 = call.config.typed_launches(LaunchConfig)
         with stages.stage(stages.SORT):
             block_m = launch1.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)

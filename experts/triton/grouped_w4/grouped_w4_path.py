@@ -154,7 +154,7 @@ class GroupedW4Path(DequantizedPath):
             specs[f"{name}_tile_scales"] = BufferSpec(scales_shape, torch.int32)
         return specs if self._prepares else {}
 
-    def reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
+    def is_faster_when_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether calls of `tokens` tokens are faster with prepared weights.
 
         With fewer tokens, the aligned_w4 path is faster. With more, it is faster to dequantize the

@@ -148,7 +148,9 @@ class PartTransport(Transport):
         part, handle = self._part, self.arrived[1]
         assert part is not None
         if part.allocates_output:
-            return part.combined(self._output, handle=handle, reduce=self._topk_reduce)
+            return part.finalize_to_new_tensor(
+                self._output, handle=handle, reduce=self._topk_reduce
+            )
         part.finalize(self._output, handle=handle, reduce=self._topk_reduce, out=self._out)
         return self._out
 

@@ -1,4 +1,4 @@
-"""Kernels that copy hidden rows from tokens to pairs, and sum the rows of pairs to tokens.
+"""Kernels that copy the row of each token to its pairs, or sum the rows of each token's pairs.
 
 `modular_kernel.ops.permute` and `modular_kernel.ops.reduce` launch them. A pair is a token together
 with one of its top_k experts: pair p belongs to token p // top_k.
@@ -56,21 +56,23 @@ def permute_tokens_kernel(
 
 @triton.jit
 def _row_of_pair(
-    pair, row_index_ptr, expert_map_ptr, num_experts, num_local_experts,
+    pair, row_source_ptr, expert_map_ptr, num_experts, num_local_experts,
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
     """Return the row of a pair; -1 if the pair is skipped.
 
-    ROW_SOURCE: where the row comes from:
-        "all": row p belongs to pair p.
-        "ids": the same, if the pair's expert is on this rank; row_index_ptr has the expert ids.
-        "rows": row_index_ptr is a table of the row of each pair.
+    row_source_ptr: int32 or int64, one value per pair, as ROW_SOURCE says.
+    ROW_SOURCE: how the row of pair p is found:
+        "all": the row is p. row_source_ptr is not read.
+        "ids": the row is p if the pair's expert is on this rank; otherwise the pair is skipped.
+            row_source_ptr has the expert ids.
+        "rows": row_source_ptr has the rows, and -1 for skipped pairs.
     """
     if ROW_SOURCE == "rows":
-        row = tl.load(row_index_ptr + pair).to(tl.int64)
+        row = tl.load(row_source_ptr + pair).to(tl.int64)
     elif ROW_SOURCE == "ids":
         local_expert, _ = load_local_ids(
-            row_index_ptr,
+            row_source_ptr,
             pair,
             pair >= 0,
             expert_map_ptr,
@@ -86,7 +88,7 @@ def _row_of_pair(
 
 @triton.jit
 def weight_and_sum_kernel(
-    rows_ptr, row_index_ptr, expert_map_ptr, router_weights_ptr, out_ptr,
+    rows_ptr, row_source_ptr, expert_map_ptr, router_weights_ptr, out_ptr,
     hidden_size, num_experts, num_local_experts, scale,
     TOP_K: tl.constexpr, ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
     HAS_ROUTER_WEIGHTS: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, USE_PDL: tl.constexpr = False,
@@ -98,7 +100,7 @@ def weight_and_sum_kernel(
         unrolled, so that all rows of a token are loaded concurrently.
 
     rows_ptr: (rows, hidden_size), contiguous.
-    row_index_ptr, ROW_SOURCE: where the row of a pair comes from; see `_row_of_pair`.
+    row_source_ptr, ROW_SOURCE: how the row of a pair is found; see `_row_of_pair`.
     expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see `load_local_ids`.
     router_weights_ptr: (num_tokens, TOP_K) float32, used if HAS_ROUTER_WEIGHTS; otherwise weights
         are 1.
@@ -115,7 +117,7 @@ def weight_and_sum_kernel(
         pair = token * TOP_K + k_index
         row = _row_of_pair(
             pair,
-            row_index_ptr,
+            row_source_ptr,
             expert_map_ptr,
             num_experts,
             num_local_experts,
@@ -125,7 +127,7 @@ def weight_and_sum_kernel(
         value = tl.load(rows_ptr + row * hidden_size + columns, mask=mask & (row >= 0), other=0.0)
         value = value.to(tl.float32)
         if HAS_ROUTER_WEIGHTS:
-            # A skipped pair's weight is arbitrary and may be NaN too.
+            # The weight of a skipped pair may have any value, including NaN, and is not read.
             value = value * tl.load(router_weights_ptr + pair, mask=row >= 0, other=0.0)
         total += value
     result = (total * scale).to(out_ptr.dtype.element_ty)
@@ -134,7 +136,7 @@ def weight_and_sum_kernel(
 
 @triton.jit
 def gather_rows_kernel(
-    rows_ptr, row_index_ptr, expert_map_ptr, router_weights_ptr, out_ptr,
+    rows_ptr, row_source_ptr, expert_map_ptr, router_weights_ptr, out_ptr,
     hidden_size, num_experts, num_local_experts, scale,
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
@@ -144,7 +146,7 @@ def gather_rows_kernel(
     Grid: (pairs, ceil(hidden_size / BLOCK_HIDDEN)).
 
     rows_ptr: (rows, hidden_size), contiguous.
-    row_index_ptr, ROW_SOURCE: where the row of a pair comes from; see `_row_of_pair`.
+    row_source_ptr, ROW_SOURCE: how the row of a pair is found; see `_row_of_pair`.
     expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see `load_local_ids`.
     router_weights_ptr: (pairs,) float32, used if HAS_ROUTER_WEIGHTS; otherwise weights are 1.
     out_ptr: output (pairs, hidden_size), contiguous.
@@ -154,7 +156,7 @@ def gather_rows_kernel(
     mask = columns < hidden_size
     row = _row_of_pair(
         pair,
-        row_index_ptr,
+        row_source_ptr,
         expert_map_ptr,
         num_experts,
         num_local_experts,
@@ -164,6 +166,6 @@ def gather_rows_kernel(
     value = tl.load(rows_ptr + row * hidden_size + columns, mask=mask & (row >= 0), other=0.0)
     value = value.to(tl.float32) * scale
     if HAS_ROUTER_WEIGHTS:
-        # A skipped pair's weight is arbitrary and may be NaN too.
+        # The weight of a skipped pair may have any value, including NaN, and is not read.
         value = value * tl.load(router_weights_ptr + pair, mask=row >= 0, other=0.0)
     tl.store(out_ptr + pair * hidden_size + columns, value.to(out_ptr.dtype.element_ty), mask=mask)

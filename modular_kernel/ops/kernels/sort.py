@@ -14,7 +14,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.jit
-def expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS: tl.constexpr):
+def load_expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS: tl.constexpr):
     """Return the number of rows of each expert, and its first row, (NUM_BINS,) each.
 
     Lanes from num_local_experts on have no rows.
@@ -27,12 +27,12 @@ def expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS: tl.constexpr):
 
 
 @triton.jit
-def chunk_rows(
+def find_chunk_rows(
     chunk, starts, topk_ids_ptr, expert_map_ptr, chunk_prefix_ptr, num_pairs, num_experts,
     num_local_experts, num_chunks,
     HAS_EXPERT_MAP: tl.constexpr, CHUNK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return (pairs, mask, rows) of a chunk; the row of a skipped pair is -1.
+    """Return the pairs of a chunk, a mask of those that exist, and their rows, -1 if skipped.
 
     Pairs of an expert keep their order.
 
@@ -65,7 +65,7 @@ def _store_tiles(
     Tiles past the last one are not stored.
 
     first_tile: the index of the first tile to store.
-    rows, starts: from `expert_rows`.
+    rows, starts: from `load_expert_rows`.
     """
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
     past = tl.cumsum(tiles, axis=0)
@@ -109,9 +109,9 @@ def sort_place_kernel(
     NUM_BINS: a power of two > num_local_experts + 1.
     """
     pid = tl.program_id(0)
-    rows, starts = expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS)
+    rows, starts = load_expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS)
     if pid < num_chunks:
-        pairs, mask, row = chunk_rows(
+        pairs, mask, row = find_chunk_rows(
             pid, starts, topk_ids_ptr, expert_map_ptr, chunk_prefix_ptr, num_pairs, num_experts,
             num_local_experts, num_chunks,
             HAS_EXPERT_MAP, CHUNK_SIZE,

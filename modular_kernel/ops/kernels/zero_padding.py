@@ -1,7 +1,7 @@
-"""`zero_rows_kernel`: set rows in use to zero, in each segment of rows.
+"""`zero_rows_kernel`: set the first rows of each segment to zero.
 
-`zero_rows` (modular_kernel/ops/zero_padding.py) launches it. A segment is the rows of one expert,
-of which only the first ones are in use.
+`zero_rows` (modular_kernel/ops/zero_padding.py) launches this kernel. A segment has `capacity` rows
+for one expert, of which the first counts[s] are in use.
 """
 
 import triton
@@ -21,12 +21,12 @@ def zero_rows_kernel(
         programs_per_segment = i.
 
     x_ptr: (segments, capacity, hidden_size), contiguous.
-    counts_ptr: (segments,) int32, the rows in use.
+    counts_ptr: (segments,) int32, the number of rows in use.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     pdl_wait(USE_PDL)
     segment = tl.program_id(0).to(tl.int64)
-    count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integers
+    count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: both are integers
     zeros = tl.zeros((BLOCK_HIDDEN,), x_ptr.dtype.element_ty)
     for row in range(tl.program_id(1), count, programs_per_segment):
         row_ptr = x_ptr + (segment * capacity + row) * hidden_size

@@ -18,16 +18,16 @@ X_NAME, ROUTER_NAME = "x", "topk_weights"
 _E8M0_NAN = 255
 
 
-def split_names(nan: str) -> tuple[str, ...]:
-    """Return the argument names in `InputVariation.nan`."""
-    return tuple(filter(None, nan.split("+")))
+def split_names(nan_names: str) -> tuple[str, ...]:
+    """Return the argument names in `nan_names`, the value of an `InputVariation.nan`."""
+    return tuple(filter(None, nan_names.split("+")))
 
 
 def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
     """Return the names, as in `Inputs.tensors`, of the arguments of a call that can hold NaN.
 
     Apart from x and the router weights, these are fields of ExpertWeights. E8M0 scales can hold
-    NaN, integers cannot.
+    NaN; integers cannot.
     """
     scheme = problem.scheme
     names = [X_NAME, ROUTER_NAME]
@@ -37,7 +37,7 @@ def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
         names += ["b1", "b2"]
     if scheme.quantized:
         names += ["w1_scale", "w2_scale"]
-    if scheme.matrix_scales:
+    if scheme.matrix_scales:  # each matrix also has a float32 scale
         names += ["w1_global_scale", "w2_global_scale"]
     if scheme.static:
         names += ["a1_scale", "a2_scale"]
@@ -47,10 +47,10 @@ def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
 
 
 def reaches_other_pairs(name: str, problem: Problem) -> bool:
-    """Return whether NaN in the argument `name` reaches pairs that do not read the NaN itself.
+    """Return whether NaN in the argument `name` also reaches pairs that do not read the NaN value.
 
-    NaN spreads through a shared scale: a static scale of all activations, or a scale computed from
-    the activations of the whole call.
+    It reaches them through a shared scale: either a static scale of all activations, or a scale
+    computed from the activations of the whole call.
     """
     scheme = problem.scheme
     if scheme.activation_granularity != "tensor":
@@ -62,10 +62,10 @@ def reaches_other_pairs(name: str, problem: Problem) -> bool:
 
 
 def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
-    """Return values of `InputVariation.nan` that together name each of `list_nan_arguments` once.
+    """Divide the arguments of `list_nan_arguments` into calls.
 
-    Arguments whose NaN stays within its pair share one call. Each other argument gets a separate
-    call.
+    Return one value of `InputVariation.nan` for each call. An argument whose NaN reaches other
+    pairs gets its own call. All other arguments share one call.
     """
     names = list_nan_arguments(problem)
     contained_names = tuple(name for name in names if not reaches_other_pairs(name, problem))
@@ -74,20 +74,22 @@ def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
     )
 
 
-def count_pairs_needed(nan: str) -> int:
-    """Return the number of (token, expert) pairs that a call needs: one per name, one without NaN.
+def count_pairs_needed(nan_names: str) -> int:
+    """Return the number of (token, expert) pairs that a call needs.
 
-    nan: see `InputVariation.nan`.
+    Each argument with NaN needs a pair, and one more pair has no NaN.
+
+    nan_names: see `InputVariation.nan`.
     """
-    return len(split_names(nan)) + 1
+    return len(split_names(nan_names)) + 1
 
 
-def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> Routing:
-    """Return a routing in which no expert occurs twice, as far as there are enough experts.
+def route_to_distinct_experts(routing: Routing, problem: Problem, nan_names: str) -> Routing:
+    """Return a routing in which every pair has a different expert, if there are enough experts.
 
-    The last token is skipped and has NaN router weights. With two tokens or fewer, only the last
-    pair of the last token is skipped. If `nan` names the router weights, the router weight of one
-    more pair is NaN.
+    All pairs of the last token are skipped, and their router weights are NaN. With two tokens or
+    fewer, this applies only to the last pair of the last token. If `nan_names` includes the router
+    weights, the router weight of one more pair is NaN.
     """
     tokens, top_k = problem.tokens, problem.top_k
     order = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(0))
@@ -99,20 +101,20 @@ def route_to_distinct_experts(routing: Routing, problem: Problem, nan: str) -> R
     elif tokens and top_k > 1:
         is_skipped[-1, -1] = True
     weights_TK = routing.topk_weights_TK.masked_fill(is_skipped, torch.nan)
-    if ROUTER_NAME in split_names(nan):
-        weights_TK.view(-1)[_find_pair(ROUTER_NAME, problem, nan)] = torch.nan
+    if ROUTER_NAME in split_names(nan_names):
+        weights_TK.view(-1)[_find_pair(ROUTER_NAME, problem, nan_names)] = torch.nan
     ids_TK = ids_TK.masked_fill(is_skipped, -1)
     return replace(routing, topk_weights_TK=weights_TK, topk_ids_TK=ids_TK)
 
 
-def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.Tensor:
-    """Return x with NaN in the first token, if `nan` names x, and in the skipped token.
+def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan_names: str) -> torch.Tensor:
+    """Return x with NaN in the first token, if `nan_names` includes x, and in the skipped token.
 
-    If one scale is computed from all tokens, the skipped token gets no NaN, because the scale would
-    become NaN.
+    If one scale is computed from all tokens, there is no NaN in the skipped token, because the
+    scale would become NaN.
     """
     x_TH, tokens, column = x_TH.clone(), len(x_TH), x_TH.shape[1] // 3
-    if tokens and X_NAME in split_names(nan):
+    if tokens and X_NAME in split_names(nan_names):
         x_TH[0, column] = torch.nan
     has_dynamic_scale = (
         problem.scheme.activation_granularity == "tensor" and not problem.scheme.static
@@ -123,14 +125,17 @@ def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan: str) -> torch.T
 
 
 def insert_nan_into_weights(
-    weights: ExpertWeights, routing: Routing, problem: Problem, nan: str
+    weights: ExpertWeights, routing: Routing, problem: Problem, nan_names: str
 ) -> None:
-    """Put NaN into each field of `weights` that `nan` names, for the expert of `_find_pair`."""
+    """Put a NaN into each field of `weights` in `nan_names`.
+
+    The NaN of a field is in the values for one expert, that of the pair from `_find_pair`.
+    """
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
-    for name in split_names(nan):
+    for name in split_names(nan_names):
         if name in (X_NAME, ROUTER_NAME) or not len(ids):
             continue
-        pair, tensor = _find_pair(name, problem, nan), getattr(weights, name)
+        pair, tensor = _find_pair(name, problem, nan_names), getattr(weights, name)
         if name in ADAPTER_TENSORS:
             if slots_T is None:
                 continue
@@ -149,18 +154,21 @@ def insert_nan_into_weights(
             _set_nan(tensor)
 
 
-def _find_pair(name: str, problem: Problem, nan: str) -> int:
-    """Return the index t * K + k of the pair whose operand gets the NaN of argument `name`.
+def _find_pair(name: str, problem: Problem, nan_names: str) -> int:
+    """Return the index t * K + k of the pair that reads the NaN in the argument `name`.
 
-    Token 0 is reserved for the NaN in x.
+    If x has NaN, token 0 is reserved for it.
     """
-    names = [n for n in split_names(nan) if n != X_NAME]
-    first = problem.top_k if X_NAME in split_names(nan) and problem.tokens > 1 else 0
+    names = [n for n in split_names(nan_names) if n != X_NAME]
+    first = problem.top_k if X_NAME in split_names(nan_names) and problem.tokens > 1 else 0
     return (first + names.index(name)) % max(1, problem.tokens * problem.top_k)
 
 
 def _set_nan(tensor: torch.Tensor) -> None:
-    """Set one value to NaN: the last index of the last dimension, 2/3 along the others."""
+    """Set one value to NaN, at the last index of the last dimension.
+
+    Its index in each other dimension is about 2/3 of the size.
+    """
     index = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
     if tensor.dtype is torch.uint8:
         tensor[index] = _E8M0_NAN
@@ -176,15 +184,15 @@ _BF16 = torch.bfloat16
 _BASE = Problem(tokens=1, hidden=64, intermediate=64, experts=1, top_k=1, dtype=_BF16, bias=True)
 _CLAMPED = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
 
-NanProblem = tuple[Problem, str]  # problem, `InputVariation.nan`
+NanProblem = tuple[Problem, str]  # a problem, and the value of `InputVariation.nan`
 
 
 def list_nan_problems() -> Iterator[NanProblem]:
-    """Yield each scheme with NaN in each of its arguments, with many tokens and with few."""
+    """Yield problems for every scheme, with NaN in every argument, and with many and few tokens."""
     for quant in ("none", *list_schemes()):
         problem = replace(_BASE, quant=quant)
-        for nan in group_nan_arguments(problem):
-            yield make_problem_with_token_per_name(problem, nan)
+        for nan_names in group_nan_arguments(problem):
+            yield make_problem_with_token_per_name(problem, nan_names)
         yield make_one_token_problem(problem)
         if problem.scheme.dispatched_quantized:
             yield make_two_token_problem(problem)
@@ -199,27 +207,30 @@ def list_nan_problems() -> Iterator[NanProblem]:
         yield make_problem_with_token_per_name(problem, "+".join(ADAPTER_TENSORS))
 
 
-def make_problem_with_token_per_name(problem: Problem, nan: str) -> NanProblem:
-    """Make a problem with one expert per token and one token per name in `nan`."""
-    tokens = count_pairs_needed(nan) + 1
-    return replace(problem, tokens=tokens, experts=tokens), nan
+def make_problem_with_token_per_name(problem: Problem, nan_names: str) -> NanProblem:
+    """Make a problem with as many experts as tokens, and at least one token per name."""
+    tokens = count_pairs_needed(nan_names) + 1
+    return replace(problem, tokens=tokens, experts=tokens), nan_names
 
 
 def make_one_token_problem(problem: Problem) -> NanProblem:
-    """Make a problem with one token whose top-k rows are kept, so that each name has a row."""
-    nan = "+".join(
+    """Make a problem with one token, with NaN in every argument whose NaN stays within its pair.
+
+    The output is not summed over top-k, so that each argument affects a separate row.
+    """
+    nan_names = "+".join(
         n
         for n in list_nan_arguments(problem)
         if n != X_NAME and not reaches_other_pairs(n, problem)
     )
-    top_k = count_pairs_needed(nan) + 1
+    top_k = count_pairs_needed(nan_names) + 1
     unreduced = replace(problem, combine=Combine.TOPK_WEIGHTED, tokens=1, top_k=top_k)
-    return replace(unreduced, experts=top_k), nan
+    return replace(unreduced, experts=top_k), nan_names
 
 
 def make_two_token_problem(problem: Problem) -> NanProblem:
     """Make a problem with two tokens, one of which has NaN in x.
 
-    It has so many experts that parts process the tokens one by one.
+    With 17 experts, parts choose kernels that process each token separately.
     """
     return replace(problem, tokens=2, experts=17), X_NAME

@@ -38,7 +38,7 @@ from modular_kernel.testing.input_mutations.effect import (
 )
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
-Memory = dict[str, Any]  # state that a defect wrongly keeps between calls
+DefectState = dict[str, Any]  # state that a defect wrongly keeps between calls
 Arrival = tuple[Dispatched, Handle]  # what `prepare` returns
 
 
@@ -50,7 +50,7 @@ class CallArguments:
     weights: ExpertWeights
     routing: Routing
     problem: Problem
-    memory: Memory
+    defect_state: DefectState
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class CallMutant:
     dispatched: Callable[[Dispatched], Dispatched] | None = None
     rows: Callable[[torch.Tensor, Dispatched], None] | None = None
     handle: Callable[[Handle], Handle] | None = None
-    receive: Callable[[Arrival, Memory], Callable[[], Arrival]] | None = None
+    receive: Callable[[Arrival, DefectState], Callable[[], Arrival]] | None = None
     started: Callable[[StartedCall], None] | None = None
     finished: Callable[[StartedCall], torch.Tensor | None] | None = None
     quantized: bool = False
@@ -165,7 +165,7 @@ class MutatedKernel(FusedMoEModularKernel):
     ) -> None:
         super().__init__(prepare_finalize, experts, machine=machine, poison=poison)
         self.mutant = mutant
-        self.memory: Memory = {}
+        self.defect_state: DefectState = {}
 
     def start_checked(
         self,
@@ -178,7 +178,7 @@ class MutatedKernel(FusedMoEModularKernel):
         at_once: bool = False,
     ) -> Pending:
         assert out is not None  # wrapped parts do not allocate it
-        original = CallArguments(x_TH, weights, routing, self.problem, self.memory)
+        original = CallArguments(x_TH, weights, routing, self.problem, self.defect_state)
         args = self.mutant.arguments(original) if self.mutant.arguments else original
         pending = super().start_checked(
             args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
@@ -189,7 +189,7 @@ class MutatedKernel(FusedMoEModularKernel):
             self.mutant.started(started)
         receive = pending.receive
         if self.mutant.receive:
-            receive = self.mutant.receive(receive(), self.memory)
+            receive = self.mutant.receive(receive(), self.defect_state)
         return MutatedPending(
             self,
             receive,

@@ -1,8 +1,10 @@
 """Defects in the problem and in the arguments of a call, one function each.
 
 The lists of defects in `operators`, `memory`, `quantized`, `adapters` and `roundings` use these
-functions as hooks of a `CallMutant`. A pair is a (token, top-k slot); w1 holds the gate and up
-matrices, and w2 the down matrix.
+functions as hooks of a `CallMutant`. Each function returns the wrong arguments that a kernel with
+the defect would use. A defect can keep values from one call to the next in `args.defect_state`.
+
+A pair is a (token, top-k slot). w1 holds the gate and up matrices, and w2 the down matrix.
 """
 
 import math
@@ -17,6 +19,7 @@ from modular_kernel.testing.input_mutations.inject import CallArguments
 
 def change_activation(problem: Problem, **changes: object) -> Problem:
     """Return the problem with some fields of its activation changed."""
+    # Interleaved rows are in the order gate, up; up_first=True would be refused.
     up_first = problem.act.up_first and not changes.get("interleaved")
     spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
     return replace(problem, activation=spec)
@@ -83,17 +86,20 @@ def use_next_expert(args: CallArguments) -> CallArguments:
 
 
 def drop_last_slot(args: CallArguments) -> CallArguments:
+    """Skip the last expert of each token."""
     ids = args.routing.topk_ids_TK.clone()
     ids[:, -1] = -1
     return _replace_ids(args, ids)
 
 
 def wrap_minus_one(args: CallArguments) -> CallArguments:
+    """Replace the id -1 with the last expert, as in negative indexing."""
     ids = args.routing.topk_ids_TK
     return _replace_ids(args, torch.where(ids == -1, args.problem.experts - 1, ids))
 
 
 def wrap_out_of_range(args: CallArguments) -> CallArguments:
+    """Replace invalid ids with their remainder modulo the number of experts."""
     ids = args.routing.topk_ids_TK.long()
     wrapped = torch.where(find_valid_pairs(args) | (ids == -1), ids, ids % args.problem.experts)
     return _replace_ids(args, wrapped)
@@ -112,6 +118,7 @@ def count_skips(args: CallArguments) -> CallArguments:
 
 
 def drop_duplicates(args: CallArguments) -> CallArguments:
+    """Skip pairs that repeat an expert of the same token."""
     ids = args.routing.topk_ids_TK
     is_repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
     return _replace_ids(args, ids.masked_fill(is_repeated, -1))
@@ -126,20 +133,23 @@ def misread_int64(args: CallArguments) -> CallArguments:
     return replace(args, routing=replace(args.routing, topk_ids_TK=words.contiguous()))
 
 
-def square_weights(args: CallArguments) -> CallArguments:
+def square_router_weights(args: CallArguments) -> CallArguments:
     return _replace_router_weights(args, args.routing.topk_weights_TK.square())
 
 
-def round_weights(args: CallArguments) -> CallArguments:
+def round_router_weights(args: CallArguments) -> CallArguments:
+    """Round the router weights to the dtype of the problem."""
     weights_TK = args.routing.topk_weights_TK
     return _replace_router_weights(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
 
 
-def omit_weights(args: CallArguments) -> CallArguments:
+def omit_router_weights(args: CallArguments) -> CallArguments:
+    """Replace the router weights with 1."""
     return _replace_router_weights(args, torch.ones_like(args.routing.topk_weights_TK))
 
 
-def average_weights(args: CallArguments) -> CallArguments:
+def average_router_weights(args: CallArguments) -> CallArguments:
+    """Replace the router weights of each token with their mean."""
     weights_TK = args.routing.topk_weights_TK
     return _replace_router_weights(args, weights_TK.mean(1, keepdim=True).expand_as(weights_TK))
 
@@ -193,8 +203,8 @@ def omit_bias(args: CallArguments, name: str) -> CallArguments:
     return _replace_weight(args, name, torch.zeros_like(getattr(args.weights, name)))
 
 
-def multiply_bias_by_weight(args: CallArguments) -> CallArguments:
-    """Multiply b1 by the mean router weight, as if weights were applied after adding the bias."""
+def multiply_bias_by_router_weight(args: CallArguments) -> CallArguments:
+    """Multiply b1 by the mean router weight, as if the router weight applied after b1."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
@@ -231,8 +241,8 @@ def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> Cal
 
 def reuse_tokens(args: CallArguments) -> CallArguments:
     """Replace the first rows of x with those of the previous call."""
-    previous = args.memory.get("x")
-    args.memory["x"] = args.x_TH.clone()
+    previous = args.defect_state.get("x")
+    args.defect_state["x"] = args.x_TH.clone()
     if previous is None:
         return args
     x_TH = args.x_TH.clone()
@@ -244,7 +254,7 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 def reuse_routing(args: CallArguments) -> CallArguments:
     """Use the first routing with the same number of tokens, as if routing were cached by shape."""
     tokens = len(args.x_TH)
-    routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
+    routing = args.defect_state.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
 
 
@@ -265,10 +275,10 @@ def synchronize(args: CallArguments) -> CallArguments:
 
 
 def freeze_routing(args: CallArguments) -> CallArguments:
-    """Use the ids of the previous call in a captured graph."""
+    """In a captured CUDA graph, use the ids of the last call before the capture."""
     if not torch.cuda.is_current_stream_capturing():
-        args.memory["ids"] = args.routing.topk_ids_TK.clone()
-    return _replace_ids(args, args.memory["ids"])
+        args.defect_state["ids"] = args.routing.topk_ids_TK.clone()
+    return _replace_ids(args, args.defect_state["ids"])
 
 
 def shift_scales(args: CallArguments, dim: int) -> CallArguments:
@@ -287,13 +297,15 @@ def shift_zero_points(args: CallArguments) -> CallArguments:
     return args
 
 
-def swap_matrix_scales(args: CallArguments) -> CallArguments:
+def swap_gate_and_up_global_scales(args: CallArguments) -> CallArguments:
+    """Swap the float32 scales of the gate and up matrices of each expert."""
     return _replace_weight(
         args, "w1_global_scale", _get_contiguous_field(args, "w1_global_scale").roll(1, 1)
     )
 
 
-def shift_matrix_scales(args: CallArguments) -> CallArguments:
+def shift_w2_global_scales(args: CallArguments) -> CallArguments:
+    """Use the float32 scale of w2 of the previous expert."""
     return _replace_weight(
         args, "w2_global_scale", _get_contiguous_field(args, "w2_global_scale").roll(1, 0)
     )

@@ -107,7 +107,7 @@ MUTANTS: tuple[CallMutant, ...] = (
         "b1_weighted",
         "b1 is multiplied by the router weight",
         when.both(when.has_bias, lambda p: p.apply_router_weight_on_input),
-        arguments=inputs.multiply_bias_by_weight,
+        arguments=inputs.multiply_bias_by_router_weight,
     ),
     CallMutant(
         "b2_unweighted",
@@ -184,19 +184,19 @@ MUTANTS: tuple[CallMutant, ...] = (
         "router_weight_twice",
         "the router weight is applied twice",
         when.uses_router_weights,
-        arguments=inputs.square_weights,
+        arguments=inputs.square_router_weights,
     ),
     CallMutant(
         "router_weight_never",
         "the router weight is not applied",
         when.uses_router_weights,
-        arguments=inputs.omit_weights,
+        arguments=inputs.omit_router_weights,
     ),
     CallMutant(
         "router_weights_averaged",
         "each slot gets the mean router weight of its token",
         when.has_several_weights,
-        arguments=inputs.average_weights,
+        arguments=inputs.average_router_weights,
     ),
     CallMutant(
         "router_weight_moved",

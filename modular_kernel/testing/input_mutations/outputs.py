@@ -10,42 +10,42 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.tensors import BatchedTokens, ContiguousTokens, Dispatched, Handle
-from modular_kernel.testing.input_mutations.inject import Arrival, Memory, StartedCall
+from modular_kernel.testing.input_mutations.inject import Arrival, DefectState, StartedCall
 from modular_kernel.testing.input_mutations.inputs import find_local_ids, find_valid_pairs
 
 
 def reuse_output(call: StartedCall) -> None:
     """Replace the first rows of the output with those of the previous call."""
-    memory, out = call.arguments.memory, call.out
-    previous = memory.get("out")
-    memory["out"] = out.clone()
+    state, out = call.arguments.defect_state, call.out
+    previous = state.get("out")
+    state["out"] = out.clone()
     if previous is not None:
         count = min(len(out), len(previous))
         out[:count] = previous[:count]
 
 
-def receive_latest(arrived: Arrival, memory: Memory) -> "LatestArrival":
+def receive_latest(arrived: Arrival, defect_state: DefectState) -> "LatestArrival":
     """Keep the dispatched tokens where a later call replaces them, instead of in the handle."""
-    memory["arrived"] = arrived
-    return LatestArrival(memory)
+    defect_state["arrived"] = arrived
+    return LatestArrival(defect_state)
 
 
 class LatestArrival:
     """A callable that returns the tokens of the latest dispatch."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, defect_state: DefectState) -> None:
+        self.defect_state = defect_state
 
     def __call__(self) -> Arrival:
-        arrived: Arrival = self.memory["arrived"]
+        arrived: Arrival = self.defect_state["arrived"]
         return arrived
 
 
 def flip_every_other_call(call: StartedCall) -> None:
     """Flip the last bit of one value in every other call."""
-    memory, out = call.arguments.memory, call.out
-    memory["calls"] = memory.get("calls", 0) + 1
-    if memory["calls"] % 2 == 0:
+    state, out = call.arguments.defect_state, call.out
+    state["calls"] = state.get("calls", 0) + 1
+    if state["calls"] % 2 == 0:
         int_dtype = torch.int32 if out.element_size() == 4 else torch.int16
         out.view(-1)[:1].view(int_dtype).bitwise_xor_(1)
 

@@ -67,13 +67,13 @@ SCALE_MUTANTS: tuple[CallMutant, ...] = (
         "matrix_scales_swapped",
         "the scales of the gate and the up matrix are exchanged",
         when.both(when.has_routed_pair, lambda p: p.scheme.matrix_scales and p.act.gated),
-        arguments=inputs.swap_matrix_scales,
+        arguments=inputs.swap_gate_and_up_global_scales,
     ),
     _make_quantized_mutant(
         "matrix_scale_of_next_expert",
         "the second matrix of each expert has the scale of another expert",
         when.both(when.has_routed_pair, lambda p: p.scheme.matrix_scales and p.e > 1),
-        arguments=inputs.shift_matrix_scales,
+        arguments=inputs.shift_w2_global_scales,
     ),
     _make_quantized_mutant(
         "order_ignored",

@@ -20,7 +20,7 @@ from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.input_mutations.inject import CallArguments, CallMutant
-from modular_kernel.testing.input_mutations.inputs import square_weights
+from modular_kernel.testing.input_mutations.inputs import square_router_weights
 from modular_kernel.testing.input_mutations.operators import MUTANTS
 
 
@@ -274,7 +274,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "weights_on_both_sides",
         "the router weight is applied by the experts and again by the combine",
         _uses_router_weights,
-        _on_all_ranks("weights_on_both_sides", square_weights),
+        _on_all_ranks("weights_on_both_sides", square_router_weights),
     ),
     RankMutant(
         "contribution_twice",

@@ -27,6 +27,6 @@ ROUNDING_MUTANTS: tuple[CallMutant, ...] = (
         "router_weights_rounded",
         "router weights are rounded to 16 bits",
         when.both(when.uses_router_weights, lambda p: p.dtype.itemsize == 2 and p.tokens >= 7),
-        arguments=inputs.round_weights,
+        arguments=inputs.round_router_weights,
     ),
 )

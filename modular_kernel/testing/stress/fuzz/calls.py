@@ -34,7 +34,7 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
     pairings,
     problem_fields,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, chance
+from modular_kernel.testing.stress.fuzz.target import Target, biased_bool
 
 _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
@@ -270,6 +270,10 @@ TARGETS: tuple[Target[Any], ...] = (
         "changed_call", 23, _CHANGED, check_changed_call, launches=True, examples=(_NEGATED_MAP,)
     ),
     Target(
-        "nan_call", 5, st.tuples(call_cases(("call",)), chance(50)), check_nan_call, launches=True
+        "nan_call",
+        5,
+        st.tuples(call_cases(("call",)), biased_bool(percent_true=50)),
+        check_nan_call,
+        launches=True,
     ),
 )

@@ -33,7 +33,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import (
     Target,
-    chance,
+    biased_bool,
     import_object,
     seeds,
 )
@@ -232,7 +232,7 @@ def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: A
     elif kind == "header":
         content = draw(_changed_header(content))
     (folder / "model.safetensors").write_bytes(content)
-    if kind == "index" or (not kind and draw(chance(30))):
+    if kind == "index" or (not kind and draw(biased_bool(percent_true=30))):
         index: Any = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
         text = draw(_changed_text(index)) if kind else json.dumps(index)
         (folder / _INDEX).write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -242,7 +242,7 @@ def _write_files(case: CheckpointCase, folder: Path, tensors: Tensors, config: A
 @st.composite
 def _changed_text(draw: st.DrawFn, value: Any) -> str:
     text = json.dumps(draw(changed_json(value)))
-    return draw(damaged_text(text)) if draw(chance(20)) else text
+    return draw(damaged_text(text)) if draw(biased_bool(percent_true=20)) else text
 
 
 @st.composite

@@ -20,7 +20,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     FuzzOutcome,
     run_or_classify,
 )
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_object
+from modular_kernel.testing.stress.fuzz.target import Target, biased_bool, import_object
 
 # JSON values that replace other values.
 _JSON_VALUES: tuple[Any, ...] = (
@@ -83,7 +83,7 @@ def _file_cases(draw: st.DrawFn) -> FileCase:
     for _ in range(changes):
         value = draw(changed_json(value))
     text = json.dumps(value)
-    if changes and draw(chance(30)):
+    if changes and draw(biased_bool(percent_true=30)):
         text = draw(damaged_text(text))
     return FileCase(kind, text, is_original=changes == 0)
 
@@ -91,7 +91,7 @@ def _file_cases(draw: st.DrawFn) -> FileCase:
 @st.composite
 def changed_json(draw: st.DrawFn, value: Any) -> Any:
     """Draw `value` with one element, at any depth, removed, renamed, repeated or replaced."""
-    if isinstance(value, dict) and value and draw(chance(85)):
+    if isinstance(value, dict) and value and draw(biased_bool(percent_true=85)):
         name, kind = draw(st.sampled_from(sorted(value))), draw(st.integers(0, 5))
         if kind == 0:
             return {k: v for k, v in value.items() if k != name}
@@ -100,7 +100,7 @@ def changed_json(draw: st.DrawFn, value: Any) -> Any:
             other = draw(st.sampled_from(others))
             return {(other if k == name else k): v for k, v in value.items()}
         return value | {name: draw(changed_json(value[name]))}
-    if isinstance(value, list) and value and draw(chance(85)):
+    if isinstance(value, list) and value and draw(biased_bool(percent_true=85)):
         index, kind = draw(st.integers(0, len(value) - 1)), draw(st.integers(0, 5))
         if kind == 0:
             return value[:index] + value[index + 1 :]

@@ -22,7 +22,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import (
     Target,
-    chance,
+    biased_bool,
     import_object,
     seeds,
 )
@@ -57,7 +57,7 @@ class PackedCase:
 
 @st.composite
 def _packed_cases(draw: st.DrawFn) -> PackedCase:
-    awq = draw(chance(40))
+    awq = draw(biased_bool(percent_true=40))
     group = draw(st.sampled_from((32, 64)))
     name = draw(
         st.sampled_from(("qweight", "scales", "qzeros", "group", *(() if awq else ("bits",))))
@@ -72,9 +72,9 @@ def _packed_cases(draw: st.DrawFn) -> PackedCase:
         words=draw(st.sampled_from((2, 4, 8))),
         seed=draw(seeds),
         one_group=draw(st.booleans()),
-        default_zeros=draw(chance(30)),
+        default_zeros=draw(biased_bool(percent_true=30)),
         omit_zeros=draw(st.booleans()),
-        junk=(name, draw(st.sampled_from(values))) if draw(chance(60)) else None,
+        junk=(name, draw(st.sampled_from(values))) if draw(biased_bool(percent_true=60)) else None,
     )
 
 

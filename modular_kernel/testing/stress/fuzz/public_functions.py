@@ -18,7 +18,7 @@ from modular_kernel.testing.stress.fuzz import samples
 from modular_kernel.testing.stress.fuzz.junk import junk, shorten
 from modular_kernel.testing.stress.fuzz.outcome import CORRECT, FuzzOutcome, run_or_classify
 from modular_kernel.testing.stress.fuzz.samples import PROBLEM, E, H, I, K, T, draw_floats
-from modular_kernel.testing.stress.fuzz.target import Target, chance, import_object
+from modular_kernel.testing.stress.fuzz.target import Target, biased_bool, import_object
 
 Call = tuple[Callable[..., Any], dict[str, Any]]  # a function and its keyword arguments
 
@@ -412,8 +412,8 @@ def _replace_leaf(arguments: dict[str, Any], path: tuple[str, ...], new: Any) ->
 
 @st.composite
 def _junk_calls(draw: st.DrawFn) -> JunkCall:
-    value = st.sampled_from(_ALTERATIONS) if draw(chance(50)) else junk
-    count = 2 if draw(chance(20)) else 1
+    value = st.sampled_from(_ALTERATIONS) if draw(biased_bool(percent_true=50)) else junk
+    count = 2 if draw(biased_bool(percent_true=20)) else 1
     changes = [(draw(st.integers(0, 119)), draw(value)) for _ in range(count)]
     return JunkCall(draw(st.sampled_from(sorted(_CALLS))), changes)
 

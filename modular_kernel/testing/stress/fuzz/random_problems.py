@@ -14,7 +14,7 @@ from modular_kernel.machine import current_machine
 from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
 from modular_kernel.spec.problem import MAX_TOP_K, ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.stress.fuzz.target import chance, seeds
+from modular_kernel.testing.stress.fuzz.target import biased_bool, seeds
 
 # (PrepareAndFinalize, compatible experts in pure PyTorch, compatible experts in Triton)
 _PARTS = (
@@ -52,9 +52,9 @@ class CallInputs:
 def pairings(draw: st.DrawFn) -> tuple[str, str]:
     """Draw a pairing, almost always one that this machine supports."""
     prepare, torch_experts, triton_experts = draw(_parts)
-    if draw(chance(5)):
+    if draw(biased_bool(percent_true=5)):
         _, torch_experts, triton_experts = draw(_parts)
-    uses_triton = draw(chance(80 if current_machine().interpreter else 5))
+    uses_triton = draw(biased_bool(80 if current_machine().interpreter else 5))
     return prepare, draw(st.sampled_from(triton_experts)) if uses_triton else torch_experts
 
 
@@ -72,9 +72,9 @@ _fields = st.fixed_dictionaries(
         "quant": _quants,
         "activation": st.one_of(st.just("silu"), st.sampled_from(_ACTIVATIONS)),
         "ids_dtype": st.sampled_from((None, None, torch.int32, torch.int64)),
-        "bias": chance(25),
+        "bias": biased_bool(percent_true=25),
         "routed_scaling_factor": st.sampled_from((1.0, 1.0, 2.5, -0.5)),
-        "inplace": chance(10),
+        "inplace": biased_bool(percent_true=10),
         "chunk_tokens": st.sampled_from((None, None, None, 1, 2, 4)),
     }
 )
@@ -85,11 +85,12 @@ def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
     """Draw the fields of a small problem. For some draws, Problem raises InputError."""
     fields = dict(draw(_fields))
     experts, combine = draw(st.sampled_from((1, 2, 3, 4, 5, 8, 9))), draw(_combines)
-    is_mapped = draw(chance(15))
+    is_mapped = draw(biased_bool(percent_true=15))
     return fields | {
         "experts": experts,
         "combine": combine,
-        "apply_router_weight_on_input": draw(chance(15)) and combine is Combine.SUM,
+        "apply_router_weight_on_input": draw(biased_bool(percent_true=15))
+        and combine is Combine.SUM,
         "expert_map": is_mapped,
         "local_experts": draw(st.integers(1, experts)) if is_mapped else None,
     }
@@ -127,12 +128,12 @@ def input_choices() -> st.SearchStrategy[InputChoices]:
         InputChoices,
         seed=seeds,
         tokens=st.one_of(st.none(), st.none(), st.integers(0, 9)),
-        column_major=chance(20),
+        column_major=biased_bool(percent_true=20),
         invalid_id=st.one_of(st.none(), st.integers(0, 7)),
         int32_ids=st.booleans(),
-        signed_weights=chance(30),
-        nan_padding=chance(10),
-        zero_row=chance(10),
+        signed_weights=biased_bool(percent_true=30),
+        nan_padding=biased_bool(percent_true=10),
+        zero_row=biased_bool(percent_true=10),
     )
 
 

@@ -21,7 +21,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import (
     Target,
-    chance,
+    biased_bool,
     import_object,
     seeds,
 )
@@ -61,7 +61,7 @@ class RouterCase:
 @st.composite
 def _router_cases(draw: st.DrawFn) -> RouterCase:
     groups = draw(st.sampled_from((1, 1, 1, 2, 3, 4, 8)))
-    renormalize, table = draw(st.booleans()), draw(chance(10))
+    renormalize, table = draw(st.booleans()), draw(biased_bool(percent_true=10))
     fields = {
         "top_k": draw(st.one_of(st.integers(1, 9), st.integers(1, MAX_TOP_K))),
         "score": draw(st.sampled_from(("softmax", "sigmoid", "sqrtsoftplus"))),
@@ -87,7 +87,7 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
         ),
         seed=draw(seeds),
         wide_ids=draw(st.booleans()),
-        wide_rows=draw(chance(20)),
+        wide_rows=draw(biased_bool(percent_true=20)),
     )
 
 

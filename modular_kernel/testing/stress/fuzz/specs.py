@@ -1,5 +1,6 @@
 """Fuzz targets: problems and other specs with junk fields, and checks of pairings.
 
+A `Target` is a Hypothesis strategy for random input, and a function that checks one input.
 Specs are the dataclasses of `modular_kernel.spec`. Junk is a value that is probably of a wrong
 type (`junk`).
 """
@@ -32,7 +33,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     run_or_classify,
 )
 from modular_kernel.testing.stress.fuzz.random_problems import describe, pairings, problem_fields
-from modular_kernel.testing.stress.fuzz.target import Target, chance
+from modular_kernel.testing.stress.fuzz.target import Target, biased_bool
 
 
 def _is_count(low: int) -> Callable[[Any], bool]:
@@ -75,8 +76,8 @@ def _is_lora(value: Any) -> bool:
     )
 
 
-# Predicates that return whether the docstring of Problem allows a value for a field. An allowed
-# value may still contradict another field.
+# For each field of Problem, a predicate that returns whether a value is allowed by the docstring of
+# Problem. An allowed value may still be invalid together with the values of other fields.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens": _is_count(0),
     **{name: _is_count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
@@ -113,18 +114,22 @@ class ProblemCase:
 def _replaced_fields(draw: st.DrawFn) -> dict[str, Any]:
     """Draw junk, or allowed values, for one to three fields."""
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=3, unique=True))
-    return {name: draw(_allowed[name] if draw(chance(40)) else junk) for name in names}
+    return {
+        name: draw(_ALLOWED_VALUES[name] if draw(biased_bool(percent_true=40)) else junk)
+        for name in names
+    }
 
 
-_allowed = {
-    name: st.sampled_from(list(filter(is_allowed, JUNK))) for name, is_allowed in FIELDS.items()
+# For each field of Problem, a strategy for its allowed values.
+_ALLOWED_VALUES = {
+    name: st.sampled_from(list(filter(predicate, JUNK))) for name, predicate in FIELDS.items()
 }
 _PROBLEMS = st.builds(
     ProblemCase,
     fields=problem_fields(),
     replaced=_replaced_fields(),
     parts=pairings(),
-    all_pairings=chance(10),
+    all_pairings=biased_bool(percent_true=10),
 )
 
 
@@ -162,6 +167,7 @@ def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzO
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 
 
+# Callables that make specs, with the maximum number of their arguments.
 _SPEC_CALLS: dict[str, tuple[Callable[..., Any], int]] = {
     "ActivationSpec": (ActivationSpec, 4),
     "ActivationSpec.parse": (ActivationSpec.parse, 1),
@@ -174,7 +180,7 @@ _SPEC_CALLS: dict[str, tuple[Callable[..., Any], int]] = {
 def _spec_calls(draw: st.DrawFn) -> tuple[str, list[Any]]:
     name = draw(st.sampled_from(sorted(_SPEC_CALLS)))
     arguments = draw(st.lists(junk, min_size=1, max_size=_SPEC_CALLS[name][1]))
-    if name == "ActivationSpec" and draw(chance(70)):
+    if name == "ActivationSpec" and draw(biased_bool(percent_true=70)):
         arguments[0] = draw(st.sampled_from(GATED + UNGATED))
     return name, arguments
 
@@ -189,9 +195,9 @@ def check_spec_arguments(case: tuple[str, list[Any]]) -> FuzzOutcome:
         return result
     if call is ActivationSpec:
         number = (int, float, type(None))
-        is_allowed: tuple[Any, ...] = (str, number, number, bool)
+        argument_types: tuple[Any, ...] = (str, number, number, bool)
         has_valid_types = all(
-            isinstance(v, kind) for v, kind in zip(arguments, is_allowed, strict=False)
+            isinstance(v, kind) for v, kind in zip(arguments, argument_types, strict=False)
         )
         if not has_valid_types or any(isinstance(v, bool) for v in arguments[1:3]):
             return FuzzOutcome(INVALID_ACCEPTED, description)
@@ -216,8 +222,8 @@ def check_compatibility_call(case: tuple[Any, ...]) -> FuzzOutcome:
     result = run_or_classify(description, lambda: call(*arguments, **options))
     if isinstance(result, FuzzOutcome):
         return result
-    is_allowed = value is None and argument == 3
-    return FuzzOutcome(CORRECT if is_allowed else INVALID_ACCEPTED, description)
+    is_valid = value is None and argument == 3  # argument 3, `machine`, may be None
+    return FuzzOutcome(CORRECT if is_valid else INVALID_ACCEPTED, description)
 
 
 _CHECKS = st.tuples(
@@ -228,7 +234,7 @@ _CHECKS = st.tuples(
     st.sampled_from((check, make_kernel)),
 )
 TARGETS: tuple[Target[Any], ...] = (
-    Target("problem_fields", 13, _PROBLEMS, check_problem),
-    Target("spec_arguments", 5, _spec_calls(), check_spec_arguments),
-    Target("compatibility_checks", 7, _CHECKS, check_compatibility_call),
+    Target("problem_fields", frequency=13, cases=_PROBLEMS, check=check_problem),
+    Target("spec_arguments", frequency=5, cases=_spec_calls(), check=check_spec_arguments),
+    Target("compatibility_checks", frequency=7, cases=_CHECKS, check=check_compatibility_call),
 )

@@ -38,9 +38,9 @@ class Target(Generic[Case]):
     examples: tuple[Case, ...] = ()
 
 
-def chance(percent: int) -> st.SearchStrategy[bool]:
-    """Return a strategy for a bool that is True with a probability of `percent` in 100."""
-    return st.integers(0, 99).map(lambda number: number >= 100 - percent)
+def biased_bool(percent_true: int) -> st.SearchStrategy[bool]:
+    """Return a strategy for a bool that is True with a probability of `percent_true` in 100."""
+    return st.integers(0, 99).map(lambda number: number >= 100 - percent_true)
 
 
 seeds = st.integers(0, 2**32 - 1)
