@@ -84,11 +84,11 @@ def experts_errors() -> list[ErrorRow]:
     groups: dict[str, list[float]] = {}
     for layer in recorded_layers():
         estimated = find_time_correction(
-            layer.experts, layer.problem, layer.rows, ignored_shape=layer.shape
+            layer.experts_part, layer.problem, layer.rows, ignored_shape=layer.shape
         )
         if estimated is not None:
             seconds = estimated.correct(layer.predicted_us / 1e6)
-            groups.setdefault(layer.experts, []).append(seconds * 1e6 / layer.us - 1)
+            groups.setdefault(layer.experts_part, []).append(seconds * 1e6 / layer.us - 1)
     return [ErrorRow(part, "", "", tuple(errors)) for part, errors in sorted(groups.items())]
 
 

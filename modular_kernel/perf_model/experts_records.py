@@ -6,10 +6,12 @@ is
 
     t = start + factor * m
 
-where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of launches
-that TritonExperts does not have. It does not depend on the size of the layer, and is estimated as
-the smallest t - m of the part's layers of one token in the same scheme, or 0 if this is negative.
-The factor comes from the recorded layers of the same scheme with the nearest H * I. It is
+where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of the
+part's extra launches, that is, launches that TritonExperts does not need. `start` does not depend
+on the size of the layer. Its estimate is the smallest t - m over the recorded layers of one token,
+for the same part and scheme, but not less than 0.
+
+`factor` comes from the recorded layers of the same scheme with the nearest H * I. The factor is
 interpolated between the nearest numbers of rows per expert, on log2 axes, and not extrapolated.
 
 Times of batched parts include BatchedPrepareAndFinalize, which sorts the tokens by expert on the
@@ -45,14 +47,14 @@ _ITEMSIZE = 2  # bytes; every recorded layer is in bfloat16
 class RecordedLayer:
     """One measured layer.
 
-    shape: name of the layer's sizes in the records. experts: name of the experts part. us:
+    shape: name of the layer's sizes in the records. experts_part: name of the experts part. us:
     microseconds of the whole layer.
     """
 
     shape: str
     quant: str
     tokens: int
-    experts: str
+    experts_part: str
     us: float
 
     @property
@@ -74,8 +76,8 @@ class RecordedLayer:
         return self.problem.tokens * self.problem.top_k / self.problem.experts
 
     @property
-    def size(self) -> float:
-        """log2(H * I). Recorded layers with the nearest size determine the factor."""
+    def log2_matrix_size(self) -> float:
+        """log2(H * I). The factor comes from the recorded layers with the nearest value."""
         return math.log2(self.problem.hidden * self.problem.intermediate)
 
 
@@ -96,7 +98,7 @@ class TimeCorrection:
 
 
 def find_time_correction(
-    experts: str, problem: Problem, rows: float, *, ignored_shape: str = ""
+    experts_part: str, problem: Problem, rows: float, *, ignored_shape: str = ""
 ) -> TimeCorrection | None:
     """Return the correction for an experts part.
 
@@ -107,15 +109,17 @@ def find_time_correction(
     """
     if problem.dtype.itemsize != _ITEMSIZE:
         return None
-    layers = [r for r in recorded_layers() if r.experts == experts and r.shape != ignored_shape]
+    layers = [
+        r for r in recorded_layers() if r.experts_part == experts_part and r.shape != ignored_shape
+    ]
     scheme = problem.scheme.name
     same = [layer for layer in layers if layer.scheme == scheme]
     similar = same or [r for r in layers if _operand_types(r.scheme) == _operand_types(scheme)]
     if not similar:
         return None
     size = math.log2(problem.hidden * problem.intermediate)
-    nearest_size = min((layer.size for layer in similar), key=lambda s: abs(s - size))
-    nearest = [layer for layer in similar if layer.size == nearest_size]
+    nearest_size = min((layer.log2_matrix_size for layer in similar), key=lambda s: abs(s - size))
+    nearest = [layer for layer in similar if layer.log2_matrix_size == nearest_size]
     schemes = ", ".join(sorted({layer.scheme for layer in nearest}))
     shapes = ", ".join(sorted({layer.shape for layer in nearest}))
     start_us = _start_us(similar)

@@ -164,17 +164,19 @@ def _experts_errors(selection: Selection, best: Estimate) -> Iterator[RecordErro
         recorded = layer.problem
         sizes = recorded.hidden, recorded.intermediate, recorded.top_k
         if (
-            layer.experts != best.experts_part
+            layer.experts_part != best.experts_part
             or layer.quant != problem.quant
             or sizes != (problem.hidden, problem.intermediate, problem.top_k)
         ):
             continue
         estimated = find_time_correction(
-            layer.experts, recorded, layer.rows, ignored_shape=layer.shape
+            layer.experts_part, recorded, layer.rows, ignored_shape=layer.shape
         )
         if estimated is not None:
             error = estimated.correct(layer.predicted_us / 1e6) * 1e6 / layer.us - 1
-            yield RecordError(selection.model, layer.experts, 1, layer.tokens, layer.quant, error)
+            yield RecordError(
+                selection.model, layer.experts_part, 1, layer.tokens, layer.quant, error
+            )
 
 
 def _exchange_errors(selection: Selection, best: Estimate) -> Iterator[RecordError]:
@@ -273,7 +275,7 @@ def layer_times_markdown(model: str) -> str:
             published.quant,
         ):
             key = layer.quant, problem.experts, layer.tokens
-            times.setdefault(key, {})[layer.experts] = layer.us
+            times.setdefault(key, {})[layer.experts_part] = layer.us
     head = "scheme | experts | tokens | `TritonExperts`, us | fastest part | us"
     lines = [f"| {head} |", "|---|---:|---:|---:|---|---:|"]
     for (quant, experts, tokens), by_part in sorted(times.items()):

@@ -19,7 +19,7 @@ DEEPSEEK = Problem(4096, 7168, 2048, 256, 8, quant="fp8_w8a8_block")
 
 def recorded_layer(experts: str, tokens: int, shape: str = "dsv3_256") -> RecordedLayer:
     key = experts, tokens, shape, "fp8_w8a8_block"
-    (match,) = [r for r in recorded_layers() if (r.experts, r.tokens, r.shape, r.quant) == key]
+    (match,) = [r for r in recorded_layers() if (r.experts_part, r.tokens, r.shape, r.quant) == key]
     return match
 
 
@@ -56,7 +56,9 @@ def test_start_is_the_smallest_difference_from_the_prediction() -> None:
     """Batched parts sort the tokens in separate launches of constant time."""
     small = Problem(1, 2048, 768, 128, 8)
     batched = [
-        r for r in recorded_layers() if (r.experts, r.quant) == ("BatchedTritonExperts", "none")
+        r
+        for r in recorded_layers()
+        if (r.experts_part, r.quant) == ("BatchedTritonExperts", "none")
     ]
     others = [r for r in batched if r.shape != "qwen3_30b"]
     differences = [r.us - r.predicted_us for r in others if r.tokens == 1]
@@ -100,8 +102,8 @@ def test_records_of_the_nearest_size_are_used() -> None:
 
 
 def test_newer_records_replace_older_ones() -> None:
-    keys = [(r.shape, r.quant, r.tokens, r.experts) for r in recorded_layers()]
+    keys = [(r.shape, r.quant, r.tokens, r.experts_part) for r in recorded_layers()]
     assert len(keys) == len(set(keys)) > 1000
-    names = {r.experts for r in recorded_layers()}
+    names = {r.experts_part for r in recorded_layers()}
     assert names >= {"DeepGemmExperts", "CutlassExpertsFP8", "TritonKernelsExperts"}
     assert Gpu().arch == ARCH
