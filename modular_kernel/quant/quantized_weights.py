@@ -208,9 +208,9 @@ def default_scale_dtype(problem: Problem) -> torch.dtype:
     within half a step, except for the largest value of a group, which can be 0.03 steps out of
     range. With 8 bits, it could be half a step, so other integers have float32 scales.
     """
-    if problem.scheme.weight == "uint4" and problem.dtype is torch.bfloat16:
-        return torch.bfloat16
-    return _scale_dtypes(problem)[0]
+    dtypes = _scale_dtypes(problem)
+    is_4_bit_integer = problem.scheme.weight == "uint4" and problem.dtype is torch.bfloat16
+    return torch.bfloat16 if is_4_bit_integer and torch.bfloat16 in dtypes else dtypes[0]
 
 
 def check_weights_quantized(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import Choice, Tunable
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.quant.quantized_weights import weight_specs
+from modular_kernel.quant.quantized_weights import default_scale_dtype, weight_specs
 from modular_kernel.settings import hide_gpus
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -125,8 +125,16 @@ def compile_kernels(
 
 
 def make_meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Return x_TH, weights and routing of a call as meta tensors."""
-    tensors = {n: _empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
+    """Return x_TH, weights and routing of a call as meta tensors.
+
+    Weights are as `quantize_weights` makes them by default, because kernels for scales of another
+    dtype are compiled separately.
+    """
+    specs = weight_specs(problem)
+    dtypes = {name: spec.dtypes[0] for name, spec in specs.items()}
+    if problem.scheme.quantized:
+        dtypes |= dict.fromkeys(("w1_scale", "w2_scale"), default_scale_dtype(problem))
+    tensors = {name: _empty(spec.shape, dtypes[name]) for name, spec in specs.items()}
     if problem.bias:
         tensors["b1"] = _empty((problem.e, problem.w1_rows), problem.dtype)
         tensors["b2"] = _empty((problem.e, problem.hidden), problem.dtype)

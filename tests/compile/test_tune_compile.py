@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from experts.triton.configs.select import override_config
 from experts.triton.contiguous import TritonExperts
@@ -16,7 +17,10 @@ from experts.triton.launch_config import (
     shared_bytes,
 )
 from modular_kernel.catalog import make_kernel
+from modular_kernel.measure.cases import quantize
 from modular_kernel.spec.problem import Machine, Problem
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases.quantized import list_schemes
 from modular_kernel.testing.compile.report import CompileRecord
 from modular_kernel.tuning import compilation
 from modular_kernel.tuning.compilation import Compiler, CompileTask, TunedPair, compile_choice
@@ -69,6 +73,24 @@ def test_compiler_processes_give_the_same_reason() -> None:
     assert refusal is not None
     assert "registers are spilled" in refusal.reason
     assert not refusal.is_wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("quant", ["none", *list_schemes()])
+def test_compiled_calls_have_the_dtypes_of_timed_calls(quant: str, dtype: torch.dtype) -> None:
+    """A kernel that is compiled for scales of another dtype would be compiled again when timed."""
+    problem = replace(PROBLEM, hidden=128, intermediate=128, quant=quant, dtype=dtype)
+    plain = ExpertWeights(
+        torch.ones(problem.e, problem.w1_rows, 128, dtype=dtype),
+        torch.ones(problem.e, 128, 128, dtype=dtype),
+    )
+    timed, compiled = quantize(plain, problem), compilation.make_meta_inputs(problem)[1]
+    for name, tensor in vars(timed).items():
+        meta = getattr(compiled, name)
+        if tensor is None:
+            assert meta is None, name
+        else:
+            assert (meta.dtype, meta.shape) == (tensor.dtype, tensor.shape), name
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int8_w8a16_group", "mxfp4_w4a16"])
