@@ -241,17 +241,21 @@ class ExpertParameters(nn.Module):
             self.set_weights(ExpertWeights(**copies))
 
     def _match_scale_dtypes(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Give 16-bit scales the dtype that they have in the state, so that loading is exact."""
+        """Give 16-bit scales the dtype that they have in the state, so that loading is exact.
+
+        Scales of a layer that was not loaded yet get the dtype in the state too: float32 would be
+        exact, but slower.
+        """
         for field, spec in self.specs().items():
             name, tensor = PARAMETERS[field], state_dict.get(prefix + PARAMETERS[field])
             current = getattr(self, name)
-            if not field.endswith("_scale") or current.itemsize != 2:
+            if not field.endswith("_scale") or not (self._unloaded or current.itemsize == 2):
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.shape != current.shape:
                 continue
             if tensor.dtype in {*spec.dtypes} - {current.dtype}:
-                empty = torch.empty_like(current, dtype=tensor.dtype)
-                self.register_parameter(name, nn.Parameter(empty, False))
+                converted = current.detach().to(tensor.dtype)  # NaN stays, if it was not loaded
+                self.register_parameter(name, nn.Parameter(converted, False))
 
     def weights(self) -> ExpertWeights:
         """Return the parameters as the ExpertWeights that kernels take.

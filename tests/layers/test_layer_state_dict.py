@@ -15,6 +15,8 @@ from torch.nn.utils import parametrize
 from modular_kernel.errors import ShapeError, StateError
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.router import RouterSpec
+from modular_kernel.quant.quantized_weights import quantize_weights
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.checkpoints.samples import write
 
 KINDS_OF_STATE = (
@@ -73,6 +75,38 @@ def test_scales_in_another_dtype_keep_their_values(
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer.load_state_dict(given.state_dict() | {"w2_weight_scale": torch.ones(1).half()})
     assert torch.equal(layer.w2_weight_scale.float(), given.w2_weight_scale.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_a_new_layer_get_the_dtype_in_the_state(dtype: torch.dtype) -> None:
+    """Kernels for 4-bit integers are faster with 16-bit scales than with float32 scales."""
+    names = ("w13_weight_scale", "w2_weight_scale")
+    options = {"quant_config": "int4_w4a16_group:group=16"}
+    layers = [layer_of("gptq", LayerParallel(), **options) for _ in range(3)]
+    given, fresh, loaded = layers
+    for layer, scale_dtype in ((given, dtype), (loaded, torch.float32)):
+        problem, generator = layer.problem, torch.Generator().manual_seed(0)
+        plain = ExpertWeights(
+            torch.randn(E, problem.w1_rows, H, generator=generator),
+            torch.randn(E, H, I, generator=generator),
+        )
+        layer.set_weights(quantize_weights(plain, problem, scale_dtype=scale_dtype))
+    pointers = [getattr(loaded, name).data_ptr() for name in names]
+    for layer in (fresh, loaded):
+        layer.load_state_dict(given.state_dict())
+        for name in names:
+            assert torch.equal(getattr(layer, name).float(), getattr(given, name).float())
+    assert [getattr(fresh, name).dtype for name in names] == [dtype, dtype]
+    # Captured graphs read the parameters of a loaded layer, so they are written in place.
+    assert [getattr(loaded, name).data_ptr() for name in names] == pointers
+
+
+def test_scales_stay_unloaded_if_loading_fails() -> None:
+    layer = layer_of("gptq", LayerParallel(), quant_config="int4_w4a16_group:group=16")
+    scale = torch.empty_like(layer.w13_weight_scale, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(RuntimeError, match="Cannot copy out of meta tensor"):
+        layer.load_state_dict({"w13_weight_scale": scale}, strict=False)
+    assert bool(layer.w13_weight_scale.isnan()[:, [0, -1], [0, -1]].all())
 
 
 @pytest.mark.parametrize("kind", ["awq", *ALIKE])
