@@ -1,6 +1,7 @@
 """Tiles that a program overrides: scope, precedence, and what is refused."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ from tuned_config_files import (
     write_config_file,
 )
 
-from experts.triton.configs.select import buffer_kinds_up_to, choose_config, override_config
+from experts.triton.configs.select import (
+    buffer_kinds_up_to,
+    choose_config,
+    current_lookup,
+    override_config,
+)
+from experts.triton.contiguous import supported_paths
 from experts.triton.launch_config import MoEConfig
+from experts.triton.paths import BY_NAME
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import float64_reference, rounded_reference
@@ -51,6 +59,35 @@ def test_an_override_ends_if_an_error_is_raised() -> None:
             assert choose_config(MIXTRAL, 64) == SMALL_TILES
             raise error
         assert choose_config(MIXTRAL, 64) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "quant"),
+    [
+        ("aligned_w4", "none"),
+        ("aligned_w4", "int8_w8a16_group"),
+        ("aligned_w4", "int4_w4a16_act_order"),
+        ("gemv_w4", "fp8_w8a8_block"),
+        ("grouped_w4", "none"),
+        ("grouped_w4", "int8_w8a16_group"),
+        ("grouped_w4", "int4_w4a16_act_order"),
+        ("dequantized", "none"),
+    ],
+)
+def test_an_override_with_an_unsupported_path_is_replaced_by_heuristics(
+    path: str, quant: str, here: Path
+) -> None:
+    device = current_lookup().device
+    four_bit, problem = (
+        replace(MIXTRAL, quant=name, dtype=torch.bfloat16) for name in ("int4_w4a16_group", quant)
+    )
+    config, paths = BY_NAME[path].default_config(four_bit, 64, device), supported_paths(problem)
+    assert path not in paths
+    for tokens in (1, 64, 4096):
+        expected = choose_config(problem, tokens, paths)
+        for prepared in (False, True):
+            with override_config(config):
+                assert choose_config(problem, tokens, paths, prepared=prepared) == expected
 
 
 def test_an_override_does_not_affect_other_threads() -> None:

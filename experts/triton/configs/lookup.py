@@ -361,13 +361,14 @@ def _max_tokens_for(
 
     A path for few tokens reads the weights once per pair. Its configuration is therefore not used
     for more than `Path.max_tokens` tokens, or, if that is larger, for more tokens than it was tuned
-    for. There is no limit for calls with prepared weights.
+    for. There is no limit for calls with prepared weights, nor for a path that does not support the
+    problem, because its configuration is replaced.
 
     name: the path of the configuration.
     tokens: the number of tokens for which it was tuned.
     """
     path = BY_NAME[name]
-    if prepared and path.prepared_configs(problem):
+    if not path.supports(problem, device) or (prepared and path.prepared_configs(problem)):
         return UNBOUNDED_TOKENS
     max_tokens = path.max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
