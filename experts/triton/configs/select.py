@@ -128,7 +128,9 @@ def explain(
 ) -> str:
     """Describe the configuration of a call, where it comes from and why, as lines of text.
 
-    Weights and tokens are assumed to have the strides that the checkpoint readers produce.
+    Weights and tokens are assumed to have the strides that the checkpoint readers produce, and
+    prepared weights the scales that `quantize_weights` computes by default. With scales of another
+    dtype, calls use prepared weights for other numbers of tokens.
 
     problem: the problem of the layer.
     tokens: the number of tokens of the call.
