@@ -22,10 +22,10 @@ CALLS = 6
 
 @triton.jit
 def late_copy_kernel(
-    from_ptr, to_ptr, numel, NS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False
+    from_ptr, to_ptr, numel, NS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr = False
 ):
     """to = from, NS nanoseconds after the next launch may begin."""
-    if OVERLAP:
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
     start = globaltimer()

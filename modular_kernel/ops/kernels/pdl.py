@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def pdl_wait(OVERLAP: tl.constexpr):
+def pdl_wait(USE_PDL: tl.constexpr):
     """Wait until the writes of the previous launch are visible, and allow the next launch to start.
 
     Call it before the first memory access. Every launch has then waited for all earlier ones,
@@ -17,6 +17,6 @@ def pdl_wait(OVERLAP: tl.constexpr):
 
     USE_PDL: whether the launch uses PDL. If not, nothing is done.
     """
-    if OVERLAP:
+    if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
