@@ -1,7 +1,7 @@
 """Log of the paths that calls of an experts part take, for the test harness.
 
-A path is one of several implementations in the same part. A part with paths calls `log_path` when
-it has chosen one.
+A path is one of several implementations in the same part. A part with paths chooses a path in each
+call, and then calls `log_path`.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,7 @@ from modular_kernel.tensors import ExpertWeights
 
 @dataclass(frozen=True)
 class EnteredPath:
-    """The path of one call.
-
-    path: name of the path.
-    problem: problem of the part.
-    weights: weights of the call.
-    """
+    """The path of one call: its name, the problem of the part, and the weights of the call."""
 
     path: str
     problem: Problem
@@ -41,7 +36,8 @@ def log_path(path: str, problem: Problem, weights: ExpertWeights) -> None:
 def record_paths() -> Iterator[list[EnteredPath]]:
     """Return a list of the paths that calls take inside the block, in this thread.
 
-    A replayed call of a plan is not logged, because it does not run host code of the part.
+    A plan may replay recorded launches instead of running the host code of a part. Such a call is
+    not logged.
     """
     log: list[EnteredPath] = []
     token = _log.set(log)

@@ -31,7 +31,7 @@ from experts.triton.configs.files import ConfigKey
 from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.lookup import PACKAGED, ConfigLookup, triton_subfolder
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.paths import PATHS
+from experts.triton.paths import ALL_PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.spec.problem import Problem
@@ -128,7 +128,7 @@ def _layer_cases(
         other_sources = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).find_source(problem)
     regimes, paths = (
         make_heuristic_steps(problem, H200),
-        [p.name for p in PATHS if p.supports(problem, H200)],
+        [p.name for p in ALL_PATHS if p.supports(problem, H200)],
     )
     layer_cases = []
     for count in tokens:

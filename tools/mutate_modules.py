@@ -54,7 +54,7 @@ from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.patched_module import (
     find_dependents,
     patch_modules,
-    reattach,
+    restore_submodule_attributes,
     unload,
 )
 from modular_kernel.testing.mutation.record import record_of, recorded_kills
@@ -159,7 +159,7 @@ def reimport() -> Any:
     """Reimport the unloaded modules, packages of parts first; return the module `case_runs`."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
     runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
-    reattach()
+    restore_submodule_attributes()
     return runs
 
 

@@ -27,7 +27,7 @@ from experts.triton.configs.select import (
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.operands import any_n_major
 from experts.triton.path import Path, PathCall, WorkspaceCache
-from experts.triton.paths import BUILT_IN, BY_NAME, PATHS, external_paths
+from experts.triton.paths import ALL_PATHS, BUILT_IN_PATHS, BY_NAME, external_paths
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import path_log
 from modular_kernel.contracts import PathInfo, TopKWeightAndReduce
@@ -73,13 +73,13 @@ class TritonExperts(TritonExpertsBase):
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
-        return ConfigSpace.for_problem(problem, cls.__name__, PATHS)
+        return ConfigSpace.for_problem(problem, cls.__name__, ALL_PATHS)
 
     @classmethod
     def paths(cls) -> tuple[PathInfo, ...]:
         external = external_paths()
         return (
-            *(PathInfo(path.name, _ORIGIN) for path in BUILT_IN),
+            *(PathInfo(path.name, _ORIGIN) for path in BUILT_IN_PATHS),
             *(PathInfo(offered.path.name, offered.origin) for offered in external.usable),
             *(PathInfo(b.name, b.origin, b.error) for b in external.broken),
         )
@@ -255,7 +255,7 @@ def supported_paths(problem: Problem) -> tuple[str, ...]:
     Inside `on_device`, the device is the one passed to it.
     """
     device = current_lookup().device
-    return tuple(path.name for path in PATHS if path.supports(problem, device))
+    return tuple(path.name for path in ALL_PATHS if path.supports(problem, device))
 
 
 def _possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:

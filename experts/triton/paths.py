@@ -1,6 +1,6 @@
-"""The list of the execution paths of TritonExperts. To add a path, append it to BUILT_IN.
+"""The list of the execution paths of TritonExperts. To add a path, append it to BUILT_IN_PATHS.
 
-`PATHS`, `NAMES` and `BY_NAME` contain the built-in paths, followed by the paths of other packages
+`ALL_PATHS`, `NAMES` and `BY_NAME` contain the built-in paths, then the paths of other packages
 (`experts.triton.external_paths`). The paths of other packages are loaded on first use, because a
 package that provides a path itself imports modules of `experts`.
 
@@ -25,7 +25,7 @@ from experts.triton.grouped_w4.grouped_w4_path import GroupedW4Path
 from experts.triton.path import Path
 
 # The first path supports every problem.
-BUILT_IN: tuple[type[Path], ...] = (
+BUILT_IN_PATHS: tuple[type[Path], ...] = (
     AlignedPath,
     AlignedW4Path,
     GemvPath,
@@ -35,8 +35,8 @@ BUILT_IN: tuple[type[Path], ...] = (
     DequantizedPath,
     GroupedW4Path,
 )
-BUILT_IN_NAMES = tuple(path.name for path in BUILT_IN)
-BASE = BUILT_IN[0]
+BUILT_IN_NAMES = tuple(path.name for path in BUILT_IN_PATHS)
+BASE_PATH = BUILT_IN_PATHS[0]
 
 
 @cache
@@ -48,7 +48,7 @@ def external_paths() -> ExternalPaths:
 @cache
 def _by_name() -> dict[str, type[Path]]:
     external = (external_path.path for external_path in external_paths().usable)
-    return {path.name: path for path in (*BUILT_IN, *external)}
+    return {path.name: path for path in (*BUILT_IN_PATHS, *external)}
 
 
 class _Paths(Sequence[type[Path]]):
@@ -66,7 +66,7 @@ class _Paths(Sequence[type[Path]]):
 
 
 class _Names(Sequence[str]):
-    """The names of all paths, in the same order as `PATHS`."""
+    """The names of all paths, in the same order as `ALL_PATHS`."""
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -80,7 +80,7 @@ class _Names(Sequence[str]):
 
 
 class _ByName(Mapping[str, type[Path]]):
-    """All paths by name, in the same order as `PATHS`."""
+    """All paths by name, in the same order as `ALL_PATHS`."""
 
     def __getitem__(self, name: str) -> type[Path]:
         return _by_name()[name]
@@ -92,6 +92,6 @@ class _ByName(Mapping[str, type[Path]]):
         return len(_by_name())
 
 
-PATHS: Sequence[type[Path]] = _Paths()
+ALL_PATHS: Sequence[type[Path]] = _Paths()
 NAMES: Sequence[str] = _Names()
 BY_NAME: Mapping[str, type[Path]] = _ByName()

@@ -317,7 +317,7 @@ def _read_nvfp4(format: Format, tensors: Tensors) -> Matrix:
         _check_scale(values, values < 0, "numbers from 0 on")
     factor = 1 / global_scale if format.method == "compressed-tensors" else global_scale
     is_valid = global_scale.isfinite() & factor.isfinite() & (factor >= 0)
-    _check_scale(global_scale, ~is_valid, "a scale of a matrix from 0 on")
+    _check_scale(global_scale, ~is_valid, "a finite matrix scale >= 0")
     a_scale = by_role.get("a_scale")
     if a_scale is not None:
         a_scale = convert_input_scale(a_scale, "activation scales").reshape(w.shape[:-2])

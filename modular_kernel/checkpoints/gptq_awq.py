@@ -353,8 +353,8 @@ def argsort_by_group(g_idx: torch.Tensor, depth: int, group: int, what: str) -> 
     order = g_idx.argsort(dim=-1, stable=True)
     complete = tuple(g_idx.shape[-1:]) == (depth,)
     if not complete or bool((g_idx.gather(-1, order) != expected).any()):
-        need = f"{group} of {depth} columns in each, fewer only in the last"
-        raise WeightsError(what, got="groups of other sizes", need=need)
+        need = f"{group} columns in each group ({depth} in total), fewer only in the last group"
+        raise WeightsError(what, got="groups of different sizes", need=need)
     return order.int()
 
 

@@ -130,7 +130,7 @@ class LayerSource:
                         self.check_metadata(key, shape, self.format.torchao)
         if missing:
             got = f"no {missing[0]}{_count_others(missing)}"
-            need = f"{format_count(self.layer.experts, 'expert')} of {self.format}"
+            need = self._describe_experts()
             raise WeightsError(self.what, got=got, need=need)
         self._check_no_others(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
@@ -196,6 +196,12 @@ class LayerSource:
         }
         return sum(self.files.nbytes(key) for key in keys if key is not None)
 
+    def _describe_experts(self) -> str:
+        """Describe the experts that the files must contain, for messages."""
+        if str(self.format) == "none":
+            return format_count(self.layer.experts, "unquantized expert")
+        return f"{format_count(self.layer.experts, 'expert')} in {self.format}"
+
     def _check_no_others(self, checked_keys: set[str]) -> None:
         """Raise WeightsError if the experts have tensors besides `checked_keys`."""
         names = self.layer.layout.names
@@ -214,8 +220,7 @@ class LayerSource:
             )
         )
         if others:
-            count = format_count(self.layer.experts, "expert")
-            need = f"{count} of {self.format}, and nothing else"
+            need = f"{self._describe_experts()}, and nothing else"
             got = f"{self.files.qualified_name(others[0])}{_count_others(others)}"
             raise WeightsError(self.what, got=got, need=need)
 

@@ -266,7 +266,7 @@ def _make_cases(
 
 def _check_prepared(cases: list[PlanCase]) -> None:
     """Raise ConfigurationError if no part of a valid pairing prepares weights of the scheme."""
-    if any(case.result.prepares for case in cases):
+    if any(case.result.parts_with_prepared_weights for case in cases):
         return
     estimates = [estimate for case in cases for estimate in case.result.estimates]
     if estimates:

@@ -10,8 +10,11 @@ from typing import Any
 
 Mismatch = tuple[str, str]  # (got, need)
 
-# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read: for all
-# methods, by method, and in the nested objects of compressed-tensors and modelopt.
+# Keys that `quantization_config`, `module_quantization` and `checkpoints.formats` read.
+# _READ_FOR_ALL: for all methods. _READ_KEYS: for one method. compressed-tensors and modelopt also
+# have nested objects: _READ_IN_GROUPS lists the keys of an entry of config_groups, and
+# _READ_IN_QUANTIZATION_ARGS those of the objects "weights" and "input_activations", whose type
+# compressed-tensors calls QuantizationArgs.
 _READ_FOR_ALL = (
     "quant_method",
     "modules_to_not_convert",
@@ -51,7 +54,7 @@ _READ_KEYS: dict[str, tuple[str, ...]] = {
     "modelopt": ("quant_algo", "group_size", "config_groups", "weights", "input_activations"),
 }
 _READ_IN_GROUPS = ("targets", "weights", "input_activations", "format")
-_READ_IN_ARGS = (
+_READ_IN_QUANTIZATION_ARGS = (
     "num_bits",
     "type",
     "strategy",
@@ -72,7 +75,8 @@ _HARMLESS_KEYS = frozenset(
         *("kv_cache_quant_config", "kv_cache_post_rope", "softmax_quant_spec"),
         # Progress and statistics of the quantizer. Dtypes and shapes of tensors are checked.
         *("quantization_status", "global_compression_ratio", "is_checkpoint_fp8_serialized"),
-        # Lists of quantized modules. If they do not include experts, loading finds no such tensors.
+        # Lists of quantized modules. If experts are not in the list, the files have no quantized
+        # experts, and loading reports the missing tensors.
         *("block_name_to_quantize", "to_quant_block_names"),
         *("module_name_preceding_first_block", "modules_to_fuse", "packed_modules_mapping"),
         *("lm_head", "targets"),
@@ -97,15 +101,17 @@ _HARMLESS_KEYS = frozenset(
         *("compute_device_filter", "weight_only_quant_threads"),
         # The dtype of the stored scales, which is checked.
         "scale_dtype",
-        # bitsandbytes: dtypes and double quantization, which are determined by the tensors; the
-        # dtype of products; the columns of activations that are not rounded to int8.
+        # bitsandbytes. The stored tensors determine their dtype and double quantization. The other
+        # keys are the dtype of products, the threshold of activation columns that are not rounded
+        # to int8, and the placement of modules on the CPU.
         *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"),
         *("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"),
-        # Details of activation rounding, which the allowed values of `act_bits` below exclude.
+        # Details of activation rounding. With the values of `act_bits` that are allowed below,
+        # activations are not rounded.
         *("act_data_type", "act_group_size", "act_sym", "act_dynamic"),
     }
 )
-_HARMLESS_ARGS = frozenset(
+_HARMLESS_QUANTIZATION_ARGS = frozenset(
     {
         # The search for scales, and dtypes of the stored tensors.
         *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
@@ -132,7 +138,7 @@ _ALLOWED_VALUES_BY_METHOD: dict[str, dict[str, tuple[object, ...]]] = {
     # Activations stay in 16 bits in either case.
     "mxfp4": {"dequantize": (False, True)},
     "mxfp8": {"dequantize": (False, True)},
-    # About embeddings, not experts.
+    # These keys concern embeddings, not experts.
     "torchao": {
         "include_input_output_embeddings": (False, True),
         "untie_embedding_weights": (False, True),
@@ -163,21 +169,23 @@ def unknown_keys(method: str, config: Mapping[str, Any]) -> Iterator[Mismatch]:
         config, (*_READ_FOR_ALL, *_READ_KEYS[method]), _HARMLESS_KEYS, allowed_values
     )
     if method == "modelopt":
-        yield from _unknown_args(config)
+        yield from _unknown_quantization_args(config)
 
 
 def unknown_group_keys(name: str, group: Mapping[str, Any]) -> Iterator[Mismatch]:
     """Yield (got, need) for unknown keys in an entry of config_groups. name: name of the entry."""
     path = f"config_groups.{name}."
     yield from _unknown(group, _READ_IN_GROUPS, (), {}, path)
-    yield from _unknown_args(group, path)
+    yield from _unknown_quantization_args(group, path)
 
 
-def _unknown_args(config: Mapping[str, Any], path: str = "") -> Iterator[Mismatch]:
+def _unknown_quantization_args(config: Mapping[str, Any], path: str = "") -> Iterator[Mismatch]:
     for key in ("weights", "input_activations"):
         args = config.get(key)
         if isinstance(args, Mapping):
-            yield from _unknown(args, _READ_IN_ARGS, _HARMLESS_ARGS, {}, f"{path}{key}.")
+            yield from _unknown(
+                args, _READ_IN_QUANTIZATION_ARGS, _HARMLESS_QUANTIZATION_ARGS, {}, f"{path}{key}."
+            )
 
 
 def _unknown(

@@ -25,13 +25,13 @@ from modular_kernel.perf_model.exchange_time import (
     DEEPEP_LL,
     DEEPEP_V2,
     PPLX,
-    TRAFFIC,
+    TRAFFIC_BY_PART,
     exchange_time,
 )
 from modular_kernel.perf_model.experts_time import (
     EFFICIENCIES,
     FITTED_SHAPES,
-    MODELED_PART,
+    MODELED_EXPERTS_PART,
     experts_time,
 )
 from modular_kernel.perf_model.hardware import Cluster, Link
@@ -66,9 +66,9 @@ _SCHEMES_BY_PEER = {
 class MeasuredTime:
     """One measured time in microseconds, and the case that it was measured in.
 
-    part: the PrepareAndFinalize part, or MODELED_PART for experts on one GPU. quantity: "dispatch",
-    "combine", "pair" (both) or "layer". fitted: whether the model's parameters were fitted to this
-    time. eager: whether the time includes host time, which varies between runs. groups: groups of
+    part: the PrepareAndFinalize part, or MODELED_EXPERTS_PART for experts on one GPU. quantity:
+    "dispatch", "combine", "pair" (both) or "layer". fitted: whether the model's parameters were
+    fitted to this time. eager: whether the time includes host time, which varies between runs. groups: groups of
     group-limited routing.
     """
 
@@ -141,7 +141,7 @@ def _predict(measured: MeasuredTime) -> float:
     experts = experts_time(problem, load, measured.cluster.gpu).seconds
     if problem.parallel.world_size == 1:
         return experts
-    exchange = exchange_time(problem, TRAFFIC[measured.part], load, measured.cluster)
+    exchange = exchange_time(problem, TRAFFIC_BY_PART[measured.part], load, measured.cluster)
     if measured.quantity == _LAYER:
         return exchange.dispatch + experts + exchange.combine
     if measured.quantity == _PAIR:
@@ -229,13 +229,13 @@ def _read_exchanges(rows: list[Any]) -> list[MeasuredTime]:
     return [
         _make_exchange_time(part, _PAIR, _H200_EXCHANGE_SIZES | row, row["pair_us"])
         for part, row in rows_by_part
-        if part in TRAFFIC and row["status"] == OK
+        if part in TRAFFIC_BY_PART and row["status"] == OK
     ]
 
 
 def _read_published(row: Any) -> MeasuredTime:
     quantity, part = row["what"], row["part"]
-    if quantity not in _QUANTITIES or part not in TRAFFIC:
+    if quantity not in _QUANTITIES or part not in TRAFFIC_BY_PART:
         raise ValueError(f"{part} {quantity}")
     return _make_exchange_time(part, quantity, row, row["us"])
 
@@ -263,7 +263,7 @@ def _make_exchange_time(part: str, quantity: str, row: Any, us: Any) -> Measured
 
 
 def _is_fitted(measured: MeasuredTime) -> bool:
-    """Return whether parameters in exchange_time.TRAFFIC were fitted to this time."""
+    """Return whether parameters in exchange_time.TRAFFIC_BY_PART were fitted to this time."""
     tokens, world = measured.problem.tokens, measured.problem.parallel.world_size
     is_unquantized = measured.problem.quant == "none"
     if measured.part in (DEEPEP_LL, PPLX):
@@ -278,7 +278,7 @@ def _is_fitted(measured: MeasuredTime) -> bool:
 def _read_benchmark(row: Any) -> MeasuredTime | None:
     """Read a row of `mk bench`; return None for other layers and for rows without a time."""
     is_timed_part = (
-        row["layer"].split("+")[-1] == MODELED_PART
+        row["layer"].split("+")[-1] == MODELED_EXPERTS_PART
         and row["status"] == OK
         and row["mode"] == "graph"
     )
@@ -301,7 +301,13 @@ def _make_layer_time(
     experts, top_k, hidden, intermediate = (int(size) for size in sizes)
     problem = Problem(int(tokens), hidden, intermediate, experts, top_k, quant=quant)
     return MeasuredTime(
-        shape, problem, MODELED_PART, _LAYER, _parse_us(us), Cluster(), shape in FITTED_SHAPES
+        shape,
+        problem,
+        MODELED_EXPERTS_PART,
+        _LAYER,
+        _parse_us(us),
+        Cluster(),
+        shape in FITTED_SHAPES,
     )
 
 

@@ -1,8 +1,9 @@
 """Estimates of the time and memory of a layer over several ranks, for each valid pairing.
 
 All estimates of one call of `estimate_pairings` are for the same work: problem.tokens distinct
-tokens per rank. In a pairing with replicated input, where every rank passes the same tokens, each
-rank has the tokens of all ranks.
+tokens per rank. Some PrepareAndFinalize parts require that every rank passes the same tokens
+(replicated input). In a pairing with such a part, every rank therefore passes the tokens of all
+ranks, problem.tokens * world_size.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from modular_kernel.catalog import collect_packages, load_catalog
 from modular_kernel.compatibility.support import Verdict
 from modular_kernel.measure.routing_patterns import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
-    TRAFFIC,
+    TRAFFIC_BY_PART,
     ExchangeTime,
     Traffic,
     exchange_time,
@@ -20,7 +21,7 @@ from modular_kernel.perf_model.exchange_time import (
     select_traffic,
 )
 from modular_kernel.perf_model.experts_records import ARCH, TimeCorrection, find_time_correction
-from modular_kernel.perf_model.experts_time import MODELED_PART, ExpertsTime, experts_time
+from modular_kernel.perf_model.experts_time import MODELED_EXPERTS_PART, ExpertsTime, experts_time
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
 from modular_kernel.perf_model.machines import BASE_PACKAGES, DEEP_EP_1_PACKAGE
@@ -41,7 +42,7 @@ class Estimate:
     experts_part: name of the experts part. problem: the problem of one rank. world_tokens: number
     of distinct tokens of all ranks. experts: modeled time of the experts, corrected by
     `correction`.
-    source: description of where the parameters of the exchange model come from. network_rows: rows
+    source: description of where the parameters of the traffic model come from. network_rows: rows
     per token that a dispatch sends to other hosts. caveat: a limit of the exchange that the
     estimate ignores, or "".
     """
@@ -79,8 +80,9 @@ class PairingEstimates:
 
     estimates: estimates, the fastest first. too_large: (pairing, reason) for pairings that exceed
     the machine's memory. unestimated: (pairing, reason) for valid pairings without a model or a
-    record. refused: verdicts on all other pairings. prepares: names of the experts parts that
-    would use prepared weights, if these are counted.
+    record. refused: verdicts on all other pairings. parts_with_prepared_weights: names of
+    the experts parts of valid pairings that would use prepared weights. It is empty unless
+    `estimate_pairings` counts prepared weights.
     """
 
     problem: Problem
@@ -89,7 +91,7 @@ class PairingEstimates:
     too_large: tuple[tuple[str, str], ...]
     unestimated: tuple[tuple[str, str], ...]
     refused: tuple[Verdict, ...]
-    prepares: frozenset[str] = frozenset()
+    parts_with_prepared_weights: frozenset[str] = frozenset()
 
 
 def distribute_over_ranks(
@@ -130,10 +132,11 @@ def estimate_pairings(
 
     machine: machine that pairings are judged for; None uses the first of
     `machines_with_all_packages`.
-    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse. groups: expert
-    groups of group-limited routing. prepared: whether to count the bytes of prepared weights. Times
-    do not depend on it, see `experts_time`. layers: number of layers whose weights must fit in
-    memory together.
+    routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
+    groups: expert groups of group-limited routing.
+    prepared: whether to count the bytes of prepared weights. Times do not depend on this option,
+    see `experts_time`.
+    layers: number of layers whose weights must fit in memory together.
     """
     machine = machines_with_all_packages(cluster)[0] if machine is None else machine
     request = EstimateRequest(
@@ -163,10 +166,13 @@ def estimate_pairings(
     )
 
 
-def traffic_of(prepare_finalize: str) -> Traffic | None:
-    """Return a part's exchange model, from its attribute `traffic` or else from TRAFFIC."""
+def find_traffic(prepare_finalize: str) -> Traffic | None:
+    """Return the traffic model of a PrepareAndFinalize.
+
+    It is the attribute `traffic` of the part, or else its entry of TRAFFIC_BY_PART.
+    """
     declared = getattr(load_catalog().prepare_finalize(prepare_finalize), "traffic", None)
-    return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
+    return declared if isinstance(declared, Traffic) else TRAFFIC_BY_PART.get(prepare_finalize)
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class EstimateRequest:
     problem: Problem
     cluster: Cluster
     machine: Machine
-    kind: RoutingKind
+    routing: RoutingKind
     groups: Groups
     prepared: bool = False
     layers: int = 1
@@ -210,8 +216,8 @@ class EstimateRequest:
             pair = verdict.prepare_finalize, verdict.experts
             (replicated,) = judge_pairs_with_memory(catalog, *pair, problem, self.machine)
             if not replicated.ok:
-                return f"with the tokens of all ranks on each: {replicated.rejections[0]}"
-        if self.world_size > 1 and traffic_of(verdict.prepare_finalize) is None:
+                return f"with the tokens of all ranks on every rank: {replicated.rejections[0]}"
+        if self.world_size > 1 and find_traffic(verdict.prepare_finalize) is None:
             return f"no measured exchange of {verdict.prepare_finalize}"
         if self._find_correction(verdict.experts) is None:
             arch = self.machine.arch
@@ -241,13 +247,13 @@ class EstimateRequest:
         problem = self.problem
         rows = problem.tokens * self.world_size * problem.top_k / problem.experts
         return find_time_correction(experts, problem, rows) or (
-            _NO_CORRECTION if experts == MODELED_PART else None
+            _NO_CORRECTION if experts == MODELED_EXPERTS_PART else None
         )
 
     def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
         """Estimate a pairing for which `reason_without_estimate` returns ""."""
         problem, cluster = self.problem_of(prepare_finalize), self.cluster
-        traffic = traffic_of(prepare_finalize) or TRAFFIC["MoEPrepareAndFinalizeNoEP"]
+        traffic = find_traffic(prepare_finalize) or TRAFFIC_BY_PART["MoEPrepareAndFinalizeNoEP"]
         correction = self._find_correction(experts)
         assert correction is not None
         load = rank_load(
@@ -255,7 +261,7 @@ class EstimateRequest:
             top_k=problem.top_k,
             world_size=self.world_size,
             tokens=self.problem.tokens,
-            kind=self.kind,
+            kind=self.routing,
             per_host=cluster.per_host,
             groups=self.groups,
         )

@@ -48,7 +48,7 @@ class DirectionModel:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Exchange model of a PrepareAndFinalize.
+    """Traffic model of a PrepareAndFinalize: the rows that it sends, and how fast.
 
     A part of another package can define a class attribute `traffic` of this type.
 
@@ -77,7 +77,7 @@ class Traffic:
     def __post_init__(self) -> None:
         if self.rows not in ROW_KINDS:
             need = f"one of {', '.join(ROW_KINDS)}"
-            raise ConfigurationError("rows of a traffic", got=repr(self.rows), need=need)
+            raise ConfigurationError("rows of a traffic model", got=repr(self.rows), need=need)
 
 
 _NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, dominated by host time"
@@ -91,9 +91,9 @@ _NO_TRAFFIC = Traffic(
     "rank", DirectionModel(0, 1), DirectionModel(0, 1), "no exchange between ranks"
 )
 
-# Exchange models by the name of a PrepareAndFinalize. `perf_model.compare` reads the times that
+# Traffic models by the name of a PrepareAndFinalize. `perf_model.compare` reads the times that
 # they were fitted to. A part without an entry and without an attribute `traffic` has no estimate.
-TRAFFIC = {
+TRAFFIC_BY_PART = {
     "MoEPrepareAndFinalizeNoEP": _NO_TRAFFIC,
     "BatchedPrepareAndFinalize": _NO_TRAFFIC,
     "SymmMemPrepareAndFinalize": Traffic(

@@ -50,7 +50,7 @@ EFFICIENCIES = {
     "fp8_w8a8_channel": Efficiency(10.0e-6, 0.84, 0.73),
     "fp8_w8a8_block": Efficiency(7.5e-6, 0.82, 0.61),
 }
-MODELED_PART = "TritonExperts"  # the part that the model describes
+MODELED_EXPERTS_PART = "TritonExperts"  # the model predicts its time
 
 
 @dataclass(frozen=True)

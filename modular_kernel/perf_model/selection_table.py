@@ -19,7 +19,7 @@ from modular_kernel.perf_model.estimate import (
     estimate_pairings,
 )
 from modular_kernel.perf_model.experts_records import ARCH, find_time_correction, recorded_layers
-from modular_kernel.perf_model.experts_time import MODELED_PART
+from modular_kernel.perf_model.experts_time import MODELED_EXPERTS_PART
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.perf_model.machines import parse_machine
 from modular_kernel.perf_model.recommend import PHASE_TOKENS, select_best
@@ -280,7 +280,7 @@ def layer_times_markdown(model: str) -> str:
     lines = [f"| {head} |", "|---|---:|---:|---:|---|---:|"]
     for (quant, experts, tokens), by_part in sorted(times.items()):
         fastest = min(by_part, key=by_part.__getitem__)
-        ours = f"{by_part[MODELED_PART]:.0f}" if MODELED_PART in by_part else ""
+        ours = f"{by_part[MODELED_EXPERTS_PART]:.0f}" if MODELED_EXPERTS_PART in by_part else ""
         row = quant, str(experts), str(tokens), ours, f"`{fastest}`", f"{by_part[fastest]:.0f}"
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)

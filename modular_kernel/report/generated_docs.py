@@ -22,7 +22,7 @@ from modular_kernel.report.curves import draw_figure
 from modular_kernel.report.errors_page import errors_document
 from modular_kernel.report.judge_all import Matrix, built_in_catalog, judge_all
 from modular_kernel.report.markdown import render_markdown
-from modular_kernel.report.matrix import matrix_document, matrix_picture
+from modular_kernel.report.matrix import interactive_matrix, matrix_document
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.report.pages.document import (
     Block,
@@ -75,7 +75,7 @@ def render_html_page(catalog: Catalog, docs: Path) -> str:
             _tiles(matrix, records),
             Heading(2, "Compatible pairs"),
             Text(_PICTURE_CAPTION),
-            matrix_picture(matrix),
+            interactive_matrix(matrix),
             Heading(2, "Time of a layer"),
             *_plot(records),
             TableOfContents(),

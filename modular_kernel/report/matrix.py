@@ -1,4 +1,4 @@
-"""The support matrix as a document (docs/support-matrix.md) and as a picture of an HTML page.
+"""The support matrix as a document (docs/support-matrix.md) and as an interactive HTML diagram.
 
 A row of the matrix is a PrepareAndFinalize part, a column an experts part. For each quantization
 scheme and number of ranks, a cell is "yes" or has the rules that reject the pair.
@@ -28,7 +28,7 @@ from modular_kernel.report.pages.document import (
     BulletList,
     Document,
     Heading,
-    MatrixPicture,
+    InteractiveMatrix,
     Table,
     Text,
 )
@@ -147,7 +147,7 @@ def _format_accepted(requires: Requirements) -> str:
         texts.append(f"activations {format_sorted(activations)}")
     clamping: frozenset[str] = getattr(requires, "nan_clamping_activations", frozenset())
     if clamping:
-        texts.append(f"may hide a NaN in weights with {format_sorted(clamping)}")
+        texts.append(f"activations that may hide a NaN in weights: {format_sorted(clamping)}")
     return "; ".join(texts)
 
 
@@ -193,7 +193,7 @@ def _format_rules(rules: Iterable[str]) -> str:
 
 
 def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
-    """Group the world sizes on which every pair violates the same rules."""
+    """Group the world sizes. In a group, each pair violates the same rules for all world sizes."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for size in matrix.world_sizes:
         cells = [cell for cell in matrix.cells if cell.world_size == size]
@@ -202,9 +202,10 @@ def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
 
 
 def _pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Build the section of these world sizes, which have equal verdicts.
+    """Build the section of world sizes with equal verdicts.
 
-    The first table has the number of schemes that each pair supports, the second one the schemes.
+    The first table has the number of schemes that each pair supports. The second table has the
+    schemes.
     """
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
@@ -259,19 +260,21 @@ def _format_verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int
 
 
 def _reasons_section(matrix: Matrix) -> tuple[Block, ...]:
-    """Build the table of rejections. Those that differ only in their parties share a row."""
-    parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    """Build the table of rejections. Rejections that differ only in their parties share a row."""
+    parties_by_row: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for reason in refusal_reasons(matrix):
         r = reason.rejection
         key = (f"`{r.rule}`", r.got, r.need, r.hint, _format_scope(matrix, reason))
-        parties.setdefault(key, []).append(r.parties)
+        parties_by_row.setdefault(key, []).append(r.parties)
     rows = [
-        (rule, _format_parties(matrix, parts), *rest) for (rule, *rest), parts in parties.items()
+        (rule, _format_parties(matrix, parties), *rest)
+        for (rule, *rest), parties in parties_by_row.items()
     ]
     return (
         Text(
-            "A reason applies to every pair that contains its parties, for every scheme and number "
-            "of ranks, unless the last column restricts it."
+            "The parties of a reason are the conflicting inputs: one or two parts, and the problem "
+            "or the machine. The reason applies to every pair with these parts, for every scheme "
+            "and number of ranks, unless the last column restricts it."
         ),
         Table(("rule", "parties", "got", "need", "hint", "applies to"), rows),
     )
@@ -284,7 +287,7 @@ def _format_parties(matrix: Matrix, parties_of_rejections: list[tuple[str, ...]]
 
 
 def _format_scope(matrix: Matrix, reason: RefusalReason) -> str:
-    """Describe the cells that a reason applies to; return "" for all cells of its parties."""
+    """Describe the cells that a reason applies to; return "" for all cells with its parts."""
     parts = {name for pair in matrix.pairs for name in pair}
     part_names = parts & set(reason.rejection.parties)
     texts = []
@@ -306,26 +309,26 @@ def _format_list(numbers: Iterable[int]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def matrix_picture(matrix: Matrix) -> MatrixPicture:
-    """Build the picture of a matrix. A reason that several cells share is stored only once."""
+def interactive_matrix(matrix: Matrix) -> InteractiveMatrix:
+    """Build the data of the interactive diagram. It stores shared reasons only once."""
     reasons: dict[str, int] = {}
-    refusals: dict[tuple[int, ...], int] = {(): 0}
+    reason_sets: dict[tuple[int, ...], int] = {(): 0}
     cells: dict[str, list[int]] = {}
     for size in matrix.world_sizes:
         for quant in matrix.quants:
             cells[f"{quant} {size}"] = [
-                refusals.setdefault(
-                    _reason_indices(matrix.by_key[*pair, quant, size], reasons), len(refusals)
+                reason_sets.setdefault(
+                    _reason_indices(matrix.by_key[*pair, quant, size], reasons), len(reason_sets)
                 )
                 for pair in matrix.pairs
             ]
-    return MatrixPicture(
+    return InteractiveMatrix(
         rows=tuple(dict.fromkeys(pf for pf, _ in matrix.pairs)),
         columns=tuple(dict.fromkeys(experts for _, experts in matrix.pairs)),
         schemes=matrix.quants,
         world_sizes=matrix.world_sizes,
         reasons=tuple(reasons),
-        refusals=tuple(refusals),
+        reason_sets=tuple(reason_sets),
         cells={key: tuple(indices) for key, indices in cells.items()},
     )
 

@@ -25,7 +25,8 @@ class Candidates:
 
     order: the pairings that are valid for some number of tokens, the default first.
     valid: the valid pairings, by number of tokens.
-    refused: verdicts on the pairings that are never valid, at the largest number of tokens.
+    refused: for each pairing that is valid for no number of tokens, the verdict for the largest
+        number of tokens.
     untimeable: valid pairings whose times would be meaningless on this machine, with the reason.
     capturable: valid pairings that can be captured in a CUDA graph.
     """
@@ -49,7 +50,8 @@ def find_candidates(
     valid = {t: tuple(_pair(v) for v in judged if v.ok) for t, judged in verdicts.items()}
     valid_somewhere = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     capturable = frozenset(pair for pair in valid_somewhere if _is_capturable(pair, problem))
-    # Includes parts without Triton kernels, because they call shared operations that have some.
+    # This also concerns parts without Triton kernels, because they call shared operations that have
+    # Triton kernels.
     untimeable = dict.fromkeys(valid_somewhere, _INTERPRETED) if machine.interpreter else {}
     interpreted = {pair for pair in untimeable if _uses_triton(pair)}
     order = sorted(
@@ -64,8 +66,8 @@ def find_candidates(
 def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -> list[Pair]:
     """Move the default pairing to the front.
 
-    It consists of the default experts part of the device, and of MoEPrepareAndFinalizeNoEP on one
-    rank, or the first PrepareAndFinalize of `order` over several ranks.
+    Its experts part is the default of the device. Its PrepareAndFinalize is
+    MoEPrepareAndFinalizeNoEP on one rank, and the first one of `order` over several ranks.
     """
     if not order:
         return order
@@ -76,9 +78,10 @@ def _move_default_first(order: list[Pair], problem: Problem, machine: Machine) -
 
 
 def _judge_all(problem: Problem, machine: Machine, replicated: bool) -> list[Verdict]:
-    """Return the verdict on each pairing for all ranks, which is that of the first rank to reject.
+    """Return a verdict on each pairing that holds for all ranks.
 
-    If no rank rejects a pairing, its verdict is that of rank 0.
+    It is the verdict for the lowest rank that rejects the pairing. If no rank rejects the pairing,
+    it is the verdict for rank 0.
     """
     catalog = load_catalog()
     catalog.require_pairs()

@@ -130,7 +130,7 @@ def check_hosts(
         or (must_fill_hosts and mean_ranks != max_ranks)
     ):
         limit = f"{'' if must_fill_hosts else 'at most '}{max_ranks}"
-        need = f"{limit} on each, in blocks of one size, for {part}"
+        need = f"{limit} consecutive ranks on each host, equally many on all, for {part}"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
 
 

@@ -64,7 +64,9 @@ def test_argsort_by_group_refuses_unequal_groups() -> None:
     order = argsort_by_group(torch.tensor([1, 0, 1, 0, 2]), 5, 2, "g_idx")
     assert order.tolist() == [1, 3, 0, 2, 4]
     for wrong in ([1, 0, 1, 1, 2], [0, 0, 1, 1, 3], [0, 0, 1, 1]):
-        with pytest.raises(WeightsError, match="g_idx: got groups of other sizes, need 2 of 5"):
+        with pytest.raises(
+            WeightsError, match="g_idx: got groups of different sizes, need 2 columns"
+        ):
             argsort_by_group(torch.tensor(wrong), 5, 2, "g_idx")
 
 

@@ -27,10 +27,12 @@ from modular_kernel.quant.quantized_weights import dequantize_weights
 from modular_kernel.testing.checkpoints.published_formats import BLOCK_FORMATS, CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
-AT = "model.layers.0.block_sparse_moe.experts"
-NF4 = BLOCK_FORMATS["nf4, double"].config
-# (hidden, intermediate): rows of whole blocks of 64 values, rows that share a block with the next
-# row, and an odd size, with which rows also share a byte.
+EXPERTS = "model.layers.0.block_sparse_moe.experts"
+QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
+DOUBLE_QUANTIZED = BLOCK_FORMATS["nf4, double"].config  # nf4 codes, absmax quantized again
+# (hidden, intermediate). A block has 64 values, and a byte has two. With the first sizes, each row
+# consists of whole blocks. With the next ones, a block may contain the end of a row and the
+# beginning of the next row. With the odd sizes, so may a byte.
 SIZES = ((128, 256), (96, 160), (80, 24), (81, 27))
 
 
@@ -42,12 +44,12 @@ def assert_float32(sample: Sample, loaded: Any, experts: slice = slice(None)) ->
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("format_name", BLOCK_FORMATS)
 def test_loaded_values_equal_the_dequantized_codes(
-    kind: str, sizes: tuple[int, int], tmp_path: Path
+    format_name: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     hidden, intermediate = sizes
-    sample = write(tmp_path, "mixtral", kind, hidden=hidden, intermediate=intermediate)
+    sample = write(tmp_path, "mixtral", format_name, hidden=hidden, intermediate=intermediate)
     loaded = mk.load_experts(tmp_path, 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == "none"
     assert_float32(sample, loaded)
@@ -55,24 +57,24 @@ def test_loaded_values_equal_the_dequantized_codes(
     assert rounded.weights.w1.dtype is torch.bfloat16
     assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
     assert torch.equal(rounded.weights.w2, loaded.weights.w2.bfloat16())
-    assert output_error(sample, rounded) <= BLOCK_FORMATS[kind].bound
+    assert output_error(sample, rounded) <= BLOCK_FORMATS[format_name].bound
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", BLOCK_FORMATS)
+@pytest.mark.parametrize("format_name", BLOCK_FORMATS)
 def test_rank_shares_equal_slices_of_the_whole(
-    kind: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format_name: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if reads of a few rows begin and end within blocks and bytes."""
+    """This includes reads of a few rows, which begin and end within blocks and bytes."""
     hidden, intermediate = sizes
-    write(tmp_path, "mixtral", kind, hidden=hidden, intermediate=intermediate)
+    write(tmp_path, "mixtral", format_name, hidden=hidden, intermediate=intermediate)
     whole = mk.load_experts(tmp_path, 0).weights
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)
-    for e in range(2):
-        for t in range(3):
-            part = mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 3))
+    for ep_rank in range(2):
+        for tp_rank in range(3):
+            part = mk.load_experts(tmp_path, 0, ep=(ep_rank, 2), tp=(tp_rank, 3))
             (first, last), width = part.columns, part.problem_fields["intermediate"]
-            experts = slice(2 * e, 2 * e + 2)
+            experts = slice(2 * ep_rank, 2 * ep_rank + 2)
             w1 = part.weights.w1.unflatten(1, (2, width))[:, :, : last - first]
             want = whole.w1[experts].unflatten(1, (2, intermediate))[:, :, first:last]
             assert torch.equal(w1, want)
@@ -80,37 +82,40 @@ def test_rank_shares_equal_slices_of_the_whole(
             assert torch.equal(w2, whole.w2[experts, :, first:last])
 
 
-@pytest.mark.parametrize("kind", BLOCK_FORMATS)
-def test_merge_accepts_a_single_matrix(kind: str, tmp_path: Path) -> None:
-    write(tmp_path, "mixtral", kind)
+@pytest.mark.parametrize("format_name", BLOCK_FORMATS)
+def test_merge_accepts_a_single_matrix(format_name: str, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", format_name)
     loaded, tensors = mk.load_experts(tmp_path, 0), load_file(tmp_path / "model.safetensors")
-    format = format_of(BLOCK_FORMATS[kind].config)
-    base = f"{AT}.2.w2."
-    own = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
-    assert torch.equal(merge(format, [own], torch.bfloat16).w, loaded.weights.w2[2])
+    format = format_of(BLOCK_FORMATS[format_name].config)
+    base = f"{EXPERTS}.2.w2."
+    matrix = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
+    assert torch.equal(merge(format, [matrix], torch.bfloat16).w, loaded.weights.w2[2])
     with pytest.raises(WeightsError, match=r"got no weight\.absmax"):
-        merge(format, [{n: t for n, t in own.items() if n != "weight.absmax"}], torch.bfloat16)
+        merge(format, [{n: t for n, t in matrix.items() if n != "weight.absmax"}], torch.bfloat16)
     with pytest.raises(WeightsError, match="unexpected bias"):
-        merge(format, [own | {"bias": torch.ones(1)}], torch.bfloat16)
+        merge(format, [matrix | {"bias": torch.ones(1)}], torch.bfloat16)
     with pytest.raises(ConfigurationError, match=r"quant_config: got (nf4|fp4) \(bitsandbytes"):
         ExpertLoader(Share(4, 128, 256), format)
 
 
 def test_int8_codes_are_kept(tmp_path: Path) -> None:
-    """LLM.int8() stores 127 times the scale of each row."""
+    """The stored SCB of a row is 127 times its scale."""
     sample = write(tmp_path, "mixtral", "bitsandbytes int8")
     loaded = mk.load_experts(tmp_path, 0)
     stored = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(loaded.weights.w2[1], stored[f"{AT}.1.w2.weight"])
+    assert torch.equal(loaded.weights.w2[1], stored[f"{EXPERTS}.1.w2.weight"])
     w1 = dequantize_weights(loaded.weights, "w1", loaded.problem(1)).double()
     torch.testing.assert_close(w1, sample.w1, rtol=2.0**-22, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["nf4, double", "bitsandbytes int8"])
-def test_experts_without_quant_states_are_unquantized(kind: str, tmp_path: Path) -> None:
-    """transformers 5 leaves experts in one parameter unquantized, without listing a module."""
+@pytest.mark.parametrize("format_name", ["nf4, double", "bitsandbytes int8"])
+def test_experts_without_quant_states_are_unquantized(format_name: str, tmp_path: Path) -> None:
+    """transformers 5 does not quantize experts that are stored in one parameter.
+
+    The config.json does not list these experts among the modules that are not quantized.
+    """
     sample = write(tmp_path, "qwen3_moe", "bf16")
-    config = (BLOCK_FORMATS | CHECKPOINT_FORMATS)[kind].config
+    config = (BLOCK_FORMATS | CHECKPOINT_FORMATS)[format_name].config
     (tmp_path / "config.json").write_text(
         json.dumps(sample.config | {"quantization_config": config})
     )
@@ -121,9 +126,9 @@ def test_experts_without_quant_states_are_unquantized(kind: str, tmp_path: Path)
 
 def test_skipped_modules_are_unquantized(tmp_path: Path) -> None:
     skipped = {"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"]}
-    formats = {layer: format_of(None if layer == 0 else NF4) for layer in (0, 1)}
-    for layer, kind in ((0, "bf16"), (1, "nf4, double")):
-        write(tmp_path / str(layer), "qwen3_moe", kind, layers=(layer,))
+    formats = {layer: format_of(None if layer == 0 else DOUBLE_QUANTIZED) for layer in (0, 1)}
+    for layer, format_name in ((0, "bf16"), (1, "nf4, double")):
+        write(tmp_path / str(layer), "qwen3_moe", format_name, layers=(layer,))
     tensors = {}
     for layer in (0, 1):
         tensors |= load_file(tmp_path / str(layer) / "model.safetensors")
@@ -147,11 +152,11 @@ def test_check_and_layer_accept_an_nf4_checkpoint(
     sample = write(tmp_path, "mixtral", "nf4, double")
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
     for model in (tmp_path, tmp_path / "config.json"):
-        ended = run_mk(capsys, "check", *pair, "--model", str(model))
-        assert ended.code == 0
-        assert "MoEPrepareAndFinalizeNoEP x TorchExperts: valid" in ended.out
-    ended = run_mk(capsys, "check", *pair, "--model", str(tmp_path))
-    assert "experts of layer 0 in nf4 (bitsandbytes; dequantized)" in ended.out
+        result = run_mk(capsys, "check", *pair, "--model", str(model))
+        assert result.code == 0
+        assert "MoEPrepareAndFinalizeNoEP x TorchExperts: valid" in result.out
+    result = run_mk(capsys, "check", *pair, "--model", str(tmp_path))
+    assert "experts of layer 0 in nf4 (bitsandbytes; dequantized)" in result.out
     layer = FusedMoE.from_config(tmp_path, 0, top_k=2, experts="TorchExperts")
     layer.load(tmp_path)
     x, weights, ids = sample.inputs(24)
@@ -171,26 +176,23 @@ def test_quantize_uses_the_float32_values(tmp_path: Path) -> None:
     assert "nf4 (bitsandbytes; dequantized), quantized to int8" in repr(quantized)
 
 
-State = dict[str, Any]
-
-
 def change_quant_state(tensors: Tensors, **change: Any) -> None:
     """Change fields in the JSON of an expert's quant_state."""
-    name = f"{AT}.1.w2.weight.quant_state.bitsandbytes__nf4"
-    state: State = json.loads(bytes(tensors[name].tolist()))
-    text = json.dumps(state | change).encode()
+    name = f"{EXPERTS}.1.w2.{QUANT_STATE}"
+    fields: dict[str, Any] = json.loads(bytes(tensors[name].tolist()))
+    text = json.dumps(fields | change).encode()
     tensors[name] = torch.tensor(list(text), dtype=torch.uint8)
 
 
 def replace_tensor(name: str, tensor: torch.Tensor) -> Any:
     def change(tensors: Tensors) -> None:
-        tensors[f"{AT}.1.w2.{name}"] = tensor
+        tensors[f"{EXPERTS}.1.w2.{name}"] = tensor
 
     return change
 
 
 def remove_tensor(name: str) -> Any:
-    return lambda tensors: tensors.pop(f"{AT}.1.w2.{name}")
+    return lambda tensors: tensors.pop(f"{EXPERTS}.1.w2.{name}")
 
 
 def change_state_fields(**change: Any) -> Any:
@@ -198,121 +200,140 @@ def change_state_fields(**change: Any) -> Any:
 
 
 NAN = float("nan")
-STATE = "weight.quant_state.bitsandbytes__nf4"
 INVALID_TENSORS: dict[str, tuple[Any, type[InputError], str]] = {
-    "no state": (
-        remove_tensor(STATE),
+    "no quant_state": (
+        remove_tensor(QUANT_STATE),
         WeightsError,
         "no .*1.w2.weight.quant_state.bitsandbytes__nf4",
     ),
     "no absmax": (remove_tensor("weight.absmax"), WeightsError, "no .*1.w2.weight.absmax"),
-    "codes": (
+    "too few codes": (
         replace_tensor("weight", torch.ones(5, 1, dtype=torch.uint8)),
         ShapeError,
         r"1.w2.weight: got",
     ),
-    "code dtype": (
+    "codes of another dtype": (
         replace_tensor("weight", torch.ones(5, dtype=torch.bool)),
         DtypeError,
         "got bool",
     ),
-    "rows of codes": (
+    "codes that are not flattened": (
         replace_tensor("weight", torch.ones(128, 128, dtype=torch.uint8)),
         ShapeError,
         r"1.w2.weight: got \(128, 128\), need \(16384,\) for 32768 values",
     ),
-    "absmax shape": (
+    "an absmax with a wrong shape": (
         replace_tensor("weight.absmax", torch.ones(5, dtype=torch.uint8)),
         ShapeError,
         "absmax",
     ),
-    "absmax of other blocks": (
+    "absmax of larger blocks": (
         replace_tensor("weight.absmax", torch.ones(256, dtype=torch.uint8)),
         WeightsError,
         r"1.w2.weight.absmax: got 256, need 512, one for each block of 64",
     ),
-    "quant_map shape": (
+    "a quant_map of 15 values": (
         replace_tensor("weight.quant_map", torch.ones(15)),
         ShapeError,
         r"need \(16,\)",
     ),
-    "quant_map NaN": (
+    "a quant_map of NaN": (
         replace_tensor("weight.quant_map", torch.full((16,), NAN)),
         WeightsError,
         "got nan",
     ),
-    "nested NaN": (
+    "nested_absmax of NaN": (
         replace_tensor("weight.nested_absmax", torch.full((2,), NAN)),
         WeightsError,
         "nested_absmax",
     ),
-    "few nested": (
+    "too few nested_absmax values": (
         replace_tensor("weight.nested_absmax", torch.ones(1)),
         WeightsError,
         "nested_absmax",
     ),
-    "many nested": (
+    "too many nested_absmax values": (
         replace_tensor("weight.nested_absmax", torch.ones(3)),
         WeightsError,
         "nested_absmax",
     ),
-    "no nested": (
+    "no nested_absmax": (
         remove_tensor("weight.nested_absmax"),
         WeightsError,
-        "absmax: got uint8 of double",
+        "absmax: got uint8 of double quantization",
     ),
-    "no nested map": (
+    "no nested_quant_map": (
         remove_tensor("weight.nested_quant_map"),
         WeightsError,
-        "absmax: got uint8 of double",
+        "absmax: got uint8 of double quantization",
     ),
-    "no JSON": (
-        replace_tensor(STATE, torch.ones(9, dtype=torch.uint8)),
+    "a quant_state that is no JSON": (
+        replace_tensor(QUANT_STATE, torch.ones(9, dtype=torch.uint8)),
         WeightsError,
         "got no JSON",
     ),
-    "long": (
-        replace_tensor(STATE, torch.ones(5000, dtype=torch.uint8)),
+    "a long quant_state": (
+        replace_tensor(QUANT_STATE, torch.ones(5000, dtype=torch.uint8)),
         WeightsError,
         "got 5000 bytes",
     ),
-    "deep": (
-        replace_tensor(STATE, torch.full((4000,), 91, dtype=torch.uint8)),
+    "a deeply nested quant_state": (
+        replace_tensor(QUANT_STATE, torch.full((4000,), 91, dtype=torch.uint8)),
         WeightsError,
         "got no JSON",
     ),
-    "no object": (
-        replace_tensor(STATE, torch.tensor([49], dtype=torch.uint8)),
+    "a quant_state that is no JSON object": (
+        replace_tensor(QUANT_STATE, torch.tensor([49], dtype=torch.uint8)),
         WeightsError,
         "got 1, need",
     ),
-    "kind": (
+    "a quant_state of another quant_type": (
         change_state_fields(quant_type="fp4"),
         WeightsError,
         "fp4.*JSON object of a quant_state of nf4",
     ),
-    "shape": (
+    "a quant_state with another shape": (
         change_state_fields(shape=[256, 128]),
         WeightsError,
         r"shape \(256, 128\), need \(128, 256\)",
     ),
-    "shape type": (
+    "a shape that is not integer": (
         change_state_fields(shape=[128.0, 256]),
         WeightsError,
         r"got shape \[128.0, 256\]",
     ),
-    "block": (change_state_fields(blocksize=0), WeightsError, "blocksize 0, need one of 32"),
-    "block type": (change_state_fields(blocksize="64"), WeightsError, "blocksize 64"),
-    "huge block": (change_state_fields(blocksize=1 << 40), WeightsError, "blocksize"),
-    "nested block": (change_state_fields(nested_blocksize=-1), WeightsError, "nested_blocksize -1"),
-    "zero nested block": (
+    "a blocksize of 0": (
+        change_state_fields(blocksize=0),
+        WeightsError,
+        "blocksize 0, need one of 32",
+    ),
+    "a blocksize that is a string": (
+        change_state_fields(blocksize="64"),
+        WeightsError,
+        "blocksize 64",
+    ),
+    "a huge blocksize": (change_state_fields(blocksize=1 << 40), WeightsError, "blocksize"),
+    "a negative nested_blocksize": (
+        change_state_fields(nested_blocksize=-1),
+        WeightsError,
+        "nested_blocksize -1",
+    ),
+    "a nested_blocksize of 0": (
         change_state_fields(nested_blocksize=0),
         WeightsError,
-        "absmax: got uint8 of double",
+        "absmax: got uint8 of double quantization",
     ),
-    "offset": (change_state_fields(nested_offset=float("inf")), WeightsError, "nested_offset inf"),
-    "offset type": (change_state_fields(nested_offset="1"), WeightsError, "nested_offset 1"),
-    "more": (
+    "an infinite nested_offset": (
+        change_state_fields(nested_offset=float("inf")),
+        WeightsError,
+        "nested_offset inf",
+    ),
+    "a nested_offset that is a string": (
+        change_state_fields(nested_offset="1"),
+        WeightsError,
+        "nested_offset 1",
+    ),
+    "an additional tensor": (
         replace_tensor("weight.more", torch.ones(1)),
         WeightsError,
         "1.w2.weight.more, need 4 experts",
@@ -323,9 +344,9 @@ INVALID_TENSORS: dict[str, tuple[Any, type[InputError], str]] = {
 @pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_invalid_tensors_are_refused(case: str, tmp_path: Path) -> None:
     """The error names the file, the tensor, the value found and the value needed."""
-    change, kind, message = INVALID_TENSORS[case]
+    change, error_type, message = INVALID_TENSORS[case]
     write(tmp_path, "mixtral", "nf4, double", change=change)
-    with pytest.raises(kind, match=message) as caught:
+    with pytest.raises(error_type, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "block_sparse_moe" in str(caught.value)
     assert str(tmp_path) in str(caught.value) or "model.safetensors" in str(caught.value)
@@ -360,6 +381,6 @@ def test_invalid_int8_tensors_are_refused(
     ],
 )
 def test_unsupported_options_are_refused(change: dict[str, Any], message: str) -> None:
-    assert NF4 is not None
+    assert DOUBLE_QUANTIZED is not None
     with pytest.raises(ConfigurationError, match=message):
-        format_of(NF4 | change)
+        format_of(DOUBLE_QUANTIZED | change)

@@ -22,7 +22,7 @@ DETECTED_IN_VALUES = (
     "an E8M0 scale of NaN",
     "a channel scale of 0",
     "a static scale below 0",
-    "a matrix scale of 1 / infinity",
+    "an infinite reciprocal of a matrix scale",
     "a matrix scale of NaN",
     "columns out of order",
     "act-order groups of different sizes",
@@ -35,15 +35,15 @@ def test_invalid_checkpoint_is_refused(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Errors that file headers show are raised before any tensor is read."""
-    make, kind, words = INVALID_CHECKPOINTS[case]
+    make, error_type, message = INVALID_CHECKPOINTS[case]
     make(tmp_path)
     read = list[str]()
     monkeypatch.setattr(
         files_module.TensorFiles, "read", record_reads(read, files_module.TensorFiles.read)
     )
-    with pytest.raises(kind, match=words) as raised:
+    with pytest.raises(error_type, match=message) as raised:
         mk.load_experts(tmp_path, 0)
-    assert type(raised.value) is kind
+    assert type(raised.value) is error_type
     assert raised.value.got is not None
     assert raised.value.need is not None
     assert bool(read) == (case in DETECTED_IN_VALUES)

@@ -34,7 +34,7 @@ from experts.triton.configs.select import _describe_source, current_lookup, expl
 from experts.triton.gemv import gemv_config
 from experts.triton.gemv_w4 import gemv_w4_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
-from experts.triton.paths import PATHS
+from experts.triton.paths import ALL_PATHS
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 
@@ -118,7 +118,7 @@ def test_a_path_for_few_tokens_is_not_reused_for_more(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nearest, "MAX_DISTANCE", 99.0)
     single, pair = gemv_config.default_config(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
-    tuned_configs = TunedConfigs("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
+    tuned_configs = TunedConfigs("x", *launches, False, False, paths=((1, "gemv"), (64, "aligned")))
     lender = TunedLayer(8, 2, 4096, 14336, tuned_configs)
     paths = {b.tokens: b.config.path for b in borrow_configs([lender], MIXTRAL, H200, NOTHING)}
     few = gemv_config.max_tokens(MIXTRAL)
@@ -141,7 +141,7 @@ def test_for_packed_weights_the_path_is_reused_but_not_its_launches(
     mine = replace(theirs, hidden=4096)
     lent = gemv_w4_config.default_config(theirs)
     tuned_configs = TunedConfigs(
-        "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
+        "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, False, paths=((1, "gemv_w4"),)
     )
     lender = TunedLayer(128, 4, 2880, 2880, tuned_configs)
     most = gemv_w4_config.max_tokens(mine)
@@ -200,7 +200,7 @@ def test_rows_per_expert_determine_the_path_and_block_of_a_neighbor(tmp_path: Pa
     source = make_lookup(tmp_path / "u", tmp_path).find_source(layer)
     assert [source.steps.choose(t).gemm1.block_m for t in (128, 256, 512)] == [32, 32, 64]
     device = Device("NVIDIA H200", tma=True)
-    paths = tuple(path.name for path in PATHS if path.supports(layer, device))
+    paths = tuple(path.name for path in ALL_PATHS if path.supports(layer, device))
     steps, own = (
         source.launch_steps(layer, device, paths),
         make_heuristic_steps(layer, device, paths),

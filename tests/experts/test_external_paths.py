@@ -14,7 +14,7 @@ from experts.triton.aligned.aligned_path import AlignedPath
 from experts.triton.external_paths import GROUP, load_external_paths
 from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.path import Path as LaunchPath
-from experts.triton.paths import BASE, BUILT_IN, BY_NAME, NAMES, PATHS
+from experts.triton.paths import ALL_PATHS, BASE_PATH, BUILT_IN_PATHS, BY_NAME, NAMES
 from modular_kernel.cli.scaffold import render
 
 ORIGIN = "my-path (my_path:PATHS)"
@@ -22,10 +22,10 @@ USE = """
 import my_path  # first, as its own tests do: it imports experts, which looks for paths
 from experts.triton.configs.select import choose_config, explain
 from experts.triton.contiguous import TritonExperts, supported_paths
-from experts.triton.paths import BASE, NAMES, PATHS
+from experts.triton.paths import BASE_PATH, NAMES, ALL_PATHS
 from modular_kernel.spec.problem import Problem
 
-assert NAMES[-1] == "my_path" and PATHS[-1] is my_path.MyPath and BASE.name == "aligned"
+assert NAMES[-1] == "my_path" and ALL_PATHS[-1] is my_path.MyPath and BASE_PATH.name == "aligned"
 layer = Problem(tokens=9, hidden=48, intermediate=32, experts=5, top_k=2)
 gelu = Problem(tokens=9, hidden=48, intermediate=32, experts=5, top_k=2, activation="gelu")
 
@@ -82,7 +82,7 @@ def test_external_paths_are_listed_and_a_broken_one_is_isolated(site: Path) -> N
     assert code == 0
     (part,) = [part for part in listed["parts"] if part["name"] == "TritonExperts"]
     origins = {path["name"]: path["origin"] for path in part["paths"] if not path["error"]}
-    assert list(origins) == [*(path.name for path in BUILT_IN), "my_path"]
+    assert list(origins) == [*(path.name for path in BUILT_IN_PATHS), "my_path"]
     assert origins["my_path"] == ORIGIN
     errors = {path["origin"]: path["error"] for path in part["paths"] if path["error"]}
     assert errors == {
@@ -199,8 +199,8 @@ def test_a_name_of_two_packages_is_used_for_neither(monkeypatch: pytest.MonkeyPa
 
 
 def test_listings_agree() -> None:
-    assert list(PATHS) == list(BY_NAME.values())
-    assert list(NAMES) == list(BY_NAME) == [path.name for path in PATHS]
-    assert PATHS[0] is BASE is BUILT_IN[0]
-    assert PATHS[:2] == BUILT_IN[:2]
-    assert NAMES[:2] == tuple(path.name for path in BUILT_IN[:2])
+    assert list(ALL_PATHS) == list(BY_NAME.values())
+    assert list(NAMES) == list(BY_NAME) == [path.name for path in ALL_PATHS]
+    assert ALL_PATHS[0] is BASE_PATH is BUILT_IN_PATHS[0]
+    assert ALL_PATHS[:2] == BUILT_IN_PATHS[:2]
+    assert NAMES[:2] == tuple(path.name for path in BUILT_IN_PATHS[:2])

@@ -13,7 +13,7 @@ from experts.triton.configs.nearest import TunedLayer, borrow_configs
 from experts.triton.configs.select import on_device
 from experts.triton.gemv_tma import gemv_tma_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
-from experts.triton.paths import PATHS
+from experts.triton.paths import ALL_PATHS
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
@@ -121,7 +121,7 @@ def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
     other = LaunchConfig(16, 64, 128, 1, 4, 3)
     launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
     tuned_configs = TunedConfigs(
-        "x", *launches, False, True, paths=((1, "gemv_tma"), (64, "aligned"))
+        "x", *launches, False, False, paths=((1, "gemv_tma"), (64, "aligned"))
     )
     steps = fit_to_problem(tuned_configs, BLOCKS, H200).steps
     assert [steps.choose(tokens).path for tokens in (1, 4, 5)] == [
@@ -134,7 +134,7 @@ def test_a_path_of_a_file_is_limited_to_its_number_of_tokens() -> None:
 def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
     """The number of stages depends on the depths of the layer that uses them."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
-    tuned_configs = TunedConfigs("x", *launches, False, True, paths=((1, "gemv_tma"),))
+    tuned_configs = TunedConfigs("x", *launches, False, False, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
     known = TunedLayer(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, tuned_configs)
     otherwise = make_heuristic_steps(deep, H200, ("aligned",))
@@ -145,7 +145,7 @@ def test_the_path_of_a_neighbor_is_reused_but_not_its_ring() -> None:
 
 def test_tuning_tries_every_ring_that_fits() -> None:
     with on_device(H200):
-        space = ConfigSpace(QWEN, "X", PATHS)
+        space = ConfigSpace(QWEN, "X", ALL_PATHS)
         tried = [pair for pair in space.candidates(1) if pair.path == "gemv_tma"]
         assert not [pair for pair in space.candidates(64) if pair.path == "gemv_tma"]
     assert PAIR in tried

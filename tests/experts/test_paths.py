@@ -1,4 +1,6 @@
-"""Everything about a path is in its own package: a new one is a folder and an entry of PATHS."""
+"""Everything about a path is in its own package. A new path is a folder and an entry of
+BUILT_IN_PATHS.
+"""
 
 import ast
 import shutil
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from experts.triton.path import Path as LaunchPath
-from experts.triton.paths import NAMES, PATHS
+from experts.triton.paths import ALL_PATHS, NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = ROOT / "experts" / "triton"
@@ -213,7 +215,7 @@ def named() -> dict[Path, set[str]]:
     return {file: set(_names(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
 
 
-@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+@pytest.mark.parametrize("path", ALL_PATHS, ids=NAMES)
 def test_no_other_module_names_a_path(path: type[LaunchPath]) -> None:
     """Except for derived paths, the list of parts, and SGLang's names of kernels.
 

@@ -21,9 +21,9 @@ FILE = "model.safetensors"
 
 
 def write_changed(
-    change: Callable[[Tensors], None], kind: str = "bf16", family: str = "mixtral"
+    change: Callable[[Tensors], None], format_name: str = "bf16", family: str = "mixtral"
 ) -> Any:
-    return lambda folder: write(folder, family, kind, change=change)
+    return lambda folder: write(folder, family, format_name, change=change)
 
 
 def drop_tensors(name: str) -> Callable[[Tensors], None]:
@@ -50,7 +50,7 @@ def fill_first_value(name: str, value: float) -> Callable[[Tensors], None]:
 
 
 def move_column(name: str) -> Callable[[Tensors], None]:
-    """Move the first column into the other group; there are two groups."""
+    """Move the first column from one of the two groups to the other."""
 
     def change(tensors: Tensors) -> None:
         groups = tensors[f"{EXPERTS}.{name}"]
@@ -76,11 +76,11 @@ def change_config(**changes: Any) -> Callable[[Path], None]:
     return make
 
 
-def rewrite_file(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+def rewrite_file(rewrite: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         write(folder)
         path = folder / FILE
-        path.write_bytes(part(path.read_bytes()))
+        path.write_bytes(rewrite(path.read_bytes()))
 
     return make
 
@@ -88,13 +88,13 @@ def rewrite_file(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 def change_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Rewrite the JSON header, keeping the data."""
 
-    def part(content: bytes) -> bytes:
+    def rewrite(content: bytes) -> bytes:
         size = int.from_bytes(content[:8], "little")
         entries = json.loads(content[8 : 8 + size])
         text = json.dumps(change(entries) or entries).encode()
         return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
-    return rewrite_file(part)
+    return rewrite_file(rewrite)
 
 
 def change_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
@@ -117,32 +117,32 @@ W1 = f"{EXPERTS}.1.w1.weight"
 InvalidCheckpoint = tuple[Callable[[Path], Any], type[InputError], str]
 INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
     # Missing or additional tensors
-    "no tensor": (
+    "a missing tensor": (
         write_changed(drop_tensors("1.w1.weight")),
         WeightsError,
-        rf"got no {W1}, need 4 experts of none",
+        rf"got no {W1}, need 4 unquantized experts",
     ),
-    "no expert": (
+    "missing w2 of all experts": (
         write_changed(drop_tensors("w2.weight")),
         WeightsError,
         rf"no {EXPERTS}.0.w2.weight and 3 more",
     ),
-    "no scale": (
+    "a missing scale": (
         write_changed(drop_tensors("2.w3.weight_scale_inv"), FP8_FORMAT),
         WeightsError,
         "no .*2.w3.weight_scale_inv",
     ),
-    "one expert more": (
+    "one expert too many": (
         write_changed(set_tensor("4.w1.weight", torch.zeros(256, 128))),
         WeightsError,
-        rf"got model.safetensors: {EXPERTS}.4.w1.weight, need 4 experts of none, and nothing else",
+        rf"got {FILE}: {EXPERTS}.4.w1.weight, need 4 unquantized experts, and nothing else",
     ),
     "a scale of unquantized weights": (
         write_changed(set_tensor("0.w1.weight_scale", torch.zeros(1))),
         WeightsError,
         r"0.w1.weight_scale, need",
     ),
-    "a scale under two names": (
+    "two tensors for one scale": (
         write_changed(set_tensor("0.w1.weight_scale", torch.zeros(2, 1)), FP8_FORMAT),
         WeightsError,
         "0.w1.weight_scale, need",
@@ -158,22 +158,22 @@ INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
         ShapeError,
         rf"^model.safetensors: {W1}: got \(255, 128\), need \(256, 128\)",
     ),
-    "config.json's hidden size": (
+    "a wrong hidden size in config.json": (
         change_config(hidden_size=64),
         ShapeError,
         r"w1.weight: got \(256, 128\), need \(256, 64\)",
     ),
-    "config.json's experts": (
+    "too many experts in config.json": (
         change_config(num_local_experts=8),
         WeightsError,
         "no .*experts.4.w1.weight and 11 more",
     ),
-    "config.json's million experts": (
+    "a million experts in config.json": (
         change_config(num_local_experts=1 << 20),
         WeightsError,
         "experts.4.w1.weight and 10000 more",
     ),
-    "config.json's fewer experts": (
+    "too few experts in config.json": (
         change_config(num_local_experts=2),
         WeightsError,
         "experts.2.w1.weight and 5 more",
@@ -183,7 +183,7 @@ INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
         DtypeError,
         "got float64, need bfloat16 or float16 or float32",
     ),
-    "unquantized weights": (
+    "unquantized weights in an fp8 checkpoint": (
         write_changed(cast_tensors("0.w2.weight", torch.bfloat16), FP8_FORMAT),
         DtypeError,
         "0.w2.weight: got bfloat16, need float8_e4m3fn",
@@ -193,12 +193,12 @@ INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
         DtypeError,
         "w1.weight_scale_inv: got int32, need float32",
     ),
-    "scales of another block": (
+    "scales of another block size": (
         write_changed(set_tensor("0.w1.weight_scale_inv", torch.ones(4, 1)), FP8_FORMAT),
         ShapeError,
         r"got \(4, 1\), need \(2, 1\)",
     ),
-    "words of 64 bits": (
+    "packed weights in int64": (
         write_changed(cast_tensors("qweight", torch.int64), "awq"),
         DtypeError,
         "0.w1.qweight: got int64, need int32",
@@ -229,12 +229,12 @@ INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
         WeightsError,
         rf"^model.safetensors: {EXPERTS}.3.w2.input_scale: got -1.0, need finite numbers above 0",
     ),
-    "a matrix scale of 1 / infinity": (
+    "an infinite reciprocal of a matrix scale": (
         write_changed(
             fill_first_value("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"
         ),
         WeightsError,
-        rf"{EXPERTS}.3.w2: scale: got inf, need a scale of a matrix from 0 on",
+        rf"{EXPERTS}.3.w2: scale: got inf, need a finite matrix scale >= 0",
     ),
     "a matrix scale of NaN": (
         write_changed(fill_first_value("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
@@ -255,7 +255,7 @@ INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
     "act-order groups of different sizes": (
         write_changed(move_column("1.w3.g_idx"), "gptq, act-order"),
         WeightsError,
-        rf"{EXPERTS}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
+        rf"{EXPERTS}.1.w1: g_idx: got groups of different sizes, need 64 columns",
     ),
     "gate and up in different column orders": (
         write_changed(reverse_order("2.w3.g_idx"), "gptq, act-order"),
@@ -303,7 +303,7 @@ INVALID_CHECKPOINTS: dict[str, InvalidCheckpoint] = {
         ConfigurationError,
         "need AWQ of 4 bits",
     ),
-    "another family": (
+    "an unsupported model family": (
         change_config(model_type="jamba", num_experts=4),
         ConfigurationError,
         "no experts, need experts in ...layers.L.feed_forward.experts",

@@ -9,7 +9,10 @@ from pathlib import Path
 from modular_kernel.testing import Case
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
-from modular_kernel.testing.mutation.patched_module import patch_modules, reattach
+from modular_kernel.testing.mutation.patched_module import (
+    patch_modules,
+    restore_submodule_attributes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 _CASE_TIMEOUT_S = 300.0  # seconds for a case
@@ -47,7 +50,7 @@ def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> 
     def work(send: Send) -> None:
         patch_modules(defect.mutant)
         runner = importlib.import_module("modular_kernel.testing.mutation.case_runs")
-        reattach()
+        restore_submodule_attributes()
         machine = runner.this_machine()
         for case in cases:
             failure = runner.first_failure(case, machine)[0]

@@ -1,4 +1,7 @@
-"""Moving, casting, copying and saving a layer: its tensors keep their meaning, or it is refused."""
+"""Moving, casting, copying and saving a layer.
+
+The layer computes the same as before, up to rounding, or the operation raises an error.
+"""
 
 import pickle
 from collections.abc import Callable
@@ -42,8 +45,8 @@ QUANTIZED = (
     "mxfp4_w4a16",
     "nvfp4_w4a16",
 )
-# Rounding of the layer's dtype, and of activations to 8 bits.
-BOUND = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Bounds of the relative error of an unquantized layer, due to rounding to the dtype of the cast.
+MAX_CAST_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +72,7 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
     assert torch.equal(layer.selection_bias, kept)
     got = layer(sample.x_TH.to(dtype), sample.logits)
     assert got.dtype is dtype
-    assert relative_error(got, before.double()) < BOUND[dtype]
+    assert relative_error(got, before.double()) < MAX_CAST_ERROR[dtype]
     if dtype is not torch.float32:
         with pytest.raises(DtypeError, match=f"x: got float32, need {dtype}".replace("torch.", "")):
             layer(sample.x_TH, sample.logits)
@@ -77,9 +80,9 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
 
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float"])
 @pytest.mark.parametrize("quant", QUANTIZED)
-@pytest.mark.parametrize("own", [torch.bfloat16, torch.float32], ids=str)
-def test_quantized_tensors_are_not_cast(quant: str, cast: str, own: torch.dtype) -> None:
-    sample = Sample(fields={"quant": quant, "dtype": own, "bias": True})
+@pytest.mark.parametrize("initial", [torch.bfloat16, torch.float32], ids=str)
+def test_quantized_tensors_are_not_cast(quant: str, cast: str, initial: torch.dtype) -> None:
+    sample = Sample(fields={"quant": quant, "dtype": initial, "bias": True})
     layer, (apply, dtype) = make_layer(sample), CASTS[cast]
     before = {name: (p.dtype, as_bytes(p)) for name, p in layer.named_parameters()}
     want = layer(sample.x_TH, sample.logits)
@@ -89,18 +92,19 @@ def test_quantized_tensors_are_not_cast(quant: str, cast: str, own: torch.dtype)
             assert parameter.dtype is dtype
         elif parameter.dtype is before[name][0]:
             assert torch.equal(as_bytes(parameter), before[name][1])
-        else:  # scales of 16 bits in a dtype that they do not go with: widened, which is exact
+        else:  # bf16 scales are not supported with every dtype, and are then converted to float32
             assert name.endswith("_scale")
             assert parameter.dtype is torch.float32
-            held = before[name][1].view(before[name][0]).float()
-            assert torch.equal(parameter.flatten(), held.flatten())
+            old_scale = before[name][1].view(before[name][0]).float()
+            assert torch.equal(parameter.flatten(), old_scale.flatten())
     assert layer.problem.dtype is dtype
     got = layer(sample.x_TH.to(dtype), sample.logits)
     assert relative_error(got, want.double()) < 0.1
-    fresh = replace(sample, fields=sample.fields | {"dtype": dtype})
-    other = fresh_of(fresh)
-    other.set_weights(layer.weights())  # just what a layer of this dtype takes
-    assert torch.equal(other(fresh.x_TH, sample.logits), layer(fresh.x_TH, sample.logits))
+    cast_sample = replace(sample, fields=sample.fields | {"dtype": dtype})
+    other = make_unloaded_layer(cast_sample)
+    other.set_weights(layer.weights())  # a new layer of this dtype accepts the converted tensors
+    x_TH = cast_sample.x_TH
+    assert torch.equal(other(x_TH, sample.logits), layer(x_TH, sample.logits))
 
 
 def test_a_layer_in_the_layout_of_its_checkpoint_is_not_cast() -> None:
@@ -159,7 +163,7 @@ def test_parameters_keep_the_attributes_that_engines_read() -> None:
 # -------------------------------------------------------------------------------------- unloaded
 
 
-def fresh_of(sample: Sample, **options: Any) -> FusedMoE:
+def make_unloaded_layer(sample: Sample, **options: Any) -> FusedMoE:
     problem = sample.problem
     return FusedMoE(
         E, H, I, params_dtype=problem.dtype, bias=problem.bias, router=sample.router,
@@ -169,11 +173,11 @@ def fresh_of(sample: Sample, **options: Any) -> FusedMoE:
 
 @pytest.mark.parametrize("quant", ["none", *QUANTIZED])
 @pytest.mark.parametrize(
-    "way", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
+    "load_by", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
 )
-def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
+def test_a_layer_raises_until_it_is_loaded(quant: str, load_by: str) -> None:
     sample = Sample(fields={"quant": quant, "bias": True})
-    good, layer = make_layer(sample), fresh_of(sample)
+    good, layer = make_layer(sample), make_unloaded_layer(sample)
     want = good(sample.x_TH, sample.logits)
     for _ in range(2):
         with pytest.raises(
@@ -181,24 +185,24 @@ def test_a_layer_raises_until_it_is_loaded(quant: str, way: str) -> None:
         ):
             layer(sample.x_TH, sample.logits)
     state = good.state_dict()
-    if way == "set_weights":
+    if load_by == "set_weights":
         layer.set_weights(good.weights())
-    elif way in ("state_dict", "assign"):
-        layer.load_state_dict(state, assign=way == "assign")
+    elif load_by in ("state_dict", "assign"):
+        layer.load_state_dict(state, assign=load_by == "assign")
         assert not layer._unloaded
     for name, parameter in layer.named_parameters():
-        if way == "copy_":
+        if load_by == "copy_":
             parameter.copy_(state[name])
-        elif way == "data.copy_":
+        elif load_by == "data.copy_":
             parameter.data.copy_(state[name])
-        elif way == "data":
+        elif load_by == "data":
             parameter.data = state[name].clone()
     assert torch.equal(layer(sample.x_TH, sample.logits), want)
 
 
 def test_missing_tensors_are_named() -> None:
     sample = Sample(fields={"bias": True})
-    layer, plain = fresh_of(sample), sample.plain
+    layer, plain = make_unloaded_layer(sample), sample.plain
     layer.w13_weight.data.copy_(plain.w1)
     layer.w2_weight.data[1:].copy_(plain.w2[1:])
     layer.w13_bias.data.copy_(plain.b1)
@@ -211,15 +215,15 @@ def test_missing_tensors_are_named() -> None:
 
 def test_the_state_of_an_unloaded_layer_loads_nothing() -> None:
     sample = Sample()
-    layer = fresh_of(sample)
-    layer.load_state_dict(fresh_of(sample).state_dict())
+    layer = make_unloaded_layer(sample)
+    layer.load_state_dict(make_unloaded_layer(sample).state_dict())
     with pytest.raises(StateError, match="nothing loaded"):
         layer(sample.x_TH, sample.logits)
 
 
 def test_intended_nan_can_be_marked_as_loaded() -> None:
     sample = Sample()
-    layer, plain = fresh_of(sample), sample.plain
+    layer, plain = make_unloaded_layer(sample), sample.plain
     layer.w13_weight.data.copy_(plain.w1)
     layer.w2_weight.data.copy_(plain.w2)
     layer.w2_weight.data[:, 0, 0] = torch.nan
@@ -227,21 +231,19 @@ def test_intended_nan_can_be_marked_as_loaded() -> None:
         layer(sample.x_TH, sample.logits)
     layer.mark_loaded()
     assert bool(layer(sample.x_TH, sample.logits).isnan().any())
-    layer = fresh_of(sample)  # what was loaded as a whole is not looked at
+    layer = make_unloaded_layer(sample)  # set_weights does not look for NaN
     layer.set_weights(ExpertWeights(plain.w1, plain.w2 * torch.nan))
     assert bool(layer(sample.x_TH, sample.logits).isnan().all())
 
 
 def test_a_layer_from_the_meta_device_raises_until_it_is_loaded() -> None:
-    """Built on meta, then `to_empty`: all memory is uninitialized, including that of the expert
-    map.
-    """
+    """`to_empty` leaves all memory uninitialized, including that of the expert map."""
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
     good = make_layer(sample, (1, 2), (1, 2))
-    made = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
+    options = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
     layer = FusedMoE(
         E, H, I, device="meta", selection_bias=torch.zeros(E, device="meta"),
-        parallel=LayerParallel(ep=(1, 2), tp=(1, 2)), **made,
+        parallel=LayerParallel(ep=(1, 2), tp=(1, 2)), **options,
     )  # fmt: skip
     layer.to_empty(device="cpu")
     with pytest.raises(StateError, match="nothing loaded into selection_bias"):
@@ -253,24 +255,25 @@ def test_a_layer_from_the_meta_device_raises_until_it_is_loaded() -> None:
     assert torch.equal(layer(sample.x_TH, sample.logits), good(sample.x_TH, sample.logits))
 
 
-@pytest.mark.parametrize("table", [False, True])
-def test_a_router_raises_until_it_is_loaded(table: bool) -> None:
-    spec = RouterSpec(K, table=table, selection_bias=not table)
-    router = Router(spec, H, E, vocabulary=4 if table else None)
-    x_TH, words = torch.randn(3, H), torch.zeros(3, dtype=torch.int64) if table else None
+@pytest.mark.parametrize("hash_routing", [False, True])
+def test_a_router_raises_until_it_is_loaded(hash_routing: bool) -> None:
+    spec = RouterSpec(K, table=hash_routing, selection_bias=not hash_routing)
+    router = Router(spec, H, E, vocabulary=4 if hash_routing else None)
+    x_TH = torch.randn(3, H)
+    token_ids = torch.zeros(3, dtype=torch.int64) if hash_routing else None
     router.weight.data.normal_()
-    missing = "tid2eid" if table else "e_score_correction_bias"
+    missing = "tid2eid" if hash_routing else "e_score_correction_bias"
     with pytest.raises(StateError, match=f"nothing loaded into {missing}"):
-        router(x_TH, words)
-    good = Router(spec, H, E, vocabulary=4 if table else None)
+        router(x_TH, token_ids)
+    good = Router(spec, H, E, vocabulary=4 if hash_routing else None)
     good.weight.data.normal_()
-    if table:
+    if hash_routing:
         good.tid2eid.copy_(torch.arange(4 * K).view(4, K) % E)
     else:
         good.e_score_correction_bias.data.zero_()
     router.load_state_dict(good.state_dict())
     assert not router._unloaded
-    for one, other in zip(router(x_TH, words), good(x_TH, words), strict=True):
+    for one, other in zip(router(x_TH, token_ids), good(x_TH, token_ids), strict=True):
         assert torch.equal(one, other)
 
 
@@ -319,8 +322,8 @@ def test_a_layer_with_groups_is_not_pickled(mesh) -> None:
     )
 
 
-def test_names_are_those_of_the_scheme() -> None:
-    """A new field of weights must be considered here, so that it is not cast by accident."""
+def test_every_parameter_is_known_to_these_tests() -> None:
+    """A new parameter needs a decision whether casts of the layer convert it."""
     assert set(PARAMETERS.values()) - {"w13_weight", "w2_weight", "w13_bias", "w2_bias"} == {
         f"{matrix}_{kind}"
         for matrix in ("w13", "w2")

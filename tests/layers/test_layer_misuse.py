@@ -1,5 +1,4 @@
-"""Layers and loaders: options without effect, invalid arguments, and weights that are loaded
-again."""
+"""Invalid arguments of layers and loaders, and weights that are loaded twice."""
 
 from types import SimpleNamespace
 
@@ -24,16 +23,16 @@ from modular_kernel.layers.router import Router, RouterSpec
 from modular_kernel.layers.weight_loading import ExpertLoader
 
 E, H, I = 4, 32, 64  # noqa: E741 (intermediate)
-BIASED = RouterSpec(2, "sigmoid", selection_bias=True)
-TABLE = RouterSpec(2, "sigmoid", table=True)
-CASES = {
-    "a bias of other columns": (
-        lambda: FusedMoE(E, H, I, router=BIASED, selection_bias=torch.zeros(E + 1)),
+BIASED_ROUTER = RouterSpec(2, "sigmoid", selection_bias=True)
+TABLE_ROUTER = RouterSpec(2, "sigmoid", table=True)
+INVALID_ARGUMENTS = {
+    "a selection bias with too many values": (
+        lambda: FusedMoE(E, H, I, router=BIASED_ROUTER, selection_bias=torch.zeros(E + 1)),
         ShapeError,
         r"selection_bias: got \(5,\), need \(4,\)",
     ),
-    "a bias that is a list": (
-        lambda: FusedMoE(E, H, I, router=BIASED, selection_bias=[0.0] * E),
+    "a selection bias that is a list": (
+        lambda: FusedMoE(E, H, I, router=BIASED_ROUTER, selection_bias=[0.0] * E),
         DtypeError,
         "selection_bias: got list, need a tensor",
     ),
@@ -43,13 +42,13 @@ CASES = {
         "shared_experts: got 3",
     ),
     "token ids that are a list": (
-        lambda: FusedMoE(E, H, I, router=Router(TABLE, H, E, vocabulary=9))(
+        lambda: FusedMoE(E, H, I, router=Router(TABLE_ROUTER, H, E, vocabulary=9))(
             torch.zeros(1, H), token_ids=[1]
         ),
         DtypeError,
         "token_ids: got list, need a tensor",
     ),
-    "logits of more experts than there are": (
+    "logits for too many experts": (
         lambda: fused_moe(
             torch.zeros(2, H),
             torch.zeros(E, 2 * I, H),
@@ -63,24 +62,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", INVALID_ARGUMENTS)
 def test_a_bad_argument_is_refused(case: str) -> None:
-    make, error, match = CASES[case]
+    make, error, match = INVALID_ARGUMENTS[case]
     with pytest.raises(error, match=match):
         make()
 
 
-def test_activation_scheme_and_block_size_mean_a_block_scheme() -> None:
-    def made(**fields: object) -> EPMoE:
+def test_scheme_follows_from_activation_scheme_and_block_size() -> None:
+    def make_layer(**fields: object) -> EPMoE:
         config = SimpleNamespace(**fields)
         return EPMoE(E, 2, 64, 64, quant_config=config, experts="TorchExperts")
 
-    layer = made(activation_scheme="dynamic", weight_block_size=[32, 64])
+    layer = make_layer(activation_scheme="dynamic", weight_block_size=[32, 64])
     assert str(layer.problem.scheme) == "fp8_w8a8_block:block=32x64"
-    assert str(made(activation_scheme="dynamic").problem.scheme) == "fp8_w8a8_tensor"
+    assert str(make_layer(activation_scheme="dynamic").problem.scheme) == "fp8_w8a8_tensor"
     for scheme, block in (("static", [32, 64]), ("dynamic", [32]), ("dynamic", 32)):
         with pytest.raises(ConfigurationError, match="quantization_config"):
-            made(activation_scheme=scheme, weight_block_size=block)
+            make_layer(activation_scheme=scheme, weight_block_size=block)
 
 
 def test_unloaded_mxfp4_weights_raise_or_compute_nan() -> None:
@@ -97,15 +96,15 @@ def test_autocast_does_not_change_the_routing() -> None:
     router, x_TH = Router(RouterSpec(2), H, E), torch.randn(64, H, generator=generator)
     router.weight.copy_(torch.randn(E, H, generator=generator))
     with torch.autocast("cpu", torch.bfloat16):
-        within = router(x_TH)
-    for got, want in zip(within, router(x_TH), strict=True):
+        with_autocast = router(x_TH)
+    for got, want in zip(with_autocast, router(x_TH), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------ loading again
 
-STATIC = format_of({"quant_method": "fp8", "activation_scheme": "static"})
-ZERO_POINTS = {
+STATIC_FP8 = format_of({"quant_method": "fp8", "activation_scheme": "static"})
+INT4_WITH_ZERO_POINTS = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {
@@ -124,8 +123,9 @@ ZERO_POINTS = {
 }
 
 
-def load(loader: ExpertLoader, module: torch.nn.Module, scale: float, up: float) -> None:
-    for shard, value in (("w1", scale), ("w3", up), ("w2", scale)):
+def load(loader: ExpertLoader, module: torch.nn.Module, scale: float, up_scale: float) -> None:
+    """Load gate, up and down weights. `scale` is that of gate and down."""
+    for shard, value in (("w1", scale), ("w3", up_scale), ("w2", scale)):
         matrix = "w2" if shard == "w2" else "w13"
         shape = (H, I) if shard == "w2" else (I, H)
         tensors = {"weight": torch.ones(shape).to(torch.float8_e4m3fn)}
@@ -136,24 +136,24 @@ def load(loader: ExpertLoader, module: torch.nn.Module, scale: float, up: float)
 
 
 def test_scales_can_be_loaded_again() -> None:
-    loader, module = ExpertLoader(Share(1, H, I), STATIC), torch.nn.Module()
+    loader, module = ExpertLoader(Share(1, H, I), STATIC_FP8), torch.nn.Module()
     loader.create_weights(module, torch.bfloat16)
     for scale in (0.5, 0.25):
         load(loader, module, scale, scale)
         weights = loader.expert_weights(module)
-        for each in (weights.w1_scale, weights.w2_scale, weights.a1_scale, weights.a2_scale):
-            assert each is not None
-            assert each.tolist() == [scale]
+        for loaded in (weights.w1_scale, weights.w2_scale, weights.a1_scale, weights.a2_scale):
+            assert loaded is not None
+            assert loaded.tolist() == [scale]
     with pytest.raises(
-        WeightsError, match=r"input_scale: got 0.5, need 0.125, the scale of the other"
+        WeightsError, match=r"input_scale: got 0.5, need 0.125, the scale of the other projection"
     ):
         load(loader, module, 0.125, 0.5)
 
 
 def test_gate_and_up_rows_in_one_packed_word_are_refused() -> None:
     with pytest.raises(InputError, match="intermediate: got 12, need a multiple of 8"):
-        ExpertLoader(Share(1, H, 12), format_of(ZERO_POINTS))
-    ExpertLoader(Share(1, H, 12, gated=False), format_of(ZERO_POINTS))
+        ExpertLoader(Share(1, H, 12), format_of(INT4_WITH_ZERO_POINTS))
+    ExpertLoader(Share(1, H, 12, gated=False), format_of(INT4_WITH_ZERO_POINTS))
 
 
 def test_weights_of_a_layer_can_be_loaded_again() -> None:
@@ -172,6 +172,8 @@ def test_weights_of_a_layer_can_be_loaded_again() -> None:
     ("arguments", "what"),
     [((3, [1]), "load"), (([1.0], 3), "slots"), (([1.0], [1], "linear"), "old placement")],
 )
-def test_a_load_must_be_a_list(arguments: tuple[object, ...], what: str) -> None:
+def test_rebalance_refuses_arguments_of_wrong_types(
+    arguments: tuple[object, ...], what: str
+) -> None:
     with pytest.raises(ConfigurationError, match=f"^{what}: got"):
         rebalance(*arguments)

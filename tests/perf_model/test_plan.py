@@ -91,7 +91,7 @@ def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
     pair = f"{part.__name__} x TritonExperts"
     assert pair not in {estimate.pairing for estimate in found.estimates}
     reason = dict(found.unestimated)[pair]
-    assert reason.startswith("with the tokens of all ranks on each: [capacity]")
+    assert reason.startswith("with the tokens of all ranks on every rank: [capacity]")
     assert "got tokens=1024, need <= 1000 per rank" in reason
 
 

@@ -7,7 +7,7 @@ from run_mk import Mk, make_mk_fixture
 
 from modular_kernel.measure.prepared_weights import prepared_tensor_bytes
 from modular_kernel.perf_model.estimate import distribute_over_ranks, estimate_pairings
-from modular_kernel.perf_model.experts_time import MODELED_PART
+from modular_kernel.perf_model.experts_time import MODELED_EXPERTS_PART
 from modular_kernel.perf_model.hardware import Cluster
 from modular_kernel.spec.problem import Machine, Problem
 
@@ -22,14 +22,16 @@ WORDS = ("--model", "mixtral", "--machine", "h200", "--tokens-list", "128", "--p
 def test_estimate_counts_the_declared_bytes_of_a_rank(world: int) -> None:
     problem = distribute_over_ranks(MIXTRAL, world)
     plain, found = (estimate_pairings(problem, CLUSTER, prepared=p) for p in (False, True))
-    assert prepared_tensor_bytes(MODELED_PART, problem, HOPPER) * world == prepared_tensor_bytes(
-        MODELED_PART, MIXTRAL, HOPPER
-    )
-    ours = [estimate for estimate in found.estimates if estimate.experts_part == MODELED_PART]
+    assert prepared_tensor_bytes(
+        MODELED_EXPERTS_PART, problem, HOPPER
+    ) * world == prepared_tensor_bytes(MODELED_EXPERTS_PART, MIXTRAL, HOPPER)
+    ours = [
+        estimate for estimate in found.estimates if estimate.experts_part == MODELED_EXPERTS_PART
+    ]
     assert ours
     for estimate in ours:
         memory = estimate.memory
-        assert memory.prepared == prepared_tensor_bytes(MODELED_PART, problem, HOPPER) > 0
+        assert memory.prepared == prepared_tensor_bytes(MODELED_EXPERTS_PART, problem, HOPPER) > 0
         assert memory.total == (
             memory.weights + memory.prepared + memory.workspace + memory.exchange
         )

@@ -34,7 +34,7 @@ from modular_kernel.perf_model.exchange_time import (
     DEEPEP_HT,
     DEEPEP_LL,
     DEEPEP_V2,
-    TRAFFIC,
+    TRAFFIC_BY_PART,
     DirectionModel,
     Traffic,
     exchange_time,
@@ -172,7 +172,7 @@ def test_two_hop_exchange_by_hand() -> None:
 
 
 def test_row_bytes_follow_the_scheme() -> None:
-    part = TRAFFIC["SymmMemPrepareAndFinalize"]
+    part = TRAFFIC_BY_PART["SymmMemPrepareAndFinalize"]
     assert row_bytes(DEEPSEEK, part) == 14336
     assert row_bytes(replace(DEEPSEEK, quant="fp8_w8a8_block"), part) == 7168 + 56 * 4
     assert row_bytes(replace(DEEPSEEK, quant="fp8_w8a8_channel"), part) == 7168 + 4
@@ -259,7 +259,7 @@ def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host
                      kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
     found = [
         network_rows(problem, part, load, cluster)
-        for part in (TRAFFIC["TorchAll2AllPrepareAndFinalize"], TRAFFIC[DEEPEP_HT])
+        for part in (TRAFFIC_BY_PART["TorchAll2AllPrepareAndFinalize"], TRAFFIC_BY_PART[DEEPEP_HT])
     ]
     assert found == pytest.approx([flat, by_host], abs=0.005)
 

@@ -253,7 +253,11 @@ def test_hosts_in_words() -> None:
         ((0,) * 8, True, ""),
         ((0,) * 3, True, ""),
         ((0,) * 4 + (1,) * 4, False, ""),
-        ((0,) * 4 + (1,) * 4, True, "need 8 on each, in blocks of one size, for X"),
+        (
+            (0,) * 4 + (1,) * 4,
+            True,
+            "need 8 consecutive ranks on each host, equally many on all, for X",
+        ),
         ((0,) * 16, True, "need at most 8 on each"),
         ((0, 1) * 8, True, "need 8 on each"),
         ((0,) * 12 + (1,) * 12, False, "need at most 8 on each"),

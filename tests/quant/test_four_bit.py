@@ -19,7 +19,7 @@ from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.path import Path, PathCall
-from experts.triton.paths import PATHS
+from experts.triton.paths import ALL_PATHS
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant.quantized_weights import quantize_weights
@@ -220,7 +220,7 @@ def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatc
         assert isinstance(experts, TritonExperts)
         launch_steps.append((call.config, experts._reads_prepared(call.weights, tokens)))
 
-    for path in PATHS:
+    for path in ALL_PATHS:
         monkeypatch.setattr(path, "run", noting)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)

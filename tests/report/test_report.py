@@ -29,8 +29,8 @@ from modular_kernel.report.judge_all import (
     refusal_reasons,
 )
 from modular_kernel.report.markdown import render_markdown
-from modular_kernel.report.matrix import matrix_document, matrix_picture
-from modular_kernel.report.pages.document import BulletList, Heading, MatrixPicture, Table, Text
+from modular_kernel.report.matrix import interactive_matrix, matrix_document
+from modular_kernel.report.pages.document import BulletList, Heading, InteractiveMatrix, Table, Text
 from modular_kernel.report.pages.html import render_html
 from modular_kernel.report.shipped_times import RECORD_NAME, shipped_report
 from modular_kernel.spec.problem import Machine, Parallel
@@ -379,13 +379,13 @@ class _Squares(HTMLParser):
 
 def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
     shown = _Squares()
-    shown.feed(render_html("picture", [matrix_picture(matrix)]))
+    shown.feed(render_html("picture", [interactive_matrix(matrix)]))
     data = json.loads(shown.data)
     for size in matrix.world_sizes:
         for quant in matrix.quants:
-            refusals = data["cells"][f"{quant} {size}"]
-            for pair, refusal in zip(matrix.pairs, refusals, strict=True):
-                texts = [data["reasons"][index] for index in data["refusals"][refusal]]
+            set_indices = data["cells"][f"{quant} {size}"]
+            for pair, set_index in zip(matrix.pairs, set_indices, strict=True):
+                texts = [data["reasons"][index] for index in data["reason_sets"][set_index]]
                 cell = matrix.by_key[*pair, quant, size]
                 assert len(texts) == len(set(cell.rejections))
                 for text, rejection in zip(texts, dict.fromkeys(cell.rejections), strict=True):
@@ -400,7 +400,7 @@ def test_the_picture_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
 
 def test_picture_texts_cannot_end_the_script() -> None:
     text = "<b>&</script>"
-    block = MatrixPicture(["p"], ["e"], ["none"], [1], [text], [(), (0,)], {"none 1": [1]})
+    block = InteractiveMatrix(["p"], ["e"], ["none"], [1], [text], [(), (0,)], {"none 1": [1]})
     shown = _Squares()
     html = render_html("picture", [block])
     shown.feed(html)

@@ -63,7 +63,7 @@ def test_a_correct_part_passes(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(run_soak, SHORT)
     assert first.findings == second.findings == ()
     assert first.steps == second.steps == 40
-    assert first.checked == 8
+    assert first.checked_outputs == 8
     assert first.modes == second.modes
     assert sum(first.modes.values()) == 40
     assert 0 < first.worst < 1

@@ -1,4 +1,4 @@
-"""Values in the store that the package did not write: they raise a typed error or are ignored."""
+"""Invalid values in the store raise a typed error or are ignored."""
 
 import time
 
@@ -17,7 +17,7 @@ GARBAGE = (b"\xff\x00\x80", b"", b"{", b"7 apples", b"[1]", b"null", b"9" * 5000
 
 
 @pytest.mark.parametrize("garbage", [g for g in GARBAGE if g[:1] != b"{" or g == b"{"])
-def test_invalid_facts_raise(garbage: bytes) -> None:
+def test_invalid_properties_raise(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set("gather/1/1", garbage)
     with pytest.raises(CommunicationError, match="a store that fails"):
@@ -35,9 +35,9 @@ def test_invalid_failures_are_ignored(garbage: bytes) -> None:
 
 
 def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str]:
-    """Return the errors of both managers while the attempt number of rank 0 is not a number.
+    """Construct two managers with an invalid attempt number of rank 0; return their errors.
 
-    Afterwards, restores the number and checks that a layer works.
+    Afterwards, restore the attempt number, and check that a layer works.
     """
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     key = "modular_kernel/attempts/0"
@@ -46,10 +46,10 @@ def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str
         before = store.get(key) if store.check([key]) else b"0"
         store.set(key, "seven")
     dist.barrier()
-    for kind in (TorchGroup, SymmetricGroup):
+    for manager_class in (TorchGroup, SymmetricGroup):
         try:
-            manager = kind(group, timeout_s=2.0)
-            if kind is SymmetricGroup:
+            manager = manager_class(group, timeout_s=2.0)
+            if manager_class is SymmetricGroup:
                 manager.allocate_heap(256, "nothing", lambda heap: None)
         except CommunicationError as error:
             errors.append(str(error))
@@ -57,7 +57,7 @@ def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str
     if rank == 0:
         store.set(key, before)
     dist.barrier()
-    layer = Layer(ALL2ALL, (3, 3))
+    layer = Layer(part=ALL2ALL, tokens_W=(3, 3))
     inputs, kernel = layer.inputs_of(rank), layer.kernel(rank, group)
     assert torch.isfinite(kernel(inputs.x_TH, inputs.weights, inputs.routing)).all()
     kernel.prepare_finalize.destroy()

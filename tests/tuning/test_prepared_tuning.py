@@ -26,7 +26,7 @@ from experts.triton.configs.heuristics import make_heuristic_steps
 from experts.triton.configs.select import choose_config, current_lookup, explain, override_config
 from experts.triton.contiguous import TritonExperts, supported_paths
 from experts.triton.launch_config import MoEConfig
-from experts.triton.paths import BASE, BY_NAME
+from experts.triton.paths import BASE_PATH, BY_NAME
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import tune as verb
@@ -107,7 +107,7 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
 def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
     """Nor do they move the number of rows from which prepared weights are used."""
     own = space()
-    other = BASE.default_config(LAYER, 1, current_lookup().device)
+    other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
     before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
     for name in file_names_for(LAYER, "NVIDIA H200"):
         entries = {"1": config_to_json(other), "9999": config_to_json(other)}
@@ -128,7 +128,7 @@ def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None
     wide = make_heuristic_steps(LAYER, current_lookup().device, own.paths, prepared=True).choose(
         rows(12)
     )
-    other = BASE.default_config(LAYER, 1, current_lookup().device)
+    other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
     assert wide.path in preparing_paths(LAYER)
     own.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
     own.save(

@@ -28,7 +28,7 @@ from experts.triton.gemv.gemv_path import GemvPath
 from experts.triton.grouped_tma import grouped_tma_config
 from experts.triton.grouped_tma.grouped_tma_path import GroupedTmaPath
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.paths import BASE, PATHS
+from experts.triton.paths import ALL_PATHS, BASE_PATH
 from experts.triton.tuning.space import AdditiveTimeModel, ConfigSpace
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.contracts import Choice, PermuteExpertsUnpermute, StageTimes, TunedChoice
@@ -79,11 +79,11 @@ def test_search_ends_if_only_the_untuned_choice_runs(here: Path) -> None:
 def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
     device = current_lookup().device
-    for paths in ((BASE,), PATHS):
+    for paths in ((BASE_PATH,), ALL_PATHS):
         space = ConfigSpace(problem, "X", paths)
         found = space.candidates(tokens)
         least = 1 if dtype == "float32" or problem.scheme.packed else 4
-        assert least <= len(found) <= (60 if paths == (BASE,) else 110)
+        assert least <= len(found) <= (60 if paths == (BASE_PATH,) else 110)
         assert len(set(found)) == len(found)
         for config in found:
             assert isinstance(config, MoEConfig)
@@ -120,7 +120,7 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
 def test_small_4_bit_calls_have_their_own_launches(here: Path) -> None:
     """A file with the fastest launches determines the launches, and is read back unchanged."""
     problem = replace(MIXTRAL, quant="int4_w4a16_group")
-    space = ConfigSpace(problem, "TritonExperts", PATHS)
+    space = ConfigSpace(problem, "TritonExperts", ALL_PATHS)
     tried = [c for c in space.candidates(16) if c.path == "aligned_w4"]
     assert {c.gemm1.block_m for c in tried} == {8, 16}
     other = next(c for c in tried if c != space.untuned(16))
@@ -246,5 +246,5 @@ def test_saving_reloads_files_in_this_process(here: Path) -> None:
     ],
 )
 def test_explain_uses_the_paths_of_the_named_gpu(here: Path, name: str, path: str) -> None:
-    text = ConfigSpace(MIXTRAL, "TritonExperts", PATHS).explain(4096, name)
+    text = ConfigSpace(MIXTRAL, "TritonExperts", ALL_PATHS).explain(4096, name)
     assert f"  path: {path}\n" in text

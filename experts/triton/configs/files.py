@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
-from experts.triton.paths import BASE, BY_NAME, NAMES
+from experts.triton.paths import BASE_PATH, BY_NAME, NAMES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.utils import json_files
@@ -238,19 +238,20 @@ class TunedConfigs:
     origin: the file, for messages.
     gemm1: (number of tokens, launch of GEMM 1) pairs, ascending.
     gemm2: (number of tokens, launch of GEMM 2) pairs, ascending.
-    counts_gate_and_up: whether block_n of GEMM 1 counts gate and up columns together.
-    strict: whether a launch that does not fit the problem is an error. If False, it is clamped.
+    block_n_includes_up: whether block_n of GEMM 1 counts gate and up columns together.
+    is_foreign: whether the file has the format of vLLM or SGLang. A launch that exceeds a limit of
+        the device is clamped if it is from such a file; otherwise, it is an error.
     triton: the version of Triton with which the file was tuned, if known.
     tuned_for: the layer for which the file was tuned, if the file contains it.
-    paths: (number of tokens, name of a path) pairs. Numbers of tokens without a pair use BASE.
+    paths: (number of tokens, name of a path) pairs. Numbers of tokens without a pair use BASE_PATH.
     times: measured times by number of tokens, where known.
     """
 
     origin: str
     gemm1: tuple[tuple[int, Launch], ...]
     gemm2: tuple[tuple[int, Launch], ...]
-    counts_gate_and_up: bool
-    strict: bool
+    block_n_includes_up: bool
+    is_foreign: bool
     triton: str | None = None
     tuned_for: TunedFor | None = None
     paths: tuple[tuple[int, str], ...] = ()
@@ -263,7 +264,7 @@ class TunedConfigs:
         """
         paths = dict(self.paths)
         return {
-            tokens: MoEConfig(gemm1, gemm2, paths.get(tokens, BASE.name))
+            tokens: MoEConfig(gemm1, gemm2, paths.get(tokens, BASE_PATH.name))
             for (tokens, gemm1), (_, gemm2) in zip(self.gemm1, self.gemm2, strict=True)
         }
 
@@ -298,7 +299,7 @@ def parse_config_file(text: str | bytes, origin: str) -> TunedConfigs:
 
 
 def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedConfigs:
-    """Convert the argument of `override_config` to tuned configs that apply strictly.
+    """Convert the argument of `override_config` to tuned configs, whose launches are never clamped.
 
     value: a configuration, the contents of a config file, or one entry of a file. Contents follow
         the rules for files, except that token counts may be integers. A single entry applies to
@@ -314,7 +315,9 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
             raise ConfigurationError(f"{what}: path", got=_abbreviate(value.path), need=need)
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
-        return TunedConfigs(what, *launches, counts_gate_and_up=False, strict=True, paths=paths)
+        return TunedConfigs(
+            what, *launches, block_n_includes_up=False, is_foreign=False, paths=paths
+        )
     contents: dict[Any, object] = dict(_require_mapping(value, what))
     if "gemm1" in contents:
         contents = {"format": FORMAT, "1": contents}
@@ -322,7 +325,7 @@ def configs_from_override(value: "MoEConfig | Mapping[str, object]") -> TunedCon
         contents = {"1": contents}
     by_key = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
     tuned_configs = _build_tuned_configs(by_key, what, what)
-    return replace(tuned_configs, strict=True, triton=None, tuned_for=None)
+    return replace(tuned_configs, is_foreign=False, triton=None, tuned_for=None)
 
 
 def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
@@ -355,8 +358,8 @@ def _build_tuned_configs(value: object, what: str, origin: str) -> TunedConfigs:
         origin=origin,
         gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
         gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
-        counts_gate_and_up=not is_our_format,
-        strict=is_our_format,
+        block_n_includes_up=not is_our_format,
+        is_foreign=not is_our_format,
         triton=_parse_triton_version(contents, what),
         tuned_for=_parse_tuned_for(contents, what) if is_our_format else None,
         paths=tuple((tokens, config.path) for tokens, config in configs.items())
@@ -399,7 +402,7 @@ def _parse_our_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
 
 def _parse_foreign_entry(entry: Mapping[str, object], what: str) -> MoEConfig:
     launch = _parse_launch(entry, what, LaunchConfig)
-    return MoEConfig(launch, launch, BASE.name)
+    return MoEConfig(launch, launch, BASE_PATH.name)
 
 
 def _parse_launch(values: Mapping[str, object], what: str, launch_type: type[Any]) -> Launch:
@@ -446,7 +449,7 @@ def _parse_tuned_for(contents: Mapping[str, object], what: str) -> TunedFor | No
 
 
 def _parse_path(entry: Mapping[str, object], what: str) -> str:
-    path = entry.get("path", BASE.name)
+    path = entry.get("path", BASE_PATH.name)
     if isinstance(path, str) and path in NAMES:
         return path
     raise ConfigurationError(

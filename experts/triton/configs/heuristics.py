@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from experts.triton.launch_config import Device, MoEConfig, Violation, gemms
 from experts.triton.path import UNBOUNDED_TOKENS
 from experts.triton.path import Path as ExecutionPath
-from experts.triton.paths import BASE, BY_NAME, NAMES, PATHS
+from experts.triton.paths import ALL_PATHS, BASE_PATH, BY_NAME, NAMES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 
@@ -117,19 +117,19 @@ def make_heuristic_steps(
 ) -> ConfigSteps:
     """Return the default configurations of `problem` on `device`.
 
-    The defaults of BASE cover all token counts. The paths in PATHS are then applied in order: each
+    The defaults of BASE_PATH cover all token counts. The paths in ALL_PATHS are then applied in order: each
     path that supports the problem replaces the configurations in its token range.
 
     Raise ConfigurationError if no launch is compatible with the scale groups of the scheme.
 
-    paths: names of the paths to use, in addition to BASE.
+    paths: names of the paths to use, in addition to BASE_PATH.
     prepared: whether calls use prepared weights.
     """
     steps = ConfigSteps(
-        (UNBOUNDED_TOKENS,), (BASE.default_config(problem, UNBOUNDED_TOKENS, device),)
+        (UNBOUNDED_TOKENS,), (BASE_PATH.default_config(problem, UNBOUNDED_TOKENS, device),)
     )
-    for path in PATHS:
-        if path is BASE or (path.name in paths and path.supports(problem, device)):
+    for path in ALL_PATHS:
+        if path is BASE_PATH or (path.name in paths and path.supports(problem, device)):
             steps = overlay_path(steps, path, problem, device)
     return overlay_prepared_configs(steps, problem, device, paths) if prepared else steps
 
@@ -141,7 +141,7 @@ def overlay_prepared_configs(
 
     They are for calls with weights that a path converted to another layout when they were loaded.
     """
-    for path in PATHS:
+    for path in ALL_PATHS:
         if path.name not in paths or not path.supports(problem, device):
             continue
         prepared_configs = path.prepared_configs(problem)
@@ -168,7 +168,7 @@ def replace_foreign_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
     """Replace configurations from a file of vLLM or SGLang if one of `paths` is faster."""
-    for path in PATHS:
+    for path in ALL_PATHS:
         if path.name not in paths or not path.supports(problem, device):
             continue
 

@@ -17,9 +17,10 @@ name before the next file name is tried (see `files.file_names_for`).
 A call uses the launch for the nearest token count in the file; of two equally near counts, the
 smaller one.
 
-Calls with prepared weights, which were converted to another layout when they were loaded, have
-separate files. Without such a file, they use the configurations of other calls, except where a path
-that prepares weights has its own configurations for them.
+Prepared weights were converted to another layout when they were loaded. Calls with prepared weights
+have separate files. If there is no such file, these calls use the same configurations as other
+calls, except where a path has its own configurations for prepared weights
+(`heuristics.overlay_prepared_configs`).
 """
 
 import logging
@@ -66,7 +67,7 @@ from experts.triton.launch_config import (
     violations,
 )
 from experts.triton.path import UNBOUNDED_TOKENS
-from experts.triton.paths import BASE, BUILT_IN, BUILT_IN_NAMES, BY_NAME, PATHS
+from experts.triton.paths import ALL_PATHS, BASE_PATH, BUILT_IN_NAMES, BUILT_IN_PATHS, BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import escape_nonprintable
@@ -109,9 +110,9 @@ class Source:
     def launch_steps(
         self, problem: Problem, device: Device, paths: Collection[str], *, prepared: bool = False
     ) -> ConfigSteps:
-        """Return the configurations of the calls of a part.
+        """Return the configurations that an experts part uses for its calls.
 
-        paths: names of the paths that the part supports.
+        paths: names of the implementation paths that the part supports.
         prepared: whether the calls use prepared weights.
         """
         steps = self.steps
@@ -126,8 +127,9 @@ class Source:
             steps = prefer_heuristics_by_rows(
                 steps, make_heuristic_steps(problem, device, built_in_paths), problem
             )
-            # Paths of other packages have no tuned files, so they also replace borrowed launches.
-            for path in PATHS[len(BUILT_IN) :]:
+            # Paths of other packages have no tuned files. Where such a path supports the problem,
+            # its defaults replace the launches that come from tuned files of similar layers.
+            for path in ALL_PATHS[len(BUILT_IN_PATHS) :]:
                 if path.name in paths and path.supports(problem, device):
                     steps = overlay_path(steps, path, problem, device)
         if prepared and not self.prepared:
@@ -163,21 +165,21 @@ class ConfigLookup:
         searched_locations: list[str] = []
         names = file_names_for(problem, self.device.name, prepared=prepared)
         for title, folder in self.folders if self.device.name else ():
-            path = self._find_file(folder, names)
-            if path is None:
+            config_file = self._find_file(folder, names)
+            if config_file is None:
                 reason = "no file" if folder.is_dir() else "no such folder"
                 suffix = " for prepared weights" if prepared and folder.is_dir() else ""
                 searched_locations.append(f"{title} {folder}: {reason}{suffix}")
                 continue
-            tuned_configs = _read_both_gemms(path)
+            tuned_configs = _read_both_gemms(config_file)
             if not _has_same_alignment(tuned_configs, problem):
                 mismatch = "tuned for rows that start at multiples of 16 elements"
-                searched_locations.append(f"{title} {path}: {mismatch}")
+                searched_locations.append(f"{title} {config_file}: {mismatch}")
                 continue
             fitted = fit_to_problem(tuned_configs, problem, self.device, prepared=prepared)
-            notes = (*self._describe_triton_mismatch(path, tuned_configs), *fitted.notes)
+            notes = (*self._describe_triton_mismatch(config_file, tuned_configs), *fitted.notes)
             if notes:
-                _warn_once(f"{path}: {'; '.join(notes)}")
+                _warn_once(f"{config_file}: {'; '.join(notes)}")
             if tuned_configs.tuned_for is not None:
                 notes = (*notes, *_describe_layer_differences(tuned_configs, problem))
             return replace(fitted, notes=notes, searched_locations=tuple(searched_locations))
@@ -215,17 +217,17 @@ class ConfigLookup:
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
-            for path in sorted((folder / triton_subfolder(self.triton)).glob("E=*.json")):
-                key = ConfigKey.parse(path.name)
+            for config_file in sorted((folder / triton_subfolder(self.triton)).glob("E=*.json")):
+                key = ConfigKey.parse(config_file.name)
                 if replace(problem_key, experts=key.experts, intermediate=key.intermediate) == key:
-                    layers.append(TunedLayer.from_config_file(key, read_config_file(path)))
+                    layers.append(TunedLayer.from_config_file(key, read_config_file(config_file)))
         return layers
 
     def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
         subfolders = [folder / name for name in self._subfolders(folder)]
-        paths = (subfolder / name for name in names for subfolder in subfolders)
+        candidates = (subfolder / name for name in names for subfolder in subfolders)
         # A dangling link or a folder with this name is found, too: `read_config_file` rejects it.
-        return next((path for path in paths if path.exists() or path.is_symlink()), None)
+        return next((file for file in candidates if file.exists() or file.is_symlink()), None)
 
     def _subfolders(self, folder: Path) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
@@ -239,9 +241,12 @@ class ConfigLookup:
                 others.append((tuple(map(int, match.groups())), entry.name))
         yield from (name for _, name in sorted(others, reverse=True))
 
-    def _describe_triton_mismatch(self, path: Path, tuned_configs: TunedConfigs) -> Iterator[str]:
+    def _describe_triton_mismatch(
+        self, config_file: Path, tuned_configs: TunedConfigs
+    ) -> Iterator[str]:
         installed = triton_subfolder(self.triton)
-        tuned_with = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
+        subfolder = config_file.parent.name
+        tuned_with = subfolder if _SUBFOLDER.fullmatch(subfolder) else ""
         tuned_with = triton_subfolder(tuned_configs.triton) or tuned_with
         if installed and tuned_with and installed != tuned_with:
             version = tuned_with.removeprefix("triton_").replace("_", ".")
@@ -261,17 +266,17 @@ def _warn_once(text: str) -> None:
     _LOG.warning("%s", escape_nonprintable(text))
 
 
-def _read_both_gemms(path: Path) -> TunedConfigs:
+def _read_both_gemms(config_file: Path) -> TunedConfigs:
     """Read a config file and, if there is one, SGLang's "_down" file for GEMM 2 next to it."""
-    tuned_configs = read_config_file(path)
-    down_path = path.with_name(path.name.removesuffix(".json") + "_down.json")
-    if tuned_configs.strict or not down_path.exists():
+    tuned_configs = read_config_file(config_file)
+    down_file = config_file.with_name(config_file.name.removesuffix(".json") + "_down.json")
+    if not tuned_configs.is_foreign or not down_file.exists():
         return tuned_configs
-    down_configs = read_config_file(down_path)
-    if down_configs.strict:
+    down_configs = read_config_file(down_file)
+    if not down_configs.is_foreign:
         need = "SGLang's format; a file in modular_kernel's format has both GEMMs, without _down"
         got = "a file in modular_kernel's format"
-        raise ConfigurationError(f"config file {down_path}", got=got, need=need)
+        raise ConfigurationError(f"config file {down_file}", got=got, need=need)
     return replace(tuned_configs, gemm2=down_configs.gemm2)
 
 
@@ -307,27 +312,26 @@ def fit_to_problem(
 
     Raise ConfigurationError if a path supports `problem`, but cannot be launched as the file says.
     """
-    max_tokens_by_key = {
-        t: _max_tokens_for(path, t, tuned_configs, problem, device, prepared)
-        for t, path in tuned_configs.paths
+    # For each tuned token count, the number of tokens of the largest call that may use its launch.
+    largest_calls = {
+        tuned_count: _max_tokens_for(path_name, tuned_count, problem, device, prepared)
+        for tuned_count, path_name in tuned_configs.paths
     }
-    steps1, steps2 = (
-        _token_ranges(tuned_configs.gemm1, max_tokens_by_key),
-        _token_ranges(tuned_configs.gemm2, max_tokens_by_key),
-    )
-    boundaries = sorted({last for last, _ in (*steps1, *steps2)})
+    ranges1 = _token_ranges(tuned_configs.gemm1, largest_calls)
+    ranges2 = _token_ranges(tuned_configs.gemm2, largest_calls)
+    boundaries = sorted({last for last, _ in (*ranges1, *ranges2)})
     configs, notes = [], dict[str, None]()
     for last in boundaries:
         (tokens, launch1), (tokens_gemm2, launch2) = (
-            _launch_for(last, choices) for choices in (steps1, steps2)
+            _launch_for(last, ranges) for ranges in (ranges1, ranges2)
         )
-        if tuned_configs.counts_gate_and_up:
+        if tuned_configs.block_n_includes_up:
             labels = (f"{tuned_configs.origin}, tokens {t}" for t in (tokens, tokens_gemm2))
             launch1, launch2, clamps = _clamp_foreign_launches(
                 launch1, launch2, tuned_configs, problem, device, tuple(labels)
             )
             notes |= dict.fromkeys(clamps)
-        config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE.name))
+        config = MoEConfig(launch1, launch2, dict(tuned_configs.paths).get(tokens, BASE_PATH.name))
         # `ConfigSteps.replace_other_paths` replaces a path that does not support the problem.
         if BY_NAME[config.path].supports(problem, device):
             require_config(config, problem, device, f"{tuned_configs.origin}, tokens {tokens}")
@@ -340,22 +344,20 @@ def fit_to_problem(
         tuned_configs.origin,
         token_counts=tuple(tokens for tokens, _ in tuned_configs.gemm1),
         notes=_summarize_notes(list(notes)),
-        is_foreign=not tuned_configs.strict,
+        is_foreign=tuned_configs.is_foreign,
         prepared=prepared,
     )
 
 
-def _launch_for(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
-    return next(choice for end, choice in choices if last <= end)
+def _launch_for(
+    num_tokens: int, ranges: Sequence[tuple[int, tuple[int, Launch]]]
+) -> tuple[int, Launch]:
+    """Return the (tuned token count, launch) that a call uses. ranges: from `_token_ranges`."""
+    return next(tuned_launch for last, tuned_launch in ranges if num_tokens <= last)
 
 
 def _max_tokens_for(
-    name: str,
-    tokens: int,
-    tuned_configs: TunedConfigs,
-    problem: Problem,
-    device: Device,
-    prepared: bool,
+    path_name: str, tuned_count: int, problem: Problem, device: Device, prepared: bool
 ) -> int:
     """Return the number of tokens of the largest call that may use a tuned configuration.
 
@@ -364,14 +366,14 @@ def _max_tokens_for(
     for. There is no limit for calls with prepared weights, nor for a path that does not support the
     problem, because its configuration is replaced.
 
-    name: the path of the configuration.
-    tokens: the number of tokens for which it was tuned.
+    path_name: the path of the configuration.
+    tuned_count: the number of tokens for which the configuration was tuned.
     """
-    path = BY_NAME[name]
+    path = BY_NAME[path_name]
     if not path.supports(problem, device) or (prepared and path.prepared_configs(problem)):
         return UNBOUNDED_TOKENS
     max_tokens = path.max_tokens(problem)
-    return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
+    return UNBOUNDED_TOKENS if max_tokens is None else max(tuned_count, max_tokens)
 
 
 def _require_single_config(
@@ -405,49 +407,50 @@ def _clamp_foreign_launches(
     """
     results: list[LaunchConfig] = []
     clamps = []
-    for tile, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
-        assert isinstance(tile, LaunchConfig)
+    for launch, gemm, label in zip((launch1, launch2), gemms(problem), labels, strict=True):
+        assert isinstance(launch, LaunchConfig)
         if gemm.num_matrices == 2:
-            tile = replace(tile, block_n=max(tile.block_n // 2, _MIN_BLOCK_N))
+            launch = replace(launch, block_n=max(launch.block_n // 2, _MIN_BLOCK_N))
         if results:  # block_m may differ in SGLang's second file, but GEMMs use the same blocks
-            tile = replace(tile, block_m=results[0].block_m)
-        clamped_tile = _clamp_tile(tile, gemm, device, tuned_configs.strict, label)
-        if clamped_tile != tile:
+            launch = replace(launch, block_m=results[0].block_m)
+        clamped = _clamp_launch(launch, gemm, device, tuned_configs.is_foreign, label)
+        if clamped != launch:
             tokens = label.removeprefix(f"{tuned_configs.origin}, ")
-            clamps.append(f"{tokens} {gemm}: {tile} clamped to {clamped_tile}")
-        results.append(clamped_tile)
+            clamps.append(f"{tokens} {gemm}: {launch} clamped to {clamped}")
+        results.append(clamped)
     return results[0], results[1], clamps
 
 
 def _token_ranges(
-    launches: Sequence[tuple[int, Launch]], max_tokens_by_key: Mapping[int, int]
+    tuned_launches: Sequence[tuple[int, Launch]], largest_calls: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Launch]]]:
-    """Return (last token count that uses it, launch) for each launch, ascending.
+    """Return the range of token counts of each launch, as (last, (tuned token count, launch)).
 
-    A call uses the launch whose token count is nearest, unless max_tokens_by_key limits this launch
-    to fewer tokens. The last launch has no limit.
+    A range ends at `last`, and the next one begins at last + 1. A call uses the launch whose tuned
+    token count is nearest, unless largest_calls limits this launch to fewer tokens. The last launch
+    has no limit.
 
-    launches: (token count, launch), ascending.
-    max_tokens_by_key: for the token count of a launch, the number of tokens of the largest call
-        that may use it.
+    tuned_launches: (tuned token count, launch), ascending.
+    largest_calls: for a tuned token count, the number of tokens of the largest call that may use
+        its launch.
     """
-    tokens = [t for t, _ in launches]
-    ends = [
-        min((lower + upper) // 2, max_tokens_by_key.get(lower, UNBOUNDED_TOKENS))
-        for lower, upper in pairwise(tokens)
+    tuned_counts = [tuned_count for tuned_count, _ in tuned_launches]
+    lasts = [
+        min((lower + upper) // 2, largest_calls.get(lower, UNBOUNDED_TOKENS))
+        for lower, upper in pairwise(tuned_counts)
     ]
-    return list(zip([*ends, UNBOUNDED_TOKENS], launches, strict=True))
+    return list(zip([*lasts, UNBOUNDED_TOKENS], tuned_launches, strict=True))
 
 
-def _clamp_tile(
-    tile: LaunchConfig, gemm: Gemm, device: Device, strict: bool, label: str
+def _clamp_launch(
+    launch: LaunchConfig, gemm: Gemm, device: Device, is_foreign: bool, label: str
 ) -> LaunchConfig:
-    """Return `tile`. If `strict` is False and it does not fit, clamp it first."""
-    if not strict:
-        violated = {violation.what for violation in violations(tile, gemm, device)}
+    """Return `launch`, clamped if it is foreign and exceeds only limits that are clamped."""
+    if is_foreign:
+        violated = {violation.what for violation in violations(launch, gemm, device)}
         if violated and violated <= _CLAMPED_LIMITS:
-            tile = clamp(tile, gemm, device)
-    return require(tile, gemm, device, label)
+            launch = clamp(launch, gemm, device)
+    return require(launch, gemm, device, label)
 
 
 def _summarize_notes(notes: list[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from experts.triton.configs.files import ConfigKey, TunedConfigs
 from experts.triton.configs.heuristics import ConfigSteps, is_launchable
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.path import UNBOUNDED_TOKENS, Path
-from experts.triton.paths import BASE, BY_NAME, PATHS
+from experts.triton.paths import ALL_PATHS, BASE_PATH, BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Problem
 from modular_kernel.text import format_count
@@ -194,7 +194,7 @@ def prefer_heuristics_by_rows(
     rows per expert. The nearest entry of a tuned file may be for fewer rows: the entries are for
     powers of two of tokens, so that their rows differ by factors of 1.4 to 2. A borrowed
     configuration is therefore replaced if its path or its block_m differs from the default, and, on
-    paths other than BASE, if its block_n is smaller than the default.
+    paths other than BASE_PATH, if its block_n is smaller than the default.
 
     On an H200, replacing reduces the time to 0.78 to 0.99 of that of the borrowed configuration,
     with 32 to 128 rows per expert (2026-11-28, triton 3.6.0, seven layers).
@@ -206,7 +206,9 @@ def prefer_heuristics_by_rows(
         if max_tokens <= max_memory_bound_tokens:
             return config
         borrowed_gemm1, default_gemm1 = config.gemm1, default.gemm1
-        is_narrower = config.path != BASE.name and borrowed_gemm1.block_n < default_gemm1.block_n
+        is_narrower = (
+            config.path != BASE_PATH.name and borrowed_gemm1.block_n < default_gemm1.block_n
+        )
         is_suitable = (
             config.path == default.path
             and borrowed_gemm1.block_m == default_gemm1.block_m
@@ -229,7 +231,7 @@ def split_at_breakpoints(steps: ConfigSteps, problem: Problem, device: Device) -
     These paths use their own `default_config`. Their steps are split at the breakpoints of the
     path, because `default_config` changes there.
     """
-    for path in PATHS:
+    for path in ALL_PATHS:
         if path.transferable or not path.supports(problem, device):
             continue
 

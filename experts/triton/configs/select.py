@@ -29,7 +29,7 @@ from experts.triton.configs.lookup import (
 )
 from experts.triton.configs.nearest import MIN_COMPUTE_BOUND_ROWS
 from experts.triton.launch_config import Device, MoEConfig, find_arch
-from experts.triton.paths import BASE, PATHS, external_paths
+from experts.triton.paths import ALL_PATHS, BASE_PATH, external_paths
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.spec.problem import Problem
@@ -44,7 +44,7 @@ _device: ContextVar[Device | None] = ContextVar("config device", default=None)
 def choose_config(
     problem: Problem,
     tokens: int,
-    paths: tuple[str, ...] = (BASE.name,),
+    paths: tuple[str, ...] = (BASE_PATH.name,),
     *,
     prepared: bool = False,
 ) -> MoEConfig:
@@ -67,7 +67,7 @@ def choose_config(
 def buffer_kinds_up_to(
     problem: Problem,
     tokens: int,
-    paths: tuple[str, ...] = (BASE.name,),
+    paths: tuple[str, ...] = (BASE_PATH.name,),
     *,
     prepared: bool = False,
 ) -> list[tuple[int, str, int]]:
@@ -122,7 +122,7 @@ def explain(
     problem: Problem,
     tokens: int,
     device_name: str | None = None,
-    paths: tuple[str, ...] = (BASE.name,),
+    paths: tuple[str, ...] = (BASE_PATH.name,),
     *,
     prepared: bool = False,
 ) -> str:
@@ -194,7 +194,7 @@ def _describe_external_paths(
 
     paths: names of the paths that the caller supports.
     """
-    if paths == (BASE.name,):
+    if paths == (BASE_PATH.name,):
         return
     external = external_paths()
     for path, origin in ((usable.path, usable.origin) for usable in external.usable):
@@ -214,7 +214,7 @@ def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
     without_lora = replace(problem, lora="none")
     missing = [
         p.name
-        for p in PATHS
+        for p in ALL_PATHS
         if p.supports(without_lora, device) and not p.supports(problem, device)
     ]
     if missing:

@@ -174,7 +174,7 @@ class DequantizedPath(GroupedTmaPath):
             (-(-n // block_n), -(-k // (step_k * num_steps)), count),
             w_ptr=operands.w.view(torch.int32) if is_repacked else operands.w,
             scale_ptr=scale,
-            zero_point_ptr=operands.w if zero_or_global is None else zero_or_global,
+            zero_point_or_global_scale_ptr=operands.w if zero_or_global is None else zero_or_global,
             expert_starts_ptr=order.starts,
             out_ptr=w_eNK,
             first_expert=first_expert,

@@ -38,9 +38,10 @@ def multiply_tile_w8a8(
     stride_ask: stride of the activation scales along their groups.
     b_scale_ptrs: (BLOCK_N,), pointers to the first scale of each gate (or only) weight row; a
         single pointer if ONE_SCALE_PER_TILE.
-    up_scale_ptrs: the same for the up weight rows.
+    up_scale_ptrs: like b_scale_ptrs, for the up weight rows.
     stride_bsk: stride of the weight scales along their groups.
-    column_mask: (BLOCK_N,), False for columns that do not exist.
+    column_mask: (BLOCK_N,). It is False for columns of the tile past the last weight row, whose
+        scales are read as 0.
     ONE_SCALE_PER_TILE: whether all gate rows of the tile share one scale, and all up rows another
         one.
     SWAP_AB: whether the weights are the left operand of the MMA (`accumulate`).

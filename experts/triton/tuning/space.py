@@ -31,7 +31,7 @@ from experts.triton.configs.select import (
 )
 from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, gemms
 from experts.triton.path import Path as LaunchPath
-from experts.triton.paths import BASE, BY_NAME
+from experts.triton.paths import BASE_PATH, BY_NAME
 from modular_kernel.contracts import Choice, StageTimes, Tunable, TunedChoice
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.replay import stages
@@ -60,7 +60,7 @@ class ConfigSpace(Tunable):
         self,
         problem: Problem,
         experts_part: str,
-        paths: Sequence[type[LaunchPath]] = (BASE,),
+        paths: Sequence[type[LaunchPath]] = (BASE_PATH,),
         *,
         prepared: bool = False,
     ) -> None:
@@ -73,7 +73,7 @@ class ConfigSpace(Tunable):
 
     @classmethod
     def for_problem(
-        cls, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
+        cls, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE_PATH,)
     ) -> "ConfigSpace | None":
         """Return the space, or None for a batch-invariant problem, whose launches are fixed."""
         return None if problem.batch_invariant else cls(problem, experts_part, paths)
@@ -170,9 +170,11 @@ class ConfigSpace(Tunable):
         if not path.exists():
             return {}
         tuned_configs = read_config_file(path)
-        if not tuned_configs.strict or tuned_configs.tuned_for != self._tuned_for():
+        if tuned_configs.is_foreign or tuned_configs.tuned_for != self._tuned_for():
             got = (
-                tuned_configs.tuned_for if tuned_configs.strict else "a file of vLLM's or SGLang's"
+                "a file of vLLM's or SGLang's"
+                if tuned_configs.is_foreign
+                else tuned_configs.tuned_for
             )
             need = f"{self._tuned_for()}; choose another folder, or start afresh"
             raise ConfigurationError(f"config file {path}", got=got, need=need)
@@ -195,8 +197,8 @@ class ConfigSpace(Tunable):
             gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
             gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
             paths=tuple((tokens, config.path) for tokens, config in configs.items()),
-            counts_gate_and_up=False,
-            strict=True,
+            block_n_includes_up=False,
+            is_foreign=False,
             triton=current_lookup().triton,
             tuned_for=self._tuned_for(),
             times={tokens: _times_in_us(choices[tokens]) for tokens in configs},

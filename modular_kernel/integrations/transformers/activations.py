@@ -37,8 +37,8 @@ def _identify_activation(module: torch.nn.Module) -> ActivationSpec:
     function: Callable[[torch.Tensor], torch.Tensor] = getattr(
         module, get_activation_attribute(module)
     )
-    candidates = dict(zip(_PARAMETER_WORDS, _list_numbers_by_parameter(module), strict=True))
-    probe = _make_probe(_get_gate_up_rows(module), candidates["limit"])
+    candidates = dict(zip(_PARAMETER_WORDS, _list_parameter_candidates(module), strict=True))
+    probe = _make_probe(_get_projection_width(module), candidates["limit"])
     device = next(iter(module.parameters())).device
     try:
         with torch.no_grad():
@@ -107,8 +107,8 @@ def _find_numbers(
     return candidates
 
 
-def _list_numbers_by_parameter(module: torch.nn.Module) -> Iterator[list[float]]:
-    """Yield the candidates for alpha, then the candidates for the limit."""
+def _list_parameter_candidates(module: torch.nn.Module) -> Iterator[list[float]]:
+    """Yield the candidate values of alpha, then those of the limit."""
     candidates = [
         (" ".join(path), value) for path, value in find_alpha_and_limit_candidates(module)
     ]
@@ -116,8 +116,11 @@ def _list_numbers_by_parameter(module: torch.nn.Module) -> Iterator[list[float]]
         yield [value for name, value in candidates if any(word in name for word in words)]
 
 
-def _get_gate_up_rows(module: torch.nn.Module) -> int:
-    """Return N of the projection before the activation, (e, N, K), or (e, K, N) if transposed."""
+def _get_projection_width(module: torch.nn.Module) -> int:
+    """Return the number of outputs of the projection before the activation.
+
+    It is N of the weight, which has the shape (e, N, K), or (e, K, N) if the module is transposed.
+    """
     gated = getattr(module, "has_gate", True)
     shape = getattr(module, "gate_up_proj" if gated else "up_proj").shape
     packed = hasattr(module, "_mk_interleaved")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from modular_kernel.integrations.transformers.modules import FIELDS, is_quantized
+from modular_kernel.integrations.transformers.modules import FIELDS_ATTRIBUTE, is_quantized
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # x, expert ids and router weights
 
@@ -21,7 +21,7 @@ def needs_gradients(tensors: Sequence[torch.Tensor]) -> bool:
 
 def supports_grouped_mm(module: torch.nn.Module) -> bool:
     """Return whether `grouped_mm` can run a module. It cannot read packed or quantized weights."""
-    return not hasattr(module, FIELDS) and not is_quantized(module)
+    return not hasattr(module, FIELDS_ATTRIBUTE) and not is_quantized(module)
 
 
 def run_grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:

@@ -16,16 +16,19 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 
 # Names of attributes that `from_pretrained` and `serve` set to describe a module's tensors.
-FIELDS = "_mk_fields"  # dict from the name of each parameter to its field of `expert_fields`
-QUANT = "_mk_quant"  # quantization scheme
-INTERLEAVED = "_mk_interleaved"  # whether gate and up rows of w1 alternate
+# The value of FIELDS_ATTRIBUTE is a dict from the name of each parameter to its field and
+# conversions, in the syntax of `operators.expert_fields`. For example, "w1:first=8" maps the first
+# 8 experts of a parameter to w1.
+FIELDS_ATTRIBUTE = "_mk_fields"
+QUANT_ATTRIBUTE = "_mk_quant"  # quantization scheme
+INTERLEAVED_ATTRIBUTE = "_mk_interleaved"  # whether gate and up rows of w1 alternate
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 # Attributes other than tensors that determine how a module's tensors are read.
 _FLAGS = (
     *("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts"),
-    *("block_size", QUANT, INTERLEAVED),
+    *("block_size", QUANT_ATTRIBUTE, INTERLEAVED_ATTRIBUTE),
 )
 
 Names = tuple[str, ...]
@@ -50,7 +53,7 @@ def list_tensor_names(module: torch.nn.Module) -> Names:
     """
     if getattr(module, "has_post_expert_norm", False):
         raise unsupported_error(module, "a norm after each expert", "experts without a norm")
-    packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
+    packed_fields: dict[str, str] | None = getattr(module, FIELDS_ATTRIBUTE, None)
     if packed_fields is not None:
         return tuple(packed_fields)
     first = get_first_projection(module)
@@ -64,9 +67,9 @@ def list_tensor_names(module: torch.nn.Module) -> Names:
 
 def read_layout(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layout:
     """Return the layout of the tensors of `list_tensor_names`, from their shapes and dtypes."""
-    packed_fields: dict[str, str] | None = getattr(module, FIELDS, None)
+    packed_fields: dict[str, str] | None = getattr(module, FIELDS_ATTRIBUTE, None)
     if packed_fields is not None:
-        return Layout(",".join(packed_fields.values()), getattr(module, QUANT))
+        return Layout(",".join(packed_fields.values()), getattr(module, QUANT_ATTRIBUTE))
     bias = ",b1,b2" if getattr(module, "has_bias", False) else ""
     transpose = ":t" if getattr(module, "is_transposed", False) else ""
     if not hasattr(module, f"{get_first_projection(module)}_scale_inv"):
@@ -105,7 +108,7 @@ def parse_layer_number(name: str) -> int | None:
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether the module's weights are quantized."""
     scaled = hasattr(module, f"{get_first_projection(module)}_scale_inv")
-    return scaled or getattr(module, QUANT, "none") != "none"
+    return scaled or getattr(module, QUANT_ATTRIBUTE, "none") != "none"
 
 
 def read_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:

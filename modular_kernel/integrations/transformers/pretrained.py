@@ -63,9 +63,9 @@ from modular_kernel.errors import (
 )
 from modular_kernel.integrations.transformers.activations import unsupported_error
 from modular_kernel.integrations.transformers.modules import (
-    FIELDS,
-    INTERLEAVED,
-    QUANT,
+    FIELDS_ATTRIBUTE,
+    INTERLEAVED_ATTRIBUTE,
+    QUANT_ATTRIBUTE,
     get_first_projection,
     is_dispatched,
     parse_layer_number,
@@ -611,9 +611,9 @@ def install_weights(module: torch.nn.Module, loaded: LoadedExperts) -> None:
                 module.register_parameter(name, parameter)
                 fields[name] = field
     act = ActivationSpec.parse(loaded.problem_fields["activation"])
-    setattr(module, FIELDS, fields)
-    setattr(module, QUANT, str(loaded.problem_fields["quant"]))
-    setattr(module, INTERLEAVED, act.interleaved)
+    setattr(module, FIELDS_ATTRIBUTE, fields)
+    setattr(module, QUANT_ATTRIBUTE, str(loaded.problem_fields["quant"]))
+    setattr(module, INTERLEAVED_ATTRIBUTE, act.interleaved)
     cls: Any = type(module)
     module.__class__ = _make_packed_class(cls)
 

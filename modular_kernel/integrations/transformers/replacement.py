@@ -1,4 +1,8 @@
-"""Replaces experts modules that transformers does not dispatch, so that they run on our kernels."""
+"""Makes the experts of three model families run on our kernels.
+
+transformers runs most experts modules with the experts implementation that the config of the model
+selects. The modules of the classes in REPLACED ignore this setting, until `serve` changes them.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -7,12 +11,13 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from modular_kernel.integrations.transformers.modules import FIELDS, QUANT
+from modular_kernel.integrations.transformers.modules import FIELDS_ATTRIBUTE, QUANT_ATTRIBUTE
 from modular_kernel.integrations.transformers.peft_experts import replace_wrappers
 from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.utils.argument_checks import expect
 
-# Attributes that transformers' decorator for experts sets on a module, with their defaults.
+# Attributes that transformers' decorator `use_experts_implementation` sets on a module, with their
+# defaults.
 _FLAGS = {
     "has_gate": True,
     "has_bias": False,
@@ -24,14 +29,16 @@ _FLAGS = {
 
 
 def serve(model: torch.nn.Module) -> tuple[str, ...]:
-    """Make the modules of REPLACED, and experts that PEFT wraps, use the experts implementation.
+    """Make experts that transformers or PEFT would run by themselves run on our kernels.
 
-    A module remains the same object with the same weights. Only its class is replaced by a
-    subclass, which runs the original forward if another experts implementation is selected. PEFT
-    multiplies the two factors of an adapter with each other in each call; after this function, the
-    factors are applied to the activations one after the other.
+    These are the modules of the classes in REPLACED, and PEFT's wrappers of experts. A module
+    remains the same object with the same weights, but its class is replaced by a subclass. If an
+    experts implementation other than ours is selected, the subclass runs the original forward.
 
-    Returns the names of the modules. Raises ConfigurationError unless `model` is a module.
+    In each call, PEFT multiplies the two factors of an adapter with each other. The replaced
+    wrappers apply the factors to the activations, one after the other.
+
+    Returns the names of the changed modules. Raises ConfigurationError unless `model` is a module.
     """
     expect("model", model, torch.nn.Module)
     names = []
@@ -78,12 +85,12 @@ def _get_registration(module: Any) -> Registration | None:
 # ------------------------------------------------------------------------ replaced modules
 
 
-def _replace_step(module: Any, config: Any) -> None:
+def _replace_step3p7(module: Any, config: Any) -> None:
     _set_flags(module, config)
-    _set_forward(module, _step_forward)
+    _set_forward(module, _step3p7_forward)
 
 
-def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _step3p7_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     registration = _get_registration(self)
     output: torch.Tensor = (
         self._original_class.forward(self, *args, **kwargs)
@@ -94,16 +101,18 @@ def _step_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _replace_longcat(module: Any, config: Any) -> None:
-    """Replace LongCat's experts. The last experts are zero experts, which compute the identity.
+    """Replace LongCat's experts.
 
-    w1 has unused rows for the zero experts.
+    The last experts are zero experts, which compute the identity. gate_up_proj has unused entries
+    for the zero experts.
     """
     if module.gate_up_proj is None:
         return
     routed = module.num_routed_experts
     _set_flags(module, config, num_experts=routed, _is_expert_parallel=True)
-    setattr(module, FIELDS, {"gate_up_proj": f"w1:first={routed}", "down_proj": "w2"})
-    setattr(module, QUANT, "none")
+    # "first": without the unused entries of the zero experts.
+    setattr(module, FIELDS_ATTRIBUTE, {"gate_up_proj": f"w1:first={routed}", "down_proj": "w2"})
+    setattr(module, QUANT_ATTRIBUTE, "none")
     _set_forward(module, _longcat_forward)
 
 
@@ -152,5 +161,5 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
 REPLACED: dict[str, Callable[[Any, Any], None]] = {
     "Llama4TextMoe": _replace_llama4,
     "LongcatFlashExperts": _replace_longcat,
-    "Step3p7Experts": _replace_step,
+    "Step3p7Experts": _replace_step3p7,
 }

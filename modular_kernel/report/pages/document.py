@@ -110,14 +110,14 @@ class BarChart:
 
 
 @dataclass(frozen=True)
-class MatrixPicture:
-    """The support matrix as a picture, with a square for each pair of a row and a column.
+class InteractiveMatrix:
+    """Data of a diagram of the support matrix, with a square for each pair of a row and a column.
 
     The user selects the scheme and the number of ranks.
 
-    reasons: distinct reasons of refusals. refusals: distinct sets of reasons, as indices into
+    reasons: distinct reasons of refusals. reason_sets: distinct sets of reasons, as indices into
     `reasons`. The first set is empty and belongs to valid pairs. cells: for each "SCHEME RANKS",
-    the index into `refusals` of each pair, row by row.
+    the index into `reason_sets` of each pair, row by row.
     """
 
     rows: Sequence[str]
@@ -125,7 +125,7 @@ class MatrixPicture:
     schemes: Sequence[str]
     world_sizes: Sequence[int]
     reasons: Sequence[str]
-    refusals: Sequence[Sequence[int]]
+    reason_sets: Sequence[Sequence[int]]
     cells: Mapping[str, Sequence[int]]
 
 
@@ -151,7 +151,7 @@ PageBlock = (
     | DefinitionList
     | WarningBox
     | BarChart
-    | MatrixPicture
+    | InteractiveMatrix
     | TableOfContents
     | Collapsible
 )

@@ -1,6 +1,6 @@
 """Rendering of documents as one self-contained HTML file, without external resources.
 
-The only script (matrix_filter.js) shows a `MatrixPicture` for the selected scheme and number of
+The only script (matrix_filter.js) shows a `InteractiveMatrix` for the selected scheme and number of
 ranks. If scripts are disabled, the picture shows the first of them.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from modular_kernel.report.pages.document import BarChart, Heading, MatrixPicture, PageBlock
+from modular_kernel.report.pages.document import BarChart, Heading, InteractiveMatrix, PageBlock
 from modular_kernel.report.pages.plots import Scale, svg_line, svg_text
 
 _MAX_LISTED_LEVEL = 2  # maximum level of headings in the table of contents
@@ -90,15 +90,15 @@ def _positions(block: BarChart) -> list[tuple[float, float | None]]:
 _SQUARE, _LEFT, _TOP = 26, 260, 190
 
 
-def _matrix_data(block: MatrixPicture) -> Markup:
+def _matrix_data(block: InteractiveMatrix) -> Markup:
     """Return the JSON that the script reads. "<" is escaped, so that no text closes the element."""
-    data = {"reasons": block.reasons, "refusals": block.refusals, "cells": block.cells}
+    data = {"reasons": block.reasons, "reason_sets": block.reason_sets, "cells": block.cells}
     return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
-def _matrix_svg(block: MatrixPicture) -> Markup:
+def _matrix_svg(block: InteractiveMatrix) -> Markup:
     """Draw the squares for the first scheme and number of ranks."""
-    refusals = block.cells[f"{block.schemes[0]} {block.world_sizes[0]}"]
+    set_indices = block.cells[f"{block.schemes[0]} {block.world_sizes[0]}"]
     width = _LEFT + _SQUARE * len(block.columns) + 110
     height = _TOP + _SQUARE * len(block.rows) + 8
     shapes = []
@@ -111,11 +111,11 @@ def _matrix_svg(block: MatrixPicture) -> Markup:
         shapes.append(svg_text(_LEFT - 8, y + 17, label, ' text-anchor="end"'))
         shapes.append(svg_line(0, y, width, y))
         for column, experts in enumerate(block.columns):
-            refusal = block.refusals[refusals[row * len(block.columns) + column]]
-            lines = [block.reasons[index] for index in refusal] or ["valid"]
+            reason_set = block.reason_sets[set_indices[row * len(block.columns) + column]]
+            lines = [block.reasons[index] for index in reason_set] or ["valid"]
             pair = f"{name} x {experts}"
             position = f'x="{_LEFT + _SQUARE * column + 2}" y="{y + 2}"'
-            css_class = "refused" if refusal else "valid"
+            css_class = "refused" if reason_set else "valid"
             size = f'width="{_SQUARE - 4}" height="{_SQUARE - 4}" rx="3"'
             title = escape("\n".join([pair, *lines]))
             shapes.append(

@@ -5,8 +5,8 @@ for (const picture of document.querySelectorAll(".matrix")) {
   const squares = [...picture.querySelectorAll("rect[data-pair]")];
   let selected = null;
   const reasonsOf = (square) => {
-    const refusal = data.cells[`${scheme.value} ${ranks.value}`][squares.indexOf(square)];
-    return data.refusals[refusal].map((index) => data.reasons[index]);
+    const reasonSet = data.cells[`${scheme.value} ${ranks.value}`][squares.indexOf(square)];
+    return data.reason_sets[reasonSet].map((index) => data.reasons[index]);
   };
   const describe = () => {
     if (!selected) return;

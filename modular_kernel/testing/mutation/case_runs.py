@@ -47,7 +47,7 @@ def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     return failure, time.perf_counter() - start
 
 
-def digest(case: Case, machine: Machine) -> str:
+def hash_case(case: Case, machine: Machine) -> str:
     """Run the case in this process; return its `hash_trial`, or "raised <error name>"."""
     # A mutant may raise any error.
     try:

@@ -33,7 +33,7 @@ class CaseRunner(Protocol):
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]: ...
 
-    def digest(self, case: Case, machine: Machine) -> str: ...
+    def hash_case(self, case: Case, machine: Machine) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def run_cases(
     def run_all() -> bool:
         for index, covered in enumerate(cases):
             send({"case": index})
-            if runner.digest(covered.case, machine) == covered.digest:
+            if runner.hash_case(covered.case, machine) == covered.digest:
                 unchanged.append(index)
                 continue
             send({"differs": index})

@@ -24,7 +24,11 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import make_child_environment
-from modular_kernel.testing.mutation.patched_module import part_packages, patch_modules, reattach
+from modular_kernel.testing.mutation.patched_module import (
+    part_packages,
+    patch_modules,
+    restore_submodule_attributes,
+)
 from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
@@ -141,7 +145,7 @@ def _main() -> None:
     if mutants:
         patch_modules(*mutants)
     cases: Any = importlib.import_module("modular_kernel.testing.compile.cases")
-    reattach()
+    restore_submodule_attributes()
     jit: Any = importlib.import_module("triton.runtime.jit").JITFunction
     original_run, launches = jit.run, list[tuple[str, str]]()
 

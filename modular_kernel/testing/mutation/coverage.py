@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from modular_kernel.testing.cases.lists import Case
-from modular_kernel.testing.mutation.case_runs import Level, Pair, case_list, digest
+from modular_kernel.testing.mutation.case_runs import Level, Pair, case_list, hash_case
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.patched_module import unload
 from modular_kernel.testing.mutation.source import Mutant
@@ -109,7 +109,7 @@ def cover(
         for case in _select_cases(cases, selected):
             start = time.perf_counter()
             with trace_lines(files) as (lines, loaded):
-                bits = digest(case, machine)
+                bits = hash_case(case, machine)
             seconds = time.perf_counter() - start
             line_lists = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
             send({"digest": bits, "seconds": seconds, **line_lists})

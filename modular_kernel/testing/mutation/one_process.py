@@ -16,7 +16,11 @@ from modular_kernel.testing.mutation.case_steps import CaseListing, run_cases
 from modular_kernel.testing.mutation.coverage import CaseCoverage, Coverage, cover
 from modular_kernel.testing.mutation.forked_worker import ChildProcess, Send
 from modular_kernel.testing.mutation.mutant_outcome import GRACE_S, MutantOutcome, OutcomeTracker
-from modular_kernel.testing.mutation.patched_module import find_dependents, patch_modules, reattach
+from modular_kernel.testing.mutation.patched_module import (
+    find_dependents,
+    patch_modules,
+    restore_submodule_attributes,
+)
 from modular_kernel.testing.mutation.source import Mutant
 
 _CASE_TIMEOUT_S = 600.0  # timeout for a case without a mutant
@@ -66,10 +70,10 @@ def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) 
     if mutants:
         patch_modules(*mutants)
     runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
-    reattach()
+    restore_submodule_attributes()
     machine = runner.this_machine()
     for case in cases:
-        send({"digest": runner.digest(case, machine)})
+        send({"digest": runner.hash_case(case, machine)})
 
 
 def _run_in_child(
@@ -79,7 +83,7 @@ def _run_in_child(
     try:
         patch_modules(mutant)
         runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
-        reattach()
+        restore_submodule_attributes()
         runner.this_machine()
     # A mutant that raises any error when it is imported or probed is killed.
     except Exception as error:  # noqa: BLE001

@@ -107,7 +107,7 @@ class Ranks(Closeable):
             self.close()
             raise RuntimeError(_get_last_line(error)) from error
 
-    def digest(self, case: Case, machine: Machine) -> str:
+    def hash_case(self, case: Case, machine: Machine) -> str:
         """Run a case; return the digests of all ranks, or "raised" if the case raised an error.
 
         Raises RanksEnded if a rank died or timed out.
@@ -116,7 +116,7 @@ class Ranks(Closeable):
         start = time.perf_counter()
         try:
             return join_digests(
-                self.start().run(rank_tasks.digest, case, machine, timeout, timeout=run_timeout)
+                self.start().run(rank_tasks.hash_case, case, machine, timeout, timeout=run_timeout)
             )
         except RankError as error:
             self.close()
@@ -184,7 +184,7 @@ class OverRanks:
                 for case in results[0][0]:
                     args = case, machine, _TRACED_TIMEOUT_S, tuple(files.values())
                     rank_results = run(
-                        rank_tasks.traced_digest, *args, timeout=2 * _TRACED_TIMEOUT_S
+                        rank_tasks.hash_case_with_tracing, *args, timeout=2 * _TRACED_TIMEOUT_S
                     )
                     bits, seconds, lines, loaded = zip(*rank_results, strict=True)
                     covered.append(
@@ -221,7 +221,7 @@ class OverRanks:
             machine = ranks.this_machine()
             for case in cases:
                 try:
-                    digest = ranks.digest(case, machine)
+                    digest = ranks.hash_case(case, machine)
                 except RanksEnded:
                     return
                 yield digest

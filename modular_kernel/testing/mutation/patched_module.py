@@ -76,10 +76,11 @@ def unload(modules: set[str]) -> None:
             delattr(package, attribute)
 
 
-def reattach() -> None:
-    """Restore the attributes of packages that were imported again.
+def restore_submodule_attributes() -> None:
+    """Make loaded submodules attributes of their packages again.
 
-    A submodule that was not imported again is missing as an attribute of its new package.
+    After a package was imported again, the new package lacks the attributes of submodules that were
+    not imported again.
     """
     for name, module in list(sys.modules.items()):
         parent, _, attribute = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Tasks of a RankPool that run a mutant on each rank; `over_ranks` sends them.
 
-A rank looks up a task by the name of its module. After `apply_mutants` or `trace_imports` has
-imported this module again, it thus runs the newly imported task, and with it the changed source.
+`apply_mutants` and `trace_imports` import this module again on a rank. A rank looks up each task by
+its module name, so later tasks are those of the new module, which uses the changed source.
 """
 
 import hashlib
@@ -19,7 +19,11 @@ from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation.case_runs import Level, Pair, hash_trial
 from modular_kernel.testing.mutation.coverage import as_lists, trace_lines
 from modular_kernel.testing.mutation.forked_worker import silence_and_limit_memory
-from modular_kernel.testing.mutation.patched_module import patch_modules, reattach, unload
+from modular_kernel.testing.mutation.patched_module import (
+    patch_modules,
+    restore_submodule_attributes,
+    unload,
+)
 from modular_kernel.testing.mutation.scope import add_known_imports
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.verify import over_ranks
@@ -51,7 +55,7 @@ def apply_mutants(
     add_known_imports(imports)
     patch_modules(*mutants)
     importlib.import_module(__name__)
-    reattach()
+    restore_submodule_attributes()
 
 
 def trace_imports(
@@ -71,7 +75,7 @@ def trace_imports(
     unload(set(modules))
     with trace_lines(set(modules.values())) as (lines, loaded):
         reimported = importlib.import_module(__name__)
-        reattach()
+        restore_submodule_attributes()
         cases: list[RankCase] = reimported.list_cases(rank, world_size, None, query)
     all_lines = {file: lines.get(file, set()) | loaded.get(file, set()) for file in lines | loaded}
     return cases, as_lists(all_lines)
@@ -95,10 +99,12 @@ def invalid_cases(
     return [str(case) for case in cases if not case.verdict(machine).ok]
 
 
-def digest(
+def hash_case(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
-    """Run a case on this rank; return its `hash_trial`.
+    """Run a whole case on this rank; return the hash of its results (`hash_trial`).
+
+    For a fault scenario, the hash includes the outcomes of the scenario.
 
     timeout: seconds after which an exchange fails.
     """
@@ -118,7 +124,7 @@ def digest(
     return bits
 
 
-def traced_digest(
+def hash_case_with_tracing(
     rank: int,
     world_size: int,
     group: object,
@@ -127,13 +133,13 @@ def traced_digest(
     timeout: float,
     files: Collection[str],
 ) -> tuple[str, float, Lines, Lines]:
-    """Run `digest` with tracing.
+    """Run `hash_case` with tracing.
 
-    Returns (digest, seconds, executed lines of `files`, lines of `files` executed by imports).
+    Returns (hash, seconds, executed lines of `files`, lines of `files` executed by imports).
     """
     start = time.perf_counter()
     with trace_lines(set(files)) as (lines, loaded):
-        bits = digest(rank, world_size, group, case, machine, timeout)
+        bits = hash_case(rank, world_size, group, case, machine, timeout)
     return bits, time.perf_counter() - start, as_lists(lines), as_lists(loaded)
 
 
@@ -142,7 +148,8 @@ def build(
 ) -> FusedMoEModularKernel:
     """Make a rank's kernel whose exchanges time out after `timeout` seconds.
 
-    With `timeout` bound by `functools.partial`, it is the `build` argument of `prove_ranks`.
+    poison: whether the kernel fills its buffers with NaN before each call. With `timeout` bound by
+    `functools.partial`, this function is the `build` argument of `prove_ranks`.
     """
     with use_timeout(timeout):
         return over_ranks.build_kernel(case, machine, poison, group)

@@ -2,8 +2,8 @@
 
 `run_soak` runs on each rank of a pool. The layer is small, so that many calls can be made. Each
 step calls the kernel, a plan (a kernel with preallocated buffers), or a CUDA graph of the plan on
-one of several input sets. Every `check_every` steps, a new input set is drawn,
-and the output of that step is compared with the float64 reference. All ranks use the same seed, so
+one of several input sets. Every `check_every` steps, a new input set is drawn, and the output of
+that step is compared with the float64 reference. All ranks use the same seed, so
 they draw the same inputs without communication.
 """
 
@@ -43,8 +43,8 @@ _MAX_FINDINGS = 5
 class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
-    After the warm-up, GPU memory may grow by at most cuda_bytes, resident memory may grow by at
-    most rss_bytes, and the number of open files and threads must not grow.
+    After the warm-up, GPU memory may grow by at most cuda_bytes, and resident memory by at most
+    rss_bytes. The number of open files and threads must not grow.
 
     Attributes:
         part: name of a PrepareAndFinalize.
@@ -54,7 +54,8 @@ class Soak:
         check_every: number of steps between checks.
         warmup_steps: number of steps in the warm-up, limited to a tenth of the run.
         hosts: number of simulated hosts.
-        checked: if False, the ranks check only in the first call on the host that they agree.
+        checked: argument of the part's manager. If False, the ranks compare their arguments on the
+            host in the first call only.
     """
 
     part: str
@@ -96,7 +97,7 @@ class SoakReport:
 
     Attributes:
         steps: number of steps.
-        checked: number of outputs that were checked.
+        checked_outputs: number of outputs that were checked.
         modes: number of steps by the way in which the call was made.
         worst: largest error of the checked outputs, relative to its bound.
         cuda_growth, rss_growth: growth of GPU memory and of resident memory in bytes.
@@ -106,7 +107,7 @@ class SoakReport:
 
     steps: int
     seconds: float
-    checked: int
+    checked_outputs: int
     modes: dict[str, int]
     worst: float
     cuda_growth: int
@@ -119,7 +120,7 @@ class SoakReport:
         ms_per_step = self.seconds / max(self.steps, 1) * 1e3
         return (
             f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {ms_per_step:.3f} ms each, "
-            f"{self.checked} outputs checked, worst {self.worst:.2f} of its bound, growth: "
+            f"{self.checked_outputs} outputs checked, worst {self.worst:.2f} of its bound, growth: "
             f"GPU {self.cuda_growth / 2**20:.2f} MiB, process {self.rss_growth / 2**20:.1f} MiB, "
             f"{self.handles_growth} files and threads"
         )
@@ -149,7 +150,7 @@ class _Run:
         self.device, self.step, self.mode = device, 0, "set-up"
         self.rng = random.Random(params.seed)
         self.modes: Counter[str] = Counter()
-        self.checked, self.worst = 0, 0.0
+        self.checked_outputs, self.worst = 0, 0.0
         self.findings: list[str] = []
         machine = this_machine(device="cuda" if is_cuda else "cpu")
         requires = load_catalog().prepare_finalize(params.part).requires
@@ -218,7 +219,8 @@ class _Run:
             if self.rank == 0 and time.monotonic() - last_progress > _PROGRESS_INTERVAL_S:
                 last_progress = time.monotonic()
                 progress = (
-                    f"{self.step} steps, {last_progress - started:.0f} s, {self.checked} checked"
+                    f"{self.step} steps, {last_progress - started:.0f} s, "
+                    f"{self.checked_outputs} outputs checked"
                 )
                 print(progress, file=sys.stderr, flush=True)  # noqa: T201  in a worker process
         after = self._measure_resources()
@@ -231,7 +233,7 @@ class _Run:
         return SoakReport(
             self.step,
             time.monotonic() - started,
-            self.checked,
+            self.checked_outputs,
             dict(self.modes),
             self.worst,
             *growth,
@@ -253,7 +255,7 @@ class _Run:
         if self.check_part is not None:
             self.check_part()
         worst, message = compare_with_float64_reference(input_sets[index], out, self.kernel.problem)
-        self.checked, self.worst = self.checked + 1, max(self.worst, worst)
+        self.checked_outputs, self.worst = self.checked_outputs + 1, max(self.worst, worst)
         if message:
             self.findings.append(f"step {self.step}, {self.mode}: {message}")
 

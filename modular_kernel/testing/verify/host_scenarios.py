@@ -1,4 +1,7 @@
-"""Checks for the "misunderstood" fault scenario that assign ranks to hosts.
+"""Checks of the assignment of ranks to hosts, for the "misunderstood" fault scenario.
+
+Each check yields pairs (actual outcome, expected outcome). CORRECT is the outcome of a call without
+an error.
 
 The environment variable MK_HOST_ID lets ranks on one machine act as if they were on several hosts.
 """
@@ -30,14 +33,14 @@ def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]
     ranks, requires = context.world_size, context.part.requires
     if context.case.problem.parallel.hosts > 1:
         manager = find_manager_class(context.part)(None)
-        yield _declare_ranks_per_host(context, manager, -1)
+        yield _construct_with_changed_requirements(context, manager, -1)
         manager.destroy()
         yield from _use_separate_hosts(_for_ranks_per_host(context, 1))
         return
     manager = find_manager_class(context.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
-    yield _declare_ranks_per_host(context, manager, -1)
+    yield _construct_with_changed_requirements(context, manager, -1)
     one_host, many_hosts = _for_ranks_per_host(context, ranks), _for_ranks_per_host(context, 1)
     yield one_host.make_correct_call(one_host.make_kernel_on(manager))
     is_restricted = requires.one_host or requires.full_hosts
@@ -50,7 +53,9 @@ def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]
         with use_host_id(f"host{context.rank}"):
             manager = find_manager_class(context.part)(None)
         yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "ConfigurationError"
-        yield _declare_ranks_per_host(context, manager, 1, full_hosts=True, one_host=False)
+        yield _construct_with_changed_requirements(
+            context, manager, 1, full_hosts=True, one_host=False
+        )
         manager.destroy()
 
 
@@ -59,8 +64,9 @@ def check_host_records(
 ) -> Iterator[tuple[str, str]]:
     """Check the allocation records of the memory that the manager shares within a host.
 
-    All memory must be allocated outside of calls. Each record must have the state "done", or be
-    refused because ranks use different layers. Nothing is checked if the manager shares no memory.
+    All memory must be allocated outside of calls. The state of each record must be "done", or the
+    error of a construction whose arguments differ between ranks. The subject of this error is
+    "ranks that share buffers". Nothing is checked if the manager shares no memory.
     """
     host_manager = getattr(get_manager(kernel.prepare_finalize), "host_memory", None)
     if host_manager is None:
@@ -76,20 +82,21 @@ def check_host_records(
         yield CORRECT if is_correct else f"unexpected record of shared memory: {record}", CORRECT
 
 
-def _declare_ranks_per_host(
+def _construct_with_changed_requirements(
     context: ScenarioContext, manager: Any, extra: int, **requirements: Any
 ) -> tuple[str, str]:
-    """Construct the part with a changed `ranks_per_host` requirement; every rank must get an error.
+    """Construct the part with other requirements; every rank must get a ConfigurationError.
 
-    The requirement is changed because nine ranks would be needed to exceed that of a real part.
+    With its own requirements, a part that supports 8 ranks per host would need 9 ranks to fail.
 
-    extra: the requirement is the actual number of ranks per host plus `extra`.
-    requirements: further requirements to change, such as full_hosts.
+    extra: `ranks_per_host` is set to the actual number of ranks per host plus `extra`.
+    requirements: other fields of PrepareFinalizeRequirements to change. For example, with
+        full_hosts, each host must have exactly `ranks_per_host` ranks.
     """
     ranks_per_host = context.world_size // len(manager.hosts) + extra
     requires = replace(context.part.requires, ranks_per_host=ranks_per_host, **requirements)
     part = type(context.part.__name__, (context.part,), {"requires": requires})
-    expected = f"{ranks_per_host} on each, in blocks of one size"
+    expected = f"{ranks_per_host} consecutive ranks on each host, equally many on all"
     try:
         message = str(part(context.case.problem, manager))
     except ConfigurationError as error:
@@ -104,13 +111,14 @@ def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
     ranks = range(context.world_size)
     placement = "; ".join(f"{rank} on host{rank}" for rank in ranks)
     yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {placement}"
-    yield _declare_ranks_per_host(context, manager, 1, full_hosts=True)
+    yield _construct_with_changed_requirements(context, manager, 1, full_hosts=True)
     kernel = context.make_kernel_on(manager)
     yield context.make_correct_call(kernel)
     try:
         message = context.compare(context.call(kernel, x_TH=context.sample.inputs.x_TH.double()))
     except (CommunicationError, DtypeError) as error:
         message = str(error)
+    # The error names the host of rank 1. "all of" means that rank 1 is the only rank on this host.
     expected = "rank 1 refused its call 2 of layer 1 with DtypeError; rank 1: all of host host1"
     yield str(context.is_faulty_rank or expected in message), "True"
     manager.destroy()

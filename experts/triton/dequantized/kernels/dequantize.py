@@ -15,15 +15,16 @@ from experts.triton.kernels.unpack_w4 import e8m0_values, unpack_int4
 TARGETS = ("sm_90",)  # targets of `mk compile`, the same as for this path's GEMM kernels
 # Kernels that `mk compile` does not compile, and the reason.
 LEFT_OUT = {"select_expert_tiles_kernel": "launched only for weights of more than 1 GiB"}
-_E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
+_E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)  # see _unpack_values
 
 
 @triton.jit
 def _unpack_values(codes, WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr):
     """Unpack stored weights to float32 (BLOCK_N, groups, STEP_K), exactly and without scales.
 
-    If an e2m1 code is placed where the exponent and mantissa fields of a float32 meet, the float32
-    is the value of the code times 2^-126, also for subnormal codes.
+    Shifts move the sign of an e2m1 code to bit 31 of a float32, its two exponent bits to the lowest
+    bits of the exponent, and its mantissa bit to the highest bit of the mantissa. This float32 is
+    2^-126 times the value of the code, also for subnormal codes; _E2M1_UNIT undoes the factor.
 
     codes: (BLOCK_N, groups, stored elements).
     """
@@ -53,12 +54,11 @@ def _unpack_values(codes, WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def dequantize_kernel(
-    w_ptr, scale_ptr, zero_point_ptr, expert_starts_ptr, out_ptr, first_expert, size_n, size_k,
-    scale_groups,
-    scale_rows, WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr,
+    w_ptr, scale_ptr, zero_point_or_global_scale_ptr, expert_starts_ptr, out_ptr, first_expert,
+    size_n, size_k, scale_groups, scale_rows,
+    WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr,
     ZERO_POINT: tl.constexpr, NUM_GLOBAL_SCALES: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
-    GROUP_N: tl.constexpr,
-    GROUP_K: tl.constexpr,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     STEP_K: tl.constexpr, K_STEPS_PER_PROGRAM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[e, n, k] = bf16((q - zero_point) * scale) of expert first_expert + e, if that expert has
@@ -73,10 +73,10 @@ def dequantize_kernel(
     scale_ptr: (num_experts, scale_rows, scale_groups), one scale per GROUP_N rows and GROUP_K
         columns. GROUP_N = 0 means all rows, GROUP_K = 0 all columns. GROUP_K is a multiple of
         STEP_K.
-    zero_point_ptr: (num_experts, N, scale_groups), or two rows per byte if PACKED. Without
-        HAS_ZERO_POINTS, the zero point is ZERO_POINT. For NVFP4, these are instead the float32
-        global scales (num_experts, NUM_GLOBAL_SCALES); rows of the second matrix (up) start at
-        UP_ROW_OFFSET.
+    zero_point_or_global_scale_ptr: for NVFP4, the float32 global scales (num_experts,
+        NUM_GLOBAL_SCALES), of which row n uses number n // UP_ROW_OFFSET % NUM_GLOBAL_SCALES. For
+        other formats with HAS_ZERO_POINTS, the zero points (num_experts, N, scale_groups), with two
+        rows per byte if PACKED. Otherwise, it is not read, and the zero point is ZERO_POINT.
     expert_starts_ptr: (num_experts + 1,) int32, the first activation row of each expert, then the
         number of rows (`modular_kernel.ops.sort`).
     out_ptr: bf16 output (experts of this launch, N, K).
@@ -112,19 +112,25 @@ def dequantize_kernel(
             scale = scale.to(tl.float32)
             matrix = row // UP_ROW_OFFSET % NUM_GLOBAL_SCALES
             values *= scale
-            scale = tl.load(zero_point_ptr + expert.to(tl.int64) * NUM_GLOBAL_SCALES + matrix)
+            scale = tl.load(
+                zero_point_or_global_scale_ptr + expert.to(tl.int64) * NUM_GLOBAL_SCALES + matrix
+            )
         elif WEIGHT_FORMAT == "integer":
             scale = scale.to(tl.float32)
             if HAS_ZERO_POINTS and PACKED:
                 pair = expert.to(tl.int64) * (size_n // 2) + row // 2
                 zero_points = tl.load(
-                    zero_point_ptr + pair * scale_groups + group, mask=group_mask, other=0
+                    zero_point_or_global_scale_ptr + pair * scale_groups + group,
+                    mask=group_mask,
+                    other=0,
                 )
                 zero_points = (zero_points.to(tl.int32) >> (row % 2 * 4)) & 15
                 values -= zero_points.to(tl.float32)
             elif HAS_ZERO_POINTS:
                 zero_points = tl.load(
-                    zero_point_ptr + row_index * scale_groups + group, mask=group_mask, other=0
+                    zero_point_or_global_scale_ptr + row_index * scale_groups + group,
+                    mask=group_mask,
+                    other=0,
                 )
                 values -= zero_points.to(tl.int32).to(tl.float32)
             else:
@@ -148,9 +154,10 @@ def select_expert_tiles_kernel(
     In the copies, these experts are numbered from 0. Grid: (blocks of TILES_PER_PROGRAM tiles,).
     The first program also writes the number of tiles.
 
-    tiles_ptr, out_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles
-        values, which are the expert, the first row and the end row of the expert for each tile of
-        at most BLOCK_M rows, then the number of tiles.
+    tiles_ptr, out_ptr: tiles of at most BLOCK_M rows, in the int32 layout of
+        `modular_kernel.ops.sort.SortedPairs.tiles`. It has three arrays of max_tiles values, then
+        the number of tiles. For each tile, the arrays have the number of the expert, the first row
+        of the tile, and the end of the rows of the expert.
     expert_starts_ptr: the first row of each expert, then the number of rows.
     BLOCK_EXPERTS: a power of two >= first_expert + num_experts.
     """
