@@ -68,8 +68,8 @@ class MeasuredTime:
 
     part: the PrepareAndFinalize part, or MODELED_EXPERTS_PART for experts on one GPU. quantity:
     "dispatch", "combine", "pair" (both) or "layer". fitted: whether the model's parameters were
-    fitted to this time. eager: whether the time includes host time, which varies between runs. groups: groups of
-    group-limited routing.
+    fitted to this time. eager: whether the time includes host time, which varies between runs.
+    groups: groups of group-limited routing.
     """
 
     label: str

@@ -250,7 +250,10 @@ def test_actual_hosts_are_refused_like_described_ones() -> None:
     with RankPool(2, grace=10) as pool:
         reports = pool.run(on_hosts_of_one)
     for said, made in reports:
-        assert "2 ranks on 2 hosts: 0 on host0; 1 on host1, need 8 on each" in said, said
+        assert (
+            "2 ranks on 2 hosts: 0 on host0; 1 on host1, need 8 consecutive ranks on each host"
+            in said
+        ), said
         assert made == []
 
 

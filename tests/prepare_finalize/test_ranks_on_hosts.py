@@ -258,10 +258,10 @@ def test_hosts_in_words() -> None:
             True,
             "need 8 consecutive ranks on each host, equally many on all, for X",
         ),
-        ((0,) * 16, True, "need at most 8 on each"),
-        ((0, 1) * 8, True, "need 8 on each"),
-        ((0,) * 12 + (1,) * 12, False, "need at most 8 on each"),
-        ((0,) * 8 + (1,) * 4, False, "need at most 8 on each"),
+        ((0,) * 16, True, "need at most 8 consecutive ranks on each host"),
+        ((0, 1) * 8, True, "need 8 consecutive ranks on each host"),
+        ((0,) * 12 + (1,) * 12, False, "need at most 8 consecutive ranks on each host"),
+        ((0,) * 8 + (1,) * 4, False, "need at most 8 consecutive ranks on each host"),
     ],
 )
 def test_hosts_of_a_part_that_knows_eight_gpus_of_each(

@@ -117,8 +117,8 @@ def make_heuristic_steps(
 ) -> ConfigSteps:
     """Return the default configurations of `problem` on `device`.
 
-    The defaults of BASE_PATH cover all token counts. The paths in ALL_PATHS are then applied in order: each
-    path that supports the problem replaces the configurations in its token range.
+    The defaults of BASE_PATH cover all token counts. The paths in ALL_PATHS are then applied in
+    order: each path that supports the problem replaces the configurations in its token range.
 
     Raise ConfigurationError if no launch is compatible with the scale groups of the scheme.
 

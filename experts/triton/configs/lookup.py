@@ -361,10 +361,10 @@ def _max_tokens_for(
 ) -> int:
     """Return the number of tokens of the largest call that may use a tuned configuration.
 
-    A path for few tokens reads the weights once per pair. Its configuration is therefore not used
-    for more than `Path.max_tokens` tokens, or, if that is larger, for more tokens than it was tuned
-    for. There is no limit for calls with prepared weights, nor for a path that does not support the
-    problem, because its configuration is replaced.
+    A path for few tokens reads the weights once per (token, expert) pair, so it is slow for many
+    tokens. The limit of its configurations is the larger of `Path.max_tokens` and the token count
+    for which the configuration was tuned. Other paths and calls with prepared weights have no
+    limit. A path that does not support the problem has none, because its configuration is replaced.
 
     path_name: the path of the configuration.
     tuned_count: the number of tokens for which the configuration was tuned.
