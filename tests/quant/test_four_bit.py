@@ -196,8 +196,8 @@ def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatc
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     assert aligned_w4_config.choose_block_m(mixtral, num_pairs=1) == 8
-    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=88) == 8
-    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=89) == 16
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=96) == 8
+    assert aligned_w4_config.choose_block_m(mixtral, num_pairs=97) == 16
 
 
 def test_experts_that_have_a_row() -> None:

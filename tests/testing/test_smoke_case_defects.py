@@ -124,12 +124,12 @@ DEFECTS = (
             ("naive_batched", BATCHED, "NaiveBatchedExperts", ("T7-", "quant=fp8_w8a8_tensor")),
         )
     ),
-    ListedDefect(  # the number of pairs times the LoRA rank exceeds _FEW_ROWS, and hidden is large
+    ListedDefect(  # the number of pairs times the LoRA rank exceeds _MAX_SMALL_U, and hidden is large
         SourceDefect(
             "adapter kernels depend on the number of tokens despite batch_invariant",
             "experts/triton/adapters.py",
-            "if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:",
-            "if pairs * a.shape[2] <= _FEW_ROWS:",
+            "if num_pairs * a.shape[2] <= _MAX_SMALL_U and not problem.batch_invariant:",
+            "if num_pairs * a.shape[2] <= _MAX_SMALL_U:",
         ),
         STANDARD,
         "TritonExperts",
