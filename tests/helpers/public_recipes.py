@@ -90,7 +90,7 @@ EXEMPT: Mapping[str, str] = {
     "modular_kernel.contracts.PermuteExpertsUnpermute.path_name": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.prepare": _PART,
     "modular_kernel.contracts.PermuteExpertsUnpermute.roundings": _PART,
-    "modular_kernel.contracts.PrepareAndFinalize.combined": _PART,
+    "modular_kernel.contracts.PrepareAndFinalize.finalize_to_new_tensor": _PART,
     "modular_kernel.contracts.PrepareAndFinalize.finalize": _PART,
     "modular_kernel.contracts.PrepareAndFinalize.prepare": _PART,
     "modular_kernel.contracts.PrepareAndFinalize.prepare_no_receive": _PART,

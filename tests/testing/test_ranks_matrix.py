@@ -136,7 +136,7 @@ def test_cases_refused_for_other_reasons_are_not_replaced() -> None:
 
 
 def test_a_missing_reduction_is_found_on_each_rank(rank_pool: Pool) -> None:
-    proof = proof_of("Unsummed", rank_pool)
+    proof = proof_of("OmitsReduction", rank_pool)
     assert not proof.passed
     for rank in range(2):
         assert any(line.startswith(f"rank {rank}: numeric: ") for line in proof.failures)
@@ -145,7 +145,7 @@ def test_a_missing_reduction_is_found_on_each_rank(rank_pool: Pool) -> None:
 
 
 def test_a_rank_that_raises_is_named_first(rank_pool: Pool) -> None:
-    proof = proof_of("WrongOnRankOne", rank_pool)
+    proof = proof_of("RaisesOnRankOne", rank_pool)
     first, second = proof.failures
     assert first == "rank 1: numeric: raised ValueError: only here"
     assert second.startswith("rank 0: did not answer after another rank failed\n")
@@ -157,8 +157,10 @@ def test_counting_an_invalid_id_on_two_ranks_is_found(rank_pool: Pool) -> None:
     numbers = range(
         len(rank_cases_for(parts.CountsInvalidIdsTwice, "TorchExperts", MACHINE, 2).cases)
     )
-    (number,) = (n for n in numbers if smoke_case("CountsTwice", n).routing == "out_of_range")
-    proof = proof_of("CountsTwice", rank_pool, number)
+    (number,) = (
+        n for n in numbers if smoke_case("CountsInvalidIdsTwice", n).routing == "out_of_range"
+    )
+    proof = proof_of("CountsInvalidIdsTwice", rank_pool, number)
     assert proof.failures
     assert all("invalid_ids: counted" in failure for failure in proof.failures)
 
@@ -176,7 +178,7 @@ def verdict_text(
 def test_refusals_name_the_world_size() -> None:
     text = verdict_text("MoEPrepareAndFinalizeNoEP", 2)
     assert "[world_size] MoEPrepareAndFinalizeNoEP / problem: got 2, need 1 to 1" in text
-    assert "[world_size] AtMostTwo / problem: got 4, need 2 to 2" in verdict_text(
+    assert "[world_size] SupportsTwoRanks / problem: got 4, need 2 to 2" in verdict_text(
         parts.SupportsTwoRanks, 4
     )
     assert verdict_text(parts.SupportsTwoRanks, 2).endswith("valid")
@@ -185,10 +187,13 @@ def test_refusals_name_the_world_size() -> None:
 def test_refusals_name_the_placement() -> None:
     uneven = verdict_text(parts.SupportsTwoRanks, 2, experts=7)
     assert (
-        "[placement] AtMostTwo / problem: got experts=7, need a multiple of world_size 2" in uneven
+        "[placement] SupportsTwoRanks / problem: got experts=7, need a multiple of world_size 2"
+        in uneven
     )
     round_robin = verdict_text(parts.SupportsTwoRanks, 2, placement=Placement.round_robin(8, 2))
-    assert "[placement] AtMostTwo / problem: got another placement, need linear" in round_robin
+    assert (
+        "[placement] SupportsTwoRanks / problem: got another placement, need linear" in round_robin
+    )
     assert verdict_text(parts.SumOverRanks, 2, experts=7).endswith("valid")
 
 
