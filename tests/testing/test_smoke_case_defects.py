@@ -124,7 +124,7 @@ DEFECTS = (
             ("naive_batched", BATCHED, "NaiveBatchedExperts", ("T7-", "quant=fp8_w8a8_tensor")),
         )
     ),
-    ListedDefect(  # the number of pairs times the LoRA rank exceeds _MAX_SMALL_U, and hidden is large
+    ListedDefect(  # pairs times the LoRA rank exceed _MAX_SMALL_U, and hidden is large
         SourceDefect(
             "adapter kernels depend on the number of tokens despite batch_invariant",
             "experts/triton/adapters.py",
