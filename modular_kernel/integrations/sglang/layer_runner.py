@@ -124,7 +124,7 @@ class LayerRunner:
 def _make_empty_call(config: Any, device: torch.device) -> StandardDispatchOutput:
     """Return a call without tokens, for which a kernel prepares its weights."""
     x_TH = torch.empty(0, config.hidden_size, dtype=config.params_dtype, device=device)
-    weights_TK = torch.empty(0, config.top_k, device=device)
+    weights_TK = torch.empty(0, config.top_k, dtype=torch.float32, device=device)
     ids_TK = torch.empty(0, config.top_k, dtype=torch.int32, device=device)
     return StandardDispatchOutput(x_TH, (weights_TK, ids_TK, None))
 

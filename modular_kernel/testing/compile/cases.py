@@ -474,7 +474,8 @@ def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     block_m = record.config.get("BLOCK_M")
     if not isinstance(block_m, int):
         return None
-    a_dtype = record.dtypes["a_ptr"]
+    operand = "a_ptr" if "a_ptr" in record.dtypes else "lora_a_ptr"  # of the kernels for adapters
+    a_dtype = record.dtypes[operand]
     if a_dtype == "fp32" and record.config["INPUT_PRECISION"] == "ieee":
         return "FFMA"
     # Weights that need no conversion may also be the operand with 64 rows (see `add_product`).
