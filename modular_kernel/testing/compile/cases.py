@@ -474,8 +474,9 @@ def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     block_m = record.config.get("BLOCK_M")
     if not isinstance(block_m, int):
         return None
-    operand = "a_ptr" if "a_ptr" in record.dtypes else "lora_a_ptr"  # of the kernels for adapters
-    a_dtype = record.dtypes[operand]
+    a_dtype = record.dtypes.get("a_ptr", record.dtypes.get("lora_a_ptr"))
+    if a_dtype is None:  # a kernel with blocks of rows that multiplies nothing
+        return None
     if a_dtype == "fp32" and record.config["INPUT_PRECISION"] == "ieee":
         return "FFMA"
     # Weights that need no conversion may also be the operand with 64 rows (see `add_product`).
