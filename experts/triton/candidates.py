@@ -2,8 +2,8 @@
 
 The <path>_config.py of each path has such tables. An entry of a table is (weight_rows, block_k,
 num_warps, num_stages[, group_m]). weight_rows is the number of weight rows of a tile: in a gated
-GEMM 1, half of them are gate rows and half are up rows, so block_n, which counts output columns, is
-half of it. `tuning.space` drops entries that cannot be launched for the layer on the device.
+GEMM 1, half of them are gate rows and half are up rows, so block_n, the number of output columns,
+is weight_rows / 2. `tuning.space` drops entries that the device cannot launch for the layer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

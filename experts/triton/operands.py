@@ -302,10 +302,10 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
-    """Return what one activation scale covers: "tensor", "token" or "group".
+    """Return the granularity of the activation scales: "tensor", "token" or "group".
 
-    "static" means that the scale is given, and "none" that activations are not quantized. A group
-    that covers all of K is a token.
+    The result is "static" if the scales are arguments, and "none" if activations are not quantized.
+    It is "token" if one group covers all of K.
 
     size_k: K of the GEMM.
     """

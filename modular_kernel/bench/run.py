@@ -62,7 +62,7 @@ ReportCallback = Callable[[Report], object]
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What to measure: the record gets one row for each case and candidate.
+    """Options of a benchmark, whose record has one row for each case and candidate.
 
     graph: whether to time replays of CUDA graphs rather than eager calls. target_ms: milliseconds
     of device time for which each row is timed. bandwidth: bytes per second for the roofline; None

@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def is_mispredicted(self) -> bool:
-        """Whether the prediction is inaccurate. Fitted and eager times do not count."""
+        """True if the prediction is inaccurate and the time is neither fitted nor eager."""
         return not (self.is_accurate or self.measured.fitted or self.measured.eager)
 
 

@@ -209,7 +209,7 @@ def test_no_row_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_row_that_takes_long_is_stopped_at_the_deadline() -> None:
-    """Even if the layer ignores all exceptions once, as a finalizer does."""
+    """The layer ignores one exception, as a finalizer does."""
     ignored: list[BaseException] = []
 
     def endless(_out: torch.Tensor, _x: torch.Tensor) -> None:

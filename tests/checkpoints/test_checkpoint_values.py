@@ -149,9 +149,9 @@ TRANSPOSED_FORMATS = [
 
 @pytest.mark.parametrize(("family", "kind"), TRANSPOSED_FORMATS)
 def test_transposed_stacks_are_loaded(family: str, kind: str, tmp_path: Path) -> None:
-    """As a whole, and in rank shares, which slice columns of the files.
+    """Transposed stacks load as a whole and in shares of ranks, which are columns of the files.
 
-    Shifted weights must exceed the bound.
+    The error of shifted weights exceeds the bound.
     """
     sample, bound = write(tmp_path, family, kind), FUSED_FORMATS[kind].bound
     loaded = mk.load_experts(tmp_path, 0)

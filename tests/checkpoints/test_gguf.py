@@ -215,7 +215,7 @@ MIXED = {1: ("Q4_K", "Q4_K", "Q6_K"), 2: ("Q4_0",) * 3, 3: ("Q4_0",) * 3, 5: ("F
 def test_layers_may_have_different_types(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in files of llama-quantize, which gives some layers more bits."""
+    """llama-quantize writes such files: it gives some layers more bits."""
     path = tmp_path / "m.gguf"
     write_gguf(path, types=MIXED)
     report = inspect(path)

@@ -69,7 +69,7 @@ def test_layers_to_transform_with_a_module_pattern_is_refused(tmp_path: Path) ->
 def test_empty_layers_to_transform_means_all_layers(
     tmp_path: Path, layers: object, mine: bool
 ) -> None:
-    """As in PEFT."""
+    """PEFT also applies adapters with an empty list to all layers."""
     folder = Folder(tmp_path, "modules")
     folder.config["layers_to_transform"] = layers
     if mine:

@@ -275,7 +275,7 @@ def measure_peak_bytes(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedE
 
 
 def test_missing_tensor_is_reported_before_reading(tmp_path: Path) -> None:
-    """As without `quantize`."""
+    """The error is the same as without `quantize`."""
     sample = write(tmp_path, "mixtral", "bf16")
     save_file({"model.norm.weight": torch.ones(4)}, sample.folder / "model.safetensors")
     with pytest.raises(ConfigurationError, match="no experts"):

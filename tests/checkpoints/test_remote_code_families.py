@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, family: str, kind: str) -> Sample:
 @pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
 @pytest.mark.parametrize("family", REMOTE_CODE_FAMILIES)
 def test_loaded_values_equal_the_files(family: str, kind: str, tmp_path: Path) -> None:
-    """As a whole, and in shares of EP and TP ranks."""
+    """The layer is loaded as a whole and in shares of EP and TP ranks."""
     sample = write_checkpoint(tmp_path, family, kind)
     assert inspect(tmp_path).layers == (0,)
     for ep, tp in (((0, 1), (0, 1)), ((1, 2), (1, 2))):

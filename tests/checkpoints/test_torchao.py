@@ -91,7 +91,7 @@ def test_loaded_values_equal_the_files(kind: str, layout: str, tmp_path: Path) -
 def test_rank_shares_equal_slices_of_the_whole(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if read a few rows at a time, and if a share cuts groups of 64 columns."""
+    """The tensors are read a few rows at a time, and in shares that cut groups of 64 columns."""
     write(tmp_path, "qwen3_moe", kind, intermediate=192, change=LAYOUTS[layout])
     whole = dequantized_weights(mk.load_experts(tmp_path, 0, dtype="float32"))
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)

@@ -4,6 +4,7 @@ Nothing is compiled here.
 """
 
 import ast
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from modular_kernel.testing.compile import cases as compile_cases
 from modular_kernel.testing.compile import report as compiling
-from modular_kernel.testing.compile.cases import SkippedKernel, compile_all
+from modular_kernel.testing.compile.cases import SkippedKernel, compile_all, find_gemm_operand
 from modular_kernel.testing.compile.kernels_defined import defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord
 
@@ -103,3 +104,25 @@ def test_name_filter_selects_kernels(only: str) -> None:
 def test_skipped_kernel_selected_by_name_has_its_reason() -> None:
     (left_out,) = compile_all("sm_80", name_filter="tile_weights_kernel").left_out
     assert left_out.reason == "sm_90 only"
+
+
+def test_gemms_with_blocks_of_rows_have_the_operand_that_selects_their_instruction() -> None:
+    """A kernel whose operand is renamed would otherwise no longer be checked, or raise KeyError."""
+    operands = {}
+    for name, kernel in defined_kernels().items():
+        arguments = getattr(import_module(kernel.module), name).arg_names
+        if find_gemm_operand(name) is not None and "BLOCK_M" in arguments:
+            operands[name] = find_gemm_operand(name) in arguments
+    assert operands == dict.fromkeys(
+        (
+            "batched_gemm_kernel",
+            "grouped_gemm_kernel",
+            "grouped_gemm_w4_kernel",
+            "segment_gemm_kernel",
+            "shrink_batched_kernel",
+            "shrink_pairs_kernel",
+            "shrink_segments_kernel",
+            "shrink_tiles_kernel",
+        ),
+        True,
+    )

@@ -163,7 +163,7 @@ def test_kernels_are_not_run_and_cpu_tensors_are_accepted():
 
 
 def test_instructions_are_counted_lazily():
-    """Also after pickling; repr and check do not count them, and repr distinguishes kernels."""
+    """They are read after pickling, too. repr and check do not read them."""
     with record_compiles() as records:
         launch_matmul(64, 128, device="meta", num_warps=4)
         launch_matmul(64, 64, device="meta", num_warps=4)

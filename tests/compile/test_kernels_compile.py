@@ -2,7 +2,12 @@
 
 import pytest
 
-from modular_kernel.testing.compile.cases import CompiledRow, CompileResult, compile_all
+from modular_kernel.testing.compile.cases import (
+    CompiledRow,
+    CompileResult,
+    compile_all,
+    find_gemm_operand,
+)
 
 pytestmark = [
     pytest.mark.timeout(1200),  # about 300 variants of kernels
@@ -36,9 +41,10 @@ def test_no_kernel_is_skipped_without_a_reason(compiled: CompileResult) -> None:
 def test_gemms_use_the_expected_instructions(rows: tuple[CompiledRow, ...]) -> None:
     # Disassembling a kernel takes 0.25 s, so only one launch is checked for each key of this table.
     launches = {
-        (r.kernel, r.dtypes["a_ptr"], r.config["INPUT_PRECISION"], r.config["BLOCK_M"]): r
+        (r.kernel, r.dtypes[operand], r.config["INPUT_PRECISION"], r.config["BLOCK_M"]): r
         for r in (row.record for row in rows)
-        if {"BLOCK_M", "INPUT_PRECISION"} <= r.config.keys()
+        if (operand := find_gemm_operand(r.kernel)) is not None
+        and {"BLOCK_M", "INPUT_PRECISION"} <= r.config.keys()
     }
     used = {key[1:] for key, record in launches.items() if record.instructions["HGMMA"]}
     assert {("bf16", "ieee", 64), ("bf16", "ieee", 128), ("fp16", "ieee", 128)} <= used

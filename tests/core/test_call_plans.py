@@ -83,7 +83,7 @@ def test_out_and_inplace() -> None:
 
 
 def test_outputs_of_replays_have_the_shape_and_layout_of_the_first() -> None:
-    """Also those of an x whose rows are apart, and those that keep top-k."""
+    """x may have rows that are not adjacent, and outputs may keep the top-k dimension."""
     kernel, part = recorded_kernel()
     x_TH, *rest = make_inputs()
     x_TH = torch.cat([x_TH, x_TH], dim=1)[:, : x_TH.shape[1]]

@@ -40,7 +40,7 @@ def test_replay_uses_the_given_stream(program_results: dict[str, Any]) -> None:
 
 
 def test_dependent_launches_stay_dependent(program_results: dict[str, Any]) -> None:
-    """Also launch by launch, into a capture."""
+    """They stay dependent in an instantiated graph, and one by one in a capture."""
     assert program_results["dependent"] == [
         [ONE, ONE],
         {"instantiations": 1, "graph_launches": 1, "launches": 2, "dependent_launches": 2},

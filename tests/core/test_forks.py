@@ -236,7 +236,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
 import torch
 torch.set_num_threads(2)
-from forked_child import in_child
+from forked_child import run_in_child
 """
 _COMPUTES = """
 import modular_kernel as mk
@@ -248,11 +248,11 @@ weights = mk.ExpertWeights(torch.ones(2, 1024, 512) / 512, torch.ones(2, 512, 51
 routing = mk.Routing(torch.ones(256, 2), torch.tensor([[0, 1]] * 256, dtype=torch.int32))
 want = kernel(x, weights, routing)
 for call in (kernel, kernel.plan()):
-    torch.testing.assert_close(in_child(lambda: call(x, weights, routing).clone()), want)
+    torch.testing.assert_close(run_in_child(lambda: call(x, weights, routing).clone()), want)
 """
 _COMPUTES_NOTHING = """
 import modular_kernel.utils.forks
-assert in_child(torch.get_num_threads) == 2
+assert run_in_child(torch.get_num_threads) == 2
 """
 
 
@@ -304,17 +304,17 @@ print(folder)
 
 
 def test_deleted_objects_are_not_notified_of_a_fork() -> None:
-    class Told:
+    class Listener:
         def after_fork(self) -> None:
-            told.append(None)
+            notified.append(None)
 
-    told: list[None] = []
-    kept, gone = Told(), Told()
+    notified: list[None] = []
+    kept, deleted = Listener(), Listener()
     forks.on_fork(kept)
-    forks.on_fork(gone)
-    del gone
-    assert run_in_child(lambda: len(told)) == 1
-    assert not told
+    forks.on_fork(deleted)
+    del deleted
+    assert run_in_child(lambda: len(notified)) == 1
+    assert not notified
 
 
 @pytest.mark.parametrize("owned", [True, False])

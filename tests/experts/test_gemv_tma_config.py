@@ -48,7 +48,7 @@ def test_few_tokens_use_the_path_with_launchable_tiles(problem: Problem, most: i
 def test_the_ring_fills_the_memory_left_by_the_vectors(
     depth: int, block_k: int, places: int
 ) -> None:
-    """And its stages are as deep as four of them fit."""
+    """block_k is as large as possible with four stages in shared memory."""
     problem = replace(QWEN, intermediate=depth)
     tile = gemv_tma_config.default_config(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, places)

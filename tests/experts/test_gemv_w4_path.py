@@ -236,7 +236,7 @@ def test_layers_whose_second_gemm_uses_8_columns(
 
 
 def test_narrow_tiles_have_fewer_registers() -> None:
-    """So that as many programs are resident as gemv_w4.config assumes."""
+    """The number of resident programs is the one that `gemv_w4_config` assumes."""
     narrow, wide = GemvW4Config(8, 512, 8, 1), GemvW4Config(16, 512, 8, 1)
     for gemm in (1, 2):
         assert gemv_w4_config.max_registers(wide, gemm, words_stay_in_lanes=True) == 128

@@ -399,8 +399,10 @@ BAD_TENSORS = {
 @pytest.mark.parametrize("field", ["w1", "w2", "w1_scale", "w2_scale"])
 @pytest.mark.parametrize("kind", BAD_TENSORS)
 def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
-    """Also after a call with dense ones; scales of shape (E, N, 1) are passed to kernels as a
-    view."""
+    """They are refused after a call with dense weights, too.
+
+    Scales of shape (E, N, 1) are passed to kernels as a view.
+    """
     x_TH, weights, routing = make_layer(replace(BASE, quant="int8_w8a8_channel"))
     columns = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
     weights = replace(weights, **columns)

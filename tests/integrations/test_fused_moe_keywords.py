@@ -120,7 +120,7 @@ def test_wrong_values_in_the_config() -> None:
 
 
 def test_inplace_defaults_to_true_only_with_a_config() -> None:
-    """As in SGLang: with a config that does not set it, x is overwritten."""
+    """x is overwritten if the config does not set `inplace`, as in SGLang."""
     x_TH, weights, routing = make_layer(BASE)
     before = x_TH.clone()
     want = call_fused_experts(x_TH, weights, routing)

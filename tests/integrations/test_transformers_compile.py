@@ -100,7 +100,7 @@ def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
 
 
 def test_modules_are_traced_by_number_if_torch_cannot_trace_objects(monkeypatch) -> None:
-    """As with torch 2.11. Another module of the same class is traced as another graph."""
+    """Torch 2.11 cannot trace objects. Another module of the same class has its own graph."""
     home = sys.modules["modular_kernel.integrations.transformers.constants"]
     monkeypatch.setattr(home, "_ACCEPTS_OBJECTS", False)
     graphs: list[torch.fx.GraphModule] = []

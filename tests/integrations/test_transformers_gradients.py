@@ -52,7 +52,7 @@ def test_gradients_equal_those_of_grouped_mm(name, checkpointing) -> None:
 
 @pytest.mark.parametrize("trained", ["self_attn.q_proj", "mlp.gate", "down_proj"])
 def test_trained_parameters_get_gradients(trained) -> None:
-    """Also in eval(), and if the experts themselves are frozen."""
+    """The model is in eval mode, and the experts may be frozen."""
     found = []
     for implementation in (register(*OURS), "grouped_mm"):
         model = model_of("mixtral", implementation)
@@ -102,7 +102,7 @@ def test_gradients_of_some_parameters() -> None:
 
 
 def test_kernels_run_if_no_gradients_are_needed() -> None:
-    """Also with grad mode on, but not in a forward that a checkpoint will recompute."""
+    """They run with grad mode on, but not in a forward that a checkpoint will recompute."""
     name = register(*OURS, name="ours")
     model = model_of("mixtral", name).requires_grad_(False)
     ids = torch.arange(8, device=DEVICE)[None]

@@ -253,8 +253,7 @@ def test_other_states_of_a_wrapper_run_in_peft(
 def test_a_model_in_training_runs_in_peft_unless_gradients_are_refused(
     gradients: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in calls without gradients, because checkpointing runs the first forward without
-    them."""
+    """Calls without gradients do, too: checkpointing runs the first forward without them."""
     model = served_model(gradients=gradients, name=gradients).train()
     got, made = products_of(model, monkeypatch)
     assert len(made) == products

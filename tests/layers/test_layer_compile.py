@@ -244,7 +244,7 @@ def test_routers_of_several_sizes_share_one_graph_with_symbolic_sizes(dtype: tor
 
 
 def test_an_unloaded_router_at_the_address_of_a_loaded_one_raises() -> None:
-    """As the allocator gives memory of a freed router to the next one."""
+    """The allocator can give the memory of a freed router to the next one."""
     x_TH, memory = torch.randn(3, H), torch.empty(E * H + 4)
     address = memory.data_ptr()
     numbers = memory.numpy()

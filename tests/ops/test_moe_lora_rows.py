@@ -25,7 +25,7 @@ _way = make_implementation_fixture()
 @WITH_KERNELS_AND_TORCH
 @pytest.mark.parametrize("strategy", ["staged", "fused"])
 def test_rows_without_an_adapter_or_an_expert_keep_their_bits(strategy: str) -> None:
-    """Also negative zeros, because nothing is added to these rows."""
+    """Negative zeros are kept, too, because nothing is added to these rows."""
     c = make_call()
     c.ids[4] = torch.tensor([-1, 5, 2**31 - 1], dtype=torch.int32)
     c.weights[4] = torch.nan

@@ -90,7 +90,7 @@ def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("path")
 @each_scheme
 def test_several_groups_per_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the last program has fewer groups."""
+    """The last program may have fewer groups than the others."""
     scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
     monkeypatch.setattr(permute_quantize, "_COLUMNS_PER_PROGRAM", 64)
     x_TH = random_normal(5, 24 * 5)

@@ -118,7 +118,7 @@ def test_quantize_weights_refuses_wrong_arguments() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @each_scheme
 def test_quantized_nan_is_nan(text: str, value: float) -> None:
-    """As are all values with the same scale; all others are as without it."""
+    """All values with the same scale are NaN or infinite. All others do not change."""
     problem = make_problem(text)
     plain = plain_weights(problem)
     expected = dequantize_weights(quantize_weights(plain, problem), "w1", problem)

@@ -44,7 +44,7 @@ def test_reducers_pass(reducer: TopKWeightAndReduce) -> None:
 def test_sums_in_another_order_are_found(
     reducer: TopKWeightAndReduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the kernel summed from the last pair to the first."""
+    """The sums are those of a kernel that adds from the last pair to the first."""
 
     def sum_reversed(
         rows: torch.Tensor,

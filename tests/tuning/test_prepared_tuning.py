@@ -105,7 +105,7 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
 
 
 def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
-    """Nor do they move the number of rows from which prepared weights are used."""
+    """They do not change the number of rows from which prepared weights are used."""
     own = space()
     other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
     before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
@@ -180,14 +180,19 @@ def test_paths_without_prepared_weights_have_no_space() -> None:
         )
 
 
-@pytest.mark.parametrize("number", [4, 12, 60, 3000])
-def test_candidates_depend_on_rows_per_expert(here: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "is_default", "is_candidate"),
+    [(4, False, True), (12, True, True), (60, True, True), (3000, True, True)],
+)
+def test_candidates_depend_on_rows_per_expert(
+    here: Path, number: int, is_default: bool, is_candidate: bool
+) -> None:
     own, tokens = space(), rows(number)
     tried = {choice.path for choice in own.candidates(tokens) if isinstance(choice, MoEConfig)}
     untuned = own.untuned(tokens)
     assert isinstance(untuned, MoEConfig)
-    assert (untuned.path in preparing_paths(LAYER)) is (number >= 12)
-    assert bool(tried & preparing_paths(LAYER)) is (number >= 12)
+    assert (untuned.path in preparing_paths(LAYER)) is is_default
+    assert bool(tried & preparing_paths(LAYER)) is is_candidate
     assert tried - preparing_paths(LAYER), "others may be faster"
 
 

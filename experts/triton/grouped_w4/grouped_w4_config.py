@@ -92,7 +92,7 @@ _BF16_BYTES = 2  # bytes per element of tokens and outputs
 _CONSUMERS = 2  # consumer warpgroups, each with its own staging buffers
 _MAX_BARRIER_BYTES = 1 << 10
 
-_CANDIDATE_ROWS: RowRanges = {32: (6, 48), 64: (16, 160), 128: (48, 1 << 62)}
+_CANDIDATE_ROWS: RowRanges = {32: (2, 48), 64: (16, 160), 128: (48, 1 << 62)}
 _CANDIDATES: EntryTable = {
     32: ((_TILE_WEIGHT_ROWS, BLOCK, 4, 11, 8), (_TILE_WEIGHT_ROWS, BLOCK, 4, 8, 8)),
     64: ((_TILE_WEIGHT_ROWS, BLOCK, 4, 8, 8), (_TILE_WEIGHT_ROWS, BLOCK, 4, 8, 16)),

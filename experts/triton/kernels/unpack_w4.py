@@ -61,8 +61,8 @@ def _e2m1_bf16(i: int) -> str:
     """Return PTX that moves two e2m1 codes to the sign bit and the field boundary of bf16 values.
 
     An e2m1 code has a sign bit, two exponent bits and a mantissa bit. A multiplication makes two
-    shifted copies of it: one has the sign in place, and the other one has exponent and mantissa in
-    place.
+    shifted copies of the code. In one copy the sign bit is in place, in the other the exponent and
+    mantissa bits.
     """
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (

@@ -466,17 +466,26 @@ def _to_meta(inputs: Inputs) -> Inputs:
     )
 
 
+def find_gemm_operand(kernel: str) -> str | None:
+    """Return the operand of a GEMM kernel whose dtype selects the instruction.
+
+    kernel: name of the kernel. The result is None for kernels whose instructions are not checked:
+        those that are not GEMMs, and those of `run_moe_lora`.
+    """
+    if "gemm" in kernel:
+        return "a_ptr"
+    return "lora_a_ptr" if kernel.startswith("shrink_") else None
+
+
 def _expected_instruction(record: CompileRecord, target: str) -> str | None:
     """Return the instruction that a GEMM kernel must use, or None for other kernels.
 
     On sm_90, it is a warpgroup MMA if the tile has at least 64 rows of tokens or of weights.
     """
-    block_m = record.config.get("BLOCK_M")
-    if not isinstance(block_m, int):
+    operand, block_m = find_gemm_operand(record.kernel), record.config.get("BLOCK_M")
+    if operand is None or not isinstance(block_m, int):
         return None
-    a_dtype = record.dtypes.get("a_ptr", record.dtypes.get("lora_a_ptr"))
-    if a_dtype is None:  # a kernel with blocks of rows that multiplies nothing
-        return None
+    a_dtype = record.dtypes[operand]
     if a_dtype == "fp32" and record.config["INPUT_PRECISION"] == "ieee":
         return "FFMA"
     # Weights that need no conversion may also be the operand with 64 rows (see `add_product`).

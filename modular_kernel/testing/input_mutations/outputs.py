@@ -1,8 +1,8 @@
 """Defects inside a call and in its output, one function each.
 
 The lists of defects in `operators` and `memory` use these functions as hooks of a `CallMutant`.
-`call.initial_out` is a copy of the output tensor from before the call, so copying rows of it to
-`call.out` imitates rows that are not written.
+`call.initial_out` is a copy of the output tensor, made before the call. A hook that copies rows
+from it to `call.out` simulates a kernel that does not write these rows.
 """
 
 from dataclasses import replace

@@ -146,7 +146,7 @@ def test_no_tokens() -> None:
 
 
 def test_a_layer_overwrites_its_tokens() -> None:
-    """As with triton, a layer is inplace unless its model disables that."""
+    """A layer is inplace unless its model disables that, as on the triton backend."""
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
@@ -225,7 +225,7 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_a_runner_returns_what_the_triton_backend_returns(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with ids of -1, which are experts of other ranks."""
+    """Ids include -1, the experts of other ranks."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton import (
         TritonMoeQuantInfo,

@@ -156,7 +156,7 @@ def test_biases_are_those_of_the_checkpoint(
 
 
 def test_declared_biases_that_are_not_loaded_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in vLLM, whose method for this format has no biases."""
+    """vLLM's method for this format has no biases."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     problem = replace(WIDE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = tensors(problem)

@@ -130,7 +130,7 @@ def test_a_reload_writes_the_copy_in_place(
 
 
 def test_a_write_that_torch_tracks_reaches_the_copy_in_the_next_call(launched: list[int]) -> None:
-    """As vLLM does for weights in its kernels' format."""
+    """vLLM updates weights in its kernels' format in this way."""
     x_TH, weights, _, routing = tensors(BASE)
     layer = loaded_layer(BASE, "", weights)
     check(layer, x_TH, weights, routing)

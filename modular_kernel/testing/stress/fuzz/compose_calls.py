@@ -1,7 +1,7 @@
 """Fuzz target: layers made by `compose` with random options or a junk argument.
 
-`compose` measures which pairing of an exchange and an experts class is fastest and makes a kernel
-of it. Junk is a value of a wrong type (`junk`).
+`compose` measures the pairings of an exchange class and an experts class, and returns a kernel of
+the fastest one. A junk argument is a value of a wrong type (`junk`).
 """
 
 import tempfile

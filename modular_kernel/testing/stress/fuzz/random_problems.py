@@ -11,7 +11,11 @@ import torch
 from hypothesis import strategies as st
 
 from modular_kernel.machine import current_machine
-from modular_kernel.quant.quantized_weights import quantize_weights, static_scale
+from modular_kernel.quant.quantized_weights import (
+    IMPLICIT_ZERO_POINT,
+    quantize_weights,
+    static_scale,
+)
 from modular_kernel.spec.problem import MAX_TOP_K, ActivationSpec, Combine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.stress.fuzz.target import biased_bool, seeds
@@ -186,7 +190,10 @@ def _make_weights(
         scale = static_scale(problem, 28.0)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if is_quantized:
-        return quantize_weights(weights, problem)
+        # Integers have scales of the default dtype or, for odd top_k, of float32.
+        is_integer = problem.scheme.weight in IMPLICIT_ZERO_POINT
+        scale_dtype = torch.float32 if is_integer and problem.top_k % 2 else None
+        return quantize_weights(weights, problem, scale_dtype=scale_dtype)
     if choices.column_major:
         return replace(weights, w1=_to_column_major(weights.w1), w2=_to_column_major(weights.w2))
     return weights
