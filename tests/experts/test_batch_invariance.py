@@ -116,9 +116,18 @@ def test_calls_of_doubling_sizes_have_every_token_once() -> None:
 
 
 def test_differing_rows_are_counted_by_their_bits() -> None:
-    want = torch.tensor([[1.0, 0.0], [torch.nan, 2.0], [3.0, 4.0]])
-    got = torch.tensor([[1.0, -0.0], [torch.nan, 2.0], [3.0, 4.5]])
-    assert count_differing_rows(got, want) == 2
+    expected = torch.tensor([[1.0, 0.0], [torch.nan, 2.0], [3.0, 4.0]])
+    actual = torch.tensor([[1.0, -0.0], [torch.nan, 2.0], [3.0, 4.5]])
+    assert count_differing_rows(actual, expected) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nans_that_differ_in_sign_are_equal(dtype: torch.dtype) -> None:
+    nan = torch.tensor([torch.nan, 1.0], dtype=dtype)
+    assert not torch.equal(nan.view(torch.uint8), (-nan).view(torch.uint8))
+    expected, actual = torch.stack([nan, nan]), torch.stack([-nan, nan.flip(0)])
+    actual[0, 1] = 1.0
+    assert count_differing_rows(actual, expected) == 1
 
 
 def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:

@@ -22,7 +22,7 @@ from modular_kernel.spec.problem import Reduce
 from modular_kernel.tensors import ExpertRows
 from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
-from modular_kernel.testing.verify.invariance import as_bytes, check_batch_invariant
+from modular_kernel.testing.verify.invariance import check_batch_invariant, output_bytes
 from modular_kernel.testing.verify.prepared import check_prepared_weights
 from modular_kernel.testing.verify.reducer_results import check_reducer_results
 from modular_kernel.testing.verify.sample import Sample
@@ -49,7 +49,7 @@ def compare_outputs(
     elif actual.shape != expected.shape:
         yield f"shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
     else:
-        differs = as_bytes(actual) != as_bytes(expected)
+        differs = output_bytes(actual) != output_bytes(expected)
         if bool(differs.any()):
             row = int(differs.flatten(1).any(1).nonzero()[0])
             yield f"bits differ, first in row {row} of {len(differs)}"

@@ -65,14 +65,20 @@ def call_in_parts(
 
 
 def count_differing_rows(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    """Count the rows whose bits differ. NaNs with the same bits are equal; -0.0 and 0.0 differ."""
-    return int((as_bytes(actual) != as_bytes(expected)).any(1).sum())
+    """Count the rows that differ bitwise, as compared by `output_bytes`."""
+    return int((output_bytes(actual) != output_bytes(expected)).any(1).sum())
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as (T, bytes per row)."""
+def output_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of floating-point outputs as (T, bytes per row). -0.0 and 0.0 differ.
+
+    All NaNs are equal, because IEEE 754 does not specify the sign and the payload of a NaN that an
+    operation returns. On a CPU, they depend on whether NumPy used a vector instruction.
+    """
     rows = len(tensor)
-    return tensor.contiguous().view(torch.uint8).reshape(rows, -1 if rows else 0)
+    nan = torch.full_like(tensor, float("nan"))
+    canonical = torch.where(tensor.isnan(), nan, tensor).contiguous()
+    return canonical.view(torch.uint8).reshape(rows, -1 if rows else 0)
 
 
 def check_batch_invariant(trial: Trial) -> Iterator[str]:
