@@ -36,6 +36,7 @@ class LayerRunner:
         self._runner_config: Any = None  # a copy of the config that `_runner` was made of
         self._interleaved = False
         self.refusal: str | None = None
+        self._logged_reasons: set[str] = set()
 
     def run(self, dispatch_output: Any, quant_info: Any, config: Any) -> torch.Tensor | Any:
         """Return the output tensor, or the result of the fallback.
@@ -70,11 +71,13 @@ class LayerRunner:
             w1_zero_point=info.w13_zp, w2_zero_point=info.w2_zp,
         )  # fmt: skip
         AUTO_PREPARED.refresh(weights, force=True)
-        if self._runner is not None or not info.use_int4_w4a16:
+        config = self.config
+        sizes = config.hidden_size, config.top_k, config.params_dtype
+        if self._runner is not None or not info.use_int4_w4a16 or None in sizes:
             return
         try:
-            runner, _ = self._make_runner(quant_info, self.config, weights.w1.device)
-            runner.run(_make_empty_call(self.config, weights.w1.device), info)
+            runner, _ = self._make_runner(quant_info, config, weights.w1.device)
+            runner.run(_make_empty_call(config, weights.w1.device), info)
         except ModularKernelError:
             return  # as above
 
@@ -116,7 +119,9 @@ class LayerRunner:
         return output
 
     def _refuse(self, reason: str, *, permanently: bool) -> None:
-        log_refusal(self.config.layer_id, reason)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
+            log_refusal(self.config.layer_id, reason)
         if permanently:
             self.refusal = reason
 
