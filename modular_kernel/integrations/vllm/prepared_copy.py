@@ -24,12 +24,16 @@ class PreparedCopy:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._was_refused = False
         self._layout = ""
         self._sources: list[torch.Tensor] = []
         self._versions: list[int] = []
 
     def write(self, weights: ExpertWeights, experts: PermuteExpertsUnpermute) -> None:
         """Derive the copy from the weights. Allocate it in the first call, if memory allows.
+
+        A later call does not allocate it: vLLM has then reserved memory for its KV cache, even if a
+        sleeping engine has released that memory, and CUDA graphs read the weights as loaded.
 
         weights: weights that passed the checks of the kernel.
         experts: the experts that read the copy. Nothing is done if they read none.
@@ -40,7 +44,7 @@ class PreparedCopy:
         self._layout = prepared.make_layout_key(type(experts), experts.problem)
         if self._fits(specs, weights.w1.device):
             write_prepared(weights, self.tensors, self._layout, experts.prepare)
-        else:
+        elif not self._was_refused:
             self._allocate(weights, specs, experts)
 
     def attach(self, weights: ExpertWeights) -> ExpertWeights:
@@ -70,6 +74,7 @@ class PreparedCopy:
         )
         if tensors is None:
             _DEVICES_WARNED_OF.add(device)
+        self._was_refused = tensors is None
         self.tensors = tensors or {}
 
     def _fits(self, specs: dict[str, BufferSpec], device: torch.device) -> bool:

@@ -34,6 +34,7 @@ from modular_kernel.integrations.vllm.calls import BatchedCalls, StandardCalls
 from modular_kernel.integrations.vllm.hooks import ORIGINAL_ATTRIBUTE, log_once
 from modular_kernel.integrations.vllm.prepared_copy import PreparedCopy
 from modular_kernel.integrations.vllm.weights import convert_biases, convert_scales
+from modular_kernel.replay.recording import can_keep_buffers
 from modular_kernel.settings import is_vllm_preparation_enabled
 from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import BatchedTokens, ExpertWeights, Routing
@@ -192,6 +193,8 @@ def _add_preparation(function: Callable[..., None]) -> Callable[..., None]:
             try:
                 experts.prepare_weights(layer)
             except ModularKernelError as error:
+                if type(experts).prepared_copy.tensors:
+                    raise  # CUDA graphs read the copy, which still has the values of the last load
                 log_once(f"modular_kernel does not prepare 4-bit weights: {error}")
 
     setattr(process_weights_after_loading, ORIGINAL_ATTRIBUTE, function)
@@ -302,7 +305,9 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
             assert self._weights is not None
             return self._weights
         weights = self._make_weights(*sources)
-        if is_known and copy.tensors:
+        # In the first call after a load, vLLM may have written to the weights since the load.
+        # Otherwise, unknown tensors have the same values at another address.
+        if copy.tensors and (is_known or self._weights is None) and can_keep_buffers(w1.device):
             self._calls.prepare(weights, copy)
         self._weights, self._sources = copy.attach(weights), sources
         return self._weights
@@ -318,7 +323,8 @@ class StandardExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         The copy is made now, so that vLLM's memory profile for the KV cache counts it.
         """
         w1, w2 = (_find_weight(layer, name) for name in ("w13", "w2"))
-        if w1 is None or w2 is None or not is_vllm_preparation_enabled():
+        has_copy = bool(type(self).prepared_copy.tensors)
+        if w1 is None or w2 is None or not (has_copy or is_vllm_preparation_enabled()):
             return
         weights = self._make_weights(w1, w2, getattr(layer, "expert_map", None))
         self._calls.prepare(weights, type(self).prepared_copy)

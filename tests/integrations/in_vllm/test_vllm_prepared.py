@@ -20,6 +20,7 @@ from vllm_layers import (
     vllm_process,
 )
 
+from modular_kernel.errors import ShapeError
 from modular_kernel.integrations.vllm import calls, prepared_copy, register
 from modular_kernel.quant import prepared
 from modular_kernel.reference import float64_reference, rounded_reference
@@ -175,3 +176,65 @@ def test_weights_stay_as_loaded_if_memory_is_short(
         assert not prepared_tensors(layer)
         check(layer, x_TH, weights, routing)
     assert not launched
+
+
+def test_no_copy_is_made_in_a_reload_if_the_first_load_made_none(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int]
+) -> None:
+    """Memory that is free during a reload may belong to the KV cache of a sleeping engine."""
+
+    def fail(*_: object) -> dict[str, torch.Tensor]:
+        raise torch.OutOfMemoryError("no memory")
+
+    x_TH, weights, _, routing = tensors(BASE)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "allocate_prepared", fail)
+        layer = loaded_layer(BASE, "", weights)
+    reload(layer, BASE, weights)
+    assert not prepared_tensors(layer)
+    check(layer, x_TH, weights, routing)
+    assert not launched
+
+
+@pytest.mark.parametrize("reloads", [0, 1])
+def test_a_write_between_a_load_and_the_first_call_reaches_the_copy(
+    reloads: int, launched: list[int]
+) -> None:
+    x_TH, weights, _, routing = tensors(BASE)
+    layer = loaded_layer(BASE, "", weights)
+    for _ in range(reloads):
+        check(layer, x_TH, weights, routing)
+        reload(layer, BASE, weights)
+    _, others, _, _ = tensors(BASE, seed=4)
+    with torch.no_grad():
+        layer.w13_weight.copy_(others.w1)
+    check(layer, x_TH, replace(weights, w1=others.w1), routing)
+    assert launched
+
+
+def test_a_reload_without_preparation_does_not_leave_an_old_copy(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int]
+) -> None:
+    x_TH, weights, _, routing = tensors(BASE)
+    layer = loaded_layer(BASE, "", weights)
+    check(layer, x_TH, weights, routing)
+    _, others, _, _ = tensors(BASE, seed=4)
+    monkeypatch.setenv("MK_VLLM_PREPARE", "0")
+    reload(layer, BASE, others)
+    check(layer, x_TH, others, routing)
+
+
+def test_a_failed_preparation_in_a_reload_raises(
+    monkeypatch: pytest.MonkeyPatch, launched: list[int]
+) -> None:
+    """CUDA graphs would otherwise read the copy of the old weights."""
+
+    def fail(*_: object) -> None:
+        raise ShapeError("w1", got=1, need=2)
+
+    x_TH, weights, _, routing = tensors(BASE)
+    layer = loaded_layer(BASE, "", weights)
+    check(layer, x_TH, weights, routing)
+    monkeypatch.setattr(calls.validate, "check_weights", fail)
+    with pytest.raises(ShapeError):
+        reload(layer, BASE, weights)
