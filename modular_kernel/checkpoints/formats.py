@@ -53,8 +53,8 @@ class Format:
     method: the quant_method of the quantization_config, or "none".
     scheme: the scheme that matrices are loaded as.
     minus_one: GPTQ zero points are stored minus one.
-    quantizes_inputs: the model was quantized to nvfp4 with activations in nvfp4, too. The scheme
-        nevertheless leaves activations in 16 bits; `with_inputs` changes that.
+    quantizes_inputs: the model was quantized with activations of 4 or 8 bits, but the scheme leaves
+        them in 16 bits. `with_inputs` changes that for nvfp4.
     dequantized: name of the stored codes, such as "nf4", if no scheme can represent them and
         matrices are dequantized on loading; otherwise "".
     torchao: the storage format of torchao; None for other methods.
@@ -91,9 +91,9 @@ class Format:
     def with_inputs(self) -> "Format":
         """Return this format with activations in nvfp4, as the model was quantized.
 
-        Raises ConfigurationError unless `quantizes_inputs` is True.
+        Raises ConfigurationError for another format, and for a model with activations in 16 bits.
         """
-        if not self.quantizes_inputs:
+        if not (self.quantizes_inputs and self.scheme.matrix_scales):
             need = "nvfp4 files of a model that was quantized with activations in nvfp4, too"
             raise ConfigurationError("quantize_inputs", got=str(self), need=need)
         return replace(self, scheme=QuantScheme.parse("nvfp4_w4a4"), quantizes_inputs=False)
@@ -144,7 +144,8 @@ def format_of(config: object, *, path: str = "config.json", depth: int | None = 
         types = " and ".join(sorted(set(config["types"])))
         return Format(method, scheme, dequantized="" if scheme.quantized else types)
     minus_one = method != "gptq" or gptq_version(path, config) == 1
-    inputs = scheme.matrix_scales and quantizes_inputs(config)
+    is_weight_only = scheme.quantized and not scheme.quantizes_activations
+    inputs = is_weight_only and quantizes_inputs(config)
     return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
 
 

@@ -100,7 +100,7 @@ MISTRAL = (_per_expert("experts", _W1_W3_W2),)  # Mistral's own format (consolid
 # fmt: off
 LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     **dict.fromkeys((
-        "afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe", "beam", "cohere2_moe", "deepseek", "deepseek_ocr2_text",
+        "afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe", "bailing_moe_v2", "beam", "cohere2_moe", "deepseek", "deepseek_ocr2_text",
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe",
         "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
         "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hy_v4_vl_text", "kimi_k2", "kolibri1",

@@ -86,6 +86,7 @@ FAMILIES: dict[str, Family] = {
     "axk2": _family("axk2 AXK2Experts AXK2TopkRouter", _N_ROUTED_EXPERTS, _SCALING_KEY),
     "bailing_hybrid": _family("bailing_hybrid BailingHybridExperts BailingHybridTopkRouter", _NUM_OR_LOCAL, _SCALING_KEY, top_k=_PER_TOKEN),
     "bailing_moe": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_PER_TOKEN),  # by its own code (Ling)
+    "bailing_moe_v2": _family("bailing_hybrid BailingHybridExperts", _NUM_OR_LOCAL, f"{_SCALING_KEY}?", top_k=_PER_TOKEN),  # by its own code (Ming)
     "beam": _family("beam BeamExperts BeamMoE", _NUM_EXPERTS, _SCALING_KEY),
     "cohere2_moe": _family("cohere2_moe Cohere2MoeExperts", _NUM_EXPERTS, intermediate=_INTERMEDIATE),
     "dbrx": _family("dbrx DbrxExpertGLU DbrxExperts", "moe_num_experts", top_k="moe_top_k", intermediate="ffn_hidden_size", hidden="d_model", nested_in="ffn_config", activation="ffn_act_fn", default_activation="silu"),

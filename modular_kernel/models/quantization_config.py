@@ -451,7 +451,8 @@ def _has_values(config: Config | None, **expected: object) -> bool:
 
 def _float_scheme(path: str, weights: Config, inputs: Config | None) -> str | None:
     if _has_values(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
-        if _has_values(weights, group_size=32) and inputs is None:
+        inputs_are_mx = inputs is None or _has_values(inputs, type="float", group_size=_MX_GROUP)
+        if _has_values(weights, group_size=_MX_GROUP) and inputs_are_mx:
             return "mxfp4_w4a16"
         inputs_known = inputs is None or _has_values(
             inputs, num_bits=4, type="float", group_size=16
@@ -495,16 +496,27 @@ def _int_scheme(path: str, weights: Config, inputs: Config | None) -> str | None
     symmetric = weights.get("symmetric")
     if weights.get("type") != "int" or type(bits) is not int or not isinstance(symmetric, bool):
         return None
-    if inputs is None and strategy == "group" and bits in (4, 8):
+    if strategy == "group" and bits in (4, 8) and (inputs is None or _are_8_bit_tokens(inputs)):
         return _group_scheme(path, bits, weights.get("group_size"), zero_points=not symmetric)
     if bits != 8 or strategy != "channel" or not symmetric:
         return None
     if inputs is None:
         return "int8_w8a16_channel"
-    is_per_token = _has_values(
-        inputs, num_bits=8, type="int", strategy="token", dynamic=True, symmetric=True
+    is_w8a8 = _has_values(inputs, type="int") and _are_8_bit_tokens(inputs)
+    return "int8_w8a8_channel" if is_w8a8 else None
+
+
+def _are_8_bit_tokens(inputs: Config) -> bool:
+    """Return whether activations have 8 bits and a scale for each token, computed in the call.
+
+    Integer weights of groups have no scheme with such activations. They are served with activations
+    in 16 bits, which are more accurate.
+    """
+    return (
+        inputs.get("type") in ("int", "float")
+        and inputs.get("symmetric") in (True, None)
+        and _has_values(inputs, num_bits=8, strategy="token", dynamic=True)
     )
-    return "int8_w8a8_channel" if is_per_token else None
 
 
 def _targets_experts(path: str, targets: Any) -> bool:
@@ -610,7 +622,8 @@ def _require_one_of(path: str, config: Config, key: str, allowed: tuple[object, 
 
 def shorten(value: Any) -> str:
     """Return the repr of a value in one line of at most 120 characters, for messages."""
-    return re.sub(r"\s+", " ", repr(value))[:120]
+    text = re.sub(r"\s+", " ", repr(value))
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def config_error(path: str, got: str, need: str) -> ConfigurationError:

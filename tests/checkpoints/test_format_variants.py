@@ -366,11 +366,25 @@ def test_error_of_a_refused_method_explains_it_and_names_an_alternative(
 
 
 @pytest.mark.parametrize("inputs", ["int", "float"])
-def test_int4_weights_with_8_bit_activations_are_refused(inputs: str) -> None:
-    """The message states weights and activations of the recipe, and what is supported instead."""
-    config = json.loads(json.dumps(CHECKPOINT_FORMATS["compressed int4"].config))
+def test_int4_weights_with_8_bit_activations_are_loaded_as_weight_only(inputs: str) -> None:
+    weight_only = CHECKPOINT_FORMATS["compressed int4"].config
+    config = json.loads(json.dumps(weight_only))
     activations = {"num_bits": 8, "type": inputs, "strategy": "token", "dynamic": True}
     config["config_groups"]["group_0"]["input_activations"] = activations
-    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': 8.*need .*int4 per group"
+    format, expected = format_of(config), format_of(weight_only)
+    assert format.scheme == expected.scheme
+    assert format.stored_tensors == expected.stored_tensors
+    assert "activations stay in 16 bits" in str(format)
+    assert "activations stay in 16 bits" not in str(expected)
+    with pytest.raises(ConfigurationError, match="need nvfp4 files"):
+        format.with_inputs()
+
+
+@pytest.mark.parametrize("changed", [{"dynamic": False}, {"strategy": "tensor"}, {"num_bits": 4}])
+def test_int4_weights_with_other_activations_are_refused(changed: dict[str, object]) -> None:
+    config = json.loads(json.dumps(CHECKPOINT_FORMATS["compressed int4"].config))
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} | changed
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    message = r"weights \{'num_bits': 4.*input_activations \{'num_bits': .*need .*int4 per group"
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)

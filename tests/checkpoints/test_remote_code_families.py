@@ -30,6 +30,7 @@ SIZES = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hi
 REMOTE_CODE_FAMILIES: dict[str, ModelFamily] = {
     "deepseek": ModelFamily(per_expert_modules("mlp.experts"), SIZES),
     "bailing_moe": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZES[1:])),
+    "bailing_moe_v2": ModelFamily(per_expert_modules("mlp.experts"), ("num_experts", *SIZES[1:])),
     "step3_text": ModelFamily(
         step, ("moe_num_experts", "moe_top_k", "moe_intermediate_size", "hidden_size")
     ),

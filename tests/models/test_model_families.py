@@ -185,7 +185,7 @@ def gated(config: Any, module: Any, values: torch.Tensor) -> torch.Tensor:
 
 
 # Types that a wrapper renames, or of code that is published beside the model.
-WITHOUT_CLASS = {"kimi_k2", "bailing_moe", "deepseek", "step3_text"}
+WITHOUT_CLASS = {"kimi_k2", "bailing_moe", "bailing_moe_v2", "deepseek", "step3_text"}
 
 
 def readable() -> list[str]:

@@ -20,6 +20,7 @@ F8 = {"num_bits": 8, "type": "float"}
 I8 = {"num_bits": 8, "type": "int", "symmetric": True}
 I4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 F4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MX4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 TOKEN = {"strategy": "token", "dynamic": True}
 BLOCK = F8 | {"strategy": "block", "block_structure": [128, 128]}
 KIMI_LEFT = [
@@ -102,7 +103,24 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
     "ct int8 weights": (group(I8 | {"strategy": "channel"}), "int8_w8a16_channel"),
     "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a16"),
     "ct nvfp4 weights alone": (group(F4), "nvfp4_w4a16"),
-    "ct mxfp4": (group(F4 | {"strategy": "group", "group_size": 32}), "mxfp4_w4a16"),
+    "ct int4 with int8 inputs": (
+        group(I4 | {"symmetric": True}, I8 | TOKEN),
+        "int4_w4a16_group:group=32",
+    ),
+    "ct int4 by channel with int8 inputs": (
+        group(I4 | {"strategy": "channel", "symmetric": True}, I8 | TOKEN),
+        "int4_w4a16_group:group=14336",
+    ),
+    "ct int4 with fp8 inputs": (
+        group(I4 | {"symmetric": True}, F8 | TOKEN),
+        "int4_w4a16_group:group=32",
+    ),
+    "ct mxfp4": (group(MX4), "mxfp4_w4a16"),
+    "ct mxfp4 with mxfp4 inputs": (group(MX4, MX4 | {"dynamic": True}), "mxfp4_w4a16"),
+    "ct mxfp4 with mxfp8 inputs": (
+        group(MX4, MX4 | {"num_bits": 8, "dynamic": True}),
+        "mxfp4_w4a16",
+    ),
     "modelopt fp8": (OPT | {"quant_algo": "FP8"}, "fp8_w8a8_tensor:static=true"),
     "modelopt nvfp4": (OPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a16"),
 }
@@ -152,8 +170,11 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "ct block by another group": group(
         BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
     ),
-    "ct int4 by channel w4a8": group(I4 | {"strategy": "channel", "symmetric": True}, I8 | TOKEN),
-    "ct int4 w4a8": group(I4 | {"symmetric": True}, I8 | TOKEN),
+    "ct int4 with static int8 inputs": group(
+        I4 | {"symmetric": True}, I8 | TOKEN | {"dynamic": False}
+    ),
+    "ct int4 with int4 inputs": group(I4 | {"symmetric": True}, I8 | TOKEN | {"num_bits": 4}),
+    "ct mxfp4 with nvfp4 inputs": group(MX4, F4 | {"dynamic": True}),
     "ct int4 without symmetric": group(I4),
     "ct fp8 in act-order": group(BLOCK | {"actorder": "group"}),
     "ct nvfp4 and 8 bits": group(F4, F8 | TOKEN),
