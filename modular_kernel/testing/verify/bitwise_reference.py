@@ -2,11 +2,10 @@
 
 A part declares in `roundings()` which intermediate values it rounds. The bitwise reference
 (`modular_kernel.reference.bitwise_references`) multiplies the same numbers as the part and rounds
-exactly these values, so its output should have the same bits. The two differ only in the order of
-float32 sums, which occasionally moves a value across the midpoint between two 16-bit numbers. The
-fraction of values that may differ is derived from references whose sums are perturbed at random. An
-undeclared rounding (of router weights, partial sums or weights) changes at least a quarter of all
-values. `checks.CHECKS` contains `check_one_rounding`.
+exactly these values. The part may differ from it only in the order of float32 sums, which
+occasionally moves a value across the midpoint between two 16-bit numbers. References whose sums are
+perturbed at random show how many values this affects. An undeclared rounding (of router weights,
+partial sums or weights) changes at least a quarter of all values.
 """
 
 from collections.abc import Iterator
@@ -44,9 +43,8 @@ def check_one_rounding(trial: Trial) -> Iterator[str]:
         references = [
             compute_perturbed_references(sample, variant, _NUM_PERTURBED) for variant in variants
         ]
-        is_compared = find_comparable_rows(
-            sample, references[0][0]
-        )  # the first of each list is unperturbed
+        # The first reference of each list is unperturbed.
+        is_compared = find_comparable_rows(sample, references[0][0])
         mismatch_R = torch.stack(
             [mismatch_fraction(output, outputs[0]) for outputs in references]
         ).amin(0)

@@ -1,7 +1,7 @@
-"""Checks for the "misunderstood" fault scenario in which all ranks make the same calls.
+"""Checks for the "misunderstood" fault scenario that run on all ranks alike.
 
-They reject tensors on an unsupported device, exceed the number of calls in flight that fits in
-shared memory, and check that (token, expert) pairs go to the nearest copy of an expert.
+The checks pass tensors on an unsupported device, start more calls than fit in shared memory, and
+count whether (token, expert) pairs go to the nearest copy of an expert.
 """
 
 import time
@@ -42,9 +42,9 @@ def check_meta_tokens_rejected(
 def check_synchronous_prepare(
     context: ScenarioContext, kernel: FusedMoEModularKernel
 ) -> tuple[str, str]:
-    """Make a call whose dispatch is one step, `prepare`, while rank 1 is late.
+    """Check that `prepare` waits for the rows of a late rank.
 
-    The other ranks must wait for its rows in that step.
+    A kernel dispatches with `prepare_no_receive`, which is replaced by `prepare` here.
     """
     part: Any = kernel.prepare_finalize
 
@@ -53,7 +53,7 @@ def check_synchronous_prepare(
         result = part.prepare(*args, **kwargs)
         return lambda: result
 
-    # Rows that are read too early are those of this call.
+    # If this rank reads too early, it finds the zeros of this call.
     context.start(kernel, torch.zeros_like(context.sample.inputs.x_TH)).finish()
     part.prepare_no_receive = prepare_no_receive
     dist.barrier()

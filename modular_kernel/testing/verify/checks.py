@@ -1,11 +1,7 @@
-"""Checks of a test case: one generator per property, yielding a message for each violation.
+"""Checks of a test case: one generator per property, which yields a message for each violation.
 
 Each check takes a `Trial`, which makes the calls of the case and caches their results. Reports call
-a check by the name of its function without "check_". The checks of accuracy compare three different
-calls with the float64 reference. Other checks require that inputs are unchanged, `out` is written
-and returned, invalid ids are counted, programs do not race, equal calls give equal bits, concurrent
-and planned calls do not affect each other, a plan can be captured and allocates nothing, and the
-reducer refuses invalid arguments and sums in the order of k.
+a check by the name of its function without "check_". `CHECKS` lists all checks in order.
 
 The buffers of every kernel are poisoned before each call, so that a read of unwritten memory causes
 an error. The fill alternates between calls. One fill consists of NaN and huge integers. The other
@@ -229,10 +225,9 @@ def _allocations() -> int:
 
 
 def check_reducer_arguments(trial: Trial) -> Findings:
-    """Check that a reducer of this project refuses invalid arguments of callers other than kernels.
+    """Check that a reducer of this project refuses an output whose dtype differs from the rows'.
 
-    The output has another dtype than the rows, which does no harm if it is accepted. Reducers of
-    other packages may rely on the kernel that calls them.
+    Reducers of other packages may rely on the kernel to pass valid arguments.
     """
     reduce, problem = trial.kernel.experts.finalize_weight_and_reduce_impl(), trial.first.problem
     is_own = type(reduce).__module__.partition(".")[0] in DISTRIBUTION_PACKAGES

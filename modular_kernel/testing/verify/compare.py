@@ -16,17 +16,17 @@ import torch
 from modular_kernel.spec.problem import Combine, Problem, dtype_name
 
 # Allowed RMS error, relative to the rounded reference's. Rounding errors depend on the order of
-# summation, both in the rounded reference and in a part. A quarter more covers this, and every
-# defect is larger.
+# summation, both in the rounded reference and in a part. A quarter more covers this difference, and
+# every defect causes a larger error.
 MAX_ERROR_RATIO = 1.25
 # Allowed error of a row and of a value, relative to the median row. A defect in one place (a tail,
 # one expert, one token) affects few rows or values, and an average over all rows would hide it.
 MAX_ROW_ERROR_RATIO = 4.0
 MAX_VALUE_ERROR_RATIO = 12.0
-# Added to each bound, for problems in float32. There the error of the rounded reference comes from
-# the order of sums alone, and may be small by chance. The unit roundoff, 6e-8, times sqrt(fan-in),
-# for two GEMMs, stays below 1e-6 for the shapes of the cases. The smallest defect to detect, gelu's
-# tanh approximation instead of erf, causes an error of 2e-4.
+# Added to each bound. In float32, the error of the rounded reference comes from the order of sums
+# alone, and may be small by chance. The unit roundoff of 6e-8 times sqrt(fan-in) stays below 1e-6
+# after two GEMMs, for the shapes of the cases. The smallest defect to detect, gelu's tanh
+# approximation instead of erf, causes an error of 2e-4.
 FLOAT32_TOLERANCE = 1e-6
 
 
@@ -102,7 +102,6 @@ def compare(
 
 
 def _check_shape(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
-    """Return messages for a wrong shape or dtype."""
     tokens = out.shape[0] if out.dim() else 0
     middle = () if problem.combine is Combine.SUM else (problem.top_k,)
     need = (tokens, *middle, problem.hidden)

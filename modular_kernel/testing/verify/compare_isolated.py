@@ -1,13 +1,15 @@
 """Compare the outputs of calls with huge or non-finite tokens, which must not affect other tokens.
 
-`assign_token_groups` divides the tokens of a call into groups: 0 for ordinary tokens, and further
-ones for tokens with extreme values. Each group is compared with the float64 reference separately.
+`assign_token_groups` divides the tokens of a call into groups: group 0 for ordinary tokens, and
+further groups for tokens with extreme values. Each group is compared with the float64 reference
+separately.
 
 - Ordinary tokens are compared by the rule of `compare`.
-- Huge tokens for which the rounded reference (plain torch with the roundings of the scheme) is
-  finite are compared by the same rule. Where the rounded reference overflows, a value must be
-  correct or not finite. If the activation clamps its input to a limit, huge tokens are not checked,
-  because their output then depends only on the sign of the gate, which any rounding may flip.
+- Huge tokens are compared by the same rule if their row in the rounded reference (plain torch with
+  the roundings of the scheme) is finite. If the row overflows, each value must be correct or not
+  finite.
+- Huge tokens are not checked if the activation clamps its input to a limit. Their output then
+  depends only on the sign of the gate, which any rounding may flip.
 - The output of a NaN token must not be finite. The output of an infinite token is not checked.
 """
 

@@ -23,9 +23,7 @@ def compare_with_nan(
 ) -> Comparison:
     """Check that `out` is NaN where the rounded reference is, and correct elsewhere.
 
-    out, exact, rounded_reference: (T, H) or (T, K, H).
-
-    The other arguments are those of `compare`.
+    out, exact, rounded_reference: (T, H) or (T, K, H). The other arguments are as in `compare`.
     """
     if out.shape != exact.shape:
         return compare(out, exact, rounded_reference, problem, **vars(rounding_errors))
@@ -38,7 +36,6 @@ def compare_with_nan(
 
 
 def _check_nan_kept(out: torch.Tensor, is_expected: torch.Tensor) -> tuple[str, ...]:
-    """Return a message if values computed from a NaN are not NaN."""
     is_lost = (is_expected & ~out.isnan()).flatten(0, -2)
     if not bool(is_lost.any()):
         return ()

@@ -1,8 +1,8 @@
 """Checks for the "broken-off" fault scenario: failed exchanges of a simulated group of six ranks.
 
-Each check copies a manager of our own and gives the copy a simulated backend, whose exchanges fail,
-and a simulated store with the failure records of the other ranks. No rank waits for another one, so
-the reported ranks and reasons are known exactly.
+Each check copies a manager (which owns the communication of one rank) and replaces its backend by
+one whose exchanges fail. A simulated store holds the failure records of the other ranks. No real
+rank is involved, so the expected ranks and reasons in each error are known exactly.
 """
 
 import copy
@@ -28,13 +28,13 @@ _RANK, _WORLD_SIZE = 2, 6  # of the simulated manager
 _HOST_INDICES, _HOST_NAMES = (0, 0, 1, 1, 1, 1), ("a", "b")
 _STORE_RANK = 0  # the rank whose process serves the store
 _TIMEOUT_S = 10.0
-_STEP, _PHASE = 7, "dispatch"  # of the exchange that fails
+_STEP, _PHASE = 7, "dispatch"  # of the failing exchange
 _ERROR = "the backend failed"
-_RELEASE_S = 5.0  # a store that does not answer is released after this time
-_MAX_REPORT_S = 3.0  # an error must be raised within this time, if its exchange is overdue
-
-_MAX_OVERDUE_WAIT_S = 0.5  # an exchange that is overdue is waited for no longer than this
-_MIN_GRACE_S = 0.7  # other ranks may publish records until a second after the timeout
+_RELEASE_S = 5.0  # a simulated store that does not answer is released after this time
+_MAX_REPORT_S = 3.0  # maximum time until the error of an overdue exchange is raised
+_MAX_OVERDUE_WAIT_S = 0.5  # maximum timeout that is passed to `wait` of an overdue exchange
+# Other ranks may publish records until a second after the timeout. A rank must wait this long.
+_MIN_GRACE_S = 0.7
 
 _ALL_OTHERS = (0, 1, 3, 4, 5)
 _ON_HOSTS = "; ranks 0, 1: all of host a; ranks 3, 4, 5: on host b"
@@ -48,8 +48,9 @@ def _record(
 
 _SAME = dict.fromkeys(_ALL_OTHERS, _record())
 
-# The records of the other ranks, the seconds that this rank has waited, the ranks that its error
-# must name, and the reason. A record of rank 2 was published by another thread of this rank.
+# Each row has the records of the other ranks, the seconds that this rank has waited, the ranks that
+# its error must name, and the expected reason. Another thread of this rank published the record of
+# rank 2.
 _FAILURES: tuple[tuple[Mapping[int, Any], float, tuple[int, ...], str], ...] = (
     (
         {
@@ -119,10 +120,10 @@ _FAILURES: tuple[tuple[Mapping[int, Any], float, tuple[int, ...], str], ...] = (
 
 
 class _Work:
-    """The handle of an exchange that fails.
+    """The handle of an exchange, whose `wait` raises an error.
 
     waits_s: list to which `wait` appends its timeout in seconds.
-    meet: called before the exchange fails.
+    meet: called before the error is raised.
     """
 
     def __init__(self, waits_s: list[float], meet: Callable[[], object]) -> None:
@@ -137,8 +138,8 @@ class _Work:
 class _Backend:
     """A backend whose exchanges fail.
 
-    waits_s: the timeouts with which its exchanges were waited for.
-    works: weak references to the handles of its exchanges.
+    waits_s: the timeouts that were passed to `wait`.
+    works: weak references to the handles of the exchanges.
     """
 
     def __init__(self, meet: Callable[[], object]) -> None:
@@ -155,8 +156,8 @@ class _Backend:
 class _Store:
     """A store with failure records.
 
-    records: the record of each rank, or a text that is not JSON. The record that this rank
-        publishes is added, unless there is one already.
+    records: the record of each rank, or text that is not JSON. A record that this rank publishes is
+        added unless `records` has one.
     on_set: called when this rank publishes its record.
     published: the records that this rank has published.
     read: the ranks whose records this rank has read, in order.
@@ -189,10 +190,7 @@ def _rank_of(key: str) -> int:
 
 
 class SimulatedManager:
-    """A copy of a manager, with a simulated backend and store.
-
-    manager: the copy.
-    """
+    """A copy, `manager`, of a real manager, with a simulated backend and store."""
 
     def __init__(
         self,
@@ -214,11 +212,11 @@ class SimulatedManager:
         simulated._failure_records = type(manager._failure_records)(self.store, _RANK, _WORLD_SIZE)
         simulated._communicator = type(manager._communicator)(simulated, device=manager.device)
         simulated._communicator.group = self.backend
-        if hasattr(manager, "host_memory"):  # a failure would set the flags of the real ranks
+        if hasattr(manager, "host_memory"):  # otherwise, a failure would set flags of real ranks
             simulated.host_memory = None
 
     def start(self, waited_s: float) -> Any:
-        """Start an exchange as if that had been `waited_s` seconds ago."""
+        """Start an exchange, and backdate its start by `waited_s` seconds."""
         exchange = self.manager.all_reduce(torch.ones(1), step=_STEP, phase=_PHASE)
         exchange.started_s -= waited_s
         return exchange
@@ -231,7 +229,7 @@ class SimulatedManager:
 def _describe_failure(function: Callable[[], object]) -> str:
     """Return the peers and the reason of the CommunicationError that `function` raises.
 
-    Durations are rounded to seconds or left out.
+    Durations are rounded to seconds or removed.
     """
     try:
         function()
@@ -248,10 +246,7 @@ def _describe_failure(function: Callable[[], object]) -> str:
 
 
 def check_simulated_failures(context: ScenarioContext, manager: Any) -> Outcomes:
-    """Check the errors of exchanges that fail on a copy of a manager.
-
-    manager: a manager that can be used.
-    """
+    """Check the errors of exchanges that fail on a copy of `manager`."""
     if not has_builtin_classes(context) or not hasattr(manager, "all_reduce"):
         return
     checks = [
@@ -262,7 +257,7 @@ def check_simulated_failures(context: ScenarioContext, manager: Any) -> Outcomes
         partial(_check_two_threads, manager),
         partial(_check_abort, manager),
     ]
-    with ThreadPoolExecutor(len(checks)) as pool:  # some wait for parts of a second
+    with ThreadPoolExecutor(len(checks)) as pool:  # some checks sleep
         yield from pool.map(lambda check: check(), checks)
 
 
@@ -295,8 +290,8 @@ def _check_grace(manager: Any) -> tuple[str, str]:
     return f"{outcome}; read {', '.join(map(str, simulated.store.read))}", expected
 
 
-# What the store does when this rank publishes its record, the host of each rank, the ranks that the
-# error must name, and their hosts.
+# Each row of _DEAD_STORES has the behavior of the store when this rank publishes its record, the
+# host of each rank, the ranks that the error must name, and the hosts in the error.
 _SILENT, _CLOSED = "silent", "closed"
 _DEAD_STORES = (
     (_CLOSED, _HOST_INDICES, (0,), "rank 0: on host a"),
@@ -327,10 +322,9 @@ def _check_dead_store(
 
 
 def _check_release(manager: Any) -> tuple[str, str]:
-    """Check what a rank does before it publishes its record, and how long it waits.
+    """Check that a rank releases its exchange and backend before it publishes its record.
 
-    It must have released the exchange and the backend, so that the connections to other ranks are
-    closed, and they fail as well.
+    The release closes the connections to the other ranks, so that their exchanges fail as well.
     """
     states = list[str]()
 
@@ -359,15 +353,16 @@ def _check_release(manager: Any) -> tuple[str, str]:
 
 
 def _check_two_threads(manager: Any) -> tuple[str, str]:
-    """Fail in two threads at once, while a third one begins a call.
+    """Let exchanges fail in two threads at once while a third thread begins a call.
 
-    One thread publishes a record and finds the ranks to report. All must raise the same error.
+    Only one thread publishes a record and determines the ranks to report. All threads must raise
+    its error.
     """
     both, publishing = threading.Barrier(2, timeout=_RELEASE_S), threading.Event()
 
     def on_set() -> None:
         publishing.set()
-        time.sleep(0.2)  # the others reach their error
+        time.sleep(0.2)  # give the other threads time to fail
 
     simulated = SimulatedManager(manager, _SAME, on_set=on_set, meet=both.wait)
     exchanges = [simulated.start(12.0) for _ in range(2)]
@@ -387,9 +382,10 @@ def _check_two_threads(manager: Any) -> tuple[str, str]:
 
 
 def _check_abort(manager: Any) -> tuple[str, str]:
-    """Abort calls on a manager: after an error of an exchange, which is ignored, then after others.
+    """Check that an abort closes the manager once, and that some aborts have no effect.
 
-    A manager that was destroyed has nothing to abort.
+    An abort has no effect after an error of an exchange, after an earlier abort, and on a destroyed
+    manager.
     """
     simulated = SimulatedManager(manager, _SAME)
     aborted = simulated.manager

@@ -1,7 +1,8 @@
-"""Checks for the "misunderstood" fault scenario: calls whose ranks do not agree on the host.
+"""Checks for the "misunderstood" fault scenario: calls without an agreement on the host.
 
-After the first call of a layer, the ranks exchange blocks of a fixed capacity, and compare the
-headers of the blocks on the device.
+Usually, the hosts of all ranks agree on the number of rows before each call. With `checked=False`
+they agree only in the first call of a layer. Later calls exchange blocks of a fixed capacity, and
+the headers of the blocks are compared on the device.
 """
 
 import copy
@@ -22,16 +23,17 @@ from modular_kernel.testing.verify.manager_scenarios import has_builtin_classes
 from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from modular_kernel.testing.verify.scenario_context import ScenarioContext, capture_outcome
 
-# A header has the numbers of the layer and call, the order of exchanges, the number of tokens, the
-# largest number of rows for one rank, the refusal, and the number of rows in this block.
+# The fields of a header: the numbers of the layer and of the call, a hash of the order of
+# exchanges, the number of tokens, the maximum number of rows for one rank, the code of an error
+# that refused the call (or -1), and the number of rows in this block.
 _HEADER = {"layer": 4, "call": 3, "order": 77, "tokens": 3, "rows": 2, "refusal": -1, "sent": 0}
 _MAX_TOKENS, _MAX_ROWS = 5, 4
-_ALIGNMENT = 16  # bytes; sections of rows and blocks begin at a multiple
+_ALIGNMENT = 16  # bytes; sections of rows and blocks begin at a multiple of it
 _RANK, _WORLD_SIZE = 2, 6  # of the simulated manager
 _CHANGED_RANK = 3  # the rank whose header is changed
 _SAME_CALL = "one layer, call and order"
-# Changes of one rank's header, whether every rank must have the same number of tokens, and the
-# expected error: its reason, and what is needed. "" if the headers are valid.
+# Each row has the changes of one rank's header, whether all ranks must have the same number of
+# tokens, and the expected `got` and `need` of the error. Both are "" if the headers are valid.
 _HEADERS: tuple[tuple[Mapping[str, int], bool, str, str], ...] = (
     ({}, True, "", ""),
     ({"tokens": 0, "rows": 0, "sent": 99}, False, "", ""),
@@ -60,10 +62,7 @@ _HEADERS: tuple[tuple[Mapping[str, int], bool, str, str], ...] = (
 
 
 def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
-    """Make calls on a manager whose ranks do not agree on the host before each call.
-
-    The ranks then exchange blocks of a fixed capacity. The layers differ in what these hold.
-    """
+    """Make calls with blocks of a fixed capacity, on layers with different blocks."""
     manager_class = find_manager_class(context.part)
     if "checked" not in inspect.signature(manager_class).parameters:
         return
@@ -113,7 +112,7 @@ def _check_alignment(context: ScenarioContext, kernel: FusedMoEModularKernel) ->
 def check_device_handshake(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
     """Compare headers of a simulated group of six ranks on the device.
 
-    kernel: a kernel that has made a call, on a manager whose ranks do not agree on the host.
+    kernel: has made a call on a manager with `checked=False`.
     """
     part: Any = kernel.prepare_finalize
     if not has_builtin_classes(context):
@@ -133,7 +132,7 @@ def _verify(
     reason: str,
     need: str,
 ) -> tuple[str, str]:
-    """Compare headers, of which one is changed, and then valid ones; return what is reported."""
+    """Compare headers, first with a changed one, then valid ones; return (actual, expected)."""
     status_class = type(handshake.status)
     status = status_class(_WORLD_SIZE, torch.device(manager.device))
     simulated = SimulatedManager(manager, {}).manager

@@ -1,9 +1,8 @@
 """Checks of the assignment of ranks to hosts, for the "misunderstood" fault scenario.
 
 Each check yields pairs (actual outcome, expected outcome). CORRECT is the outcome of a call without
-an error.
-
-The environment variable MK_HOST_ID lets ranks on one machine act as if they were on several hosts.
+an error. The environment variable MK_HOST_ID lets ranks on one machine act as if they were on
+several hosts.
 """
 
 import json
@@ -25,10 +24,10 @@ from modular_kernel.testing.verify.scenario_context import (
 
 
 def check_host_assignment(context: ScenarioContext) -> Iterator[tuple[str, str]]:
-    """Check parts with all ranks on one host, then with each rank on a separate host.
+    """Check the part with all ranks on one host, and with each rank on a separate host.
 
-    The first check is skipped if the problem has several hosts, the second if the part supports
-    only one host.
+    The check with one host is skipped if the problem has several hosts. The check with separate
+    hosts is skipped if the part supports only one host.
     """
     ranks, requires = context.world_size, context.part.requires
     if context.case.problem.parallel.hosts > 1:
@@ -64,9 +63,9 @@ def check_host_records(
 ) -> Iterator[tuple[str, str]]:
     """Check the allocation records of the memory that the manager shares within a host.
 
-    All memory must be allocated outside of calls. The state of each record must be "done", or the
-    error of a construction whose arguments differ between ranks. The subject of this error is
-    "ranks that share buffers". Nothing is checked if the manager shares no memory.
+    All memory must be allocated outside of calls. The state of each record must be "done", or an
+    error whose subject is "ranks that share buffers": the construction failed because its arguments
+    differed between ranks. Nothing is checked if the manager shares no memory.
     """
     host_manager = getattr(get_manager(kernel.prepare_finalize), "host_memory", None)
     if host_manager is None:
@@ -85,13 +84,14 @@ def check_host_records(
 def _construct_with_changed_requirements(
     context: ScenarioContext, manager: Any, extra: int, **requirements: Any
 ) -> tuple[str, str]:
-    """Construct the part with other requirements; every rank must get a ConfigurationError.
+    """Construct the part with changed requirements; every rank must raise a ConfigurationError.
 
-    With its own requirements, a part that supports 8 ranks per host would need 9 ranks to fail.
+    The unchanged requirements would need many ranks to fail: 9 if the part supports 8 ranks per
+    host.
 
-    extra: `ranks_per_host` is set to the actual number of ranks per host plus `extra`.
-    requirements: other fields of PrepareFinalizeRequirements to change. For example, with
-        full_hosts, each host must have exactly `ranks_per_host` ranks.
+    extra: added to the actual number of ranks per host to give `ranks_per_host`.
+    requirements: other changed fields of PrepareFinalizeRequirements. With `full_hosts`, each host
+        must have exactly `ranks_per_host` ranks.
     """
     ranks_per_host = context.world_size // len(manager.hosts) + extra
     requires = replace(context.part.requires, ranks_per_host=ranks_per_host, **requirements)
@@ -125,7 +125,6 @@ def _use_separate_hosts(context: ScenarioContext) -> Iterator[tuple[str, str]]:
 
 
 def _for_ranks_per_host(context: ScenarioContext, ranks_per_host: int) -> ScenarioContext:
-    """Return the context of a problem with this number of ranks per host."""
     problem = context.case.problem
     parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)
     return replace(context, case=replace(context.case, problem=replace(problem, parallel=parallel)))

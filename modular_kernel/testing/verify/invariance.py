@@ -1,8 +1,8 @@
 """Check batch invariance: whether a token's output bits depend on the other tokens of its call.
 
-`check_batch_invariant` runs for cases whose problem has `batch_invariant=True`; `invariance_table`
-measures all pairings. Both repeat a call with its tokens ordered, split or chunked differently and
-compare the bits of every output row.
+`check_batch_invariant` runs for cases whose problem has `batch_invariant=True`. `invariance_table`
+measures all pairings of parts. Both repeat a call with its tokens reordered, split or chunked
+differently, and compare the bits of every output row.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ def make_subset_call(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Su
 
 
 def make_reversed_call(tokens: int) -> list[torch.Tensor]:
-    """Return the token indices of a single call on all tokens in reverse order, as a list."""
     return [torch.arange(tokens).flip(0)]
 
 
@@ -65,7 +64,6 @@ def call_in_parts(
 
 
 def count_differing_rows(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    """Count the rows that differ bitwise, as compared by `output_bytes`."""
     return int((output_bytes(actual) != output_bytes(expected)).any(1).sum())
 
 
@@ -94,7 +92,7 @@ def check_batch_invariant(trial: Trial) -> Iterator[str]:
 def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     """Repeat the trial's first call with its tokens split or ordered differently.
 
-    Yields (description, output rows) for each way. All ranks make the same number of calls,
+    Yields (description, output rows) for each variant. All ranks make the same number of calls,
     regardless of how many tokens they have.
     """
     inputs, expected = trial.first.original_inputs, trial.eager_output
@@ -119,10 +117,10 @@ def run_regrouped_calls(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def make_rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
-    """Make a kernel that splits calls into other chunks than the case.
+    """Make a kernel that splits a call into chunks differently from the case.
 
-    If the case has no chunks, a chunk has a third of the tokens; otherwise, the kernel has no
-    chunks. Returns None if the pairing refuses this.
+    If the case has no chunks, a chunk has a third of the tokens. Otherwise, the kernel has no
+    chunks. Returns None if the pairing refuses the changed problem.
     """
     case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
     chunk = third if case.problem.chunk_tokens is None else None
@@ -133,6 +131,5 @@ def make_rechunked_kernel(trial: Trial) -> FusedMoEModularKernel | None:
 
 
 def _make_changed_kernel(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
-    """Make a kernel, with poisoned buffers, of the case's problem with `changes`."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

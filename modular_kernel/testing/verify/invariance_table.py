@@ -1,8 +1,8 @@
 """Measure which experts components ("parts") are batch invariant, and for which schemes.
 
-A call is batch invariant if the output bits of a token do not depend on the other tokens of its
-call. The table, which docs/batch-invariance.md shows, has two rows per experts part: without and
-with `batch_invariant` in the problem. Its columns are schemes and dtypes.
+A call is batch invariant if the output bits of a token do not depend on the other tokens of the
+call. docs/batch-invariance.md shows the table. It has two rows per experts part, without and with
+`batch_invariant` in the problem, and a column for each scheme or dtype.
 """
 
 from collections.abc import Iterator
@@ -33,13 +33,10 @@ COLUMNS: dict[str, dict[str, object]] = {
 class InvarianceRow:
     """The measurement of one pairing in one column of the table.
 
-    Attributes:
-        prepare_finalize, experts: names of the parts.
-        column: one of COLUMNS.
-        batch_invariant: whether the problem requires batch invariance.
-        num_changed: number of output rows whose bits depend on the call; None if the pairing
-            refuses the problem.
-        num_tokens: number of output rows.
+    Attributes: prepare_finalize, experts: names of the parts. column: a key of COLUMNS.
+    batch_invariant: whether the problem requires batch invariance. num_changed: number of output
+    rows whose bits depend on the call; None if the pairing refuses the problem. num_tokens: number
+    of output rows.
     """
 
     prepare_finalize: str
@@ -57,8 +54,8 @@ class InvarianceRow:
 def measure_invariance(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
     """Measure every pairing on one rank in every column, without and with `batch_invariant`.
 
-    Pairings that refuse `layer` itself are left out. If a pairing refuses the problem of a column,
-    its num_changed is None.
+    Pairings that refuse `layer` itself are left out. `num_changed` is None where a pairing refuses
+    the problem of a column.
     """
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
@@ -87,7 +84,6 @@ def count_call_dependent_rows(case: Case, machine: Machine) -> int:
 
 
 def format_markdown(table_rows: list[InvarianceRow]) -> str:
-    """Format a Markdown table with two lines per part: without and with `batch_invariant`."""
     columns = list(dict.fromkeys(row.column for row in table_rows))
     lines = [
         f"| experts | `batch_invariant` | {' | '.join(columns)} |",

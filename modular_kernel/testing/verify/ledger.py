@@ -1,9 +1,9 @@
 """Check the ledger: a checked-in list of pairings that must pass, with a minimum number of cases.
 
-A pairing is a prepare/finalize class with an experts class. Test cases are generated, and those
+A pairing is a prepare/finalize class with an experts class. Test cases are generated, and cases
 that the compatibility rules refuse are left out. If a rule refuses too much, cases disappear and
-the suite still passes. The ledger detects this: for each kind of machine, it lists the pairings and
-how many cases each must pass.
+the suite still passes. The ledger detects this. Each line names a kind of machine, a pairing, and
+how many cases the pairing must pass there.
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
@@ -67,7 +67,6 @@ def parse_ledger(text: str) -> tuple[LedgerEntry, ...]:
 
 
 def _is_machine_kind(word: str) -> bool:
-    """Return whether `word` is one of MACHINE_KINDS, possibly with ":ranks" appended."""
     kind, colon, ranks = word.partition(":")
     return kind in MACHINE_KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
 

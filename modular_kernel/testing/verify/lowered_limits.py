@@ -1,16 +1,16 @@
 """Lower limits in host code, so that small calls take the branches and loops of large ones.
 
-Host code compares sizes with limits to choose how programs share the work: how many columns, rows
-or pairs a program handles, whether loads are pipelined, or whether one launch is enough. Most
-limits are far above the sizes that the interpreter can compute. Inside `lower_limits`, small calls
-exceed them. No limit in `LOWERED_LIMITS` determines a value of a result or the size of a buffer.
+Host code compares sizes with limits to choose how many columns, rows or pairs a program handles,
+whether loads are pipelined, and whether one launch is enough. Most limits are far above the sizes
+that the interpreter can compute in acceptable time. No limit in `LOWERED_LIMITS` affects a result
+or the size of a buffer.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-# Module -> name of a limit -> its value inside `lower_limits`.
+# module -> name of a limit -> its value inside `lower_limits`
 LOWERED_LIMITS: Mapping[str, Mapping[str, int]] = {
     "modular_kernel.ops.align": {"_FILL_BLOCKS": 2, "_MAX_SINGLE_LAUNCH_PAIRS": 4},
     "modular_kernel.ops.count": {"_SCAN_BLOCK": 1},

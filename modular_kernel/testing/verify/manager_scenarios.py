@@ -1,8 +1,8 @@
-"""Checks for the "misunderstood" fault scenario of managers and of the limits that calls agree on.
+"""Checks for the "misunderstood" fault scenario: managers, and limits on rows and tokens.
 
-A manager owns the communicator through which the parts of a rank exchange rows. All ranks make the
-same managers and calls, unless a check says otherwise. Checks of attributes, threads or messages
-that only our own classes have are skipped for the parts and managers of other packages.
+A manager owns the communicator through which the parts of a rank exchange rows. Checks of
+attributes, threads or messages that only our own classes have are skipped for the parts and
+managers of other packages.
 """
 
 import gc
@@ -36,12 +36,10 @@ _MAX_THREAD_EXIT_S = 2.0  # threads of a failed exchange must end within this ma
 
 
 def has_builtin_classes(context: ScenarioContext) -> bool:
-    """Return whether the part and its manager are our own classes, not of another package."""
     return is_builtin(context.part) and is_builtin(find_manager_class(context.part))
 
 
 def check_manager_arguments(context: ScenarioContext) -> Outcomes:
-    """Make managers with invalid timeouts, which must be refused before ranks connect."""
     manager_class = find_manager_class(context.part)
     if not is_builtin(manager_class):
         return
@@ -71,9 +69,9 @@ def check_max_received(context: ScenarioContext, manager: object) -> Outcomes:
 
 
 def check_too_many_tokens(context: ScenarioContext, kernel: FusedMoEModularKernel) -> Outcomes:
-    """On rank 1, pass the part itself more tokens than its buffers hold.
+    """On rank 1, pass more tokens to the part itself than its buffers hold.
 
-    A kernel refuses such a call. A part must report it on every rank before a row is sent.
+    A kernel would refuse such a call. A part must report it on every rank before a row is sent.
     """
     if not has_builtin_classes(context) or not exchanges_call_numbers(context.part):
         return
@@ -106,7 +104,6 @@ def check_too_many_tokens(context: ScenarioContext, kernel: FusedMoEModularKerne
 
 
 def check_destroyed_manager(context: ScenarioContext, manager: object) -> Outcomes:
-    """Make a layer on a manager that was destroyed, which must be refused at once."""
     if has_builtin_classes(context):
         yield capture_outcome(lambda: str(context.make_kernel_on(manager))), "UnsupportedError"
 

@@ -1,6 +1,7 @@
 """Checks for the "misunderstood" fault scenario: memory that the ranks of a host share.
 
-Failures of waits in kernels are simulated, by writing the word that the kernels would write.
+A kernel that waits in vain for a rank sets a status word. The checks simulate this by writing the
+word.
 """
 
 import copy
@@ -14,13 +15,13 @@ from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from modular_kernel.testing.verify.scenario_context import ScenarioContext, capture_outcome
 
 _NBYTES = 512
-_CALL = (1 << 31) + 5  # number of a call; it needs all 32 bits
-_MISSING = (0, 2, 23)  # ranks for which a kernel has waited
+_CALL = (1 << 31) + 5  # a call number that needs all 32 bits
+_MISSING = (0, 2, 23)  # ranks for which a kernel has waited in vain
 _WORLD_SIZE = 24
 
 
 def check_shared_memory(context: ScenarioContext) -> Outcomes:
-    """Allocate shared memory with failures, on managers whose ranks share memory."""
+    """Check the errors of failed allocations, and the contents of new memory."""
     if not has_builtin_classes(context) or not shares_memory(context.part):
         return
     manager = find_manager_class(context.part)(None)
@@ -71,7 +72,7 @@ def _allocate_with_error(manager: Any, memory: Any) -> str:
 
 
 def _check_status_words(memory: Any) -> Outcomes:
-    """Check the errors for the words that kernels write if a wait has timed out."""
+    """Check the errors that are raised for the status words of kernels."""
     for phase, name in ((1, "dispatch"), (2, "combine")):
         bits = sum(1 << rank for rank in _MISSING)
         simulated = copy.copy(memory)
@@ -85,7 +86,6 @@ def _check_status_words(memory: Any) -> Outcomes:
 
 
 def _check(memory: Any) -> str:
-    """Return the error that `memory` raises for its status word."""
     try:
         memory.check()
     except CommunicationError as error:

@@ -1,9 +1,7 @@
 """Run every check on one test case in this process.
 
 A test case is a pairing (an exchange component and an experts component, called "parts") with a
-problem (the shapes, dtypes and options of a layer) and the kind of inputs. `prove` runs the
-functions of `checks.CHECKS` on it and returns a `Proof`: the failures, the accuracy, and a command
-that repeats the case. It is called by the test suite, `mk test` and authors of parts.
+problem (the shapes, dtypes and options of a layer) and the kind of inputs.
 """
 
 import math
@@ -59,7 +57,7 @@ class Proof:
 
 
 def prove(case: Case, machine: Machine | None = None, build: Build = build_kernel) -> Proof:
-    """Run all checks on a case. Raise IncompatibleError if the pairing is refused for this case.
+    """Run all checks on a case. Raises IncompatibleError if the pairing is refused for this case.
 
     machine: the machine to run on; None means the current one.
     build: makes the kernel from (case, machine, poison). With poison, the kernel fills its buffers
@@ -89,7 +87,6 @@ def prove(case: Case, machine: Machine | None = None, build: Build = build_kerne
 
 
 def _collect_combinations(entered_paths: Iterable[EnteredPath]) -> frozenset[PathCombination]:
-    """Return the (path, scheme, property) combinations of all recorded calls."""
     combinations = (
         list_combinations(call.path, call.problem, call.weights) for call in entered_paths
     )
@@ -97,7 +94,7 @@ def _collect_combinations(entered_paths: Iterable[EnteredPath]) -> frozenset[Pat
 
 
 def run_all_checks(trial: Trial) -> Iterator[str]:
-    """Yield the failures of every check in order. A check that raises an error has failed."""
+    """Yield the failures of every check in order. A check that raises an error fails."""
     for check in CHECKS:
         yield from _run(check, trial)
 
@@ -111,7 +108,6 @@ def _measure_accuracy(trial: Trial) -> tuple[float, float]:
 
 
 def _run(check: Check, trial: Trial) -> Iterator[str]:
-    """Yield the findings of one check."""
     name = name_check(check)
     try:
         for finding in check(trial):
@@ -122,7 +118,7 @@ def _run(check: Check, trial: Trial) -> Iterator[str]:
 
 
 def name_check(check: Check) -> str:
-    """Return the name of a check in findings: that of its function without "check_"."""
+    """Return the name of the check's function without "check_"."""
     return check.__name__.removeprefix("check_")
 
 

@@ -4,11 +4,10 @@ Each rank compares the output of its tokens with the float64 reference of the wh
 make the same calls in the same order. A rank stops at the first check that raises an error, because
 its peers may never reach the next call.
 
-The rounded reference that determines the tolerance models several ranks in plain torch. Each rank
-computes the pairs of its experts like the rounded reference of a single rank, weights and sums them
-in float32, and rounds the partial sum to the problem's dtype, in which it is communicated. The
-partial sums are added in float32 and rounded again. Thus each partial sum is rounded once more than
-with a single rank.
+The tolerance follows from the error of a rounded reference, which models several ranks in plain
+torch. Each rank computes the pairs of its experts like the rounded reference of a single rank. It
+weights and sums them in float32, and rounds the partial sum to the problem's dtype, in which ranks
+exchange it. The partial sums are added in float32 and rounded again.
 """
 
 import math
@@ -63,7 +62,7 @@ _CPU = torch.device("cpu")
 
 
 class RankSample(Sample):
-    """One rank's share of one call. counts: the number of tokens of each rank."""
+    """One rank's part of a call. counts: the number of tokens of each rank."""
 
     def __init__(
         self,
@@ -141,8 +140,7 @@ class RankSample(Sample):
         """Compare `out` with the float64 reference.
 
         The rounded reference's error is measured on the tokens of all ranks, because a single rank
-        may have too few. If the comparison fails, the error is measured on more tokens of the same
-        layer.
+        may have too few. If the comparison fails, it is repeated with `rounding_errors`.
         """
         exact, rounded_reference = self.global_exact, self.global_rounded_reference
         if self.variation.nan:
@@ -186,7 +184,6 @@ class RankSample(Sample):
         )
 
     def _compute_reference(self, function: Reference, routing: Routing) -> torch.Tensor:
-        """Apply `function` to all tokens and all experts."""
         return function(
             self.global_inputs.x_TH, self.global_inputs.weights, routing, self.global_problem
         )
@@ -220,7 +217,7 @@ def compute_rounded_reference(global_inputs: Inputs, problem: Problem) -> torch.
 
 
 class RankTrial(Trial):
-    """A case as one rank runs it. Each sample rotates the token counts by one rank."""
+    """A case as run by one rank. Each sample rotates the token counts of the ranks by one."""
 
     def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
         self.case, self.machine, self.build = case.of_rank(rank), machine, build
@@ -251,9 +248,9 @@ class RankTrial(Trial):
         )
 
     def _changed_sample(self, changes: Mapping[str, Any]) -> RankSample | None:
-        """Return this rank's sample of the first call of a layer with `changes` to its problem.
+        """Return this rank's first sample for a changed layer, or None if the pairing refuses it.
 
-        Returns None if the pairing refuses that layer.
+        changes: fields of Problem.
         """
         first = self.first
         assert isinstance(first, RankSample)
@@ -264,7 +261,7 @@ class RankTrial(Trial):
 
     @property
     def expected_replays(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
-        # A graph has a fixed number of tokens on each rank, and `second` has other numbers, so it
+        # A graph has a fixed number of tokens on each rank. `second` has a different number, so it
         # cannot be replayed.
         sample = self._sample_like_first(seed_offset=3)
         return (sample, call(self.kernel, sample)), (self.first, self.eager_output)
@@ -287,12 +284,10 @@ RANK_CHECKS: tuple[Check, ...] = (*CHECKS, check_faults)
 class RankReport:
     """Findings of one rank.
 
-    Attributes:
-        findings: one line for each failure.
-        error, bound: relative error of the rank's first call and its limit, as in Proof.
-        invalid_ids: number of invalid ids in the rank's first call.
-        dispatch, output: one line about how the dispatch and the output of the first call differ
-            from the reference; "" if they agree, or if there is no simple description.
+    Attributes: findings: one line for each failure. error, bound: relative error of the rank's
+    first call and its limit, as in Proof. invalid_ids: number of invalid ids in the rank's first
+    call. dispatch: one line about how the dispatch of the first call differs from the reference, or
+    "". output: one line about how the output of the first call differs from the reference, or "".
     """
 
     findings: tuple[str, ...]
@@ -356,7 +351,7 @@ def run_checks(
             raise CheckError("\n".join([*findings, format_raised_error(name, error)])) from error
     comparison = trial.first.compare(trial.eager_output)
     unique = tuple(dict.fromkeys(findings))
-    # Not done if a check raised, because destroying a part may wait for peers that never get here.
+    # If a check raised, skip this, because destroying a part may wait for peers that failed.
     for kernel in kernels:
         kernel.prepare_finalize.destroy()
     report = RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
@@ -451,7 +446,10 @@ def prove_unchecked(
 
 
 def _first_difference(reports: Mapping[int, RankReport]) -> list[str]:
-    """If an output is wrong, return one line about the first difference: a dispatch, if any."""
+    """If an output is wrong, return one line about the first difference.
+
+    Differences of the dispatch come first, because they explain wrong outputs.
+    """
     wrong = {rank: report for rank, report in reports.items() if report.output}
     if not wrong:
         return []
@@ -468,12 +466,11 @@ def machine_of(pool: AnyRanks) -> Machine:
 
 
 def _compute_error_ratio(report: RankReport) -> float:
-    """Return the ratio of error to bound; infinity if the bound is 0."""
     return report.error / report.bound if report.bound else math.inf
 
 
 def _extract_findings(failure: str) -> list[str]:
-    """Extract the findings from a failed rank's message, or else the error that ended the rank."""
+    """Extract the findings, or else the final error, from the message of a failed rank."""
     findings_text = failure.partition(f"{CheckError.__name__}: ")[2]
     if findings_text:
         return findings_text.splitlines()

@@ -1,6 +1,6 @@
 """Run the checks of many test cases, in this process or in several worker processes.
 
-Used by `mk test`. The result of a case is called its proof.
+The result of a case is called its proof.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Check that prepared weights give correct results in direct and planned calls.
+"""Check that prepared weights give correct results in eager and planned calls.
 
 `kernel.prepare_weights` converts weights once, for example into a tiled layout that an experts
-component ("part") reads faster. `checks.CHECKS` contains `check_prepared_weights`.
+component ("part") reads faster.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from modular_kernel.testing.verify.trial import Trial
 
 
 def check_prepared_weights(trial: Trial) -> Iterator[str]:
-    """Compare one direct and two planned calls on prepared weights with the float64 reference.
+    """Compare one eager and two planned calls on prepared weights with the float64 reference.
 
     Experts parts that do not prepare weights must return the same weights object. Other experts
     parts may replace only the tensors listed in `SOURCE_FIELDS`.

@@ -1,6 +1,6 @@
-"""Checks for the "misunderstood" fault scenario: the Problem of rank 1 differs from its peers'.
+"""Checks for the "misunderstood" fault scenario: rank 1 builds a layer from a changed Problem.
 
-Rank 1 builds its layer from a changed Problem, and every rank must report the mismatch.
+Every rank must report the mismatch.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from modular_kernel.testing.verify.scenario_context import (
 
 NEED_SAME_CALL = "one layer, call, pairing, step and order"
 
-# Fields of Problem that must agree on all ranks. Rank 1 changes them one set at a time.
+# Fields of Problem that must agree on all ranks. Each entry is a separate change on rank 1.
 PROBLEM_CHANGES: tuple[dict[str, Any], ...] = (
     {"routed_scaling_factor": 2.0},
     {"intermediate": 48},
@@ -35,9 +35,9 @@ Outcomes = Iterator[tuple[str, str]]
 
 
 def check_problem_mismatch(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Call a layer whose Problem on rank 1 differs from the other ranks.
+    """Call layers whose Problem differs on rank 1. Each call must fail on every rank.
 
-    The call must fail on every rank. first: a layer whose manager the changed layers use.
+    first: a layer whose manager the changed layers use.
     """
     got = "another dtype, scheme, placement, activation, pairing or adapters"
     changed_problems = context.supported_changes(PROBLEM_CHANGES)

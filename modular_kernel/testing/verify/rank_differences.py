@@ -1,9 +1,8 @@
-"""Describe why a case with several ranks fails: placement, counts, rows, weights or scales.
+"""Describe in one line why a case with several ranks fails.
 
 A wrong output does not show which step is wrong. Therefore, each rank keeps a copy of what its
 experts received in the first call, and compares it with the reference dispatch: the (token, expert)
-pairs whose expert is on this rank. If they agree, the output itself is examined. Every result is
-one line of text.
+pairs whose expert is on this rank. If the two agree, the output itself is examined.
 """
 
 import copy
@@ -50,8 +49,7 @@ class ReceivedPairs:
 def record_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:
     """Return a list that the kernel's first call fills with copies of what its experts receive.
 
-    The list remains empty if the experts receive nothing, and has one element per chunk if the call
-    is split into chunks.
+    The list has one element per chunk of the call. It remains empty if the experts receive nothing.
     """
     received: list[Dispatched] = []
     experts: Any = kernel.experts
@@ -82,8 +80,8 @@ def describe_dispatch_difference(
 ) -> str:
     """Compare what this rank's experts received with the reference.
 
-    Returns a description of the first difference, or "". Nothing is compared if experts have
-    copies, because a pair may go to any copy, or if the values are packed or not finite.
+    Returns a description of the first difference, or "". Nothing is compared if experts have copies
+    (any copy may receive a pair), or if the values are packed or not finite.
 
     received: one element per chunk of the call.
     inputs: the inputs of all ranks.
@@ -160,7 +158,6 @@ def compute_local_output(
 def _compute_reference_pairs(
     inputs: Inputs, problem: Problem, placement: Placement, *, input_weighted: bool = False
 ) -> ReceivedPairs:
-    """Return the pairs that this rank must compute under `placement`."""
     routing = inputs.routing
     rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, placement.tables())
     token_P, k_P = (rank_TK == problem.parallel.rank).nonzero(as_tuple=True)
@@ -176,7 +173,6 @@ def _get_row_length(tokens: Dispatched) -> int:
 
 
 def _extract_received_pairs(tokens: Dispatched, problem: Problem) -> ReceivedPairs:
-    """Extract the pairs from what the experts received, in either activation format."""
     if isinstance(tokens, BatchedTokens):
         x_eCH = _dequantize(tokens.x_eCH, tokens.scale, problem)
         capacity = torch.arange(x_eCH.shape[1])
@@ -204,13 +200,12 @@ def _dequantize(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -
     if scale is None:
         return values
     factor = scale.double().cpu()
-    if factor.dim() > 1 and factor.shape[-1] > 1:  # one per group of columns
+    if factor.dim() > 1 and factor.shape[-1] > 1:  # one scale per group of columns
         factor = factor.repeat_interleave(problem.scheme.group[-1], -1)[..., : values.shape[-1]]
     return values * factor
 
 
 def _count_pairs(expert_P: torch.Tensor, problem: Problem) -> list[int]:
-    """Return the number of pairs of each local expert."""
     counts: list[int] = torch.bincount(expert_P, minlength=problem.e).tolist()
     return counts
 
@@ -218,7 +213,6 @@ def _count_pairs(expert_P: torch.Tensor, problem: Problem) -> list[int]:
 def _describe_count_difference(
     counts: list[int], reference_counts: list[int], inputs: Inputs, problem: Problem
 ) -> str:
-    """Describe wrong counts of pairs. Recognizes another placement, and another expert order."""
     numbers = f"{counts} pairs for the local experts, the reference has {reference_counts}"
     parallel = problem.parallel
     if not problem.placement.is_linear:
@@ -239,7 +233,7 @@ def _describe_row_difference(
     *,
     quantized: bool,
 ) -> str:
-    """Compare each row with the most similar reference row, then their experts and weights."""
+    """Match rows with the most similar reference rows, and compare experts and weights."""
     is_finite = x_PH.isfinite().all(1)
     if not bool(is_finite.all()):
         return f"activations: received row {int((~is_finite).nonzero()[0])} is not finite"
@@ -278,7 +272,6 @@ def _describe_row_difference(
 def _sort_weights(
     token_P: torch.Tensor, expert_P: torch.Tensor, weight_P: torch.Tensor
 ) -> list[tuple[int, int, float]]:
-    """Return the sorted (token, local expert, router weight) of all pairs."""
     return sorted(zip(token_P.tolist(), expert_P.tolist(), weight_P.tolist(), strict=True))
 
 

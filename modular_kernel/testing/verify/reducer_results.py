@@ -1,7 +1,7 @@
-"""Check the results of a reducer on rows that no experts part has to compute.
+"""Check the results of a reducer on rows and ids that a kernel may never produce.
 
-An expert map sends experts of other ranks to values outside [0, e), also to e, and the rows and
-router weights of skipped pairs are NaN. The values of one token are such that a float32 sum depends
+Rows and router weights of skipped pairs are NaN. The expert map maps experts of other ranks to
+values outside [0, e), including e. The values of one token are chosen so that a float32 sum depends
 on its order.
 """
 
@@ -20,9 +20,9 @@ from modular_kernel.utils.optional_imports import DISTRIBUTION_PACKAGES
 _NUM_LOCAL: Final = 2
 _EXPERT_MAP = (1, -1, _NUM_LOCAL, 0, _NUM_LOCAL + 7, -(2**31))
 _IDS = ((0, 2, 3, 0, 4), (-1, 5, 1, 3, 6))
-# Router weights and row values. In the order of k, the products of the first token are 2^24, 1 and
-# 1, and their sum is 2^24, because 2^24 + 1 is halfway between two float32 numbers. In any other
-# order that begins with 1 + 1, it is 2^24 + 2. All products are exact.
+# Router weights and row values, whose products are exact. The products of the first token are 2^24,
+# 1 and 1. Summed in the order of k, they give 2^24, because 2^24 + 1 rounds down to 2^24 in
+# float32. An order that starts with 1 + 1 gives 2^24 + 2.
 _WEIGHTS = ((0.5, math.nan, 2.0, 2.0, math.nan), (math.nan, math.nan, math.nan, 4.0, math.nan))
 _VALUES = ((2.0**25, math.nan, 0.5, 0.5, math.nan), (math.nan, math.nan, math.nan, 3.0, math.nan))
 _COLUMNS = (1.0, -2.0, 4.0)  # factors of the values in the columns of a row
@@ -32,7 +32,7 @@ _SCALE = 0.5
 def check_reducer_results(trial: Trial) -> Iterator[str]:
     """Check that a reducer of this project skips pairs, and sums the others in the order of k.
 
-    The torch reference of a reducer may sum in another order.
+    The torch reference of a reducer may sum in a different order.
     """
     reduce, device = trial.kernel.experts.finalize_weight_and_reduce_impl(), trial.first.device
     is_own = type(reduce).__module__.partition(".")[0] in DISTRIBUTION_PACKAGES
@@ -57,7 +57,7 @@ def check_reducer_results(trial: Trial) -> Iterator[str]:
 
 
 def _compute_expected(*, weighted: bool, sums: bool) -> torch.Tensor:
-    """Compute the output (T, K, H), or (T, H) if `sums`, one pair after the other in float32."""
+    """Compute the expected output in float32: (T, H) if `sums`, else (T, K, H)."""
     local = torch.tensor([[_get_local_id(expert) for expert in row] for row in _IDS])
     values = torch.tensor(_VALUES)[..., None] * torch.tensor(_COLUMNS)
     if weighted:
@@ -72,7 +72,7 @@ def _compute_expected(*, weighted: bool, sums: bool) -> torch.Tensor:
 
 
 def _get_local_id(expert: int) -> int:
-    """Return the row of the weights for a global id, or -1 if the pair is skipped."""
+    """Return the local expert of a global id, or -1 if the pair is skipped."""
     local = _EXPERT_MAP[expert] if 0 <= expert < len(_EXPERT_MAP) else -1
     return local if 0 <= local < _NUM_LOCAL else -1
 

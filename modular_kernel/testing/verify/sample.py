@@ -1,8 +1,7 @@
 """One call of a test case: its inputs and expected output.
 
-A `Trial` makes one `Sample` for each kind of call, and the checks compare outputs with
-`Sample.compare`. "Fenced" tensors are surrounded by memory of a known pattern, so that a write
-outside of them is detected.
+A `Trial` makes one `Sample` for each kind of call. "Fenced" tensors are surrounded by memory of a
+known pattern, so that a write outside of them is detected.
 """
 
 from dataclasses import replace
@@ -25,9 +24,9 @@ from modular_kernel.testing.verify.compare import Comparison
 from modular_kernel.testing.verify.compare_isolated import RoundingErrors, compare_by_group
 from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
-# Number of tokens over which the error of the rounded reference is measured: 146 calls of 7 tokens.
-# With 64, w8a8 cases of 7 tokens failed by chance, although over many tokens the part and the
-# rounded reference had equal errors.
+# Number of tokens over which the error of the rounded reference is measured. With 64, w8a8 cases of
+# 7 tokens failed by chance, although the part and the rounded reference had equal errors over many
+# tokens.
 NUM_REFERENCE_TOKENS = 1024
 
 
@@ -76,7 +75,7 @@ class Sample:
 
     @property
     def local_tokens(self) -> slice:
-        """The tokens of this sample among those of all ranks; here, all of them."""
+        """The slice of this sample's tokens among the tokens of all ranks."""
         return slice(None)
 
     @property
@@ -105,10 +104,8 @@ class Sample:
     def compare(self, out: torch.Tensor) -> Comparison:
         """Compare `out` with the float64 reference.
 
-        Tokens with extreme values are compared separately.
-
-        If the comparison fails, it is repeated with a tolerance computed from more tokens
-        (`rounding_errors`), which takes longer.
+        Tokens with extreme values are compared separately. If the comparison fails, it is repeated
+        with the tolerance from `rounding_errors`, which takes longer to compute.
         """
         if self.variation.nan:
             nan_args = out, self.exact, self.rounded_reference, self.problem
@@ -134,8 +131,7 @@ class Sample:
         if self.variation.nan:
             variation = replace(self.variation, nan="")
             weights = self._make(variation).weights
-        # Slots that no token of this call uses are filled with NaN, so repeat the slots of this
-        # call.
+        # Slots that no token of this call uses are filled with NaN, so use only slots of this call.
         adapters_T = self.original_inputs.routing.adapters_T
         if isinstance(adapters_T, torch.Tensor) and len(adapters_T):
             adapters_T = adapters_T[
@@ -165,7 +161,7 @@ class Sample:
 
 
 def _map_to_local(ids_TK: torch.Tensor, expert_map: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """Replace ids of remote experts with ids of local ones, so that every pair is computed.
+    """Replace ids of remote experts with ids of local experts, so that every pair is computed.
 
     rows: number of local experts.
     """

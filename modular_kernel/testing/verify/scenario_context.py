@@ -1,9 +1,9 @@
 """State and helpers of a fault scenario on one rank: its case, its calls, and expected errors.
 
-A fault scenario (files `*scenarios.py`) makes one rank call a layer wrongly, and checks that every
-rank raises the error that the scenario expects. The kernels of several layers share one manager,
-the object through which a prepare/finalize class communicates. A manager numbers its layers, the
-calls of each layer, and the exchanges of each call (steps); errors name these numbers.
+In a fault scenario (files `*scenarios.py`), one rank calls a layer wrongly, and every rank must
+raise the expected error. The kernels of several layers share one manager, the object through which
+a prepare/finalize class communicates. A manager numbers its layers, the calls of each layer, and
+all calls of all layers (steps). Errors name these numbers.
 """
 
 import re
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FAULTY_RANK = 1  # the rank at which the fault is injected
 CORRECT = "right"  # outcome of a correct call; errors have other texts
-# Parts of error texts that differ between runs:
+# Text in errors that differs between runs.
 _SECONDS = re.compile(r"\d+\.\d+ s")
 _HOST_NAMES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")
@@ -36,13 +36,11 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 class ScenarioContext:
     """A case on one rank, with methods that make its kernels and calls in a fault scenario.
 
-    Attributes:
-        case: the case, whose problem is that of this rank.
-        machine: the machine that the parts are made for.
-        sample: this rank's inputs and expected output of a correct call.
-        build: makes the kernel of a (case, machine, poison) in the process group.
-        changed_sample: maps changed fields of Problem to this rank's sample of a call of the
-            changed layer, or to None if the pairing does not support that layer.
+    Attributes: case: the case, with the problem of this rank. machine: the machine that the parts
+    are made for. sample: this rank's inputs and expected output of a correct call. build: makes the
+    kernel of a (case, machine, poison) in the process group. changed_sample: maps changed fields of
+    Problem to this rank's sample for the changed layer, or to None if the pairing does not support
+    that layer.
     """
 
     case: Case
@@ -112,7 +110,7 @@ class ScenarioContext:
         """Return (changes, tensors) for each of `candidates` that the pairing supports.
 
         tensors: the arguments of a call of the changed layer. Candidates that do not change the
-        problem are left out.
+            problem are left out.
         """
         supported, problem = [], self.case.problem
         for changes in candidates:
@@ -142,7 +140,7 @@ class ScenarioContext:
         return out
 
     def start(self, kernel: FusedMoEModularKernel, x_TH: torch.Tensor | None = None) -> Pending:
-        """Start a call on `x_TH`, or on the sample's tokens if None, and leave it in flight."""
+        """Start a call on `x_TH` (default: the sample's tokens), and leave it in flight."""
         inputs = self.sample.inputs
         return kernel.start(
             self.sample.x_TH() if x_TH is None else x_TH, inputs.weights, inputs.routing
@@ -164,7 +162,7 @@ class ScenarioContext:
     ) -> str:
         """Return the text of the error expected in the phase that exchanges call numbers.
 
-        The peers of the error are the ranks to inspect: rank 1 or, on rank 1, all other ranks.
+        The error's `peers` are the ranks to inspect: rank 1, or on rank 1, all other ranks.
         """
         peers = self.peers if self.is_faulty_rank else (FAULTY_RANK,)
         return self.expected_error_text(
@@ -211,14 +209,13 @@ def capture_outcome(call: Callable[[], str]) -> str:
 
 
 def format_error(error: CommunicationError) -> str:
-    """Format an error with its fields, but without times, digests and host names.
+    """Format an error with its rank, phase, step, layer, call and peers.
 
-    The fields are rank, phase, step, layer, call and peers.
+    Times, digests and host names are removed.
     """
     fields = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _HOST_NAMES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{fields} {error}")))
 
 
 def get_manager(part: PrepareAndFinalize) -> Any:
-    """Return the manager through which a part communicates."""
     return part.manager  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
 A rank case may name a fault scenario (`cases.scenario_names`), in which rank 1 causes the fault.
 Depending on the scenario, the group then recovers or stays unusable. Each scenario is a generator
-that makes calls and yields (outcome, expected outcome) pairs. An outcome is a text: "right" for a
-correct output, else the error, with the layer, call and step numbers that it names.
+that makes calls and yields (outcome, expected outcome) pairs. An outcome is "right" for a correct
+output, or the text of the error.
 """
 
 import json
@@ -65,7 +65,7 @@ from modular_kernel.testing.verify.wait_scenarios import run_absent_rank, run_la
 
 DEFAULT_HISTORY = 1024  # exchanges that a manager records by default
 MAX_QUOTED_CHARS = 200  # errors quote this many characters of a library's message
-NUM_NAMED_STEPS = 64  # errors name layer and call for this many of the last steps
+NUM_NAMED_STEPS = 64  # errors name the layer and call only for this many of the last steps
 _FAILED_CALL = "aborted its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
 
@@ -123,7 +123,7 @@ def run_inconsistent_calls(context: ScenarioContext) -> Outcomes:
 
 
 def _claim_rank_0(context: ScenarioContext, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-    """On rank 1, make a kernel for rank 0. Only rank 1 gets an error, before any exchange."""
+    """On rank 1, make a kernel for rank 0. Only rank 1 raises an error, before any exchange."""
     if not context.is_faulty_rank:
         return CORRECT, CORRECT
     as_rank_0 = replace(context.case.problem.parallel, rank=0)
@@ -227,7 +227,7 @@ def _use_explicit_manager(context: ScenarioContext, kernel: FusedMoEModularKerne
 
 
 def _count_records(kernel: FusedMoEModularKernel) -> str:
-    """Record one exchange more than the default history holds; return how many are kept."""
+    """Record one exchange more than the default history holds; return how many records are kept."""
     records = get_manager(kernel.prepare_finalize).last_calls
     for _ in range(DEFAULT_HISTORY + 1):
         records.begin(0, "construct", 0)
@@ -256,8 +256,8 @@ def _inconsistent_problems(context: ScenarioContext, first: FusedMoEModularKerne
 def run_failing_experts(context: ScenarioContext) -> Outcomes:
     """Make the experts of rank 1 raise an error.
 
-    The other ranks must get an error at once, and again in every later call. A call of another
-    layer that is in flight at that time must get the same error.
+    The other ranks must raise an error at once, and again in every later call. A call of another
+    layer that is in flight at that time must raise the same error.
     """
     kernel = context.make_kernel()
     other_layer = context.make_kernel_on_manager_of(kernel)
@@ -297,9 +297,9 @@ def run_failing_experts(context: ScenarioContext) -> Outcomes:
 
 
 def _fail_in_library(context: ScenarioContext, message: str) -> tuple[str, str]:
-    """Make an exchange fail on every rank with a library error. Errors quote its first characters.
+    """Make an exchange fail on every rank with a library error, and check how it is quoted.
 
-    message: the message of the error, a single word.
+    message: the message of the library error.
     """
     manager = get_manager(context.make_kernel().prepare_finalize)
     dist.barrier()  # all ranks must be connected first
@@ -320,8 +320,6 @@ def _fail_in_library(context: ScenarioContext, message: str) -> tuple[str, str]:
 
 
 class _FailingCommunicator:
-    """A communicator that raises an error with a message."""
-
     def __init__(self, message: str) -> None:
         self._error = RuntimeError(message) if message else RuntimeError()
 
@@ -355,7 +353,7 @@ def _call_failing_experts(
 
 
 def _check_last_record(context: ScenarioContext, kernel: FusedMoEModularKernel) -> str:
-    """Return "right" if the last record is the failed exchange of step 4, else that record."""
+    """Return "right" if the last record is the failed exchange of step 4, else the record."""
     lines = get_manager(kernel.prepare_finalize).last_calls.json_lines().splitlines()
     record = json.loads(lines[-1])
     actual = record["phase"], record["step"], record["bytes"], record["state"]
@@ -411,9 +409,9 @@ def check_records(
 def _check_record_bytes(context: ScenarioContext, records: list[dict[str, Any]]) -> str:
     """Return "right" if our own manager recorded the bytes that it sends, else what is wrong.
 
-    Connecting sends none. All exchanges of counts have one size, several int64 for each rank. Sums
-    are sent in whole rows. Parts whose ranks only share memory send all tokens, padded sums, and
-    as many bytes as they allocate.
+    If the ranks exchange counts, connecting sends no bytes, every exchange of counts sends the same
+    number of int64 values, and sums are sent in whole rows. Otherwise the ranks share memory. They
+    send all tokens and padded sums, and the construction records the allocated bytes.
     """
     problem, tokens = context.case.problem, len(context.sample.inputs.x_TH)
     row_bytes = problem.hidden * problem.dtype.itemsize
@@ -438,9 +436,8 @@ def _expected_records(
 ) -> set[tuple[int, str]]:
     """Return the (step, phase) of every required record.
 
-    The exchange of counts is recorded in each step, and the exchanges of rows in the successful
-    calls, of which the first and the last call are certain. Rows moved through host shared memory
-    are not recorded.
+    Each step must record its exchange of counts. The first and the last call succeed, and must
+    record their exchanges of rows, unless the rows move through host shared memory.
     """
     expected = {
         (step, "counts") for step in range(1, last + 1) if exchanges_call_numbers(context.part)
@@ -455,8 +452,8 @@ def _expected_records(
 def run_finished_out_of_order(context: ScenarioContext) -> Outcomes:
     """On rank 1, make exchanges in another order. The next call must report this.
 
-    The exchanges are those of two calls, which rank 1 finishes in reverse order, then two exchanges
-    that belong to no layer.
+    First, rank 1 finishes two calls in reverse order. Then it reverses two exchanges that belong to
+    no layer.
     """
     kernel = context.make_kernel()
     pending = [context.start(kernel) for _ in range(2)]

@@ -1,7 +1,7 @@
 """Checks for the "misunderstood" fault scenario: the hosts of a simulated group of six ranks.
 
-Each check runs on a copy of a manager or part of our own. The answers of the other ranks are in a
-store of this process, so any distribution of ranks over hosts can be checked with two ranks.
+Each check runs on a copy of a manager or part. A store in this process holds the answers of the
+other ranks, so two real ranks can check any distribution of ranks over hosts.
 """
 
 import copy
@@ -34,8 +34,8 @@ from modular_kernel.testing.verify.scenario_context import ScenarioContext
 
 _RANK, _WORLD_SIZE = 2, 6  # of the simulated manager
 _SHARED_MEMORY = Path("/dev/shm")
-# The ranks that answer: name of the host, MK_HOST_ID, whether the file can be read, whether its
-# token is right, and the ranks whose files the rank has read.
+# Rank -> its answer: the name of the host, MK_HOST_ID, whether the file that it shares can be read,
+# whether the token in the file is right, and the ranks whose files it has read.
 _ANSWERS: dict[int, tuple[str, str, bool, bool, str]] = {
     0: ("one", "one", True, True, "0 2"),
     1: ("two", "two", True, True, "1"),
@@ -45,11 +45,11 @@ _ANSWERS: dict[int, tuple[str, str, bool, bool, str]] = {
 }
 _HOSTS = "6 ranks on 5 hosts: 0, 2 on one; 1 on two; 3 on one (2); 4 on one (3); 5 on one (4)"
 _READABLE = "0 2 5"  # ranks whose files rank 2 can read
-_RANKS_PER_NODE = 8  # parts with shared memory support this many ranks on a host, and no more
+_RANKS_PER_NODE = 8  # maximum number of ranks per host that parts with shared memory support
 _STALE_AGE_S, _YOUNG_AGE_S = 75.0, 45.0  # files of ended processes are removed after a minute
 
-# The host of each rank, the requirements of the part, the problem's ranks per host, and the end of
-# the error, or "" if the part supports these hosts.
+# Each row has the host of each rank, the requirements of the part, the problem's ranks per host,
+# and the end of the error, or "" if the part supports these hosts.
 _ANY = {"one_host": False, "ranks_per_host": None, "full_hosts": False}
 _SUPPORT: tuple[tuple[tuple[int, ...], dict[str, Any], int | None, str], ...] = (
     ((0, 0, 0, 1), _ANY, None, ""),
@@ -74,8 +74,8 @@ _SUPPORT: tuple[tuple[tuple[int, ...], dict[str, Any], int | None, str], ...] = 
 )
 
 
-# The attempts to create a manager that each rank has counted, the attempts and ranks that have
-# failed, and the number of the attempt that rank 2 must join or begin.
+# Each row has the number of attempts to create a manager that each rank has counted, the failed
+# (attempt, rank) pairs, and the number of the attempt that rank 2 must join or begin.
 _ATTEMPTS: tuple[tuple[Mapping[int, str], tuple[tuple[int, int], ...], str], ...] = (
     ({}, (), "1"),
     ({0: "3", 1: "2", _RANK: "1"}, ((2, 0), (4, 0)), "3"),
@@ -104,7 +104,6 @@ def check_simulated_hosts(context: ScenarioContext, kernel: FusedMoEModularKerne
 
 
 def _find_hosts(manager: Any) -> str:
-    """Return the hosts that rank 2 finds, and the ranks whose files it can read."""
     store, simulated = HashStore(), copy.copy(manager)
     simulated.rank, simulated.world_size, simulated.timeout_s = _RANK, _WORLD_SIZE, 5.0
     with ExitStack() as stack:
@@ -132,7 +131,7 @@ def _find_hosts(manager: Any) -> str:
 def _agree_on_prefix(
     manager: Any, attempts: Mapping[int, str], failed: Sequence[tuple[int, int]], expected: str
 ) -> tuple[str, str]:
-    """Return the attempt that rank 2 joins according to the store of its group."""
+    """Return the actual and the expected attempt that rank 2 joins."""
     store = HashStore()
     for rank, attempt in attempts.items():
         store.set(f"modular_kernel/attempts/{rank}", attempt)
@@ -150,7 +149,6 @@ def _agree_on_prefix(
 
 @contextmanager
 def _host_file(text: str) -> Iterator[str]:
-    """Yield the name of a file in shared memory that holds `text`."""
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     with tempfile.NamedTemporaryFile("w", dir=folder, encoding="ascii") as file:
         file.write(text)
@@ -165,7 +163,7 @@ def _check_support(
     ranks_per_host: int | None,
     error: str,
 ) -> str:
-    """Check on a copy of `part` whether it supports hosts; return the row, or what differs."""
+    """Check on a copy of `part` whether it supports the hosts; return the row, or what differs."""
     copied = object.__new__(type(part))  # parts over ranks cannot be copied
     names = tuple(f"host{index}" for index in range(max(index_W) + 1))
     copied.manager = SimpleNamespace(hosts=type(part.manager.hosts)(index_W, names))
@@ -181,7 +179,6 @@ def _check_support(
 
 
 def _check_ranks_per_node(context: ScenarioContext) -> Outcomes:
-    """Check that a part that shares the memory of a host supports nodes of eight ranks."""
     requires, problem = context.part.requires, context.case.problem
     if requires.ranks_per_host is None and not requires.one_host:
         return

@@ -1,9 +1,8 @@
 """Run the calls of one test case on one machine, and cache the results that its checks share.
 
-A `Trial` is passed to every check of `checks.CHECKS`. A plan is a kernel with preallocated buffers
-for a maximum number of tokens. A kernel with `poison` fills its buffers with invalid values before
-each call, so that reads of unwritten memory change the output. "Red zones" are the fenced memory
-around a tensor, in which a write is detected.
+A plan is a kernel with preallocated buffers for a maximum number of tokens. A kernel with `poison`
+fills its buffers with invalid values before each call, so that reads of unwritten memory change the
+output. "Red zones" are fences: memory around a tensor in which writes are detected.
 """
 
 from collections.abc import Callable
@@ -75,8 +74,9 @@ class Trial:
 
     - first: the inputs of the case. Called without a plan, in a plan, and interleaved with `other`.
     - second: different values for the same number of tokens. Called in the plan.
-    - other: different values for half as many tokens (rounded up), and transposed weights. Called
-      in the plan after larger calls, with lowered limits on a CPU, and interleaved with `first`.
+    - other: different values for half as many tokens (rounded up), with transposed weights. Called
+      in the plan after larger calls, and interleaved with `first`. On a CPU, its calls lower
+      limits.
     """
 
     def __init__(self, case: Case, machine: Machine, build: Build = build_kernel) -> None:
@@ -125,7 +125,7 @@ class Trial:
 
     @cached_property
     def kernel(self) -> FusedMoEModularKernel:
-        """The kernel of all calls without a plan; its buffers are poisoned before each call."""
+        """The kernel of all calls without a plan."""
         return self.build(self.case, self.machine, True)
 
     @cached_property
@@ -143,12 +143,12 @@ class Trial:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of all planned calls; its buffers are poisoned before each call."""
+        """The plan of all planned calls."""
         return self.build(self.case, self.machine, True).plan()
 
     @cached_property
     def planned_second(self) -> torch.Tensor:
-        """The output of `second` in the plan's first call, which has the maximum token count."""
+        """The output of `second` in the plan's first call."""
         return call(self.plan, self.second)
 
     @cached_property
@@ -195,9 +195,9 @@ class Trial:
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
     """Call the kernel on a sample; return a copy of the output.
 
-    It is copied because the next call may reuse the memory of the output. On a CPU, limits are
-    lowered in calls with strided tensors, so that they run in the tiles of large calls. On a GPU,
-    this would compile most kernels twice.
+    The next call may overwrite the output. Calls with strided tensors lower limits, so that they
+    take the branches of large calls. They do so only on a CPU, because a GPU would compile most
+    kernels twice.
     """
     inputs = sample.inputs
     with lower_limits(enabled=sample.strided and sample.device.type == "cpu"):

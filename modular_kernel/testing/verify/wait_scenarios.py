@@ -27,7 +27,7 @@ from modular_kernel.testing.verify.scenario_context import (
 TIMEOUT_S = 1.5  # timeout in scenarios in which all ranks have connected
 _SHORT_TIMEOUT_S = 0.5  # timeout in scenarios in which one rank never connects
 _SHORT_DELAY_S = 0.6  # a delay shorter than TIMEOUT_S
-_GRACE_S = 2.0  # this long after the timeout, no rank is still waiting
+_GRACE_S = 2.0  # no rank may still wait this long after the timeout
 # The reason in the error of a manager that polls the library, as managers do on a GPU.
 _POLL_TIMEOUT = "the exchange did not end in time"
 
@@ -97,8 +97,8 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
 def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
     """Start an exchange on rank 0 alone, and return a function that waits for it.
 
-    The function must be called after the timeout, when the period in which other ranks may report
-    errors is over, too. It checks that the exchange still reads their reports.
+    The function must be called after the timeout and after the period in which other ranks may
+    report errors. It checks that the exchange still reads their reports.
     """
     manager = find_manager_class(context.part)(None, timeout_s=TIMEOUT_S)
     if context.rank:
@@ -128,8 +128,8 @@ def _check_reason(message: str) -> str:
 def run_absent_rank(context: ScenarioContext) -> Outcomes:
     """Construct a kernel on all ranks except rank 1, which must fail, then on all ranks.
 
-    For parts with shared memory, all ranks first create a manager together, and rank 1 is absent
-    only when the others construct a kernel with this manager.
+    For parts with shared memory, all ranks first create a manager together. Rank 1 is absent only
+    when the others construct a kernel with it.
     """
     if shares_memory(context.part):
         manager = find_manager_class(context.part)(None, timeout_s=_SHORT_TIMEOUT_S)

@@ -31,8 +31,7 @@ def check_without_adapters(trial: Trial) -> Iterator[str]:
             if specs[name].numel:
                 yield f"{specs[name].nbytes} bytes of {name} in a layer without adapters"
     slots_T = inputs.routing.slots_T
-    # This depends on the tokens of the problem, not of the rank, so that all ranks make the same
-    # calls.
+    # `case.problem.tokens` is the same on all ranks, so all ranks return here or none does.
     if case.problem.adapters is None or not trial.is_deterministic or not case.problem.tokens:
         return
     if slots_T is None:
@@ -84,9 +83,9 @@ def check_alternating_adapters(trial: Trial) -> Iterator[str]:
 def _output_without_adapters(trial: Trial) -> torch.Tensor:
     """Return the output that the first call has if no token has an adapter.
 
-    Without communication, this is the output of a layer built without LoRA. If rows are exchanged
-    between ranks, every row carries an adapter slot (-1 for none), which may select another code
-    path in the experts. The reference is then an eager call of the LoRA layer.
+    Without communication, this is the output of a layer built without LoRA. If ranks exchange rows,
+    every row carries an adapter slot (-1 for none), which may select another code path in the
+    experts. Therefore, an eager call of the LoRA layer is the reference then.
     """
     case, inputs = trial.case, trial.first.inputs
     part = load_catalog().prepare_finalize(case.prepare_finalize)
