@@ -13,8 +13,9 @@ Packages:
 - `cases`: the test cases of a pairing and their input tensors.
 - `verify`: runs a case and checks its results. `compare` has the tolerance, `checks` the properties
   that are checked, and `ledger` the list of pairings that must pass.
-- `input_mutations`: wrong inputs and outputs, injected to see that the checks detect them.
-- `mutation`: the same for small changes of the source code of a part (mutation testing).
+- `input_mutations`: wrong inputs and outputs, which the checks must detect.
+- `mutation`: small changes of the source code of a part, which the checks must detect (mutation
+  testing).
 - `ranks`: the pool of processes for cases with several ranks.
 - `checkpoints`, `compile`, `edges`, `stress`: tests of checkpoint formats, of `torch.compile`, of
   extreme calls, and of random calls, faults and long runs.

@@ -1,7 +1,6 @@
 """Random inputs for a problem (the shapes, dtypes and options of a layer).
 
-Used by benchmarks, examples and `tune`. Tests use `cases.inputs`, which has more kinds of inputs.
-Dimension names in this file: e local experts, i intermediate size, k = top_k.
+Used for timing and in examples. Tests use `cases.inputs`, which has more kinds of inputs.
 """
 
 from dataclasses import replace
@@ -18,8 +17,8 @@ Inputs = tuple[torch.Tensor, ExpertWeights, Routing]
 def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     """Draw inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing.
 
-    Adapters have their maximum rank. Token t uses adapter slot (t mod (adapters + 1)) - 1, so token
-    0 has slot -1, which means no adapter.
+    All adapters have the maximum rank. Tokens use the adapter slots -1 (no adapter), 0, 1, ...
+    cyclically.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -56,6 +55,5 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
 
 
 def _first_experts_local(problem: Problem, device: torch.device) -> torch.Tensor:
-    """Return an expert_map under which experts [0, e) are local and the others are remote."""
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
     return torch.where(ids < problem.e, ids, -1).to(torch.int32)

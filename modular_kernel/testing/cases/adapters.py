@@ -1,8 +1,9 @@
 """Adapters of a case: the slots that its tokens use, and the matrices of the slots.
 
-Slots differ in scaling and in rank, from the problem's rank down to 1. Unused slots are filled with
-NaN, because nothing may read them. The layer's output has a standard deviation of about 1, and the
-contribution of an adapter one of about 0.5, so that a wrong or missing adapter is detected.
+Slots differ in scaling and in rank, which ranges from the problem's rank down to 1. Unused slots
+are filled with NaN, because nothing may read them. The standard deviation is about 1 for the
+layer's output and about 0.5 for the contribution of an adapter, so that a wrong or missing adapter
+is detected.
 """
 
 from typing import Literal
@@ -25,9 +26,10 @@ _ADAPTER_STD = 0.5
 def draw_slots(
     problem: Problem, pattern: str, generator: torch.Generator
 ) -> torch.Tensor | Literal["none"] | None:
-    """Draw `adapters_T` of a routing: (T,) int32, "none", or None.
+    """Draw `adapters_T` of a routing: (T,) int32, "none" or None.
 
-    None means that the problem has no adapters, and "none" that the call does not use them.
+    None means that the problem has no adapters. "none" means that the call does not use its
+    adapters.
     """
     spec, tokens = problem.adapters, problem.tokens
     if spec is None:
@@ -62,7 +64,7 @@ def make_adapters(
 
     Returns {} if the problem has no adapters.
 
-    slots_T: the result of `draw_slots`. The matrices of slots that it does not use are NaN.
+    slots_T: the result of `draw_slots`. Slots that do not occur in it get NaN matrices.
     with_gaps: whether to leave gaps, filled with NaN, between the rows of the matrices.
     """
     spec = problem.adapters
@@ -89,7 +91,7 @@ def make_adapters(
 
 
 def _with_gaps(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an equal view with a gap of one row and eight columns, filled with NaN."""
+    """Return an equal view whose rows and columns are padded with NaN."""
     num_slots, experts, rows, columns = matrix.shape
     padded = matrix.new_full((num_slots, experts, rows + 1, columns + 8), torch.nan)
     view = padded[:, :, :rows, :columns]

@@ -17,8 +17,8 @@ class Case:
         routing: one of `inputs.ROUTING_KINDS`.
         seed: seed of the inputs.
         variation: memory layout and values of the tensors.
-        interleaved_calls: whether calls of a second kernel, for another problem, are interleaved
-            with those of the first.
+        interleaved_calls: whether to interleave calls with calls of a second kernel, for another
+            problem.
     """
 
     prepare_finalize: str
@@ -39,7 +39,6 @@ class Case:
         return f"{pairing}-{self.problem}-{self.routing}{suffix}{seed}"
 
     def _non_default_options(self) -> dict[str, object]:
-        """Return the options of inputs and calls that differ from their defaults."""
         options = {
             "layout": (self.variation.layout, ORDINARY.layout),
             "values": (self.variation.values, ORDINARY.values),
@@ -79,7 +78,6 @@ def command(case: Case) -> str:
 
 
 def _non_default_fields(problem: Problem) -> dict[str, object]:
-    """Return the options of the less common problem fields that differ from their defaults."""
     ids_dtype = problem.ids_dtype
     options = {
         "local-experts": (problem.local_experts, None),

@@ -2,7 +2,8 @@
 
 A `Space` defines which rows are invalid and why, which rows compute anything, and what a row costs.
 Rows are chosen greedily: several candidates are built value by value, and the candidate that covers
-the most new pairs per cost is taken. Equal spaces give equal rows on every machine.
+the most new pairs per cost is taken. The random choices are seeded, so equal spaces give equal rows
+on every machine.
 """
 
 import random
@@ -46,8 +47,8 @@ class Space:
         axes: the axes.
         list_rejections: returns every reason why a row is invalid; empty if it is valid.
         computes: returns whether a valid row computes anything.
-        cost: returns the positive cost of running a row, in any unit. It is also called with rows
-            that are still being built.
+        cost: returns the positive cost of running a row, in any unit. Also called with rows
+            in which some values are not chosen yet and have their defaults.
     """
 
     axes: tuple[Axis, ...]
@@ -56,7 +57,10 @@ class Space:
     cost: Callable[[Sequence[int]], float]
 
     def value_ids(self, row: Row) -> tuple[int, ...]:
-        """Return the id of each value in `row`: its index among the values of all axes."""
+        """Return a unique id for each value in `row`.
+
+        The values of all axes are numbered consecutively.
+        """
         return tuple(map(add, self.first_value_ids, row))
 
     @cached_property
@@ -85,7 +89,7 @@ class Space:
         )
 
     def describe(self, value_id: int) -> str:
-        """Return the value with this id as "axis=value"."""
+        """Format a value as "axis=value"."""
         for axis, start in zip(self.axes, self.first_value_ids, strict=True):
             if start <= value_id < start + len(axis.values):
                 return f"{axis.name}={axis.values[value_id - start]}"
@@ -103,8 +107,8 @@ class Space:
     def list_covered_pairs(self, row: Row) -> frozenset[Pair]:
         """Return the pairs that a valid row covers.
 
-        A row that computes something covers all of its pairs. A row that computes nothing covers
-        only the pairs that include one of its idle values.
+        These are all of its pairs if the row computes something, and the pairs with an idle value
+        otherwise.
         """
         ids = self.value_ids(row)
         if self.computes(row):
@@ -171,8 +175,8 @@ class _Builder:
         self.axis_by_value_id = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.rejections_by_row: dict[Row, Sequence[str]] = {}
         self.rows_by_pair: dict[Pair, Row] = {}
-        # For each value id, bit sets of the value ids that are compatible with it, that are
-        # incompatible, and whose pair with it is not yet covered.
+        # For each value id, a bit set of the ids that are compatible with it, of the ids that are
+        # incompatible, and of the ids whose pair with it is not covered yet.
         self.compatible = [0] * space.num_values
         self.incompatible = [-1] * space.num_values
         self.uncovered = [0] * space.num_values
@@ -258,7 +262,7 @@ class _Builder:
         return self._repair((0,) * self.num_axes, frozenset())
 
     def _find_rows_by_value(self, default_row: Row) -> dict[int, Row]:
-        """Return a valid row, close to the default row, for each value that has one."""
+        """Return a valid row for each value that has one, close to the default row."""
         rows = {}
         for axis, start in enumerate(self.first_value_ids):
             for value in range(len(self.space.axes[axis].values)):
@@ -272,7 +276,8 @@ class _Builder:
     ) -> Row | None:
         """Return a valid row with the given values of two axes, or None.
 
-        A row that computes something is preferred. value_rows: a valid row for each of the values.
+        Rows that compute something are preferred. value_rows: a valid row with each of the two
+        values.
         """
         idle_row = None
         for start in (default_row, *value_rows):
@@ -346,10 +351,10 @@ class _Builder:
         return not self.idle.isdisjoint(pair) or self.space.computes(row)
 
     def _count_new_pairs(self, row: Row) -> int:
-        """Return how many uncovered pairs `row` covers, multiplied by two.
+        """Return twice the number of uncovered pairs that `row` covers.
 
-        Pairs are counted from each value of the row, so every pair counts twice. If the row has
-        idle values, pairs are counted from the idle values only.
+        Each pair is counted from both of its values. If the row has idle values, only their pairs
+        count.
         """
         value_ids = self.space.value_ids(row)
         value_bits = _make_bit_set(value_ids)
@@ -359,8 +364,8 @@ class _Builder:
     def _build_candidate(self, pair: Pair) -> Row:
         """Build a row with `pair` from pairwise compatible values.
 
-        For each other axis, in random order, choose the value that covers the most new pairs. If
-        the values of the axis differ in cost, choose the value that covers the most per cost.
+        Axes are filled in random order, each with the value that covers the most new pairs (per
+        cost, if the values of the axis differ in cost).
         """
         row = [0] * self.num_axes  # the default values, until others are chosen
         fixed = {self.axis_by_value_id[value_id]: value_id for value_id in pair}
@@ -393,12 +398,10 @@ class _Builder:
 
 
 def _replace_value(row: Row, axis: int, value: int) -> Row:
-    """Return `row` with another value of `axis`. value: the index of the value."""
     return (*row[:axis], value, *row[axis + 1 :])
 
 
 def _make_bit_set(value_ids: Sequence[int]) -> int:
-    """Make a bit set of `value_ids`."""
     bits = 0
     for value_id in value_ids:
         bits |= 1 << value_id

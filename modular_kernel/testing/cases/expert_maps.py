@@ -6,9 +6,9 @@ from modular_kernel.spec.problem import Problem
 
 
 def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
-    """Draw an expert map, (E,) int32: e random experts have local rows in random order.
+    """Draw an expert map, (E,) int32, or return None if the problem has none.
 
-    The other experts have -1. Returns None if the problem has no expert map.
+    A random choice of e experts get the local rows 0 to e - 1. The other experts get -1.
     """
     if not problem.expert_map:
         return None
@@ -19,9 +19,9 @@ def draw_expert_map(problem: Problem, generator: torch.Generator) -> torch.Tenso
 
 
 def replace_skip_values(expert_map: torch.Tensor, num_local: int) -> torch.Tensor:
-    """Return the map with values other than -1 for remote experts.
+    """Return the map with other values than -1 for remote experts.
 
-    Parts must skip any value outside [0, num_local) like -1.
+    Parts must treat any value outside [0, num_local) like -1.
     """
     invalid_rows = torch.tensor(
         [num_local, -1, num_local + 7, -2, 2**31 - 1, -(2**31)], dtype=torch.int32

@@ -1,8 +1,7 @@
 """Hand-picked cases with sizes that the axes of the pairwise cases do not reach.
 
-Special shapes are needed to reach a second iteration of a loop over columns, a group of columns
-whose size is not a power of two, or rows that several programs process together. One or two cases
-per shape are enough.
+They reach a second iteration of a loop over columns, a group of columns whose size is not a power
+of two, or rows that several programs process together. One or two cases per shape are enough.
 """
 
 from collections.abc import Iterator
@@ -92,8 +91,8 @@ def _list_group_cases() -> Iterator[HandpickedCase]:
 def _list_tensor_scale_cases() -> Iterator[HandpickedCase]:
     """Yield cases with one scale for all tokens, and more columns or rows than a program reads.
 
-    If the scale is computed, the largest value of x is the first value of the last token. With a
-    single token, it is the last value of that token.
+    With dynamic scales, the largest value of x is the first value of the last token, or the last
+    value of a single token.
     """
     wide = replace(_BASE, hidden=1040, quant="fp8_w8a8_tensor")
     yield replace(wide, dtype=_FP16), "uniform", _PEAK_VALUES
@@ -104,9 +103,9 @@ def _list_tensor_scale_cases() -> Iterator[HandpickedCase]:
 
 
 def _list_min_scale_cases() -> Iterator[HandpickedCase]:
-    """Yield cases with values so small that the computed scale is clamped to its minimum.
+    """Yield cases with values so small that the dynamic scale is clamped to its minimum.
 
-    The activation is approximately linear at 0. With other activations, h would underflow to 0.
+    The activation is approximately linear near 0. With other activations, h would underflow to 0.
     """
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     faint = replace(_BASE, activation=linear)
@@ -117,14 +116,14 @@ def _list_min_scale_cases() -> Iterator[HandpickedCase]:
 def _list_threshold_cases() -> Iterator[HandpickedCase]:
     """Yield cases above the thresholds at which host code switches to another implementation.
 
-    Calls with fewer tokens are below the thresholds. The sums are so long that another order of
-    summation changes bits, which must not happen in batch-invariant problems.
+    Batch-invariant problems need the same bits above and below a threshold. The sums are so long
+    that another order of summation would change bits.
     """
     wide = replace(_BASE, hidden=160, intermediate=96, dtype=torch.float32, batch_invariant=True)
     # Threshold 8192 on pairs times columns of x A^T, the first product of an adapter.
     lora = replace(wide, experts=3, lora="adapters=3,rank=80")
     yield replace(lora, tokens=35, top_k=3), "skips", InputVariation()
-    # Up to the threshold of 4096 pairs, a single launch counts the pairs of each expert.
+    # A single launch counts the pairs of each expert for up to 4096 pairs.
     many = replace(wide, tokens=520, hidden=80, intermediate=32, experts=9, top_k=8)
     yield replace(many, batch_invariant=False), "skips", InputVariation()
     # Threshold 4096 on the row length of the adapters' A.
@@ -159,10 +158,10 @@ def _list_tie_cases() -> Iterator[HandpickedCase]:
 
 
 def _list_few_token_cases() -> Iterator[HandpickedCase]:
-    """Yield cases with few tokens and many experts, whose tokens some parts process one by one.
+    """Yield cases with few tokens and many experts, for kernels that process each token separately.
 
-    In the cases with blocks, the first up row is not at the start of a block of scales. In the last
-    case, which has one expert, a read past the last row is outside of the buffer.
+    In the cases with blocks, the first up row is not at the start of a block of scales. The last
+    case has one expert, so a read past the last row is outside of the buffer.
     """
     base = replace(_BASE, tokens=1, hidden=160, intermediate=80, experts=17)
     blocks = replace(base, quant="fp8_w8a8_block:block=48x64")
@@ -189,19 +188,19 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
     ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
     yield ungated.with_tokens(2), "uniform", InputVariation()
-    # One token in float16: first, eight experts with one warp each and a K that is not a multiple
-    # of a block; then, three experts on eight warps, with repacked words.
+    # One token in float16. First, eight experts with one warp each, and K is not a multiple of a
+    # block. Then, three experts on eight warps, with repacked words.
     one_token = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
     top_8 = replace(one_token, experts=17, top_k=8, activation=interleaved)
     yield replace(top_8, quant="mxfp4_w4a16"), "skips", InputVariation()
     top_3 = replace(one_token, hidden=64, intermediate=160, experts=7, top_k=3)
     yield replace(top_3, quant="mxfp4_w4a16:repacked=true"), "uniform", InputVariation()
-    # First, every fourth warp has a full block, and a read past the last expert is outside of the
-    # buffer. Then, there are more blocks than are prefetched.
+    # Every fourth warp has a full block. A read past the last expert is outside of the buffer.
     full_block = replace(zeros, hidden=64, intermediate=256, experts=2)
     yield full_block.with_tokens(1), "uniform", InputVariation()
     # The depth of GEMM 2 ends after the first half of a block.
     yield replace(full_block, tokens=1, intermediate=128), "uniform", InputVariation()
+    # More blocks than are prefetched.
     top_9 = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
     top_9 = replace(top_9, quant="int4_w4a16_group:group=32")
     yield top_9.with_tokens(1), "uniform", InputVariation()
@@ -211,7 +210,6 @@ def _list_packed_cases() -> Iterator[HandpickedCase]:
 
 
 def _list_copied_row_cases() -> Iterator[HandpickedCase]:
-    """Yield cases with top-k rows longer than one program copies, and with T = H = I = 1."""
     unreduced = replace(_BASE, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
     yield replace(unreduced, combine=Combine.TOPK_WEIGHTED), "skips", InputVariation()
     smallest = replace(_BASE, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
@@ -223,8 +221,8 @@ def _list_copied_row_cases() -> Iterator[HandpickedCase]:
 def _list_long_row_cases(hidden: int) -> Iterator[HandpickedCase]:
     """Yield cases with rows that share a scale and are longer than one program holds.
 
-    One case has rows of x of `hidden` values. The other has rows of h that are so long that the
-    largest value is rarely among the first 16384 values, which one program holds.
+    hidden: row length of x in the first case. In the second case, rows of h are so long that the
+        largest value is rarely among the first 16384 values, which one program holds.
     """
     base = replace(_BASE, tokens=2, quant="fp8_w8a8_channel")
     yield replace(base, hidden=hidden), "uniform", _PEAK_VALUES

@@ -1,9 +1,9 @@
 """Make the inputs of a case: seeded, scaled so that errors are visible, and fenced.
 
 Scale: x, the gate and up values, and the output rows of every expert have a standard deviation of
-about 1, so that an activation clamp near 1 affects many values, and an error of one part in a
-thousand is detected. Router weights are positive and very unequal, so that the effect of a wrong,
-missing or doubled weight is much larger than rounding errors.
+about 1. An activation clamp near 1 then affects many values, and an error of one part in a thousand
+is detected. Router weights are positive and very unequal, so that the effect of a wrong, missing or
+doubled weight is much larger than rounding errors.
 
 Fences: each tensor is a view into a longer one whose ends are filled with one of `workspace.FILLS`.
 An out-of-bounds read changes the output, and `fences_intact` detects an out-of-bounds write. The
@@ -60,12 +60,12 @@ LAYOUTS = (
     "shifted",  # contiguous, but one element past an aligned address
 )
 
-# Ranges covered by the static scales of x and of h. Their ratio must not be a power of two:
-# otherwise float8 rounds equally with either scale, and swapping the scales goes unnoticed.
+# Ranges covered by the static scales of x and of h. If their ratio were a power of two, float8
+# would round equally with either scale, and swapped scales would go unnoticed.
 _X_RANGE, _H_RANGE = 5.0, 37.0
-_FENCE_BYTES = 256  # keeps every tensor as aligned as a separate allocation
+_FENCE_BYTES = 256  # a multiple of the alignment of an allocation
 _BIAS_STD = 0.5
-# Router weights of pairs with an invalid id, used cyclically. The contract allows any value there.
+# Router weights of pairs with an invalid id, used cyclically. Parts must ignore them.
 _UNUSED_WEIGHTS = (math.nan, 7.0, math.inf, -math.inf)
 
 
@@ -136,10 +136,10 @@ def make_inputs(
     """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
     routing: one of ROUTING_KINDS.
-    strided: if True, use as far as the problem allows transposed weights, gaps between the rows of
-        x (unless inplace), int64 ids, biases with swapped dtypes (b1 in the problem's dtype, b2 in
-        float32), and values other than -1 for remote experts in the expert map. If False, tensors
-        are contiguous and ids int32, unless `variation` specifies something else.
+    strided: if True, use transposed weights, gaps between the rows of x (unless inplace), int64
+        ids, biases with swapped dtypes (b1 in the problem's dtype, b2 in float32), and values other
+        than -1 for remote experts in the expert map, as far as the problem allows. If False,
+        tensors are contiguous and ids int32, unless `variation` specifies something else.
     """
     generator = torch.Generator().manual_seed(seed)
     fence = FencedMemory(device, int(variation.layout == "shifted"), choose_fill(seed))
@@ -182,7 +182,6 @@ def make_inputs(
 
 
 def _check_nan(problem: Problem, nan: str) -> None:
-    """Raise ConfigurationError unless all arguments named in `nan` can hold NaN."""
     allowed = list_nan_arguments(problem)
     for name in split_names(nan):
         if name not in allowed:
@@ -208,7 +207,7 @@ def routes_any_pair(problem: Problem, routing: str, seed: int) -> bool:
 def choose_fill(seed: int) -> Fill:
     """Choose the fill around the tensors of a call; it differs between the calls of a case.
 
-    With seed 0, NaN is the fill of the third call of a case, the one whose tensors have gaps.
+    A case whose seed is 0 uses NaN in its third call, whose tensors have gaps.
     """
     return FILLS[(seed % 1000 + seed // 1000 + 1) % len(FILLS)]
 
@@ -217,7 +216,7 @@ def choose_fill(seed: int) -> Fill:
 class FencedMemory:
     """A callable that copies a tensor into fenced memory on `device`.
 
-    shift, fill: see `fenced`.
+    shift, fill: as in `fenced`.
     """
 
     device: torch.device
@@ -243,7 +242,7 @@ def fenced(values: torch.Tensor, shift: int = 0, fill: Fill = FILLS[0]) -> torch
 
 
 def fences_intact(tensor: torch.Tensor) -> bool:
-    """Return whether the fences of a tensor are intact. It must be from `fenced` with FILLS[0]."""
+    """Return whether the fences of a tensor, made by `fenced` with FILLS[0], are intact."""
     storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     arena = storage.set_(tensor.untyped_storage())
     pad = _FENCE_BYTES // tensor.element_size()
@@ -253,7 +252,7 @@ def fences_intact(tensor: torch.Tensor) -> bool:
 
 
 def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
-    """Copy the whole storage into fenced memory; return the view of it that equals `values`."""
+    """Copy the whole storage into fenced memory; return a view equal to `values`."""
     if values.is_contiguous():
         return fence(values)
     storage = values.new_empty(0).set_(values.untyped_storage())
@@ -261,7 +260,7 @@ def _copy_to(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
 
 
 def copy_with_gaps(x_TH: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
-    """Copy x into fenced memory with gaps between rows, which are filled like the fences."""
+    """Copy x into fenced memory, with gaps between rows that are filled like the fences."""
     gap = x_TH.new_full((x_TH.shape[0], 16), fence.fill.real)
     return fence(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
@@ -325,7 +324,6 @@ def _make_tied_scale(problem: Problem, static_scale_e: torch.Tensor) -> torch.Te
 
 
 def _copy_with_layout(w_eNK: torch.Tensor, layout: str, fence: FencedMemory) -> torch.Tensor:
-    """Copy weights into fenced memory. layout: one of LAYOUTS."""
     if layout == "transposed":
         return fence(w_eNK.mT).mT
     if layout != "spaced":
@@ -359,7 +357,7 @@ def _make_unquantized_weights(
     strided: bool,
     layout: str,
 ) -> ExpertWeights:
-    """Make weights with which the output of each GEMM has a standard deviation of about 1."""
+    """Make weights for which the output of each GEMM has a standard deviation of about 1."""
 
     def normal(*shape: int, std: float, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * std).to(dtype)
@@ -390,22 +388,17 @@ def _activation_rms(spec: ActivationSpec) -> float:
 def _draw_routing(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> Routing:
-    """Draw the routing of a call for the given kind. Ids are int64, weights float32.
-
-    routing: one of ROUTING_KINDS.
-    """
     tokens, top_k = problem.tokens, problem.top_k
     # K + 1 logits, so that the weights of a row are unequal and do not sum to 1, even for K = 1.
     logits = 1.5 * torch.randn(tokens, top_k + 1, generator=generator)
-    if problem.apply_router_weight_on_input:  # near 1, to preserve the scale of x
+    if problem.apply_router_weight_on_input:  # weights near 1 preserve the scale of x
         weights_TK = (logits[:, :top_k] / 4).exp()
     else:
         weights_TK = logits.softmax(-1)[:, :top_k]
     ids_TK = _draw_ids(problem, routing, expert_map, generator)
     unused = (ids_TK < 0) | (ids_TK >= problem.experts)
     unused_weights = torch.tensor(_UNUSED_WEIGHTS)
-    # The offset starts at T, so that cases with a single unused pair do not all use the same
-    # weight.
+    # The offset starts at T, so that cases with a single unused pair use different weights.
     offsets = torch.arange(int(unused.sum())) + tokens
     weights_TK[unused] = unused_weights[offsets % len(unused_weights)]
     return Routing(weights_TK, ids_TK)
@@ -414,10 +407,6 @@ def _draw_routing(
 def _draw_ids(
     problem: Problem, routing: str, expert_map: torch.Tensor | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draw (T, K) int64 expert ids for the given kind of routing.
-
-    Raises ConfigurationError for an unknown kind, or for ids that do not fit in int32.
-    """
     if routing not in ROUTING_KINDS:
         raise ConfigurationError("routing", got=routing, need=f"one of {', '.join(ROUTING_KINDS)}")
     if routing == "beyond_int32" and problem.ids_dtype is torch.int32:
@@ -446,7 +435,7 @@ def _draw_ids(
 
 
 def _list_invalid_ids(routing: str, experts: int) -> tuple[int, ...]:
-    """Return the invalid ids that a kind of routing contains; () if there are none."""
+    """Return the invalid ids that a kind of routing contains."""
     if routing == "out_of_range":
         return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
     if routing == "beyond_int32":
@@ -476,7 +465,6 @@ def _draw_distinct_ids(
 def _overwrite_some(
     ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator
 ) -> None:
-    """Overwrite the last id and about 30 % of the others with `values`, used cyclically."""
     if ids_TK.numel() == 0 or not values:
         return
     mask = torch.rand(ids_TK.shape, generator=generator) < 0.3

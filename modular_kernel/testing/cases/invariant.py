@@ -12,7 +12,7 @@ import torch
 
 from modular_kernel.spec.problem import Combine, Problem
 
-Variant = tuple[Problem, str]
+Variant = tuple[Problem, str]  # the second value is the kind of routing
 
 _SCHEMES = (
     "none",
@@ -30,7 +30,7 @@ _SCHEMES = (
 
 
 def list_batch_invariant_variants(base: Problem) -> Iterator[Variant]:
-    """Yield variants with each scheme in bf16, in float32, and with options that move rows."""
+    """Yield variants with each scheme in bf16, with float32, and with options that move rows."""
     wide = replace(
         base,
         tokens=34,

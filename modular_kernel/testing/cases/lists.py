@@ -5,9 +5,8 @@
 - axes: a base problem, and variants that change one property or a few properties that interact.
   Tests that compare a problem with the base use this list.
 
-A case consists of a problem, a kind of routing, an input variation and a seed. `command` returns
-the one-line command that repeats the case on any machine. Shapes are small, because the interpreter
-must run them, too.
+A case consists of a problem, a kind of routing, an input variation and a seed. Shapes are small,
+because the interpreter must run them, too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 Level = Literal["smoke", "full"]
-Variant = tuple[Problem, str]
+Variant = tuple[Problem, str]  # the second value is the kind of routing
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def cases_for(
 ) -> Selection:
     """Return the cases of `level` for a pairing, checked for `machine`.
 
-    With level "full", `Selection.refused` is empty unless no case is supported. In that case, it
-    contains the base case.
+    With level "full", `Selection.refused` contains the base case if no case is supported.
+    Otherwise, it is empty.
     """
     if level == "smoke":
         candidates = (
@@ -115,7 +114,6 @@ def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Sele
 
 
 def _select(candidates: Iterable[Case], machine: Machine) -> Selection:
-    """Check each candidate, and separate the supported cases from the refused ones."""
     cases: list[Case] = []
     refused: list[tuple[Case, Verdict]] = []
     for case in candidates:
@@ -168,15 +166,14 @@ def list_axis_variants(base: Problem) -> tuple[Variant, ...]:
 
 
 def _make_variant(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
-    """Return (problem, kind of routing) for `base` with some fields changed."""
     return replace(base, **changes), routing
 
 
 def _vary_tokens(base: Problem) -> Iterator[Variant]:
     """Yield variants with 0, 1 and 7 tokens, then with token counts around the tile sizes.
 
-    In the latter, all tokens are routed to one expert. Parts choose tiles by the mean number of
-    rows per expert, so the variants for larger tiles have fewer experts.
+    Around the tile sizes, all tokens are routed to one expert. Parts choose tiles by the mean
+    number of rows per expert, so the variants for larger tiles have fewer experts.
     """
     for tokens in (0, 1, 7):
         yield _make_variant(base, tokens=tokens)
@@ -191,7 +188,6 @@ def _vary_tokens(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_dtypes(base: Problem) -> Iterator[Variant]:
-    """Yield variants with other dtypes of activations and of ids."""
     yield _make_variant(base, dtype=_FP16)
     yield _make_variant(base, dtype=_BF16)
     yield _make_variant(base, fp32_precision="tf32")
@@ -201,9 +197,9 @@ def _vary_dtypes(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_activations(base: Problem) -> Iterator[Variant]:
-    """Yield variants with every activation function, most in float32, some in 16 bits.
+    """Yield variants with every activation function.
 
-    In float32, rounding does not hide errors.
+    Most are in float32, so that rounding does not hide errors.
     """
     common = ("gelu", "gelu_tanh", _SWIGLU_OAI_SPLIT, _CLAMP_AFTER, _CLAMP_BEFORE, "relu2")
     rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
@@ -247,10 +243,7 @@ def _vary_router_weights(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_combines(base: Problem) -> Iterator[Variant]:
-    """Yield variants that keep the top-k dimension in the output.
-
-    The output has router weights and scaling applied, or neither.
-    """
+    """Yield variants that keep the top-k dimension in the output, weighted or unweighted."""
     weighted = replace(base, combine=Combine.TOPK_WEIGHTED)
     unweighted = replace(base, combine=Combine.TOPK_UNWEIGHTED)
     for unreduced in (weighted, unweighted):
@@ -284,7 +277,7 @@ def _vary_placements(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_chunks(base: Problem) -> Iterator[Variant]:
-    """Yield variants with token counts around a chunk of 8 tokens, then with other options, too."""
+    """Yield variants with token counts around a chunk of 8 tokens, and with other options."""
     chunked = replace(base, chunk_tokens=8)
     for tokens in (0, 7, 8, 9, 16):
         yield _make_variant(chunked, tokens=tokens)
@@ -295,7 +288,7 @@ def _vary_chunks(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_adapters(base: Problem) -> Iterator[Variant]:
-    """Yield variants with LoRA ranks that are not a multiple of a block, and shared matrices."""
+    """Yield variants with LoRA ranks that are no multiple of a block, and with shared matrices."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _make_variant(with_adapters)
     yield _make_variant(with_adapters, "skips", dtype=_BF16, bias=True, activation=_SWIGLU_OAI)
@@ -314,7 +307,7 @@ def _vary_routings(base: Problem) -> Iterator[Variant]:
 
 
 def _vary_shapes(base: Problem) -> Iterator[Variant]:
-    """Yield variants whose H and I are, and are not, multiples of the tile sizes."""
+    """Yield variants whose H and I are, or are not, multiples of the tile sizes."""
     for hidden, intermediate in ((128, 64), (16, 32), (17, 19), (33, 47), (130, 96), (72, 136)):
         yield _make_variant(base, hidden=hidden, intermediate=intermediate)
     yield _make_variant(base, hidden=160, intermediate=96, dtype=_BF16, bias=True)

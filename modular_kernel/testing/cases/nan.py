@@ -1,7 +1,7 @@
 """Cases with NaN in the arguments of a call: which arguments can hold NaN, and where it is put.
 
-A NaN must reach every output value that is computed from it, and no other. These are the values
-that are NaN in the output of `reference.rounded_reference`.
+A NaN must reach every output value that is computed from it, and no other. The output of
+`reference.rounded_reference` is NaN at exactly these values.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,7 @@ def split_names(nan_names: str) -> tuple[str, ...]:
 def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
     """Return the names, as in `Inputs.tensors`, of the arguments of a call that can hold NaN.
 
-    Apart from x and the router weights, these are fields of ExpertWeights. E8M0 scales can hold
-    NaN; integers cannot.
+    Integers cannot hold NaN. E8M0 scales can.
     """
     scheme = problem.scheme
     names = [X_NAME, ROUTER_NAME]
@@ -49,8 +48,8 @@ def list_nan_arguments(problem: Problem) -> tuple[str, ...]:
 def reaches_other_pairs(name: str, problem: Problem) -> bool:
     """Return whether NaN in the argument `name` also reaches pairs that do not read the NaN value.
 
-    It reaches them through a shared scale: either a static scale of all activations, or a scale
-    computed from the activations of the whole call.
+    It reaches them through a scale that all pairs share: a static scale of all activations, or a
+    scale computed from the activations of the whole call.
     """
     scheme = problem.scheme
     if scheme.activation_granularity != "tensor":
@@ -62,10 +61,9 @@ def reaches_other_pairs(name: str, problem: Problem) -> bool:
 
 
 def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
-    """Divide the arguments of `list_nan_arguments` into calls.
+    """Return values of `InputVariation.nan` for several calls that together cover all arguments.
 
-    Return one value of `InputVariation.nan` for each call. An argument whose NaN reaches other
-    pairs gets its own call. All other arguments share one call.
+    An argument whose NaN reaches other pairs gets its own call. All other arguments share one call.
     """
     names = list_nan_arguments(problem)
     contained_names = tuple(name for name in names if not reaches_other_pairs(name, problem))
@@ -77,9 +75,7 @@ def group_nan_arguments(problem: Problem) -> tuple[str, ...]:
 def count_pairs_needed(nan_names: str) -> int:
     """Return the number of (token, expert) pairs that a call needs.
 
-    Each argument with NaN needs a pair, and one more pair has no NaN.
-
-    nan_names: see `InputVariation.nan`.
+    Each argument in `nan_names` (see `InputVariation.nan`) needs a pair. One more pair has no NaN.
     """
     return len(split_names(nan_names)) + 1
 
@@ -87,8 +83,8 @@ def count_pairs_needed(nan_names: str) -> int:
 def route_to_distinct_experts(routing: Routing, problem: Problem, nan_names: str) -> Routing:
     """Return a routing in which every pair has a different expert, if there are enough experts.
 
-    All pairs of the last token are skipped, and their router weights are NaN. With two tokens or
-    fewer, this applies only to the last pair of the last token. If `nan_names` includes the router
+    All pairs of the last token are skipped, and their router weights are NaN. If there are at most
+    two tokens, only the last pair of the last token is skipped. If `nan_names` includes the router
     weights, the router weight of one more pair is NaN.
     """
     tokens, top_k = problem.tokens, problem.top_k
@@ -108,7 +104,7 @@ def route_to_distinct_experts(routing: Routing, problem: Problem, nan_names: str
 
 
 def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan_names: str) -> torch.Tensor:
-    """Return x with NaN in the first token, if `nan_names` includes x, and in the skipped token.
+    """Return x with NaN in the skipped token, and in the first token if `nan_names` includes x.
 
     If one scale is computed from all tokens, there is no NaN in the skipped token, because the
     scale would become NaN.
@@ -127,9 +123,9 @@ def insert_nan_into_x(x_TH: torch.Tensor, problem: Problem, nan_names: str) -> t
 def insert_nan_into_weights(
     weights: ExpertWeights, routing: Routing, problem: Problem, nan_names: str
 ) -> None:
-    """Put a NaN into each field of `weights` in `nan_names`.
+    """Put a NaN into each field of `weights` in `nan_names`, in the values for one expert.
 
-    The NaN of a field is in the values for one expert, that of the pair from `_find_pair`.
+    That expert is the expert of the pair from `_find_pair`.
     """
     ids, slots_T = routing.topk_ids_TK.flatten(), routing.slots_T
     for name in split_names(nan_names):
@@ -157,7 +153,7 @@ def insert_nan_into_weights(
 def _find_pair(name: str, problem: Problem, nan_names: str) -> int:
     """Return the index t * K + k of the pair that reads the NaN in the argument `name`.
 
-    If x has NaN, token 0 is reserved for it.
+    Token 0 is reserved for NaN in x.
     """
     names = [n for n in split_names(nan_names) if n != X_NAME]
     first = problem.top_k if X_NAME in split_names(nan_names) and problem.tokens > 1 else 0
@@ -165,10 +161,7 @@ def _find_pair(name: str, problem: Problem, nan_names: str) -> int:
 
 
 def _set_nan(tensor: torch.Tensor) -> None:
-    """Set one value to NaN, at the last index of the last dimension.
-
-    Its index in each other dimension is about 2/3 of the size.
-    """
+    """Set one value to NaN: the last one of a row at about 2/3 of each other dimension."""
     index = (*(size * 2 // 3 for size in tensor.shape[:-1]), -1)
     if tensor.dtype is torch.uint8:
         tensor[index] = _E8M0_NAN
@@ -188,7 +181,7 @@ NanProblem = tuple[Problem, str]  # a problem, and the value of `InputVariation.
 
 
 def list_nan_problems() -> Iterator[NanProblem]:
-    """Yield problems for every scheme, with NaN in every argument, and with many and few tokens."""
+    """Yield problems with every scheme and with NaN in every argument, for many and few tokens."""
     for quant in ("none", *list_schemes()):
         problem = replace(_BASE, quant=quant)
         for nan_names in group_nan_arguments(problem):
@@ -208,13 +201,13 @@ def list_nan_problems() -> Iterator[NanProblem]:
 
 
 def make_problem_with_token_per_name(problem: Problem, nan_names: str) -> NanProblem:
-    """Make a problem with as many experts as tokens, and at least one token per name."""
+    """Make a problem with a token per argument with NaN, and as many experts as tokens."""
     tokens = count_pairs_needed(nan_names) + 1
     return replace(problem, tokens=tokens, experts=tokens), nan_names
 
 
 def make_one_token_problem(problem: Problem) -> NanProblem:
-    """Make a problem with one token, with NaN in every argument whose NaN stays within its pair.
+    """Make a problem with one token, and NaN in every argument whose NaN stays within its pair.
 
     The output is not summed over top-k, so that each argument affects a separate row.
     """
@@ -229,7 +222,7 @@ def make_one_token_problem(problem: Problem) -> NanProblem:
 
 
 def make_two_token_problem(problem: Problem) -> NanProblem:
-    """Make a problem with two tokens, one of which has NaN in x.
+    """Make a problem with two tokens, the first of which has NaN in x.
 
     With 17 experts, parts choose kernels that process each token separately.
     """

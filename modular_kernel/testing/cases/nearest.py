@@ -1,8 +1,8 @@
 """Find supported cases that are near a refused case, for parts with restricted shapes.
 
 Cases are as small as unrestricted parts allow. The kernels of a vendor may support only a few
-hidden sizes, 16-bit dtypes, or the same number of experts on each rank. For such kernels, only
-these properties of a case are changed.
+hidden sizes, only 16-bit dtypes, or only equal numbers of experts on all ranks. For such kernels,
+only these properties of a case are changed.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ VariantT = TypeVar("VariantT", bound=HasPlacement)
 HIDDEN_SIZES = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
 INTERMEDIATE_SIZES = (128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16)
-# The compatibility rules that a change of each property can satisfy. A part-specific rule, which is
-# not in RULES, can be about anything. In that case other hidden sizes are tried, because most
-# vendors' kernels restrict the hidden size.
+# For each property, the compatibility rules that a change of the property can satisfy. Rules of a
+# part itself, which are not in RULES, can be about anything. For these, other hidden sizes are
+# tried, because most vendors' kernels restrict the hidden size.
 RULES_BY_AXIS = {
     "hidden": {"hidden", "quant_block"},
     "intermediate": {"intermediate", "quant_block"},
@@ -49,8 +49,8 @@ RULES_BY_AXIS = {
 def list_neighbors(variant: VariantT, verdict: Verdict, world_size: int) -> Iterator[VariantT]:
     """Yield variants with other values of the properties that `verdict` rejects.
 
-    Small changes come first. Yields nothing if `verdict` also rejects something that does not
-    depend on the properties in RULES_BY_AXIS.
+    Small changes come first. Yields nothing if `verdict` also rejects another property than those
+    in RULES_BY_AXIS.
     """
     rules = {rejection.rule for rejection in verdict.rejections}
     part_rules = rules - set(RULES)
@@ -86,5 +86,4 @@ def describe_changes(before: Problem, after: Problem) -> str:
 
 
 def _with_first(value: Value, others: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Return `value`, then the others that differ from it."""
     return (value, *(other for other in others if other != value))

@@ -1,8 +1,8 @@
 """Pairwise-covering cases of a pairing: every pair of values of two axes occurs in some case.
 
-`AXES` lists the axes; `draw_pairwise_cases` returns the rows for a pairing on a machine. Rows that
-a rule refuses are never drawn. If no valid row contains a pair of values, the pair is impossible
-and is reported with the reason of the rule.
+`draw_pairwise_cases` draws rows over `AXES` for a pairing on a machine. Rows that a rule refuses
+are never drawn. If no valid row contains a pair of values, the pair is impossible and is reported
+with the reason of the rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ _ACTIVATIONS = {
 # Values of `placement`: how many of the E experts are local, and whether there is an expert map.
 _PLACEMENTS = ("all", "mapped", "half_mapped", "one_mapped")
 
-# Values of `chunks`: the maximum number of tokens per chunk, as a function of the case's tokens T.
+# Values of `chunks`: the maximum number of tokens per chunk, as a function of the number of tokens.
 _CHUNKS: dict[str, Callable[[int], int | None]] = {
     "none": lambda _tokens: None,
     "whole": lambda tokens: max(1, tokens),
@@ -72,11 +72,14 @@ _CHUNKS: dict[str, Callable[[int], int | None]] = {
 }
 
 # The default value of each axis comes first.
-# - hidden, intermediate: multiples and non-multiples of the schemes' blocks, of tiles, and of the
-#   width of loads.
-# - tokens: values around the lower thresholds at which parts change code paths or tile sizes. If
-#   one expert gets all tokens, this is also the number of rows of that expert.
-# - experts: values around the thresholds of the kernels that count and sort.
+#
+# hidden, intermediate: multiples and non-multiples of the schemes' blocks, of tiles, and of the
+# width of loads.
+#
+# tokens: values around the lower thresholds at which parts change code paths or tile sizes. If one
+# expert gets all tokens, this is also the number of rows of that expert.
+#
+# experts: values around the thresholds of the kernels that count and sort.
 AXES = (
     Axis("quant", ("none", *SCHEMES)),
     Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
@@ -195,7 +198,6 @@ def build_case(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case
 
 
 def _input_rejections(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the reasons why the inputs of a row cannot be made or checked for any pairing."""
     reasons = []
     if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
@@ -221,9 +223,9 @@ def _make_problem_getter(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUT_AXES))
 
 
-@lru_cache(maxsize=2**14)  # holds one pairing; the next pairing reuses most entries
+@lru_cache(maxsize=2**14)  # enough for one pairing; the next pairing reuses most entries
 def _build_problem_from_part(part: Row) -> Problem | str:
-    """Build the problem of a row from its problem axes; return why it is invalid, if it is."""
+    """Build the problem from the problem axes of a row, or return the reason why it is invalid."""
     axes = (axis for axis in _list_all_axes() if axis.name not in _INPUT_AXES)
     named_values = zip(axes, part, strict=False)  # without LORA_AXES the part is shorter
     try:
@@ -279,16 +281,15 @@ _AXIS_INDEX = {axis.name: index for index, axis in enumerate(_ALL_AXES)}
 
 
 def _make_getter(*names: str) -> Callable[[Sequence[int]], Row]:
-    """Return a function that extracts the values of some axes from a row."""
     return itemgetter(*(_AXIS_INDEX[name] for name in names))
 
 
 def _get_values(part: Row, *names: str) -> tuple[Any, ...]:
-    """Return the values of the axes `names`. part: the indices of these values."""
+    """Return the values of the axes `names`, given their indices."""
     return tuple(AXES[_AXIS_INDEX[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
-# The axes that determine the routing, the number of blocks of rows, and the work per block.
+# Axes that determine the routing, the number of blocks of rows, and the work per block.
 _ROUTING_AXES = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCK_AXES = ("tokens", "top_k", "experts", "placement", "chunks")
 _WORK_AXES = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")

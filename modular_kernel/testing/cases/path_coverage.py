@@ -1,10 +1,8 @@
-"""Measure how well cases cover the code paths of an experts part.
+"""Measure how well cases cover the code paths of an experts component ("part").
 
-An experts component ("part") selects its code path by the shape of a call. Therefore, a scheme may
-have many cases and still none that enters its fast path. Coverage is therefore counted in
-combinations of a code path, a quantization scheme, and the value of one property of the call, such
-as "bias=True" (`PathCombination`). `reachable_combinations` returns those that valid calls can
-enter, and `list_combinations` those that a given call enters.
+A part selects its code path by the shape of a call. A scheme may therefore have many cases, none of
+which enters its fast path. Coverage is measured in combinations (`PathCombination`) of a code path,
+a quantization scheme, and the value of one property of the call, such as "bias=True".
 """
 
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation, make_inputs
 from modular_kernel.testing.cases.quantized import choose_short_scale_dtype, list_schemes
 
-# Token counts that select different paths. They are ascending, so that the first one that enters a
-# path is the cheapest case for it.
+# Token counts that select different paths. They are ascending, so that the first count that enters
+# a path gives the cheapest case for the path.
 _TOKENS = (1, 3, 9, 33, 97, 289)
 # Few experts, so that the mean number of rows per expert covers small and large values.
 _BASE = Problem(
@@ -147,8 +145,8 @@ def list_path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation
     """Yield cases with few tokens, for the paths that the pairwise-covering cases rarely enter.
 
     Each scheme is combined with every layout. Bias, dtype, scale dtype and the order of gate and up
-    rows vary together with the layout. Each scheme also has one case with adapters. Yields nothing
-    for parts with a single path.
+    rows vary with the layout. Each scheme also has one case with adapters. Yields nothing for parts
+    with a single path.
     """
     part = load_catalog().experts(experts)
     if part.path_name is PermuteExpertsUnpermute.path_name:
@@ -190,7 +188,7 @@ def list_path_cases(experts: str) -> Iterator[tuple[Problem, str, InputVariation
 def list_external_path_cases(
     prepare_finalize: str, experts: str, machine: Machine
 ) -> Iterator[tuple[Problem, str, InputVariation]]:
-    """Yield a case for each combination of every scheme that a path of another package supports.
+    """Yield cases for the paths of another package: every combination of each scheme they support.
 
     The other lists of cases are designed for the built-in paths. An external path takes over some
     of their calls, and adds combinations of its own.
@@ -209,8 +207,7 @@ def list_external_path_cases(
 def predict_combinations(case: Case) -> frozenset[PathCombination]:
     """Return the combinations that the calls of a case enter, without running them.
 
-    Assumes that the PrepareAndFinalize does not change the tokens. A call without adapters enters
-    the path of the same problem without LoRA.
+    The PrepareAndFinalize is assumed not to change the tokens.
     """
     if case.variation.slot_pattern == "without":
         case = replace(

@@ -13,8 +13,8 @@ from modular_kernel.spec.quantization import list_external_schemes, load_externa
 
 Variant = tuple[Problem, str]
 
-# Every built-in scheme. Group sizes are the default ones, or at most half of them, so that the
-# shapes below have several groups, the last of them incomplete.
+# Every built-in scheme. Groups are at most half as large as the rows of the cases below (except for
+# default sizes), so that there are several groups, the last of them incomplete.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
@@ -48,8 +48,8 @@ def list_schemes() -> tuple[str, ...]:
 def list_declared_problems() -> Iterator[Problem]:
     """Yield the cases that schemes of other packages declare (`TableScheme.cases`).
 
-    Fields that a case does not name are those of a small layer in bfloat16. Raises
-    ConfigurationError for a case that is not a valid problem.
+    A case names fields of Problem. Other fields have the values of a small layer in bfloat16.
+    Raises ConfigurationError for a case that is not a valid problem.
     """
     base = Problem(tokens=7, hidden=160, intermediate=96, experts=5, top_k=2, dtype=torch.bfloat16)
     for offered in load_external_schemes().usable:
@@ -68,7 +68,7 @@ def list_declared_problems() -> Iterator[Problem]:
 def list_quantized_variants(base: Problem) -> Iterator[Variant]:
     """Yield a variant of each scheme in bf16, then variants with options that affect scales.
 
-    The cases that schemes of other packages declare follow.
+    The last ones are the cases that schemes of other packages declare.
     """
     wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
 
@@ -108,8 +108,8 @@ def list_quantized_variants(base: Problem) -> Iterator[Variant]:
 def choose_short_scale_dtype(problem: Problem) -> torch.dtype:
     """Choose a 16-bit dtype for weight scales.
 
-    Usually, this is the dtype of the problem. For integer weights and odd top_k, it is the other
-    16-bit dtype. For float32 problems, which have no short scales, it is float32.
+    It is the dtype of the problem, except for integer weights and an odd top_k, which get the other
+    16-bit dtype. Float32 problems have no short scales, and get float32.
     """
     other_dtype = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
     use_other = problem.scheme.weight in IMPLICIT_ZERO_POINT and problem.top_k % 2

@@ -1,7 +1,7 @@
 """Inputs of a case with several ranks: each rank makes the inputs of all ranks and selects its own.
 
-All ranks use the same seed, so nothing has to be sent. The tokens of a rank are some rows of x, and
-its weights are those of the experts in its slots.
+All ranks use the same seed, so no communication is needed. A rank selects its rows of x and the
+weights of the experts in its slots.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _select_experts(
 ) -> dict[str, torch.Tensor | None]:
     """Return every tensor of the weights by name, restricted to `experts`.
 
-    shared: names of the tensors that all experts share, which are not restricted.
+    shared: names of the tensors that have no expert dimension.
     """
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
@@ -71,7 +71,7 @@ def _select_experts(
 def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Restrict `values`, the field `name` of ExpertWeights, to the experts in `index`.
 
-    In adapters, the expert dimension is the second one. It has size 1 if experts share a matrix.
+    The expert dimension of adapters is the second one. Its size is 1 if experts share a matrix.
     """
     if name not in ADAPTER_TENSORS:
         return _index(values, index)
@@ -79,14 +79,13 @@ def _select(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tenso
 
 
 def _index(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return values[index]. It is transposed in memory if `values` is."""
+    """Return values[index], in the same memory layout."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return values.mT[index].mT
     return values[index]
 
 
 def _copy_with_layout(values: torch.Tensor, fence: FencedMemory) -> torch.Tensor:
-    """Copy a tensor into fenced memory. The copy is transposed in memory if `values` is."""
     if values.dim() == 3 and values.stride(-1) != 1:
         return fence(values.mT).mT
     return fence(values)

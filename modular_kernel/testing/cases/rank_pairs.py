@@ -1,8 +1,8 @@
 """Pairwise-covering rows for cases with several ranks.
 
 Every pair of values of two axes occurs in some row. The rows are drawn once per number of ranks,
-for the least restrictive parts. `ranks` turns them into cases. A part that refuses a row gets a
-case with the nearest supported shape, if there is one.
+for the least restrictive parts. `ranks` turns them into cases, and replaces a row that a part
+refuses by the nearest supported case, if there is one.
 """
 
 from dataclasses import replace
@@ -90,14 +90,12 @@ def build_problem(row: Row, world_size: int) -> Problem:
 
 
 def build_variation(row: Row) -> InputVariation:
-    """Build the input variation of a row."""
     values = name_values(row)
     return InputVariation(values=values["values"], slot_pattern=values["named"])
 
 
 @cache
 def draw_rank_array(world_size: int) -> CoveringArray:
-    """Draw the covering array for a number of ranks."""
     machine = this_machine(device="cpu")
 
     @cache

@@ -1,8 +1,8 @@
 """Cases with several ranks: a problem, the token count of each rank, and a placement of experts.
 
-As in `lists`, there are a base case, cases that change one axis each, and small products over axes
-that interact. The number of tokens differs between ranks and may be 0. Experts are placed in blocks
-of unequal size, round-robin, or with copies.
+There are a base case, cases that change one property each, and small products of properties that
+interact. The number of tokens differs between ranks and may be 0. Experts are placed in blocks of
+unequal size, round-robin, or with copies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ _SWIGLU_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 
 
 def _place_with_copies(experts: int, world_size: int) -> Placement:
-    """Place experts in blocks, and copy the last expert to the first rank and vice versa."""
+    """Place experts in blocks; copy the last expert to rank 0, and expert 0 to the last rank."""
     copies: dict[int, tuple[int, ...]] = {experts - 1: (0,), 0: (world_size - 1,)}
     return Placement.linear(experts, world_size).with_copies(copies)
 
@@ -80,10 +80,10 @@ class RankCase(Case):
     """One test case with several ranks.
 
     Attributes:
-        problem: the problem of rank 0. Those of other ranks differ only in `parallel.rank`.
+        problem: the problem of rank 0. On other ranks, only `parallel.rank` differs.
             `problem.tokens` is the maximum over all ranks.
         tokens: the number of tokens of each rank in the first call.
-        fault: the fault scenario that is run in addition, one of `scenario_names.SCENARIOS`, or "".
+        fault: a fault scenario to run in addition, one of `scenario_names.SCENARIOS`, or "".
     """
 
     tokens: tuple[int, ...] = ()
@@ -122,13 +122,12 @@ class RankCase(Case):
         return replace(one_rank, max_received=None)
 
     def of_rank(self, rank: int) -> Case:
-        """Return the case of one rank."""
         problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
         pair = self.prepare_finalize, self.experts
         return Case(*pair, problem, self.routing, self.seed, self.variation)
 
     def verdict(self, machine: Machine) -> Verdict:
-        """Return the verdict of the first rank that is refused, or that of rank 0."""
+        """Return the verdict of the first refused rank, or of rank 0 if no rank is refused."""
         cases = [self.of_rank(rank) for rank in range(self.world_size)]
         verdicts = [check(c.prepare_finalize, c.experts, c.problem, machine) for c in cases]
         return next((verdict for verdict in verdicts if not verdict.ok), verdicts[0])
@@ -229,9 +228,9 @@ def rank_cases_for(
     scenarios = ("", *supported_scenarios(part, machine))
     interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in list_rank_variants(world_size, level):
-        # While one rank interprets GEMMs with such a large K, the exchanges of the others time out.
+        # A rank that interprets GEMMs with such a large K takes so long that its peers time out.
         times_out = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
-        # They also do if a part passes the padding rows of many ranks to the experts.
+        # So does a rank whose experts compute the padding rows of many ranks.
         times_out |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )
@@ -263,7 +262,7 @@ def rank_cases_for(
 def _place_on_hosts(
     selection: RankSelection, ranks_per_host: int, machine: Machine
 ) -> RankSelection:
-    """Return the cases with their ranks on several hosts, after checking the pairing again."""
+    """Return the cases with `ranks_per_host`, without the ones that this makes invalid."""
     cases, refused = [], list(selection.refused)
     for case in selection.cases:
         parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
@@ -292,7 +291,7 @@ def rank_pairings(
 def list_rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
     """Return the variants of `level`.
 
-    Their base problem has 2 * world_size + 1 experts and at most seven tokens per rank.
+    The base problem has 2 * world_size + 1 experts and at most seven tokens per rank.
     """
     base = replace(BASE, tokens=7, experts=2 * world_size + 1)
     variants = [*_list_smoke_variants(base, world_size)]
@@ -316,7 +315,6 @@ def _make_variant(
 
 
 def _list_smoke_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield each placement, calls without tokens on some or all ranks, and other axes once."""
     even = replace(base, experts=2 * world_size)
     on_input = replace(even, apply_router_weight_on_input=True, top_k=1)
     yield _make_variant(base)
@@ -364,9 +362,8 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
         yield _make_variant(even, routing)
     for edge in (15, 16, 17, 33):
         yield make_variant("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
-    yield make_variant(
-        "skips", hidden=16, intermediate=16, tokens=(83, 46)
-    )  # more pairs than a chunk
+    # More pairs than a chunk.
+    yield make_variant("skips", hidden=16, intermediate=16, tokens=(83, 46))
     yield make_variant(experts=world_size, top_k=1)
     yield make_variant(experts=8 * world_size + 3, top_k=8, placement="round_robin")
     yield make_variant(experts=16 * world_size, top_k=17, dtype=_BF16)
@@ -377,7 +374,7 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
         yield make_variant("skips", combine=combine, routed_scaling_factor=2.5)
     yield make_variant(chunk_tokens=4)
-    # The number of tokens that a rank receives if it has the experts of all tokens.
+    # The number of tokens that a rank receives if it computes all tokens.
     total_tokens = sum(UNEVEN_TOKENS[rank % len(UNEVEN_TOKENS)] for rank in range(world_size))
     yield make_variant("all_to_one", max_received=total_tokens)
     yield make_variant("duplicates", inplace=True, dtype=_BF16, top_k=3)
@@ -414,7 +411,6 @@ def _list_full_variants(base: Problem, world_size: int) -> Iterator[Variant]:
 
 
 def _list_pairwise_variants(world_size: int) -> Iterator[Variant]:
-    """Yield a variant for each row of the pairwise covering array of `rank_pairs`."""
     for row in rank_pairs.draw_rank_array(world_size).rows:
         values, problem = rank_pairs.name_values(row), rank_pairs.build_problem(row, world_size)
         args = values["placement"], values["tokens"], values["routing"]
@@ -424,7 +420,7 @@ def _list_pairwise_variants(world_size: int) -> Iterator[Variant]:
 def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield variants whose calls can be captured in a CUDA graph.
 
-    For these, parts may exchange rows in another way that does not involve the host.
+    Parts may exchange rows differently for these, without the host.
     """
     base = replace(base, graph=True)
     make_variant = partial(_make_variant, base)
@@ -455,7 +451,7 @@ def _list_captured_variants(base: Problem, world_size: int) -> Iterator[Variant]
 
 
 def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
-    """Yield variants with LoRA: slots are sent with tokens, and matrices placed like experts."""
+    """Yield variants with LoRA, whose slots are sent with tokens."""
     with_adapters = replace(base, lora="adapters=3,rank=7")
     yield _make_variant(with_adapters, "skips", placement="copies", top_k=3, bias=True)
     yield _make_variant(with_adapters, placement="round_robin", tokens=(0, 9), dtype=_BF16)
@@ -472,9 +468,9 @@ def _list_adapter_variants(base: Problem, world_size: int) -> Iterator[Variant]:
 def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant]:
     """Yield variants with shapes and values that are difficult for scales.
 
-    They have group sizes that are not a power of two, rows longer than one program holds, one scale
-    for all tokens that a value on a single rank determines, or values so small that the scale is
-    clamped. Each scheme of another package also has one.
+    They cover group sizes that are not a power of two, rows longer than one program holds, a scale
+    for all tokens that a value on a single rank determines, and values so small that the scale is
+    clamped. Each scheme of another package also has a variant.
     """
     one_expert_each = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(one_expert_each, hidden=160, intermediate=136)
@@ -482,8 +478,8 @@ def _list_quantized_variants(base: Problem, world_size: int) -> Iterator[Variant
     yield _make_variant(
         one_expert_each, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32"
     )
-    # The calls pass few tokens, but problem.tokens is so large that a program reads a longer part
-    # of a row at once.
+    # Calls pass few tokens, but problem.tokens is so large that programs read longer blocks of a
+    # row.
     long_rows = replace(one_expert_each, hidden=2080, intermediate=16)
     yield Variant(long_rows, "linear", (3, 1), "uniform", max_tokens=513)
     short_rows = replace(one_expert_each, hidden=64, intermediate=16)

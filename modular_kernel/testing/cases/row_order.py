@@ -10,8 +10,7 @@ from modular_kernel.spec.problem import Problem
 def apply_part_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
     """Return the problem with the gate and up rows of w1 in the order that `experts` supports.
 
-    Problems with interleaved rows or with adapters are returned unchanged, because no other order
-    exists for them.
+    Problems with interleaved rows or with adapters have a fixed order and are returned unchanged.
     """
     act, requires = problem.act, load_catalog().experts(experts).requires
     has_fixed_order = act.interleaved or problem.adapters is not None

@@ -15,7 +15,7 @@ SCENARIOS = (
     "stays-out",  # rank 1 does not construct its part with the others
     "finished-by-turns",  # rank 1 finishes two calls in reverse order
 )
-# Scenarios that managers detect even if the ranks do not exchange call numbers before the rows.
+# Scenarios that are detected even if ranks do not exchange call numbers.
 _SCENARIOS_WITHOUT_COUNTERS = ("misunderstood", "late", "stays-out")
 
 
@@ -49,8 +49,7 @@ def shares_memory(part: type[PrepareAndFinalize]) -> bool:
 def prefers_near_copies(part: type[PrepareAndFinalize]) -> bool:
     """Return whether (token, expert) pairs must go to the nearest copy of the expert.
 
-    Returns False for a part without a manager, and for a part that sets `prefer_local_copies`
-    itself. Parts that inherit `prefer_local_copies` must prefer near copies.
+    This holds for parts that have a manager and inherit `prefer_local_copies`.
     """
     return find_manager_class(part) is not None and "prefer_local_copies" not in vars(part)
 
@@ -64,5 +63,5 @@ def is_builtin(cls: type) -> bool:
 
 
 def find_manager_class(part: type[PrepareAndFinalize]) -> Any:
-    """Return the class of the manager that owns a part's communicator; None if there is none."""
+    """Return the class of the manager that owns a part's communicator, or None."""
     return getattr(part, "manager_class", None)

@@ -53,8 +53,8 @@ def _list_unquantized(base: Problem) -> Iterator[Variant]:
 def _list_quantized(base: Problem) -> Iterator[Variant]:
     """Yield schemes, each with an option that affects its scales: chunks, interleaving, biases.
 
-    If activations are quantized, x holds midpoints between values of the quantized dtype, because
-    only midpoints reveal how a part rounds.
+    Quantized activations consist of midpoints between values of the quantized dtype, because only
+    midpoints reveal how a part rounds.
     """
     few = replace(base, tokens=7, dtype=_BF16)
     chunked = replace(few, chunk_tokens=4)
@@ -90,7 +90,7 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
     yield replace(few, quant="mxfp4_w4a16", activation=_SWIGLU_OAI, bias=True), "uniform", ORDINARY
     yield replace(few, quant="nvfp4_w4a16", activation=_SWIGLU_OAI), "zipf", ORDINARY
     # H and I are multiples of the packed words, for which parts have specialized paths. Gate and up
-    # are not interleaved; each has its own global scale.
+    # are not interleaved, so each has its own global scale.
     packable = replace(few, hidden=128, intermediate=64)
     yield replace(packable, quant="nvfp4_w4a16", bias=True), "skips", ORDINARY
     yield replace(packable, quant="nvfp4_w4a4", hidden=64), "skips", _TIES
@@ -108,8 +108,8 @@ def _list_quantized(base: Problem) -> Iterator[Variant]:
 def _list_with_adapters(base: Problem) -> Iterator[Variant]:
     """Yield layers with adapters.
 
-    They have a rank that is not a multiple of a block, shared matrices, unused slots, a call
-    without adapters, and blocks of scales that rows with and without adapters share.
+    They cover a rank that is not a multiple of a block, shared matrices, unused slots, a call
+    without adapters, and blocks of scales that contain rows with and without adapters.
     """
     with_adapters = replace(base, tokens=7, dtype=_BF16, lora="adapters=3,rank=7")
     yield replace(with_adapters, bias=True, activation=_SWIGLU_OAI), "skips", ORDINARY

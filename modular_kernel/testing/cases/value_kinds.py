@@ -1,6 +1,7 @@
-"""Kinds of values of x and of the router weights, including ones that are difficult for parts.
+"""Kinds of values of x and of the router weights.
 
-The difficult values occur in real layers: zeros, negative weights, overflow, NaN and infinity.
+Some are difficult for parts, and occur in real layers: zeros, negative weights, overflow, NaN and
+infinity.
 """
 
 from dataclasses import replace
@@ -23,10 +24,10 @@ VALUES = (
 )
 HANDPICKED_VALUES = ("peaks", "faint", "ties")  # used only in hand-picked cases
 
-# Factors of x. With _LARGE_FACTOR, the product of gate and up stays finite, except in float16; with
-# _OVERFLOW_FACTOR, it does not.
+# Factors of x. The product of gate and up stays finite with _LARGE_FACTOR, except in float16, and
+# overflows with _OVERFLOW_FACTOR.
 _LARGE_FACTOR = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
-# Ratio of the peak to the expected norm of its row. It needs many mantissa bits.
+# Ratio of the peak to the expected norm of its row. Its mantissa has many nonzero bits.
 _PEAK_RATIO = 1.2
 _FAINT_FACTOR = 4e-9
 # Scale of each group with values="ties": a power of two, so that division by it is exact.
@@ -36,7 +37,7 @@ _OVERFLOW_FACTOR = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e3
 
 
 def apply_values_to_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
-    """Return x, float32, with the property named by `values`, one of VALUES. May modify x_TH."""
+    """Return x, float32, with the property named by `values`. May modify x_TH."""
     tokens = len(x_TH)
     if values == "zero_rows":
         x_TH[0::3] = 0
@@ -84,8 +85,7 @@ def _nearest_midpoints(x_TH: torch.Tensor, problem: Problem) -> torch.Tensor:
 def assign_token_groups(values: str, tokens: int) -> torch.Tensor:
     """Return the group number of each token, (T,) int64; 0 for ordinary tokens.
 
-    Tokens of the other groups are compared separately, because they would hide errors in ordinary
-    tokens.
+    Each group is compared separately, because extreme tokens would hide errors in ordinary tokens.
     """
     groups = torch.zeros(tokens, dtype=torch.int64)
     if values == "large":
@@ -113,9 +113,9 @@ def apply_values_to_routing(
 ) -> Routing:
     """Return the routing with router weights of the kind `values`.
 
-    With "signed", all weights of an expert have the same sign. If weights canceled each other, the
-    sum over top-k would be far smaller than its terms, and the order of summation would determine
-    the error.
+    With "signed", all weights of an expert have the same sign. If the weights of a token canceled
+    each other, its sum over top-k would be far smaller than its terms, and the order of summation
+    would determine the error.
     """
     if values != "signed":
         return routing

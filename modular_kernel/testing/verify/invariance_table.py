@@ -33,10 +33,13 @@ COLUMNS: dict[str, dict[str, object]] = {
 class InvarianceRow:
     """The measurement of one pairing in one column of the table.
 
-    Attributes: prepare_finalize, experts: names of the parts. column: a key of COLUMNS.
-    batch_invariant: whether the problem requires batch invariance. num_changed: number of output
-    rows whose bits depend on the call; None if the pairing refuses the problem. num_tokens: number
-    of output rows.
+    Attributes:
+        prepare_finalize, experts: names of the parts.
+        column: a key of COLUMNS.
+        batch_invariant: whether the problem requires batch invariance.
+        num_changed: number of output rows whose bits depend on the call; None if the pairing
+            refuses the problem.
+        num_tokens: number of output rows.
     """
 
     prepare_finalize: str

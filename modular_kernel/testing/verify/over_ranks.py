@@ -284,10 +284,13 @@ RANK_CHECKS: tuple[Check, ...] = (*CHECKS, check_faults)
 class RankReport:
     """Findings of one rank.
 
-    Attributes: findings: one line for each failure. error, bound: relative error of the rank's
-    first call and its limit, as in Proof. invalid_ids: number of invalid ids in the rank's first
-    call. dispatch: one line about how the dispatch of the first call differs from the reference, or
-    "". output: one line about how the output of the first call differs from the reference, or "".
+    Attributes:
+        findings: one line for each failure.
+        error, bound: relative error of the rank's first call and its limit, as in Proof.
+        invalid_ids: number of invalid ids in the rank's first call.
+        dispatch: one line about how the dispatch of the first call differs from the reference, or
+            "".
+        output: one line about how the output of the first call differs from the reference, or "".
     """
 
     findings: tuple[str, ...]

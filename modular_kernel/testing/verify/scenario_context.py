@@ -36,11 +36,13 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 class ScenarioContext:
     """A case on one rank, with methods that make its kernels and calls in a fault scenario.
 
-    Attributes: case: the case, with the problem of this rank. machine: the machine that the parts
-    are made for. sample: this rank's inputs and expected output of a correct call. build: makes the
-    kernel of a (case, machine, poison) in the process group. changed_sample: maps changed fields of
-    Problem to this rank's sample for the changed layer, or to None if the pairing does not support
-    that layer.
+    Attributes:
+        case: the case, with the problem of this rank.
+        machine: the machine that the parts are made for.
+        sample: this rank's inputs and expected output of a correct call.
+        build: makes the kernel of a (case, machine, poison) in the process group.
+        changed_sample: maps changed fields of Problem to this rank's sample for the changed layer,
+            or to None if the pairing does not support that layer.
     """
 
     case: Case
