@@ -1,7 +1,6 @@
 """GroupedGemmExperts: permute, two grouped GEMMs over expert-sorted rows, unpermute.
 
 The GEMMs are in `experts.triton`. `experts.compat` exposes the same steps as separate functions.
-These two packages do not import each other; this module imports both.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +49,7 @@ class GroupedGemmExperts(TritonExpertsBase):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return the calls that compile the kernels of `experts.compat.ep_moe` and these GEMMs."""
+        """Return calls on meta tensors that compile these GEMMs and `experts.compat.ep_moe`."""
         from experts.compat.ep_moe_compile_cases import COMPILE_CASES, launch_all
 
         return {

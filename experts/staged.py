@@ -116,7 +116,7 @@ class FusedExperts(AssembledExperts):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Return the rejections of `unfused`: both parts support the same problems."""
+        """Return the rejections of `unfused`, which supports the same problems."""
         assert cls.unfused is not None
         return cls.unfused.extra_rejections(problem, machine)
 
@@ -143,8 +143,8 @@ def make_experts(
         post-permute writes weighted sums, and to DELEGATE for batched tokens, where it writes
         unweighted rows.
 
-    The class belongs to the module of the core stage (`__module__`). To make its instances
-    picklable, assign the class to a variable called `name` in that module.
+    The `__module__` of the class is the module of the core stage. To make instances picklable,
+    assign the class to a variable called `name` in that module.
 
     Raise UnknownPartError if a stage is not registered, and ConfigurationError if `name` is not an
     identifier or `requires` has an unknown field.

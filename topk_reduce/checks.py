@@ -16,40 +16,39 @@ from modular_kernel.utils.tensor_checks import (
 )
 
 
-def check_rows(given: object, out: torch.Tensor, shape: str) -> None:
+def check_rows(expert_rows: object, out: torch.Tensor, shape: str) -> None:
     """Raise an InputError if a reducer does not accept these arguments.
 
-    A reducer calls this function unless `given.checked` is True, which says that a
-    FusedMoEModularKernel has checked the arguments.
+    A FusedMoEModularKernel checks its arguments itself and sets `expert_rows.checked` to True.
+    Reducers do not call this function then.
 
-    given: the object that was passed to the reducer as ExpertRows.
-    out: the output tensor that was passed to the reducer.
-    shape: the shape that `given.rows` must have: "(T, H)", "(T, K, H)" or "(e, C, H)". The last one
-        requires row_of_pair_TK. A reducer that takes both (T, K, H) and (e, C, H) passes
-        "(T, K, H)" if row_of_pair_TK is None.
+    expert_rows: the ExpertRows that the caller passed, not yet known to be of this type.
+    out: the output tensor that the caller passed.
+    shape: the shape that `expert_rows.rows` must have: "(T, H)", "(T, K, H)" or "(e, C, H)".
+        "(e, C, H)" requires row_of_pair_TK.
     """
-    expect("rows", given, ExpertRows)
-    assert isinstance(given, ExpertRows)
-    expect("rows: scale", given.scale, float)
-    expect("rows: routing", given.routing, DispatchedRouting | None)
-    expect("rows: num_local", given.num_local, Annotated[int, Between(0, MAX_INT32)])
-    expect("rows: checked", given.checked, bool)
-    rows = check_tensor("rows", given.rows)
+    expect("rows", expert_rows, ExpertRows)
+    assert isinstance(expert_rows, ExpertRows)
+    expect("rows: scale", expert_rows.scale, float)
+    expect("rows: routing", expert_rows.routing, DispatchedRouting | None)
+    expect("rows: num_local", expert_rows.num_local, Annotated[int, Between(0, MAX_INT32)])
+    expect("rows: checked", expert_rows.checked, bool)
+    rows = check_tensor("rows", expert_rows.rows)
     device = rows.device
     check_tensor("out", out, device=device)
-    inputs = {"row_of_pair_TK": given.row_of_pair_TK, "topk_weights_TK": given.topk_weights_TK}
-    if given.routing is not None:
-        inputs["topk_ids_TK"] = check_tensor("topk_ids_TK", given.routing.topk_ids_TK)
-        inputs["expert_map"] = given.routing.expert_map
+    inputs = {"row_of_pair_TK": expert_rows.row_of_pair_TK, "topk_weights_TK": expert_rows.topk_weights_TK}
+    if expert_rows.routing is not None:
+        inputs["topk_ids_TK"] = check_tensor("topk_ids_TK", expert_rows.routing.topk_ids_TK)
+        inputs["expert_map"] = expert_rows.routing.expert_map
     check_tensors(inputs, optional=inputs, device=device)
-    check_no_gradients({"rows": rows, "out": out, "topk_weights_TK": given.topk_weights_TK})
-    _check_shapes(given, out, shape)
+    check_no_gradients({"rows": rows, "out": out, "topk_weights_TK": expert_rows.topk_weights_TK})
+    _check_shapes(expert_rows, out, shape)
     rows_if_distinct = {} if out is rows else {"rows": rows}
     check_output("out", out, inputs | rows_if_distinct)
 
 
-def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
-    rows, row_of_pair_TK, weights_TK = given.rows, given.row_of_pair_TK, given.topk_weights_TK
+def _check_shapes(expert_rows: ExpertRows, out: torch.Tensor, shape: str) -> None:
+    rows, row_of_pair_TK, weights_TK = expert_rows.rows, expert_rows.row_of_pair_TK, expert_rows.topk_weights_TK
     if rows.dim() != shape.count(",") + 1:
         raise ShapeError("rows", got=tuple(rows.shape), need=shape)
     if shape == "(e, C, H)" and row_of_pair_TK is None:
@@ -66,8 +65,8 @@ def _check_shapes(given: ExpertRows, out: torch.Tensor, shape: str) -> None:
         if weights_TK is not None and tuple(weights_TK.shape) != pair_shape:
             raise ShapeError("topk_weights_TK", got=tuple(weights_TK.shape), need=pair_shape)
         _check_format("topk_weights_TK", weights_TK, 2, (torch.float32,))
-    if given.routing is not None:
-        _check_routing(given.routing, pair_shape)
+    if expert_rows.routing is not None:
+        _check_routing(expert_rows.routing, pair_shape)
 
 
 def _check_routing(routing: DispatchedRouting, pair_shape: tuple[int, ...]) -> None:

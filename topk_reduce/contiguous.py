@@ -1,4 +1,4 @@
-"""Reducer that computes the weighted sum of rows in token order."""
+"""Reducer for rows (T, K, H) in token order."""
 
 import torch
 
@@ -10,7 +10,7 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
-    """Weight the rows (T, K, H) of each token and sum them to (T, H), accumulating in float32.
+    """Weight the rows (T, K, H) and sum them over K to (T, H), accumulating in float32.
 
     Rows of skipped pairs must be zero.
     """

@@ -9,7 +9,7 @@ from modular_kernel.tensors import ExpertRows
 
 
 class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
-    """Marker without an implementation. Finalize uses a reducer that suits its combine instead."""
+    """Marker that a PrepareAndFinalize replaces by a reducer of its own."""
 
     kind = Reduce.DELEGATE
 

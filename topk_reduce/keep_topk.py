@@ -12,9 +12,8 @@ from topk_reduce.checks import check_rows
 class KeepTopK(TopKWeightAndReduce):
     """Copy the row of each pair to the output (T, K, H). Rows of skipped pairs become zero.
 
-    weighted: whether to multiply each row by its router weight and the routed scaling factor, so
-        that the sum of the rows over K is the layer's output. If False, rows are returned as the
-        experts computed them.
+    weighted: whether to multiply each row by its router weight and the routed scaling factor. The
+        sum of weighted rows over K is the layer's output.
     """
 
     kind = None
@@ -37,7 +36,7 @@ class KeepTopK(TopKWeightAndReduce):
 
 
 def reducer_for(problem: Problem, sum_reducer: TopKWeightAndReduce) -> TopKWeightAndReduce:
-    """Return the reducer for finalize: sum_reducer if `problem` sums over top-k, else KeepTopK."""
+    """Return `sum_reducer` if `problem` sums over top-k. Otherwise, return a KeepTopK."""
     if problem.combine is Combine.SUM:
         return sum_reducer
     return KeepTopK(weighted=problem.combine is Combine.TOPK_WEIGHTED)

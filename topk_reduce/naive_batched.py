@@ -12,7 +12,7 @@ from topk_reduce.checks import check_rows
 class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
     """Gather the rows of each token from (e, C, H); weight and sum them to (T, H) in float32.
 
-    row_of_pair_TK gives the row of each pair. No other rows are read.
+    Only the rows in row_of_pair_TK are read.
     """
 
     kind = Reduce.NAIVE_BATCHED

@@ -9,7 +9,10 @@ from topk_reduce.checks import check_rows
 
 
 class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
-    """Copy the rows, which are already the result (T, H), to `out`, unless `out` is that tensor."""
+    """Copy the rows (T, H), which are already weighted and summed, to `out`.
+
+    Nothing is copied if `out` is the tensor of the rows.
+    """
 
     kind = Reduce.NOOP
 

@@ -1,4 +1,4 @@
-"""Activation and quantization between GEMM 1 and GEMM 2 of experts that call a library's GEMMs."""
+"""Activation and quantization between the two GEMMs of experts that call a library's GEMMs."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ from modular_kernel.spec.rounding import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import BufferSpec, Workspace
 
-# GEMM 1 of these libraries writes gate and up in 16 bits. This rounds them before the activation.
+# The libraries' GEMMs write gate and up in 16 bits, so both are rounded before the activation.
 LIBRARY_ROUNDINGS = Roundings(gate_up=True)
 
 
@@ -28,8 +28,8 @@ def activation_specs(
 ) -> Mapping[str, BufferSpec]:
     """Return the workspace buffers of `activate_and_quantize`, by name.
 
-    num_rows: rows in all segments together.
-    num_segments: segments of equal size.
+    num_rows: the number of rows in all segments.
+    num_segments: the number of segments, which all have the same size.
     """
     scheme, columns = problem.scheme, problem.intermediate
     unquantized = {"h": BufferSpec((num_rows, columns), problem.dtype)}
@@ -50,8 +50,7 @@ def activate_and_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Apply the activation to the output of GEMM 1, and quantize the result for GEMM 2.
 
-    gate_up_RN: (R, N), the output of GEMM 1, in segments of equal size. There is one segment for
-        each element of counts_e.
+    gate_up_RN: (R, N), the output of GEMM 1, as len(counts_e) segments of equal size.
     counts_e: (segments,) int32. Only the first counts_e[i] rows of segment i are valid; the results
         of other rows are undefined.
     column_major_scales: store the scales column-major, (R, groups) with stride(0) = 1.
@@ -92,6 +91,6 @@ def _values_and_scale(out: QuantizedRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _has_dynamic_tensor_scale(problem: Problem) -> bool:
-    """Return whether a single scale depends on all of h, so that h must be computed before it."""
+    """Return whether a single scale is computed from all of h, the output of the activation."""
     scheme = problem.scheme
     return scheme.activation_granularity == "tensor" and not scheme.static

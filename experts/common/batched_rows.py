@@ -1,7 +1,7 @@
-"""Base classes for experts parts that call a library's grouped GEMM on batched rows.
+"""Base classes for experts parts that call a library's grouped GEMM on batched rows (e, C, K).
 
-A call launches GEMM 1, the activation (with quantization if the scheme quantizes activations), and
-GEMM 2.
+Each of the e local experts has C rows, of which only the first ones are valid. A call launches GEMM
+1, the activation (with quantization if the scheme quantizes activations), and GEMM 2.
 """
 
 from abc import abstractmethod
@@ -46,7 +46,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
 
     library_allocates_output: whether the library allocates its outputs. If so, the output of GEMM 2
         is copied to the output of the part.
-    column_major_scales: whether the library takes the scales of GEMM 2's rows column-major,
+    column_major_scales: whether the library takes the scales of GEMM 2's input column-major,
         (e, C, groups) with stride(1) = 1.
     """
 
@@ -72,7 +72,7 @@ class BatchedRowsExperts(UnweightedRowsExperts):
         """
 
     def grouped_gemm_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
-        """Return the workspace buffers of `grouped_gemm`, without the one for its results."""
+        """Return the workspace buffers that `grouped_gemm` needs in addition to `out`."""
         return {}
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:

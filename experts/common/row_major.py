@@ -6,7 +6,7 @@ _ALIGNMENT_BYTES = 16
 
 
 def is_aligned(w_eNK: torch.Tensor) -> bool:
-    """Return whether the data starts at a multiple of 16 bytes. The data of a view may not."""
+    """Return whether the data starts at a multiple of 16 bytes. A view can start anywhere."""
     return w_eNK.data_ptr() % _ALIGNMENT_BYTES == 0
 
 

@@ -1,8 +1,8 @@
 """Base classes for experts that sort rows of contiguous tokens and call a library's grouped GEMM.
 
-A call launches the sort of the pairs (count, scan and place), the permutation of the tokens, GEMM
-1, the activation, GEMM 2, and the weighted sum over top-k. The permutation and the activation also
-quantize if the scheme quantizes activations.
+A pair is a token together with one of its top_k experts. A call sorts the pairs by expert, copies
+each token to the rows of its pairs, runs GEMM 1, the activation and GEMM 2, and sums the weighted
+rows of each token. The copy and the activation also quantize if the scheme quantizes activations.
 """
 
 from abc import abstractmethod
@@ -40,8 +40,7 @@ from modular_kernel.tensors import (
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, reducer_for
 
-# `sort_pairs` also lists tiles of this many rows. The value is arbitrary, because the libraries
-# schedule their own tiles.
+# `sort_pairs` also lists tiles of this many rows. The libraries do not use this list.
 _TILE_M = 128
 
 
@@ -156,13 +155,13 @@ class SortedRowsExperts(SummedRowsExperts):
         )
 
     def grouped_gemm_specs(self, num_rows: int) -> Mapping[str, BufferSpec]:
-        """Return the workspace buffers of `grouped_gemm`, without the one for its results."""
+        """Return the workspace buffers that `grouped_gemm` needs in addition to `out`."""
         return {}
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
         """Return whether the permutation of this part also quantizes the tokens.
 
-        This is the case if the scale is static, or if each scale depends on a single token.
+        It does if the scale is static, or if each scale depends on a single token.
         """
         scheme = self.problem.scheme
         is_row_local = scheme.static or scheme.activation_granularity != "tensor"
@@ -239,9 +238,9 @@ class SortedRowsExperts(SummedRowsExperts):
         weights: ExpertWeights,
         workspace: Workspace,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copy each token and its scales to the rows of its pairs; quantize it first if necessary.
+        """Copy each token to the rows of its pairs, and quantize it if necessary.
 
-        Return the rows and their scales. A scale for the whole tensor is returned unchanged.
+        Return the rows and their scales.
         """
         scheme, row_of_pair_TK = self.problem.scheme, order.row_of_pair_TK
         x_RH = workspace.take("permuted_x", (max_rows, self.problem.hidden))

@@ -115,7 +115,7 @@ def batched_gemm(  # noqa: PLR0913  (every operand has scales)
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check types and gradients of the tensors, and that `out` does not overlap the others."""
+    """Check that no tensor requires gradients and that `out` does not overlap an input."""
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
     check_no_gradients(tensors)

@@ -8,13 +8,13 @@
     grouped_gemm_triton(down_input, w2, down_output, ...)
     post_reorder(down_output, out, src2dst, topk_ids, topk_weights, start, end)
 
-Every rank has all tokens, and the experts start_expert_id to end_expert_id (inclusive). It writes
-its partial sum to `out`; an all-reduce over ranks gives the layer's output. Buffers have T * K rows
-for the pairs of all ranks, but each rank reads and writes only the rows of its own experts.
-`GroupedGemmExperts` computes the same result, and its buffers have rows for local pairs only.
+Every rank has all T tokens, but only the experts start_expert_id to end_expert_id (inclusive). A
+rank writes its partial sum to `out`. An all-reduce of `out` gives the layer's output. A pair is a
+token together with one of its K experts. Buffers have a row for each of the T * K pairs, but a rank
+reads and writes only the rows of its own experts.
 
-Shapes, dtypes and strides are checked. The values of ids are not, because reading them would
-synchronize with the device.
+Shapes, dtypes and strides are checked. The values of ids are not checked, because reading them
+would synchronize with the device.
 """
 
 from collections.abc import Mapping
@@ -60,10 +60,10 @@ def run_moe_ep_preproess(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort topk_ids (T, K), int32 or int64; return (reorder_topk_ids, src2dst, seg_indptr).
 
-    - reorder_topk_ids is (T * K,) and has the ids, sorted stably.
-    - src2dst is (T * K,) int32 and has the sorted position of each pair t * K + k.
-    - seg_indptr is (num_experts + 1,) int64. Expert i has the rows seg_indptr[i] to seg_indptr[i +
-      1] - 1.
+    - reorder_topk_ids: (T * K,), the ids in a stable sort.
+    - src2dst: (T * K,) int32, the sorted position of each pair t * K + k.
+    - seg_indptr: (num_experts + 1,) int64. The rows of expert i start at seg_indptr[i] and end
+      before seg_indptr[i + 1].
 
     Skipped pairs have the id -1 and precede the pairs of all experts.
     """
@@ -90,7 +90,7 @@ def pre_reorder(
     """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[expert of p], for local pairs p.
 
     hidden_states: (T, H), contiguous rows.
-    gateup_input: (T * K, H), contiguous. Rows of other ranks' pairs are not written. Float8 values
+    gateup_input: (T * K, H), contiguous. Only the rows of local pairs are written. Float8 values
         saturate.
     src2dst: (T * K,), from `run_moe_ep_preproess`.
     topk_ids: (T, K).
@@ -141,7 +141,8 @@ def silu_and_mul(
     """down_input[r] = silu(gate) * up / w2_input_scale[expert of r], for rows r of local experts.
 
     gateup_output: (R, 2I), contiguous, gate values first.
-    down_input: (R, I), contiguous. Other rows are not written. Float8 values saturate.
+    down_input: (R, I), contiguous. Only the rows of local experts are written. Float8 values
+        saturate.
     reorder_topk_ids: (R,), from `run_moe_ep_preproess`.
     w2_input_scale: (local experts,) float32; None means 1.
 
@@ -231,10 +232,10 @@ def grouped_gemm_triton(  # noqa: PLR0913 (EPMoE's names and order)
     c: (R, N), contiguous. Rows outside all segments are not written.
     batch_size: the number of segments.
     weight_column_major: must be True, because b is (E, N, K).
-    seg_indptr: (batch_size + 1,), non-decreasing. Segment i has the rows seg_indptr[i] to
-        seg_indptr[i + 1] - 1.
+    seg_indptr: (batch_size + 1,), non-decreasing. Segment i starts at row seg_indptr[i] and ends
+        before seg_indptr[i + 1].
     weight_indices: (batch_size,). None means 0, 1, ...
-    use_fp8_w8a8: a and b are float8_e4m3fn and have scales.
+    use_fp8_w8a8: whether a and b are float8_e4m3fn with scales.
     scale_a: float32 (batch_size,) or, with block_shape, (R, ceil(K / bk)).
     scale_b: float32 (E,) or, with block_shape, (E, ceil(N / bn), ceil(K / bk)).
     block_shape: [bn, bk], the weight rows and K elements that share a scale.
@@ -323,7 +324,7 @@ def _row_scales(
 ) -> torch.Tensor:
     """Check scale_a and scale_b, and return the scales of the rows of `a`.
 
-    They are (R, 1) or, with block_shape, (R, ceil(K / bk)).
+    The result is (R, 1) or, with block_shape, (R, ceil(K / bk)).
     """
     rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
     segments = seg_indptr.numel() - 1
@@ -403,10 +404,7 @@ def _check_tensors(
     inputs: Mapping[str, torch.Tensor],
     **optional: torch.Tensor | None,
 ) -> None:
-    """Check devices and gradients, and that `output` overlaps no input.
-
-    Tensors whose names are in `optional` may be None.
-    """
+    """Check devices and gradients, and that `output` overlaps no input."""
     check_tensor(what, output)
     all_inputs = {**inputs, **optional}
     check_tensors(all_inputs, optional=optional, device=output.device)

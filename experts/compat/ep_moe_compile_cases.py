@@ -1,4 +1,5 @@
-"""Launches of the kernels of `experts.compat.ep_moe` on meta tensors, which `mk compile` uses."""
+"""Launch the kernels of `experts.compat.ep_moe` on meta tensors, so `mk compile` can compile them.
+"""
 
 import torch
 

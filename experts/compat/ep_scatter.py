@@ -25,7 +25,7 @@ ALIGNMENT = 128  # the number of rows of a block in DeepGEMM's contiguous layout
 
 
 def padded_counts(num_recv_tokens_per_expert: Sequence[int]) -> list[int]:
-    """Return the number of rows of each expert: the number of its pairs, rounded up to blocks."""
+    """Round up the number of pairs of each expert to a multiple of ALIGNMENT."""
     expect("num_recv_tokens_per_expert", num_recv_tokens_per_expert, list | tuple)
     for count in num_recv_tokens_per_expert:
         expect("num_recv_tokens_per_expert", count, int)
@@ -45,13 +45,15 @@ def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
     m_indices: torch.Tensor,
     output_index: torch.Tensor,
 ) -> None:
-    """Copy each received row to the rows of its experts, and write the row of each pair.
+    """Copy each received row once for each of its local experts, in the order of experts.
+
+    A pair is a received row together with one of its K experts.
 
     recv_x: (R, H).
     recv_x_scale: the scales of recv_x, (R, G) float32, or None.
     recv_topk: (R, K) int32 or int64, local ids, -1 for experts of other ranks.
     num_recv_tokens_per_expert: the number of pairs of each expert. `padded_counts` rounds it up.
-    expert_start_loc: output (e,) int32, the first row of each expert.
+    expert_start_loc: output (e,) int32, the first row of each expert in output_tensor.
     output_tensor: output (M, H). M is at least the sum of the padded counts. Padding rows are not
         written.
     output_tensor_scale: output (M, G), the scales of output_tensor, or None.
@@ -74,7 +76,7 @@ def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
     _check_tensors(inputs, outputs)
     row_counts = padded_counts(num_recv_tokens_per_expert)
     experts, (tokens, hidden) = len(row_counts), recv_x.shape
-    used, capacity = sum(row_counts), output_tensor.shape[0]
+    num_rows, capacity = sum(row_counts), output_tensor.shape[0]
     _expect_shape("recv_topk", recv_topk, (tokens, recv_topk.shape[-1]))
     _expect_shape("expert_start_loc", expert_start_loc, (experts,))
     _expect_shape("output_tensor", output_tensor, (capacity, hidden))
@@ -86,22 +88,22 @@ def ep_scatter(  # noqa: PLR0913  (SGLang's arguments, in its order)
         _expect_shape("output_tensor_scale", output_tensor_scale, (capacity, groups))
     if output_tensor.dtype is not recv_x.dtype:
         raise DtypeError("output_tensor", got=output_tensor.dtype, need=recv_x.dtype)
-    if used > capacity:
-        raise CapacityError("output_tensor", got=f"{capacity} rows", need=f">= {used}")
+    if num_rows > capacity:
+        raise CapacityError("output_tensor", got=f"{capacity} rows", need=f">= {num_rows}")
     device = recv_x.device
     ids = recv_topk.reshape(-1).long()
-    # Element 0 is the number of skipped pairs, element i + 1 the number of expert i's pairs.
-    found = torch.bincount(ids.clamp(min=-1) + 1, minlength=experts + 1).tolist()
-    if len(found) != experts + 1 or found[1:] != list(num_recv_tokens_per_expert):
+    # Element 0 counts the skipped pairs, and element i + 1 counts the pairs of expert i.
+    pair_counts = torch.bincount(ids.clamp(min=-1) + 1, minlength=experts + 1).tolist()
+    if len(pair_counts) != experts + 1 or pair_counts[1:] != list(num_recv_tokens_per_expert):
         got = f"{list(num_recv_tokens_per_expert)}"
-        need = f"{found[1:]}, the counts in recv_topk"
+        need = f"{pair_counts[1:]}, the counts in recv_topk"
         raise RoutingError("num_recv_tokens_per_expert", got=got, need=need)
     counts = torch.tensor(row_counts, dtype=torch.int64, device=device)
     starts = counts.cumsum(0) - counts
     expert_start_loc.copy_(starts)
     order = ids.argsort(stable=True)
     sorted_ids = ids[order]
-    first_pair = torch.tensor([0, *found[:-1]], dtype=torch.int64, device=device).cumsum(0)
+    first_pair = torch.tensor([0, *pair_counts[:-1]], dtype=torch.int64, device=device).cumsum(0)
     position = torch.arange(len(ids), device=device) - first_pair[sorted_ids + 1]
     pair_rows = torch.where(sorted_ids < 0, -1, position + starts[sorted_ids.clamp(min=0)])
     flat_index = torch.empty_like(ids).scatter_(0, order, pair_rows)
@@ -153,7 +155,7 @@ def ep_gather(
 
 
 def _check_tensors(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
-    """Check devices, layouts, gradients, dtypes of integers, and that outputs overlap nothing."""
+    """Check devices, layouts, gradients and index dtypes, and that outputs overlap no tensor."""
     tensors = {**inputs, **outputs}
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The GEMM, its tile and the sum over top-k of SGLang's and vLLM's fused_moe, under their names.
+"""Functions with the names and arguments of `fused_moe` in SGLang and vLLM.
 
     sorted_ids, expert_ids, num_post = moe_align_block_size(topk_ids_TK, config["BLOCK_SIZE_M"], E)
     invoke_fused_moe_kernel(x_TH, w1, None, h_PN, None, None, None, topk_weights_TK, topk_ids_TK,
@@ -49,7 +49,7 @@ def moe_sum_reduce_triton(
 ) -> None:
     """Write routed_scaling_factor times the sum of input (T, K, H) over K to output (T, H).
 
-    It raises the errors of `modular_kernel.ops.reduce.moe_sum_reduce`.
+    Raise the same errors as `modular_kernel.ops.reduce.moe_sum_reduce`.
     """
     moe_sum_reduce(input, output, routed_scaling_factor)
 
@@ -63,11 +63,10 @@ def try_get_optimal_moe_config(
     *,
     quant: str = "none",
 ) -> dict[str, int]:
-    """Return the tile with which the aligned path of `TritonExperts` computes GEMM 2 of M tokens.
+    """Return the tile that the aligned path of `TritonExperts` uses for GEMM 2 of M tokens.
 
-    The tile can also be used for GEMM 1. It comes from an override, a tuned file or the heuristics,
-    and `invoke_fused_moe_kernel` accepts it as config. Raise ConfigurationError for sizes that do
-    not match.
+    The tile can also be used for GEMM 1. `invoke_fused_moe_kernel` accepts it as `config`. Raise
+    ConfigurationError if the shapes do not match.
 
     w1_shape: (E, 2I, H).
     w2_shape: (E, H, I), unpacked.
@@ -236,16 +235,16 @@ def _make_tile(config: Mapping[str, int], problem: Problem) -> LaunchConfig:
 def _check_alignment(
     tensors: Mapping[str, torch.Tensor], problem: Problem, tile: LaunchConfig, pairs: int
 ) -> None:
-    """Check dtypes and sizes of the results of an alignment and, on a CPU, also their values."""
+    """Check the results of `moe_align_block_size`. Their values are checked only on a CPU."""
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    ids, experts, post = (tensors[name] for name in names)
-    for name, tensor in zip(names, (ids, experts, post), strict=True):
+    ids, experts, num_post_padded = (tensors[name] for name in names)
+    for name, tensor in zip(names, (ids, experts, num_post_padded), strict=True):
         if tensor.dtype is not torch.int32:
             raise DtypeError(name, got=tensor.dtype, need=torch.int32)
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ShapeError(name, got=tuple(tensor.shape), need="1 dimension, contiguous")
-    if len(experts) != -(-len(ids) // tile.block_m) or len(post) != 1:
-        got = f"{len(experts)} and {len(post)}"
+    if len(experts) != -(-len(ids) // tile.block_m) or len(num_post_padded) != 1:
+        got = f"{len(experts)} and {len(num_post_padded)}"
         need = f"{-(-len(ids) // tile.block_m)} blocks of {tile.block_m} ids, and 1"
         raise ShapeError("expert_ids and num_tokens_post_padded", got=got, need=need)
     weights = tensors.get("topk_weights")
@@ -257,17 +256,17 @@ def _check_alignment(
             raise ShapeError("topk_weights", got=tuple(weights.shape), need=need)
     if ids.device.type != "cpu":
         return
-    used = int(post)
-    valid = 0 <= used <= len(ids) and bool((ids[:used] >= 0).all())
+    num_ids = int(num_post_padded)
+    valid = 0 <= num_ids <= len(ids) and bool((ids[:num_ids] >= 0).all())
     if not valid or bool(((experts < -1) | (experts >= problem.experts)).any()):
         need = "the results of moe_align_block_size for the experts of B"
         raise RoutingError(
-            "alignment", got=f"{used} of {len(ids)} ids, or invalid expert ids", need=need
+            "alignment", got=f"{num_ids} of {len(ids)} ids, or invalid expert ids", need=need
         )
 
 
 def _check_weights(weights: ExpertWeights, problem: Problem) -> None:
-    """Check that B, its scales and bias meet the requirements of the problem's w2."""
+    """Check that B, its scales and its bias can be the w2 of `problem`."""
     specs = weight_specs(problem)
     tensors = {"w2": weights.w2, "w2_scale": weights.w2_scale, "a2_scale": weights.a2_scale}
     tensors["w2_zero_point"] = weights.w2_zero_point

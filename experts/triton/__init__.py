@@ -1,7 +1,6 @@
-"""Experts written in Triton: they compute the two expert GEMMs of a fused MoE layer.
+"""Experts written in Triton, which compute the two expert GEMMs of a fused MoE layer.
 
-`TritonExperts` (contiguous.py) takes contiguous tokens (T, H), and runs each call on one of several
-execution paths, the subfolders of this package. `BatchedTritonExperts` (batched.py) takes the
-batched format (num_experts, capacity, H). aligned/staged.py registers the same computation as
-separate stages.
+`TritonExperts` (contiguous.py) takes contiguous tokens (T, H). It has several implementations,
+called paths, each in a subfolder, and selects one for each call. `BatchedTritonExperts`
+(batched.py) takes the batched format (num_experts, capacity, H).
 """

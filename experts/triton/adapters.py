@@ -1,8 +1,8 @@
 """LoRA adapters for the Triton GEMMs: launch the shrink u = A x, and pass B to the GEMM.
 
 An adapter has a matrix A (rank, K) and a matrix B (N, rank) for each GEMM and expert, where the
-weights of the GEMM are (N, K). The matrices of all loaded adapters are stacked; the index of an
-adapter in the stack is its slot, and a token names its adapter by the slot.
+weights of the GEMM are (N, K). The matrices of all loaded adapters are stacked. The index of an
+adapter in the stack is its slot. Each token has the slot of its adapter.
 
 The shrink is a separate launch before each GEMM. It writes u in the dtype of the layer, with one
 row for each row of the GEMM. u has `rank` columns, or twice as many if gate and up have separate
@@ -36,7 +36,7 @@ _STAGE_BYTES = 24 << 10  # bytes of x and A per pipeline stage; four stages fit 
 _MIN_BLOCK_K, _MAX_BLOCK_K = 32, 512
 _MAX_SMALL_U = 8192  # maximum number of elements of u for which each pair gets its own program
 _MAX_SMALL_K = 4096  # with a larger K, a program computes fewer rows of A
-# With so few pairs, some SMs stay idle, so a program loads more of K at once.
+# With at most this many pairs, some SMs stay idle, so a program loads more of K at once.
 _MAX_UNDERFILLED_PAIRS = 16
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # (A, B), stacked over adapter slots
@@ -49,8 +49,7 @@ class ShrinkOutput:
     u: (rows, rank or 2 * rank).
     slots: int32, the adapter slot of each token, or of each row in the batched format.
     b: (adapter slots, experts or 1, N, rank), the matrices B of all slots.
-    up_offset: number of columns of u from those for gate to those for up; 0 if gate and up use the
-        same columns.
+    up_offset: the first column of u for up; 0 if gate and up use the same columns.
     """
 
     u: torch.Tensor
@@ -80,15 +79,15 @@ class ShrinkOutput:
 
 @dataclass(frozen=True)
 class TileShrinkOutput:
-    """The shrink output in the layout of the TMA GEMM, with columns for every adapter slot of a
-    tile.
+    """The shrink output for the TMA GEMM, with columns for every adapter slot of a tile.
 
     `experts.triton.grouped_tma.adapters` describes the layout.
 
     u: (rows, slots * width), where width is the number of columns of one slot.
-    tile_slots: (tiles, slots + 1) int32, for each tile the number of its slots, then the slots.
+    tile_slots: (tiles, slots + 1) int32. A row has the number of slots in the tile, then the slots.
     b: (adapter slots, experts or 1, N, rank), the matrices B of all slots.
-    up_offset: number of columns of u from those for gate to those for up; 0 if both use the same.
+    up_offset: the first column for up among the columns of a slot; 0 if gate and up use the same
+        columns.
     """
 
     u: torch.Tensor
@@ -109,12 +108,12 @@ def adapter_specs(problem: Problem, num_rows: int) -> dict[str, BufferSpec]:
 
 
 class PairShrink:
-    """The shrink launches of one call whose pairs are in blocks of one expert
-    (`modular_kernel.ops.align`).
+    """The shrink launches of one call on the aligned path.
 
-    A pair is a token together with one of its top_k experts. If u is small, each pair gets its own
-    program instead, so that more SMs have work. A batch-invariant layer always uses blocks, because
-    the number of tokens would otherwise change the order of additions.
+    A pair is a token together with one of its top_k experts. A program computes a block of pairs of
+    one expert (`modular_kernel.ops.align`). If u is small, each pair gets its own program instead,
+    so that more SMs have work. A batch-invariant layer always uses blocks, because the number of
+    tokens would otherwise change the order of additions.
     """
 
     def __init__(
@@ -240,11 +239,9 @@ def shrink_batched(
     """Launch u = A x over rows in the batched format (num_experts, capacity, K).
 
     u_eCR: the output u, (e, C, rank or 2 * rank).
-    x_eCK: the rows.
     slots_eC: int32, the adapter slot of each row.
     counts_e: int32, the number of valid rows of each expert.
     matrices: (A, B), stacked over slots.
-    problem: the problem of the layer.
     block_m: rows per program.
     """
     from experts.triton.kernels.shrink import shrink_batched_kernel
@@ -271,11 +268,9 @@ def shrink_few(
 ) -> ShrinkOutput:
     """Launch u = A x with a separate program for each routed pair.
 
-    call: the call of the layer.
     name: the workspace buffer of u.
     x: one row per token, or one row per pair.
     matrices: (A, B), stacked over slots.
-    problem: the problem of the layer.
     """
     from experts.triton.kernels.shrink import shrink_few_kernel
 
@@ -339,8 +334,6 @@ def shrink_arguments(a: torch.Tensor, k: int, problem: Problem, block_m: int) ->
     large as _STAGE_BYTES allows.
 
     a: (adapter slots, experts or 1, rank or 2 * rank, K), the matrices A.
-    k: K.
-    problem: the problem of the layer.
     block_m: rows of x per program.
     """
     block_r = _MIN_BLOCK_R if block_m <= _MIN_BLOCK_R else choose_block_r(a.shape[2])

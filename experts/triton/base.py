@@ -1,8 +1,4 @@
-"""TritonExpertsBase: what TritonExperts and BatchedTritonExperts have in common.
-
-`requires` declares which layers an experts class can compute. The compatibility rules compare it
-with a `Problem`, the description of a layer, before anything runs.
-"""
+"""TritonExpertsBase, the base class of TritonExperts and BatchedTritonExperts."""
 
 from experts.triton.configs import select
 from experts.triton.operands import SCHEMES, weight_rejections
@@ -13,9 +9,10 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem, Redu
 
 
 class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
-    """Base class of the experts that run the Triton GEMMs. All quantization schemes are supported.
+    """Base class of the experts that run the Triton GEMMs.
 
-    `requires` is for contiguous tokens. A subclass for the batched format overrides it.
+    requires: the layers that the experts support, for contiguous tokens. A subclass for the batched
+        format overrides it.
     """
 
     requires = ExpertsRequirements(
@@ -34,7 +31,7 @@ class TritonExpertsBase(PickledByProblem, PermuteExpertsUnpermute):
         lora=True,
     )
 
-    # Whether an override of launch configurations is active. Every call asks this.
+    # Whether an override of launch configurations is active.
     is_overridden = staticmethod(select.is_context_active)
 
     @classmethod

@@ -21,16 +21,15 @@ CandidateGroups = Mapping[int, tuple[Sequence[Launch], Sequence[Launch]]]
 # number of tokens for which it is the default.
 SMALL_M_LIMIT_FACTOR = 2
 _LARGE_GROUP_M = 16  # group_m of entries without one, if block_m is above _MAX_UNGROUPED_BLOCK_M
-# With a larger block_m, tiles are ordered in groups, which share weight tiles in the L2 cache. With
-# a block_m up to this one, groups are not faster.
+# Above this block_m, tiles are ordered in groups that share weight tiles in the L2 cache. For
+# smaller blocks, groups are not faster.
 _MAX_UNGROUPED_BLOCK_M = 32
 
 
 def select_blocks(row_ranges: RowRanges, problem: Problem, num_tokens: int) -> list[int]:
     """Return the values of block_m to time for a call of num_tokens tokens.
 
-    A large block_m suits many rows per expert. The result has the values whose range in row_ranges
-    contains the mean number of rows per expert of the call.
+    These are the values whose range in row_ranges contains the mean number of rows per expert.
     """
     mean_rows = num_tokens * problem.top_k / problem.experts
     return [

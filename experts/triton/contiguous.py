@@ -1,11 +1,10 @@
 """TritonExperts: experts over contiguous tokens, which run each call on one of several paths.
 
-A path (`experts.triton.path`) is one implementation of the layer. A call takes the path that its
-launch configuration names: from a tuned file for this layer and GPU, or from defaults by the number
-of tokens. A pair is a token together with one of its top_k experts: pair p belongs to token p //
-top_k.
+A path (`experts.triton.path`) is one implementation of the layer. The launch configuration of a
+call names its path. The configuration comes from a tuned file for this layer and GPU, or from
+defaults for the number of tokens.
 
-Weights are prepared if they were converted to another layout when they were loaded (`prepare`).
+Prepared weights come with a copy in a layout that some paths read faster (`prepare`).
 """
 
 from collections.abc import Mapping
@@ -47,8 +46,7 @@ _ORIGIN = "modular-kernel (experts.triton.paths)"
 
 
 class TritonExperts(TritonExpertsBase):
-    """Experts over contiguous tokens (T, H). They apply the router weights and the sum over top-k,
-    too.
+    """Experts over contiguous tokens (T, H), which also apply router weights and sum over top-k.
 
     If the output keeps the top-k dimension, GEMM 2 writes the output directly, with zeros for pairs
     whose expert is not on this rank. No kernel uses floating-point atomics, so results are bitwise
@@ -89,48 +87,45 @@ class TritonExperts(TritonExpertsBase):
         return on_device(Device.from_machine(machine))
 
     def takes_unquantized(self, shape: DispatchShape) -> bool:
-        """Return whether every possible path of a call of at most `shape` quantizes x itself.
-
-        The path also depends on the strides of the weights, so the paths for all strides are
-        considered.
-        """
+        """Return whether a call of at most `shape` quantizes x itself on every path it can take."""
         assert isinstance(shape, ContiguousShape)
         if not self.problem.scheme.quantizes_activations:
             return False
         kinds = [
             kind
             for prepared in self._prepared_options
-            for kind in self._kinds(shape.tokens, prepared)
+            for kind in self._max_tokens_by_kind(shape.tokens, prepared)
         ]
         return all(BY_NAME[path].quantizes_input for path, _ in kinds)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Return buffers large enough for any call of at most shape.tokens tokens.
 
-        Smaller calls are considered too, because a call with fewer tokens can need a larger buffer:
-        it may take another path or use smaller blocks, which need more padding.
+        A call with fewer tokens can need a larger buffer, because it may take another path or use
+        smaller blocks, which need more padding.
         """
         assert isinstance(shape, ContiguousShape)
-        kinds = self._call_groups(shape.tokens)
+        groups = self._call_groups(shape.tokens)
         return self._workspace_cache.get_or_merge(
-            self.problem, shape, kinds, lambda kind: kind.specs()
+            self.problem, shape, groups, lambda group: group.specs()
         )
 
     def _call_groups(self, tokens: int) -> tuple["_CallGroup", ...]:
         calls = (
             _CallGroup(self._paths[path], block_m, max_tokens, prepared)
             for prepared in self._prepared_options
-            for (path, block_m), max_tokens in self._kinds(tokens, prepared).items()
+            for (path, block_m), max_tokens in self._max_tokens_by_kind(tokens, prepared).items()
         )
         calls_without_adapters = (
             () if self._without_adapters is None else self._without_adapters._call_groups(tokens)
         )
         return (*calls, *calls_without_adapters)
 
-    def _kinds(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
+    def _max_tokens_by_kind(self, tokens: int, prepared: bool) -> dict[tuple[str, int], int]:
         """Map each (path, block_m) to the number of tokens of the largest call that may use it.
 
-        The paths that a call can take depend on the strides of its tensors. All cases are included.
+        The paths that a call can take depend on the strides of its tensors, so all sets of paths
+        are included.
         """
         result: dict[tuple[str, int], int] = {}
         for paths in self._path_sets:
@@ -186,8 +181,8 @@ class TritonExperts(TritonExpertsBase):
     def _reads_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
         """Return whether a call uses the prepared weights.
 
-        It does if the configuration is overridden, or comes from a file tuned with prepared
-        weights. Otherwise it does if every path is faster with them.
+        They are used if the configuration is overridden, if it comes from a file tuned with
+        prepared weights, or if they make every path faster.
         """
         if weights.w1_tiles is None or len(self._prepared_options) == 1:
             return False
@@ -220,10 +215,7 @@ class TritonExperts(TritonExpertsBase):
 
 
 def config_for_strides(path: Path, config: MoEConfig, weights: ExpertWeights) -> MoEConfig:
-    """Return the configuration of unquantized weights for their strides.
-
-    An override is used as it is.
-    """
+    """Adapt `config` to the strides of unquantized weights, unless it is an override."""
     if not any_n_major(weights) or is_overridden():
         return config
     return path.config_for_strides(config, weights, current_lookup().device)
@@ -231,13 +223,7 @@ def config_for_strides(path: Path, config: MoEConfig, weights: ExpertWeights) ->
 
 @dataclass(frozen=True)
 class _CallGroup:
-    """Calls of up to max_tokens tokens that need the same buffers.
-
-    path: the path that they take.
-    block_m: rows of a block.
-    max_tokens: number of tokens of the largest call.
-    prepared: whether they use prepared weights, which are not part of the workspace.
-    """
+    """Calls of up to max_tokens tokens that need the same buffers."""
 
     path: Path
     block_m: int
@@ -250,16 +236,16 @@ class _CallGroup:
 
 
 def supported_paths(problem: Problem) -> tuple[str, ...]:
-    """Return the names of the paths that support `problem` on this device.
+    """Return the names of the paths that support `problem` on the current device.
 
-    Inside `on_device`, the device is the one passed to it.
+    `configs.select.on_device` sets the current device.
     """
     device = current_lookup().device
     return tuple(path.name for path in ALL_PATHS if path.supports(problem, device))
 
 
 def _possible_path_sets(paths: Mapping[str, Path]) -> tuple[tuple[str, ...], ...]:
-    """Return every subset of `paths` that can remain after some reject the tensors of a call."""
+    """Return every subset of `paths` that can accept the tensors of a call."""
     selective = [name for name, path in paths.items() if path.may_reject_tensors]
     rejected = (
         rejected_paths

@@ -5,8 +5,7 @@ of `Path` subclasses in the entry-point group modular_kernel.triton_paths:
 
     entry_points={"modular_kernel.triton_paths": ["mine = my_package:PATHS"]}
 
-If an entry point or a class fails, the failure is recorded and logged once, and the other paths are
-used.
+If an entry point or a class cannot be used, a warning is logged and the path is ignored.
 """
 
 import inspect
@@ -69,9 +68,7 @@ def load_external_paths(built_in_names: Collection[str]) -> ExternalPaths:
     """Load the paths of all installed packages.
 
     If several external paths have the same name, none of them is used, so that the result does not
-    depend on the order of installation.
-
-    built_in_names: the names of the built-in paths, which external paths may not have.
+    depend on the order of installation. An external path cannot have a name in built_in_names.
     """
     entries = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a regular install of one distribution list the same entry point twice.
@@ -132,10 +129,7 @@ def _check_paths(value: object) -> Iterator[type[Path]]:
 def _remove_name_conflicts(
     paths: Iterable[ExternalPath], broken: list[BrokenPath], built_in_names: Collection[str]
 ) -> ExternalPaths:
-    """Split `paths` into usable ones and those whose name is already taken.
-
-    Paths whose name is taken are added to `broken`, with the reason.
-    """
+    """Move the paths whose name is already taken to `broken`, with the reason."""
     paths = list(paths)
     name_counts, usable = Counter(external.path.name for external in paths), list[ExternalPath]()
     for external in paths:

@@ -1,10 +1,10 @@
-"""Launch configurations of the two GEMMs of a layer, and the limits that the GPU and the layer set.
+"""Launch configurations of the two GEMMs of a layer, and their limits.
 
     GEMM 1  h = act(x W1^T). It is gated if the activation function combines a gate and an up value.
     GEMM 2  y = h W2^T.
 
-A launch is valid if `violations` yields nothing. Every path uses these types; some paths have their
-own type of launch.
+A launch is valid if `violations` yields nothing. Some paths of `TritonExperts` define their own
+type of launch.
 """
 
 import re
@@ -36,9 +36,8 @@ _SHARED_BYTES = {
 }
 _MIN_SHARED_BYTES = 101_376  # the minimum of _SHARED_BYTES
 
-# (pattern, compute capability) of GPUs. The first pattern that occurs in the name of a device
-# decides. The name is the one that the driver reports, possibly with "_" for each space, as in the
-# names of config files.
+# (pattern, compute capability) of GPUs. The first pattern found in the name of a device is used.
+# Names of config files have "_" for each space of the device name.
 _ARCH_PATTERNS = (
     (r"RTX[ _](?:PRO|50\d\d)", (12, 0)),
     (r"G?B300", (10, 3)),
@@ -140,7 +139,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class Device:
-    """The limits that a GPU sets to launches.
+    """The limits of a GPU for launches.
 
     name: the name that the driver reports; "" without a GPU.
     shared: maximum bytes of shared memory per block.
@@ -156,9 +155,9 @@ class Device:
 
     @classmethod
     def from_machine(cls, machine: Machine) -> "Device":
-        """Return the limits of the GPU of `machine`.
+        """Return the limits of the GPU of `machine`, or of sm_90 if it has no GPU.
 
-        Without a GPU, return the limits of sm_90, for which kernels are compiled then.
+        Without a GPU, kernels are compiled for sm_90.
         """
         if machine.arch is None:
             return cls()
@@ -191,12 +190,11 @@ def find_arch(device_name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Gemm:
-    """The properties of one of the two GEMMs that limit its tiles. A is the activations, B the
-    weights.
+    """The properties of a GEMM that limit its tiles. A has the activations and B the weights.
 
     index: 1 for GEMM 1, 2 for GEMM 2.
     size_k: K, the size that is summed over.
-    num_matrices: 2 if gate and up columns are computed together, else 1.
+    num_matrices: 2 for a GEMM 1 with gate and up columns; otherwise 1.
     a_bits: bits per stored element of A.
     b_bits: bits per stored element of B.
     dequantized_bits: bits of a dequantized weight; 0 if weights are multiplied as stored.
@@ -259,7 +257,7 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
 
 
 def rows_aligned_to_16(problem: Problem) -> bool:
-    """Return whether the rows of both GEMMs start at a multiple of 16 elements."""
+    """Return whether the rows of A and B of both GEMMs start at a multiple of 16 elements."""
     return problem.hidden % 16 == 0 and problem.intermediate % 16 == 0
 
 
@@ -269,8 +267,8 @@ def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     A pipeline buffer holds one K step: a tile of A and a tile of B (two tiles of B in a gated GEMM
     1). There are num_stages buffers with wgmma, the warpgroup MMA of sm_90, and num_stages - 1
     without. Triton uses wgmma if the activation rows or the weight rows of a tile fill its M of 64.
-    Weights that are dequantized pass through registers. With wgmma, they need another buffer, and
-    so does the tile of A that they are multiplied by.
+    Dequantized weights pass through registers. With wgmma, the dequantized tile and the tile of A
+    each need another buffer.
     """
     a_row_bytes, b_row_bytes = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer_bytes = tile.block_m * a_row_bytes + gemm.num_matrices * tile.block_n * b_row_bytes
@@ -342,10 +340,7 @@ def _field_violations(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
 
 
 def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> LaunchConfig:
-    """Return `tile`; raise ConfigurationError if it cannot be launched.
-
-    origin: where `tile` comes from, for the message.
-    """
+    """Return `tile`. Raise ConfigurationError, with `origin` in its message, if it is not valid."""
     for violation in violations(tile, gemm, device):
         what = f"{origin}: {gemm} {violation.what}"
         raise ConfigurationError(what, got=violation.got, need=violation.need)

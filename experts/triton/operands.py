@@ -1,8 +1,7 @@
 """Kernel arguments of the two GEMMs: weights, scales, zero points, bias and activation function.
 
 `gemm1_operands` and `gemm2_operands` take them from the weights of a layer, and
-`GemmOperands.arguments` returns them by the names of the kernels' parameters. The contiguous and
-the batched Triton experts use both. The kernels' docstrings explain the parameters.
+`GemmOperands.arguments` returns them by the names of the kernels' parameters.
 """
 
 import math
@@ -48,7 +47,7 @@ _MIN_BLOCK_K = 32  # K of an 8-bit MMA; packed weights take two MMAs of K = 16
 def supports_tma(problem: Problem, device: Device, schemes: Collection[str]) -> bool:
     """Return whether TMA kernels written for `schemes` can run `problem` on `device`.
 
-    They need 16-bit activations and do not support batch invariance.
+    TMA kernels need 16-bit activations and do not support batch invariance.
     """
     supported = problem.scheme.name in schemes and problem.dtype is not torch.float32
     return device.tma and supported and not problem.batch_invariant
@@ -96,12 +95,12 @@ class GemmOperands:
 
     @cached_property
     def n_major(self) -> bool:
-        """Whether w is unquantized and N-major: its stride along N (rows) is 1, not along K."""
+        """Whether w is unquantized and contiguous along its rows (N) instead of along K."""
         return not self.scheme.quantized and is_n_major(self.w)
 
     @cached_property
     def adjacent_up(self) -> bool:
-        """Whether w is N-major with interleaved gate and up rows, which one tile loads together."""
+        """Whether w is N-major with interleaved gate and up rows, so one tile loads both."""
         return self.gate_stride == 2 and self.up_row_offset == 1 and self.n_major
 
     def arguments(
@@ -109,10 +108,9 @@ class GemmOperands:
     ) -> dict[str, object]:
         """Return the kernel arguments that do not depend on how rows are addressed.
 
-        tile: the launch.
         precision: `input_precision` of tl.dot for float32 operands.
-        a_scale: the scales of the activations: (1,) if one scale covers all rows, else (..., 1) or
-            (..., groups). None if they are not quantized.
+        a_scale: the scales of the activations: (1,) for one scale, (..., 1) or (..., groups) for
+            scales per row; None if activations are not quantized.
         """
         scheme, size_k = self.scheme, self.size_k
         group_n, group_k = scale_group(scheme, size_k)
@@ -123,15 +121,15 @@ class GemmOperands:
         mode, step = "plain", self.gate_stride
         if scheme.quantized:
             mode = "w8a8" if scheme.quantizes_activations else "weight_only"
-        rows = tile.block_n * step
+        tile_rows = tile.block_n * step
         return {
             "b_ptr": self.w,
             "bias_ptr": bias,
             "size_n": self.size_n,
             "size_k": size_k,
             "up_row_offset": self.up_row_offset,
-            "up_offset": self.up_row_offset
-            * self.w.stride(1),  # in Python, where it cannot overflow
+            # Computed here, because the product could overflow an int32 in the kernel.
+            "up_offset": self.up_row_offset * self.w.stride(1),
             "stride_be": self.w.stride(0),
             "stride_bn": self.w.stride(1),
             "stride_bk": self.w.stride(2),
@@ -148,8 +146,8 @@ class GemmOperands:
             "GROUP_N": group_n,
             "GROUP_K": group_k,
             # All gate rows of a tile share one scale, and so do all its up rows.
-            "ONE_SCALE_PER_TILE": group_n % rows == 0
-            and (self.up_row_offset % rows == 0 or self.up_row_offset < step),
+            "ONE_SCALE_PER_TILE": group_n % tile_rows == 0
+            and (self.up_row_offset % tile_rows == 0 or self.up_row_offset < step),
             "ZERO_POINT": DEFAULT_ZERO_POINT.get(scheme.weight, 0),
             "HAS_ZERO_POINTS": self.zero_point is not None,
             "PACKED": scheme.packed,
@@ -167,28 +165,28 @@ class GemmOperands:
     def _weight_scales(self) -> dict[str, object]:
         """Return the pointers and strides of scales and zero points.
 
-        Global scales are passed as zero points: no scheme has both.
+        Global scales are passed in the arguments for zero points, because no scheme has both.
         """
         scale = self.w if self.scale is None else self.scale
         zero = self.zero_point
-        zeros: tuple[int, ...] = (0, 0, 0)
-        strides = ((*self.scale.stride(), 0, 0) if self.scale is not None else (0, 0, 0))[:3]
+        zero_strides: tuple[int, ...] = (0, 0, 0)
+        scale_strides = ((*self.scale.stride(), 0, 0) if self.scale is not None else (0, 0, 0))[:3]
         if zero is not None:
-            zeros = zero.stride()
+            zero_strides = zero.stride()
         elif self.global_scale is not None:
-            zero, zeros = self.global_scale, (self.global_scale.stride(0), 0, 0)
+            zero, zero_strides = self.global_scale, (self.global_scale.stride(0), 0, 0)
         names = ("stride_bse", "stride_bsn", "stride_bsk", "stride_bze", "stride_bzn", "stride_bzk")
         return {
             "b_scale_ptr": scale,
             "zero_point_ptr": self.w if zero is None else zero,
-            **dict(zip(names, (*strides, *zeros), strict=True)),
+            **dict(zip(names, (*scale_strides, *zero_strides), strict=True)),
         }
 
 
 def is_n_major(w: torch.Tensor) -> bool:
     """Return whether weights (e, rows, K) are contiguous along their rows (N) instead of along K.
 
-    The transposed view of a contiguous (e, K, rows) tensor is.
+    An example is the transposed view of a contiguous (e, K, rows) tensor.
     """
     _, stride_n, stride_k = w.stride()
     return stride_n == 1 and stride_k != 1
@@ -208,9 +206,9 @@ def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str,
 
 
 def scale_group(scheme: QuantScheme, size_k: int) -> tuple[int, int]:
-    """Return the (rows, K elements) that one weight scale covers; 0 K elements mean all of K.
+    """Return (rows, K elements), the part of a weight matrix that one scale covers.
 
-    size_k: K of the GEMM.
+    The second value is 0 if a scale covers all of K.
     """
     rows, group_k = 1, 0
     if scheme.granularity == "block":
@@ -221,11 +219,10 @@ def scale_group(scheme: QuantScheme, size_k: int) -> tuple[int, int]:
 
 
 def word_format(scheme: QuantScheme) -> str:
-    """Return the constexpr WEIGHT_FORMAT of the kernels, which describes the stored weights of
-    `scheme`.
+    """Return the constexpr WEIGHT_FORMAT of the kernels for the weights of `scheme`.
 
-    It is "integer", "float8", "e2m1" (4-bit floating point), "e2m1_repacked" (the same, with
-    reordered bits) or "nvfp4" (the same as "e2m1", with e4m3 scales).
+    The result is "integer", "float8", "e2m1" (4-bit floating point), "e2m1_repacked" (e2m1 with
+    reordered bits) or "nvfp4" (e2m1 with e4m3 scales).
     """
     if scheme.matrix_scales:
         return "nvfp4"
@@ -235,9 +232,10 @@ def word_format(scheme: QuantScheme) -> str:
 
 
 def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Reject float8 weights on GPUs that cannot convert them, and groups that 32 does not divide.
+    """Return the rejections that concern weights.
 
-    A K step has at least 32 elements and must lie in one group.
+    Float8 weights are rejected on GPUs that cannot convert them. Scale groups must be multiples of
+    32, because a K step has at least 32 elements and must lie in one group.
     """
     rejections = []
     scheme, arch = problem.scheme, machine.arch
@@ -302,12 +300,10 @@ def gemm2_operands(weights: ExpertWeights, problem: Problem) -> GemmOperands:
 
 
 def activation_scale_kind(scheme: QuantScheme, size_k: int) -> str:
-    """Return the granularity of the activation scales: "tensor", "token" or "group".
+    """Return how activations are scaled: "none", "static", "tensor", "token" or "group".
 
-    The result is "static" if the scales are arguments, and "none" if activations are not quantized.
-    It is "token" if one group covers all of K.
-
-    size_k: K of the GEMM.
+    "static" means that the scales are given. "tensor", "token" and "group" are the granularity of
+    computed scales. A group that covers all of K counts as "token".
     """
     if scheme.static:
         return "static"

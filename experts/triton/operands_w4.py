@@ -1,8 +1,8 @@
-"""Limits and kernel arguments of 4-bit weights, for the paths that unpack them in registers.
+"""Limits and kernel arguments of the paths aligned_w4 and gemv_w4, for 4-bit weights.
 
-These are aligned_w4 and gemv_w4. Weights are read as int32 words, each with eight weights of a row.
-An MMA operand spreads K over four lanes, and each lane holds whole words, so K of an MMA is a
-multiple of 32.
+The kernels of these paths read weights as int32 words, each with eight weights of a row, and unpack
+them in registers. An MMA operand spreads K over four lanes, and each lane holds whole words, so K
+of an MMA is a multiple of 32.
 """
 
 import math
@@ -22,7 +22,7 @@ _MIN_MMA_K = 32  # four lanes hold one 32-bit word of eight weights each along K
 def supports_w4(problem: Problem) -> bool:
     """Return whether the kernels for 4-bit weights support `problem`.
 
-    These kernels need 16-bit activations and weights without act order. K and the size of the scale
+    The kernels need 16-bit activations and weights without act order. K and the size of the scale
     groups must be multiples of 32.
     """
     scheme = problem.scheme
@@ -39,13 +39,9 @@ def supports_w4(problem: Problem) -> bool:
 def choose_mma_k(scheme: QuantScheme, k: int, max_mma_k: int = WARP_K) -> int:
     """Return the number of K elements per MMA, at most max_mma_k.
 
-    If a scale covers a group of less than all K elements, the result divides the group, so that one
-    scale applies to the whole MMA. NVFP4 groups are no limit, because their scales are multiplied
-    with the weights before the MMA.
-
-    scheme: the quantization scheme.
-    k: K of the GEMM.
-    max_mma_k: the maximum.
+    If a scale covers fewer than k elements, the result divides the group, so that one scale applies
+    to the whole MMA. NVFP4 groups do not limit the result, because the weights are multiplied by
+    their scales before the MMA.
     """
     (group,) = scheme.group
     group = 0 if group >= k or scheme.matrix_scales else group
@@ -53,7 +49,7 @@ def choose_mma_k(scheme: QuantScheme, k: int, max_mma_k: int = WARP_K) -> int:
 
 
 def allows_vector_loads(weights: ExpertWeights) -> bool:
-    """Return whether 16-byte vector loads can read the rows of w1 and w2, which are packed."""
+    """Return whether 16-byte vector loads can read the packed rows of w1 and w2."""
     return all(
         w.stride(2) == 1
         and all(n % _VECTOR_BYTES == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))

@@ -9,7 +9,7 @@ paths, and `TritonExperts` chooses one per call.
     launch         the tile sizes, warps and stages of one GEMM; each path has its own dataclass
     configuration  a `MoEConfig`: the path of a call and the launches of its two GEMMs
     tuned file     a JSON file with measured configurations for some token counts (`configs.files`)
-    prepared weights  weights that a path has converted to another layout when they were loaded
+    prepared weights  weights with a copy in a layout that the path reads faster, made at loading
 """
 
 from abc import ABC, abstractmethod
@@ -71,15 +71,15 @@ class Path(ABC):
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the smallest call for which the path is used without a tuned file, in tokens."""
+        """Return the smallest token count for which the path is used without a tuned file."""
         return 0
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
         """Return the largest token count for which the path is used without a tuned file.
 
-        None means that there is no limit. The limit of a launch from a tuned file is the same, or
-        the token count for which the launch was tuned if that is larger.
+        None means that there is no limit. A launch from a tuned file is used up to the same limit,
+        or up to the token count for which it was tuned if that is larger.
         """
         return None
 
@@ -114,11 +114,10 @@ class Path(ABC):
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the configuration to use in place of `config`, which is from a file of vLLM or
-        SGLang.
+        """Return the configuration to use instead of `config` from a file of vLLM or SGLang.
 
-        Such a file has launches for their one kernel, which corresponds to the aligned path. Paths
-        that are always faster than the aligned path override this method.
+        The launches in these files are for a kernel like that of the aligned path. Paths that are
+        always faster than the aligned path override this method.
         """
         return config
 
@@ -180,11 +179,11 @@ class Path(ABC):
     def config_for_strides(
         self, config: MoEConfig, weights: ExpertWeights, device: Device
     ) -> MoEConfig:
-        """Return the launches to use in place of those of `config` for weights of these strides.
+        """Return the configuration to use instead of `config` for weights of these strides.
 
         Heuristics and tuned files are for weights whose K is contiguous. The result has the same
-        path and block_m, so that it fits the same workspace. The method is called for the same
-        weights as `is_fast`.
+        path and block_m as `config`, so that it fits the same workspace. Like `is_fast`, the method
+        is called only for unquantized weights, if w1 or w2 is contiguous along N.
         """
         return config
 
@@ -233,9 +232,9 @@ def merge_workspaces(
 ) -> WorkspaceShapes:
     """Return a workspace that fits all kinds of calls: for each name, the largest buffer.
 
-    A buffer may reuse the memory of the buffers in `BufferSpec.over`. The merged buffer may reuse
-    the memory of every buffer that any kind lists there. Calls of the other kinds must therefore
-    not use these buffers after they take the merged buffer.
+    A buffer may reuse the memory of the buffers in `BufferSpec.over`. A merged buffer may reuse the
+    memory of the buffers that any kind lists in `over`. After a call of any kind has taken the
+    merged buffer, it must not use those buffers.
 
     kinds: the buffers of each kind of call, by name.
     """

@@ -11,7 +11,7 @@ from modular_kernel.ops.kernels.extrema import clamp_nan
 def _apply_scale(value, scale_ptr, HAS_SCALES: tl.constexpr, QMAX: tl.constexpr):
     """Divide value by the scale if HAS_SCALES, and clamp it to [-QMAX, QMAX] unless QMAX is 0.
 
-    It multiplies by 1 / scale, which is rounded as in torch.
+    1 / scale is rounded before the multiplication, as in torch.
     """
     if HAS_SCALES:
         value = value * tl.div_rn(1.0, tl.load(scale_ptr))
@@ -29,7 +29,7 @@ def pre_reorder_kernel(
 
     Grid: (tokens, blocks of BLOCK_H columns). src2dst and ids are (tokens, TOP_K).
 
-    HAS_SCALES: whether the scale of an expert is scales[expert - start_expert]. If not, it is 1.
+    HAS_SCALES: whether there are scales, in scales[expert - start_expert]. If not, divide by 1.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -54,7 +54,7 @@ def silu_and_mul_kernel(
 
     Grid: (rows, blocks of BLOCK columns). ids has the expert of each row.
 
-    HAS_SCALES: whether the scale of an expert is scales[expert - start_expert]. If not, it is 1.
+    HAS_SCALES: whether there are scales, in scales[expert - start_expert]. If not, divide by 1.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids_ptr + row)

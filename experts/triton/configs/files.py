@@ -12,15 +12,15 @@ A file in our format:
      "128": ...}
 
 The key "64" is a number of tokens. "path" is the name of a path in `experts.triton.paths`, by
-default the first one. It determines the fields of a launch. Both GEMMs have the same BLOCK_SIZE_M.
-BLOCK_SIZE_N is a number of output columns: a gated GEMM 1 computes that many gate columns and that
-many up columns. "us" and "untuned_us" are times of the layer in microseconds: with this
-configuration, and with the default configuration.
+default the first one. The path determines the fields of a launch. Both GEMMs have the same
+BLOCK_SIZE_M. BLOCK_SIZE_N is a number of output columns: a gated GEMM 1 computes BLOCK_SIZE_N gate
+columns and BLOCK_SIZE_N up columns. "us" is the time of the layer in microseconds with this
+configuration, and "untuned_us" the time with the default configuration.
 
 Files of vLLM and SGLang have no "format" and use one launch for both GEMMs, {"64": {"BLOCK_SIZE_M":
 ...}}. SGLang may have a second file, NAME_down.json, for GEMM 2. In these files, BLOCK_SIZE_N
 counts gate and up columns together. For a gated activation, it is therefore halved, but not below
-16, so that a block has the same work. Unknown keys are ignored.
+16. Unknown keys are ignored.
 
 If any part of a file is malformed, the whole file is rejected with a ConfigurationError. The
 message names the file, what was found and what is needed.
@@ -277,7 +277,7 @@ def read_config_file(path: Path) -> TunedConfigs:
 def _read_bytes(path: Path) -> bytes:
     what = f"config file {path}"
     try:
-        if not path.is_file():  # True for a dangling link, too
+        if not path.is_file():  # also rejects a dangling link
             raise ValueError("not a regular file")
         return json_files.read_file(path, MAX_FILE_BYTES)
     except OSError as error:

@@ -137,10 +137,7 @@ def make_heuristic_steps(
 def overlay_prepared_configs(
     steps: ConfigSteps, problem: Problem, device: Device, paths: Collection[str]
 ) -> ConfigSteps:
-    """Replace configurations by the `prepared_configs` of `paths`.
-
-    They are for calls with weights that a path converted to another layout when they were loaded.
-    """
+    """Replace configurations by the `prepared_configs` of `paths`."""
     for path in ALL_PATHS:
         if path.name not in paths or not path.supports(problem, device):
             continue

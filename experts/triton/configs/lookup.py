@@ -14,12 +14,12 @@ vLLM has them. The subfolder of the installed version of Triton is searched firs
 level, then the subfolders of other versions, newest first. All of these are searched for one file
 name before the next file name is tried (see `files.file_names_for`).
 
-A call uses the launch for the nearest token count in the file; of two equally near counts, the
-smaller one.
+A call uses the launch for the nearest token count in the file, or the smaller count if two are
+equally near.
 
-Prepared weights were converted to another layout when they were loaded. Calls with prepared weights
-have separate files. If there is no such file, these calls use the same configurations as other
-calls, except where a path has its own configurations for prepared weights
+Prepared weights come with a copy in a layout that some paths read faster. Calls with prepared
+weights have separate files. Without such a file, they use the same configurations as other calls,
+except where a path has its own configurations for prepared weights
 (`heuristics.overlay_prepared_configs`).
 """
 
@@ -208,8 +208,8 @@ class ConfigLookup:
     def _packaged_layers(self, problem: Problem) -> list[TunedLayer]:
         """Return the layers with packaged files for this device and number format.
 
-        Return [] for a problem whose rows are not aligned to 16 elements, because the rows of all
-        packaged layers are.
+        Return [] for a problem whose rows are not aligned to 16 elements, because all packaged
+        layers have aligned rows.
         """
         if not self.device.name or not rows_aligned_to_16(problem):
             return []
@@ -226,7 +226,7 @@ class ConfigLookup:
     def _find_file(self, folder: Path, names: Sequence[str]) -> Path | None:
         subfolders = [folder / name for name in self._subfolders(folder)]
         candidates = (subfolder / name for name in names for subfolder in subfolders)
-        # A dangling link or a folder with this name is found, too: `read_config_file` rejects it.
+        # This also finds a dangling link or a folder, so that `read_config_file` rejects it.
         return next((file for file in candidates if file.exists() or file.is_symlink()), None)
 
     def _subfolders(self, folder: Path) -> Iterator[str]:
@@ -299,7 +299,8 @@ def _describe_layer_differences(tuned_configs: TunedConfigs, problem: Problem) -
 
 
 def nearest_count(token_counts: Sequence[int], num_tokens: int) -> int:
-    """Return the element of token_counts nearest to num_tokens; of two, the smaller."""
+    """Return the element of token_counts nearest to num_tokens, the smaller one in case of a tie.
+    """
     return min(token_counts, key=lambda count: (abs(count - num_tokens), count))
 
 
@@ -362,12 +363,10 @@ def _max_tokens_for(
     """Return the number of tokens of the largest call that may use a tuned configuration.
 
     A path for few tokens reads the weights once per (token, expert) pair, so it is slow for many
-    tokens. The limit of its configurations is the larger of `Path.max_tokens` and the token count
-    for which the configuration was tuned. Other paths and calls with prepared weights have no
-    limit. A path that does not support the problem has none, because its configuration is replaced.
-
-    path_name: the path of the configuration.
-    tuned_count: the number of tokens for which the configuration was tuned.
+    tokens. The limit of its configurations is the larger of `Path.max_tokens` and tuned_count, the
+    token count for which the configuration was tuned. Other paths and calls with prepared weights
+    have no limit. The limit does not matter for a path that does not support the problem, because
+    its configuration is replaced.
     """
     path = BY_NAME[path_name]
     if not path.supports(problem, device) or (prepared and path.prepared_configs(problem)):
@@ -401,9 +400,9 @@ def _clamp_foreign_launches(
 ) -> tuple[LaunchConfig, LaunchConfig, list[str]]:
     """Clamp launches of vLLM or SGLang to the limits of this device.
 
-    labels: for each GEMM, the file and the token count, for messages.
-
     Return the launches of both GEMMs, and a note for each launch that was clamped.
+
+    labels: the file and the token count of each GEMM, for messages.
     """
     results: list[LaunchConfig] = []
     clamps = []
@@ -435,17 +434,17 @@ def _token_ranges(
         its launch.
     """
     tuned_counts = [tuned_count for tuned_count, _ in tuned_launches]
-    lasts = [
+    last_counts = [
         min((lower + upper) // 2, largest_calls.get(lower, UNBOUNDED_TOKENS))
         for lower, upper in pairwise(tuned_counts)
     ]
-    return list(zip([*lasts, UNBOUNDED_TOKENS], tuned_launches, strict=True))
+    return list(zip([*last_counts, UNBOUNDED_TOKENS], tuned_launches, strict=True))
 
 
 def _clamp_launch(
     launch: LaunchConfig, gemm: Gemm, device: Device, is_foreign: bool, label: str
 ) -> LaunchConfig:
-    """Return `launch`, clamped if it is foreign and exceeds only limits that are clamped."""
+    """Clamp a foreign launch that exceeds only _CLAMPED_LIMITS. Raise for other violations."""
     if is_foreign:
         violated = {violation.what for violation in violations(launch, gemm, device)}
         if violated and violated <= _CLAMPED_LIMITS:

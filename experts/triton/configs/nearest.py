@@ -24,7 +24,7 @@ _TOKEN_COUNTS = tuple(1 << power for power in range(15))
 # Up to this mean number of rows per expert, loading weights takes most of the time.
 MIN_COMPUTE_BOUND_ROWS = 24
 MAX_DISTANCE = 1.0  # at a larger distance, the heuristics are used
-# Distance per factor of two, in the order of the fields of Point.
+# The distance that a factor of two adds, for each field of Point.
 _DISTANCE_WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
 
@@ -164,9 +164,7 @@ def borrow_configs(
 def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
     """Return the number of tokens of the largest call that may use a configuration.
 
-    Only paths for few tokens have a limit.
-
-    tokens: the number of tokens for which the configuration was tuned.
+    Only paths for few tokens have a limit. The configuration was tuned for `tokens` tokens.
     """
     max_tokens = BY_NAME[config.path].max_tokens(problem)
     return UNBOUNDED_TOKENS if max_tokens is None else max(tokens, max_tokens)
@@ -175,9 +173,8 @@ def _max_tokens_for(config: MoEConfig, tokens: int, problem: Problem) -> int:
 def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
     """Adapt a borrowed configuration to `problem`.
 
-    If the launches of the path are not transferable (`Path.transferable`), borrow only the path,
-    with its default launches. For example, the number of ring stages can depend on K, and the best
-    launch for 4-bit weights depends on the number of programs.
+    If the launches of the path are not transferable (`Path.transferable`), only the path is
+    borrowed, with its default launches. For example, the best launch can depend on K.
     """
     path = BY_NAME[config.path]
     if path.transferable or not path.supports(problem, device):
@@ -188,16 +185,15 @@ def _adapt_config(config: MoEConfig, problem: Problem, device: Device, tokens: i
 def prefer_heuristics_by_rows(
     steps: ConfigSteps, defaults: ConfigSteps, problem: Problem
 ) -> ConfigSteps:
-    """Replace borrowed configurations by `defaults` where these suit the rows per expert better.
+    """Replace borrowed configurations by `defaults` that suit the rows per expert better.
 
-    With more than MIN_COMPUTE_BOUND_ROWS rows per expert, the best path and block_m follow from the
-    rows per expert. The nearest entry of a tuned file may be for fewer rows: the entries are for
-    powers of two of tokens, so that their rows differ by factors of 1.4 to 2. A borrowed
-    configuration is therefore replaced if its path or its block_m differs from the default, and, on
-    paths other than BASE_PATH, if its block_n is smaller than the default.
+    With more than MIN_COMPUTE_BOUND_ROWS rows per expert, the rows per expert determine the best
+    path and block_m, but the nearest entry of a tuned file may be for fewer rows. A borrowed
+    configuration is therefore replaced if its path or its block_m differs from the default. On
+    paths other than BASE_PATH, it is also replaced if its block_n is smaller than the default.
 
-    On an H200, replacing reduces the time to 0.78 to 0.99 of that of the borrowed configuration,
-    with 32 to 128 rows per expert (2026-11-28, triton 3.6.0, seven layers).
+    On an H200 with 32 to 128 rows per expert, the replacements take 0.78 to 0.99 times as long as
+    the borrowed configurations (2026-11-28, triton 3.6.0, seven layers).
     """
     max_memory_bound_tokens = MIN_COMPUTE_BOUND_ROWS * problem.experts // problem.top_k
 

@@ -5,8 +5,8 @@ print(explain(problem, tokens))            # the configuration, its origin and t
 with override_config(MoEConfig(...)):      # in this thread, inside the block
     ...
 
-A problem describes a layer. A configuration is the path of TritonExperts that runs a call, with the
-launches of both GEMMs. Prepared weights were converted to another layout when they were loaded.
+A configuration is the path of TritonExperts that runs a call, with the launches of both GEMMs.
+Prepared weights come with a copy in a layout that some paths read faster.
 """
 
 from collections.abc import Iterator, Mapping
@@ -50,8 +50,8 @@ def choose_config(
 ) -> MoEConfig:
     """Return the configuration of a call.
 
-    problem: the problem of the layer.
-    tokens: the number of tokens of the call on this rank; in the batched format, the capacity C.
+    tokens: the number of tokens of the call on this rank; in the batched format, the number of rows
+        per expert.
     paths: names of the paths that the caller supports. If a file names another path, the heuristics
         are used instead.
     prepared: whether the call uses prepared weights.
@@ -73,8 +73,8 @@ def buffer_kinds_up_to(
 ) -> list[tuple[int, str, int]]:
     """Return the combinations of path and block_m that calls of up to `tokens` tokens use.
 
-    They determine the buffers of a call. Each is given as (number of tokens of the largest call
-    that uses it, path, block_m).
+    The combination determines the buffers of a call. An element of the result is (tokens, path,
+    block_m), where `tokens` is the largest number of tokens of a call that uses the combination.
 
     paths: names of the paths that the caller supports.
     prepared: whether the calls use prepared weights.
@@ -107,7 +107,7 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
 
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
-    """Inside the block, choose configurations for `device`, which this machine need not have.
+    """Inside the block, choose configurations for `device`, which can be of another machine.
 
     This applies to the current context only, not to other threads.
     """
@@ -132,8 +132,6 @@ def explain(
     prepared weights the scales that `quantize_weights` computes by default. With scales of another
     dtype, calls use prepared weights for other numbers of tokens.
 
-    problem: the problem of the layer.
-    tokens: the number of tokens of the call.
     device_name: the GPU for which to choose; None for the GPU of this machine.
     paths: names of the paths that the caller supports on that GPU.
     prepared: whether the call uses prepared weights.
@@ -188,11 +186,9 @@ def explain(
 def _describe_external_paths(
     problem: Problem, device: Device, paths: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield a line for each path of another package, which says whether `problem` can use it.
+    """Yield a line for each path of another package: its name, and whether `problem` can use it.
 
     Yield nothing if the caller supports only the base path.
-
-    paths: names of the paths that the caller supports.
     """
     if paths == (BASE_PATH.name,):
         return
@@ -208,7 +204,7 @@ def _describe_external_paths(
 
 
 def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
-    """Yield a note that names the paths that only calls without adapters can take, if any."""
+    """Yield a note if there are paths that only calls without adapters can take."""
     if problem.adapters is None:
         return
     without_lora = replace(problem, lora="none")
@@ -224,7 +220,7 @@ def _make_adapter_notes(problem: Problem, device: Device) -> Iterator[str]:
 def _describe_source(
     source: Source, problem: Problem, tokens: int, launched_config: MoEConfig
 ) -> str:
-    """Say where the configuration of a call of `tokens` tokens comes from."""
+    """Describe where the configuration of a call of `tokens` tokens comes from."""
     tuned_layer = source.step_origins[source.steps.find_step(tokens)] if source.step_origins else ""
     rows = tokens * problem.top_k / problem.experts
     if tuned_layer == "heuristics":
@@ -292,7 +288,7 @@ def triton_version() -> str | None:
 
 
 class _Context(NamedTuple):
-    """Part of a cache key: what determines a configuration in addition to problem and tokens."""
+    """The part of a cache key that determines a configuration besides problem and tokens."""
 
     override: TunedConfigs | None
     device: Device | None  # the argument of an active `on_device`

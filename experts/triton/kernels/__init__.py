@@ -1,1 +1,1 @@
-"""Device functions shared by several paths, and the GEMM kernel of the batched format."""
+"""Device functions that several paths share, and the GEMM kernel of the batched format."""

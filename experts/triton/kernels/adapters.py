@@ -21,8 +21,8 @@ NO_SLOT = tl.constexpr(2147483647)  # larger than any adapter slot
 def load_slots(adapter_slots_ptr, tokens, row_mask, num_adapter_slots):
     """Load the adapter slot of each row of a tile. A row without an adapter gets NO_SLOT.
 
-    adapter_slots_ptr: int32, one slot per token. No adapter if it is outside [0,
-        num_adapter_slots).
+    adapter_slots_ptr: int32, one slot per token. A slot outside [0, num_adapter_slots) means no
+        adapter.
     tokens: (BLOCK_M,), the index into adapter_slots_ptr for each row.
     row_mask: (BLOCK_M,), False for rows that do not exist.
     """
@@ -86,12 +86,12 @@ def load_expand_operands(
     stride_lora_u, stride_lora_b_slot, stride_lora_b_n, LORA_UP_OFFSET: tl.constexpr,
     GATED: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Load u (BLOCK_M, BLOCK_RANK) and B (BLOCK_RANK, BLOCK_N) of one slot, from rank index `start`
-    on.
+    """Load a block of u and B of one slot, which begins at rank index `start`.
 
-    Return (u, B, u for up, B for up). If not GATED, the last two are equal to the first two. u is
-    zero for rows with another slot. For NO_SLOT, nothing is read, and all results are zero. The
-    other arguments are those of `expand_adapters`.
+    Return (u, B, u for up, B for up), where u is (BLOCK_M, BLOCK_RANK) and B is (BLOCK_RANK,
+    BLOCK_N). If not GATED, the last two are the same as the first two. u is zero for rows with
+    another slot. For NO_SLOT, nothing is read, and all results are zero. For the other arguments,
+    see `expand_adapters`.
     """
     rank_index = start + tl.arange(0, BLOCK_RANK)
     in_bounds = (rank_index < lora_rank) & (slot < NO_SLOT)
@@ -108,9 +108,8 @@ def load_expand_operands(
     if GATED:
         if LORA_UP_OFFSET > 0:
             up_u = tl.load(u_ptrs + LORA_UP_OFFSET, mask=u_mask, other=0.0)
-        # With interleaved rows, up_row_offset is 1, and Triton specializes it to a constant, which
-        # has no
-        # `to`. The sum of `row` and up_row_offset is a tensor.
+        # Triton specializes up_row_offset = 1 to a constant, which has no method `to`. The sum with
+        # `row` is a tensor.
         up_ptrs = (
             lora_b_ptr
             + (row + up_row_offset).to(tl.int64)[None, :] * stride_lora_b_n
@@ -127,9 +126,9 @@ def expand_loaded(
     stride_lora_u, stride_lora_b_slot, stride_lora_b_n, LORA_UP_OFFSET: tl.constexpr,
     GATED: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Like `expand_adapters`, with the operands of the first step already loaded.
+    """Like `expand_adapters`, but takes the operands of the first step as arguments.
 
-    A GEMM kernel loads them before its main loop, which hides the latency.
+    A GEMM kernel loads these operands before its main loop to hide the latency.
 
     u, lora_b, up_u, up_lora_b: the result of `load_expand_operands` for the first slot and start =
         0.
@@ -169,8 +168,7 @@ def expand_adapters(
         up_row_offset.
     column_mask: (BLOCK_N,), False for columns that do not exist.
     stride_lora_b_slot, stride_lora_b_n: strides of B between slots and between rows.
-    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
-        same.
+    LORA_UP_OFFSET: the first column of u for up; 0 if gate and up use the same columns.
     GATED: whether there are up values.
     BLOCK_RANK: elements of the rank per step.
     """

@@ -48,14 +48,13 @@ def batched_gemm_kernel(
         GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
     b_scale_ptr: weight scales (num_experts, row groups, K groups).
     zero_point_ptr: zero points of integer weights (num_experts, rows, K groups), used if
-        HAS_ZERO_POINTS; the global scales of NVFP4.
+        HAS_ZERO_POINTS. For NVFP4, the global scales.
     bias_ptr: (num_experts, rows), used if HAS_BIAS.
     size_n: N, the number of output columns.
     size_k: K.
-    up_offset: number of stored elements from a gate weight to the up weight of the same column and
-        k.
+    up_offset: offset in stored elements from a gate weight to the up weight of the same column.
     stride_*: strides, named as in vLLM: a (activations), as (their scales), b (weights), bs (their
-    scales), bz (zero points); dimensions e (expert), m, n, k.
+        scales), bz (zero points); dimensions e (expert), m, n, k.
     act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
         act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
     GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
@@ -69,17 +68,16 @@ def batched_gemm_kernel(
     BLOCK_M, BLOCK_N, BLOCK_K: rows, output columns and K elements per step of a tile.
     GROUP_M: number of row blocks that are computed next to each other, so that they share weight
         tiles in L2.
-    HAS_LORA: whether some tokens have LORA adapters. If so, B u of the row's adapter is added to
+    HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
         the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
-        following arguments are used only then.
+        arguments below are used only with HAS_LORA.
     lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
         are stride_lora_u apart.
-    adapter_slots_ptr: int32, the adapter slot of each row (num_experts, capacity); no adapter if it
-        is outside [0, num_adapter_slots).
+    adapter_slots_ptr: int32, the adapter slot of each row (num_experts, capacity). A slot outside
+        [0, num_adapter_slots) means no adapter.
     lora_b_ptr: the matrices B (slots, num_experts, rows, lora_rank), with the strides
         stride_lora_b_*.
-    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
-        same.
+    LORA_UP_OFFSET: the first column of u for up; 0 if gate and up use the same columns.
     BLOCK_RANK: elements of the rank per step.
     """
     expert = tl.program_id(1).to(tl.int64)

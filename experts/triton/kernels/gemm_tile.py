@@ -20,10 +20,6 @@ def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
 
     The order is that of the Triton matmul tutorial: GROUP_M row blocks are computed for one column
     block, then for the next, so that they share weight tiles in the L2 cache.
-
-    pid: index of the program in a one-dimensional grid.
-    num_m_blocks: number of row blocks.
-    num_n_blocks: number of column blocks.
     """
     per_group = GROUP_M * num_n_blocks
     first_m = (pid // per_group) * GROUP_M
@@ -36,8 +32,9 @@ def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
 def zero_accumulator(
     dtype: tl.constexpr, SWAP_AB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return a zero accumulator for `accumulate`: (BLOCK_N, BLOCK_M) if SWAP_AB, else (BLOCK_M,
-    BLOCK_N).
+    """Return a zero accumulator for `accumulate`.
+
+    Its shape is (BLOCK_N, BLOCK_M) if SWAP_AB, and (BLOCK_M, BLOCK_N) otherwise.
     """
     if SWAP_AB:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
@@ -51,8 +48,8 @@ def accumulate(total, a, b, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr
     """Return total + a @ b, or, if SWAP_AB, total + b^T @ a^T, where total is transposed.
 
     On sm_90, the left operand of the MMA instruction (wgmma) must have a multiple of 64 rows, and
-    the right operand a multiple of 8 columns. With few activation rows, swapping the operands
-    therefore wastes fewer rows: the weights become the left operand.
+    the right operand a multiple of 8 columns. With few activation rows, less work is wasted if the
+    weights are the left operand.
 
     total: the accumulator, from `zero_accumulator` or an earlier call.
     a: (BLOCK_M, BLOCK_K), activations.
@@ -88,11 +85,10 @@ def multiply_tile(
     a_mask: (BLOCK_M, 1). Rows where it is False are read as 0.
     b_ptrs: (1, BLOCK_N), pointers to the gate (or only) weights of each column at k = 0.
     b_mask: (1, BLOCK_N). Columns where it is False are read as 0.
-    up_offset: number of elements from a gate weight to the up weight of the same column and k.
+    up_offset: offset in elements from a gate weight to the up weight of the same column.
     stride_ak: stride of the activations along K.
     stride_bk: stride of the weights along K.
-    size_k: K.
-    GATED: whether to compute up, too.
+    GATED: whether to compute up in addition to gate.
     EVEN_K: whether BLOCK_K divides K, so that no masks along K are needed.
     INPUT_PRECISION: see `accumulate`.
     SWAP_AB: see `accumulate`.
@@ -129,17 +125,15 @@ def multiply_interleaved(
     EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr, SWAP_AB: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Like `multiply_tile` with GATED, for weights whose gate and up columns are interleaved in
-    memory.
+    """Like `multiply_tile` with GATED, for weights with interleaved gate and up columns.
 
     For each k, the weights of all columns are contiguous: gate of column 0, up of column 0, gate of
     column 1, and so on. Gate and up are loaded and multiplied as one tile of 2 * BLOCK_N columns.
-    Separate loads would read every other 16-bit element. The compiler cannot vectorize such loads,
-    and it uses asynchronous copies (cp.async) only for vectors of at least 4 bytes.
+    Separate loads would read every other 16-bit element. The compiler cannot vectorize them, and it
+    uses asynchronous copies (cp.async) only for vectors of at least 4 bytes.
 
     b_ptr: pointer to the weights of the expert, (K, 2 * size_n).
     first_column: the first output column of the tile.
-    size_n: number of output columns.
     """
     pair_columns = 2 * first_column + tl.arange(0, 2 * BLOCK_N)
     both, _ = multiply_tile(
@@ -164,12 +158,12 @@ def finish_tile(
     gate, up: float32 (BLOCK_M, BLOCK_N), from `multiply_tile`.
     bias_ptr: pointer to the biases of the expert, one per weight row.
     bias_columns: (BLOCK_N,), the index of the gate (or only) bias of each column.
-    bias_up: number of biases from the gate bias to the up bias of a column.
+    bias_up: offset from the gate bias to the up bias of a column.
     column_mask: (BLOCK_N,), False for columns past the last one.
     router_weights: (BLOCK_M,) float32. Used if HAS_ROUTER_WEIGHTS.
     ACTIVATION: name of the activation function (`modular_kernel.ops.kernels.activation`), or
         "identity".
-    ACTIVATION_ALPHA, ACTIVATION_LIMIT: its parameters.
+    ACTIVATION_ALPHA, ACTIVATION_LIMIT: parameters of the activation function.
     """
     if HAS_ROUTER_WEIGHTS:
         gate = gate * router_weights[:, None]
@@ -190,8 +184,7 @@ def finish_tile(
 
 @triton.jit
 def store_rows(out_ptr, rows, row_mask, column, column_mask, size_n, values):
-    """Round a float32 tile to the output dtype and store it in rows of a contiguous output (M,
-    size_n).
+    """Round a float32 tile to the output dtype and store it in a contiguous output (M, size_n).
 
     rows: (BLOCK_M,), the output row of each row of the tile.
     row_mask: (BLOCK_M,). Rows where it is False are not stored.

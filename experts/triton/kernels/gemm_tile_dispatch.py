@@ -20,9 +20,9 @@ from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_on
 def swaps_operands(dtype, mode, block_m, block_n):
     """Return whether the weights should be the left operand of the MMA (SWAP_AB of `accumulate`).
 
-    The left operand of wgmma must have 64 rows. A tile has fewer activation rows if BLOCK_M is
-    small, but at least 64 weight rows. At BLOCK_M = 64, only unquantized ("plain") GEMMs are faster
-    with swapped operands (H200, triton 3.6, 2026-11-20). Float32 does not use wgmma.
+    The left operand of wgmma must have 64 rows. With a small BLOCK_M, only the weights have as many
+    rows. At BLOCK_M = 64, only unquantized ("plain") GEMMs are faster with swapped operands (H200,
+    triton 3.6, 2026-11-20). Float32 does not use wgmma.
 
     dtype: the dtype of the weights.
     mode: QUANT_MODE.
@@ -64,22 +64,20 @@ def gemm_tile(
         pointer to the float32 global scales of the expert instead: the scale of the gate (or only)
         matrix, followed by the scale of the up matrix.
     row: (BLOCK_N,), the gate (or only) weight row of each output column.
-    up_row_offset: number of weight rows from a gate row to the up row of the same column.
-    up_offset: the same distance in elements of the weights.
+    up_row_offset: offset in weight rows from the gate row to the up row of a column.
+    up_offset: offset in elements from the gate row to the up row of a column.
     column_mask: (BLOCK_N,), False for columns that do not exist.
-    size_k: K.
     act_order_ptr: pointer to (K,) integers, used if HAS_ACT_ORDER.
     QUANT_MODE: see the docstring of the module.
     WEIGHT_FORMAT: "float8", "integer", "e2m1", "e2m1_repacked" or "nvfp4"
         (`experts.triton.operands.word_format`).
     GROUP_N: number of weight rows that share a scale.
     GROUP_K: number of K elements that share a scale; 0 if one scale covers all of K.
-    ONE_SCALE_PER_TILE: whether all gate rows of a tile share one scale, and all up rows another
-        one.
+    ONE_SCALE_PER_TILE: whether all gate rows of a tile share one scale, and all up rows share one.
     ZERO_POINT: the zero point of all integer weights. Used unless HAS_ZERO_POINTS.
     HAS_ZERO_POINTS: whether each scale group has its own zero point.
     PACKED: whether a byte holds two 4-bit weights that are adjacent along K.
-    GATED: whether to compute up, too.
+    GATED: whether to compute up in addition to gate.
     EVEN_K: whether BLOCK_K divides K.
     HAS_ACT_ORDER: whether the columns of the weights are permuted, as in GPTQ checkpoints with act
         order: weight column k multiplies activation column act_order_ptr[k]. Only with QUANT_MODE

@@ -1,8 +1,4 @@
-"""`multiply_tile_w8a8`: compute one output tile from fp8 or int8 activations and weights with
-scales.
-
-`gemm_tile` (gemm_tile_dispatch.py) calls it for schemes that quantize both operands.
-"""
+"""`multiply_tile_w8a8`: compute one output tile from fp8 or int8 operands with scales."""
 
 import triton
 import triton.language as tl
@@ -32,18 +28,15 @@ def multiply_tile_w8a8(
     a_mask: (BLOCK_M, 1). Rows where it is False are read as 0.
     b_ptrs: (1, BLOCK_N), pointers to the gate (or only) weights of each column at k = 0.
     b_mask: (1, BLOCK_N). Columns where it is False are read as 0.
-    up_offset: number of elements from a gate weight to the up weight of the same column and k.
-    size_k: K.
+    up_offset: offset in elements from a gate weight to the up weight of the same column.
     a_scale_ptrs: (BLOCK_M,), pointers to the first scale of each activation row.
     stride_ask: stride of the activation scales along their groups.
     b_scale_ptrs: (BLOCK_N,), pointers to the first scale of each gate (or only) weight row; a
         single pointer if ONE_SCALE_PER_TILE.
     up_scale_ptrs: like b_scale_ptrs, for the up weight rows.
     stride_bsk: stride of the weight scales along their groups.
-    column_mask: (BLOCK_N,). It is False for columns of the tile past the last weight row, whose
-        scales are read as 0.
-    ONE_SCALE_PER_TILE: whether all gate rows of the tile share one scale, and all up rows another
-        one.
+    column_mask: (BLOCK_N,). Scales of columns where it is False are read as 0.
+    ONE_SCALE_PER_TILE: whether all gate rows of a tile share one scale, and all up rows share one.
     SWAP_AB: whether the weights are the left operand of the MMA (`accumulate`).
     """
     ACC: tl.constexpr = tl.int32 if b_ptrs.dtype.element_ty == tl.int8 else tl.float32

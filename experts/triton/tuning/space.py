@@ -43,9 +43,8 @@ _MAX_FINAL_KINDS, _MAX_FINAL_LAUNCHES, _MAX_FINALISTS = 2, 2, 4
 class ConfigSpace(Tunable):
     """The search space of launch configurations for one layer. A choice is a MoEConfig.
 
-    The GEMMs of a choice are timed separately, as stages of the profile. If a ConfigSpace is
-    pickled to another process, `using` chooses launches there for the GPU of the process that made
-    it.
+    The GEMMs of a choice are timed separately, as stages of the profile. A ConfigSpace that is
+    pickled to another process keeps the device of the process that created it.
 
     problem: the layer to tune.
     experts_part: the name of the experts class, which is written to files.
@@ -119,7 +118,7 @@ class ConfigSpace(Tunable):
     def _pair_launches(
         self, path: str, block_m: int, candidates: tuple[Sequence[Launch], Sequence[Launch]]
     ) -> list[MoEConfig]:
-        """Combine the candidates of both GEMMs, which have this block_m, into few choices.
+        """Pair the candidates of GEMM 1 with those of GEMM 2, so that each occurs at least once.
 
         The untuned launches with this path and block_m are included.
         """
