@@ -36,7 +36,10 @@ def check_rows(expert_rows: object, out: torch.Tensor, shape: str) -> None:
     rows = check_tensor("rows", expert_rows.rows)
     device = rows.device
     check_tensor("out", out, device=device)
-    inputs = {"row_of_pair_TK": expert_rows.row_of_pair_TK, "topk_weights_TK": expert_rows.topk_weights_TK}
+    inputs = {
+        "row_of_pair_TK": expert_rows.row_of_pair_TK,
+        "topk_weights_TK": expert_rows.topk_weights_TK,
+    }
     if expert_rows.routing is not None:
         inputs["topk_ids_TK"] = check_tensor("topk_ids_TK", expert_rows.routing.topk_ids_TK)
         inputs["expert_map"] = expert_rows.routing.expert_map
@@ -48,7 +51,11 @@ def check_rows(expert_rows: object, out: torch.Tensor, shape: str) -> None:
 
 
 def _check_shapes(expert_rows: ExpertRows, out: torch.Tensor, shape: str) -> None:
-    rows, row_of_pair_TK, weights_TK = expert_rows.rows, expert_rows.row_of_pair_TK, expert_rows.topk_weights_TK
+    rows, row_of_pair_TK, weights_TK = (
+        expert_rows.rows,
+        expert_rows.row_of_pair_TK,
+        expert_rows.topk_weights_TK,
+    )
     if rows.dim() != shape.count(",") + 1:
         raise ShapeError("rows", got=tuple(rows.shape), need=shape)
     if shape == "(e, C, H)" and row_of_pair_TK is None:

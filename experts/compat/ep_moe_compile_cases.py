@@ -1,5 +1,4 @@
-"""Launch the kernels of `experts.compat.ep_moe` on meta tensors, so `mk compile` can compile them.
-"""
+"""Launch the kernels of `experts.compat.ep_moe` on meta tensors, for `mk compile`."""
 
 import torch
 

@@ -247,16 +247,16 @@ class BlockGemm(Epilogue):
             row_b = (pair * CLUSTER + rank) * self.columns
             row_b += cutlass.min(lane, 1) * (
                 up_rows if self.gated else PART_N
-            )  # NaN-free: integers
-            # NaN-free: integers
+            )  # NaN-free: integer operands
+            # NaN-free: integer operands
             block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
             g_b = b_scale[block, None]
             # Rows past the expert's end are never stored, so the scale of any valid row will do.
-            # NaN-free: integers
+            # NaN-free: integer operands
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
             for k in cutlass.range(steps, unroll=1):
-                next_k = cutlass.min(k + 1, steps - 1)  # NaN-free: integers
+                next_k = cutlass.min(k + 1, steps - 1)  # NaN-free: integer operands
                 c0, c1, c2, c3 = g_a[0][next_k], g_a[1][next_k], g_a[2][next_k], g_a[3][next_k]
                 d0 = g_b[next_k]
                 cute.arch.mbarrier_wait(empty + slot, phase)

@@ -13,6 +13,6 @@ def tile_at(index, num_m, num_n, group_m: cutlass.Constexpr):
     """
     tiles_per_group = group_m * num_n
     first_m = (index // tiles_per_group) * group_m
-    group_size = cutlass.min(num_m - first_m, group_m)  # NaN-free: integers
+    group_size = cutlass.min(num_m - first_m, group_m)  # NaN-free: integer operands
     index_in_group = index % tiles_per_group
     return first_m + index_in_group % group_size, index_in_group // group_size

@@ -1,4 +1,1 @@
-"""The aligned path: pairs in blocks of one expert, two grouped GEMMs, sum over top-k.
-
-It is the general path of TritonExperts, like vLLM's fused_moe.
-"""
+"""The aligned path, which supports every layer. It is similar to vLLM's fused_moe."""

@@ -31,16 +31,17 @@ from modular_kernel.spec.problem import Problem
 
 NAME = "aligned"
 
-# block_k is not halved below this: masks along K cost less (gpt-oss, K = 2880, H200, 2026-11-20).
+# block_k is not halved below this value, because masks along K cost less than smaller steps
+# (gpt-oss, K = 2880, H200, 2026-11-20).
 _MIN_HALVED_K = 128
 _MIN_STAGES = 3  # minimum for a small K (Qwen3-30B, K = 768, H200, 2026-11-20)
-# Max block_m of a batch-invariant problem: wgmma has M = 64, so smaller blocks are not faster, and
-# with fewer rows per expert the GEMM is bound by loading weights anyway.
-_FIXED_ROWS = 64
+# Maximum block_m of a batch-invariant problem. Smaller blocks are not faster, because wgmma has
+# M = 64, and with few rows per expert the time is that of loading the weights.
+_MAX_FIXED_BLOCK_M = 64
 
 # (max mean rows per expert, block_m, (block_n, block_k, warps, stages) of GEMM 1, the same of
-# GEMM 2, group_m). These have the best mean time over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and
-# gpt-oss from 1 to 8192 tokens, on one H200 (2026-11-20, triton 3.6.0, bf16).
+# GEMM 2, group_m). These launches have the best mean time over Mixtral, DeepSeek-V3 EP8, Qwen3-30B
+# and gpt-oss from 1 to 8192 tokens, on one H200 (2026-11-20, triton 3.6.0, bf16).
 _Row = tuple[int | None, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
 _HALF: tuple[_Row, ...] = (
     (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 1),
@@ -48,7 +49,7 @@ _HALF: tuple[_Row, ...] = (
     (48, 64, (64, 64, 4, 4), (128, 128, 8, 4), 16),
     (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
 )
-# Float32 tiles take twice the shared memory and, without tensor cores, are no faster when larger.
+# Float32 tiles take twice the shared memory. Without tensor cores, larger tiles are not faster.
 _FLOAT32: tuple[_Row, ...] = (
     (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
     (None, 64, (32, 32, 4, 2), (64, 32, 4, 2), 8),
@@ -60,15 +61,15 @@ _UNALIGNED: tuple[_Row, ...] = (
 )
 
 
-# Both operands have 8 bits, with one scale per row and column, or, in _W8A8_BLOCK, one per block
-# along K, whose partial sums need extra registers. Same machine and shapes, 1 to 4096 tokens.
+# Both operands have 8 bits. _W8A8 is for one scale per row. _W8A8_BLOCK is for one scale per block
+# along K, where partial sums take extra registers. Measured like _HALF, from 1 to 4096 tokens.
 _W8A8: tuple[_Row, ...] = (
     (12, 16, (64, 256, 4, 3), (64, 256, 4, 4), 1),
     (24, 32, (64, 128, 4, 5), (64, 256, 4, 4), 8),
     (80, 64, (64, 128, 4, 3), (128, 128, 4, 4), 16),
     (None, 128, (64, 128, 4, 3), (256, 128, 8, 3), 16),
 )
-# Per-tensor scales have zero strides, which are not known at compile time, and four warps spill.
+# With per-tensor scales, whose zero strides are not known at compile time, four warps spill.
 _W8A8_TENSOR: tuple[_Row, ...] = (*_W8A8[:-1], (None, 128, (64, 128, 8, 3), (256, 128, 8, 3), 16))
 _W8A8_BLOCK: tuple[_Row, ...] = (
     (12, 16, (64, 128, 4, 6), (64, 128, 4, 4), 1),
@@ -88,8 +89,8 @@ _W4A16: tuple[_Row, ...] = (
     (None, 32, (64, 64, 4, 4), (128, 64, 4, 3), 1),
 )
 _W4A16_STEP = 128  # largest block_k in _W4A16
-# For K that is not a multiple of _W4A16_STEP: with masks along K and zero points, larger tiles of
-# four warps spill.
+# For K that is not a multiple of _W4A16_STEP. With masks along K and zero points, larger tiles
+# spill with four warps.
 _W4A16_UNEVEN: tuple[_Row, ...] = (
     (24, 16, (32, 64, 4, 4), (64, 64, 4, 4), 1),
     (None, 32, (64, 64, 8, 3), (128, 64, 8, 3), 1),
@@ -103,9 +104,9 @@ _MXFP4: tuple[_Row, ...] = (
 
 
 # block_m -> (block_n, block_k, warps, stages) of both GEMMs, for 16-bit weights whose N is
-# contiguous. Measured on one H200 (2026-11-30, triton 3.6.0) with gpt-oss and with E 64, H 2048,
-# I 1024, from 1 to 4096 tokens, where a layer with each takes at most 9% longer than with the
-# fastest candidate; block_m 32 was not measured.
+# contiguous. With these launches, a layer takes at most 9% longer than with the fastest candidate,
+# on one H200 with gpt-oss and with E=64, H=2048, I=1024, from 1 to 4096 tokens (2026-11-30, triton
+# 3.6.0). block_m 32 was not measured.
 _N_MAJOR = {
     16: ((64, 64, 4, 6), (64, 128, 4, 4)),
     32: ((64, 64, 4, 4), (128, 64, 4, 4)),
@@ -114,7 +115,7 @@ _N_MAJOR = {
 }
 
 
-def _table(problem: Problem) -> tuple[_Row, ...]:
+def _select_table(problem: Problem) -> tuple[_Row, ...]:
     if problem.dtype is torch.float32:
         return _FLOAT32
     if not rows_aligned_to_16(problem):
@@ -133,10 +134,10 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
 
 
 def breakpoints(problem: Problem) -> Iterator[int]:
-    """Yield the largest token count of each row of the table except the last."""
+    """Yield the largest token count of each row of the table except the last row."""
     if problem.batch_invariant:
         return
-    for max_rows, *_ in _table(problem)[:-1]:
+    for max_rows, *_ in _select_table(problem)[:-1]:
         assert max_rows is not None
         yield max_rows * problem.experts // problem.top_k
 
@@ -144,22 +145,22 @@ def breakpoints(problem: Problem) -> Iterator[int]:
 def default_config(problem: Problem, tokens: int, device: Device) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file.
 
-    It starts from the row of the table for the mean rows per expert. block_k is halved (down to
-    128) if the half divides K and block_k does not, which saves the masks along K. It is also
-    halved if K has few steps, and then there are also fewer stages. A tile too large for the scale
-    groups or the device is clamped.
+    The launches are those of the table row for the mean rows per expert, with these changes.
+    block_k is halved (down to 128) if the half divides K and block_k does not, which saves the
+    masks along K. If K has few steps, block_k is also halved and the number of stages is reduced. A
+    tile too large for the scale groups or the device is clamped.
 
     A batch-invariant problem uses one row for all token counts: the first with the largest block_m
-    up to _FIXED_ROWS. Raise ConfigurationError if the scale groups allow no tile.
+    up to _MAX_FIXED_BLOCK_M. Raise ConfigurationError if the scale groups allow no tile.
     """
-    table = _table(problem)
+    table = _select_table(problem)
     if problem.batch_invariant:
-        row = max(table, key=lambda row: row[1] if row[1] <= _FIXED_ROWS else 0)
+        row = max(table, key=lambda row: row[1] if row[1] <= _MAX_FIXED_BLOCK_M else 0)
     else:
         row = table[sum(tokens > max_tokens for max_tokens in breakpoints(problem))]
     _, block_m, launch1, launch2, group_m = row
-    (first, second), blocks = gemms(problem), (block_m, group_m)
-    tiles = _tile(launch1, first, device, blocks), _tile(launch2, second, device, blocks)
+    (gemm1, gemm2), blocks = gemms(problem), (block_m, group_m)
+    tiles = _make_tile(launch1, gemm1, device, blocks), _make_tile(launch2, gemm2, device, blocks)
     return MoEConfig(*tiles, NAME)
 
 
@@ -169,7 +170,7 @@ def n_major_config(
 ) -> MoEConfig:
     """Return `config` with other tiles for the GEMMs whose weights are contiguous along N.
 
-    Weights (experts, N, K) are usually contiguous along K. block_m and group_m stay.
+    Weights (experts, N, K) are usually contiguous along K. block_m and group_m do not change.
 
     n_major: for each GEMM, whether its weights are contiguous along N.
     """
@@ -196,7 +197,7 @@ def _has_few_steps(steps: int, stages: int) -> bool:
     return steps * 2 < stages * 3
 
 
-def _tile(
+def _make_tile(
     choice: tuple[int, int, int, int], gemm: Gemm, device: Device, blocks: tuple[int, int]
 ) -> LaunchConfig:
     block_n, block_k, warps, stages = choice
@@ -212,7 +213,8 @@ def _tile(
 
 
 BLOCK_M_ROWS: RowRanges = {16: (0, 24), 32: (8, 80), 64: (20, 600), 128: (60, 1 << 62)}
-_SHORT = 16  # up to this block_m, 4-bit weights are timed on the aligned_w4 path instead
+# Up to this block_m, 4-bit weights are timed on the aligned_w4 path instead.
+_MAX_ALIGNED_W4_BLOCK_M = 16
 
 _HALF_CANDIDATES: EntryTable = {
     16: (
@@ -312,7 +314,7 @@ def candidates(problem: Problem, tokens: int) -> CandidateGroups:
 
 
 def entries(problem: Problem) -> EntryTable:
-    """Return the table entries of `problem`, the same for both GEMMs; see `candidates`."""
+    """Return the candidates of `problem` as table entries, which are the same for both GEMMs."""
     scheme = problem.scheme
     if problem.dtype is torch.float32:
         return {}
@@ -320,5 +322,7 @@ def entries(problem: Problem) -> EntryTable:
         return _W8A8_BLOCK_CANDIDATES if scheme.granularity == "block" else _W8A8_CANDIDATES
     if scheme.packed:
         table = _MXFP4_CANDIDATES if scheme.weight == "float4_e2m1" else _WEIGHT_ONLY
-        return {block_m: rows for block_m, rows in table.items() if block_m > _SHORT}
+        return {
+            block_m: rows for block_m, rows in table.items() if block_m > _MAX_ALIGNED_W4_BLOCK_M
+        }
     return _WEIGHT_ONLY if scheme.quantized else _HALF_CANDIDATES

@@ -1,8 +1,8 @@
 """The aligned path: sort pairs into blocks of one expert, run two grouped GEMMs, sum over top-k.
 
 A pair is a token together with one of its top_k experts. Pair p belongs to token p // top_k. The
-GEMMs gather their input and write their output by pair, so no launch permutes rows. It is the path
-that supports every layer.
+GEMMs gather their input and write their output by pair, so no launch permutes rows. The path
+supports every layer.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,24 +46,20 @@ class AlignedPath(Path):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return True: the path supports every problem."""
         return True
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the default launches for the mean number of rows per expert."""
         return aligned_config.default_config(problem, tokens, device)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token counts after which the default configuration changes."""
         return aligned_config.breakpoints(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violated limits: sizes of an MMA, scale groups, shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
@@ -79,20 +75,17 @@ class AlignedPath(Path):
         self._sums_topk = problem.combine is Combine.SUM
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: the kernel supports all strides."""
         return True
 
     def config_for_strides(
         self, config: MoEConfig, weights: ExpertWeights, device: Device
     ) -> MoEConfig:
-        """Return wide tiles for unquantized weights that are contiguous along N."""
         n_major = is_n_major(weights.w1), is_n_major(weights.w2)
         if self.problem.scheme.quantized or not any(n_major):
             return config
         return aligned_config.n_major_config(self.problem, config, n_major, device)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens in blocks of block_m rows."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
@@ -107,7 +100,6 @@ class AlignedPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
-        """Run the path: sort, GEMM 1, quantize, GEMM 2, sum over top-k."""
         self.write(self.rows(self.aligned(call), call), call)
 
     def aligned(self, call: PathCall) -> AlignedPairs:
@@ -135,11 +127,11 @@ class AlignedPath(Path):
         adapters = self._adapters(call, aligned)
         shrink_output13 = None if adapters is None else adapters.shrink_x(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
-            product = gemm1_operands(call.weights, problem)
+            operands = gemm1_operands(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
             self.multiply(
                 rows,
-                product,
+                operands,
                 call.config.gemm1,
                 aligned,
                 h_PI,
@@ -152,16 +144,16 @@ class AlignedPath(Path):
         if self._sums_topk:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
-            product = gemm2_operands(call.weights, problem)
+            operands = gemm2_operands(call.weights, problem)
             self.multiply(
-                h_rows, product, call.config.gemm2, aligned, rows_PH, None, shrink_output2
+                h_rows, operands, call.config.gemm2, aligned, rows_PH, None, shrink_output2
             )
         return rows_PH
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
         """Weight the rows by the router and sum them over top-k into call.output.
 
-        If the output keeps the top-k dimension, do nothing: GEMM 2 has then written call.output.
+        If the output keeps the top-k dimension, do nothing, because GEMM 2 has written call.output.
         """
         if not self._sums_topk:
             return
@@ -186,7 +178,7 @@ class AlignedPath(Path):
     def _quantize(
         self, h_PI: torch.Tensor, call: PathCall
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input rows of GEMM 2 and their scales: (h_PI, None) if not quantized."""
+        """Return the input of GEMM 2 and its scales, or (h_PI, None) if it is not quantized."""
         scheme = self.problem.scheme
         if not scheme.quantizes_activations:
             return h_PI, None
@@ -201,7 +193,7 @@ class AlignedPath(Path):
     def multiply(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: GemmOperands,
+        operands: GemmOperands,
         config: Launch,
         aligned: AlignedPairs,
         out: torch.Tensor,
@@ -211,17 +203,14 @@ class AlignedPath(Path):
         """Launch one grouped GEMM.
 
         rows: tokens (T, H) or pairs (P, I), and their scales.
-        product: the other operands.
-        config: the launch.
-        aligned: the blocks of pairs.
         out: the output, one row per pair.
         row_weights_TK: router weights that multiply the input, or None.
         shrink_output: the output of the LoRA shrink, or None for a call without adapters.
         """
         a, _ = rows
-        pairs = out.numel() // product.size_n
+        pairs = out.numel() // operands.size_n
         blocks = aligned.expert_ids.numel()
-        num_n_blocks = -(-product.size_n // config.block_n)
+        num_n_blocks = -(-operands.size_n // config.block_n)
         launch(
             self._kernel,
             (blocks * num_n_blocks,),
@@ -237,15 +226,15 @@ class AlignedPath(Path):
             PAIRS_PER_A_ROW=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums_topk,
             HAS_ROUTER_WEIGHTS=row_weights_TK is not None,
-            **({"ADJACENT_GATE_UP": True} if product.adjacent_up else {}),
-            **self.arguments(rows, product, config, shrink_output),
+            **({"ADJACENT_GATE_UP": True} if operands.adjacent_up else {}),
+            **self.arguments(rows, operands, config, shrink_output),
             **pdl_arguments(),
         )
 
     def arguments(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
-        product: GemmOperands,
+        operands: GemmOperands,
         config: Launch,
         shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
@@ -256,5 +245,5 @@ class AlignedPath(Path):
             "stride_ak": a.stride(1),
             "PAIRS_PER_TOKEN": self.problem.top_k,
             **({} if shrink_output is None else shrink_output.arguments()),  # defaults disable LoRA
-            **product.arguments(config, self.problem.fp32_precision, a_scale),
+            **operands.arguments(config, self.problem.fp32_precision, a_scale),
         }

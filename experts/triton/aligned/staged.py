@@ -1,11 +1,9 @@
-"""The backend "triton" of the staged runner: the steps of the aligned path as three separate
-stages.
+"""The backend "triton" of the staged runner: the aligned path as three separate stages.
 
 `modular_kernel.runner` composes a layer from a pre-permute stage, a core stage and a post-permute
-stage, as SGLang's MoE runner does, so that each can be combined with stages of other backends.
-Here, pre-permute sorts the pairs into blocks of one expert, the core runs both GEMMs, and
-post-permute computes the weighted sum. The fused function, which runs all stages at once, is
-`TritonExperts`; it may take other paths.
+stage, as SGLang's MoE runner does. In this backend, pre-permute sorts the pairs into blocks of one
+expert, the core runs both GEMMs, and post-permute computes the weighted sum. `TritonExperts` is the
+fused function that replaces all three stages. It may use other paths.
 """
 
 from collections.abc import Mapping
@@ -79,10 +77,7 @@ class TritonRunnerOutput(RunnerOutput):
 
 @register_core(BACKEND)
 class TritonRunnerCore(MoeRunnerCore[NoState]):
-    """The core stage: both GEMMs, and the activation between them.
-
-    For some schemes, the stage also quantizes the result of the activation.
-    """
+    """The core stage: GEMM 1, the activation, quantization for some schemes, and GEMM 2."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -104,7 +99,7 @@ class TritonRunnerCore(MoeRunnerCore[NoState]):
 
 @register_pre_permute("standard", BACKEND)
 def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
-    """Sort the pairs into blocks of one expert each; the pre-permute stage."""
+    """Run the pre-permute stage: sort the pairs into blocks of one expert each."""
     converted = path_call(call)
     aligned, routing = AlignedPath(call.problem).aligned(converted), converted.tokens.routing
     return TritonRunnerInput(
@@ -114,7 +109,7 @@ def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
 
 @register_post_permute(BACKEND, "standard")
 def triton_to_standard(result: TritonRunnerOutput, call: RunnerCall[NoState]) -> None:
-    """Apply router weights and sum over top-k; the post-permute stage."""
+    """Run the post-permute stage: apply router weights and sum over top-k."""
     AlignedPath(call.problem).write(result.hidden_states, path_call(call))
 
 

@@ -1,8 +1,8 @@
 """Configuration of the aligned_w4 path: supported layers, default launches and tuning candidates.
 
-The kernel is for 4-bit weights and few rows per expert. It unpacks weights in registers, so
-registers limit the tile sizes of its launches, and not shared memory. Defaults depend on the mean
-rows per expert and on the number of active experts, which are those that have rows.
+The kernel is for 4-bit weights and few rows per expert. It unpacks weights in registers, so tile
+sizes are limited by registers, not by shared memory. Defaults depend on the mean rows per expert
+and on the number of active experts. An expert is active if it has rows.
 """
 
 import math
@@ -20,24 +20,25 @@ NAME = "aligned_w4"
 
 MAX_BLOCK_M = 16
 MIN_BLOCK_M = 8  # the rows are the right operand of the MMA, whose N is 8
-# Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by (weight type, has scales of
-# whole matrices, as NVFP4 has). Time with blocks of 8 rows relative to blocks of 16 rows (H200,
-# 2026-11-30, triton 3.6.0, 5 to 7 layers): integers 0.70 to 0.93 at 8 rows per expert and 0.79 to
-# 0.86 at 12, but 1.02 and 1.13 with groups of 64; mxfp4 0.81 to 0.99 at 8 and 0.87 to 1.12 at 10.7;
-# NVFP4 0.87 to 1.03 at 6 and 0.90 to 1.19 at 8.
+# Maximum mean rows per expert for which block_m is MIN_BLOCK_M, by (weight type, is NVFP4). Time of
+# blocks of 8 rows relative to blocks of 16 rows (H200, 2026-11-30, triton 3.6.0, 5 to 7 layers):
+# - integers: 0.70 to 0.93 with 8 rows per expert, 0.79 to 0.86 with 12. With groups of 64, 1.02 and
+#   1.13.
+# - mxfp4: 0.81 to 0.99 with 8 rows, 0.87 to 1.12 with 10.7.
+# - NVFP4: 0.87 to 1.03 with 6 rows, 0.90 to 1.19 with 8.
 _MAX_ROWS_FOR_MIN_BLOCK = {
     ("uint4", False): 12,
     ("float4_e2m1", False): 8,
     ("float4_e2m1", True): 6,
 }
-# Maximum mean rows per expert for which calls use this path by default: (if rows are aligned to 16
-# elements, if they are not). Every block of MAX_BLOCK_M rows unpacks the weights again, which takes
-# too long with more rows. The limits for integers were measured on an H200 on 2026-11-22. With
-# mxfp4, this path is also faster than the aligned path with tiles of 32 rows (H200, 2026-11-24,
-# triton 3.6.0, 1 to 1024 tokens).
+# Maximum mean rows per expert for which calls use this path by default: (limit if rows are aligned
+# to 16 elements, limit otherwise). Every block of MAX_BLOCK_M rows unpacks the weights again, which
+# takes too long with more rows. The limits for integers were measured on an H200 on 2026-11-22.
+# With mxfp4, this path is also faster than the aligned path with tiles of 32 rows (H200,
+# 2026-11-24, triton 3.6.0, 1 to 1024 tokens).
 _MAX_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
-# (maximum block_m, maximum mean rows per expert) of the launches of the aligned path that are
-# slower than this path.
+# The launches of the aligned path that are slower than this path: (maximum block_m, maximum mean
+# rows per expert).
 _SLOW_ALIGNED_TILES: dict[str, tuple[int, float]] = {
     "uint4": (16, 12),
     "float4_e2m1": (32, math.inf),
@@ -119,11 +120,12 @@ class _Shape(NamedTuple):
     block_k: int = WARP_K
 
 
-# Entries (limit, min K, shape), of which the first one that applies is used. An entry applies if
-# there are fewer than `limit` blocks of 64 columns and K is at least `min K`. Measured on an H200
-# (triton 3.6.0, bf16) with Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss: integers with 4 to 16
-# tokens on 2026-11-22; mxfp4 with 4 and 16 tokens on 2026-11-20, and its entries for fewer than 200
-# and 500 blocks with one token. The loop of the kernel has become shorter since 2026-11-20.
+# Entries (limit, min K, shape). The first entry that applies is used. An entry applies if there are
+# fewer than `limit` blocks of 64 columns and K is at least `min K`. Measured on an H200 (triton
+# 3.6.0, bf16) with Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss:
+# - integers: 4 to 16 tokens, 2026-11-22.
+# - mxfp4: 4 and 16 tokens, and one token for the entries with limits of 200 and 500, 2026-11-20.
+#   The loop of the kernel has become shorter since then.
 _ShapeTable = tuple[tuple[float, int, _Shape], ...]
 # (weight type, has zero points) -> (table for gated GEMMs, table for other GEMMs).
 _SHAPES: dict[tuple[str, bool], tuple[_ShapeTable, _ShapeTable]] = {
@@ -171,8 +173,8 @@ _SHAPES: dict[tuple[str, bool], tuple[_ShapeTable, _ShapeTable]] = {
     ),
 }
 # (weight type, is gated) -> shape for block_m 16, which needs twice as many registers for
-# accumulators. The shapes of mxfp4 are the fastest of 12 on Mixtral, Qwen3-30B and gpt-oss-20b
-# (H200, 2026-11-24, triton 3.6.0).
+# accumulators as block_m 8. The shapes of mxfp4 are the fastest of 12 on Mixtral, Qwen3-30B and
+# gpt-oss-20b (H200, 2026-11-24, triton 3.6.0).
 _SHAPES_FOR_BLOCK_16 = {
     ("uint4", True): _Shape(32, 2, 4),
     ("uint4", False): _Shape(64, 2, 3, 200),
@@ -193,7 +195,7 @@ def supports(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the largest call that uses this path without a tuned file."""
+    """Return the largest token count for which this path is used without a tuned file."""
     if problem.batch_invariant:
         return _UNBOUNDED_TOKENS
     max_aligned_rows, max_unaligned_rows = _MAX_ROWS[problem.scheme.weight]
@@ -277,7 +279,7 @@ def default_config(problem: Problem, tokens: int) -> MoEConfig:
 def breakpoints(problem: Problem) -> Iterator[int]:
     """Yield the last token count of each default configuration, ascending.
 
-    While block_m is 8, the configuration changes when more experts become active.
+    As long as block_m is 8, the configuration depends on the number of active experts.
     """
     if problem.batch_invariant:
         return
@@ -292,8 +294,8 @@ def _find_changes(problem: Problem, low: int, high: int) -> Iterator[int]:
     """Yield the last token count before each change of the default between `low` and `high`.
 
     The changes are found by bisection. If the configurations at both ends are equal, all
-    configurations between them are equal, too, because the number of active experts grows with the
-    number of tokens, and it selects the entry of the table.
+    configurations between them are equal, because the number of active experts selects the entry of
+    the table, and it grows with the number of tokens.
     """
     if default_config(problem, low) == default_config(problem, high):
         return

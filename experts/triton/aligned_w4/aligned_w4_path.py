@@ -22,10 +22,7 @@ from modular_kernel.tensors import ExpertWeights
 
 
 class AlignedW4Path(AlignedPath):
-    """The path for the problems of `aligned_w4_config.supports`.
-
-    Row p of the output of both GEMMs belongs to pair p.
-    """
+    """The path for the problems of `aligned_w4_config.supports`."""
 
     name = aligned_w4_config.NAME
     may_reject_tensors = True
@@ -34,32 +31,24 @@ class AlignedW4Path(AlignedPath):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernel supports `problem`; see `aligned_w4_config.supports`."""
         return problem.adapters is None and aligned_w4_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the number of tokens of the largest call that uses the path by default.
-
-        Every block of rows unpacks the weights again, which takes too long with more tokens.
-        """
         return aligned_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the default launches for the expected number of active experts."""
         return aligned_w4_config.default_config(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token counts after which the default configuration changes."""
         return aligned_w4_config.breakpoints(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the limits of the kernel that `config` violates."""
         assert isinstance(config, AlignedW4Config)
         return config.violations()
 
@@ -71,10 +60,7 @@ class AlignedW4Path(AlignedPath):
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return this path's default configuration if it is faster than `config`, else `config`.
-
-        It is faster if `config` is a configuration of the aligned path with a small block_m.
-        """
+        """Replace a configuration of the aligned path with a small block_m."""
         is_aligned = config.path == AlignedPath.name
         if is_aligned and aligned_w4_config.is_faster(problem, tokens, config.gemm1.block_m):
             return aligned_w4_config.default_config(problem, tokens)
@@ -87,7 +73,6 @@ class AlignedW4Path(AlignedPath):
         self._kernel = grouped_gemm_w4_kernel
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the weights allow 16-byte loads and the rows of x are contiguous."""
         return x_TH.stride(1) == 1 and allows_vector_loads(weights)
 
     def arguments(
@@ -97,13 +82,7 @@ class AlignedW4Path(AlignedPath):
         config: Launch,
         shrink_output: ShrinkOutput | None,
     ) -> dict[str, object]:
-        """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed.
-
-        rows: the activations, contiguous along K, and None, because activations have no scales.
-        operands: the weights and everything else that the GEMM needs.
-        config: the launch, an AlignedW4Config.
-        shrink_output: None, because this path does not support adapters.
-        """
+        """Return the arguments of the 4-bit kernel that do not depend on how rows are addressed."""
         assert isinstance(config, AlignedW4Config)
         assert shrink_output is None  # `supports` excludes adapters
         mma_k = choose_mma_k(operands.scheme, operands.size_k, config.block_k)

@@ -299,8 +299,7 @@ def _describe_layer_differences(tuned_configs: TunedConfigs, problem: Problem) -
 
 
 def nearest_count(token_counts: Sequence[int], num_tokens: int) -> int:
-    """Return the element of token_counts nearest to num_tokens, the smaller one in case of a tie.
-    """
+    """Return the element of token_counts nearest to num_tokens, the smaller one in a tie."""
     return min(token_counts, key=lambda count: (abs(count - num_tokens), count))
 
 

@@ -1,3 +1,1 @@
-"""The dequantized path: convert 4- or 8-bit weights to bf16, then run the grouped GEMMs of
-grouped_tma.
-"""
+"""The dequantized path, which converts 4- or 8-bit weights to bf16 before the grouped GEMMs."""

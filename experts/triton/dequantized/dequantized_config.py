@@ -19,10 +19,9 @@ NAME = "dequantized"
 
 _CANDIDATE_ROWS: RowRanges = {128: (32, 1 << 62)}
 # Minimum mean rows per expert for which the path is faster than the aligned path, which dequantizes
-# in its GEMMs. The key is the scheme, with the option that changes the limit. Measured on an H200
-# (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss. fp8 and NVFP4
-# were not measured. They use the limits of the most similar schemes, which are int8 with channel
-# scales and mxfp4.
+# in its GEMMs. A key is a scheme, with an option if the option changes the limit. Measured on an
+# H200 (2026-11-23, triton 3.6.0, bf16) with Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss. fp8
+# and NVFP4 were not measured. Their limits are those of int8 with channel scales and of mxfp4.
 _MIN_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
@@ -75,12 +74,12 @@ def min_rows(problem: Problem) -> int:
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the smallest call that uses this path without a tuned file."""
+    """Return the smallest token count for which this path is used without a tuned file."""
     return min_rows(problem) * problem.experts // problem.top_k
 
 
 def experts_per_chunk(problem: Problem) -> int:
-    """Return the number of experts in a chunk, whose weights are dequantized at a time."""
+    """Return the number of experts whose weights are dequantized at once."""
     expert_bytes = _max_expert_values(problem) * problem.dtype.itemsize
     num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
     return -(-problem.e // num_chunks)
@@ -97,7 +96,7 @@ def _max_expert_values(problem: Problem) -> int:
 
 
 def default_config(problem: Problem) -> MoEConfig:
-    """Return the configuration without a tuned file, which is that of unquantized weights."""
+    """Return the launches of unquantized weights."""
     return replace(grouped_tma_config.default_config(remove_quant(problem)), path=NAME)
 
 

@@ -44,33 +44,25 @@ class DequantizedPath(GroupedTmaPath):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `dequantized_config.supports`."""
         return problem.adapters is None and dequantized_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the number of tokens of the smallest call that uses the path by default.
-
-        With fewer tokens, experts have too few rows to make up for dequantizing all their weights.
-        """
         return dequantized_config.min_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches of unquantized weights."""
         return dequantized_config.default_config(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of a launch for unquantized weights."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, problem, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
-        """Return the candidates for unquantized weights."""
         return dequantized_config.candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -80,7 +72,6 @@ class DequantizedPath(GroupedTmaPath):
         self._chunk_numel = dequantized_config.values_per_chunk(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of the GEMMs, of dequantized weights and of the tiles of a chunk."""
         specs = super().specs(tokens, block_m) | self.weight_specs()
         if self._chunk_size < self.problem.e:
             tiles = max_tile_count(tokens * self.problem.top_k, block_m, self.problem.e)
@@ -92,10 +83,6 @@ class DequantizedPath(GroupedTmaPath):
         return {"dequantized": BufferSpec((self._chunk_numel,), self.problem.dtype)}
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the kernels can read the tensors.
-
-        Scales and zero points must be contiguous, and weights must be readable by TMA.
-        """
         scale_tensors = (getattr(weights, name) for name in SCALE_FIELDS)
         are_contiguous = all(t.is_contiguous() for t in scale_tensors if t is not None)
         return are_contiguous and super().supports_tensors(weights, x_TH)
@@ -109,7 +96,6 @@ class DequantizedPath(GroupedTmaPath):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """Run one GEMM, a chunk of experts at a time."""
         quantized = replace(operands, scheme=self._scheme)
         for first_expert in range(0, self.problem.e, self._chunk_size):
             count = min(self._chunk_size, self.problem.e - first_expert)
@@ -132,13 +118,11 @@ class DequantizedPath(GroupedTmaPath):
         order: SortedPairs,
         workspace: Workspace,
     ) -> GemmOperands:
-        """Return the operands of some experts, with dequantized weights.
+        """Return the operands of `count` experts from first_expert on, with dequantized weights.
 
         The weights of experts without rows are undefined.
 
-        operands: the operands of all experts, except that `bias` must already be sliced.
-        first_expert: the first of these experts.
-        count: the number of experts.
+        operands: the operands of all experts, but `bias` has only the selected experts.
         """
         w_eNK = self._dequantize(operands, first_expert, count, order, workspace)
         return replace(operands, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
@@ -200,9 +184,9 @@ class DequantizedPath(GroupedTmaPath):
     def _select_tiles(
         self, first_expert: int, count: int, order: SortedPairs, block_m: int, workspace: Workspace
     ) -> SortedPairs:
-        """Return `order` with only the tiles of experts first_expert to first_expert + count - 1.
+        """Return `order` with only the tiles of `count` experts from first_expert on.
 
-        In these tiles, the experts are numbered from 0.
+        In the result, these experts are numbered from 0.
         """
         from experts.triton.dequantized.kernels.dequantize import select_expert_tiles_kernel
 

@@ -1,11 +1,11 @@
 """Supported layers, token limit, default launches and tuning candidates of the gemv path.
 
-Its launches are LaunchConfigs with these meanings. A pair is a token together with one of its top_k
-experts.
+A pair is a token together with one of its top_k experts. The fields of a LaunchConfig have these
+meanings on this path:
 
-block_n: weight rows that a program holds at once. In GEMM 1 these are gate rows, and as many up
-    rows are held, too. In GEMM 2 they are those of all pairs that are processed at once.
-block_k: K elements per step. It may span several scale groups.
+block_n: weight rows that a program holds at once. In GEMM 1, a program holds block_n gate rows and
+    block_n up rows. In GEMM 2, block_n counts the rows of all pairs that are processed at once.
+block_k: K elements per step. A step may span several scale groups.
 group_m: in GEMM 2, the maximum number of pairs of a token that are processed at once.
 block_m: ignored.
 """
@@ -41,8 +41,8 @@ _BYTES: tuple[_Row, ...] = (
     (4096, (32, 512, 8, 8)),
     (_DEEP, (32, 1024, 8, 8)),
 )
-# Hidden size above which GEMM 1 uses larger blocks: every program computes the amax of its token,
-# so fewer programs repeat it.
+# Hidden size above which GEMM 1 uses larger blocks. Every program computes the amax of its token,
+# so larger blocks repeat this work fewer times.
 _WIDE = 4096
 
 
@@ -59,13 +59,13 @@ def supports(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the largest call for which this path is used without a tuned file, in tokens.
+    """Return the largest token count for which this path is used without a tuned file.
 
     Each token reads the weights of its experts separately, so the path is faster only while tokens
     rarely share an expert. With quantized weights, the aligned path becomes faster earlier.
     """
-    limit, share = (4, 4) if problem.scheme.quantized else (8, 2)
-    return min(limit, max(1, problem.experts // (share * problem.top_k)))
+    limit, min_experts_per_pair = (4, 4) if problem.scheme.quantized else (8, 2)
+    return min(limit, max(1, problem.experts // (min_experts_per_pair * problem.top_k)))
 
 
 def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
@@ -81,18 +81,19 @@ def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
         gate_up = (16, 512, 2 if problem.hidden % 512 else 4)
     if problem.scheme.activation_granularity == "group" and problem.intermediate <= 2048:
         down = (64, 256, 8, 8)
-    # With float32 weights, half as many values are the same number of bytes per thread.
-    halve = 2 if problem.dtype is torch.float32 and not quantized else 1
+    # Half as many float32 weights take the same number of bytes per thread.
+    k_divisor = 2 if problem.dtype is torch.float32 and not quantized else 1
     return MoEConfig(
-        LaunchConfig(16, gate_up[0], gate_up[1] // halve, 1, gate_up[2], 1),
-        LaunchConfig(16, down[0], down[1] // halve, down[3], down[2], 1),
+        LaunchConfig(16, gate_up[0], gate_up[1] // k_divisor, 1, gate_up[2], 1),
+        LaunchConfig(16, down[0], down[1] // k_divisor, down[3], down[2], 1),
         NAME,
     )
 
 
 # (block_n, block_k, warps, stages, pairs at once) of both GEMMs, for weights whose N is contiguous.
-# With 4 tokens the aligned path took 4% to 14% less time, and with 1 token 8% less to 4% more
-# (H200, 2026-11-30, triton 3.6.0, gpt-oss and E 64, H 2048, I 1024). 2 and 3 were not measured.
+# With 4 tokens, the aligned path took 4% to 14% less time. With 1 token, it took between 8% less
+# and 4% more time. 2 and 3 tokens were not measured. (H200, 2026-11-30, triton 3.6.0, gpt-oss and a
+# layer with E=64, H=2048, I=1024)
 _MAX_N_MAJOR_TOKENS = 1
 _N_MAJOR = ((32, 256, 8, 1, 1), (64, 256, 8, 1, 4))
 
@@ -100,7 +101,7 @@ _N_MAJOR = ((32, 256, 8, 1, 1), (64, 256, 8, 1, 4))
 def n_major_config(config: MoEConfig, n_major: tuple[bool, bool]) -> MoEConfig:
     """Return `config` with other launches for the GEMMs whose weights are contiguous along N.
 
-    n_major: for each GEMM, whether its weights are.
+    n_major: for each GEMM, whether its weights are contiguous along N.
     """
     launch1, launch2 = (
         LaunchConfig(launch.block_m, *row[:2], row[4], *row[2:4]) if is_n_major else launch
@@ -112,7 +113,7 @@ def n_major_config(config: MoEConfig, n_major: tuple[bool, bool]) -> MoEConfig:
 
 
 def is_fast(tokens: int, n_major: tuple[bool, bool]) -> bool:
-    """Return whether this path is the fastest for `tokens` tokens with such weights.
+    """Return whether this path is the fastest for `tokens` tokens with weights of these layouts.
 
     n_major: for each GEMM, whether its weights are contiguous along N.
     """
@@ -120,7 +121,7 @@ def is_fast(tokens: int, n_major: tuple[bool, bool]) -> bool:
 
 
 _ROWS: RowRanges = {16: (0, 4)}
-# One stage. The fifth number of the entries of GEMM 2 is the number of pairs at once.
+# All entries have one stage. The fifth number of an entry of GEMM 2 is the number of pairs at once.
 _ENTRIES: tuple[EntryTable, EntryTable] = (
     {
         16: (

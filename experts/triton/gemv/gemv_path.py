@@ -1,9 +1,9 @@
 """The gemv path: a layer for a few tokens, in two launches, without sorting pairs.
 
 A pair is a token together with one of its top_k experts. A program of GEMM 1 computes some columns
-of one pair. A program of GEMM 2 computes some columns of one token and sums its weighted pairs.
-Neither uses tensor cores, because reading the weights takes all the time. Activations are quantized
-inside the GEMM kernels. See `gemv_config` for the meaning of the launch fields.
+of one pair. A program of GEMM 2 computes some columns of one token and sums its weighted pairs. The
+kernels do not use tensor cores, because reading the weights takes almost all of the time. They also
+quantize the activations. See `gemv_config` for the meaning of the launch fields.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,8 @@ _VECTOR = 16  # bytes per vector load of a thread
 _WARP = 32  # threads
 _MAX_AMAX_BLOCK = 8192  # maximum columns of x per step of computing its amax
 _MAX_IDS = 1024  # maximum ids per step of counting invalid ids
-_MAX_UNLIMITED_SLOTS = 16  # pairs of a token up to which ptxas chooses the number of registers
+# Up to this number of pairs per output row, ptxas chooses the number of registers.
+_MAX_UNLIMITED_PAIRS = 16
 
 
 class GemvPath(Path):
@@ -62,28 +63,22 @@ class GemvPath(Path):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_config.supports`."""
         return gemv_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the largest call in which tokens rarely share an expert, in tokens."""
         return gemv_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the default launches, which depend on the K of the GEMMs."""
         return gemv_config.default_config(problem, tokens)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield the violations of a tiled launch.
-
-        Those of scale groups are left out, because block_k may span several groups.
-        """
         assert isinstance(config, LaunchConfig)
+        # Scale groups do not limit block_k, because a step may span several groups.
         return violations(config, replace(gemm, group_k=0), device)
 
     @classmethod
@@ -102,7 +97,6 @@ class GemvPath(Path):
         self.may_reject_tensors = not problem.scheme.quantized  # by `is_fast`
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
         if activation_scale_kind(problem.scheme, problem.intermediate) in ("token", "tensor"):
@@ -111,7 +105,6 @@ class GemvPath(Path):
         return specs | adapter_specs(problem, pairs)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return True: all strides are supported. Contiguous K or N are the fastest."""
         return True
 
     def is_fast(self, weights: ExpertWeights, tokens: int) -> bool:
@@ -144,7 +137,7 @@ class GemvPath(Path):
         use_triton(h_PI)  # the first call makes Triton's interpreter compute like a GPU
         ids = {**id_arguments(routing, problem.e), **pdl_arguments()}
         with stages.stage(self._first_stage(call)):
-            up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
+            up_adapters = self._shrink(call, "lora_u13", call.tokens.plain_TH)
             launch(
                 self._gate_up_kernel,
                 (pairs, blocks + 1),
@@ -157,12 +150,12 @@ class GemvPath(Path):
                 HAS_ROUTER_WEIGHTS=problem.apply_router_weight_on_input,
                 STORE_AMAX=stores_amax,
                 BLOCK_PAIRS=min(next_power_of_2(pairs), _MAX_IDS),
-                **self._up_arguments(call, launch1),
-                **up,
+                **self._gate_up_arguments(call, launch1),
+                **up_adapters,
                 **ids,
             )
         with stages.stage(self._second_stage):
-            down = self._adapters(call, "lora_u2", h_PI)
+            down_adapters = self._shrink(call, "lora_u2", h_PI)
             launch(
                 self._down_kernel,
                 self._down_grid(pairs, launch2),
@@ -176,14 +169,14 @@ class GemvPath(Path):
                 BLOCK_AMAX=next_power_of_2(blocks),
                 **self._down_arguments(call, launch2),
                 **self._down_registers(launch2),
-                **down,
+                **down_adapters,
                 **ids,
             )
 
-    def _adapters(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
-        """Launch the shrink of one GEMM; return the LoRA arguments of the GEMM's kernel.
+    def _shrink(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
+        """Launch the LoRA shrink of one GEMM, and return the LoRA arguments of the GEMM's kernel.
 
-        They are {} without adapters.
+        Return {} for a call without adapters.
         """
         if call.tokens.routing.adapters_T is None:
             return {}
@@ -200,48 +193,42 @@ class GemvPath(Path):
         return _adapter_arguments(shrink_output, None if is_gemm1 else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the stages that the GEMM 1 launch comprises.
-
-        The launch quantizes x that is not quantized yet.
-        """
+        """Return the name of the stages that the GEMM 1 launch comprises."""
         quantizes = self.problem.scheme.quantizes_activations and call.tokens.scale is None
         return stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1) if quantizes else stages.GEMM1
 
     @cached_property
     def _second_stage(self) -> str:
-        """Return the stages that the GEMM 2 launch comprises.
-
-        The launch also quantizes h and sums over top-k.
-        """
+        """Return the name of the stages that the GEMM 2 launch comprises."""
         before = (stages.QUANTIZE,) if self.problem.scheme.quantizes_activations else ()
         return stages.fuse(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums_topk else ()))
 
-    def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
+    def _gate_up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 1 that depend on x, the weights and the launch."""
         problem = self.problem
-        product = gemm1_operands(call.weights, problem)
+        operands = gemm1_operands(call.weights, problem)
         quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
         x_TH = call.tokens.x_TH
         return {
             "x_ptr": x_TH,
             "intermediate_size": problem.intermediate,
             "hidden_size": problem.hidden,
-            "up_row_offset": product.up_row_offset,
-            "up_offset": product.up_row_offset * product.w.stride(1),
+            "up_row_offset": operands.up_row_offset,
+            "up_offset": operands.up_row_offset * operands.w.stride(1),
             "stride_xm": x_TH.stride(0),
             "stride_xk": x_TH.stride(1),
-            "GATE_STRIDE": product.gate_stride,
+            "GATE_STRIDE": operands.gate_stride,
             "INPUT_QUANT": quant,
             "AMAX_BLOCK_K": min(next_power_of_2(problem.hidden), _MAX_AMAX_BLOCK),
             **scales,
-            **product.constants,
-            **_arguments(product, tile, tile.block_n),
+            **operands.constants,
+            **_arguments(operands, tile, tile.block_n),
         }
 
     def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """Return the arguments of GEMM 2 that depend on h, the weights and the launch."""
         problem = self.problem
-        slots, pairs_per_step = self._slots(tile)
+        pairs_per_output, pairs_per_step = self._count_pairs(tile)
         static = call.weights.a2_scale
         return {
             "h_scale_ptr": call.tokens.x_TH if static is None else static,
@@ -250,7 +237,7 @@ class GemvPath(Path):
             "routed_scaling_factor": float(problem.routed_scaling_factor)
             if self._sums_topk
             else 1.0,
-            "PAIRS_PER_OUTPUT": slots,
+            "PAIRS_PER_OUTPUT": pairs_per_output,
             "PAIRS_PER_STEP": pairs_per_step,
             "INPUT_QUANT": activation_scale_kind(problem.scheme, problem.intermediate),
             **_arguments(
@@ -258,87 +245,88 @@ class GemvPath(Path):
             ),
         }
 
-    def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
-        """Return the pairs per output row, and how many of them GEMM 2 processes at once."""
-        slots = self.problem.top_k if self._sums_topk else 1
-        max_pairs_per_step = min(next_power_of_2(slots), tile.block_n)
+    def _count_pairs(self, tile: LaunchConfig) -> tuple[int, int]:
+        """Return the pairs per output row, and the pairs that GEMM 2 processes at once."""
+        pairs_per_output = self.problem.top_k if self._sums_topk else 1
+        max_pairs_per_step = min(next_power_of_2(pairs_per_output), tile.block_n)
         pairs_per_step = 1 << (min(max_pairs_per_step, tile.group_m).bit_length() - 1)
-        return slots, pairs_per_step
+        return pairs_per_output, pairs_per_step
 
     def _down_registers(self, tile: LaunchConfig) -> dict[str, object]:
-        """Return maxnreg for GEMM 2 if K, the number of experts per token, is large; else nothing.
+        """Return maxnreg for GEMM 2 if an output row has many pairs; otherwise, return {}.
 
-        The limit is what four programs of four warps per SM can use. Without it, ptxas spills to
-        fit a fifth program: 8 bytes from K = 17 on, with fp8 weights and biases (triton 3.6.0,
-        sm_90). With it, nothing spills.
+        With this limit, four programs of four warps fit on an SM. Without it, ptxas spills 8 bytes
+        to fit a fifth program, from 17 pairs on, with fp8 weights and biases (triton 3.6.0, sm_90).
         """
-        slots, _ = self._slots(tile)
-        is_large = slots > _MAX_UNLIMITED_SLOTS and tile.num_warps == 4
+        pairs_per_output, _ = self._count_pairs(tile)
+        is_large = pairs_per_output > _MAX_UNLIMITED_PAIRS and tile.num_warps == 4
         return {"maxnreg": 128} if is_large else {}
 
     def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
-        slots, pairs_per_step = self._slots(tile)
+        pairs_per_output, pairs_per_step = self._count_pairs(tile)
         columns = tile.block_n // pairs_per_step
-        return (pairs // slots * -(-self.problem.hidden // columns),)
+        return (pairs // pairs_per_output * -(-self.problem.hidden // columns),)
 
 
-def _arguments(product: GemmOperands, tile: LaunchConfig, columns: int) -> dict[str, object]:
-    """Return the weight, scale and bias arguments of both kernels, where `columns` is BLOCK_N."""
-    scheme, w = product.scheme, product.w
-    scale = w if product.scale is None else product.scale
-    zero = w if product.zero_point is None else product.zero_point
-    strides = () if product.scale is None else product.scale.stride()
-    zeros = (0, 0, 0) if product.zero_point is None else product.zero_point.stride()
-    group_n, group_k = scale_group(scheme, product.size_k)
+def _arguments(operands: GemmOperands, tile: LaunchConfig, columns: int) -> dict[str, object]:
+    """Return the weight, scale and bias arguments of either kernel. `columns` is BLOCK_N."""
+    scheme, w = operands.scheme, operands.w
+    scale = w if operands.scale is None else operands.scale
+    zero = w if operands.zero_point is None else operands.zero_point
+    scale_strides = () if operands.scale is None else operands.scale.stride()
+    zero_strides = (0, 0, 0) if operands.zero_point is None else operands.zero_point.stride()
+    group_n, group_k = scale_group(scheme, operands.size_k)
     if not group_k:  # one group covers all of K, and so does its zero point
-        zeros = (*zeros[:2], 0)
+        zero_strides = (*zero_strides[:2], 0)
     kind = scheme.activation
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
         "zero_point_ptr": zero,
-        "bias_ptr": w if product.bias is None else product.bias,
+        "bias_ptr": w if operands.bias is None else operands.bias,
         "stride_be": w.stride(0),
         "stride_bn": w.stride(1),
         "stride_bk": w.stride(2),
-        **dict(zip(("stride_bse", "stride_bsn", "stride_bsk"), (*strides, 0, 0, 0), strict=False)),
-        **dict(zip(("stride_bze", "stride_bzn", "stride_bzk"), zeros, strict=True)),
-        "stride_bias": 0 if product.bias is None else product.bias.stride(0),
-        "HAS_BIAS": product.bias is not None,
+        **dict(
+            zip(("stride_bse", "stride_bsn", "stride_bsk"), (*scale_strides, 0, 0, 0), strict=False)
+        ),
+        **dict(zip(("stride_bze", "stride_bzn", "stride_bzk"), zero_strides, strict=True)),
+        "stride_bias": 0 if operands.bias is None else operands.bias.stride(0),
+        "HAS_BIAS": operands.bias is not None,
         "QMAX": QMAX.get(kind, 1.0),
         "ROUND_TO_INT": kind == "int8",
         "MIN_SCALE": MIN_SCALE,
         "HAS_SCALES": scheme.quantized,
         "ZERO_POINT": 0
-        if product.zero_point is not None
+        if operands.zero_point is not None
         else IMPLICIT_ZERO_POINT.get(scheme.weight, 0),
-        "HAS_ZERO_POINTS": product.zero_point is not None,
+        "HAS_ZERO_POINTS": operands.zero_point is not None,
         "GROUP_N": group_n,
         "GROUP_K": group_k,
-        "SCALE_ROWS": 1 if _one_scale_row(product, columns, group_n) else columns,
+        "SCALE_ROWS": 1 if _one_scale_row(operands, columns, group_n) else columns,
         "BLOCK_N": columns,
         "BLOCK_K": max(tile.block_k, next_power_of_2(group_k)) if kind != "none" else tile.block_k,
         "VECTOR_SIZE": min(_VECTOR // w.element_size(), tile.block_k),
-        **_n_major_arguments(product, tile, columns),
+        **_n_major_arguments(operands, tile, columns),
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }
 
 
 def _n_major_arguments(
-    product: GemmOperands, tile: LaunchConfig, columns: int
+    operands: GemmOperands, tile: LaunchConfig, columns: int
 ) -> dict[str, object]:
-    """Return the arguments for weights whose N is contiguous; none for other weights."""
-    if not product.n_major:
+    """Return the arguments for weights whose N is contiguous, or {} for other weights."""
+    if not operands.n_major:
         return {}
-    width = columns * (2 if product.adjacent_up else 1)
-    vectors = max(1, width * product.w.element_size() // _VECTOR)  # per row of the tile
+    width = columns * (2 if operands.adjacent_up else 1)
+    vectors = max(1, width * operands.w.element_size() // _VECTOR)  # per row of the tile
     step_rows = max(1, 1 << (tile.num_warps * _WARP // vectors).bit_length() - 1)
     return {"N_MAJOR": True, "STEP_ROWS": min(step_rows, tile.block_k)}
 
 
 def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[str, object]:
-    """Return the LoRA arguments of the GEMM 1 kernel or, given top_k, of the GEMM 2 kernel."""
+    """Return the LoRA arguments of the GEMM 1 kernel or, if top_k is given, the GEMM 2 kernel."""
     arguments = shrink_output.arguments()
     arguments["BLOCK_RANK"] = next_power_of_2(shrink_output.b.shape[3])
     if top_k is not None:
@@ -347,7 +335,7 @@ def _adapter_arguments(shrink_output: ShrinkOutput, top_k: int | None) -> dict[s
     return arguments
 
 
-def _one_scale_row(product: GemmOperands, columns: int, group_n: int) -> bool:
+def _one_scale_row(operands: GemmOperands, columns: int, group_n: int) -> bool:
     """Return whether the weight rows of every block of `columns` columns share one scale."""
-    rows = columns * product.gate_stride
-    return group_n % rows == 0 and (product.gate_stride > 1 or product.up_row_offset % rows == 0)
+    rows = columns * operands.gate_stride
+    return group_n % rows == 0 and (operands.gate_stride > 1 or operands.up_row_offset % rows == 0)

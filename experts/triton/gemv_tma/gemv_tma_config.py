@@ -1,9 +1,9 @@
 """Configuration of the gemv_tma path: supported layers, limits, default launches and candidates.
 
-A producer warp loads weights into a ring buffer in shared memory. The launches of this path are
-LaunchConfigs, in which block_k is the K extent of one stage of the ring, and num_stages is the
-number of stages. block_n is fixed, because a tile has 64 weight rows, half of which are up rows in
-a gated GEMM. block_m and group_m are ignored.
+A producer warp loads weights into a ring buffer in shared memory. In a LaunchConfig of this path,
+block_k is the K extent of one stage of the ring, and num_stages is the number of stages. block_n is
+fixed, because a tile has 64 weight rows, half of which are up rows in a gated GEMM. block_m and
+group_m are ignored.
 """
 
 from collections.abc import Iterator
@@ -58,20 +58,19 @@ def _halves_share_scales(problem: Problem) -> bool:
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the largest call that uses this path without a tuned file.
+    """Return the largest token count for which this path is used without a tuned file.
 
-    0 means that no call does. Each token reads the weights of its experts separately. Measured on
-    an H200 (2026-11-22, triton 3.6.0) with 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and
-    gpt-oss: the path is faster than the aligned path if pairs <= experts / 2, or, with block
-    scales, if pairs <= experts / 4. Block scales add a cost per vector: with 1 and 2 tokens on the
-    layers of all tuned files, the path was faster with an intermediate size of 1408, but not with
-    768.
+    Each token reads the weights of its experts separately, so the path is faster than the aligned
+    path only up to experts / 2 pairs, or experts / 4 with block scales (H200, 2026-11-22, triton
+    3.6.0, 1 to 8 tokens, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss). Block scales add a cost
+    per vector. With them, the path was faster with an intermediate size of 1408, but not with 768
+    (1 and 2 tokens, layers of all tuned files).
     """
     has_block_scales = problem.scheme.granularity == "block"
     if has_block_scales and problem.intermediate < PIECE:
         return 0
-    experts_per_pair = 4 if has_block_scales else 2
-    return min(VECTORS, max(1, problem.experts // (experts_per_pair * problem.top_k)))
+    min_experts_per_pair = 4 if has_block_scales else 2
+    return min(VECTORS, max(1, problem.experts // (min_experts_per_pair * problem.top_k)))
 
 
 def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:

@@ -52,33 +52,25 @@ class GemvTmaPath(Path):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_tma_config.supports`."""
         return problem.adapters is None and gemv_tma_config.supports(problem, device)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the number of tokens of the largest call that uses the path by default.
-
-        With more tokens, several tokens often share an expert, and its weights are read repeatedly.
-        """
         return gemv_tma_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches with the largest block_k with which enough ring stages fit."""
         return gemv_tma_config.default_config(problem, device)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield violations of the fixed tile sizes and of the shared memory for the ring."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
-        """Return launches with as many ring stages as fit, and with fewer stages."""
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
@@ -88,7 +80,6 @@ class GemvTmaPath(Path):
         self._has_block_scales = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens. block_m is ignored."""
         problem, num_pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((num_pairs, problem.intermediate), problem.dtype)}
         if not self._has_block_scales:
@@ -101,7 +92,6 @@ class GemvTmaPath(Path):
         return -(-self.problem.intermediate // COLUMNS)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether weights, biases and scales are contiguous and weights aligned for TMA."""
         optional_tensors = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in optional_tensors if t is not None))
         return all(t.is_contiguous() for t in tensors) and all(
@@ -155,10 +145,7 @@ class GemvTmaPath(Path):
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """Return the name of the stages that the launch of GEMM 1 comprises.
-
-        The launch also quantizes x if x is not quantized yet.
-        """
+        """Return the name of the stages that the GEMM 1 launch comprises."""
         is_quantized = call.tokens.scale is not None
         return stages.GEMM1 if is_quantized else stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
 

@@ -1,6 +1,6 @@
 """Configuration of the gemv_w4 path: supported layers, limits, default launches and candidates.
 
-A chunk is 128 weights of a row, which four lanes load, and a block is some chunks of each weight
+A chunk is 128 weights of a row, which four lanes load. A block is one or more chunks of each weight
 row of a warp (`gemv_w4.kernels.common`).
 """
 
@@ -26,7 +26,7 @@ NAME = "gemv_w4"
 CHUNK = 128  # weights of a row that four lanes load, 16 bytes each
 ROWS = 16  # M of an MMA: weight rows
 SLOTS = 8  # N of an MMA: sums of a row with separate scales
-_MAX_STAGED_WEIGHTS = 512  # with so many weights of a row in all stages, 80 registers suffice
+_MAX_STAGED_WEIGHTS = 512  # up to this many weights of a row in all stages, 80 registers suffice
 _REGISTERS_PER_SM = 65536
 _MAX_THREAD_REGISTERS = 255
 _MAX_TOP_K = 64
@@ -97,10 +97,7 @@ def min_block_n(gemm: Gemm) -> int:
 
 
 def num_halves(tile: GemvW4Config) -> int:
-    """Return the number of parts of a block that have separate MMA rows in GEMM 2.
-
-    This is 2 if block_n is 8, else 1.
-    """
+    """Return the number of parts of a block that have separate MMA rows in GEMM 2: 2 or 1."""
     return max(1, ROWS // tile.block_n)
 
 
@@ -110,11 +107,9 @@ def max_registers(tile: GemvW4Config, gemm_index: int, *, words_stay_in_lanes: b
     16 warps fit on an SM with 128 registers per thread, 24 warps with 80, and 32 warps with 64.
     Tiles of 8 columns get fewer registers, because more programs must be resident at once.
 
-    tile: the launch.
-    gemm_index: 1 or 2.
     words_stay_in_lanes: `triton_versions.WORDS_STAY_IN_LANES`. If it is False, kernels would spill
-        with any of these numbers. The result is then the maximum with which one program fits on an
-        SM. Without a limit, ptxas would spill to make a second program fit.
+        with any of these limits, so the result is the maximum with which one program fits on an SM.
+        Without a limit, ptxas would spill to make a second program fit.
     """
     if not words_stay_in_lanes:
         return min(_MAX_THREAD_REGISTERS, _REGISTERS_PER_SM // (32 * tile.num_warps))
@@ -126,7 +121,7 @@ def max_registers(tile: GemvW4Config, gemm_index: int, *, words_stay_in_lanes: b
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the largest call that uses this path without a tuned file.
+    """Return the largest token count for which this path is used without a tuned file.
 
     Each token reads the weights of its experts separately. On an H200, the path is faster than the
     aligned path if pairs <= experts / 2 (2026-11-22, triton 3.6.0, Mixtral, DeepSeek-V3 EP8,
@@ -142,8 +137,8 @@ _NUM_SMS = 132  # of an H100 or H200
 def default_config(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the configuration of a call of `tokens` tokens without a tuned file.
 
-    In the measurements of `max_tokens`, and with the shapes of Qwen3-235B and Qwen2-57B, it takes
-    at most 4 % longer than the fastest configuration. No kernel spills 16 bytes or more.
+    In the measurements of `max_tokens`, and with the shapes of Qwen3-235B and Qwen2-57B, this
+    configuration takes at most 4% longer than the fastest one. No kernel spills 16 bytes or more.
     """
     launch1, launch2 = _gemm1_launch(problem, tokens), _gemm2_launch(problem, tokens)
     return MoEConfig(GemvW4Config(*launch1), GemvW4Config(*launch2), NAME)
@@ -163,10 +158,10 @@ def _gemm1_launch(problem: Problem, tokens: int) -> _Launch:
 
 
 def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
-    """Return the launch of GEMM 2. The fewer programs there are, the more warps each of them has.
+    """Return the launch of GEMM 2. If there are few programs, each of them has more warps.
 
     Tiles of 8 columns are used if, with tiles of 16 columns, some SMs would have one program and
-    others two.
+    other SMs would have two.
     """
     narrow_launch = _narrow_gemm2_launch(problem, tokens)
     if narrow_launch is not None:
@@ -179,15 +174,15 @@ def _gemm2_launch(problem: Problem, tokens: int) -> _Launch:
 
 
 def _narrow_gemm2_launch(problem: Problem, tokens: int) -> _Launch | None:
-    """Return a launch of GEMM 2 with 8 columns, or None if it is not faster than one with 16.
+    """Return a launch of GEMM 2 with 8 columns, or None if 16 columns are faster.
 
     All programs must be resident at once: two per SM if they can load all weights before GEMM 1
     ends, otherwise three. A block_k of more than 256 is used only for integers with groups of 128.
     With smaller groups, a block would have more groups than the MMA has columns.
 
-    On an H200 (2026-11-23, triton 3.6.0), such launches are faster with one token on Qwen3-30B,
-    OLMoE, Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536. On other layers, they are at most 2 %
-    faster, or slower.
+    On an H200 (2026-11-23, triton 3.6.0), these launches are faster with one token on Qwen3-30B,
+    OLMoE, Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536. On other layers, they are slower, or at
+    most 2% faster.
     """
     has_integers = problem.scheme.weight == "uint4"
     has_wide_groups = has_integers and problem.scheme.group[-1] % CHUNK == 0

@@ -1,9 +1,9 @@
 """The gemv_w4 path: a layer for a few tokens and 4-bit weights, in two launches.
 
 The path works like the gemv path, without sorting pairs, but it uses tensor cores. Words of eight
-4-bit weights are unpacked in registers. GEMM 2 needs the columns of h in another order, and
-multiplied by the factors of `prescale_factor`. GEMM 1 stores h in this form (see
-`store_in_pair_order`). The terms chunk, block and half are defined in `gemv_w4.kernels.common`.
+4-bit weights are unpacked in registers. GEMM 1 stores the columns of h in the order that GEMM 2
+needs, multiplied by the factors of `prescale_factor` (see `store_in_pair_order`).
+`gemv_w4.kernels.common` defines the terms chunk, block and half.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,38 +41,25 @@ class GemvW4Path(Path):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `gemv_w4_config.supports`."""
         return problem.adapters is None and gemv_w4_config.supports(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the number of tokens of the largest call that uses the path by default.
-
-        With more tokens, several tokens often share an expert, and sorting the pairs is faster.
-        """
         return gemv_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the default launches, which depend on the number of programs."""
         return gemv_w4_config.default_config(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return every token count for which this path is used by default.
-
-        Each of these token counts may have different launches.
-        """
+        # The launches may differ between any two token counts.
         return range(1, gemv_w4_config.max_tokens(problem) + 1)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield every reason why `config` cannot be launched for `gemm` on `device`.
-
-        Unlike in other paths, block_k may span several scale groups.
-        """
         assert isinstance(config, GemvW4Config)
         return violations(config, gemm, device)
 
@@ -98,13 +85,11 @@ class GemvW4Path(Path):
         self._gemm2_stage = stages.fuse(stages.GEMM2, *reduce_stage)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens. block_m is ignored."""
         problem = self.problem
         shape = (tokens * problem.top_k, problem.intermediate)
         return {"workspace13": BufferSpec(shape, problem.dtype)}
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the kernels can read the weights as words, in 16-byte loads."""
         return allows_vector_loads(weights)
 
     def run(self, call: PathCall) -> None:
@@ -183,15 +168,7 @@ class GemvW4Path(Path):
 def _make_arguments(
     operands: GemmOperands, tile: GemvW4Config, pairs_per_program: int, halves: int = 1
 ) -> dict[str, object]:
-    """Return the arguments that both kernels have and that depend on the weights or the launch.
-
-    See `gemv_w4_down_kernel` for their meaning.
-
-    operands: the weights and everything else that the GEMM needs.
-    tile: the launch.
-    pairs_per_program: pairs that a program computes.
-    halves: see `gemv_w4_config.num_halves`.
-    """
+    """Return the arguments that both kernels have and that depend on the weights or the launch."""
     _, group = scale_group(operands.scheme, operands.size_k)
     group = group or operands.size_k
     chunks = max(1, gemv_w4_config.chunks_per_block(tile, group) // halves)
@@ -220,14 +197,14 @@ def _make_arguments(
 
 
 def _count_warps_per_pair(tile: GemvW4Config, pairs_per_program: int) -> int:
-    """Return the number of warps that work on one pair; 0 if warps cannot be divided evenly."""
+    """Return the number of warps per pair, or 0 if the warps cannot be divided evenly."""
     return 0 if tile.num_warps % pairs_per_program else tile.num_warps // pairs_per_program
 
 
 def _has_paired_scales(operands: GemmOperands, group: int, chunks: int) -> bool:
-    """Return whether the scales of a row, which are contiguous, can be loaded two at a time.
+    """Return whether the scales of a row can be loaded two at a time.
 
-    This requires that a block and a row both have an even number of whole groups.
+    A block and a row must both have an even number of whole groups.
     """
     groups_per_chunk = max(1, gemv_w4_config.CHUNK // group)
     assert operands.scale is not None

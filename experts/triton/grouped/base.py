@@ -4,9 +4,9 @@ The grouped_tma, dequantized and grouped_w4 paths, and `MGroupedGemms` (segments
 it. A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
 `modular_kernel.ops.sort` gives each pair a row, with the rows of an expert adjacent.
 
-A call launches the sort of the pairs (count, scan and place), GEMM 1 with the activation function,
-GEMM 2, and the weighted sum over top-k. Depending on the subclass, the tokens are permuted before
-GEMM 1. Depending on the quantization scheme, h, the result of GEMM 1, is quantized before GEMM 2.
+A call sorts the pairs, runs GEMM 1 with the activation function and GEMM 2, and sums the weighted
+rows of each token. Some subclasses permute the tokens before GEMM 1. If the scheme quantizes
+activations, h, the result of GEMM 1, is quantized before GEMM 2.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ from modular_kernel.workspace import BufferSpec
 class GemmRows(NamedTuple):
     """The activations of a GEMM: P rows in expert order, where P is the number of pairs.
 
-    The last rows are not in use if the experts of some pairs are on other ranks.
+    If the experts of some pairs are on other ranks, the last rows are unused.
 
     values: (P, K), or (T, K) if `tokens` is not None.
     scale: the scales of quantized values, (1,) or one row of scales per row of values; or None.
@@ -59,9 +59,8 @@ class ExpertSortedGemms(ABC):
 
     Buffers have a row for every pair. Only the rows of pairs with a local expert are in use.
 
-    skips_unused_rows: whether only the rows in use are quantized. If False, the other rows, whose
-        contents are arbitrary, are quantized too. This takes time, and must not be done if all rows
-        share a scale.
+    skips_unused_rows: whether only the rows in use are quantized. It must be True if all rows share
+        a scale, because the contents of unused rows are arbitrary.
     permutes_tokens: whether a separate launch permutes the tokens to sorted order. If False, GEMM 1
         gathers the tokens.
     adapters_class: the class that computes the shrink output in the layout that the GEMM kernel
@@ -103,8 +102,8 @@ class ExpertSortedGemms(ABC):
         problem, num_pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
         x_dtype = STORAGE[scheme.activation] if scheme.quantizes_activations else problem.dtype
-        # The output of GEMM 2 may reuse the memory of the input of GEMM 1. If the output of GEMM 1
-        # was quantized, its memory may be reused, too.
+        # The output of GEMM 2 may reuse the memory of the input of GEMM 1. It may also reuse the
+        # memory of the output of GEMM 1 if that was quantized into another buffer.
         aliases: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.permutes_tokens else ()
         if scheme.quantizes_activations:
             aliases += ("workspace13",)
@@ -193,7 +192,7 @@ class ExpertSortedGemms(ABC):
         return GemmRows(x_RH, row_scale, self._permute_weights(call, order))
 
     def _permute_weights(self, call: PathCall, order: SortedPairs) -> torch.Tensor | None:
-        """Return router weights (P, 1) for the sorted rows, or None unless GEMM 1 applies them."""
+        """Return router weights (P, 1) in sorted order, or None if GEMM 1 does not apply them."""
         if not self.problem.apply_router_weight_on_input:
             return None
         weights_TK = call.tokens.routing.topk_weights_TK

@@ -15,7 +15,7 @@ from modular_kernel.replay.launch.launch import launch
 
 
 class MGroupedGemms(ExpertSortedGemms):
-    """Two grouped GEMMs, each in one Triton launch. The rows of each expert form a segment."""
+    """Two grouped GEMMs, each in one Triton launch."""
 
     def multiply(
         self,
@@ -41,12 +41,11 @@ def m_grouped_gemm(
     """Compute out[r] = rows[r] @ W[expert of r]^T for the rows of `tiles`.
 
     rows: the left operand, with contiguous values.
-    operands: the weights and everything else that the GEMM needs.
     tile: the launch configuration.
-    tiles: the encoded tile list (see `ops.sort`).
+    tiles: the encoded tile list, as in `modular_kernel.ops.sort.SortedPairs.tiles`.
     out: (R, columns), contiguous.
     precision: the precision of float32 GEMMs, as in Problem.fp32_precision.
-    tokens: (R,) the token of each row. Needed only if `rows` has a shrink output.
+    tokens: (R,), the token of each row. Needed only if `rows` has a shrink output.
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 

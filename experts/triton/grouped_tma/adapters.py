@@ -1,9 +1,9 @@
-"""LoRA for the GEMMs of the grouped_tma path: the launch of their shrink kernel.
+"""LoRA for the GEMMs of the grouped_tma path: the launch of the shrink kernel.
 
-An adapter adds B u to the result of a GEMM, where u = A x. It is identified by its slot in the
-stacked matrices A and B. The TMA GEMM adds B u in extra steps along K, one group of steps for each
-slot that occurs in a tile. u therefore has columns for every slot of a row's tile, which are zero
-except for those of the row's own slot.
+An adapter adds B u to the result of a GEMM, where u = A x. The index of an adapter in the stacked
+matrices A and B is its slot. The TMA GEMM adds B u in extra steps along K, one group of steps for
+each slot that occurs in a tile. A row of u therefore has columns for every slot of its tile. All of
+them are zero except the columns of the row's own slot.
 """
 
 import torch
@@ -39,9 +39,7 @@ def tile_specs(problem: Problem, num_rows: int, num_tiles: int) -> dict[str, Buf
 
 
 def round_up_to_box(columns: int) -> int:
-    """Round the number of columns of u per slot up to whole TMA boxes, which are K steps of the
-    GEMM.
-    """
+    """Round the number of columns of u per slot up to whole TMA boxes. A box is a K step."""
     return -(-columns // _BOX_WIDTH) * _BOX_WIDTH
 
 

@@ -1,7 +1,7 @@
 """Configuration of the grouped_tma path: supported layers, limits, default launches and candidates.
 
-A tile is 128 activation rows by two halves of weight rows. "Narrow" tiles have 64 weight rows per
-half, wide tiles 128.
+A tile is 128 activation rows by two halves of weight rows. Narrow tiles have 64 weight rows per
+half, and wide tiles have 128.
 """
 
 from collections.abc import Iterator
@@ -29,11 +29,13 @@ _BLOCK = (128, 128)
 _ROWS_PER_HALF = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
 MAX_ADAPTERS = 8  # maximum number of adapter slots; each slot in a tile adds K steps
 # The path is used by default with at least _MIN_ROWS rows per expert on average. Its tiles are
-# narrow with at most _MAX_NARROW_ROWS. Measured on an H200 (2026-11-28, triton 3.6.0) on seven
-# layers with E 48 to 256, H 2048 to 8192, I 1024 to 3584. Time relative to the aligned path: bf16
-# 0.97 to 1.02 with 48 rows and 0.87 to 0.91 with 64 rows; fp8 with block scales 1.03 to 1.07 with
-# 48 rows, 1.01 to 1.05 with 52 rows and 0.84 to 0.92 with 64 rows. Time of narrow tiles relative to
-# wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with 96 rows and 1.03 to 1.16 with 128 rows.
+# narrow with at most _MAX_NARROW_ROWS rows. Measured on an H200 (2026-11-28, triton 3.6.0) on seven
+# layers with E from 48 to 256, H from 2048 to 8192, and I from 1024 to 3584:
+# - bf16, relative to the time of the aligned path: 0.97 to 1.02 with 48 rows, 0.87 to 0.91 with 64.
+# - fp8 with block scales, relative to the time of the aligned path: 1.03 to 1.07 with 48 rows, 1.01
+#   to 1.05 with 52, 0.84 to 0.92 with 64.
+# - Narrow tiles, relative to the time of wide tiles: 0.96 to 1.00 with 64 rows, 0.99 to 1.03 with
+#   96, 1.03 to 1.16 with 128.
 _MIN_ROWS = {"plain": 48, "channel": 56, "block": 56}
 _MAX_NARROW_ROWS = 88
 # Bytes of one output column of a tile in the staging buffers. An element has 16 bits.
@@ -55,20 +57,20 @@ def supports(problem: Problem, device: Device) -> bool:
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the smallest call that uses this path without a tuned file."""
+    """Return the smallest token count for which this path is used without a tuned file."""
     return _MIN_ROWS[MODE_BY_SCHEME[problem.scheme.name]] * problem.experts // problem.top_k
 
 
 def max_narrow_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the largest call with narrow tiles without a tuned file."""
+    """Return the largest token count for which tiles are narrow without a tuned file."""
     return _MAX_NARROW_ROWS * problem.experts // problem.top_k
 
 
 def _supports_adapters(problem: Problem) -> bool:
-    """Return whether TMA can load the matrix B of every slot, in extra K steps of 16-bit weights.
+    """Return whether TMA can load the matrices B in extra K steps of 16-bit weights.
 
-    With interleaved gate and up rows, a TMA box contains both, so both must use the same columns of
-    u.
+    With interleaved gate and up rows, a TMA box contains gate and up rows, so both must use the
+    same columns of u.
     """
     spec = problem.adapters
     assert spec is not None
@@ -93,12 +95,12 @@ def _has_one_scale_per_half(problem: Problem) -> bool:
 def gathers_tokens(problem: Problem) -> bool:
     """Return whether GEMM 1 gathers the tokens itself, so that no separate launch permutes them.
 
-    The kernel copies rows a few K steps ahead. The copies may run into the next tile, but not past
-    it, so a tile must have at least that many K steps.
+    The kernel copies rows a few K steps ahead. These steps may belong to the next tile, but not to
+    a later one, so a tile must have at least that many K steps.
     """
     itemsize = 1 if problem.scheme.quantized else problem.dtype.itemsize
     steps = -(-problem.hidden * itemsize // BOX_BYTES)
-    if problem.adapters is not None:  # u is in sorted order, so x must be, too
+    if problem.adapters is not None:  # u is in sorted order, so x must also be in sorted order
         return False
     return MODE_BY_SCHEME[problem.scheme.name] != "block" and steps >= _MAX_STAGES - 1
 
@@ -151,7 +153,7 @@ def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Ite
 def default_config(problem: Problem, tokens: int | None = None) -> MoEConfig:
     """Return the configuration without a tuned file for a call of `tokens` tokens.
 
-    None stands for more tokens than max_narrow_tokens.
+    If `tokens` is None, return the configuration for many tokens, with wide tiles.
     """
     mode = MODE_BY_SCHEME[problem.scheme.name]
     half_rows, num_stages = (64, 6) if mode == "block" else (128, 4)

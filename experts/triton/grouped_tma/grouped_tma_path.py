@@ -1,8 +1,8 @@
 """The grouped_tma path: persistent grouped GEMMs over expert-sorted rows, with TMA (sm_90).
 
 The path is for many rows per expert, because it always loads whole TMA boxes, even for tiles with
-fewer rows. GEMM 1 gathers the tokens. If it cannot, a separate launch permutes them first. The
-other launches are in `grouped.base`.
+fewer rows. GEMM 1 gathers the tokens, or a separate launch permutes them
+(`grouped_tma_config.gathers_tokens`). `grouped.base` has the other launches.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,39 +45,30 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `grouped_tma_config.supports`."""
         return grouped_tma_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the number of tokens of the smallest call that uses the path by default.
-
-        With fewer tokens, tiles have too few rows.
-        """
         return grouped_tma_config.min_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return the launches that were the fastest on an H200."""
         return grouped_tma_config.default_config(problem, tokens)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token count after which tiles become wider."""
         return (grouped_tma_config.max_narrow_tokens(problem),)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield violations of the fixed tile sizes and of shared memory."""
         assert isinstance(config, LaunchConfig)
         mode = MODE_BY_SCHEME[problem.scheme.name]
         return violations(config, gemm, mode, device)
 
     @classmethod
     def candidates(cls, problem: Problem, tokens: int) -> CandidateGroups:
-        """Return launches with different values of group_m, block_n and num_stages."""
         return candidates(problem, tokens)
 
     # Usually all rows are in use. Quantizing is then faster without a check of each row.
@@ -90,17 +81,11 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         self.permutes_tokens = not gathers_tokens(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of the grouped GEMMs, with LoRA shrink outputs in a layout for TMA."""
         num_pairs = tokens * self.problem.top_k
         max_tiles = max_tile_count(num_pairs, block_m, self.problem.e)
         return super().specs(tokens, block_m) | tile_specs(self.problem, num_pairs, max_tiles)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the kernels can read the tensors.
-
-        Weights must be contiguous and aligned for TMA. If GEMM 1 gathers the tokens, their rows
-        must be aligned for 16-byte copies.
-        """
         tma_tensors = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
         all_tensors = (*tma_tensors, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = [t for t in all_tensors if t is not None]
@@ -172,10 +157,8 @@ def _adapter_arguments(
 ) -> dict[str, object]:
     """Return the LoRA arguments of the kernel.
 
-    shrink_output: the shrink output; None for a call without adapters.
-    unused: passed for descriptors that are not used.
+    unused: a descriptor to pass for the LoRA descriptors in a call without adapters.
     box_rows: weight rows of a TMA box.
-    order: the sorted pairs.
     """
     from experts.triton.kernels.tma_descriptors import tma_descriptor
 

@@ -1,8 +1,7 @@
-"""Bitwise reference in PyTorch: tile 4-bit weights (`layout`), and unpack tiled weights.
+"""PyTorch reference of the grouped_w4 path: tile 4-bit weights (`layout`), and unpack them.
 
-Tests require the tiling kernel and the unpacking code of the grouped_w4 path to match this
-reference bit for bit. A code is a 4-bit integer or an e2m1 value (the 4-bit floating-point type of
-mxfp4 and NVFP4).
+Tests require the kernels of the path to match this reference bit for bit. A code is a 4-bit integer
+or an e2m1 value (the 4-bit floating-point type of mxfp4 and NVFP4).
 """
 
 import torch
@@ -135,7 +134,7 @@ def _apply_signs(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _pack_by_halves(bytes_: torch.Tensor) -> torch.Tensor:
     """Pack four bytes into each word.
 
-    The low nibble of byte i goes to bit 4 * i of the word, the high nibble to bit 16 + 4 * i.
+    The low nibble of byte i starts at bit 4 * i of the word, and the high nibble at bit 16 + 4 * i.
     """
     byte_values = bytes_.view(-1, 4).long()
     shifts = torch.arange(4, device=byte_values.device) * 4
@@ -169,7 +168,7 @@ def _undo_order_by_threads(
 def untile_weights(tiled: TiledWeights, packed_format: PackedFormat) -> torch.Tensor:
     """Return the weights as the kernel unpacks them, float32 (e, tiles * 256, steps * 64).
 
-    The power-of-two factor that the kernel applies (`PackedFormat.scale_shift`) is divided out.
+    The result does not have the power-of-two factor of the kernel (`PackedFormat.scale_shift`).
     """
     tiles, steps = tiled.tiles, tiled.steps
     experts = zip(tiled.words, tiled.scales, strict=True)
@@ -222,7 +221,7 @@ def _unpack_expert(
 
 
 def _round_to_bf16(value: torch.Tensor) -> torch.Tensor:
-    """Round float64 directly to bf16. Rounding to float32 first would round twice."""
+    """Round float64 to bf16 without rounding to float32 first."""
     bits = value.view(torch.int64)
     just_below_half = (1 << _BF16_DROPPED_BITS - 1) - 1
     rounded = bits + just_below_half + (bits >> _BF16_DROPPED_BITS & 1)

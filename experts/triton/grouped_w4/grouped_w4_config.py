@@ -1,8 +1,8 @@
 """Configuration of the grouped_w4 path: supported layers, limits, default launches and candidates.
 
-The path first reorders 4-bit weights to a tiled layout (`layout`). Prepared weights are in this
-layout since they were loaded, so that the path is faster already with fewer rows per expert. rows
-means the mean number of rows per expert, tokens * top_k / experts.
+The path reorders 4-bit weights to a tiled layout (`layout`) before each GEMM. Prepared weights are
+already in this layout, so the path is also fast with fewer rows per expert. The number of rows per
+expert always means the mean, tokens * top_k / experts.
 """
 
 import math
@@ -38,23 +38,23 @@ NAME = "grouped_w4"
 # With block_m 128, the float32 accumulators of two blocks take half of the registers of a thread.
 _BLOCK_M_VALUES = (32, 64, 128)
 _STAGES = {32: 11, 64: 8, 128: 6}  # block_m -> maximum number of stages that fit
-# Mean rows per expert for which the path is used by default: at least _MIN_ROWS and at most
-# _MAX_ROWS. With at least _MIN_ROWS_OF_128 rows, tiles have 128 rows instead of 64. Measured on an
-# H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, for mxfp4, gpt-oss.
-# Time relative to the other paths, by rows per expert:
-#   mxfp4, plain or repacked: 0.99 to 1.32 with 32, 0.73 to 0.83 with 48, 0.87 to 0.96 with 512,
-#     0.90 to 1.04 with 768
-#   integers: 0.77 with 24 and zero points; 0.78 to 0.87 with 48; with 256, 0.84 to 0.98, 0.77 to
-#     0.91 and 0.69 to 0.84 for scales of float32, float16 and bf16
-#   NVFP4: 0.74 with 48, 0.90 to 1.04 with 128
+# The path is used by default with _MIN_ROWS to _MAX_ROWS rows per expert. With at least
+# _MIN_ROWS_OF_128 rows, tiles have 128 rows instead of 64. Measured on an H200 (2026-11-26, triton
+# 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and, for mxfp4, gpt-oss. Time relative to the other
+# paths:
+# - mxfp4: 0.99 to 1.32 with 32 rows per expert, 0.73 to 0.83 with 48, 0.87 to 0.96 with 512, 0.90
+#   to 1.04 with 768.
+# - integers: 0.77 with 24 rows and zero points, 0.78 to 0.87 with 48 rows. With 256 rows, 0.84 to
+#   0.98 for float32 scales, 0.77 to 0.91 for float16, and 0.69 to 0.84 for bf16.
+# - NVFP4: 0.74 with 48 rows, 0.90 to 1.04 with 128.
 _MIN_ROWS, _MIN_ROWS_WITH_ZEROS, _MIN_ROWS_OF_128 = 40, 24, 56
 _MAX_ROWS = {"mxfp4_w4a16": 640, "nvfp4_w4a16": 128, "int4_w4a16_group": 320}
-# Minimum mean rows per expert for which prepared weights are used, if the tiles keep all SMs busy:
-# by scheme, and for integers by (scale dtype, has zero points). With fewer rows, the aligned_w4
-# path is faster, and its time grows with the rows; the time of this path hardly changes up to 24
-# rows. Both were timed on an H200 (2026-11-30, triton 3.6.0, 2 to 24 rows per expert) on seven
-# layers with E 16 to 128, H 2048 to 4096, I 384 to 2880. For scales of float16 and float32,
-# instructions that unpack weights take most of the time.
+# Minimum rows per expert for which prepared weights are used, if the tiles keep all SMs busy: by
+# scheme, and for integers by (scale dtype, has zero points). With fewer rows, the aligned_w4 path
+# is faster. Its time grows with the number of rows, but the time of this path hardly changes up to
+# 24 rows (H200, 2026-11-30, triton 3.6.0, 2 to 24 rows per expert, seven layers with E from 16 to
+# 128, H from 2048 to 4096, and I from 384 to 2880). With float16 and float32 scales, the limits are
+# higher, because unpacking takes most of the time.
 _MIN_PREPARED_ROWS = {"mxfp4_w4a16": 4.5, "nvfp4_w4a16": 2.0}
 _MIN_PREPARED_ROWS_OF_INTEGERS = {
     ("bfloat16", False): 4.0,
@@ -64,24 +64,28 @@ _MIN_PREPARED_ROWS_OF_INTEGERS = {
     ("float32", False): 9.0,
     ("float32", True): 9.0,
 }
-# With groups of less than 128 columns, the aligned_w4 path has more steps. The limit is then lower
-# by the first number, but not below the second (groups of 64, same day).
+# With groups of less than 128 columns, the aligned_w4 path has more steps, so the limit is reduced
+# by _FEWER_ROWS_WITH_SMALL_GROUPS, but not below _MIN_ROWS_OF_INTEGERS. Measured with groups of 64.
 _FEWER_ROWS_WITH_SMALL_GROUPS, _MIN_ROWS_OF_INTEGERS = 3.0, 2.0
-# If some SMs idle in the last wave of tiles, the limit is higher, by this number times the share of
-# time that SMs idle: with 38 % (E 48, H 3072, I 384), it is 3.6 to 6.4 rows higher.
-_MORE_ROWS_PER_IDLE_SHARE = 13.0
+# If SMs idle in the last wave of tiles, the limit is raised by this number times the fraction of
+# the time for which they idle. The measured limit was 3.6 to 6.4 rows higher with a fraction of
+# 0.38 (E=48, H=3072, I=384).
+_MORE_ROWS_PER_IDLE_FRACTION = 13.0
 _NUM_SMS = 132  # of the H100 SXM and the H200
-# Minimum mean rows per expert for which tiles of prepared weights have 64 and 128 rows instead of
-# 32. Time of tiles of 32 rows, by rows per expert (H200, 2026-11-28):
-#   relative to tiles of 64 rows, all multiplied: 0.74 to 0.77 with 12.8 (int4: 0.84 to 0.85)
-#   relative to tiles of 64 rows that multiply up to 32 rows as half a tile: 1 with 24, 1.15 to 1.31
-#     with 32
+# Minimum rows per expert for which tiles of prepared weights have 64 and 128 rows instead of 32.
+# Time of tiles of 32 rows (H200, 2026-11-28):
+# - relative to tiles of 64 rows that are always multiplied as a whole: 0.74 to 0.77 with 12.8 rows
+#   per expert, 0.84 to 0.85 for int4.
+# - relative to tiles of 64 rows that are multiplied as half a tile if they have at most 32 rows: 1
+#   with 24 rows per expert, 1.15 to 1.31 with 32.
 _MIN_PREPARED_ROWS_OF_64, _MIN_PREPARED_ROWS_OF_128 = 22, 56
-# Maximum mean rows per expert for which prepared weights are used, by scale dtype. Time relative to
-# weights that are not prepared: float32 scales 1.04 with 640 rows; float16 scales 0.94 with 640
-# rows and 0.97 to 1.09 with 1024; bf16 scales with zero points, and NVFP4, 1.04 to 1.08 with 4096.
-# There is no limit for mxfp4, or for integers with bf16 scales and without zero points, because
-# prepared weights are as fast as others with any number of rows.
+# Maximum rows per expert for which prepared weights are used, by scale dtype. Time relative to
+# weights that are not prepared:
+# - float32 scales: 1.04 with 640 rows.
+# - float16 scales: 0.94 with 640 rows, 0.97 to 1.09 with 1024.
+# - bf16 scales with zero points, and NVFP4: 1.04 to 1.08 with 4096 rows.
+# There is no limit for mxfp4, nor for integers with bf16 scales and without zero points. Their
+# prepared weights are at least as fast with any number of rows.
 _MAX_PREPARED_ROWS = {"float32": 512, "float16": 768}
 _MAX_PREPARED_ROWS_WITH_ZEROS = 2048
 _TILE_WEIGHT_ROWS = BLOCK * BLOCKS_PER_TILE  # weight rows per tile
@@ -101,7 +105,7 @@ _CANDIDATES: EntryTable = {
 
 
 def supports(problem: Problem, device: Device) -> bool:
-    """Return whether the path supports `problem`: 4-bit weights and bf16 activations."""
+    """Return whether the path supports `problem`. It needs 4-bit weights and bf16 activations."""
     scheme, sizes = problem.scheme, (problem.hidden, problem.intermediate)
     if scheme.name not in _SCHEMES or not dequantized_config.supports(problem, device):
         return False
@@ -157,7 +161,7 @@ def _shared_bytes(tile: LaunchConfig, staging_buffers: int, packed_format: Packe
 def num_staging_buffers(tile: LaunchConfig, packed_format: PackedFormat, *, gated: bool) -> int:
     """Return the number of staging buffers per warpgroup.
 
-    There are two if a warpgroup stores two boxes and both fit in shared memory, else one.
+    There are two if a warpgroup stores two boxes and both fit in shared memory, otherwise one.
     """
     return 1 if gated or _shared_bytes(tile, 2, packed_format) > Device().shared else 2
 
@@ -176,7 +180,7 @@ def boxes_per_expert(problem: Problem) -> tuple[int, int]:
 
 
 def experts_per_chunk(problem: Problem) -> int:
-    """Return the number of experts in a chunk, whose weights are tiled and multiplied at a time."""
+    """Return the number of experts whose weights are tiled and multiplied at once."""
     boxes_and_formats = zip(boxes_per_expert(problem), packed_formats(problem), strict=True)
     expert_bytes = max(boxes * box_bytes(format_) for boxes, format_ in boxes_and_formats)
     num_chunks = -(-problem.e // max(1, _MAX_CHUNK_BYTES // expert_bytes))
@@ -184,20 +188,20 @@ def experts_per_chunk(problem: Problem) -> int:
 
 
 def min_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the smallest call that uses this path without a tuned file."""
+    """Return the smallest token count for which this path is used without a tuned file."""
     min_rows = _MIN_ROWS_WITH_ZEROS if problem.scheme.zero_points else _MIN_ROWS
     return -(-min_rows * problem.experts // problem.top_k)
 
 
 def max_tokens(problem: Problem) -> int:
-    """Return the number of tokens of the largest call that uses this path without a tuned file."""
+    """Return the largest token count for which this path is used without a tuned file."""
     return _MAX_ROWS[problem.scheme.name] * problem.experts // problem.top_k
 
 
 def min_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int:
-    """Return the number of tokens of the smallest call that uses prepared weights.
+    """Return the smallest token count for which prepared weights are used.
 
-    It assumes that tokens are distributed evenly over the experts.
+    Tokens are assumed to be distributed evenly over the experts.
     """
     scheme = problem.scheme
     if scheme.weight == "uint4":
@@ -207,15 +211,15 @@ def min_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int:
             rows = max(rows - _FEWER_ROWS_WITH_SMALL_GROUPS, _MIN_ROWS_OF_INTEGERS)
     else:
         rows = _MIN_PREPARED_ROWS[scheme.name]
-    rows += _MORE_ROWS_PER_IDLE_SHARE * _idle_share(problem)
+    rows += _MORE_ROWS_PER_IDLE_FRACTION * _idle_fraction(problem)
     return math.ceil(rows * problem.experts / problem.top_k)
 
 
-def _idle_share(problem: Problem) -> float:
-    """Return the share of the GEMMs' time in which an SM has no tile, because other SMs have more.
+def _idle_fraction(problem: Problem) -> float:
+    """Return the mean fraction of the GEMMs' time for which an SM waits for other SMs.
 
-    Each expert is assumed to have one tile of rows. GEMMs with at most one tile per SM count as
-    busy, because they were not measured.
+    Each expert is assumed to have one tile of rows. If a GEMM has at most one tile per SM, its SMs
+    count as busy, because this case was not measured.
     """
     w1_rows = problem.intermediate * (2 if problem.act.gated else 1)
     busy_steps = elapsed_steps = 0.0
@@ -229,10 +233,7 @@ def _idle_share(problem: Problem) -> float:
 
 
 def max_prepared_tokens(problem: Problem, scale_dtype: torch.dtype) -> int | None:
-    """Return the number of tokens of the largest call that uses prepared weights.
-
-    None means that there is no limit.
-    """
+    """Return the largest token count for which prepared weights are used; None means no limit."""
     scheme, max_rows = problem.scheme, None
     if scheme.matrix_scales or scheme.zero_points:
         max_rows = _MAX_PREPARED_ROWS_WITH_ZEROS
@@ -254,7 +255,7 @@ def breakpoints(problem: Problem) -> tuple[int, ...]:
 def prepared_configs(problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
     """Return (minimum tokens, configuration) of calls with prepared weights, ascending.
 
-    With integers, the first minimum is that of scales in bf16, which is the lowest one.
+    For integers, the first minimum is that of bf16 scales, which is the lowest.
     """
     if problem.batch_invariant:  # all calls must use the same tiles
         return ()

@@ -2,7 +2,7 @@
 
 The path works like the dequantized path, but the launch before each GEMM reorders the weights
 (`layout`) instead of converting them. It therefore writes 4 bits per weight instead of 16, and the
-GEMM reads 4 bits. Prepared weights are already in the tiled order.
+GEMM reads 4 bits. Prepared weights are already tiled.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,44 +45,29 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def supports(cls, problem: Problem, device: Device) -> bool:
-        """Return whether the kernels support `problem`; see `grouped_w4_config.supports`."""
         return problem.adapters is None and grouped_w4_config.supports(problem, device)
 
     @classmethod
     def min_tokens(cls, problem: Problem) -> int:
-        """Return the number of tokens of the smallest call that uses the path by default.
-
-        With fewer tokens, experts have too few rows.
-        """
         return grouped_w4_config.min_tokens(problem)
 
     @classmethod
     def max_tokens(cls, problem: Problem) -> int | None:
-        """Return the number of tokens of the largest call that uses the path by default.
-
-        With more tokens, unpacking the weights in every tile takes too long.
-        """
         return grouped_w4_config.max_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return launches with tiles of 128 rows, or of 64 rows if experts have few rows."""
         block_m = grouped_w4_config.choose_block_m(problem, tokens)
         return grouped_w4_config.default_config(problem, block_m)
 
     @classmethod
     def breakpoints(cls, problem: Problem) -> Iterable[int]:
-        """Return the token counts after which the launches change.
-
-        See `grouped_w4_config.breakpoints`.
-        """
         return grouped_w4_config.breakpoints(problem)
 
     @classmethod
     def violations(
         cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
     ) -> Iterator[Violation]:
-        """Yield violations of the fixed tile sizes and of shared memory."""
         assert isinstance(config, LaunchConfig)
         return violations(config, gemm, problem, device)
 
@@ -94,10 +79,7 @@ class GroupedW4Path(DequantizedPath):
     def replace_foreign_config(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return the default configuration if the call would use it without a tuned file.
-
-        For other calls, return `config`.
-        """
+        """Return the default configuration if the call would use it without a tuned file."""
         max_tokens = cls.max_tokens(problem)
         is_above_range = max_tokens is not None and (max_tokens == 0 or tokens > max_tokens)
         if is_above_range or tokens < cls.min_tokens(problem):
@@ -106,10 +88,6 @@ class GroupedW4Path(DequantizedPath):
 
     @classmethod
     def prepared_configs(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
-        """Return a configuration for each block_m.
-
-        With prepared weights, the path is already faster with fewer rows per expert.
-        """
         return grouped_w4_config.prepared_configs(problem)
 
     def __init__(self, problem: Problem) -> None:
@@ -141,7 +119,6 @@ class GroupedW4Path(DequantizedPath):
         }
 
     def prepared_specs(self) -> dict[str, BufferSpec]:
-        """Return the specs of the tiled words and scales of w1 and w2, for all experts."""
         problem, specs = self.problem, dict[str, BufferSpec]()
         sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
         gated = problem.act.gated, False
@@ -155,17 +132,13 @@ class GroupedW4Path(DequantizedPath):
         return specs if self._prepares else {}
 
     def is_faster_when_prepared(self, weights: ExpertWeights, tokens: int) -> bool:
-        """Return whether calls of `tokens` tokens are faster with prepared weights.
-
-        With fewer tokens, the aligned_w4 path is faster. With more, it is faster to dequantize the
-        weights to bf16 once than to unpack them in every GEMM tile.
-        """
+        # With fewer tokens, the aligned_w4 path is faster. With more tokens, it is faster to
+        # dequantize the weights to bf16 once than to unpack them in every GEMM tile.
         assert weights.w1_scale is not None
         min_tokens, max_tokens = self._prepared_range[weights.w1_scale.dtype]
         return min_tokens <= tokens and (max_tokens is None or tokens <= max_tokens)
 
     def specs_of_prepared(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of the grouped GEMMs. Prepared weights need no buffers for tiling."""
         return super(DequantizedPath, self).specs(tokens, block_m)
 
     def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
@@ -189,10 +162,7 @@ class GroupedW4Path(DequantizedPath):
                 tile_experts(operands, starts, chunk, first_expert)
 
     def supports_tensors(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Return whether the path supports the strides and alignment of these tensors.
-
-        It always supports those of prepared weights.
-        """
+        # Prepared weights always have the required strides and alignment.
         if weights.w1_tiles is None:
             return super().supports_tensors(weights, x_TH)
         return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
@@ -206,7 +176,7 @@ class GroupedW4Path(DequantizedPath):
         out: torch.Tensor,
         call: PathCall,
     ) -> None:
-        """Run one GEMM: in one launch with prepared weights, else a chunk of experts at a time."""
+        """Run one GEMM. Without prepared weights, each launch computes a chunk of experts."""
         if operands.tiles is None:
             super().multiply_all_experts(rows, operands, tile, order, out, call)
         else:

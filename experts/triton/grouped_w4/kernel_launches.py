@@ -1,4 +1,4 @@
-"""Launch the two kernels of the grouped_w4 path: tile weights, and multiply by tiled weights.
+"""Launch the kernels of the grouped_w4 path, which tile weights and multiply by tiled weights.
 
 Tiling reorders 4-bit weights and their scales for the GEMM kernel (`layout`).
 """
@@ -44,13 +44,12 @@ def tiled_gemm(
 
     x_RK: the activations, sorted by expert.
     weights: the tiled weights.
-    operands: everything else that the GEMM needs. Only the shapes and dtypes of its weights, scales
-        and zero points are used.
-    tile: the launch.
+    operands: the other operands. Of its weights, scales and zero points, only the shapes and dtypes
+        are used.
     order: the sorted pairs, in tiles of tile.block_m rows.
     out: (R, N), contiguous. Rows outside all tiles are not written.
     max_short_rows: tiles with at most this many rows are multiplied as tiles of this size, which
-        takes less time; 0 for none.
+        takes less time. If it is 0, all tiles have the full size.
     """
     from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import count_sms, tma_descriptor
@@ -97,10 +96,7 @@ def tiled_shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of `TiledWeights.words` and `TiledWeights.scales`.
 
-    experts: number of experts.
     columns: output columns of the GEMM.
-    k: K of the GEMM.
-    packed_format: the format of the tiled weights.
     gated: whether the GEMM computes gate and up columns.
     """
     tiles = -(-columns // (BLOCKS_PER_TILE * BLOCK // (2 if gated else 1)))
@@ -116,8 +112,7 @@ def tile_experts(
 
     operands: the operands of all experts, of which w, scale and zero_point are contiguous.
     starts: (experts + 1,) int32, the first row of each expert, then the number of rows.
-    out: the tiled weights, which determine the number of experts.
-    first_expert: the first expert to tile.
+    out: the tiled weights of the experts to tile, which are first_expert and the following ones.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 

@@ -54,7 +54,7 @@ class PackedFormat(NamedTuple):
 
     Kernels take `str(packed_format)` as the constexpr PACKED_FORMAT.
 
-    kind: "e2m1", "nvfp4" or "integer". The other fields are only for integers.
+    kind: "e2m1", "nvfp4" or "integer". The fields below apply only to integers.
     groups: scale words per row and K step.
     scale: name of the dtype of the original scales.
     zero: whether there are zero points.
@@ -86,12 +86,7 @@ class PackedFormat(NamedTuple):
 def choose_packed_format(
     scheme: QuantScheme, k: int, scale_dtype: torch.dtype = torch.float32
 ) -> PackedFormat:
-    """Return the format of tiled weights.
-
-    scheme: the quantization scheme.
-    k: K of the GEMM.
-    scale_dtype: dtype of the original scales.
-    """
+    """Return the format of tiled weights whose original scales have dtype scale_dtype."""
     kind = word_format(scheme)
     if kind != "integer":
         return PackedFormat("nvfp4" if kind == "nvfp4" else "e2m1")
@@ -130,7 +125,6 @@ def list_tile_rows(columns: int, step: int, up_row: int, *, gated: bool) -> torc
     columns: output columns.
     step: weight rows per output column. Column n uses weight row n * step and, for up, weight row
         n * step + up_row.
-    up_row: the first up row.
     gated: whether the GEMM computes gate and up columns.
     """
     num_matrices = 2 if gated else 1

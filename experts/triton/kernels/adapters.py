@@ -52,7 +52,7 @@ def shrink_tile(
     """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32)
-    slot = tl.min(adapter_slots, axis=0)  # NaN-free: integers
+    slot = tl.min(adapter_slots, axis=0)  # NaN-free: integer operands
     while slot < NO_SLOT:
         in_slot = (adapter_slots == slot)[:, None]
         lora_a_ptrs = (
@@ -75,7 +75,7 @@ def shrink_tile(
             total = tl.dot(x, lora_a, total, input_precision=INPUT_PRECISION)
         slot = tl.min(
             tl.where(adapter_slots > slot, adapter_slots, NO_SLOT), axis=0
-        )  # NaN-free: integers
+        )  # NaN-free: integer operands
     return total
 
 
@@ -133,14 +133,14 @@ def expand_loaded(
     u, lora_b, up_u, up_lora_b: the result of `load_expand_operands` for the first slot and start =
         0.
     """
-    slot, start = tl.min(adapter_slots, axis=0), 0  # NaN-free: integers
+    slot, start = tl.min(adapter_slots, axis=0), 0  # NaN-free: integer operands
     while slot < NO_SLOT:
         gate = tl.dot(u, lora_b, gate, input_precision=INPUT_PRECISION)
         if GATED:
             up = tl.dot(up_u, up_lora_b, up, input_precision=INPUT_PRECISION)
         start += BLOCK_RANK
         if start >= lora_rank:
-            # NaN-free: integers
+            # NaN-free: integer operands
             slot, start = tl.min(tl.where(adapter_slots > slot, adapter_slots, NO_SLOT), axis=0), 0
         u, lora_b, up_u, up_lora_b = load_expand_operands(
             slot, start, adapter_slots, rows, lora_u_ptr, lora_b_ptr, row, up_row_offset,
@@ -172,7 +172,7 @@ def expand_adapters(
     GATED: whether there are up values.
     BLOCK_RANK: elements of the rank per step.
     """
-    # NaN-free: integers
+    # NaN-free: integer operands
     u, lora_b, up_u, up_lora_b = load_expand_operands(
         tl.min(adapter_slots, axis=0), 0, adapter_slots, rows, lora_u_ptr, lora_b_ptr, row,
         up_row_offset, column_mask, lora_rank,

@@ -23,7 +23,7 @@ def grouped_tile_order(pid, num_m_blocks, num_n_blocks, GROUP_M: tl.constexpr):
     """
     per_group = GROUP_M * num_n_blocks
     first_m = (pid // per_group) * GROUP_M
-    group_m = tl.minimum(num_m_blocks - first_m, GROUP_M)  # NaN-free: integers
+    group_m = tl.minimum(num_m_blocks - first_m, GROUP_M)  # NaN-free: integer operands
     index_in_group = pid % per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 

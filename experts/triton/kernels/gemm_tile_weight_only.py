@@ -1,9 +1,7 @@
-"""`multiply_tile_weight_only`: compute one output tile with weights that are dequantized in the
-loop.
+"""`multiply_tile_weight_only`: compute one output tile, dequantizing the weights in the loop.
 
-The activations have 16 or 32 bits, and the weights 8 or 4. `gemm_tile` (gemm_tile_dispatch.py)
-calls the function. `unpack_w4` explains the formats of 4-bit weights; e2m1 is the 4-bit
-floating-point type of mxfp4 and NVFP4.
+The activations have 16 or 32 bits, and the weights have 8 or 4. `unpack_w4` explains the formats of
+4-bit weights. e2m1 is the 4-bit floating-point type of mxfp4 and NVFP4.
 """
 
 import triton
@@ -16,7 +14,7 @@ from experts.triton.kernels.unpack_w4 import e8m0_values, is_e2m1, unpack_int4
 def _decode_int4(codes, zero_point, dtype: tl.constexpr):
     """Return q - zero_point in `dtype` for 4-bit codes q, without a slow integer conversion.
 
-    The bits 0x4300 | q are the number 128 + q in bf16, and 0x6400 | q are 1024 + q in fp16.
+    The bits 0x4300 | q represent 128 + q in bf16, and 0x6400 | q represent 1024 + q in fp16.
     Subtracting 128 + zero_point or 1024 + zero_point is exact.
     """
     if dtype == tl.bfloat16:
@@ -53,9 +51,7 @@ def _decode_e2m1(codes, dtype: tl.constexpr):
 
 @triton.jit
 def _decode_repacked_e2m1(codes, dtype: tl.constexpr):
-    """Unpack e2m1 weights in the "e2m1_repacked" format, bytes (K / 2, N), to `dtype` (K, N),
-    exactly.
-    """
+    """Convert bytes (K / 2, N) in the "e2m1_repacked" format to `dtype` (K, N), exactly."""
     BYTES: tl.constexpr = codes.shape[0]
     COLUMNS: tl.constexpr = codes.shape[1]
     four = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
@@ -82,8 +78,8 @@ def _multiply_step(
 ):  # fmt: skip
     """Return a @ (decoded weights) of one K step, float32 (BLOCK_M, BLOCK_N), without scales.
 
-    If PACKED, a byte holds the weights of an even k and of the odd k after it. There are two MMAs
-    then, one for the even and one for the odd columns of `a`. Repacked weights need only one.
+    If PACKED, a byte holds the weights of an even k and of the next odd k. One MMA multiplies the
+    even columns of `a`, and another one the odd columns. Repacked weights need only one MMA.
 
     a: (BLOCK_M, BLOCK_K), activations.
     codes: stored weights, (BLOCK_K, BLOCK_N), or bytes (BLOCK_K / 2, BLOCK_N) if PACKED.
@@ -193,11 +189,9 @@ def multiply_tile_weight_only(
     a_ptrs: (BLOCK_M, 1), pointers to the activation rows at k = 0.
     a_mask: (BLOCK_M, 1). Rows where it is False are read as 0.
     b_ptrs: (1, BLOCK_N), pointers to the gate (or only) weights of each column at k = 0.
-    up_offset: number of stored elements from a gate weight to the up weight of the same column and
-        k.
+    up_offset: offset in stored elements from a gate weight to the up weight of the same column.
     stride_ak: stride of the activations along K.
     stride_bk: stride of the stored weights along K.
-    size_k: K.
     scale_ptrs: (BLOCK_N,), pointers to the first scale of each gate (or only) weight row; a single
         pointer if ONE_SCALE_PER_TILE.
     zero_point_ptrs: (BLOCK_N,), pointers to the byte with the first zero point of each gate weight
@@ -208,14 +202,13 @@ def multiply_tile_weight_only(
     column_mask: (BLOCK_N,), False for columns that do not exist.
     act_order_ptr: pointer to (K,) integers. If HAS_ACT_ORDER, weight column k multiplies activation
         column act_order_ptr[k], as in GPTQ checkpoints with act order.
-    GATED: whether to compute up, too.
+    GATED: whether to compute up in addition to gate.
     WEIGHT_FORMAT: "float8", "integer", "e2m1", "e2m1_repacked" or "nvfp4".
     GROUP_K: K elements per scale; 0 if one scale covers all of K. A multiple of BLOCK_K, except for
         NVFP4.
     ZERO_POINT: the zero point of all integer weights. Used unless HAS_ZERO_POINTS.
     PACKED: whether a byte holds two weights that are adjacent along K.
-    ONE_SCALE_PER_TILE: whether all gate rows of the tile share one scale, and all up rows another
-        one.
+    ONE_SCALE_PER_TILE: whether all gate rows of a tile share one scale, and all up rows share one.
     EVEN_K: whether BLOCK_K divides K, so that no masks along K are needed.
     """
     VALUES_PER_BYTE: tl.constexpr = 2 if PACKED else 1
@@ -243,8 +236,7 @@ def multiply_tile_weight_only(
             a = tl.load(a_ptrs, mask=a_mask_k, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if WEIGHT_FORMAT == "nvfp4":
-            # Avoid a division by 0, which the interpreter ignores. On a GPU, its result would be
-            # used in an address.
+            # GROUP_K may be 0. On a GPU, the result of a division by 0 would be used in an address.
             group = (
                 (start // VALUES_PER_BYTE + row) // (GROUP_K // VALUES_PER_BYTE)
                 if GROUP_K > 0

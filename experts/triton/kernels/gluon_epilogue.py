@@ -1,10 +1,8 @@
-"""Gluon device functions for the epilogue of a GEMM tile: scales, bias, activation function and
-store.
+"""Gluon device functions for the epilogue of a GEMM: scales, bias, activation function and store.
 
-Gluon is Triton's language with explicit layouts. The kernels of the grouped_tma and grouped_w4
-paths multiply a tile in two halves of its weight rows, left and right. They are gate rows and up
-rows, or adjacent rows. `finish` applies the epilogue to both halves. A tile is stored with TMA from
-a staging buffer in shared memory.
+The kernels of the grouped_tma and grouped_w4 paths multiply a tile in two halves, left and right.
+The weight rows of the halves are gate rows and up rows, or adjacent rows. `finish` applies the
+epilogue to both halves. A tile is stored with TMA from a staging buffer in shared memory.
 """
 
 from triton.experimental import gluon
@@ -51,8 +49,7 @@ def activate(
 ):
     """Apply the activation function ACTIVATION to float32 values.
 
-    The operations are those of `modular_kernel.ops.kernels.activation`, which documents the
-    arguments.
+    `modular_kernel.ops.kernels.activation` documents the arguments and has the same operations.
     """
     if ACTIVATION_LIMIT > 0 and ACTIVATION != "situ":
         up = clamp_nan(up, -ACTIVATION_LIMIT, ACTIVATION_LIMIT)
@@ -132,9 +129,9 @@ def store_rows(
 ):  # fmt: skip
     """Round and store a tile to consecutive rows of an output with size_n columns.
 
-    The tile is written to buffer `staging_index` of `staging`. From there, TMA stores it while the
-    next tile is multiplied. If the tile extends past row `end`, the rows from there on belong to
-    another expert. The threads then store only the rows before `end`, without TMA.
+    The tile is written to buffer `staging_index` of `staging`, from which TMA stores it while the
+    next tile is multiplied. Rows from `end` on belong to another expert. If the tile has such rows,
+    the threads store only the rows before `end`, without TMA.
 
     values: the tile (rows, columns).
     row, first_column: the position of the tile in the output.
@@ -143,8 +140,8 @@ def store_rows(
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     buffer = staging.index(staging_index)
-    # Wait for all TMA stores of the last tile. store_wait(1) would be wrong: the threads store a
-    # partial tile without TMA, so the number of pending stores is not a number of tiles.
+    # Wait for all TMA stores of the last tile. Partial tiles are stored without TMA, so the number
+    # of pending stores is not known, and store_wait(1) would be wrong.
     if staging_index == 0:
         tma.store_wait(0)
     buffer.store(values.to(out_desc.dtype))
@@ -166,10 +163,12 @@ def _finish_one_half(
     SCALE_MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr, ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to one half of a tile and store it. The arguments are those of `finish`.
+    """Apply the epilogue to one half of a tile and store it.
 
-    values: the accumulators of the half. Its columns are weight rows from `weight_row` on. If
+    values: the accumulators of the half, with one column per weight row from `weight_row` on. If
         GATED, gate rows and up rows alternate.
+
+    For the other arguments, see `finish`.
     """
     values = _scale_and_bias(
         values,
@@ -188,8 +187,8 @@ def _finish_one_half(
         value = activate(gate, up, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT).to(
             out_desc.dtype
         )
-        # A thread has every fourth column. With pairs of adjacent columns instead, it can store to
-        # shared memory in whole 8 x 8 matrices.
+        # A thread has every fourth column. With pairs of adjacent columns, it can store whole 8 x 8
+        # matrices to shared memory.
         PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
         value = gl.convert_layout(value, PAIRS)
         store_rows(
@@ -212,8 +211,7 @@ def finish(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Apply scales, bias and activation function to both halves of a tile; round and store the
-    results.
+    """Apply scales, bias and activation function to both halves of a tile, and store the results.
 
     TMA stores may still be pending on return. The kernel must wait for them before it ends.
 
@@ -225,12 +223,12 @@ def finish(
     staging: one or two buffers in shared memory for boxes of the output.
     expert: the expert of the tile.
     weight_rows: number of weight rows of each expert.
-    right_row_offset: number of weight rows from the left half to the right half.
+    right_row_offset: offset in weight rows from the left half to the right half.
     first_weight_row: the first weight row of the left half.
     a_scale_ptr: one scale per activation row; used if SCALE_MODE is "channel".
     a_scale_rows: (rows,), the index of the scale of each row of the tile.
     b_scale_ptr, bias_ptr: (num_experts, weight_rows).
-    SCALE_MODE: scales are applied here only if it is "channel".
+    SCALE_MODE: "channel" to apply scales; other modes apply none here.
     LAYOUT: the layout of the accumulators.
     GATE_STRIDE: number of weight rows per output column: 2 if gate and up rows alternate, else 1.
     GATED: whether the activation function combines gate and up.

@@ -13,8 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def allocate_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers (full, empty) of a ring with STAGES stages, each (STAGES, 1) in shared
-    memory.
+    """Return the barriers (full, empty) of a ring. Each is (STAGES, 1) in shared memory.
 
     CONSUMERS: the number of consumer warpgroups, all of which must release a stage.
     """

@@ -1,4 +1,4 @@
-"""Device functions that turn int32 words of 4-bit weights, and activations, into MMA operands.
+"""Device functions that convert int32 words of 4-bit weights, and activations, to MMA operands.
 
 The kernels of the aligned_w4 and gemv_w4 paths use them. Word c of a weight row holds the weights k
 = 8c to 8c + 7.
@@ -6,12 +6,10 @@ The kernels of the aligned_w4 and gemv_w4 paths use them. Word c of a weight row
 `unpack_int4` writes two weights of a word to the two halves of one 32-bit register: weights j and j
 + 4 of the word, or 2j and 2j + 1 if words are repacked. An MMA expects other weights in a register.
 Instead of moving weights between registers and lanes, the kernels multiply along K in a permuted
-order, which this package calls word order, and permute the activations in the same way
-(`to_word_order`).
+order, called word order, and permute the activations in the same way (`to_word_order`).
 
-Shapes: a step of a kernel's loop has MMAS_PER_STEP (here: STEPS) MMAs of ROWS weight rows by MMA_K
-    elements along K. bf16 activations are multiplied by a power of two (`prescale`), because
-    unpacked weights are very small.
+A step of a kernel's loop has STEPS MMAs of ROWS weight rows by MMA_K elements along K. bf16
+activations are multiplied by a power of two (`prescale`), because unpacked weights are very small.
 """
 
 import triton
@@ -32,7 +30,7 @@ def weight_row_indices(
     first, count, inner, outer, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight row of each row of a block, as a pair of summands.
+    """Return the weight row of each row of a block, as two summands.
 
     A block covers the output columns [first, first + BLOCK_N). Its first BLOCK_N rows are gate (or
     only) weight rows. Rows from BLOCK_N on are the up rows of the same columns, which are
@@ -52,7 +50,8 @@ def weight_row_indices(
     if EVEN_N:
         rows = ((first + inner) * GATE_STRIDE, outer % BLOCK_N * GATE_STRIDE + up)
     else:
-        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)  # NaN-free: integers
+        # NaN-free: integer operands
+        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)
         rows = (inner * 0, column * GATE_STRIDE + up)
     return rows
 
@@ -64,8 +63,8 @@ def row_offsets(rows, stride):
 
 
 # Whether a lane has two adjacent registers (four values) along K in an MMA operand that is unpacked
-# from bytes, as before triton 3.9, or one (two values), as from 3.9 on. Matching this order avoids
-# exchanging values between lanes.
+# from bytes. From triton 3.9 on, it has only one. Word order matches the order of the operand, so
+# that lanes do not exchange values.
 _TWO_REGISTERS: tl.constexpr = tl.constexpr(
     tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 )
@@ -116,7 +115,7 @@ def word_order_offsets(MMA_K: tl.constexpr):
 def word_start_offsets(MMA_K: tl.constexpr):
     """Like `word_order_offsets`, but every value gets the offset of the first value of its word.
 
-    Used for masks, which are the same for all values of a word.
+    Masks use these offsets, because a word is in bounds or out of bounds as a whole.
     """
     word = tl.arange(0, MMA_K // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
@@ -143,8 +142,8 @@ def prescale(x, WEIGHT_FORMAT: tl.constexpr, MMA_K: tl.constexpr):
     """Multiply bf16 activations in word order by `prescale_factor`; return other dtypes unchanged.
 
     Without the factor, products with unpacked weights would underflow in float32. The result is
-    exact for |x| below 2^63. For integers, values at odd k get a factor that is 16 times smaller,
-    because their weights are unpacked 16 times too large (see `unpack_w4`).
+    exact for |x| below 2^63. For integers, the factor is 16 times smaller at odd k, because the
+    weights at odd k are unpacked 16 times too large (see `unpack_w4`).
 
     x: (STEPS, MMA_K, ROWS).
     """
@@ -152,7 +151,7 @@ def prescale(x, WEIGHT_FORMAT: tl.constexpr, MMA_K: tl.constexpr):
         if is_e2m1(WEIGHT_FORMAT):
             x = x * tl.full((1, 1, 1), prescale_factor(WEIGHT_FORMAT, 0), tl.bfloat16)
         else:
-            # Distance from an even k to the odd one after it, in word order.
+            # Distance in word order between an even k and k + 1.
             DISTANCE: tl.constexpr = 2 if _TWO_REGISTERS else 8
             even = tl.full(
                 (1, MMA_K // DISTANCE // 2, 1, 1), prescale_factor(WEIGHT_FORMAT, 0), tl.bfloat16
@@ -198,7 +197,7 @@ def unpack_scaled_words(
 def load_scale(ptrs, in_bounds, WEIGHT_FORMAT: tl.constexpr, MISSING_FACTOR_LOG2: tl.constexpr):
     """Load weight scales; return scale * 2^MISSING_FACTOR_LOG2 in float32.
 
-    The factor corrects that results of the MMA are too small (`missing_factor_log2`). The scales of
+    The factor compensates for MMA results that are too small (`missing_factor_log2`). The scales of
     e2m1 are E8M0 exponents. 255 gives NaN. With bf16, scales of 2^50 or more give infinity.
 
     ptrs: pointers to the scales.
@@ -236,17 +235,15 @@ def _to_float32(scale):
 def scale_values(
     scale, WEIGHT_FORMAT: tl.constexpr, MISSING_FACTOR_LOG2: tl.constexpr, in_bounds=None
 ):
-    """Convert scales that are already loaded, as `load_scale` does.
-
-    in_bounds: used only for E8M0 exponents.
-    """
+    """Like `load_scale`, for scales that are already loaded. E8M0 exponents need in_bounds."""
     if is_e2m1(WEIGHT_FORMAT):
         # Nine bits: the exponent and one bit of the significand. 510 is infinity, 511 is NaN.
         exponent = scale.to(tl.int32)
         max_bits = 510 + ((exponent + 1) >> 8)
         if in_bounds is not None:
             max_bits = tl.where(in_bounds, max_bits, 0)
-        bits = tl.minimum(2 * (exponent + MISSING_FACTOR_LOG2), max_bits)  # NaN-free: integers
+        # NaN-free: integer operands
+        bits = tl.minimum(2 * (exponent + MISSING_FACTOR_LOG2), max_bits)
         result = (bits << 22).to(tl.float32, bitcast=True)
     else:
         result = scale.to(tl.float32) * 2.0**MISSING_FACTOR_LOG2
@@ -259,8 +256,8 @@ def load_zero_points(
 ):
     """Load 4-bit zero points as float32.
 
-    Unpacked integers are q or q - 8. The zero points get the same offset: 8 is subtracted unless
-    UNPACKED_WITHOUT_OFFSET. Without HAS_ZERO_POINTS, the result is that of a zero point of 8.
+    Unpacked integers are q - 8, or q if UNPACKED_WITHOUT_OFFSET. The zero points get the same
+    offset. Without HAS_ZERO_POINTS, the zero point is 8.
 
     ptrs: pointers to bytes with the zero points of two weight rows.
     shift: the position of the zero point in its byte, bit 0 or 4.
@@ -281,8 +278,8 @@ def multiply_words(
 ):  # fmt: skip
     """Return (weights - zero points) @ x, without scales, float32 (STEPS, ROWS, BLOCK_M).
 
-    The zero points are not subtracted from each weight. Instead, the sum of x along K is multiplied
-    by them and subtracted.
+    The zero points are not subtracted from each weight. Instead, the product of the zero point and
+    the sum of x along K is subtracted from the result.
 
     words: int32 (STEPS, ROWS, MMA_K / 8), packed weights.
     x: (STEPS, MMA_K, BLOCK_M) activations in word order, from `prescale`.

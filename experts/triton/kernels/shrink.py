@@ -24,8 +24,7 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def _select_slots(adapter_slots, slot_program, SLOT_PROGRAMS: tl.constexpr):
-    """Return adapter_slots (BLOCK_M,), with NO_SLOT in place of slots that belong to other
-    programs.
+    """Replace the slots that belong to other programs of the tile by NO_SLOT.
 
     slot_program: the index of this program among the SLOT_PROGRAMS programs of the tile.
     """
@@ -36,11 +35,10 @@ def _select_slots(adapter_slots, slot_program, SLOT_PROGRAMS: tl.constexpr):
 def tile_rows(tiles_ptr, tokens_ptr, tile, max_tiles, BLOCK_M: tl.constexpr):
     """Return (expert, rows, row mask, tokens) of a tile of expert-sorted rows.
 
-    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three arrays of max_tiles values, which
-        are the expert, the first row and the end row of the expert for each tile, then the number
-        of tiles.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`. Three arrays of max_tiles values have,
+        for each tile, the expert, the first row, and the end of the expert's rows. The number of
+        tiles follows.
     tokens_ptr: the token of each sorted row.
-    tile: the index of the tile.
     """
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
     row = tl.load(tiles_ptr + max_tiles + tile) + tl.arange(0, BLOCK_M)
@@ -55,7 +53,7 @@ def _store_u(lora_u_ptr, u, row, adapter_slots, rank_row, lora_a_rows):
     lora_u_ptr: output (rows, lora_a_rows), contiguous.
     u: float32 (BLOCK_M, BLOCK_RANK).
     row: (BLOCK_M,) int64, the output row of each row of the tile.
-    rank_row: (BLOCK_RANK,), the output columns. Those from lora_a_rows on are not stored.
+    rank_row: (BLOCK_RANK,), the output columns. Columns from lora_a_rows on are not stored.
     """
     u_ptrs = lora_u_ptr + row[:, None] * lora_a_rows + rank_row[None, :]
     mask = (adapter_slots < NO_SLOT)[:, None] & (rank_row < lora_a_rows)[None, :]
@@ -129,8 +127,7 @@ def shrink_pairs_kernel(
     SLOT_PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[p] = A[slot of p's token, expert of p] @ x[p // PAIRS_PER_X_ROW] for pairs in blocks of one
-    expert.
+    """u[p] = A[slot of p's token, expert of p] @ x[p // PAIRS_PER_X_ROW] for aligned pairs p.
 
     Grid: (blocks of pairs, blocks of BLOCK_RANK columns of u, SLOT_PROGRAMS). A program computes
         BLOCK_M pairs by BLOCK_RANK columns of u, for its share of the slots.

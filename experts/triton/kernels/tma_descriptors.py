@@ -1,9 +1,7 @@
-"""Host functions for kernels that use TMA, the copy engine of sm_90: descriptors, and the number of
-SMs.
+"""TMA descriptors and the number of SMs, for the launch code of kernels that use TMA.
 
-A TMA load or store copies a box, a rectangle of a matrix whose size is fixed in the descriptor,
-between global and shared memory. The launch code of the grouped_tma, grouped_w4 and gemv_tma paths
-calls these functions.
+A TMA load or store copies a box between global and shared memory. A box is a rectangle of a matrix
+whose size is fixed in the descriptor.
 """
 
 from functools import cache

@@ -1,17 +1,16 @@
-"""Device functions that unpack 4-bit weights: int32 words, each with eight weights of one row.
+"""Device functions that unpack int32 words, each with eight 4-bit weights of one row.
 
-The kernels for 4-bit weights (aligned_w4, gemv_w4, dequantized and the weight-only GEMM tile) use
-them. WEIGHT_FORMAT says what a word holds:
+WEIGHT_FORMAT determines what a word holds:
 
     "integer"        eight unsigned 4-bit integers, one per nibble, the low nibble first
     "e2m1"           eight e2m1 values (4-bit floating point of mxfp4), one per nibble, low first
     "e2m1_repacked"  eight e2m1 values whose bits are reordered, so that fewer instructions unpack
                      them (`modular_kernel.quant.repacking`)
-    "nvfp4"          like "e2m1"; only the scales differ: e4m3 instead of E8M0
+    "nvfp4"          like "e2m1", but with e4m3 scales instead of E8M0
 
 Two weights are unpacked at a time, to the two 16-bit halves of a 32-bit register. The unpacked
-weights are bf16 or fp16. Some are too small by a power of two, because moving bits is faster than
-converting them; the functions below say by which.
+weights are bf16 or fp16. Some of them are too small by a power of two (`missing_factor_log2`),
+because moving bits is faster than converting values.
 """
 
 from collections.abc import Callable
@@ -24,8 +23,7 @@ import triton.language as tl
 # mask selects two nibbles: 0x000F000F selects the lowest nibble of each half, and 0x00F000F0 the
 # next nibble of each half.
 def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
-    """Return PTX that unpacks the word in register $4 to registers $0 to $3, two 16-bit values
-    each.
+    """Return PTX that unpacks the word in register $4 to two 16-bit values in each of $0 to $3.
 
     pair: a function of i = 0 or 1. It returns PTX that moves nibbles i and i + 4 of W to the two
         halves of T.
@@ -39,8 +37,8 @@ def _make_ptx(pair: Callable[[int], str]) -> tl.constexpr:
 def _integers_bf16(i: int) -> str:
     """Return PTX that puts integers q into the low bits of two bf16 values.
 
-    bf16 values whose bit pattern is below 2^8 are linear in their bit pattern: pattern q is the
-    value q * 2^-133. The results are therefore q * 2^-133 for i = 0 and 16 * q * 2^-133 for i = 1.
+    A bf16 value whose bit pattern is an integer p below 2^8 equals p * 2^-133. The results are
+    therefore q * 2^-133 for i = 0 and 16 * q * 2^-133 for i = 1.
     """
     return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
@@ -48,7 +46,7 @@ def _integers_bf16(i: int) -> str:
 def _integers_fp16(i: int) -> str:
     """Return PTX that computes q - 8 in fp16 for two integers q.
 
-    The bits 0x6400 | q are the number 1024 + q in fp16, and 0x6400 | 16 q are 1024 + 16 q.
+    The bits 0x6400 | q represent 1024 + q in fp16, and 0x6400 | 16 q represent 1024 + 16 q.
     """
     one, offset = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
@@ -61,8 +59,8 @@ def _e2m1_bf16(i: int) -> str:
     """Return PTX that moves two e2m1 codes to the sign bit and the field boundary of bf16 values.
 
     An e2m1 code has a sign bit, two exponent bits and a mantissa bit. A multiplication makes two
-    shifted copies of the code. In one copy the sign bit is in place, in the other the exponent and
-    mantissa bits.
+    shifted copies of the code. The first one has the sign bit in place, and the second one has the
+    exponent and mantissa bits in place.
     """
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (
@@ -92,8 +90,8 @@ USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 def hide_from_optimizer(value):
     """Return `value`, an int32 or int64, so that the compiler does not know how it was computed.
 
-    The compiler can then neither move its computation nor merge it with others. The function emits
-    no instruction.
+    The compiler can then not move the computation or merge it with others. The function emits no
+    instruction.
     """
     if USE_INLINE_ASM and value.dtype.primitive_bitwidth == 64:
         value = tl.inline_asm_elementwise(
@@ -184,7 +182,7 @@ def _unpack_nibble(words, J: tl.constexpr, WEIGHT_FORMAT: tl.constexpr, dtype: t
 def _halves(pair, dtype: tl.constexpr):
     """Return the values in the lower and in the upper 16 bits of an int32, as `dtype`.
 
-    If an MMA takes both values in one register, the compiler keeps them in that register.
+    If an MMA takes both values in one register, the compiler emits no instruction.
     """
     low = pair.to(tl.int16).to(dtype, bitcast=True)
     return low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True)

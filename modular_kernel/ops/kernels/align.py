@@ -72,7 +72,8 @@ def _fill_blocks(
     block = (pid - num_chunks) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
     first_position = block * BLOCK_SIZE
     is_past = (starts + padded)[None, :] <= first_position[:, None]
-    bucket = tl.minimum(tl.sum(is_past.to(tl.int32), axis=1), NUM_BINS - 1)  # NaN-free: integers
+    # NaN-free: integer operands
+    bucket = tl.minimum(tl.sum(is_past.to(tl.int32), axis=1), NUM_BINS - 1)
     is_used = first_position < num_tokens_post_padded
     tl.store(expert_ids_ptr + block, tl.where(is_used, bucket - 1, -1), mask=block < num_blocks)
     # In a block, all positions past the last pair of its bucket are padding.

@@ -76,7 +76,7 @@ def _pairs(
 @triton.jit
 def _next(keys, key):
     """Return the smallest key above `key`, or NO_KEY."""
-    return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)  # NaN-free: integers
+    return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)  # NaN-free: integer operands
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -111,7 +111,7 @@ def moe_lora_a_kernel(
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (pairs // PAIRS_PER_X_ROW)[:, None] * stride_x
     total = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32)
-    key = tl.min(keys, axis=0)  # NaN-free: integers
+    key = tl.min(keys, axis=0)  # NaN-free: integer operands
     while key < NO_KEY:
         matches = (keys == key)[:, None]
         slot, expert = key // num_experts, key % num_experts
@@ -165,7 +165,7 @@ def moe_lora_gate_up_b_kernel(
     up_rows = b_ptr + (column + intermediate_size).to(tl.int64)[None, :] * stride_b_n
     gate = tl.zeros((BLOCK_M, BLOCK_INTERMEDIATE), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_INTERMEDIATE), tl.float32)
-    key = tl.min(keys, axis=0)  # NaN-free: integers
+    key = tl.min(keys, axis=0)  # NaN-free: integer operands
     while key < NO_KEY:
         matches = (keys == key)[:, None]
         slot, expert = key // num_experts, key % num_experts
@@ -232,8 +232,8 @@ def moe_lora_down_combine_kernel(
             stride_ranks_expert,
         )
         weights = tl.load(topk_weights_ptr + pairs, mask=keys < NO_KEY, other=0.0)
-        min_key = tl.minimum(min_key, keys)  # NaN-free: integers
-        key = tl.min(keys, axis=0)  # NaN-free: integers
+        min_key = tl.minimum(min_key, keys)  # NaN-free: integer operands
+        key = tl.min(keys, axis=0)  # NaN-free: integer operands
         while key < NO_KEY:
             matches = keys == key
             slot, expert = key // num_experts, key % num_experts

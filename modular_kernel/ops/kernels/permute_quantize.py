@@ -75,7 +75,7 @@ def permute_and_quantize_kernel(
     for k_index in tl.static_range(TOP_K):
         row = tl.max(tl.where(k_indices == k_index, rows, -1), axis=0).to(
             tl.int64
-        )  # NaN-free: integers
+        )  # NaN-free: integer operands
         weight = 1.0
         if HAS_ROUTER_WEIGHTS:
             weight = tl.load(router_weights_ptr + token * TOP_K + k_index)

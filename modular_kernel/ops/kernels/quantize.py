@@ -223,7 +223,7 @@ def quantize_program(
     line = tl.arange(0, BLOCK_ROWS * BLOCK_GROUPS)
     group_index = program % group_blocks * BLOCK_GROUPS + line % BLOCK_GROUPS
     first = group_index * group_size
-    end = tl.minimum(first + group_size, num_columns)[:, None]  # NaN-free: integers
+    end = tl.minimum(first + group_size, num_columns)[:, None]  # NaN-free: integer operands
     columns = first[:, None] + tl.arange(0, BLOCK_COLUMNS)[None, :]
     count = capacity
     if ROW_SOURCE == "batched":

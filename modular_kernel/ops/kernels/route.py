@@ -65,7 +65,7 @@ def _best_groups(
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
     if TOP2_GROUP_SCORE:
         first = tl.where(choice == best, expert, 2147483647)
-        # NaN-free: integers
+        # NaN-free: integer operands
         others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), neg_inf, choice)
         second = tl.max(others, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
         # Halved, because the sum of two values may overflow.
@@ -75,7 +75,7 @@ def _best_groups(
     for _ in tl.static_range(TOPK_GROUPS):
         top = tl.max(best, axis=1, keep_dims=True)  # NaN-free: -inf stands for NaN
         is_best = (best == top) & (best > neg_inf)
-        # NaN-free: integers
+        # NaN-free: integer operands
         best_group = tl.min(tl.where(is_best, group, BLOCK_GROUPS), axis=1, keep_dims=True)
         is_kept = tl.where(group == best_group, 1, is_kept)
         best = tl.where(group == best_group, neg_inf, best)
@@ -97,7 +97,7 @@ def _best_experts(
     for step in tl.static_range(TOP_K):
         top = _tile_max(choice, BLOCK_TOKENS)
         lane = tl.where((choice == top) & (choice > neg_inf), expert, 2147483647)
-        # NaN-free: integers
+        # NaN-free: integer operands
         best_expert = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
         choice = tl.where(expert == best_expert, neg_inf, choice)
         best_id = tl.reshape(best_expert, (BLOCK_TOKENS, 1))

@@ -51,7 +51,7 @@ def find_chunk_rows(
         chunk_prefix_ptr + (local_expert + 1) * num_chunks + chunk, mask=mask, other=0
     )
     row = preceding + rank_in_chunk(local_expert, mask, CHUNK_SIZE)
-    row += tl.gather(starts, tl.maximum(local_expert, 0), 0)  # NaN-free: integers
+    row += tl.gather(starts, tl.maximum(local_expert, 0), 0)  # NaN-free: integer operands
     return pairs, mask, tl.where(local_expert >= 0, row, -1)
 
 
@@ -71,7 +71,7 @@ def _store_tiles(
     past = tl.cumsum(tiles, axis=0)
     tile = first_tile + tl.arange(0, TILES_PER_PROGRAM)
     expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
-    expert = tl.minimum(expert, NUM_BINS - 1)  # NaN-free: integers
+    expert = tl.minimum(expert, NUM_BINS - 1)  # NaN-free: integer operands
     is_used = tile < tl.sum(tiles, axis=0)
     tile_in_expert = tile - tl.gather(past - tiles, expert, 0)
     start = tl.gather(starts, expert, 0)

@@ -1,11 +1,9 @@
-"""`grouped_gemm_kernel`: a grouped GEMM over pairs in blocks of one expert, like vLLM's fused_moe
-kernel.
+"""`grouped_gemm_kernel`: a grouped GEMM over aligned pairs, like vLLM's fused_moe kernel.
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
 `modular_kernel.ops.align` sorts the pairs by expert and pads each expert to whole blocks of BLOCK_M
 pairs, so that all pairs of a block multiply the same weights. The kernel gathers the activation row
 of each pair and stores each result in the row of its pair, so that no other launch permutes rows.
-The aligned path (`aligned_path`) launches it for GEMM 1 and for GEMM 2.
 """
 
 import triton
@@ -22,7 +20,7 @@ from experts.triton.kernels.gemm_tile_dispatch import gemm_tile, swaps_operands
 from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
-# These arguments change with the number of tokens; specializing on them would recompile.
+# These arguments change with the number of tokens, so specializing on them would recompile.
 @triton.jit(do_not_specialize=["num_pairs", "num_m_blocks"])
 def grouped_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_point_ptr, bias_ptr, router_weights_ptr, out_ptr,
@@ -47,8 +45,7 @@ def grouped_gemm_kernel(
     PAIRS_PER_TOKEN: tl.constexpr = 1,
     BLOCK_RANK: tl.constexpr = 16, ADJACENT_GATE_UP: tl.constexpr = False,
 ):  # fmt: skip
-    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned pair
-    p.
+    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every pair p.
 
     Grid: (row blocks * column blocks,), for the largest possible number of row blocks. A program
         computes one block of BLOCK_M pairs by BLOCK_N output columns. Programs past
@@ -56,7 +53,7 @@ def grouped_gemm_kernel(
 
     a_ptr: activations (num_pairs / PAIRS_PER_A_ROW, K). A row is a token (PAIRS_PER_A_ROW = top_k)
         in GEMM 1 and a pair (PAIRS_PER_A_ROW = 1) in GEMM 2.
-    a_scale_ptr: their scales. Used with QUANT_MODE "w8a8".
+    a_scale_ptr: scales of the activations. Used with QUANT_MODE "w8a8".
     router_weights_ptr: (num_pairs,) float32. If HAS_ROUTER_WEIGHTS, they multiply the sums before
         the bias is added.
     out_ptr: (num_pairs, N), contiguous. Pairs in blocks of expert -1 are skipped: their rows get
@@ -69,14 +66,13 @@ def grouped_gemm_kernel(
         GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
     b_scale_ptr: weight scales (num_experts, row groups, K groups).
     zero_point_ptr: zero points of integer weights (num_experts, rows, K groups), used if
-        HAS_ZERO_POINTS; the global scales of NVFP4.
+        HAS_ZERO_POINTS. For NVFP4, the global scales.
     bias_ptr: (num_experts, rows), used if HAS_BIAS.
     size_n: N, the number of output columns.
     size_k: K.
-    up_offset: number of stored elements from a gate weight to the up weight of the same column and
-        k.
+    up_offset: offset in stored elements from a gate weight to the up weight of the same column.
     stride_*: strides, named as in vLLM: a (activations), as (their scales), b (weights), bs (their
-    scales), bz (zero points); dimensions e (expert), m, n, k.
+        scales), bz (zero points); dimensions e (expert), m, n, k.
     act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
         act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
     GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
@@ -94,17 +90,16 @@ def grouped_gemm_kernel(
     ADJACENT_GATE_UP: whether the gate and up weights of a column are adjacent in memory: stride_bn
         is 1, up_row_offset is 1 and GATE_STRIDE is 2. A tile then loads both at once
         (`multiply_interleaved`). Only with QUANT_MODE "plain" and GATED.
-    HAS_LORA: whether some tokens have LORA adapters. If so, B u of the row's adapter is added to
+    HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
         the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
-        following arguments are used only then.
+        arguments below are used only with HAS_LORA.
     lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
         are stride_lora_u apart.
-    adapter_slots_ptr: int32, the adapter slot of each token (num_pairs / PAIRS_PER_TOKEN,); no
-        adapter if it is outside [0, num_adapter_slots).
+    adapter_slots_ptr: int32, the adapter slot of each token (num_pairs / PAIRS_PER_TOKEN,). A slot
+        outside [0, num_adapter_slots) means no adapter.
     lora_b_ptr: the matrices B (slots, num_experts, rows, lora_rank), with the strides
         stride_lora_b_*.
-    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
-        same.
+    LORA_UP_OFFSET: the first column of u for up; 0 if gate and up use the same columns.
     BLOCK_RANK: elements of the rank per step.
     """
     pdl_wait(USE_PDL)
@@ -126,7 +121,7 @@ def grouped_gemm_kernel(
     if HAS_LORA:  # loaded before the GEMM loop, which hides the latency
         slots = load_slots(adapter_slots_ptr, pairs // PAIRS_PER_TOKEN, row_mask, num_adapter_slots)
         lora_b_ptr += expert * stride_lora_b_expert
-        # NaN-free: integers
+        # NaN-free: integer operands
         u, b, up_u, up_b = load_expand_operands(
             tl.min(slots, axis=0), 0, slots, pairs, lora_u_ptr, lora_b_ptr,
             column * GATE_STRIDE, up_row_offset, column_mask, lora_rank, stride_lora_u,

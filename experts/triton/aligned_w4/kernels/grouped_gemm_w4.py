@@ -1,12 +1,10 @@
-"""`grouped_gemm_w4_kernel`: a grouped GEMM with 4-bit weights and 16-bit activations, for few rows
-per expert.
+"""`grouped_gemm_w4_kernel`: a grouped GEMM with 4-bit weights, for few rows per expert.
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. As in
-`grouped_gemm_kernel`, a program computes BLOCK_M pairs of one expert. With so few rows, most of the
+`grouped_gemm_kernel`, a program computes BLOCK_M pairs of one expert. With few rows, most of the
 time is spent reading weights, so the weights stay packed until they are in registers. They are the
 left operand of the MMA, (weight rows, K) by (K, pairs), so that each thread unpacks the words that
-it multiplies. The warps of a program split K, and their accumulators are added at the end. The
-aligned_w4 path launches the kernel for both GEMMs.
+it multiplies. The warps of a program split K, and their accumulators are added at the end.
 
 `experts.triton.kernels.operands_w4` explains word order, the order along K in which weights and
 activations are multiplied.
@@ -41,10 +39,9 @@ def _span_row_indices(
     first, count, ROWS: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_ROW_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the weight rows of a tile as two summands, each (1, ROWS, 1); see
-    `weight_row_indices`.
+    """Return the weight rows of a tile as two summands (1, ROWS, 1) of `weight_row_indices`.
 
-    The rows are split into spans of SPAN rows. `outer` is the start of a row's span, and `inner`
+    The rows are split into spans of SPAN rows. `outer` is the start of a row's span, and `inner` is
     the row within the span.
     """
     row = tl.arange(0, ROWS)[None, :, None]
@@ -78,7 +75,7 @@ def _load_scales(
     STEP_K: K elements per step.
     """
     if EVEN_K:
-        start = tl.minimum(start, size_k - STEP_K)  # NaN-free: integers
+        start = tl.minimum(start, size_k - STEP_K)  # NaN-free: integer operands
     if WEIGHT_FORMAT == "nvfp4":
         group = (start + step_k) // GROUP_K + tl.arange(0, MMA_K // GROUP_K)[None, None, :]
     elif STEP_K % GROUP_K == 0:
@@ -88,7 +85,7 @@ def _load_scales(
     in_bounds = None
     if not EVEN_K:
         in_bounds = start + step_k < size_k
-        group = tl.minimum(group, (size_k - 1) // GROUP_K)  # NaN-free: integers
+        group = tl.minimum(group, (size_k - 1) // GROUP_K)  # NaN-free: integer operands
     scale_ptrs = (scale_ptr + (scale_offsets[0] + group)) + scale_offsets[1]
     zero_point_ptrs = (zero_point_ptr + (zero_point_offsets[0] + group)) + zero_point_offsets[1]
     if WEIGHT_FORMAT == "nvfp4":  # words past the end of K are zeros
@@ -117,8 +114,7 @@ def grouped_gemm_w4_kernel(
     MMAS_PER_WARP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every aligned pair
-    p.
+    """out[p, n] = act(a[p // PAIRS_PER_A_ROW] @ b[expert of p, rows of n]^T) for every pair p.
 
     Grid: (row blocks * column blocks,), for the largest possible number of row blocks. A program
         computes one block of BLOCK_M pairs by BLOCK_N output columns. Its NUM_WARPS warps split K:
@@ -126,8 +122,8 @@ def grouped_gemm_w4_kernel(
         accumulators of the warps are added after the loop.
 
     A scale covers GROUP_K elements along K. MMA_K divides GROUP_K, so that the scale can be applied
-    to the result of an MMA. The scales of NVFP4 multiply the weights instead, so an MMA may span
-    several of its groups.
+    to the result of an MMA. NVFP4 weights are multiplied by their scales before the MMA, so an MMA
+    may span several NVFP4 groups.
 
     a_ptr: activations (num_pairs / PAIRS_PER_A_ROW, K), with contiguous rows. A row is a token
         (PAIRS_PER_A_ROW = top_k) in GEMM 1 and a pair (PAIRS_PER_A_ROW = 1) in GEMM 2.
@@ -149,7 +145,7 @@ def grouped_gemm_w4_kernel(
     size_k: K.
     num_m_blocks: number of row blocks in the grid.
     stride_*: strides, named as in vLLM: a (activations), b (weights, in bytes), bs (weight scales),
-    bz (zero points); dimensions e (expert), m, n.
+        bz (zero points); dimensions e (expert), m, n.
     GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
     GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
@@ -221,7 +217,7 @@ def grouped_gemm_w4_kernel(
             # A 16-byte copy has 32 weights.
             words_mask = word // 4 * 32 < size_k - start
             a_mask_k = a_mask & (step_k[:, :, :, None] + word_start_offsets(MMA_K) < size_k - start)
-        # Hidden, so that the compiler does not keep a pointer (two registers) for every row.
+        # Hide the address, so that the compiler does not keep a pointer (two registers) per row.
         base_ptr = tl.multiple_of(
             hide_from_optimizer(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16
         )

@@ -1,10 +1,8 @@
-"""Kernels of the dequantized path: dequantize 4- and 8-bit weights to bf16, and select tiles of
-experts.
+"""Kernels that dequantize 4- and 8-bit weights to bf16, and that select the tiles of some experts.
 
 With many rows per expert, each weight is read by many GEMM tiles, so dequantizing it once is
 cheaper than unpacking it in every tile. The path processes a range of experts at a time, to limit
-the size of the bf16 weights. `DequantizedPath` launches both kernels. e2m1 is the 4-bit
-floating-point type of mxfp4 and NVFP4.
+the size of the bf16 weights. e2m1 is the 4-bit floating-point type of mxfp4 and NVFP4.
 """
 
 import triton
@@ -24,7 +22,7 @@ def _unpack_values(codes, WEIGHT_FORMAT: tl.constexpr, PACKED: tl.constexpr):
 
     Shifts move the sign of an e2m1 code to bit 31 of a float32, its two exponent bits to the lowest
     bits of the exponent, and its mantissa bit to the highest bit of the mantissa. This float32 is
-    2^-126 times the value of the code, also for subnormal codes; _E2M1_UNIT undoes the factor.
+    2^-126 times the value of the code, also for subnormal codes. _E2M1_UNIT removes the factor.
 
     codes: (BLOCK_N, groups, stored elements).
     """
@@ -61,12 +59,11 @@ def dequantize_kernel(
     GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     STEP_K: tl.constexpr, K_STEPS_PER_PROGRAM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[e, n, k] = bf16((q - zero_point) * scale) of expert first_expert + e, if that expert has
-    rows.
+    """out[e, n, k] = bf16((q - zero_point) * scale), if expert first_expert + e has rows.
 
-    q is the stored weight (n, k). Grid: (blocks of BLOCK_N rows, blocks of K, experts). A program
-    writes BLOCK_N weight rows by K_STEPS_PER_PROGRAM * STEP_K columns. The STEP_K columns of a step
-    share a scale. All tensors are contiguous.
+    q is the stored weight (n, k) of the expert. Grid: (blocks of BLOCK_N rows, blocks of K,
+    experts). A program writes BLOCK_N weight rows by K_STEPS_PER_PROGRAM * STEP_K columns. The
+    STEP_K columns of a step share a scale. All tensors are contiguous.
 
     w_ptr: (num_experts, N, K), with two values per byte if PACKED, or int32 words of eight values
         with WEIGHT_FORMAT "e2m1_repacked".
@@ -155,9 +152,9 @@ def select_expert_tiles_kernel(
     The first program also writes the number of tiles.
 
     tiles_ptr, out_ptr: tiles of at most BLOCK_M rows, in the int32 layout of
-        `modular_kernel.ops.sort.SortedPairs.tiles`. It has three arrays of max_tiles values, then
-        the number of tiles. For each tile, the arrays have the number of the expert, the first row
-        of the tile, and the end of the rows of the expert.
+        `modular_kernel.ops.sort.SortedPairs.tiles`. Three arrays of max_tiles values have, for each
+        tile, the expert, the first row, and the end of the expert's rows. The number of tiles
+        follows.
     expert_starts_ptr: the first row of each expert, then the number of rows.
     BLOCK_EXPERTS: a power of two >= first_expert + num_experts.
     """

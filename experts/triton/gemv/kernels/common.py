@@ -8,7 +8,7 @@ BLOCK_K / VECTOR_SIZE). Loading weights limits the speed of the kernels, so they
 flight.
 
 Weights are usually contiguous along K. `n_major_sums` is for weights that are contiguous along N,
-the weight rows, instead; the threads then load adjacent rows.
+the weight rows. Its threads load adjacent rows.
 """
 
 import triton
@@ -39,12 +39,11 @@ def step_sums(
     ZERO_POINT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr, GROUP_K: tl.constexpr,
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, VECTOR_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of weights by the vectors; return the sums (PAIRS, ROWS, BLOCK_K /
-    VECTOR_SIZE).
+    """Multiply a tile of weights by the vectors, and return (PAIRS, ROWS, BLOCK_K / VECTOR_SIZE).
 
     codes: (PAIRS, ROWS, BLOCK_K), stored weights.
     x: float32 (PAIRS, BLOCK_K), one vector per pair.
-    x_scale: (PAIRS, BLOCK_K / VECTOR_SIZE), the scales of x. Used if GROUP_K > 0: the sums are then
+    x_scale: (PAIRS, BLOCK_K / VECTOR_SIZE), the scales of x. If GROUP_K > 0, the sums are
         multiplied by the scales of x and of the weights.
     scale_ptrs, zero_point_ptrs: (PAIRS, ROWS or 1, BLOCK_K / VECTOR_SIZE), pointers to the scale
         and the zero point of each sum.
@@ -69,8 +68,7 @@ def n_major_sums(
     PAIRS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STEP_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply vectors (PAIRS, K) by unquantized weights (PAIRS, K, ROWS) that are contiguous along
-    ROWS.
+    """Multiply vectors (PAIRS, K) by unquantized weights (PAIRS, K, ROWS), contiguous along ROWS.
 
     Return float32 (PAIRS, ROWS). A thread loads adjacent rows and adds the products of its own
     elements of K. The sums of the threads of a row are added once, after the last step.
@@ -107,8 +105,6 @@ def quantize_groups(
 
     Return the quantized values as float32 (PAIRS, BLOCK_K), and the scales (PAIRS, BLOCK_K /
     VECTOR_SIZE).
-
-    QUANT_DTYPE: the quantized dtype.
     """
     groups = tl.reshape(x, (PAIRS, BLOCK_K // GROUP_K, GROUP_K))
     scale = scale_of(max_nan(tl.abs(groups), 2), QMAX, MIN_SCALE)
@@ -145,9 +141,6 @@ def adapter_sums(
 def quantize_to_float32(
     x, scale, QMAX: tl.constexpr, ROUND_TO_INT: tl.constexpr, QUANT_DTYPE: tl.constexpr
 ):
-    """Quantize float32 x with this scale as `quantize_rows` does, and return the values as float32.
-
-    QUANT_DTYPE: the quantized dtype.
-    """
+    """Quantize float32 x like `quantize_rows`, and return the quantized values as float32."""
     q = quantized_values(x, tl.div_rn(1.0, scale), QMAX, ROUND_TO_INT)
     return q.to(QUANT_DTYPE).to(tl.float32)

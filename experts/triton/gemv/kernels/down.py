@@ -2,7 +2,7 @@
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
 program computes a block of hidden columns of one token, from the intermediate rows h of all its
-pairs. `GemvPath` launches the kernel after `gemv_gate_up_kernel`, which computes h.
+pairs, which `gemv_gate_up_kernel` has computed.
 """
 
 import triton
@@ -122,13 +122,14 @@ def gemv_down_kernel(
     BLOCK_RANK: tl.constexpr = 16,
     N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
-    """out[t, n] = routed_scaling_factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of
-    p, n] + bias).
+    """Compute GEMM 2 for each pair, and write the weighted sum over the pairs of each token to out.
 
-    Grid: (num_pairs / PAIRS_PER_OUTPUT * blocks of BLOCK_N columns,). The token varies fastest. A
-        program computes BLOCK_N columns of one token. It processes PAIRS_PER_STEP of the token's
-        pairs at once, in order. If PAIRS_PER_OUTPUT = 1, every pair has an output row instead,
-        which is zero if the pair is skipped.
+    The term of pair p is routed_scaling_factor * weight[p] * (h[p] @ w[expert of p]^T + bias). If
+    PAIRS_PER_OUTPUT = 1, every pair has its own output row, which is zero if the pair is skipped.
+
+    Grid: (num_pairs / PAIRS_PER_OUTPUT * blocks of BLOCK_N columns,), in which the token index
+        varies fastest. A program computes BLOCK_N columns of one token. It processes PAIRS_PER_STEP
+        of the token's pairs at once, in order.
 
     h_ptr: (num_pairs, K), contiguous, the output of GEMM 1.
     h_scale_ptr: (1,), the scale of h if INPUT_QUANT is "static".
@@ -146,7 +147,7 @@ def gemv_down_kernel(
         of h.
     size_k: K, the intermediate size.
     stride_*: strides, named as in vLLM: b (weights), bs (weight scales), bz (zero points);
-    dimensions e (expert), n, k.
+        dimensions e (expert), n, k.
     PAIRS_PER_OUTPUT: pairs per output row, top_k or 1.
     INPUT_QUANT: how h is quantized:
         "none": h is not quantized.
@@ -164,7 +165,7 @@ def gemv_down_kernel(
         lora_u_ptr is u, (num_pairs, lora_rank); adapter_slots_ptr has one slot per token, and
         PAIRS_PER_TOKEN is top_k.
     BLOCK_RANK: a power of two >= lora_rank.
-    N_MAJOR: whether weights are contiguous along the weight rows. They must not be quantized then.
+    N_MAJOR: whether weights are contiguous along the weight rows. Only for unquantized weights.
     STEP_ROWS: see `n_major_sums`.
     """
     WEIGHT_DTYPE: tl.constexpr = b_ptr.dtype.element_ty
@@ -189,13 +190,13 @@ def gemv_down_kernel(
             HAS_EXPERT_MAP,
         )
         valid = local_expert >= 0
-        expert = tl.maximum(local_expert, 0).to(tl.int64)  # NaN-free: integers
+        expert = tl.maximum(local_expert, 0).to(tl.int64)  # NaN-free: integer operands
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
         row_mask = valid[:, None, None] & column_mask[None, :, None]
         scale_mask = valid[:, None, None] & (scale_row < hidden_size)[None, :, None]
         if N_MAJOR:
             tl.static_assert(not HAS_SCALES and INPUT_QUANT == "none")
-            # The ids are valid before the wait; the other branch explains why.
+            # The ids are valid before the wait, for the reason explained in the other branch.
             if USE_PDL:
                 gdc_wait()
                 gdc_launch_dependents()
@@ -213,7 +214,7 @@ def gemv_down_kernel(
                 gdc_wait()
                 gdc_launch_dependents()
             h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * size_k + k[None, :]
-            # Issue the loads of h before those of its amax values.
+            # Issue the loads of h before the loads of its amax values.
             h = tl.load(h_ptrs, mask=valid[:, None] & (k < size_k)[None, :], other=0.0)
             h_scale = tl.full((PAIRS_PER_STEP,), 1.0, tl.float32)
             if INPUT_QUANT == "token" or INPUT_QUANT == "tensor":

@@ -1,8 +1,7 @@
 """`gemv_gate_up_kernel`: GEMM 1 of the gemv path, h = act(x W1^T).
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
-program computes a block of intermediate columns of one pair. `GemvPath` launches the kernel before
-`gemv_down_kernel`.
+program computes a block of intermediate columns of one pair.
 """
 
 import triton
@@ -49,9 +48,9 @@ def _step_input(
 ):  # fmt: skip
     """Quantize one step of x, (BLOCK_K,), according to INPUT_QUANT.
 
-    Return (values as float32 (1, BLOCK_K), scales (1, BLOCK_K / VECTOR_SIZE)), where a scale is
-    that of the value's group. The caller does not use the scales if x has one scale per token or
-    tensor, or none.
+    Return the values as float32 (1, BLOCK_K), and the scales of their groups (1, BLOCK_K /
+    VECTOR_SIZE). The scales are 1 if x is not quantized. They are not used if x has one scale per
+    token or tensor.
 
     start: the first column of the step.
     scale: the scale of x if INPUT_QUANT is "token", "tensor" or "static".
@@ -173,8 +172,7 @@ def gemv_gate_up_kernel(
     LORA_UP_OFFSET: tl.constexpr = 0, HAS_LORA: tl.constexpr = False, BLOCK_RANK: tl.constexpr = 16,
     N_MAJOR: tl.constexpr = False, STEP_ROWS: tl.constexpr = 1,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts on this
-    rank.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). A program computes BLOCK_N columns of one
         pair. In the extra block, the program of pair 0 counts the ids that are not valid,
@@ -198,8 +196,8 @@ def gemv_gate_up_kernel(
     h_ptr: output (num_pairs, intermediate_size), contiguous. Rows of skipped pairs are not written.
     amax_ptr: (num_pairs, blocks) float32. If STORE_AMAX, the kernel writes the largest magnitude in
         each block of columns of h, from which GEMM 2 computes scales.
-    stride_*: strides, named as in vLLM: x, xs (its scales), b (weights), bs (weight scales), bz
-    (zero points); dimensions e (expert), m, n, k.
+    stride_*: strides, named as in vLLM: x, xs (scales of x), b (weights), bs (weight scales), bz
+        (zero points); dimensions e (expert), m, n, k.
     GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
     GATED: whether the activation function combines gate and up.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
@@ -220,11 +218,10 @@ def gemv_gate_up_kernel(
     HAS_LORA: whether B[adapter slot of the token, expert] @ u[p] is added before router weight,
         bias and activation. lora_u_ptr is u, (num_pairs, columns), and adapter_slots_ptr has one
         slot per token.
-    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
-        same.
+    LORA_UP_OFFSET: the first column of u for up; 0 if gate and up use the same columns.
     BLOCK_RANK: a power of two >= lora_rank.
-    N_MAJOR: whether weights are contiguous along the weight rows (stride_bn is 1). They must not be
-        quantized then.
+    N_MAJOR: whether weights are contiguous along the weight rows (stride_bn is 1). Only for
+        unquantized weights.
     STEP_ROWS: see `n_major_sums`.
     """
     pdl_wait(USE_PDL)
@@ -273,7 +270,7 @@ def gemv_gate_up_kernel(
             + k[None, None, :] * stride_bk
         )  # fmt: skip
         w_mask = column_mask[None, :, None] & (k < hidden_size)[None, None, :]
-        # Issue the loads of the first weights before those of x.
+        # Issue the loads of the first weights before the loads of x.
         gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
         up_codes = gate_codes
         if GATED:

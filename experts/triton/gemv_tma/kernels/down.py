@@ -1,11 +1,10 @@
-"""`gemv_tma_down_kernel`: GEMM 2 of the gemv_tma path (h W2^T), with the sum over each token's
-pairs.
+"""`gemv_tma_down_kernel`: GEMM 2 of the gemv_tma path, with the sum over each token's pairs.
 
-A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
-Persistent programs loop over work items, each a token and a block of 64 / PAIR_SLOTS hidden
-columns. A tile of 64 weight rows holds the rows of the block for each of the token's experts.
-`gemv_tma.kernels.pipeline` describes the ring of weights and the vectors in shared memory.
-`GemvTmaPath` launches the kernel after `gemv_tma_gate_up_kernel`, which computes h.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A work
+item is a token and a block of 64 / PAIR_SLOTS hidden columns, where PAIR_SLOTS is top_k rounded up
+to a power of two. Persistent programs loop over work items. A tile of 64 weight rows holds the rows
+of the block for each of the token's experts. `gemv_tma.kernels.pipeline` describes the ring of
+weights and the vectors in shared memory.
 """
 
 from triton.experimental import gluon
@@ -69,14 +68,14 @@ def _run_producer(
             )
             experts += (local_expert,)
             if BLOCK_SCALES:
-                # NaN-free: integers
+                # NaN-free: integer operands
                 scale_row = gl.maximum(local_expert, 0).to(gl.int64) * scale_rows + first // PANEL
                 prefetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
             num_valid += (local_expert >= 0).to(gl.int32)
         for start in range(0, size_k, PANELS_PER_STAGE * PANEL):
             stage, full_barrier = wait_empty_stage(step, full, empty)
-            # There is one expect per stage. With one for each of 8 slots, a layer took 10 to 22 us
-            # longer (H200).
+            # There is one `expect` per stage. With a separate one for each of 8 pairs, a layer took
+            # 10 to 22 us longer (H200).
             if num_valid == TOP_K:
                 mbarrier.expect(full_barrier, TOP_K * PANELS_PER_STAGE * ROWS_PER_PAIR * PANEL)
             else:
@@ -109,9 +108,9 @@ def _store_pairs(
 ):  # fmt: skip
     """Store the rows of h of a token's pairs to shared memory, quantized.
 
-    Return the scales of the rows, (8,). They are 1 if BLOCK_SCALES, where scales are in shared
-    memory. The rows of skipped pairs may have any contents, because results computed from them are
-    discarded.
+    Return the scales of the rows, (8,). With BLOCK_SCALES, the result is 1, because the scales are
+    in shared memory. The rows of skipped pairs may have any contents, because the results of these
+    rows are discarded.
     """
     AMAX: gl.constexpr = gl.BlockedLayout([PAIR_SLOTS, 1], [1, 32], [1, 4], [1, 0])
     AMAX_ROWS: gl.constexpr = gl.SliceLayout(1, AMAX)
@@ -184,7 +183,7 @@ def _run_consumer(
         first = item % num_column_blocks * ROWS_PER_PAIR
         column = first + row % ROWS_PER_PAIR
         in_bounds = (local_expert >= 0) & (column < hidden_size)
-        expert = gl.maximum(local_expert, 0).to(gl.int64)  # NaN-free: integers
+        expert = gl.maximum(local_expert, 0).to(gl.int64)  # NaN-free: integer operands
         ptrs = w_scale_ptr + expert * hidden_size + column
         if BLOCK_SCALES:
             ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups
@@ -232,8 +231,9 @@ def gemv_tma_down_kernel(
     num_warps: gl.constexpr,
     USE_PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = routed_scaling_factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of
-    p, n] + bias).
+    """Compute GEMM 2 for each pair, and write the weighted sum over the pairs of each token to out.
+
+    The term of pair p is routed_scaling_factor * weight[p] * (h[p] @ w[expert of p]^T + bias).
 
     Grid: any number of programs, which share the work items (token, block of 64 / PAIR_SLOTS
         columns). A tile of the MMA has 64 weight rows, which are the rows of the block for each of
@@ -241,12 +241,12 @@ def gemv_tma_down_kernel(
 
     w_desc: TMA descriptor of the weights (num_experts * hidden_size, K) fp8, with boxes of 64 /
         PAIR_SLOTS rows and 128 bytes. Weights of skipped pairs are not read.
-    h_ptr: (num_tokens * TOP_K, K), contiguous. The kernel quantizes h: with one scale per 128
-        values if BLOCK_SCALES, otherwise with one scale per pair, from the values at amax_ptr.
+    h_ptr: (num_tokens * TOP_K, K), contiguous. If BLOCK_SCALES, the kernel quantizes h with one
+        scale per 128 values. Otherwise, h has one scale per pair, computed from amax_ptr.
     amax_ptr: (num_tokens * TOP_K, amax_blocks) float32, the largest magnitude in each block of
         columns of h.
-    w_scale_ptr: weight scales (num_experts, scale_rows, scale_groups), with one scale per 128 x 128
-        block, if BLOCK_SCALES; otherwise (num_experts, hidden_size).
+    w_scale_ptr: weight scales. If BLOCK_SCALES, they are (num_experts, scale_rows, scale_groups),
+        with one scale per 128 x 128 block. Otherwise, they are (num_experts, hidden_size).
     bias_ptr: (num_experts, hidden_size), used if HAS_BIAS.
     router_weights_ptr: (num_tokens * TOP_K,) float32.
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
@@ -258,7 +258,8 @@ def gemv_tma_down_kernel(
     QMAX, MIN_SCALE: the largest fp8 value, and the minimum scale of h.
     BLOCK_AMAX: a power of two >= amax_blocks.
     PIECES: number of pieces of 1024 values in a row of h.
-    PANELS_PER_STAGE, STAGES: panels per stage, and stages, of the ring.
+    PANELS_PER_STAGE: number of panels in a stage of the ring.
+    STAGES: number of stages of the ring.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)

@@ -1,9 +1,8 @@
 """`gemv_tma_gate_up_kernel`: GEMM 1 of the gemv_tma path, h = act(x W1^T), with fp8 weights.
 
-A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
-Persistent programs loop over work items, each a pair and a block of 32 output columns.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A work
+item is a pair and a block of 32 output columns. Persistent programs loop over work items.
 `gemv_tma.kernels.pipeline` describes the ring of weights and the vectors in shared memory.
-`GemvTmaPath` launches the kernel before `gemv_tma_down_kernel`.
 """
 
 from triton.experimental import gluon
@@ -57,7 +56,8 @@ def _locate_work_item(
     group = index // (TOKENS_IN_GROUP * TOP_K * blocks)
     first_pair = group * TOKENS_IN_GROUP * TOP_K
     index_in_group = index - first_pair * blocks
-    count = gl.minimum(TOKENS_IN_GROUP * TOP_K, num_pairs - first_pair)  # NaN-free: integers
+    # NaN-free: integer operands
+    count = gl.minimum(TOKENS_IN_GROUP * TOP_K, num_pairs - first_pair)
     return first_pair + index_in_group % count, index_in_group // count, group * TOKENS_IN_GROUP
 
 
@@ -157,8 +157,8 @@ def _store_tokens(
 ):  # fmt: skip
     """Store the vectors of a group of tokens to shared memory, quantized.
 
-    Return the scales of the vectors, (8,). They are 1 if BLOCK_SCALES, where scales are in shared
-    memory.
+    Return the scales of the vectors, (8,). With BLOCK_SCALES, the result is 1, because the scales
+    are in shared memory.
     """
     PIECES: gl.constexpr = vectors.shape[0]
     rows = first_token + gl.arange(0, TOKENS_IN_GROUP, vector_row_layout(TOKENS_IN_GROUP))
@@ -292,16 +292,15 @@ def gemv_tma_gate_up_kernel(
     num_warps: gl.constexpr,
     USE_PDL: gl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts on this
-    rank.
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of local experts.
 
     Grid: any number of programs, which share the work items (pair, block of 32 columns). A tile of
         the MMA has 64 weight rows: 32 gate rows and 32 up rows. The first program also counts the
         ids that are not valid.
 
     w_desc: TMA descriptor of the weights (num_experts * weight_rows, hidden_size) fp8, with boxes
-        of 128 bytes along K. With GATE_STRIDE 1, up rows are up_row_offset after gate rows, and a
-        box has 32 rows. With GATE_STRIDE 2, gate and up rows alternate, and a box has 64 rows.
+        of 128 bytes along K. With GATE_STRIDE 1, up rows are up_row_offset rows after gate rows,
+        and a box has 32 rows. With GATE_STRIDE 2, gate and up rows alternate, and a box has 64.
     x_ptr: (num_pairs / TOP_K, hidden_size).
     x_scale_ptr: the scales of x if INPUT_QUANT is "prequantized".
     w_scale_ptr: weight scales; see BLOCK_SCALES.
@@ -312,8 +311,8 @@ def gemv_tma_gate_up_kernel(
     invalid_count_ptr: int32, incremented by the number of ids outside [-1, num_experts).
     h_ptr: output (num_pairs, intermediate_size), contiguous. Rows of skipped pairs are not written.
     amax_ptr: float32 output (num_pairs, column blocks), the largest magnitude in each block of
-        columns of h; written unless BLOCK_SCALES.
-    stride_*: strides of x and of its scales (xs); dimensions m and k.
+        columns of h. Not written if BLOCK_SCALES.
+    stride_*: strides of x and of the scales of x (xs); dimensions m and k.
     scale_rows, scale_groups: the shape of the weight scales of an expert; see BLOCK_SCALES.
     TOKENS_IN_GROUP: number of tokens that are in shared memory at the same time, a power of two up
         to 8.
@@ -325,7 +324,8 @@ def gemv_tma_gate_up_kernel(
         scale per 128 x 128 block. Otherwise, they are (num_experts, weight_rows).
     QMAX, MIN_SCALE: the largest fp8 value, and the minimum scale of x.
     PIECES: number of pieces of 1024 values in a row of x.
-    PANELS_PER_STAGE, STAGES: panels per stage, and stages, of the ring.
+    PANELS_PER_STAGE: number of panels in a stage of the ring.
+    STAGES: number of stages of the ring.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
     ring, full, empty = make_ring(w_desc.dtype, STAGES, PANELS_PER_STAGE)

@@ -1,8 +1,7 @@
-"""Device functions of the gemv_tma path, which loads fp8 weights through a ring buffer in shared
-memory.
+"""Device functions of the gemv_tma path: a ring of fp8 weights, vectors in shared memory, and MMAs.
 
-With a few tokens, almost all of the time is spent reading weights. A producer warp only issues TMA
-loads, as far ahead as the ring has stages. A consumer warpgroup runs the MMAs. M of the MMAs is 64
+With a few tokens, almost all of the time is spent reading weights. A producer warp issues TMA loads
+until all stages of the ring are in use. A consumer warpgroup runs the MMAs. M of the MMAs is 64
 weight rows, and N is eight vectors: rows of x in GEMM 1, or the rows of h of one token's pairs in
 GEMM 2.
 
@@ -72,8 +71,8 @@ def _load_piece(row_ptrs, stride, row_mask, size_k, piece):
 def load_pieces(row_ptrs, stride, row_mask, size_k, PIECES: gl.constexpr):
     """Load all pieces of the rows, so that all loads are in flight at the same time.
 
-    Return a tuple of pieces, or () if they do not fit in registers. Each piece is then loaded when
-    it is needed.
+    Return a tuple of pieces, or () if they do not fit in registers. Without this tuple, the other
+    functions load each piece when they need it.
     """
     FITS_IN_REGISTERS: gl.constexpr = row_ptrs.shape[0] * PIECES <= _MAX_PIECES_IN_REGISTERS
     pieces = ()
@@ -113,9 +112,7 @@ def repeat_rows(values):
 
 @gluon.jit
 def repeat_scales(values):
-    """Repeat `values` (rows,) to (8,) like `repeat_rows`, in the layout of the accumulator's
-    columns.
-    """
+    """Repeat `values` (rows,) to (8,) like `repeat_rows`, in the layout of accumulator columns."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = vector_layout(NUM_ROWS)
     column = gl.arange(0, VECTORS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -130,10 +127,7 @@ def _store_piece(
     vectors, scales, piece, values, inverse,
     INPUT_QUANT: gl.constexpr, QMAX: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Quantize the values (rows, 1024) of a piece according to INPUT_QUANT, and store them.
-
-    See `store_vectors`.
-    """
+    """Quantize and store the values (rows, 1024) of one piece. See `store_vectors`."""
     NUM_ROWS: gl.constexpr = values.shape[0]
     if INPUT_QUANT == "group":
         groups = values.to(gl.float32).reshape((NUM_ROWS, PANELS, PANEL))
@@ -153,7 +147,7 @@ def store_vectors(
     INPUT_QUANT: gl.constexpr, BLOCK_SCALES: gl.constexpr, QMAX: gl.constexpr,
     MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """Write rows to `vectors` in shared memory, quantized, as the right operand of the MMAs.
+    """Quantize rows and write them to `vectors` in shared memory, for the right operand of the MMA.
 
     Rows are repeated as by `repeat_rows`. Values from size_k on are 0.
 
@@ -162,9 +156,9 @@ def store_vectors(
         BLOCK_SCALES.
     pieces: the result of `load_pieces`.
     row_ptrs: (rows,), pointers to the rows, whose values are `stride` apart.
-    inverse: (rows,), the reciprocal of each row's scale; used if INPUT_QUANT is "token".
-    scale_ptrs, stride_scale: pointers to the scales of each row's groups, and their stride; used if
-        INPUT_QUANT is "prequantized" with BLOCK_SCALES.
+    inverse: (rows,), the reciprocal of each row's scale. Used if INPUT_QUANT is "token".
+    scale_ptrs: (rows,), pointers to the scales of each row's groups, which are stride_scale apart.
+        Used if INPUT_QUANT is "prequantized" with BLOCK_SCALES.
     INPUT_QUANT: "prequantized": the rows are already quantized. "token": quantize with one scale
         per row. "group": quantize with one scale per 128 values.
     """
@@ -241,7 +235,7 @@ def _load_weight_scales(ptrs, start, size_k, mask, PANELS_PER_STAGE: gl.constexp
 
 @gluon.jit
 def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mask):
-    """Like `_multiply_unscaled`, but multiply the partial sums of each panel by their scales.
+    """Like `_multiply_unscaled`, but multiply the partial sums of each panel by the scales.
 
     scales: the scales of the vectors, in shared memory.
     ptrs: (64,), pointers to the first weight scale of each weight row.
@@ -286,8 +280,8 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, size_k, ptrs, mas
 def prefetch_scales(ptr, count):
     """Prefetch `count` scales, which start at `ptr`, to the L1 cache.
 
-    The producer warp calls this function, so that the consumer warpgroup need not wait for memory.
-    Each of its 32 lanes prefetches 8 scales.
+    The producer warp calls this function, so that the consumer warpgroup does not wait for memory.
+    Each lane of the warp prefetches 8 scales.
     """
     offset = gl.arange(0, 32, _LANES) * 8
     gl.inline_asm_elementwise(
@@ -306,8 +300,7 @@ def multiply(
 ):  # fmt: skip
     """Multiply a tile of weights by the vectors; return (accumulators (64, 8), next step).
 
-    BLOCK_SCALES: whether weights have one scale per 128 x 128 block. The partial sums are then
-        scaled (`_multiply_scaled`).
+    BLOCK_SCALES: whether weights have one scale per 128 x 128 block.
     """
     if BLOCK_SCALES:
         sums, step = _multiply_scaled(

@@ -1,16 +1,15 @@
-"""Device functions of the gemv_w4 path: multiply a vector by 4-bit weights, which are unpacked in
-registers.
+"""Device functions of the gemv_w4 path, which multiply a vector by 4-bit weights.
 
 A word is an int32 with eight 4-bit weights of a row. Weights never move between the lanes of a
 warp: a lane unpacks exactly the words that are its part of an MMA operand. The first two axes of
-loaded tensors are therefore the lanes of a warp, 4 and 8. The third axis is the warps of a program.
+loaded tensors are therefore the 4 x 8 lanes of a warp. The third axis is the warps of a program.
 
     chunk       128 weights of a row along K: 16 adjacent bytes in each of four lanes.
     block       CHUNKS chunks of each weight row of a warp. A warp multiplies one block per step.
     scale slot  the part of a chunk that shares one scale, or the whole chunk.
 
-The vector x is the right operand of the MMA, which has eight columns. Each column is for one scale
-slot: it holds the values of x in that slot, and zeros elsewhere. The MMA therefore computes a
+The vector x is the right operand of the MMA, which has eight columns. Each column belongs to one
+scale slot. It holds the values of x in this slot, and zeros elsewhere. The MMA therefore computes a
 separate sum for each scale slot. The sums are multiplied by their scales and then added.
 
 An MMA has 16 weight rows. If a program has only 8 weight rows, HALVES is 2: rows 0 to 7 of the MMA
@@ -42,10 +41,10 @@ def scale_slots_per_chunk(group: int) -> int:
 def issue_loads(WARPS: tl.constexpr):
     """Return 0, but only after all preceding loads have been issued.
 
-    Otherwise, the compiler would delay loads until registers are free for their results, which is
-    too late to hide their latency. A barrier prevents this: no load moves behind the barrier, and
-    no code that uses the result of the barrier moves before it. The barrier joins only two warps.
-    Barrier 0 is reserved for the whole program.
+    The compiler would delay loads until registers are free for their results, which is too late to
+    hide their latency. A barrier prevents this: no load moves behind the barrier, and no code that
+    uses the result of the barrier moves before it. The barrier joins only two warps. Barrier 0 is
+    reserved for the whole program.
     """
     zero = 0
     if USE_INLINE_ASM:
@@ -81,8 +80,9 @@ def load_words(
     ptr, offset, chunk, in_bounds, size_k, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a block, or half of a block, of each weight row as int32 (4, 8, warps, ROWS / 8, CHUNKS,
-    4).
+    """Load a block, or half of a block, of each weight row.
+
+    Return int32 (4, 8, warps, ROWS / 8, CHUNKS, 4).
 
     ptr: pointer to the int32 words of the expert, or one pointer per lane.
     offset: offsets of the weight rows in words, as two summands of `lane_row_indices`.
@@ -139,9 +139,9 @@ def load_by_scale_slot(
 ):  # fmt: skip
     """Load scales or zero points, one per weight row and scale slot, as (4, 8, warps, ROWS / 8, 2).
 
-    The result is 0 for scale slots outside the block or half. If PAIRED_SCALES, two are loaded at
-    once. Otherwise, they are loaded separately: a single load would get another layout, from which
-    the values would have to move through shared memory.
+    The result is 0 for scale slots outside the block or half. If PAIRED_SCALES, two scales are
+    loaded at once. Otherwise, they are loaded separately, because the result of a single load would
+    have another layout, from which the values would have to move through shared memory.
 
     ptr, offset, chunk, in_bounds: as in `load_words`.
     """
@@ -166,9 +166,7 @@ def load_by_scale_slot(
 
 @triton.jit
 def to_scale_slot_layout(values):
-    """Reshape (4, 8, warps, ROWS / 8, 2) to (warps, ROWS, 8), the shape of the sums per scale
-    slot.
-    """
+    """Reshape (4, 8, warps, ROWS / 8, 2) to (warps, ROWS, 8), the shape of the scale slot sums."""
     warps: tl.constexpr = values.shape[2]
     groups: tl.constexpr = values.shape[3]
     return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (warps, groups * 8, 8))
@@ -176,7 +174,7 @@ def to_scale_slot_layout(values):
 
 @triton.jit
 def _value_offsets(chunk, in_bounds, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr):
-    """Return offsets into a row of x, and masks, one per eight values, (4, 8, warps, 1, 4, 1).
+    """Return an offset into a row of x and a mask for every eight values, (4, 8, warps, 1, 4, 1).
 
     chunk, in_bounds: as in `load_words`.
     """
@@ -211,10 +209,10 @@ def load_pairs(ptr, row, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_S
 def load_row(
     ptr, stride, in_bounds, chunk, size_k, CHUNKS: tl.constexpr, SCALE_SLOTS: tl.constexpr
 ):
-    """Load a block of a row of x as int32 (4, 8, warps, 1, 4, 4), with two adjacent 16-bit values
-    each.
+    """Load a block of a row of x as int32 (4, 8, warps, 1, 4, 4).
 
-    `to_mma_pairs` converts the result to the order that the MMA needs.
+    Each int32 holds two adjacent 16-bit values. `to_mma_pairs` converts the result to the order
+    that the MMA needs.
 
     ptr, stride: pointer to the row, and the stride of its values.
     chunk, in_bounds: as in `load_words`.
@@ -237,7 +235,6 @@ def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
 
     barrier: 0, from `issue_loads`. The computation depends on it, so that it starts after the
         loads.
-    dtype: the dtype of the values.
     """
     warps: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
@@ -247,7 +244,7 @@ def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
             odd == 1, prescale_factor(WEIGHT_FORMAT, 1), prescale_factor(WEIGHT_FORMAT, 0)
         ).to(tl.bfloat16)
         bits = (bits.to(tl.bfloat16, bitcast=True) * factor).to(tl.int16, bitcast=True)
-    if WEIGHT_FORMAT != "e2m1_repacked":  # pairs are k and k + 4: reverse the bits of k
+    if WEIGHT_FORMAT != "e2m1_repacked":  # pairs are k and k + 4, so reverse the bits of k
         bits = tl.reshape(bits, (4, 8, warps, 1, 4, 2, 2, 2))
         bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, warps, 1, 4, 4, 2))
     low, high = tl.split(bits)
@@ -256,13 +253,9 @@ def to_mma_pairs(x, barrier, dtype: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
 
 @triton.jit
 def store_in_pair_order(row_ptr, column, mask, values, WEIGHT_FORMAT: tl.constexpr):
-    """Round values to the dtype of row_ptr and store them in the order in which `load_pairs` reads
-    them.
+    """Prescale values and store them in the order in which `load_pairs` reads them.
 
-    GEMM 1 stores h in this way, so that GEMM 2 need not permute and prescale it.
-
-    row_ptr: pointer to the output row.
-    column: the column of each value.
+    GEMM 1 stores h in this way, so that GEMM 2 does not have to permute and prescale it.
     """
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
@@ -342,7 +335,7 @@ def _zero_point_term(
 
     An MMA with all-ones weights computes the sums of x. Every row of its result is the same.
 
-    zero_after_barrier: 0. It keeps the MMA behind `issue_loads`.
+    zero_after_barrier: 0, which depends on `issue_loads` and keeps the MMA behind the loads.
     """
     warps: tl.constexpr = x.shape[0]
     one: tl.constexpr = (
@@ -367,11 +360,11 @@ def scale_slot_sums(
     HAS_ZERO_POINTS: tl.constexpr,
     SCALE_SLOTS: tl.constexpr, ADD_ZERO_TERM_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Return (weights - zero points) @ x for each scale slot, without scales, float32 (warps, ROWS,
-    8).
+    """Return (weights - zero points) @ x for each scale slot, without scales.
 
-    Every chunk is multiplied by all columns, and the results for columns of other chunks are
-    dropped. This takes fewer instructions than zeroing these columns.
+    The result is float32 (warps, ROWS, 8). Every chunk is multiplied by all columns, and the
+    results for columns of other chunks are dropped. This takes fewer instructions than zeroing
+    these columns.
 
     words: (4, 8, warps, ROWS / 8, CHUNKS, 4), from `load_words`.
     pairs: (4, 8, warps, 1, 4, 4), from `to_mma_pairs` or `load_pairs`.
@@ -406,9 +399,7 @@ def scale_slot_sums(
 
 @triton.jit
 def zero_values(codes, shift, HAS_ZERO_POINTS: tl.constexpr, UNPACKED_WITHOUT_OFFSET: tl.constexpr):
-    """Return the zero points as float32.
-
-    Subtract 8 unless UNPACKED_WITHOUT_OFFSET, to match the offset of the unpacked weights.
+    """Return the zero points as float32, with the offset of the unpacked weights.
 
     codes: bytes (4, 8, WARPS, ROWS / 8, 2).
     shift: the position of a row's zero point in its byte, bit 0 or 4, (1, 8, 1, ROWS / 8, 1).

@@ -1,9 +1,9 @@
 """`gemv_w4_down_kernel`: GEMM 2 of the gemv_w4 path (h W2^T), with the sum over each token's pairs.
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
-program computes a block of hidden columns of one token. Each of its warps sums over some of the
-blocks along K and over some of the token's pairs. `gemv_w4.kernels.common` defines block, chunk and
-scale slot. `GemvW4Path` launches the kernel after `gemv_w4_gate_up_kernel`, which computes h.
+program computes BLOCK_N hidden columns of one token. Each of its warps sums over some of the blocks
+along K and over some of the token's pairs. `gemv_w4.kernels.common` defines block, chunk and scale
+slot.
 """
 
 import triton
@@ -26,10 +26,7 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.constexpr_function
 def blocks_along(size_k: int, chunks: int) -> int:
-    """Return the number of blocks of `chunks` chunks along K.
-
-    size_k: K.
-    """
+    """Return the number of blocks of `chunks` chunks along K."""
     return -(-size_k // (chunks * 128))
 
 
@@ -37,7 +34,7 @@ def blocks_along(size_k: int, chunks: int) -> int:
 def stays_in_bounds(blocks: int, warps_per_pair: int, stages: int, load_after_mma: bool) -> bool:
     """Return whether no step loads a block after the last one of its pair.
 
-    A step loads the block of a later step in advance. The last steps therefore load blocks of steps
+    A step loads the block of a later step in advance. The last steps would therefore load blocks
     that do not exist, unless there is only one step or all steps are loaded before the loop.
 
     blocks: blocks of a weight row.
@@ -53,7 +50,7 @@ def stays_in_bounds(blocks: int, warps_per_pair: int, stages: int, load_after_mm
 
 
 @triton.jit
-def _pair_of_warp(
+def _locate_pairs(
     token, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
     TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, NUM_WARPS: tl.constexpr,
     WARPS_PER_PAIR: tl.constexpr,
@@ -82,14 +79,15 @@ def _pair_of_warp(
             num_local_experts,
             HAS_EXPERT_MAP,
         )
-        result = (pair, tl.maximum(local_expert, 0), local_expert >= 0)  # NaN-free: integers
+        # NaN-free: integer operands
+        result = (pair, tl.maximum(local_expert, 0), local_expert >= 0)
     else:
         result = (token, token, token)
     return result
 
 
 @triton.jit
-def _initial_biases(
+def _load_initial_biases(
     ptr, stride, first_column, hidden_size, token, num_experts, num_local_experts, topk_ids_ptr,
     expert_map_ptr,
     TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
@@ -97,13 +95,13 @@ def _initial_biases(
 ):  # fmt: skip
     """Return the biases as initial sums, float32 (NUM_WARPS, ROWS, 8).
 
-    The first scale slot of a pair's first warp has the pair's bias. All other sums start at zero.
-    The sums are multiplied by the router weight later.
+    The bias of a pair is in the first scale slot of the pair's first warp. All other values are
+    zero.
     """
     warp = tl.arange(0, NUM_WARPS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
-    # Load ids again, because the results of _pair_of_warp have a different layout.
+    # Load ids again, because the results of _locate_pairs have a different layout.
     pair = token * TOP_K + warp // WARPS_PER_PAIR + tl.zeros((1, 1, 8), tl.int32)
     local_expert, _ = load_local_ids(
         topk_ids_ptr, pair, slot == 0, expert_map_ptr, num_experts, num_local_experts,
@@ -116,12 +114,13 @@ def _initial_biases(
         & (row < BLOCK_N)
         & (column < hidden_size)
     )
-    ptrs = ptr + tl.maximum(local_expert, 0).to(tl.int64) * stride + column  # NaN-free: integers
+    # NaN-free: integer operands
+    ptrs = ptr + tl.maximum(local_expert, 0).to(tl.int64) * stride + column
     return tl.load(ptrs, mask=is_first, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _block_of_warp(
+def _locate_blocks(
     token, warp_pair, step, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
     SIZE_K: tl.constexpr,
     TOP_K: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
@@ -144,7 +143,7 @@ def _block_of_warp(
     else:
         index = step * NUM_WARPS + warp
         if TOP_K * BLOCKS > NUM_WARPS:
-            # Make all lanes of a warp load the id; see _pair_of_warp.
+            # Make all lanes of a warp load the id; see _locate_pairs.
             index += tl.zeros((4, 8, 1, 1), tl.int32)
         pair = token * TOP_K + index // BLOCKS
         local_expert, _ = load_local_ids(
@@ -158,7 +157,7 @@ def _block_of_warp(
         )
         block = index % BLOCKS
         valid = local_expert >= 0
-        local_expert = tl.maximum(local_expert, 0)  # NaN-free: integers
+        local_expert = tl.maximum(local_expert, 0)  # NaN-free: integer operands
     return pair, local_expert, valid, block * (CHUNKS * HALVES)
 
 
@@ -174,12 +173,13 @@ def _load_block(
     NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr,
 ):  # fmt: skip
-    """Load words, scales, zero points and router weights of the block of each warp in a step.
+    """Load the block of each warp in a step.
 
-    Return them, followed by the block's pair, whether the block is read, and its first chunk.
+    Return (words, scales, zero points, router weights, pair, whether the block is read, first
+    chunk).
     """
     SCALE_SLOTS: tl.constexpr = scale_slots_per_chunk(GROUP_K)
-    pair, local_expert, valid, chunk = _block_of_warp(
+    pair, local_expert, valid, chunk = _locate_blocks(
         token, warp_pair, step, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr,
         SIZE_K, TOP_K, HAS_EXPERT_MAP, CHUNKS, HALVES, NUM_WARPS, WARPS_PER_PAIR, STAGES,
         LOAD_AFTER_MMA,
@@ -226,9 +226,7 @@ def _load_block(
 
 @triton.jit
 def _broadcast_to_sums(weight, GROUPS: tl.constexpr):
-    """Broadcast a value per warp, (4, 8, warps, 1), to the shape of sums, (warps, 8 * GROUPS,
-    8).
-    """
+    """Broadcast one value per warp, (4, 8, warps, 1), to (warps, 8 * GROUPS, 8)."""
     warps: tl.constexpr = weight.shape[2]
     return to_scale_slot_layout(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, warps, GROUPS, 2)))
 
@@ -325,12 +323,13 @@ def gemv_w4_down_kernel(
     NUM_WARPS: tl.constexpr, WARPS_PER_PAIR: tl.constexpr, STAGES: tl.constexpr,
     LOAD_AFTER_MMA: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """out[t, n] = routed_scaling_factor * sum over pairs p of t of weight[p] * (h[p] @ w[expert of
-    p, n] + bias).
+    """Compute GEMM 2 for each pair, and write the weighted sum over the pairs of each token to out.
 
-    Grid: (tokens, blocks of BLOCK_N columns). The NUM_WARPS warps of a program split the pairs of a
-        token and their K, in blocks of HALVES * CHUNKS * 128. The order of the sum is fixed. If
-        TOP_K = 1, every pair has an output row, which is zero if the pair is skipped.
+    The term of pair p is routed_scaling_factor * weight[p] * (h[p] @ w[expert of p]^T + bias). If
+    TOP_K = 1, every pair has its own output row, which is zero if the pair is skipped.
+
+    Grid: (tokens, blocks of BLOCK_N columns). The NUM_WARPS warps of a program divide the pairs of
+        a token and their K, in blocks of HALVES * CHUNKS * 128. The order of the sum is fixed.
 
     h_ptr: (tokens * TOP_K, SIZE_K), contiguous, in the order of `store_in_pair_order`.
     b_ptr: weights (num_experts, hidden_size, SIZE_K / 2) bytes, read as int32 words of eight
@@ -343,10 +342,10 @@ def gemv_w4_down_kernel(
         the pairs, and how they map to the experts on this rank; see `load_local_ids`. Pairs whose
         expert is not on this rank are skipped.
     out_ptr: (tokens, hidden_size), contiguous.
-    NUM_STEPS, num_steps: the number of steps. NUM_STEPS is a constant, which short loops need for
-        unrolling. Other loops use num_steps.
+    NUM_STEPS, num_steps: the number of steps, as a constant for loops that are unrolled and as an
+        argument for other loops.
     stride_*: strides, named as in vLLM: b (weights, in bytes), bs (weight scales), bz (zero
-    points); dimensions e (expert), n.
+        points); dimensions e (expert), n.
     SIZE_K: K, the intermediate size.
     TOP_K: pairs per output row.
     WEIGHT_FORMAT: the encoding of words and scales (`experts.triton.kernels.unpack_w4`).
@@ -376,7 +375,7 @@ def gemv_w4_down_kernel(
     zero_offset = row_offsets((rows[0] // 2, rows[1] // 2), stride_bzn)
     # Load the first weights before waiting for h. The ids are valid here, because GEMM 1 waited for
     # them before this kernel could start. See `pdl_wait`.
-    warp_pair = _pair_of_warp(
+    warp_pair = _locate_pairs(
         token, num_experts, num_local_experts, topk_ids_ptr, expert_map_ptr, TOP_K, HAS_EXPERT_MAP,
         NUM_WARPS, WARPS_PER_PAIR,
         NUM_STEPS > STAGES,
@@ -401,7 +400,7 @@ def gemv_w4_down_kernel(
     total = tl.zeros((NUM_WARPS, ROWS, 8), tl.float32)
     bias = tl.zeros((BLOCK_N,), tl.float32)
     if HAS_BIAS and WARPS_PER_PAIR > 0:
-        total += _initial_biases(
+        total += _load_initial_biases(
             bias_ptr, stride_bias, first_column, hidden_size, token, num_experts,
             num_local_experts, topk_ids_ptr,
             expert_map_ptr, TOP_K, HAS_EXPERT_MAP, BLOCK_N, ROWS, NUM_WARPS, WARPS_PER_PAIR,
@@ -419,7 +418,7 @@ def gemv_w4_down_kernel(
             HAS_EXPERT_MAP,
         )
         valid = local_expert >= 0
-        # NaN-free: integers
+        # NaN-free: integer operands
         ptrs = (
             bias_ptr
             + tl.maximum(local_expert, 0)[:, None].to(tl.int64) * stride_bias
@@ -440,7 +439,7 @@ def gemv_w4_down_kernel(
         h_blocks += (
             load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, SCALE_SLOTS),
         )
-    # Unroll the steps. In a loop the compiler would hoist the unpacking of invariant words.
+    # Unroll the steps. In a loop, the compiler would hoist the unpacking of invariant words.
     if NUM_STEPS <= STAGES:
         for stage in tl.static_range(NUM_STEPS):
             total, _, ring = _multiply_step(

@@ -1,9 +1,8 @@
 """`gemv_w4_gate_up_kernel`: GEMM 1 of the gemv_w4 path, h = act(x W1^T).
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
-program computes a block of intermediate columns of one pair. Each of its warps sums over some of
-the blocks along K. `gemv_w4.kernels.common` defines block, chunk and scale slot. `GemvW4Path`
-launches the kernel before `gemv_w4_down_kernel`.
+program computes BLOCK_N intermediate columns of one pair. Each of its warps sums over some of the
+blocks along K. `gemv_w4.kernels.common` defines block, chunk and scale slot.
 """
 
 import triton
@@ -159,10 +158,10 @@ def gemv_w4_gate_up_kernel(
     NUM_WARPS: tl.constexpr, STAGES: tl.constexpr, LOAD_AFTER_MMA: tl.constexpr,
     USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """h[p, n] = act(r[p] * (x[p // TOP_K] @ w[expert of p, rows of n]^T) + bias)
+    """h[p, n] = act(r[p] * (x[p // TOP_K] @ w[expert of p, rows of n]^T) + bias) for local pairs p.
 
-    for pairs p of experts on this rank, where r[p] is the router weight if HAS_ROUTER_WEIGHTS, else
-    1.
+    r[p] is the router weight if HAS_ROUTER_WEIGHTS, and 1 otherwise. A pair is local if its expert
+    is on this rank.
 
     Grid: (num_pairs, blocks of BLOCK_N columns + 1). The NUM_WARPS warps of a program split K in
         blocks of CHUNKS * 128. In the extra block, the program of pair 0 counts the ids that are
@@ -182,10 +181,10 @@ def gemv_w4_gate_up_kernel(
     invalid_count_ptr: int32, incremented by the number of ids outside [-1, num_experts).
     h_ptr: output (num_pairs, intermediate_size), contiguous, in the order of `store_in_pair_order`.
         Rows of skipped pairs are not written.
-    NUM_STEPS, num_steps: the number of steps. NUM_STEPS is a constant, which short loops need for
-        unrolling. Other loops use num_steps.
+    NUM_STEPS, num_steps: the number of steps, as a constant for loops that are unrolled and as an
+        argument for other loops.
     stride_*: strides, named as in vLLM: x, b (weights, in bytes), bs (weight scales), bz (zero
-    points); dimensions e (expert), m, n, k.
+        points); dimensions e (expert), m, n, k.
     SIZE_K: K, the hidden size.
     GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
     GATED: whether the activation function combines gate and up.
@@ -255,7 +254,7 @@ def gemv_w4_gate_up_kernel(
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, SIZE_K, GROUP_K, CHUNKS, NUM_WARPS)
     total = tl.zeros((NUM_WARPS, ROWS, 8), tl.float32)
-    # Unroll the steps. In a loop the compiler would hoist the unpacking of invariant words.
+    # Unroll the steps. In a loop, the compiler would hoist the unpacking of invariant words.
     if NUM_STEPS <= STAGES:
         for stage in tl.static_range(NUM_STEPS):
             total, x, ring = _multiply_step(
@@ -278,14 +277,14 @@ def gemv_w4_gate_up_kernel(
                     NUM_WARPS,
                     STAGES, LOAD_AFTER_MMA,
                 )  # fmt: skip
-    # Compute these after the loop, which saves registers in it.
-    end = tl.arange(0, ROWS)
-    end_column = block * BLOCK_N + end % BLOCK_N
+    # Compute these values after the loop to save registers in the loop.
+    tile_row = tl.arange(0, ROWS)
+    column = block * BLOCK_N + tile_row % BLOCK_N
     bias = tl.zeros((ROWS,), tl.float32)
     if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * stride_bias + end_column * GATE_STRIDE
-        bias_ptrs += (end // BLOCK_N) * UP_ROW_OFFSET
-        bias += tl.load(bias_ptrs, mask=end_column < intermediate_size, other=0.0).to(tl.float32)
+        bias_ptrs = bias_ptr + expert * stride_bias + column * GATE_STRIDE
+        bias_ptrs += (tile_row // BLOCK_N) * UP_ROW_OFFSET
+        bias += tl.load(bias_ptrs, mask=column < intermediate_size, other=0.0).to(tl.float32)
     row_weight = 1.0
     if HAS_ROUTER_WEIGHTS:
         row_weight = tl.load(router_weights_ptr + pair)

@@ -2,8 +2,7 @@
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
 `modular_kernel.ops.sort` gives each pair a row, with the rows of an expert adjacent (a segment),
-and splits each segment into tiles of at most BLOCK_M rows. `m_grouped_gemm` (grouped/segments.py)
-launches the kernel.
+and splits each segment into tiles of at most BLOCK_M rows.
 """
 
 import triton
@@ -14,7 +13,7 @@ from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, st
 from experts.triton.kernels.gemm_tile_dispatch import gemm_tile
 
 
-# max_tiles changes with the number of tokens; specializing on it would recompile.
+# max_tiles changes with the number of tokens, so specializing on it would recompile.
 @triton.jit(do_not_specialize=["max_tiles"])
 def segment_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_point_ptr, bias_ptr, router_weights_ptr, out_ptr,
@@ -43,25 +42,24 @@ def segment_gemm_kernel(
         BLOCK_N output columns. Programs past the number of tiles return immediately.
 
     a_ptr: activations (rows, K), contiguous, in sorted order.
-    a_scale_ptr: their scales. Used with QUANT_MODE "w8a8".
+    a_scale_ptr: scales of the activations. Used with QUANT_MODE "w8a8".
     router_weights_ptr: (rows,) float32. If HAS_ROUTER_WEIGHTS, they multiply the sums before the
         bias is added.
     out_ptr: (rows, N), contiguous. Rows outside all tiles are neither read nor written.
-    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
-        which are the expert, the first row and the end row of the expert for each tile, then the
-        number of tiles.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`. Three int32 arrays of max_tiles values
+        have, for each tile, the expert, the first row, and the end of the expert's rows. The number
+        of tiles follows.
     b_ptr: weights (num_experts, rows, K), with any strides. Output column n uses weight row n *
         GATE_STRIDE and, if GATED, also row n * GATE_STRIDE + up_row_offset for up.
     b_scale_ptr: weight scales (num_experts, row groups, K groups).
     zero_point_ptr: zero points of integer weights (num_experts, rows, K groups), used if
-        HAS_ZERO_POINTS; the global scales of NVFP4.
+        HAS_ZERO_POINTS. For NVFP4, the global scales.
     bias_ptr: (num_experts, rows), used if HAS_BIAS.
     size_n: N, the number of output columns.
     size_k: K.
-    up_offset: number of stored elements from a gate weight to the up weight of the same column and
-        k.
+    up_offset: offset in stored elements from a gate weight to the up weight of the same column.
     stride_*: strides, named as in vLLM: a (activations), as (their scales), b (weights), bs (their
-    scales), bz (zero points); dimensions e (expert), m, n, k.
+        scales), bz (zero points); dimensions e (expert), m, n, k.
     act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
         act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
     GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
@@ -76,17 +74,16 @@ def segment_gemm_kernel(
     GROUP_M: number of row blocks that are computed next to each other, so that they share weight
         tiles in L2.
     tokens_ptr: (rows,) int32, the token of each row. Used if HAS_LORA.
-    HAS_LORA: whether some tokens have LORA adapters. If so, B u of the row's adapter is added to
+    HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
         the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
-        following arguments are used only then.
+        arguments below are used only with HAS_LORA.
     lora_u_ptr: u = A x of each row, from a shrink kernel (`experts.triton.kernels.shrink`); rows
         are stride_lora_u apart.
-    adapter_slots_ptr: int32, the adapter slot of each token; no adapter if it is outside [0,
-        num_adapter_slots).
+    adapter_slots_ptr: int32, the adapter slot of each token. A slot outside [0, num_adapter_slots)
+        means no adapter.
     lora_b_ptr: the matrices B (slots, num_experts, rows, lora_rank), with the strides
         stride_lora_b_*.
-    LORA_UP_OFFSET: number of columns of u from those for gate to those for up; 0 if both use the
-        same.
+    LORA_UP_OFFSET: the first column of u for up; 0 if gate and up use the same columns.
     BLOCK_RANK: elements of the rank per step.
     """
     num_m_blocks = tl.load(tiles_ptr + 3 * max_tiles)

@@ -1,9 +1,8 @@
-"""Device functions for `grouped_gemm_tma_kernel` that gather activation rows into a ring in shared
-memory.
+"""Device functions of `grouped_gemm_tma_kernel` that gather activation rows into shared memory.
 
-The rows of a tile are sorted by expert, and their tokens are anywhere in x. TMA cannot gather rows.
-Each consumer warpgroup therefore copies its 64 rows with cp.async, STAGES - 1 steps along K ahead
-of the MMAs. At the end of a tile, it goes on with the rows of the next tile.
+The rows of a tile belong to tokens that are anywhere in x, and TMA cannot gather rows. Each
+consumer warpgroup therefore copies its 64 rows with cp.async into a ring, STAGES - 1 steps along K
+ahead of the MMAs. At the end of a tile, it copies the first steps of the next tile.
 """
 
 from triton.experimental import gluon
@@ -35,12 +34,11 @@ def load_tokens(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 def gather_pointers(
     x_ptr, stride_x_in_copies, tokens, BLOCK_K: gl.constexpr, COPY_LAYOUT: gl.constexpr
 ):
-    """Return pointers to the first K step of the tokens' rows, and the mask (rows, 1) of existing
-    rows.
+    """Return pointers to the first K step of the tokens' rows, and the mask (rows, 1) of the rows.
 
     x_ptr: activations (num_tokens, K).
-    stride_x_in_copies: the stride of the rows of x, in copies of 16 bytes. The unit tells the
-        compiler the alignment.
+    stride_x_in_copies: the stride of the rows of x in units of 16 bytes, from which the compiler
+        infers the alignment.
     tokens: (rows,), from `load_tokens`.
     COPY_LAYOUT: the layout of the copies.
     """
@@ -72,7 +70,7 @@ def copy_step(ptrs, mask, step, size_k, buffer, COPY_LAYOUT: gl.constexpr, EVEN_
 
 @gluon.jit
 def _multiply_step(
-    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, size_k, has_next,
+    a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, copied_step, size_k, has_previous,
     COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     """Multiply one stage of the ring; then refill and release the stage of the previous iteration.
@@ -80,14 +78,13 @@ def _multiply_step(
     Return the accumulator.
 
     iteration: number of K steps that this warpgroup has multiplied.
-    acc: the accumulator.
     ptrs, mask, copied_step: the K step to copy into the released stage (`copy_step`).
-    has_next: whether there was a previous iteration whose weights must be released.
+    has_previous: whether there was a previous iteration whose weights must be released.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     stage = iteration % STAGES
-    # There is no proxy fence between cp.async and wgmma. The main loops of CUTLASS (sm_90) and
-    # Triton have none, either. With a fence, this loop gave the same outputs in the same time.
+    # There is no proxy fence between cp.async and wgmma, as in the main loops of CUTLASS (sm_90)
+    # and Triton. With a fence, this loop had the same outputs and the same speed.
     async_copy.wait_group(STAGES - 2)
     mbarrier.wait(full.index(stage), (iteration // STAGES) & 1)
     b = b_ring.index(stage).permute((1, 0))
@@ -95,7 +92,7 @@ def _multiply_step(
     acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
     previous = (iteration + STAGES - 1) % STAGES
     copy_step(ptrs, mask, copied_step, size_k, a_ring.index(previous), COPY_LAYOUT, EVEN_K)
-    mbarrier.arrive(empty.index(previous), pred=has_next)
+    mbarrier.arrive(empty.index(previous), pred=has_previous)
     return acc
 
 
@@ -105,10 +102,10 @@ def multiply_gathered(
     next_tokens, acc,
     COPY_LAYOUT: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile, (64, K) gathered rows by weights, into acc.
+    """Multiply gathered rows (64, K) by the weights of a tile, and add the products to acc.
 
     Return (acc, the next iteration, pointers and mask of the next tile). A tile has at least STAGES
-    - 1 K steps. next_tokens is used as late as possible, so that its load has completed by then.
+    - 1 K steps. next_tokens is used as late as possible, so that its load does not stall.
 
     a_ring: (STAGES, 64, BLOCK_K), the ring of activation rows of this warpgroup.
     b_ring: (STAGES, weight rows, BLOCK_K), the ring of weights.
@@ -131,9 +128,9 @@ def multiply_gathered(
         iteration += 1
     ptrs, mask = gather_pointers(x_ptr, stride_x_in_copies, next_tokens, BLOCK_K, COPY_LAYOUT)
     for step in range(PREFETCH):
-        has_next = step + steps > PREFETCH
+        has_previous = step + steps > PREFETCH
         acc = _multiply_step(
-            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step, size_k, has_next,
+            a_ring, b_ring, full, empty, iteration, acc, ptrs, mask, step, size_k, has_previous,
             COPY_LAYOUT, EVEN_K,
         )  # fmt: skip
         ptrs += BLOCK_K

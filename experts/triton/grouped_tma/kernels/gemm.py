@@ -1,12 +1,10 @@
-"""`grouped_gemm_tma_kernel`: a persistent, warp-specialized grouped GEMM for sm_90, with TMA and
-wgmma.
+"""`grouped_gemm_tma_kernel`: a persistent, warp-specialized grouped GEMM for sm_90.
 
 The activation rows are sorted by expert. There is one program per SM, which loops over tiles of 128
 rows of one expert. A producer warp loads weights and activations with TMA into a ring in shared
 memory. If rows must be gathered, the consumer warpgroups copy the activations instead (`gather`).
 Two consumer warpgroups multiply 64 rows each by the same weights. They apply the epilogue to a tile
-while the next tile is being loaded, and store the results with TMA. The grouped_tma path and the
-dequantized path launch the kernel.
+while the next tile is being loaded, and store the results with TMA.
 
 The weight rows of a tile form a left half and a right half: gate rows and up rows, or adjacent
 rows.
@@ -37,29 +35,26 @@ ROWS = gl.constexpr(64)  # activation rows per consumer warpgroup
 
 @gluon.jit
 def tile_at(index, num_m_tiles, num_n_tiles, GROUP_M: gl.constexpr):
-    """Return (row tile, column tile), the tile that is computed as number `index`.
+    """Return (row tile, column tile) of the tile with number `index`.
 
-    Row tiles are computed in groups of GROUP_M: all for one column tile, then all for the next, so
-    that they share weight tiles in the L2 cache. Past the last tile, the result is arbitrary, but
-    there is no division by zero.
+    A group of GROUP_M row tiles is computed for one column tile, then for the next, so that the row
+    tiles share weight tiles in the L2 cache. Past the last tile, the result is arbitrary, but there
+    is no division by zero.
     """
     tiles_per_group = GROUP_M * num_n_tiles
     first_m = (index // tiles_per_group) * GROUP_M
-    group_m = gl.maximum(gl.minimum(num_m_tiles - first_m, GROUP_M), 1)  # NaN-free: integers
+    # NaN-free: integer operands
+    group_m = gl.maximum(gl.minimum(num_m_tiles - first_m, GROUP_M), 1)
     index_in_group = index % tiles_per_group
     return first_m + index_in_group % group_m, index_in_group // group_m
 
 
 @gluon.jit
 def load_tile_info(index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
-    """Return (expert, first row, end row of the expert, column tile) of the tile with number
-    `index`.
+    """Return (expert, first row, end of the expert's rows, column tile) of tile number `index`.
 
-    Past the last tile, first row and end row are 0. The function is called one or two tiles ahead,
-    to hide the latency of its loads.
-
-    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
-        which are the expert, the first row and the end row of the expert for each row tile.
+    Past the last tile, the first row and the end are 0. The function is called one or two tiles
+    ahead to hide the latency of its loads.
     """
     in_bounds = index < num_m_tiles * num_n_tiles
     m_tile, n_tile = tile_at(index, num_m_tiles, num_n_tiles, GROUP_M)
@@ -74,9 +69,7 @@ def load_tile_info(index, num_m_tiles, num_n_tiles, tiles_ptr, max_tiles, GROUP_
 def _load_tile_adapter_slots(
     index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M: gl.constexpr
 ):
-    """Return the number of adapter slots in a tile, and a pointer to them. Past the last tile, it
-    is 0.
-    """
+    """Return the number of adapter slots in a tile, 0 past the last tile, and a pointer to them."""
     in_bounds = index < num_m_tiles * num_n_tiles
     m_tile, _ = tile_at(index, num_m_tiles, num_n_tiles, GROUP_M)
     tile_ptr = tile_slots_ptr + gl.where(in_bounds, m_tile, 0) * stride_tile_slots
@@ -92,11 +85,9 @@ def _run_producer(
     TILE_STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHER_TOKENS: gl.constexpr,
     LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: load every K step of every tile of this program into the ring with
-    TMA.
+    """Run the producer warp: load every K step of every tile of this program into the ring.
 
-    It waits until a stage of the ring is empty before it fills it. The arguments are those of the
-    kernel.
+    The arguments are those of the kernel.
     """
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
@@ -132,10 +123,9 @@ def _run_producer(
             )
             iteration += 1
         if LORA_STEPS > 0:
-            # Extra K steps add u times B of each slot. The columns of u for up follow those for
-            # gate at a distance of lora_up_offset. Elements of a box outside B are zero, so the
-            # columns for
-            # gate are multiplied only by B of gate, and the columns for up only by B of up.
+            # Extra K steps add u times B of each slot. Within a slot, the columns of u for up start
+            # at lora_up_offset. Elements of a box outside B are zero, so the columns for gate are
+            # multiplied only by B of gate, and the columns for up only by B of up.
             count, adapter_slots_ptr = _load_tile_adapter_slots(
                 index, num_m_tiles, num_n_tiles, tile_slots_ptr, stride_tile_slots, GROUP_M
             )
@@ -192,10 +182,7 @@ def _multiply_plain(a_ring, b_ring, full, empty, iteration, size_k, acc, WARPGRO
 
 @gluon.jit
 def _split_halves(values):
-    """Split the columns of `values` into the left and the right half.
-
-    A thread holds elements of both halves.
-    """
+    """Split the columns of `values` into the left and the right half."""
     HALF_ROWS: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF_ROWS)).permute((0, 2, 1)).split()
 
@@ -216,9 +203,7 @@ def _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP: gl.constexpr)
 
 @gluon.jit
 def _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
-    """Load the scales of one K step: of the activation rows, of the left and of the right weight
-    rows.
-    """
+    """Load the scales of one K step: activation rows, left weight rows, right weight rows."""
     a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
     return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
 
@@ -244,14 +229,14 @@ def _multiply_scaled(
     row_mask,
     WARPGROUP: gl.constexpr, HALF_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile with one scale per 128 x 128 weights; return (left half, right half, next
-    iteration).
+    """Multiply a tile whose weights have one scale per 128 x 128 block.
 
-    The halves are float32 (64, weight rows per half). A K step is 128 elements. In each step, every
-    activation row has one scale, and the left and the right weight rows have one scale each. The
-    loop is unrolled by two: the partial sum of the first step is scaled while the second step is
-    multiplied. Scales are loaded one iteration ahead. No wgmma stays in flight across iterations,
-    because ptxas would then serialize all wgmmas.
+    Return (left half, right half, next iteration). The halves are float32 (64, weight rows per
+    half). A K step is 128 elements. In each step, every activation row has one scale, and the left
+    and the right weight rows have one scale each. The loop is unrolled by two, so that the partial
+    sum of the first step is scaled while the second step is multiplied. Scales are loaded one
+    iteration ahead. No wgmma stays in flight across iterations, because ptxas would otherwise
+    serialize all wgmmas.
 
     a_scale_ptrs: (64,), pointers to the scales of the activation rows in the first step.
     b_scale_ptr: pointer to the scale of the left weight rows in the first step.
@@ -282,8 +267,8 @@ def _multiply_scaled(
         a0, left0, right0 = _load_scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
         a1, left1, right1 = _load_scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
         for pairs in range(steps // 2, 0, -1):
-            first_tile_index = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
-            second = _start_wgmma(a_ring, b_ring, full, iteration + 1, zero, WARPGROUP)
+            first_part = _start_wgmma(a_ring, b_ring, full, iteration, zero, WARPGROUP)
+            second_part = _start_wgmma(a_ring, b_ring, full, iteration + 1, zero, WARPGROUP)
             advance = gl.where(pairs > 1, 2, 0)  # do not read past the last scales
             a_scale_ptrs += advance
             b_scale_ptr += advance
@@ -291,10 +276,10 @@ def _multiply_scaled(
             a3, left3, right3 = _load_scales(
                 a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask
             )
-            part = warpgroup_mma_wait(num_outstanding=1, deps=(first_tile_index,))
+            part = warpgroup_mma_wait(num_outstanding=1, deps=(first_part,))
             mbarrier.arrive(empty.index(iteration % STAGES))
             left, right = _add_scaled(left, right, part, a0, left0, right0, HALF_LAYOUT)
-            part = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(second_part,))
             mbarrier.arrive(empty.index((iteration + 1) % STAGES))
             left, right = _add_scaled(left, right, part, a1, left1, right1, HALF_LAYOUT)
             a0, left0, right0 = a2, left2, right2
@@ -318,8 +303,8 @@ def _run_consumer(
 ):  # fmt: skip
     """Run one consumer warpgroup: multiply, finish and store 64 rows of every tile of this program.
 
-    These are the rows of the tile from WARPGROUP * 64 on. The other arguments are those of the
-    kernel.
+    The rows of warpgroup WARPGROUP start at row WARPGROUP * 64 of the tile. The other arguments are
+    those of the kernel.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -353,8 +338,9 @@ def _run_consumer(
         if SCALE_MODE == "block":
             group = (n_tile * TILE_STRIDE_N) // 128
             b_scales = b_scale_ptr + (expert * b_scale_rows + group).to(gl.int64) * b_groups
-            # The right half of the last tile may be past the weights' end. It is masked later.
-            # NaN-free: integers
+            # The right half of the last tile may be past the end of the weights. It is masked
+            # later.
+            # NaN-free: integer operands
             right_group = gl.minimum(
                 (n_tile * TILE_STRIDE_N + right_row_offset) // 128, b_scale_rows - 1
             )
@@ -439,34 +425,36 @@ def grouped_gemm_tma_kernel(
     x_ptr: activations (num_tokens, K), used if GATHER_TOKENS.
     tokens_ptr: (rows,) int32, the token of each row, used if GATHER_TOKENS.
     out_ptr: the output, as in out_desc.
-    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
-        which are the expert, the first row and the end row of the expert for each row tile, then
-        the number of row tiles.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`. Three int32 arrays of max_tiles values
+        have, for each row tile, the expert, the first row, and the end of the expert's rows. The
+        number of row tiles follows.
     a_scale_ptr, b_scale_ptr: scales of activations and weights; see SCALE_MODE.
     bias_ptr: (num_experts, weight_rows), used if HAS_BIAS.
     size_n: N, the number of output columns.
     size_k: K.
     weight_rows: number of weight rows of each expert.
-    up_row_offset: number of weight rows from a gate row to the up row of the same column.
+    up_row_offset: offset in weight rows from the gate row to the up row of a column.
     stride_x_in_copies: stride of the rows of x, in units of 16 bytes.
     a_groups, b_groups: scale groups along K of activations and weights.
     b_scale_rows: number of rows of weight scales of each expert.
     lora_u_desc: TMA descriptor of the shrink output u (rows, num slots * LORA_STEPS boxes), with
         columns for every adapter slot of a row's tile (`shrink`).
-    lora_b_desc: TMA descriptor of the LoRA matrices B of all slots, with boxes as in b_desc. Slot s
-        has lora_b_slot_rows rows, of which expert i has those from i * lora_b_expert_rows on.
+    lora_b_desc: TMA descriptor of the LoRA matrices B of all slots, with boxes as in b_desc. A slot
+        has lora_b_slot_rows rows. The rows of expert i start at row i * lora_b_expert_rows of them.
     tile_slots_ptr: int32, stride_tile_slots values per tile: the number of adapter slots in the
         tile, then the slots.
-    lora_up_offset: number of columns of u from those for gate to those for up.
+    lora_up_offset: the first column for up among the columns of a slot.
     LORA_STEPS: K steps of u per adapter slot; 0 without LoRA. LoRA requires SCALE_MODE "plain" and
         not GATHER_TOKENS.
-    SCALE_MODE: "plain": there are no scales. "channel": one scale per activation row, a_scale (rows
-        of a or x,), and per weight row, b_scale (num_experts, weight_rows). "block": a_scale is
-        (rows, a_groups) and b_scale (num_experts, b_scale_rows, b_groups), with one scale per 128 x
-        128 weights.
+    SCALE_MODE: the scales:
+        "plain": there are no scales.
+        "channel": a_scale has one scale per row of a or x, and b_scale is (num_experts,
+            weight_rows).
+        "block": a_scale is (rows, a_groups), and b_scale is (num_experts, b_scale_rows, b_groups),
+            with one scale per 128 x 128 weights.
     GATE_STRIDE: 2 if gate and up rows alternate, else 1.
-    GATED: whether the activation function combines gate and up. With GATE_STRIDE 1, the halves of a
-        tile are gate rows and up rows; otherwise they are adjacent.
+    GATED: whether the activation function combines gate and up. If so, with GATE_STRIDE 1, the
+        halves of a tile are gate rows and up rows. Otherwise, the halves are adjacent.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
     GATHER_TOKENS: whether activation row r is row tokens[r] of x. If so, SCALE_MODE must not be
@@ -499,8 +487,8 @@ def grouped_gemm_tma_kernel(
         out_desc.dtype, [STAGING_BUFFERS, ROWS, COLUMNS], out_desc.layout
     )
     full, empty = allocate_barriers(STAGES, 2)
-    first_tile_index: gl.constexpr = 0
-    second: gl.constexpr = 1
+    FIRST_WARPGROUP: gl.constexpr = 0
+    SECOND_WARPGROUP: gl.constexpr = 1
     gl.warp_specialize(
         [
             (_run_consumer, (
@@ -509,7 +497,7 @@ def grouped_gemm_tma_kernel(
                 staging, size_n,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
-                stride_tile_slots, LORA_STEPS, first_tile_index, SCALE_MODE, TILE_STRIDE_N,
+                stride_tile_slots, LORA_STEPS, FIRST_WARPGROUP, SCALE_MODE, TILE_STRIDE_N,
                 GROUP_M, GATHER_TOKENS, EVEN_K,
                 GATE_STRIDE,
                 GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,
@@ -521,7 +509,7 @@ def grouped_gemm_tma_kernel(
                 other_staging, size_n,
                 a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
                 tile_slots_ptr,
-                stride_tile_slots, LORA_STEPS, second, SCALE_MODE, TILE_STRIDE_N, GROUP_M,
+                stride_tile_slots, LORA_STEPS, SECOND_WARPGROUP, SCALE_MODE, TILE_STRIDE_N, GROUP_M,
                 GATHER_TOKENS, EVEN_K,
                 GATE_STRIDE,
                 GATED, HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT,

@@ -1,9 +1,8 @@
 """`shrink_tiles_kernel`: the LoRA shrink u = A x for `grouped_gemm_tma_kernel`.
 
-That GEMM adds B u in extra steps along K, one group of steps for each adapter that occurs in a
-tile. An adapter is identified by its slot in the stacked matrices A and B. A row of u therefore has
-columns for every slot of its tile, and only those of its own slot are nonzero.
-`experts.triton.grouped_tma.adapters` launches the kernel.
+The GEMM adds B u in extra steps along K, one group of steps for each adapter that occurs in a tile.
+The index of an adapter in the stacked matrices A and B is its slot. A row of u has columns for
+every slot of its tile. All of them are zero except the columns of the row's own slot.
 """
 
 import triton
@@ -23,21 +22,22 @@ def shrink_tiles_kernel(
     SLOT_PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """u[r, s * SLOT_COLUMNS:] = A[s-th slot of r's tile, expert of r] @ x[r]; 0 if r has another
-    slot.
+    """u[r, s * SLOT_COLUMNS:] = A[s-th slot of r's tile, expert of r] @ x[r], if r has this slot.
 
-    If GATHER_TOKENS, x[r] is the row of x for r's token. Grid: (max_tiles, blocks of BLOCK_RANK
-    columns of a slot, SLOT_PROGRAMS). A program computes one tile of at most BLOCK_M rows and one
-    block of columns, for every SLOT_PROGRAMS-th slot of the tile.
+    If r has another slot, the result is 0. If GATHER_TOKENS, x[r] is the row of x for r's token.
+
+    Grid: (max_tiles, blocks of BLOCK_RANK columns of a slot, SLOT_PROGRAMS). A program computes one
+        tile of at most BLOCK_M rows and one block of columns, for every SLOT_PROGRAMS-th slot of
+        the tile.
 
     x_ptr: (rows, K), or (num_tokens, K) if GATHER_TOKENS.
-    adapter_slots_ptr: (num_tokens,) int32, the adapter slot of each token; no adapter if it is
-        outside [0, num_adapter_slots).
+    adapter_slots_ptr: (num_tokens,) int32, the adapter slot of each token. A slot outside [0,
+        num_adapter_slots) means no adapter.
     tokens_ptr: (rows,) int32, the token of each row.
     lora_a_ptr: A (slots, num_experts, lora_a_rows, K), with a contiguous last dimension.
     lora_u_ptr: output (rows, num_adapter_slots * SLOT_COLUMNS). Rows are stride_lora_u apart.
-    tile_slots_ptr: int32 output (max_tiles, num_adapter_slots + 1): for each tile, the number of
-        its slots, then the slots.
+    tile_slots_ptr: int32 output (max_tiles, num_adapter_slots + 1). A row has the number of slots
+        in the tile, then the slots.
     tiles_ptr: the tiles of expert-sorted rows; see `tile_rows`.
     size_k: K.
     SLOT_COLUMNS: columns of u per slot, a multiple of BOX_COLUMNS.
@@ -55,7 +55,7 @@ def shrink_tiles_kernel(
     x_row = (tokens if GATHER_TOKENS else row).to(tl.int64)
     u_ptrs = lora_u_ptr + row.to(tl.int64)[:, None] * stride_lora_u + rank_row[None, :]
     tile_slots_ptr += pid_m * (num_adapter_slots + 1)
-    slot = tl.min(adapter_slots, axis=0)  # NaN-free: integers
+    slot = tl.min(adapter_slots, axis=0)  # NaN-free: integer operands
     index = 0
     while slot < NO_SLOT:
         if index % SLOT_PROGRAMS == tl.program_id(2):
@@ -78,7 +78,7 @@ def shrink_tiles_kernel(
                 tl.store(tile_slots_ptr + 1 + index, slot)
         slot = tl.min(
             tl.where(adapter_slots > slot, adapter_slots, NO_SLOT), axis=0
-        )  # NaN-free: integers
+        )  # NaN-free: integer operands
         index += 1
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.store(tile_slots_ptr, index)

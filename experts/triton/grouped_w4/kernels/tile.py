@@ -109,10 +109,10 @@ def _encode_scales(scale, in_bounds, WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINT
     elif WEIGHT_FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        # NaN-free: integers
+        # NaN-free: integer operands
         encoded = tl.minimum(tl.maximum((bits >> 20) - ((127 - 10) << 3), 0), 255)
     else:  # an exponent, for codes that are interpreted as value * 2^-126
-        encoded = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integers
+        encoded = tl.minimum(scale.to(tl.int32) + (126 - 50), 255)  # NaN-free: integer operands
     return tl.where(in_bounds, encoded, 0)
 
 
@@ -163,7 +163,7 @@ def tile_weights_kernel(
     column = (tile * (4 // NUM_MATRICES) + block // NUM_MATRICES) * 64 + in_block
     row = (
         tl.minimum(column, size_n - 1) * GATE_STRIDE + block % NUM_MATRICES * up_row_offset
-    )  # NaN-free: integers
+    )  # NaN-free: integer operands
     column_mask = (column < size_n)[:, None]
     half = first_step * 2 + tl.arange(0, 2 * K_STEPS_PER_PROGRAM)  # half steps
     in_bounds = column_mask & (half < row_words // 4)[None, :]
