@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
-# A timeout that interpreted ranks on a busy processor do not reach. Tests of defects that make a
-# rank wait in vain take as long.
+# Interpreted ranks on a busy processor do not reach this timeout. A longer one would slow down
+# tests in which a rank waits until it expires.
 os.environ.setdefault("MK_TIMEOUT_S", "20")
 
 import hypothesis
@@ -25,7 +25,7 @@ import torch
 from modular_kernel.settings import enable_interpreter, read_settings
 from modular_kernel.spec.problem import Machine
 
-# pytest-xdist sets it in its workers, and commands fold their lines to it.
+# pytest-xdist sets COLUMNS in its workers, and `mk` wraps its output at that width.
 os.environ.pop("COLUMNS", None)
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return True
     if collection_path.is_relative_to(GPU) and not torch.cuda.is_available():
         return True
-    other = COMPILE if read_settings().triton_interpret else INTERPRETER
-    return True if collection_path.is_relative_to(other) else None
+    excluded = COMPILE if read_settings().triton_interpret else INTERPRETER
+    return True if collection_path.is_relative_to(excluded) else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -106,20 +106,20 @@ def _in_share(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what the suite and the shares of this source tree leave out.
+    """Deselect tests that the suite or a `share` mark excludes for this source tree.
 
-    Nothing is left out with --whole, with -k, or if tests are named on the command line. With a
-    GPU, tests marked `cpu` are skipped: `make test-gpu` runs them in a process that sees none.
+    No test is deselected with --whole, with -k, or if tests are named on the command line. With a
+    GPU, tests marked `cpu` are skipped: `make test-gpu` runs them in a process without a GPU.
     """
     named = config.option.keyword or any("::" in argument for argument in config.args)
     if not named and not config.getoption("--whole"):
-        out = {item for item in items if not _in_share(item)}
+        deselected = {item for item in items if not _in_share(item)}
         suite = config.option.suite
         if suite != "all":
-            out |= {item for item in items if not _in_suite(item, suite)}
-        config.stash[LEFT_OUT] = len(out)
-        config.hook.pytest_deselected(items=[item for item in items if item in out])
-        items[:] = [item for item in items if item not in out]
+            deselected |= {item for item in items if not _in_suite(item, suite)}
+        config.stash[LEFT_OUT] = len(deselected)
+        config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+        items[:] = [item for item in items if item not in deselected]
     if not torch.cuda.is_available():
         return
     for item in items:
@@ -129,9 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that leaves the setting of Triton's interpreter changed.
+    """Fail a test that does not restore TRITON_INTERPRET.
 
-    Modules imported later would define kernels of another kind than those already imported.
+    With a changed value, some modules would define interpreted kernels and others compiled ones.
     """
     yield
     before, after = item.config.stash[INTERPRETED], read_settings().triton_interpret
@@ -185,7 +185,7 @@ def machine() -> Machine:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> "Iterator[Callable[[int], RankPool]]":
-    """Return a function of n that returns the session's pool of n gloo ranks on the CPU."""
+    """Return a function that takes a world size and returns the session's pool of CPU ranks."""
     from modular_kernel.testing.ranks.pool import RankPool
 
     pools: dict[int, RankPool] = {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft_samples import EXPERT, GOLDEN, PROBLEM, E, Folder, H, I, products
+from peft_samples import EXPERT, GOLDEN, PROBLEM, AdapterFolder, E, H, I, products
 from safetensors.torch import load_file
 
 import modular_kernel as mk
@@ -85,7 +85,7 @@ def test_ep_ranks_load_their_experts(kind: str) -> None:
 
 def test_equal_factors_are_shared_if_the_problem_shares_them(tmp_path: Path) -> None:
     problem = replace(PROBLEM, lora="adapters=2,rank=8,outer=shared")
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.config.update(r=3, rank_pattern={}, alpha_pattern={})
     torch.manual_seed(0)
     for name in ("w1.lora_A", "w3.lora_A", "w2.lora_B", "w1.lora_B", "w3.lora_B", "w2.lora_A"):

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft_samples import PROBLEM, E, Folder, I
+from peft_samples import PROBLEM, AdapterFolder, E, I
 
 from modular_kernel.checkpoints.peft import load_adapter
 from modular_kernel.errors import ConfigurationError, WeightsError
 
 
 def test_layers_outside_layers_to_transform_are_zero(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     with pytest.raises(WeightsError, match="got no tensor of layer 7"):
         folder.load(layer=7)
     folder.config["layers_to_transform"] = [0, 1]
@@ -42,14 +42,14 @@ def test_layers_outside_layers_to_transform_are_zero(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_unsupported_options_are_refused(tmp_path: Path, field: str, value: object) -> None:
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.config[field] = value
     with pytest.raises(ConfigurationError, match=rf"adapter_config.json: {field}: got"):
         folder.load()
 
 
 def test_fields_without_effect_are_accepted(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     want = folder.load()
     folder.config.update(rank_pattern=None, alpha_pattern=None, exclude_modules=["lm_head"])
     assert torch.equal(folder.load().lora_b2, want.lora_b2)
@@ -57,7 +57,7 @@ def test_fields_without_effect_are_accepted(tmp_path: Path) -> None:
 
 def test_layers_to_transform_with_a_module_pattern_is_refused(tmp_path: Path) -> None:
     """PEFT does not write such adapters."""
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.config["target_modules"] = "w[123]"
     assert folder.load().lora_a2.any()
     folder.config["layers_to_transform"] = [1]
@@ -70,7 +70,7 @@ def test_empty_layers_to_transform_means_all_layers(
     tmp_path: Path, layers: object, mine: bool
 ) -> None:
     """PEFT also applies adapters with an empty list to all layers."""
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.config["layers_to_transform"] = layers
     if mine:
         assert folder.load().lora_a2.any()
@@ -81,7 +81,7 @@ def test_empty_layers_to_transform_means_all_layers(
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 1, "r": 2}', None])
 def test_invalid_config_is_refused(tmp_path: Path, text: str | None) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     path = folder.path / "adapter_config.json"
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
@@ -89,7 +89,7 @@ def test_invalid_config_is_refused(tmp_path: Path, text: str | None) -> None:
 
 
 def test_config_larger_than_1_mib_is_refused(tmp_path: Path) -> None:
-    path = Folder(tmp_path, "down").path / "adapter_config.json"
+    path = AdapterFolder(tmp_path, "down").path / "adapter_config.json"
     text = path.read_text()
     path.write_text(text + " " * ((1 << 20) - len(text)))
     assert load_adapter(path.parent, 1, PROBLEM).lora_a2.any()
@@ -99,7 +99,7 @@ def test_config_larger_than_1_mib_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_of_a_layer_outside_layers_to_transform_are_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.config["layers_to_transform"] = [0]
     with pytest.raises(WeightsError, match="got tensors of layer 1, need none: layers_to_tr"):
         folder.load()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_samples import EXPERT, GOLDEN, PROBLEM, E, Folder, H, I
+from peft_samples import EXPERT, GOLDEN, PROBLEM, AdapterFolder, E, H, I
 from safetensors.torch import load_file
 
 from modular_kernel.checkpoints.peft import load_adapter
@@ -16,7 +16,7 @@ BLOCK = "base_model.model.model.layers.1.mlp.experts"
 
 
 def test_tensors_of_other_modules_are_refused_unless_ignored(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     folder.tensors[key] = torch.zeros(4, H)
     with pytest.raises(WeightsError, match=r"got .*self_attn.q_proj.lora_A.weight, need"):
@@ -26,7 +26,7 @@ def test_tensors_of_other_modules_are_refused_unless_ignored(tmp_path: Path) -> 
 
 
 def test_error_lists_at_most_four_unknown_names(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     for number in range(6):
         key = f"base_model.model.model.layers.{number}.self_attn.q_proj.lora_A.weight"
         folder.tensors[key] = torch.zeros(4, H)
@@ -36,7 +36,7 @@ def test_error_lists_at_most_four_unknown_names(tmp_path: Path) -> None:
 
 
 def test_names_longer_than_512_characters_are_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     longest = max(map(len, folder.tensors))
     for length, taken in ((512, True), (513, False)):
         model = "model" + "l" * (length - longest)
@@ -79,7 +79,7 @@ def test_wrong_shapes_and_dtypes_are_refused(
     error: type[Exception],
     match: str,
 ) -> None:
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.tensors.pop(key, None)
     if tensor is not None:
         folder.tensors[key] = tensor
@@ -89,7 +89,7 @@ def test_wrong_shapes_and_dtypes_are_refused(
 
 @pytest.mark.parametrize("number", ["01", "\N{ARABIC-INDIC DIGIT ONE}"])
 def test_duplicate_expert_is_refused(tmp_path: Path, number: str) -> None:
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     folder.tensors[f"{EXPERT}.{number}.w1.lora_A.weight"] = torch.ones(3, H)
     with pytest.raises(WeightsError, match=rf"experts\.{number}\.w1\.lora_A"):
         folder.load()
@@ -102,7 +102,7 @@ def test_ignored_modules_must_be_names(ignored_modules: Any) -> None:
 
 
 def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     for side, shape in (("A", (4 * E, H)), ("B", (2 * I, 4 * E))):
         other = BLOCK.replace("model.layers", "other.layers")
         folder.tensors[f"{other}.lora_{side}.weight"] = torch.zeros(shape)
@@ -111,7 +111,7 @@ def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_experts_and_projections_are_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "modules")
+    folder = AdapterFolder(tmp_path, "modules")
     pairs = {key: folder.tensors[key] for key in folder.tensors if f"{EXPERT}.3.w3" in key}
     for key, value in pairs.items():
         del folder.tensors[key]
@@ -131,13 +131,13 @@ def test_missing_experts_and_projections_are_refused(tmp_path: Path) -> None:
 
 
 def test_mixed_layouts_are_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "fused")
+    folder = AdapterFolder(tmp_path, "fused")
     for side, shape in (("A", (3, H)), ("B", (I, 3))):
         for expert in range(E):
             folder.tensors[f"{BLOCK}.{expert}.gate_proj.lora_{side}.weight"] = torch.zeros(shape)
     with pytest.raises(WeightsError, match="gate and up both fused and separate"):
         folder.load()
-    twice = Folder(tmp_path / "twice", "down")
+    twice = AdapterFolder(tmp_path / "twice", "down")
     for side in "AB":
         value = twice.tensors[f"{BLOCK}.lora_{side}.weight"]
         twice.tensors[f"{BLOCK}.base_layer.lora_{side}.weight"] = value.clone()
@@ -159,7 +159,7 @@ def test_ambiguous_fused_factors_need_the_peft_version(tmp_path: Path) -> None:
     If H = I, the shapes do not show the layout.
     """
     problem = replace(PROBLEM, intermediate=H)
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     for key, value in folder.tensors.items():
         folder.tensors[key] = value if "lora_B" in key else torch.ones(len(value), H)
     assert folder.load(problem).lora_a2.any()
@@ -177,7 +177,7 @@ def test_problem_without_adapters_is_refused() -> None:
 
 
 def test_values_outside_the_problem_dtype_are_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, "down")
+    folder = AdapterFolder(tmp_path, "down")
     folder.config["lora_alpha"] = 1e7
     half = replace(PROBLEM, dtype=torch.float16)
     assert folder.load().lora_b2.isfinite().all()

@@ -47,11 +47,11 @@ def count_calls(call: Callable[[], object]) -> tuple[int, int]:
 
     Returns their number, and the number of C functions that they call.
     """
-    found = Counter[str]()
+    counts = Counter[str]()
 
     def count_call(frame: FrameType, event: str, _: object) -> None:
         if frame.f_code.co_filename.startswith(SOURCE_FOLDERS):
-            found[event] += 1
+            counts[event] += 1
 
     for _ in range(2):
         call()
@@ -60,7 +60,7 @@ def count_calls(call: Callable[[], object]) -> tuple[int, int]:
         call()
     finally:
         sys.setprofile(None)
-    return found["call"], found["c_call"]
+    return counts["call"], counts["c_call"]
 
 
 def count_functions_on_rank(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
@@ -75,7 +75,7 @@ def count_functions_on_rank(rank: int, world: int, group: object, layer: Layer) 
 def count_functions_of_replay(rank: int, world: int, group: object, layer: Layer) -> Counter[str]:
     """Count the functions that a replayed call of a plan enters on one rank.
 
-    Without the comparison of sizes, which calls on GPUs do not make.
+    The comparison of sizes between ranks is disabled, because calls on GPUs do not make it.
     """
     with interpreted_replays():
         problem = replace(layer.problem(rank), graph=True)

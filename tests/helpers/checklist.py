@@ -1,4 +1,4 @@
-"""Rows of a checklist of requirements, and a check that the tests that they name exist."""
+"""A checklist of requirements, and a check that the tests named in it exist."""
 
 import ast
 from functools import cache

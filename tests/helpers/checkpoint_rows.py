@@ -42,9 +42,10 @@ ALL_COLUMNS = -1
 class Layout:
     """How a model family names and stores experts.
 
-    gate_up: one name if gate and up are fused, else two. style: "modules" (one per expert),
-    "stacked modules" or "stacked parameters". flat: whether experts and rows are one dimension.
-    transposed: names that are stored as (K, N).
+    gate_up: one name if gate and up are fused, otherwise two. style: "modules" (one per expert),
+    "stacked modules" or "stacked parameters". transposed: names of matrices stored as (K, N).
+    interleaved: whether rows of gate and up alternate. flat: whether the expert and row dimensions
+    of a stack are flattened into one.
     """
 
     family: str
@@ -112,12 +113,13 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Method:
-    """A quantization method. like: name of the published format with the same config.
+    """A quantization method.
 
-    tile: what `group` is the size of, "groups" of columns, square "blocks" or "". options: axes
-    that its config has a key for. scales: what a scale applies to, if a refusal depends on it.
-    weight_only: whether activations are not quantized. inputs_too: whether its recipe can round
-    activations.
+    like: the key in CHECKPOINT_FORMATS of the published format with the same config. tile: what
+    shares a scale, "groups" of columns or square "blocks" whose size is the axis `group`, or "" if
+    the size is fixed. options: axes for which the config has a key. scales: granularity of the
+    scales, if a refusal depends on it, otherwise "other". weight_only: whether activations stay
+    unquantized. inputs_too: whether `quantize_inputs` is allowed.
     """
 
     like: str
@@ -213,33 +215,32 @@ def _no_transposed_form(row: Values) -> bool:
     return METHODS[row["method"]].scales not in ("none", "tensor", "block", "nvfp4")
 
 
-_A_CONFIG = ConfigurationError
 REFUSALS = (
     Refusal(
         "act-order over TP ranks",
-        _A_CONFIG,
+        ConfigurationError,
         r"tp: ranks: got \d, need 1: act-order scatters",
         (one_of("act-order", True), _over_tp),
     ),
     Refusal(
         "awq of 8 bits",
-        _A_CONFIG,
+        ConfigurationError,
         "need AWQ of 4 bits",
         (one_of("method", "awq"), one_of("bits", 8)),
     ),
     Refusal(
         "a quantized flat stack",
-        _A_CONFIG,
+        ConfigurationError,
         "layout of whole matrices",
         (one_of("family", "dbrx"), _is_quantized),
     ),
     Refusal(
         "a transposed stack of another format",
-        _A_CONFIG,
+        ConfigurationError,
         "layout of whole matrices",
         (one_of("family", "aria_text"), _is_quantized, _no_transposed_form),
     ),
-    # These families also have a layout that is not transposed, whose shapes are expected here.
+    # These families also have a layout that is not transposed. The error states its shapes.
     Refusal(
         "a transposed stack where another layout is known",
         ShapeError,
@@ -248,7 +249,7 @@ REFUSALS = (
     ),
     Refusal(
         "quantize_inputs without a recipe that rounds inputs",
-        _A_CONFIG,
+        ConfigurationError,
         "quantize_inputs",
         (one_of("inputs", True), lambda row: not METHODS[row["method"]].inputs_too),
     ),
@@ -321,7 +322,7 @@ def config_of(row: Values) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Written:
-    """A written checkpoint. input_scales: (E, projections) float64 of w1 and of w2, or None."""
+    """A written checkpoint. input_scales: (E, projections) float64 for w1 and w2, or None."""
 
     sample: Sample
     input_scales: tuple[torch.Tensor, torch.Tensor] | None
@@ -356,10 +357,8 @@ def write_row(folder: Path, row: Values) -> Written:
     return Written(sample, _input_scales(stored, layout))
 
 
-_INPUT_SCALES = {
-    "input_scale": False,
-    "input_global_scale": True,
-}  # tensor -> whether it holds 1 / scale
+# Tensor -> whether it holds 1 / scale.
+_INPUT_SCALES = {"input_scale": False, "input_global_scale": True}
 
 
 def _matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatrix]]:
@@ -377,7 +376,8 @@ def _matrices(row: Values, g: torch.Generator) -> dict[str, list[StoredMatrix]]:
             for scale, divides in _INPUT_SCALES.items():
                 if scale in matrix.tensors:
                     factor = 1 + (7 * e + 3 * len(stored)) % 5 / 8
-                    factor *= 8 if name == layout.down and not layout.gated else 1  # squares
+                    # relu2 squares the input of w2, which therefore needs a larger scale.
+                    factor *= 8 if name == layout.down and not layout.gated else 1
                     changed = matrix.tensors[scale] * (1 / factor if divides else factor)
                     matrix.tensors[scale] = changed
     return stored

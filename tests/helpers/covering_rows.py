@@ -19,9 +19,9 @@ Condition = Callable[[Values], bool]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rule: if all conditions in `when` hold, `error` is raised with a message like `message`.
+    """A rule: if all conditions in `when` hold, `error` is raised.
 
-    message: a regular expression.
+    message: a regular expression that the error's message matches.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class CoveringRows:
-    """The rows of `draw`. refused: rows with the rule that applies to them."""
+    """The rows of `draw`. refused: pairs of a rule and a row that it refuses."""
 
     array: CoveringArray
     accepted: tuple[dict[str, Any], ...]

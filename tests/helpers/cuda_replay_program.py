@@ -62,10 +62,12 @@ def scale(
     )
 
 
-def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) -> tuple[Any, Buffer]:
+def record_launches(
+    *, dependent: bool = False, launches: int = 2, mapped: bool = False
+) -> tuple[Any, Buffer]:
     """Record `between = 2 x - 3` and `out = -0.5 between + 1`; return the record and `between`.
 
-    Inputs of a replay are x, which starts at the second float of its memory, and out.
+    Inputs of a replay are out and x, which starts at the second float of its memory.
     """
     between = Buffer()
     first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)], mapped=mapped)
@@ -75,8 +77,8 @@ def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) ->
     return recorded, between
 
 
-def make_movable(*, mapped: bool = False) -> tuple[Any, Buffer]:
-    """Record the launches of `make` with `between` in a third input, at its second float.
+def record_movable_launches(*, mapped: bool = False) -> tuple[Any, Buffer]:
+    """Record the same launches, but with `between` at the second float of a third input.
 
     Return the record and the memory of that input at the time of recording.
     """
@@ -114,7 +116,7 @@ def main() -> dict[str, Any]:
     results: dict[str, Any] = {}
     one, two = Buffer(1, 2, 3, 4), Buffer(-8, 0, 8, 16)
     out, other = Buffer(), Buffer()
-    recorded, _between = make()
+    recorded, _between = record_launches()
     for name, x, to in (
         ("first", one, out),
         ("same again", one, out),
@@ -128,16 +130,16 @@ def main() -> dict[str, Any]:
     set_to("capturing", 0)
     results["after it"] = [replay(recorded, one, out), counters()]
     results["stream"] = ctypes.c_ulonglong.in_dll(stand_in, "last_stream").value
-    dependent, _other_between = make(dependent=True)
+    dependent, _other_between = record_launches(dependent=True)
     values = [replay(dependent, one, out)]
     set_to("capturing", 1)
     values.append(replay(dependent, one, out))
     set_to("capturing", 0)
     results["dependent"] = [values, counters()]
-    boxes, _of_boxes = make(mapped=True)
+    boxes, _of_boxes = record_launches(mapped=True)
     results["map"] = [[replay(boxes, x, out) for x in (one, two)], counters()]
     for name, mapped in (("moved workspace", False), ("moved map", True)):
-        movable, recorded_memory = make_movable(mapped=mapped)
+        movable, recorded_memory = record_movable_launches(mapped=mapped)
         memories = [Buffer(*[0.0] * 8) for _ in range(2)]
         values = [
             replay_in(movable, x, out, memory)
@@ -146,16 +148,16 @@ def main() -> dict[str, Any]:
         written = [memory.memory[0] == 0 != memory.memory[1] for memory in memories]
         kept = set(recorded_memory.memory) == {7.0}
         results[name] = [values, written, kept, counters()]
-    single, _third = make(launches=1)
+    single, _third = record_launches(launches=1)
     for _ in range(3):
         replay(single, one, out)
     results["single"] = counters()
     set_to("fail", 2)
-    ungraphable, _fourth = make()
+    ungraphable, _fourth = record_launches()
     results["no graphs"] = [[replay(ungraphable, one, out) for _ in range(3)], counters()]
     set_to("fail", 1)
     set_to("capturing", 1)
-    results["failed"] = error(lambda: replay(make()[0], one, out))
+    results["failed"] = error(lambda: replay(record_launches()[0], one, out))
     set_to("fail", 0)
     module = replayer.get_module()
     results["pointers"] = error(lambda: module.replay(recorded, 0, [1]))

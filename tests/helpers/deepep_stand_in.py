@@ -23,8 +23,8 @@ from prepare_finalize.rendezvous.hosts import Hosts
 FOLDER = Path(__file__).parent / "stand_ins"
 
 
-def stand_in(version):
-    """Load the stand-in for deep_ep of a generation under a separate module name."""
+def load_stand_in(version):
+    """Load the stand-in for one generation of deep_ep under its own module name."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     spec = spec_from_file_location(f"deep_ep_{version}", FOLDER / version / "deep_ep.py")
@@ -33,7 +33,7 @@ def stand_in(version):
     return module
 
 
-DEEP_EP_V1, DEEP_EP_V2 = stand_in("v1"), stand_in("v2")
+DEEP_EP_V1, DEEP_EP_V2 = load_stand_in("v1"), load_stand_in("v2")
 
 
 class GlooGroup:

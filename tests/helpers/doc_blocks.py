@@ -20,7 +20,7 @@ _FENCE = re.compile(
 )
 _NOT_RUN = "# not run:"
 
-# Runs `mk` with these words: its exit code, and what it printed on stdout.
+# Runs `mk` with the given arguments; returns its exit code and its stdout.
 Mk = Callable[..., tuple[int, str]]
 
 

@@ -1,11 +1,11 @@
-/* A stand-in for libcuda.so.1 with the functions that cuda_replay.c and triton call. A "kernel" is a
- * C function, and a launch calls it. Counts launches and other calls. */
+/* A stand-in for libcuda.so.1 with the functions that cuda_replay.c and Triton call. A "kernel" is a
+ * C function, which a launch calls. Global counters count launches and other driver calls. */
 #include <cuda.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define KERNEL_PARAMETERS 6 /* four arguments and two scratch pointers */
-#define MOST_NODES 8
+#define MAX_NODES 8
 
 typedef void (*Kernel)(void **);
 typedef struct Node {
@@ -15,14 +15,14 @@ typedef struct Node {
   int edge;
 } Node;
 typedef struct {
-  Node *node[MOST_NODES];
+  Node *node[MAX_NODES];
   unsigned count;
 } Graph;
 
 int maps, launches, graph_launches, sets, instantiations, capturing, dependent_launches, fail;
 unsigned long long last_stream;
 
-static void get(Node *node, void **parameters) {
+static void copy_parameters(Node *node, void **parameters) {
   for (int i = 0; i < KERNEL_PARAMETERS; ++i)
     memcpy(node->value + i, parameters[i], 8);
 }
@@ -43,36 +43,36 @@ void scale_kernel(void **parameters) {
     out[i] = x[i] * factor + step;
 }
 
-/* The arguments of a launch of a function that was loaded from a module. */
-#define MOST_LAUNCHES 8
-#define MOST_BYTES 1024
+/* Arguments of launches of functions that were loaded from a module. These are not executed. */
+#define MAX_LAUNCHES 8
+#define MAX_BYTES 1024
 
 typedef struct {
   unsigned grid[3], threads, shared, dependent, cooperative, other, bytes;
   unsigned long long stream;
-  unsigned char value[MOST_BYTES];
-} Seen;
+  unsigned char value[MAX_BYTES];
+} RecordedLaunch;
 
-Seen seen[MOST_LAUNCHES];
-int seen_count, parameter_count, parameter_bytes[64];
+RecordedLaunch recorded[MAX_LAUNCHES];
+int recorded_count, parameter_count, parameter_bytes[64];
 
-static CUresult see(const CUlaunchConfig *config, void **parameters) {
-  Seen *now = seen + seen_count++ % MOST_LAUNCHES;
-  *now = (Seen){.grid = {config->gridDimX, config->gridDimY, config->gridDimZ},
-                .threads = config->blockDimX * config->blockDimY * config->blockDimZ,
-                .shared = config->sharedMemBytes,
-                .stream = (unsigned long long)config->hStream};
+static CUresult record_launch(const CUlaunchConfig *config, void **parameters) {
+  RecordedLaunch *record = recorded + recorded_count++ % MAX_LAUNCHES;
+  *record = (RecordedLaunch){.grid = {config->gridDimX, config->gridDimY, config->gridDimZ},
+                             .threads = config->blockDimX * config->blockDimY * config->blockDimZ,
+                             .shared = config->sharedMemBytes,
+                             .stream = (unsigned long long)config->hStream};
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     CUlaunchAttributeID id = config->attrs[i].id;
     unsigned dependent = id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     unsigned cooperative = id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    now->dependent += dependent;
-    now->cooperative += cooperative;
-    now->other += !dependent && !cooperative;
+    record->dependent += dependent;
+    record->cooperative += cooperative;
+    record->other += !dependent && !cooperative;
   }
   for (int i = 0; i < parameter_count; ++i) {
-    memcpy(now->value + now->bytes, parameters[i], parameter_bytes[i]);
-    now->bytes += parameter_bytes[i];
+    memcpy(record->value + record->bytes, parameters[i], parameter_bytes[i]);
+    record->bytes += parameter_bytes[i];
   }
   return CUDA_SUCCESS;
 }
@@ -80,8 +80,8 @@ static CUresult see(const CUlaunchConfig *config, void **parameters) {
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **e) {
   if (fail == 1)
     return CUDA_ERROR_LAUNCH_FAILED;
-  if (f == (CUfunction)seen)
-    return see(config, parameters);
+  if (f == (CUfunction)recorded)
+    return record_launch(config, parameters);
   ++launches;
   for (unsigned i = 0; i < config->numAttrs; ++i)
     dependent_launches +=
@@ -119,7 +119,7 @@ CUresult cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph graph, const CUgraph
   Graph *made = (Graph *)graph;
   Node *new = calloc(1, sizeof(Node));
   new->kernel = (Kernel)parameters->func;
-  get(new, parameters->kernelParams);
+  copy_parameters(new, parameters->kernelParams);
   made->node[made->count++] = new;
   *node = (CUgraphNode) new;
   return CUDA_SUCCESS;
@@ -158,11 +158,11 @@ CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
 CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
                                            const CUDA_KERNEL_NODE_PARAMS *parameters) {
   ++sets;
-  get((Node *)node, parameters->kernelParams);
+  copy_parameters((Node *)node, parameters->kernelParams);
   return CUDA_SUCCESS;
 }
 
-/* Replaces the first word of a map, which is its address, and checks the alignment of the map. */
+/* Replaces the address, which is the first word of a tensor map, and checks the map's alignment. */
 CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
   if ((unsigned long long)map % 128)
     return CUDA_ERROR_INVALID_VALUE;
@@ -174,7 +174,7 @@ CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
 CUresult cuGraphDestroy(CUgraph graph) { return CUDA_SUCCESS; }
 CUresult cuGraphExecDestroy(CUgraphExec exec) { return CUDA_SUCCESS; }
 
-/* The other functions that triton's driver.c calls: modules, attributes, maps. */
+/* The other functions that Triton's driver.c calls: modules, attributes, tensor maps. */
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) {
   *version = 13000;
@@ -186,7 +186,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
 }
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-  *function = (CUfunction)seen;
+  *function = (CUfunction)recorded;
   return CUDA_SUCCESS;
 }
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
@@ -206,7 +206,7 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
   return CUDA_SUCCESS;
 }
 
-/* Writes the arguments into the map, the address first. */
+/* Writes the arguments into the tensor map, with the address first. */
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
                                 void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                                 const cuuint32_t *box, const cuuint32_t *steps,

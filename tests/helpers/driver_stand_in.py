@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 def run_with_stand_in(module: str, folder: Path) -> dict[str, Any]:
     """Run `python -m module` and return the JSON object that it prints.
 
-    folder: for the compiled library.
+    folder: where the stand-in library is compiled.
     """
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
@@ -30,7 +30,7 @@ def run_with_stand_in(module: str, folder: Path) -> dict[str, Any]:
     program = ["env", "-u", "TRITON_INTERPRET", f"LD_LIBRARY_PATH={folder}"]
     program += [f"TRITON_LIBCUDA_PATH={folder}", f"MK_CACHE_DIR={folder}"]
     program += [sys.executable, "-m", module]
-    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
+    process = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    result: dict[str, Any] = json.loads(process.stdout)
     return result

@@ -10,14 +10,14 @@ from rank_fixtures import make_ranks_fixture
 from modular_kernel.testing.stress.faults import FAULTY_RANK, SLACK_S, TIMEOUT_S, RankReport
 
 WORLD = 3
-LONG_S = 10.0  # a timeout that no rank reaches, because it is notified of the fault before
-AT_ONCE_S = LONG_S / 2  # upper bound for a notification, even on a busy machine
+LONG_S = 10.0  # a timeout that no rank reaches, because it is notified of the fault earlier
+AT_ONCE_S = LONG_S / 2  # upper bound for the time to a notification, even on a busy machine
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A layer with a faulty rank. other: fields of that rank's problem that differ."""
+    """A layer with a faulty rank. other: fields in which the faulty rank's problem differs."""
 
     part: str
     other: dict[str, object] = field(default_factory=dict)

@@ -37,7 +37,10 @@ def run_steps(
     weights_TK: torch.Tensor,
     local: tuple[int, int],
 ) -> torch.Tensor:
-    """Run the steps on one rank. w13, w2: of all experts. local: first and last local expert."""
+    """Run the steps on one rank.
+
+    w13, w2: weights of all experts. local: ids of the first and the last local expert.
+    """
     (tokens, hidden), (experts, width, _) = x_TH.shape, w13.shape
     start, end = local
     reorder_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids_TK, experts)

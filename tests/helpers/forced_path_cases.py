@@ -1,4 +1,4 @@
-"""Cases forced onto a path of TritonExperts, regardless of the heuristics."""
+"""Cases forced onto a path of TritonExperts: one of its implementations of the grouped GEMMs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,8 +16,8 @@ from modular_kernel.testing.cases.lists import BASE
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
-# For paths with quantized weights and unquantized rows. LARGE has at least 150 rows per expert:
-# full tiles, and last tiles of more and of fewer than 64 rows.
+# Base problems for paths with quantized weights and unquantized rows. LARGE has at least 150 rows
+# per expert, so there are full tiles, and last tiles with more and with fewer than 64 rows.
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224)
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
 CHANGES: tuple[dict[str, object], ...] = (
@@ -59,9 +59,10 @@ def quantized_variants(
     changes: Sequence[dict[str, object]],
     changed: Sequence[tuple[Problem, str]],
 ) -> list[tuple[Problem, str]]:
-    """Return problems and routings for each scheme.
+    """Return pairs of a problem and a routing for each scheme in `quants`.
 
-    They are every routing of SMALL and LARGE, and each of `changes` applied to each of `changed`.
+    SMALL and LARGE are combined with every routing, and each of `changes` is applied to each
+    problem of `changed`.
     """
     variants: list[tuple[Problem, str]] = []
     for quant in quants:

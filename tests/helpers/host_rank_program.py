@@ -1,12 +1,13 @@
-"""Program of one rank: reads a command per line of stdin and answers each with a line of JSON.
+"""Program of one rank, which reads a command from each line of stdin and writes a line of JSON.
+
 
     make TIMEOUT_S [copies]   make a manager and a layer that uses it
     call                     call the layer once
-    until                    call the layer until a call fails
+    until                    call the layer repeatedly until a call fails
     drop                     delete the manager and the layer
     without RANK...          make a manager and a layer over the other ranks
 
-`simulated_hosts` starts it.
+`simulated_hosts` starts this program.
 """
 
 import datetime

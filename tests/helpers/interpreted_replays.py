@@ -1,4 +1,7 @@
-"""Replays of interpreted launches, as plans replay those of a GPU. Ranks import this file."""
+"""Makes plans record and replay interpreted launches like launches on a GPU.
+
+Ranks import this file.
+"""
 
 import ctypes
 from collections.abc import Iterator, Sequence

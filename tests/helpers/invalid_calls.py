@@ -1,6 +1,6 @@
-"""Invalid calls: a change to a valid call, and the error that it must raise.
+"""Invalid calls of a kernel: a change to a valid call, and the error that it must raise.
 
-The parts of the kernel fail the test if they are called.
+The kernel's parts fail the test if they are called, because a call is checked before.
 """
 
 from collections.abc import Callable
@@ -93,7 +93,10 @@ def column_major(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Bad:
-    """A change and the error that it must raise. what, got, need: substrings of its fields."""
+    """A change and the error that it must raise.
+
+    what, got, need: substrings of the error's attributes of these names.
+    """
 
     name: str
     change: Change

@@ -1,4 +1,4 @@
-"""Invalid checkpoints: how to write each one, and the error that loading it must raise."""
+"""Functions that write invalid checkpoints, each with the error that loading it must raise."""
 
 import json
 from collections.abc import Callable

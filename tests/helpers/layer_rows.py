@@ -41,11 +41,12 @@ W8A8 = ("fp8_w8a8_channel", "fp8_w8a8_tensor", STATIC)
 
 @dataclass(frozen=True)
 class Place:
-    """How a layer is distributed. It is one axis, so that every other value meets every `Place`.
+    """How a layer is distributed over ranks.
 
-    exchange: "none" (each rank has all tokens), "replicated" or "rows". split: number of EP and of
-    TP ranks. groups: which process groups LayerParallel gets: "none", "each" (EP and TP) or "each
-    and both". reduce: whether the layer sums over ranks.
+    This is one axis, so that every value of another axis is combined with every `Place`. exchange:
+    "none" (each rank has all tokens), "replicated" or "rows". split: numbers of EP and TP ranks.
+    groups: the process groups of LayerParallel, "none", "each" (EP and TP), or "each and both" (EP,
+    TP and the group of all ranks). reduce: whether the layer sums over ranks.
     """
 
     exchange: str
@@ -59,7 +60,7 @@ class Place:
 
 
 def _places() -> Iterator[Place]:
-    """Yield every valid place: an exchange needs several EP ranks and process groups."""
+    """Yield every valid place. An exchange needs several EP ranks and process groups."""
     for exchange, reduce in product(("none", "replicated", "rows"), (False, True)):
         for split in ((1, 1), (2, 1), (1, 2), (2, 2)):
             if exchange != "none" and split[0] == 1:
@@ -126,12 +127,11 @@ def _splits(*splits: tuple[int, int]) -> Any:
     return lambda row: row["place"].split in splits
 
 
-_CONFIG, _PAIR = ConfigurationError, IncompatibleError
 _ON_INPUT = one_of("on input", True)
 REFUSALS = (
     Refusal(
         "a sum over ranks without their group",
-        _CONFIG,
+        ConfigurationError,
         r"reduce_results: got (tp|ep) of 2 ranks",
         (
             lambda row: row["place"].reduce,
@@ -141,31 +141,31 @@ REFUSALS = (
     ),
     Refusal(
         "copies of experts without an exchange",
-        _CONFIG,
+        ConfigurationError,
         "placement: got copies",
         (one_of("placement", "copies"), lambda row: row["place"].exchange == "none"),
     ),
     Refusal(
         "several weights for one row of input",
-        _PAIR,
+        IncompatibleError,
         "router_weight_on_input",
         (_ON_INPUT, lambda row: part_of(row) == LOCAL_BATCHED, one_of("top-k", 3)),
     ),
     Refusal(
         "weights on the input of batched rows of other ranks",
-        _PAIR,
+        IncompatibleError,
         "router_weight_on_input",
         (_ON_INPUT, lambda row: part_of(row) == ALL2ALL_BATCHED),
     ),
     Refusal(
         "chunks of batched rows",
-        _PAIR,
+        IncompatibleError,
         "chunk",
         (one_of("chunk", 3), lambda row: part_of(row) in BATCHED),
     ),
     Refusal(
         "a scheme that GroupedGemmExperts does not have",
-        _PAIR,
+        IncompatibleError,
         "quant",
         (
             one_of("layer", "EPMoE"),
@@ -187,7 +187,7 @@ def _draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 def problem_of(row: Values) -> Problem:
-    """Return the problem of the global_weights layer."""
+    """Return the problem of the layer before it is divided among ranks."""
     return Problem(
         T, H, I, E, row["top-k"],
         dtype=row["dtype"],
@@ -200,7 +200,8 @@ def problem_of(row: Values) -> Problem:
 
 
 def spec_of(row: Values) -> RouterSpec:
-    """Return the router's spec. With top-k 1, renormalized weights would all be 1."""
+    """Return the router's spec."""
+    # With top-k 1, renormalized weights would all be 1.
     top_k, renormalize = row["top-k"], row["top-k"] > 1
     if row["layer"] == "EPMoE":
         renormalize = True
@@ -281,7 +282,7 @@ def placement_of(row: Values) -> Placement:
     return linear.with_copies({0: [1], 5: [0]}) if row["placement"] == "copies" else linear
 
 
-def _rows_of_share(row: Values, t: int) -> torch.Tensor:
+def _w1_rows_of_tp_rank(row: Values, t: int) -> torch.Tensor:
     """Return the rows of w1 that one TP rank has."""
     act = ActivationSpec.parse(row["activation"])
     width = I // row["place"].split[1]
@@ -291,10 +292,10 @@ def _rows_of_share(row: Values, t: int) -> torch.Tensor:
     return torch.cat([columns, columns + I]) if act.gated else columns
 
 
-def _share(row: Values, slots: tuple[int, ...], t: int) -> tuple[ExpertWeights, Problem]:
+def _rank_weights(row: Values, slots: tuple[int, ...], t: int) -> tuple[ExpertWeights, Problem]:
     """Return the weights of some experts on one TP rank, and the problem that describes them."""
     global_weights, width, experts = _global_weights(row), I // row["place"].split[1], list(slots)
-    rows = _rows_of_share(row, t)
+    rows = _w1_rows_of_tp_rank(row, t)
     problem = replace(problem_of(row), intermediate=width, experts=len(slots), top_k=1)
     weights = replace(
         global_weights,
@@ -317,9 +318,9 @@ def _exact_weights(row: Values) -> ExpertWeights:
     width = I // row["place"].split[1]
     for t in range(row["place"].split[1]):
         for slots in placement_of(row).slots:
-            weights, problem = _share(row, slots, t)
+            weights, problem = _rank_weights(row, slots, t)
             for name, target, index in (
-                ("w1", w1, (_rows_of_share(row, t), slice(None))),
+                ("w1", w1, (_w1_rows_of_tp_rank(row, t), slice(None))),
                 ("w2", w2, (slice(None), torch.arange(t * width, (t + 1) * width))),
             ):
                 values = getattr(weights, name)
@@ -391,7 +392,7 @@ def layer_of(row: Values, e: int, t: int, **groups: Any) -> FusedMoE:
             chunk_tokens=row["chunk"],
             **options,
         )  # fmt: skip
-    layer.set_weights(_share(row, placement_of(row).slots[e], t)[0])
+    layer.set_weights(_rank_weights(row, placement_of(row).slots[e], t)[0])
     if row["prepared"]:
         layer.prepare_weights()
     return layer
@@ -438,9 +439,9 @@ def call_layer(row: Values, e: int, t: int, **groups: Any) -> torch.Tensor:
 
 @contextmanager
 def groups_of(rank: int, row: Values, both: Any) -> Iterator[dict[str, Any]]:
-    """Create the process groups of a rank, whose number is EP rank * TP ranks + TP rank.
+    """Create the process groups of a rank. All ranks must call this function.
 
-    All ranks must call it. both: the group of all ranks.
+    rank: EP rank * number of TP ranks + TP rank. both: the group of all ranks.
     """
     ep, tp = row["place"].split
     groups_by_name: dict[str, Any] = {}

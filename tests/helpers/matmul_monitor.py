@@ -1,7 +1,7 @@
 """Finds matrix products that would read outside of their operands on a CPU with AMX.
 
-`modular_kernel.utils.matmul` describes this defect of oneDNN. Only a CPU with AMX shows wrong
-results, but on every CPU the shapes and strides of dispatched products show which are affected.
+`modular_kernel.utils.matmul` describes this defect of oneDNN. Only a CPU with AMX computes wrong
+results, but shapes and strides show on every CPU which products are affected.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,9 +24,9 @@ PRODUCTS = {
 class MatmulMonitor(TorchDispatchMode):
     """Counts matrix products on a CPU in `products` and lists the unsafe ones in `faults`.
 
-    Unsafe are 16-bit products whose inner dimension is not a multiple of 32, and operands of 16 or
-    32 bits with gaps between rows. float32 is included because torch uses 16-bit tiles for it on
-    request (`set_float32_matmul_precision`).
+    A product is unsafe if its operands have 16 bits and its inner dimension is not a multiple of
+    32, or if an operand of 16 or 32 bits has gaps between rows. float32 is included because torch
+    can use 16-bit tiles for it (`set_float32_matmul_precision`).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Minimal parts over ranks, a correct one and defective ones, to test the checks over ranks."""
+"""Minimal parts over ranks, one correct and some defective, which test the harness over ranks."""
 
 from dataclasses import dataclass, replace
 

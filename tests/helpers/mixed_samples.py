@@ -26,7 +26,7 @@ def _group(kind: str, *targets: str) -> Config:
 
 
 EXPERTS = "model.layers.{}.mlp.experts"
-# Name -> (the format of each layer, quantization_config). Names are those of Qwen3.
+# Name -> (format of each layer, quantization_config). Tensor names are those of Qwen3.
 MIXED: dict[str, tuple[dict[int, str], Config]] = {
     "AWQ and bf16": (
         {0: "bf16", 1: "awq", 2: "awq"},
@@ -88,8 +88,8 @@ def write_mixed(
 ) -> dict[int, Sample]:
     """Write a Qwen3 checkpoint; return the samples of its layers.
 
-    kinds: the format of each layer. num_layers: entry of config.json; layers after those are not of
-    the model itself, such as MTP layers. sizes: as for `samples.write`.
+    kinds: the format of each layer. num_layers: num_hidden_layers in config.json. Layers beyond it
+    are additional layers, such as MTP layers. sizes: as for `samples.write`.
     """
     tensors: Tensors = {}
     samples = dict[int, Sample]()
@@ -107,7 +107,7 @@ def write_mixed(
 
 
 def fuse_experts(folder: Path, layer: int) -> None:
-    """Store the unquantized experts of a layer as transformers does: gate_up_proj and down_proj."""
+    """Store the unquantized experts of a layer as gate_up_proj and down_proj, like transformers."""
     path, block = folder / "model.safetensors", EXPERTS.format(layer)
     tensors = load_file(path)
     parts: dict[str, list[torch.Tensor]] = {}

@@ -16,7 +16,7 @@ STRATEGIES = ("staged", "fused", "auto")
 
 @dataclass(frozen=True)
 class Sizes:
-    """T, H, I, E, K, L, R of a call."""
+    """Sizes of a call: T, H, I, E, K, the number of adapter slots, and the largest LoRA rank."""
 
     tokens: int = 21
     hidden: int = 72
@@ -46,10 +46,10 @@ class Call:
 
 
 def make_call(sizes: Sizes = Sizes(), dtype: torch.dtype = torch.float32, seed: int = 0) -> Call:
-    """Draw a call with ranks 3, 7, R and 0, where slot 0 has a different rank for each expert.
+    """Draw a call with adapters of ranks 3, 7, R and 0. Slot 0 has another rank for each expert.
 
-    Some pairs are skipped and some tokens have no adapter. Values that must not be read are NaN:
-    those beyond an adapter's rank, and the weights of skipped pairs.
+    Some pairs are skipped, and some tokens have no adapter. Values that must not be read are NaN:
+    elements beyond an adapter's rank, and router weights of skipped pairs.
     """
     g = torch.Generator().manual_seed(seed)
     s = sizes
@@ -122,7 +122,10 @@ def expected_outputs(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, depth: int = 0) -> None:
-    """Compare in norm. depth: length of the longest sum (float32 error about u sqrt(depth))."""
+    """Compare in norm.
+
+    depth: length of the longest sum. The float32 error is about `eps * sqrt(depth)`.
+    """
     exact = max(2e-6, 6e-8 * depth**0.5)
     relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[actual.dtype]
     error = (actual.double() - expected).norm() / expected.norm().clamp(min=1e-30)
@@ -135,17 +138,17 @@ def make_pair_batch(c: Call, *, grouped: bool) -> PairBatch:
 
 
 def make_implementation_fixture() -> Any:
-    """Return the fixture `_way`, which runs tests marked WAY with kernels and in plain torch."""
+    """Return a fixture that runs tests marked WITH_KERNELS_AND_TORCH in both implementations."""
 
-    @pytest.fixture(name="_way", params=["kernels", "torch"])
-    def way(request: pytest.FixtureRequest) -> Any:
+    @pytest.fixture(name="_implementation", params=["kernels", "torch"])
+    def implementation(request: pytest.FixtureRequest) -> Any:
         with prefer_torch_reference(enabled=request.param == "torch"):
             yield
 
-    return way
+    return implementation
 
 
-WITH_KERNELS_AND_TORCH = pytest.mark.usefixtures("_way")
+WITH_KERNELS_AND_TORCH = pytest.mark.usefixtures("_implementation")
 
 
 def replace_ids(c: Call, ids: torch.Tensor) -> Call:

@@ -1,7 +1,7 @@
 """Calls every experts part in every scheme with a NaN in one argument at a time.
 
-Unused experts and adapters are NaN as well. As a program, prints the number of correct calls of
-each part that supports this machine, and the failures.
+Unused experts and adapters are NaN as well. When run as a program, it prints the failures and the
+number of correct calls for each pairing that supports this machine.
 """
 
 import sys
@@ -87,7 +87,7 @@ def check_calls(
     counts.kernels += 1
     counts.schemes.add(problem.quant)
     clamps_nan = problem.act.kind in kernel.experts.requires.nan_clamping_activations
-    # Problems with adapters only test the adapters, since other problems test the other arguments.
+    # Problems without adapters already test the other arguments.
     names = list_nan_arguments(problem) if problem.adapters is None else ADAPTER_TENSORS
     for name in names:
         if clamps_nan and name not in ("x", "topk_weights"):
@@ -127,7 +127,7 @@ def fill_unused(
 
 
 def _fill(name: str, values: torch.Tensor) -> None:
-    """Set values to NaN. E8M0 scales are bytes with a NaN; other integers are not changed."""
+    """Set values to NaN. E8M0 scales are uint8 and have a NaN code; other integers have none."""
     if values.dtype is torch.uint8 and name in SCALE_FIELDS and name.endswith("_scale"):
         values.fill_(255)
     elif values.dtype is torch.float8_e4m3fn:

@@ -33,11 +33,16 @@ EXCHANGES = {
     "TorchAll2AllPrepareAndFinalize": (4, 3),
     "TorchAll2AllBatchedPrepareAndFinalize": (4, 3),
 }
-_ADAPTED = ("none", "fp8_w8a8_channel", "fp8_w8a8_tensor", "int4_w4a16_group", "mxfp4_w4a16")
+_SCHEMES_WITH_ADAPTERS = (
+    "none",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_tensor",
+    "int4_w4a16_group",
+    "mxfp4_w4a16",
+)
 
 
 def experts_of(exchange: str) -> str:
-    """Return the experts part that is called with an exchange."""
     return "NaiveBatchedExperts" if "Batched" in exchange else "TorchExperts"
 
 
@@ -51,7 +56,7 @@ def cases(exchange: str, quant: str) -> Iterator[tuple[Problem, tuple[str, ...]]
         max(tokens), 64, 64, 16, 2, torch.bfloat16, quant=quant, bias=True, parallel=parallel
     )
     yield problem, list_nan_arguments(problem)
-    if quant.partition(":")[0] in _ADAPTED:
+    if quant.partition(":")[0] in _SCHEMES_WITH_ADAPTERS:
         yield replace(problem, bias=False, lora="adapters=3,rank=16"), ADAPTER_TENSORS
     on_input = replace(problem, top_k=1, apply_router_weight_on_input=True, bias=False)
     yield on_input, ("x", "topk_weights")
@@ -94,10 +99,10 @@ def _call_each(
 
 
 def _failures(sample: RankSample, out: torch.Tensor, case: RankCase) -> tuple[str, ...]:
-    """Compare the output of a rank.
+    """Compare the output of a rank; return the failures.
 
-    If the first comparison fails, the tolerance is taken from the rounded reference's errors over
-    the tokens of all ranks.
+    The tokens of one rank may be too few to estimate the tolerance. If the comparison fails, it is
+    repeated with a tolerance from the rounded reference's errors over the tokens of all ranks.
     """
     if not bool(sample.global_rounded_reference.isnan().any()):
         return ("no value is expected to be NaN",)

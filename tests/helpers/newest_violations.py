@@ -2,7 +2,7 @@
 
     python tests/helpers/newest_violations.py out/compile-newest.json
 
-docs/versions.md lists these regressions. A listed regression that does not occur is an error, too.
+docs/versions.md lists these regressions. It is also an error if a listed one no longer occurs.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Adapters written by PEFT (tests/helpers/golden/peft), changed copies, and B A products."""
+"""Adapters written by PEFT (tests/helpers/golden/peft), copies to change, and their products."""
 
 import json
 import shutil
@@ -33,8 +33,8 @@ def products(adapter: Adapter, problem: mk.Problem) -> tuple[torch.Tensor, torch
     return torch.einsum("enr,enrh->enh", b13, halves[:, up]), b2 @ a2
 
 
-class Folder:
-    """A copy of a golden adapter, to be changed."""
+class AdapterFolder:
+    """A copy of a golden adapter that a test can change."""
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path = path / kind

@@ -42,7 +42,7 @@ def make_launched_fixture() -> Any:
 
 
 def make_prepared_kernel(**changes: Any) -> tuple[FusedMoEModularKernel, Inputs]:
-    """Return an mxfp4 kernel and inputs of 40 tokens, unless changed."""
+    """Return an mxfp4 kernel and its inputs. changes: fields of MXFP4; the default is 40 tokens."""
     problem = replace(MXFP4, **({"tokens": 40} | changes))
     return make_kernel(*PAIR, problem), make_inputs(problem, "uniform", CPU)
 

@@ -32,7 +32,7 @@ def proofs_of(name):
         machine = this_machine(device="cpu")
         cases = rank_cases_for(FlashInferOverGloo, "TorchExperts", machine, 2, "full").cases
         with RankPool(2) as pool:
-            # Fault scenarios need a manager that waits for other ranks: here the library waits.
+            # Fault scenarios need a manager that waits for other ranks. Here the library waits.
             return [prove_ranks(case, pool, machine) for case in cases if not case.fault]
     part = getattr(parts, name)
     with parts.stand_in_libraries():

@@ -1,4 +1,7 @@
-"""The public API as text, one line per name. Update: `python tests/helpers/public_api.py`."""
+"""The public API as text, one line per name.
+
+`python tests/helpers/public_api.py` updates the recorded text in public_api.txt.
+"""
 
 import dataclasses
 import enum

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 API = Path(__file__).parents[2] / "docs" / "api"
-# Modules that export: by `__all__`, or all that they define and do not mark as private.
+# Public modules. If a module has no `__all__`, all names that it defines are public, but not _names.
 MODULES = (
     "modular_kernel",
     "modular_kernel.layers.adapter_pool",
@@ -36,7 +36,7 @@ MODULES = (
     "experts.compat.fused_moe",
     "topk_reduce",
 )
-# Public names in modules that also contain private helpers.
+# Public names of modules in which other names without an underscore are not public.
 NAMES = (
     "modular_kernel.ops.align: moe_align_block_size, batched_moe_align_block_size",
     "modular_kernel.ops.reduce: moe_sum_reduce",
@@ -52,9 +52,10 @@ _OURS = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
 class Call:
     """One valid call of a public callable: `function(**arguments)`.
 
-    written: paths of the tensors that the call writes (`weights.w1`, `topk_output[0]`). shared:
-    paths of tensors that these may share memory with. accepts: defects that are allowed here, each
-    with the reason. receiver: the argument that is the `self` of a method.
+    A path names a tensor inside the arguments, such as `weights.w1` or `topk_output[0]`. written:
+    paths of the tensors that the call writes. shared: paths of tensors that may share memory with
+    them. accepts: defect -> the reason why the call accepts it. receiver: name of the argument that
+    is the `self` of a method.
     """
 
     function: Callable[..., object]
@@ -89,7 +90,7 @@ def public_callables() -> dict[str, Callable[..., object]]:
 
 
 def takes_tensors(function: Callable[..., object]) -> bool:
-    """Return whether the parameters, or the fields of a method's dataclass, contain tensors."""
+    """Return whether a parameter, or a field of a method's dataclass, contains tensors."""
     if inspect.isclass(function):
         init = vars(function).get("__init__")
         if dataclasses.is_dataclass(function) or init is None or _is_named_tuple(function):
@@ -136,8 +137,8 @@ def _inside(value: object) -> dict[str, object] | None:
     if hasattr(value, "_fields"):
         return {f".{name}": getattr(value, name) for name in value._fields}
     if dataclasses.is_dataclass(value) and not inspect.isclass(value):
-        public_callables = [item.name for item in dataclasses.fields(value) if item.init]
-        children = {f".{name}": getattr(value, name) for name in public_callables}
+        names = [item.name for item in dataclasses.fields(value) if item.init]
+        children = {f".{name}": getattr(value, name) for name in names}
         return children if _holds_tensors(type(value)) else None
     if isinstance(value, list | tuple) and value:
         return {f"[{index}]": item for index, item in enumerate(value)}
@@ -227,7 +228,7 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def _reads(cls: type) -> bool:
-    """Return whether the constructor reads its arguments, instead of a later call."""
+    """Return whether the constructor of a record checks its arguments, rather than a later call."""
     return "__post_init__" in vars(cls)
 
 

@@ -1,4 +1,4 @@
-"""A valid call of every public callable with tensor arguments. EXEMPT has the exceptions."""
+"""RECIPES: a valid call of every public callable with tensor arguments, except those in EXEMPT."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,7 +44,7 @@ QUANTIZED = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
 ADAPTED = replace(PROBLEM, lora="adapters=2,rank=4")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 GROUP = 32
-_BASE = "copies weights into another record, which the call checks"
+_COPIED = "copies weights into another record, which the call checks"
 _STEP = "a step of a call, after `check` or `forward` has checked the tensors"
 _PART = "a method of a part, which the kernel calls with tensors that it has checked"
 _UNREAD = "reads no tensor"
@@ -82,8 +82,8 @@ _EXCHANGE_STEPS = (
 
 EXEMPT: Mapping[str, str] = {
     **{f"prepare_finalize.common.{name}": _PART for name in _EXCHANGE_STEPS},
-    "modular_kernel.layers.adapter_pool.AdapterPool.weights": _BASE,
-    "modular_kernel.layers.lora.LoRAManager.weights": _BASE,
+    "modular_kernel.layers.adapter_pool.AdapterPool.weights": _COPIED,
+    "modular_kernel.layers.lora.LoRAManager.weights": _COPIED,
     "modular_kernel.layers.module_state.move_without_cast": "nn.Module._apply calls it",
     "modular_kernel.contracts.CallState": "a part's record of one call, which the kernel makes",
     "modular_kernel.contracts.PermuteExpertsUnpermute.apply": _PART,
@@ -151,12 +151,8 @@ def kernel(problem: Problem = PROBLEM) -> Any:
     return mk.make_kernel(*PAIR, problem, machine=Machine("cpu"))
 
 
-def _call_of_layer() -> dict[str, Any]:
+def _kernel_arguments() -> dict[str, Any]:
     return {"x_TH": floats(T, H), "weights": plain(), "routing": routing(), "out": floats(T, H)}
-
-
-def _packed(bits: int = 32) -> torch.Tensor:
-    return integers(GROUP, 8, high=2**31 - 1)
 
 
 def _groups() -> checkpoints.GroupWeights:
@@ -200,7 +196,7 @@ def _symmetric() -> checkpoints.GroupWeights:
     return replace(weights, zero_point=torch.full_like(weights.zero_point, 0x88))
 
 
-def _fused() -> dict[str, Any]:
+def _fused_arguments() -> dict[str, Any]:
     weights = plain()
     topk = (floats(T, K).abs(), integers(T, K, high=E), None)
     biases = {"b1": floats(E, 2 * I), "b2": floats(E, H)}
@@ -230,11 +226,11 @@ def _adapted_layer() -> tuple[lora.FusedMoEWithLoRA, lora.LoRAManager]:
     return lora.FusedMoEWithLoRA(base, manager), manager
 
 
-def _info() -> moe_lora.MoELoRABatchInfo:
-    return moe_lora.MoELoRABatchInfo(**_batch())
+def _lora_batch_info() -> moe_lora.MoELoRABatchInfo:
+    return moe_lora.MoELoRABatchInfo(**_lora_batch())
 
 
-def _batch() -> dict[str, Any]:
+def _lora_batch() -> dict[str, Any]:
     return {
         "weight_indices": torch.tensor([0, -1], dtype=torch.int32),
         "lora_ranks": torch.tensor([3, 2], dtype=torch.int32),
@@ -243,38 +239,42 @@ def _batch() -> dict[str, Any]:
     }
 
 
-def _branch() -> dict[str, Any]:
+def _lora_arguments() -> dict[str, Any]:
     return {
         "hidden_states": floats(T, H),
         "topk_ids": integers(T, K, high=E),
         "topk_weights": floats(T, K).abs(),
-        "moe_lora_info": _info(),
+        "moe_lora_info": _lora_batch_info(),
         "output": floats(T, H),
     }
 
 
-def _branch_of_buffers() -> Call:
+def _lora_call_of_buffers() -> Call:
     buffers = {
         "gate_up_a_buffer": floats(2, E, 4, H),
         "gate_up_b_buffer": floats(2, E, 2 * I, 4),
         "down_a_buffer": floats(2, E, 4, I),
         "down_b_buffer": floats(2, E, H, 4),
     }
-    return Call(moe_lora.run_moe_lora, _branch() | buffers, written=("output",))
+    return Call(moe_lora.run_moe_lora, _lora_arguments() | buffers, written=("output",))
 
 
-def _branch_of_pool() -> Call:
+def _lora_call_of_pool() -> Call:
     pool = AdapterPool(replace(PROBLEM, lora="adapters=2,rank=4,a13=shared"))
-    return Call(lora.LoRABackend(pool).run_moe_lora, _branch(), written=("output",))
+    return Call(lora.LoRABackend(pool).run_moe_lora, _lora_arguments(), written=("output",))
 
 
-def _with_adapters() -> Call:
+def _forward_with_adapters() -> Call:
     layer_, _ = _adapted_layer()
-    arguments = {"hidden_states": floats(T, H), "routing": floats(T, E), "moe_lora_info": _info()}
+    arguments = {
+        "hidden_states": floats(T, H),
+        "routing": floats(T, E),
+        "moe_lora_info": _lora_batch_info(),
+    }
     return Call(layer_.forward, arguments)
 
 
-def _load() -> Call:
+def _manager_load() -> Call:
     manager = lora.LoRAManager(PROBLEM, "adapters=2,rank=4", [3])
 
     def load(layers: Any) -> None:
@@ -284,7 +284,7 @@ def _load() -> Call:
     return Call(load, {"layers": {3: lora.MoELoRALayer(adapter(), 0.5)}})
 
 
-def _pool() -> Call:
+def _pool_load() -> Call:
     pool = AdapterPool(ADAPTED)
 
     def load(adapter: Any) -> None:
@@ -376,7 +376,6 @@ def _dispatched() -> ExpertRows:
 
 
 def _reduced(part: Any, rows: ExpertRows, *out: int) -> Call:
-    # The counter belongs to `prepare`: a reducer never reads it.
     return Call(part.apply, {"rows": rows, "out": floats(*out)}, written=("out",))
 
 
@@ -436,7 +435,7 @@ def _aligned_gemm() -> dict[str, Any]:
         "B_zp": None,
         "topk_weights": floats(T, K),
         "topk_ids": ids,
-        "sorted_token_ids": sorted_ids.clone(),  # without the memory that these share
+        "sorted_token_ids": sorted_ids.clone(),  # the three outputs share one allocation
         "expert_ids": expert_ids.clone(),
         "num_tokens_post_padded": padded.clone(),
         "mul_routed_weight": True,
@@ -445,7 +444,7 @@ def _aligned_gemm() -> dict[str, Any]:
     }
 
 
-def _scattered() -> dict[str, Any]:
+def _scatter_arguments() -> dict[str, Any]:
     ids = integers(T, K, high=2)
     counts = [int((ids == expert).sum()) for expert in range(2)]
     rows = sum(ep_scatter.padded_counts(counts))
@@ -462,7 +461,7 @@ def _scattered() -> dict[str, Any]:
     }
 
 
-def _segments() -> dict[str, Any]:
+def _segment_arguments() -> dict[str, Any]:
     return {
         "a": floats(6, 32),
         "b": floats(2, 16, 32),
@@ -474,7 +473,7 @@ def _segments() -> dict[str, Any]:
     }
 
 
-def _silu() -> dict[str, Any]:
+def _silu_arguments() -> dict[str, Any]:
     ids = integers(6, high=E).sort().values.clone()
     return {
         "gateup_output": floats(6, 32),
@@ -489,16 +488,16 @@ def _silu() -> dict[str, Any]:
 _LAYERS = "modular_kernel.layers."
 RECIPES: Mapping[str, Callable[[], Call]] = {
     "modular_kernel.kernel.FusedMoEModularKernel.__call__": lambda: Call(
-        kernel(), _call_of_layer(), written=("out",)
+        kernel(), _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.kernel.FusedMoEModularKernel.start": lambda: Call(
-        lambda **given: kernel().start(**given).finish(), _call_of_layer(), written=("out",)
+        lambda **given: kernel().start(**given).finish(), _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.execution.Execution.check": lambda: Call(
-        kernel().check, _call_of_layer(), written=("out",)
+        kernel().check, _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.plan.Plan.__call__": lambda: Call(
-        kernel().plan(), _call_of_layer(), written=("out",)
+        kernel().plan(), _kernel_arguments(), written=("out",)
     ),
     "modular_kernel.kernel.FusedMoEModularKernel.prepare_weights": lambda: Call(
         kernel(QUANTIZED).prepare_weights, {"weights": quantize_weights(plain(), QUANTIZED)}
@@ -530,22 +529,24 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         slots_from_sequences,
         {"starts_S1": torch.tensor([0, 3, T]), "slots_S": torch.tensor([1, -1]), "tokens": T},
     ),
-    "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool,
-    f"{_LAYERS}lora.LoRAManager.load": _load,
+    "modular_kernel.layers.adapter_pool.AdapterPool.load": _pool_load,
+    f"{_LAYERS}lora.LoRAManager.load": _manager_load,
     f"{_LAYERS}lora.MoELoRALayer.folded": lambda: Call(
         lora.MoELoRALayer.folded, {"self": lora.MoELoRALayer(adapter(), 0.5)}, receiver="self"
     ),
     f"{_LAYERS}lora.ForwardBatch": lambda: Call(
         lora.ForwardBatch, {"lora_ids": ("mine", None), "seg_indptr": torch.tensor([0, 3, T])}
     ),
-    f"{_LAYERS}lora.FusedMoEWithLoRA.forward": _with_adapters,
-    f"{_LAYERS}lora.LoRABackend.run_moe_lora": _branch_of_pool,
-    "modular_kernel.ops.moe_lora.run_moe_lora": _branch_of_buffers,
+    f"{_LAYERS}lora.FusedMoEWithLoRA.forward": _forward_with_adapters,
+    f"{_LAYERS}lora.LoRABackend.run_moe_lora": _lora_call_of_pool,
+    "modular_kernel.ops.moe_lora.run_moe_lora": _lora_call_of_buffers,
     "modular_kernel.ops.moe_lora.MoELoRABatchInfo": lambda: Call(
-        moe_lora.MoELoRABatchInfo, _batch()
+        moe_lora.MoELoRABatchInfo, _lora_batch()
     ),
     "modular_kernel.ops.moe_lora.MoELoRABatchInfo.slots_of": lambda: Call(
-        moe_lora.MoELoRABatchInfo.slots_of, {"self": _info(), "tokens": T}, receiver="self"
+        moe_lora.MoELoRABatchInfo.slots_of,
+        {"self": _lora_batch_info(), "tokens": T},
+        receiver="self",
     ),
     # -------------------------------------------------------------------------------- routers
     "modular_kernel.ops.route.route": lambda: _selection(route),
@@ -618,7 +619,9 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     # --------------------------------------------------------------------------- integrations
     "modular_kernel.integrations.fused_moe.fused_experts": lambda: Call(
-        fused_experts, _fused(), accepts={"meta": "an operator, which has a result on meta"}
+        fused_experts,
+        _fused_arguments(),
+        accepts={"meta": "an operator, which has a result on meta"},
     ),
     "modular_kernel.integrations.fused_moe.fused_moe": lambda: Call(
         fused_moe,
@@ -647,7 +650,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         written=("gateup_input",),
     ),
     "experts.compat.ep_moe.silu_and_mul": lambda: Call(
-        ep_moe.silu_and_mul, _silu(), written=("down_input",)
+        ep_moe.silu_and_mul, _silu_arguments(), written=("down_input",)
     ),
     "experts.compat.ep_moe.post_reorder": lambda: Call(
         ep_moe.post_reorder,
@@ -656,7 +659,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
         written=("output",),
     ),
     "experts.compat.ep_moe.grouped_gemm_triton": lambda: Call(
-        ep_moe.grouped_gemm_triton, _segments(), written=("c",)
+        ep_moe.grouped_gemm_triton, _segment_arguments(), written=("c",)
     ),
     "experts.compat.fused_moe.moe_sum_reduce_triton": lambda: Call(
         compat_fused_moe.moe_sum_reduce_triton,
@@ -668,7 +671,7 @@ RECIPES: Mapping[str, Callable[[], Call]] = {
     ),
     "experts.compat.ep_scatter.ep_scatter": lambda: Call(
         ep_scatter.ep_scatter,
-        _scattered(),
+        _scatter_arguments(),
         written=("expert_start_loc", "output_tensor", "m_indices", "output_index"),
     ),
     "experts.compat.ep_scatter.ep_gather": lambda: Call(

@@ -1,4 +1,4 @@
-"""Valid calls of public callables without tensor arguments, to replace one argument by junk."""
+"""Valid calls of public callables without tensor arguments. Tests replace one argument by junk."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

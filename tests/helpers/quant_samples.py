@@ -11,14 +11,14 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
 CPU = torch.device("cpu")
-# Not a multiple of any group or block below.
+# Hidden and intermediate size are no multiples of any group or block below, except of group=40.
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 FP8, HALF = torch.float8_e4m3fn, (torch.float32, torch.bfloat16)
 FULL, BYTE = (torch.float32,), (torch.uint8,)
 ANY = (torch.float32, torch.float16, torch.bfloat16)
 
-# Scheme -> shapes of storage, scale and zero point of w1 (3, 48, 40) and of w2 (3, 40, 24), and the
-# possible dtypes of storage and scale.
+# Scheme -> (shapes of the stored tensor, scale and zero point of w1 (3, 48, 40), then of w2
+# (3, 40, 24)), (possible dtypes of the stored tensors, possible dtypes of the scales).
 # fmt: off
 SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
     "fp8_w8a8_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), FULL)),

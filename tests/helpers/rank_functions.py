@@ -16,7 +16,7 @@ def total(rank, world, group, factor):
 
 
 def facts(rank, world, group):
-    """Return process id, number of threads, whether Triton is interpreted, and the backend."""
+    """Return the process id, number of threads, whether Triton is interpreted, and the backend."""
     from modular_kernel.settings import read_settings
 
     interpreted = read_settings().triton_interpret
@@ -31,7 +31,10 @@ def host(rank, world, group):
 
 
 def fail(rank, world, group, failing_rank, text):
-    """Raise on `failing_rank`. The others return their rank or, if text is "meet", wait for it."""
+    """Raise on `failing_rank`.
+
+    The other ranks return their rank. If text is "meet", they first wait at a barrier.
+    """
     if rank == failing_rank:
         raise ValueError(text)
     if text == "meet":
@@ -40,7 +43,7 @@ def fail(rank, world, group, failing_rank, text):
 
 
 def die(rank, world, group, failing_rank, number):
-    """Send signal `number` to `failing_rank`, while the others wait for it."""
+    """Send signal `number` to `failing_rank` while the other ranks wait at a barrier."""
     if rank == failing_rank:
         os.kill(os.getpid(), number)
     dist.barrier(group=group)
@@ -53,7 +56,6 @@ def leave(rank, world, group):
 
 
 def hang(rank, world, group, failing_rank, seconds):
-    """Sleep on `failing_rank`."""
     if rank == failing_rank:
         oversleep(seconds)
     return rank
@@ -98,7 +100,7 @@ def pair_up(rank, world, group):
 
 
 class SlowError(Exception):
-    """An error whose text takes half a second, so that it is reported late."""
+    """An error that is reported late, because its text takes half a second."""
 
     def __str__(self) -> str:
         time.sleep(0.5)
@@ -106,7 +108,7 @@ class SlowError(Exception):
 
 
 def fail_one_after_the_other(rank: int, world_size: int, group: object) -> None:
-    """Raise on rank 1 first, whose error is reported last."""
+    """Raise on rank 1 first. The error of rank 1 is reported last."""
     if rank == 1:
         raise SlowError
     time.sleep(0.2)

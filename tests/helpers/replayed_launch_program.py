@@ -1,6 +1,6 @@
 """Program of tests/core/test_replayed_launch.py, run with a stand-in for libcuda.so.1.
 
-Launches kernels compiled for sm_90 with Triton's launcher, then with a plan's replayer.
+It launches kernels compiled for sm_90 with Triton's launcher, and then replays a recording.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ MAP = (128, 4, 4, 8, 8)  # parameter bytes of a 2D TMA descriptor: map, two size
 MAX_BYTES = 1024
 
 
-class Seen(ctypes.Structure):
-    """The struct `Seen` of driver_stand_in.c."""
+class RecordedLaunch(ctypes.Structure):
+    """The struct `RecordedLaunch` of driver_stand_in.c."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -90,14 +90,14 @@ def set_parameter_sizes(sizes: tuple[int, ...]) -> None:
 
 def last_launch() -> dict[str, Any]:
     """Return the last launch that the stand-in recorded."""
-    count = ctypes.c_int.in_dll(stand_in, "seen_count").value
-    seen = (Seen * 8).in_dll(stand_in, "seen")[(count - 1) % 8]
-    fields = {name: getattr(seen, name) for name, _ in Seen._fields_[1:-1]}
+    count = ctypes.c_int.in_dll(stand_in, "recorded_count").value
+    recorded = (RecordedLaunch * 8).in_dll(stand_in, "recorded")[(count - 1) % 8]
+    fields = {name: getattr(recorded, name) for name, _ in RecordedLaunch._fields_[1:-1]}
     return {
         **fields,
         "number": count,
-        "grid": list(seen.grid),
-        "value": bytes(seen.value[: seen.bytes]).hex(),
+        "grid": list(recorded.grid),
+        "value": bytes(recorded.value[: recorded.bytes]).hex(),
     }
 
 
@@ -119,8 +119,8 @@ def launch_both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any
     for tensors in (first, second):
         recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
         replayed.append(last_launch())
-    for seen in (triton_first, triton_second, *replayed):
-        seen["number"] -= before
+    for launched in (triton_first, triton_second, *replayed):
+        launched["number"] -= before
     return {"triton": [triton_first, triton_second], "replayed": replayed}
 
 
@@ -165,8 +165,8 @@ def main() -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """Return why a launch is not replayed, for one changed field of its kernel at a time."""
-    launch_plain = SimpleNamespace(
+    """Return the reasons why launches are not replayed. Each changes one field of the kernel."""
+    replayable = SimpleNamespace(
         target=SimpleNamespace(backend="cuda"),
         num_ctas=1,
         global_scratch_size=0,
@@ -174,16 +174,16 @@ def refusals() -> dict[str, str]:
         shared=232_448,
         instrumentation_mode="",
     )
-    reasons = {"as it is": compat.why_not_replayed(launch_plain)}
+    reasons = {"as it is": compat.why_not_replayed(replayable)}
     for name, change in (
         ("instrumented", {"instrumentation_mode": "consan"}),
         ("clusters", {"num_ctas": 2}),
         ("scratch", {"global_scratch_size": 8}),
         ("oversized", {"shared": 233_473}),
     ):
-        reasons[name] = compat.why_not_replayed(SimpleNamespace(**{**vars(launch_plain), **change}))
+        reasons[name] = compat.why_not_replayed(SimpleNamespace(**{**vars(replayable), **change}))
     compat.RELEASE = "3.10"
-    return {**reasons, "another release": compat.why_not_replayed(launch_plain)}
+    return {**reasons, "another release": compat.why_not_replayed(replayable)}
 
 
 if __name__ == "__main__":

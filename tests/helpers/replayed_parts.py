@@ -1,7 +1,7 @@
 """Parts whose launches are recorded and replayed, on a simulated device.
 
-Their "kernels" change host memory through its address, so that torch does not see them, as it does
-not see Triton kernels.
+Their "kernels" write host memory through its address. Like launches of Triton kernels, these writes
+are no torch operations.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""Program for torchrun on two hosts: rank 1 exits in the first attempt, the second one succeeds.
+"""Program for torchrun on two hosts: rank 1 exits in the first attempt, and the second succeeds.
 
-The argument is a file that rank 1 creates before it exits. TORCHELASTIC_RESTART_COUNT does not show
-the attempt: an agent that restarts its rank because of the other host does not increase it.
+The argument is a file that rank 1 creates before it exits. TORCHELASTIC_RESTART_COUNT does not tell
+attempts apart, because an agent that restarts its rank for the other host does not increase it.
 """
 
 import os

@@ -2,8 +2,8 @@
 
     assert disagreements(route(logits_TE, spec), logits_TE, spec) == []
 
-Of equal biased scores, the lower expert id comes first. Where float32 cannot distinguish two
-scores, either expert may come first, and the weights must be those of the chosen experts.
+Of two experts with equal biased scores, the one with the lower id comes first. If float32 cannot
+distinguish two scores, either expert may come first. The weights must match the chosen experts.
 """
 
 import math
@@ -24,7 +24,11 @@ _ABSOLUTE_TOLERANCE = {"softmax": 2.0**-120, "sigmoid": 2.0**-120, "sqrtsoftplus
 
 @dataclass(frozen=True)
 class Row:
-    """One token. logits: finite, or None for NaN. choices: values to sort by, -inf if excluded."""
+    """One token.
+
+    logits: clamped to finite values, None for NaN. choices: values that rank the experts, -inf for
+    an excluded expert. tolerance: relative tolerance of its weights.
+    """
 
     logits: tuple[float | None, ...]
     choices: tuple[float, ...]
@@ -69,7 +73,7 @@ def best(values: Sequence[float], count: int) -> list[int]:
 def _row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) -> Row:
     logits = [None if math.isnan(v) else min(max(v, -_LARGEST), _LARGEST) for v in values]
     known = [logit for logit in logits if logit is not None]
-    # The largest argument of an exponential: softmax subtracts a logit, other scores do not.
+    # Bounds the arguments of exponentials: softmax subtracts a logit, other scores do not.
     lowest = min(known, default=0.0) if spec.score == "softmax" else 0.0
     max_argument = min(max((abs(logit - lowest) for logit in known), default=0.0), 100.0)
     # Scores increase with logits, but may round to the same value, such as 1. Sort by scores only
@@ -168,9 +172,9 @@ def _differences(
 
 
 def _is_tie(row: Row, expected: int, actual: int, chosen: Sequence[int]) -> bool:
-    """Return whether two experts differ in float64 by less than the float32 error.
+    """Return whether float32 cannot distinguish the choices of two experts.
 
-    Lower ids with exactly the same value as `actual` must be among the `chosen` ones.
+    Experts with lower ids and exactly the same value as `actual` must already be `chosen`.
     """
     if min(expected, actual) < 0 or max(expected, actual) >= len(row.choices):
         return False

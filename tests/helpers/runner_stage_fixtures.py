@@ -1,4 +1,4 @@
-"""A small layer, and fixtures that restore the pools of stages after a test."""
+"""A small layer, and fixtures that replace the pools of runner stages during a test."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Prints, as JSON, what SGLang selects for its layers: `python sglang_program.py BACKEND`.
+"""Prints as JSON which runner SGLang selects for its layers: `python sglang_program.py BACKEND`.
 
-Also which of our modules the plugin has loaded when SGLang has all of its own, and the seconds that
-this took.
+It also prints whether the plugin has loaded HEAVY when SGLang starts, and how many seconds the
+registration took.
 """
 
 import json

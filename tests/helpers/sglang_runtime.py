@@ -1,4 +1,4 @@
-"""SGLang on a CPU: stand-ins for packages that its MoE layers import and do not use, and layers.
+"""Layers of SGLang on a CPU, with mocks of packages that its MoE layers import but do not use.
 
 Importing this module makes SGLang importable. `start` publishes a configuration in this process.
 """
@@ -27,7 +27,7 @@ NAME = "modular_kernel"
 
 
 class _StandIns(MetaPathFinder, Loader):
-    """Finds the packages of ABSENT, and their modules, as mocks."""
+    """Imports the packages of ABSENT and their modules as mocks."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,7 +50,7 @@ sys.meta_path.append(_StandIns())
 
 
 def start(backend: str) -> None:
-    """Load the plugins, and publish the configuration of one rank with an MoE backend."""
+    """Load SGLang's plugins and configure one rank with an MoE backend."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -74,7 +74,7 @@ def start(backend: str) -> None:
 
 
 def select(backend: str) -> None:
-    """Select another MoE backend for the layers that are made next."""
+    """Select another MoE backend for layers that are created later."""
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
     from sglang.srt.runtime_context import get_flags
 
@@ -84,7 +84,7 @@ def select(backend: str) -> None:
 def _per_tensor_quant_fp8(
     x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, is_static: bool
 ) -> None:
-    """Quantize as SGLang's CUDA kernel of this name does."""
+    """Quantize like SGLang's CUDA kernel of the same name."""
     if not is_static:
         scale.fill_(x.float().abs().max() / 448)
     out.copy_((x.float() / scale).clamp(-448, 448))
@@ -117,7 +117,7 @@ def int8_block_config() -> Any:
 
 
 def group_config(bits: int, *, zero_points: bool) -> Any:
-    """Return the config of GPTQ weights in groups of 32, that SGLang runs by moe_wna16."""
+    """Return the config of GPTQ weights in groups of 32, which SGLang runs with moe_wna16."""
     from sglang.srt.layers.quantization.moe_wna16 import MoeWNA16Config
 
     full = {"bits": bits, "group_size": 32, "desc_act": False, "sym": not zero_points}
@@ -128,7 +128,7 @@ def group_config(bits: int, *, zero_points: bool) -> Any:
 
 
 def layer_inputs(problem: Problem) -> Inputs:
-    """Return random inputs, whose scales of weight groups have the dtype that layers store."""
+    """Return random inputs. Scales of weight groups have the dtype in which layers store them."""
     inputs = make_inputs(problem, "uniform", torch.device("cpu"))
     if problem.scheme.granularity != "group":
         return inputs
@@ -138,7 +138,7 @@ def layer_inputs(problem: Problem) -> Inputs:
 
 
 def fused_moe(problem: Problem, quant_config: Any = None, **options: Any) -> Any:
-    """Return SGLang's FusedMoE of a problem, with memory for its weights."""
+    """Return SGLang's FusedMoE layer for a problem, with uninitialized weights."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     layer = FusedMoE(
@@ -155,12 +155,12 @@ def fused_moe(problem: Problem, quant_config: Any = None, **options: Any) -> Any
         apply_router_weight_on_input=problem.apply_router_weight_on_input,
         **options,
     )
-    if quant_config is None:  # on a machine without a GPU it would run SGLang's code for CPUs
+    if quant_config is None:  # without a GPU, the layer would run SGLang's code for CPUs
         layer.quant_method._forward_method = layer.quant_method.forward_cuda
     return layer
 
 
-# Fields of ExpertWeights by the names that SGLang's quantization methods give them.
+# Field of ExpertWeights -> its names in SGLang's quantization methods.
 _NAMES = {
     "w1": ("w13_weight", "w13_qweight"),
     "w2": ("w2_weight", "w2_qweight"),
@@ -184,7 +184,7 @@ def fill(layer: Any, weights: ExpertWeights) -> None:
             continue
         (parameter,) = (parameters[n] for n in names if n in parameters)
         if parameter.dim() == 2 and tensor.dim() == 1:
-            tensor = tensor[:, None].expand_as(parameter)  # one scale of gate, one of up
+            tensor = tensor[:, None].expand_as(parameter)  # a scale of gate and a scale of up
         elif parameter.dim() == 3 and tensor.dim() == 2:
             tensor = tensor[..., None]
         parameter.data.copy_(tensor)
@@ -201,7 +201,7 @@ def call(layer: Any, inputs: Inputs) -> torch.Tensor:
 
 
 def dispatch_output(inputs: Inputs) -> Any:
-    """Return SGLang's dispatch output of inputs on one rank."""
+    """Return the inputs as SGLang's dispatch output on one rank."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -211,7 +211,7 @@ def dispatch_output(inputs: Inputs) -> Any:
 
 
 def run_core(problem: Problem, inputs: Inputs, info: Any, **options: Any) -> torch.Tensor:
-    """Return what SGLang's own MoeRunner returns for a dispatch output, with our backend."""
+    """Run SGLang's own MoeRunner with our backend; return the hidden states."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
@@ -235,7 +235,7 @@ _TILES = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZ
 
 
 def interpret_triton_backend(monkeypatch: Any) -> None:
-    """Replace the functions around SGLang's fused MoE kernel that need a GPU or its packages.
+    """Replace the functions around SGLang's fused MoE kernel that need a GPU or absent packages.
 
     The kernel itself is interpreted by Triton.
     """
@@ -266,17 +266,20 @@ def interpret_triton_backend(monkeypatch: Any) -> None:
 def _align_blocks(
     ids_TK: torch.Tensor, block: int, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return pairs sorted by expert and padded to blocks, the expert of each block, and a count."""
+    """Return pairs sorted by expert, each block's expert, and the padded number of pairs.
+
+    The pairs of each expert are padded to a multiple of `block`.
+    """
     ids = ids_TK.flatten()
-    pairs, owners = [], []
+    pairs, expert_of_block = [], []
     for expert in (-1, *range(experts)):
-        found = (ids == expert).nonzero().flatten().tolist()
-        found += [len(ids)] * (-len(found) % block)
-        pairs += found
-        owners += [expert] * (len(found) // block)
+        pairs_of_expert = (ids == expert).nonzero().flatten().tolist()
+        pairs_of_expert += [len(ids)] * (-len(pairs_of_expert) % block)
+        pairs += pairs_of_expert
+        expert_of_block += [expert] * (len(pairs_of_expert) // block)
     return (
         torch.tensor(pairs, dtype=torch.int32),
-        torch.tensor(owners, dtype=torch.int32),
+        torch.tensor(expert_of_block, dtype=torch.int32),
         torch.tensor([len(pairs)], dtype=torch.int32),
     )
 

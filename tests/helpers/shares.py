@@ -1,6 +1,6 @@
-"""Selects the share of cases and parametrized tests that a run of the test suite executes.
+"""Selects a share of the cases and parametrized tests for a run of the test suite.
 
-The share depends on a hash of the source tree: equal sources select the same cases on every
+A hash of the source tree determines the share. Equal sources select the same cases on every
 machine, and over many commits every case runs. `make verify` runs all cases and all tests marked
 `share`.
 """
@@ -42,9 +42,9 @@ def share(cases: Sequence[C], of: int, tree: str) -> tuple[C, ...]:
 
 
 def in_share(name: str, of: int, tree: str) -> bool:
-    """Return whether a case with this name is in the share of about one in `of`.
+    """Return whether a name is selected. About one in `of` names is.
 
-    `name` is the test id for tests marked `share(of)`. With `--whole`, all of those run.
+    name: name of a case, or id of a test marked `share(of)`.
     """
     return int.from_bytes(hashlib.sha256(f"{tree} {name}".encode()).digest()[:8]) % of == 0
 
@@ -54,8 +54,8 @@ def selected_cases(
 ) -> dict[tuple[str, str], tuple[Case, ...]]:
     """Return the cases of each pairing that a run of the test suite proves.
 
-    An experts part has all its cases with the first of its PrepareAndFinalize parts in `pairs`, and
-    the smoke cases and one in 36 of the others with every other one.
+    The first pairing of an experts part in `pairs` has all its cases. Every further pairing of the
+    part has its smoke cases and one in 36 of its other cases.
     """
     selected: dict[tuple[str, str], tuple[Case, ...]] = {}
     for pf, experts in pairs:
@@ -68,10 +68,10 @@ def selected_cases(
 
 
 def computed_once(name: str, draw: Callable[[], T]) -> T:
-    """Return `draw()`, which only one of the pytest-xdist workers of a run computes.
+    """Return `draw()`, which only one pytest-xdist worker of a test run computes.
 
-    The other workers read its result from a file: drawing takes half of the collection time. The
-    file is not reused by another run. Without workers, `draw` is called.
+    The other workers read the result from a file, because drawing takes half of the collection
+    time. Another run does not reuse the file. Without workers, `draw` is called.
     """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # noqa: TID251  set by pytest-xdist
     if run is None:

@@ -1,8 +1,8 @@
 """Simulates two hosts with two ranks each on one machine.
 
-Each host is a network namespace with its own host name, address and /dev/shm. A `Cable` connects
-them, with adjustable delay and packet loss. Ranks run `host_rank_program.py`. Where namespaces are
-not permitted, all ranks use one network and MK_HOST_ID makes them different hosts.
+Each host is a network namespace with its own host name, address and /dev/shm. A `Cable` with
+adjustable delay and packet loss connects them. Ranks run `host_rank_program.py`. If namespaces are
+not permitted, all ranks use one network, and MK_HOST_ID simulates different hosts.
 """
 
 import ctypes
@@ -52,13 +52,14 @@ def namespaces_are_permitted() -> bool:
 class Cable(threading.Thread):
     """Forwards frames between eth0 of two namespaces.
 
-    delay_s: of each frame. loss: share of dropped frames. cut: whether all frames are dropped.
+    delay_s: delay of each frame. loss: fraction of frames that are dropped. cut: whether all frames
+    are dropped.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(daemon=True)
         self.delay_s, self.loss, self.cut, self._names = 0.0, 0.0, False, names
-        self._ends, self._done, self._ready = list[int](), threading.Event(), threading.Event()
+        self._taps, self._done, self._ready = list[int](), threading.Event(), threading.Event()
 
     def plug_in(self) -> None:
         self.start()
@@ -69,27 +70,26 @@ class Cable(threading.Thread):
         self.join(5)
 
     def run(self) -> None:
-        # setns changes the namespace of this thread only, and a TAP device belongs to that
-        # namespace.
+        # setns changes the namespace of this thread only. TAP devices are created in it.
         libc = ctypes.CDLL(None, use_errno=True)
         for name in self._names:
             namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
             assert libc.setns(namespace, _NEW_NETWORK) == 0
             os.close(namespace)
-            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _TAP | _NO_HEADER))
-            self._ends.append(end)
+            tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _TAP | _NO_HEADER))
+            self._taps.append(tap)
         self._ready.set()
-        self._carry()
-        for end in self._ends:
-            os.close(end)
+        self._forward_frames()
+        for tap in self._taps:
+            os.close(tap)
 
-    def _carry(self) -> None:
+    def _forward_frames(self) -> None:
         generator, number = random.Random(0), 0
         waiting: list[tuple[float, int, int, bytes]] = []
         selector = selectors.DefaultSelector()
-        for index, end in enumerate(self._ends):
-            selector.register(end, selectors.EVENT_READ, index)
+        for index, tap in enumerate(self._taps):
+            selector.register(tap, selectors.EVENT_READ, index)
         while not self._done.is_set():
             wait_s = waiting[0][0] - time.monotonic() if waiting else 0.1
             for key, _ in selector.select(max(0.0, min(wait_s, 0.1))):
@@ -102,17 +102,17 @@ class Cable(threading.Thread):
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, receiver, frame = heapq.heappop(waiting)
                 with suppress(OSError):
-                    os.write(self._ends[receiver], frame)
+                    os.write(self._taps[receiver], frame)
 
 
 class Rank:
-    """The process of one rank, which gets commands and returns answers."""
+    """The process of one rank, which receives commands and returns answers."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env=environment, **pipes)
 
-    def tell(self, *words: object) -> None:
+    def send(self, *words: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(map(str, words)) + "\n")
         self.process.stdin.flush()
@@ -137,15 +137,16 @@ class World:
     def all(self, *words: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
         """Send a command to several ranks and return their answers."""
         for rank in ranks:
-            self.ranks[rank].tell(*words)
+            self.ranks[rank].send(*words)
         return [self.ranks[rank].answer() for rank in ranks]
 
 
 @contextmanager
 def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iterator[World]:
-    """Yield four ranks of a gloo group on two hosts. Their first answers report that they joined.
+    """Yield four ranks of a gloo group on two hosts. The first answer of each is {"joined": rank}.
 
-    apart: whether each host has its own network. variables: environment variables of the ranks.
+    apart: whether each host has its own network. join_s: timeout for joining the group. variables:
+    environment variables of the ranks.
     """
     names = [f"mk{os.getpid()}{host}" for host in "ab"]
     cable, ranks = None, list[Rank]()
@@ -185,8 +186,8 @@ def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iter
             ranks.append(Rank(words, inherited | host_variables | variables))
         yield World(ranks, cable, names)
     finally:
-        for each in ranks:
-            each.kill()
+        for started_rank in ranks:
+            started_rank.kill()
         if cable is not None:
             cable.unplug()
         for folder in folders:

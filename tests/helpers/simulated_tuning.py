@@ -1,4 +1,4 @@
-"""A search space and a simulated benchmark and clock, to test the tuner."""
+"""A search space with a simulated benchmark and clock, for tests of the tuner."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +14,10 @@ FOLDER = Path("nowhere")
 
 
 class Space(Tunable):
-    """A search space whose choices are numbers, of which 0 is untuned.
+    """A search space whose choices are numbers. 0 is the untuned choice.
 
-    saves: token counts of each call of `save`. screened: times of each call of `finalists`.
+    saves: token counts that each call of `save` got. screened: times that each call of `finalists`
+    got.
     """
 
     def __init__(self, choices: Sequence[int] = (1, 2, 3), finalists: int = 2) -> None:
@@ -61,8 +62,9 @@ Times = Mapping[Choice, float | Refusal] | Callable[[int, Choice], float | Refus
 class FakeBenchmark(Benchmarker):
     """A benchmark that returns given times.
 
-    times: time or refusal by choice, or a function of (tokens, choice). final: the same for
-    `compare`, `times` by default. cost: seconds by which a measurement advances the clock `now`.
+    times: choice -> time or refusal, or a function of (tokens, choice), for `screen`. final: the
+    same for `compare`; the default is `times`. cost: seconds by which a measurement advances the
+    clock `now`.
     """
 
     times: Times
@@ -100,7 +102,7 @@ class FakeBenchmark(Benchmarker):
 
 
 def stage_times(seconds: float, choice: Choice) -> dict[str, float]:
-    """Return the seconds of each stage of a pair of tiles: see `tile_cost`."""
+    """Return the seconds of each stage of a pair of tiles, by `tile_cost`."""
     if not isinstance(choice, MoEConfig):
         return {}
     costs = [
@@ -117,7 +119,7 @@ def make_job(space: Tunable, bench: FakeBenchmark, *tokens: int, **more: object)
 
 
 def tune_one(space: Tunable, bench: FakeBenchmark, **more: object) -> TuneResult:
-    """Run a job of one number of tokens and return its result."""
+    """Tune for one number of tokens and return the result."""
     (tuned,) = tune(make_job(space, bench, **more))
     return tuned
 
@@ -125,11 +127,11 @@ def tune_one(space: Tunable, bench: FakeBenchmark, **more: object) -> TuneResult
 TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
 
 
-# The best tile of each GEMM. No candidate has both.
+# The best tile of each GEMM. No candidate combines the two.
 BEST_TILES = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
 
 
 def tile_cost(tile: LaunchConfig, best: LaunchConfig) -> float:
     """Return a time that grows with the distance of a tile from the best one."""
-    have, need = vars(tile).values(), vars(best).values()
-    return 1.0 + sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(have, need, strict=True))
+    pairs = zip(vars(tile).values(), vars(best).values(), strict=True)
+    return 1.0 + sum(abs(a.bit_length() - b.bit_length()) for a, b in pairs)

@@ -26,7 +26,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A layer. fields: Problem fields that differ from the defaults here."""
+    """A layer. fields: fields of the Problem that differ from the defaults in `problem`."""
 
     router: RouterSpec = FAMILIES["plain"]
     tokens: int = T

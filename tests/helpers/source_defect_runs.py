@@ -15,7 +15,7 @@ from modular_kernel.testing.mutation.patched_module import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-_CASE_TIMEOUT_S = 300.0  # seconds for a case
+_CASE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class SourceDefect:
 
 
 def findings(defect_spec: SourceDefect, cases: Sequence[Case], folder: Path) -> list[str]:
-    """Run `cases` with the defect up to the first that fails and return its finding.
+    """Run `cases` with the defect until one fails, and return ["check: finding"] for this case.
 
-    The list has at most one entry, "check: finding", and is empty if every case passes. The defect
-    is written to a file in `folder`. Raises AssertionError if the process ends early.
+    The list is empty if every case passes. folder: where a file that describes the defect is
+    written. Raises AssertionError if the process ends early.
     """
     defect_file = folder / "defect.json"
     record = {

@@ -1,10 +1,10 @@
-"""Selects the tests of `--suite quick` and `--suite rest`, which are limited in time.
+"""Selects the tests of `--suite quick` and `--suite rest`, which limit the time of each function.
 
-`tests/durations.json` has the seconds of each test function that took more than half a second, over
-all its parameters. A suite has a budget per function. Of a function that exceeds it, the suite
-selects a share of the parameters that fits, by a hash of the sources. Equal sources select the same
-tests on every machine, and over many commits every test runs. `quick` and `rest` never select the
-same test. Functions without a record run in `quick`.
+`tests/durations.json` records the seconds that each test function takes over all its parameters, if
+they are more than half a second. Each suite has a budget per function. If a function exceeds the
+budget, only as many of its parameters run as fit. A hash of the sources selects them, so equal
+sources select the same tests on every machine, and over many commits every test runs. `quick` and
+`rest` never select the same test. Functions without a record run in `quick`.
 
 To update the record from runs with `--junitxml FILE`:
 
@@ -29,8 +29,8 @@ def selected(suite: str, name: str, tree: str, **options: float) -> bool:
     """Return whether `suite` selects a test.
 
     name: test function with its parameters, such as "test_router::test_ties[fp32]". tree: hash of
-    the sources. options: arguments of @pytest.mark.budget: `quick` and `rest` are seconds that
-    override BUDGETS_S, and `module=True` selects either all tests of the module or none, for
+    the sources. options: arguments of @pytest.mark.budget. `quick` and `rest` are seconds that
+    override BUDGETS_S. `module=True` selects either all tests of the module or none, which is for
     modules with an expensive fixture.
     """
     if options.pop("module", False):

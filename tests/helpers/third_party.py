@@ -29,7 +29,7 @@ def install(
 
 
 def write_metadata(folder: Path, package: str, entry_points: dict[str, dict[str, str]]) -> None:
-    """Write the metadata of a package; entry_points: by group, the value by name."""
+    """Write the metadata of a package. entry_points: group -> name -> value."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     metadata = f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 1.0\n"
@@ -61,6 +61,6 @@ def tutorial_parts() -> str:
 def mk(*words: str) -> tuple[int, Any]:
     """Run `mk --json` in a new process; return its exit code and JSON output."""
     command = [sys.executable, "-m", "modular_kernel", *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.stdout, process.stderr
+    return process.returncode, json.loads(process.stdout)

@@ -1,7 +1,7 @@
-"""Cases of TorchExperts and NaiveBatchedExperts whose matrix products depend on the CPU.
+"""Cases of TorchExperts and NaiveBatchedExperts in which matrix products depend on the CPU.
 
-Inner dimensions are not multiples of 32, and rows of weights, activations and adapters have padding
-of NaN.
+Inner dimensions are not multiples of 32, and rows of weights, activations and adapters are padded
+with NaN.
 """
 
 from dataclasses import replace
@@ -16,8 +16,8 @@ from modular_kernel.testing.cases.inputs import LAYOUTS, InputVariation
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 
-# These two have failed on a CPU with AMX: the infinity of a token reached another token, and the
-# NaN of an unused row reached the row before it.
+# Two cases that have failed on a CPU with AMX: the infinity of a token reached another token, and
+# the NaN of an unused row reached the previous row.
 NAMED = (
     Case(
         *TORCH,
@@ -49,7 +49,7 @@ _VALUES = ("ordinary", "nan_token", "inf_token")
 
 
 def _spread() -> tuple[Case, ...]:
-    """Return a case for each pairing, layout and dtype. Schemes, adapters and values alternate."""
+    """Return a case for each pairing, layout and dtype, with alternating schemes and values."""
     quants, loras, values = cycle(_QUANTS), cycle(_LORAS), cycle(_VALUES)
     cases = []
     for pair in (TORCH, BATCHED):

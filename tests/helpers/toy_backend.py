@@ -1,4 +1,4 @@
-"""A third-party backend made of stages, and a fused operation that replaces the stages."""
+"""A third-party runner backend made of stages, and a fused operation that replaces the stages."""
 
 from dataclasses import dataclass, field
 

@@ -15,7 +15,7 @@ def range_event(name: str, begin: float, end: float, thread: int = 7) -> Event:
 
 
 def launch_event(begin: float, link: int, thread: int = 7) -> Event:
-    """Return the host's launch of the device work with the same correlation id."""
+    """Return a launch on the host. link: correlation id of the device work that it launches."""
     event = {**HOST, "cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": begin, "dur": 2}
     return event | {"tid": thread, "args": {"correlation": link}}
 
@@ -27,10 +27,10 @@ def device_event(name: str, begin: float, dur: float, link: int, kind: str = "ke
 
 
 def call_events() -> list[Event]:
-    """Return a call of 100 us on the host.
+    """Return the events of a call that takes 100 us on the host.
 
-    It has 1 + 2 + 1 launches in stages, one elsewhere in the experts and one before the call; two
-    kernels overlap on the device.
+    The call has four launches in stages, and a launch in the experts outside of their stages.
+    Another launch precedes the call. Work on the device overlaps twice.
     """
     return [
         {"ph": "M", "name": "process_labels", "pid": 7, "tid": 0, "args": {"labels": "CPU"}},
@@ -52,10 +52,10 @@ def call_events() -> list[Event]:
         range_event(stages.GEMM2, 500, 600),  # outside of a call
         {"ph": "s", "cat": "ac2g", "name": "ac2g", "pid": 7, "tid": 7, "ts": 26, "id": 2},
         {"ph": "f", "cat": "ac2g", "name": "ac2g", "pid": 0, "tid": "stream 7", "ts": 210, "id": 2},
-        device_event("before", 150, 55, 9),  # overlaps the next by 5
+        device_event("before", 150, 55, 9),  # overlaps "align" by 5 us
         device_event("align", 200, 10, 1),
         device_event("gemm", 210, 1000, 2),
         device_event("copy", 1210, 100, 3, "gpu_memcpy"),
-        device_event("gemm", 1300, 410, 4),  # begins while the copy has 10 us to go
+        device_event("gemm", 1300, 410, 4),  # overlaps the copy by 10 us
         device_event("fill", 1720, 30, 5, "gpu_memset"),
     ]

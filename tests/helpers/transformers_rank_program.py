@@ -1,7 +1,7 @@
 """Program of one of two ranks: runs small models that transformers splits over the ranks.
 
-The models use the experts of this package. Argument: a folder of models. Rank 0 prints a line with
-the results of `run` by rank as JSON.
+The models use the experts of this package. The argument is a folder of models. Rank 0 prints a line
+with the results of `run` on each rank as JSON.
 """
 
 import json
@@ -23,21 +23,22 @@ DISTRIBUTED = {
 }
 
 
-def loaded(folder: Path, name: str, **options: object) -> torch.nn.Module:
+def load_model(folder: Path, name: str, **options: object) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation=name, **options
     )
 
 
 def run(folder: Path, kind: str, ids: torch.Tensor) -> dict[str, object]:
-    """Run a model split as `kind` and in one process; return how the results differ.
+    """Run a model split over the ranks and in one process; return how the results differ.
 
-    The entry `kernels` of the result has the experts, top-k and intermediate size of each kernel.
+    kind: key of DISTRIBUTED. The entry `kernels` of the result has the experts, top-k and
+    intermediate size of each kernel.
     """
     name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-    reference = loaded(folder, name)
+    reference = load_model(folder, name)
     results: dict[str, object] = {"model": folder.name, "kind": kind}
-    model = loaded(folder, name, distributed_config=DistributedConfig(**DISTRIBUTED[kind]))
+    model = load_model(folder, name, distributed_config=DistributedConfig(**DISTRIBUTED[kind]))
     registration(name).kernels.clear()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits

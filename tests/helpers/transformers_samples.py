@@ -1,4 +1,4 @@
-"""The experts that `register()` selects, and a skip, for tests with models of transformers."""
+"""Pairings of parts for tests with models of transformers."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ import modular_kernel as mk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"
-# The parts that `register()` selects on a GPU, and on a CPU if grouped_mm of transformers cannot
-# run.
+# The parts that `register()` selects on a GPU, and on a CPU if transformers' grouped_mm cannot run.
 OURS = (NO_EP, "TritonExperts" if DEVICE == "cuda" else "TorchExperts")
 CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
 

@@ -1,6 +1,4 @@
-"""Files of tuned configurations, and a simulated H200 whose configurations are looked up in
-them.
-"""
+"""Files of tuned configurations, and a simulated H200 that looks up its configurations in them."""
 
 import json
 from collections.abc import Iterator
@@ -40,7 +38,7 @@ def vllm_launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str
 def file_contents(**entries: Any) -> dict[str, Any]:
     """Return the contents of a file in our format.
 
-    entries: such as `tokens_64=(launch of GEMM 1, launch of GEMM 2)`.
+    entries: launches of both GEMMs, such as `tokens_64=(gemm1, gemm2)`.
     """
     by_tokens = {
         t.removeprefix("tokens_"): {"gemm1": a, "gemm2": b} for t, (a, b) in entries.items()
@@ -49,7 +47,7 @@ def file_contents(**entries: Any) -> dict[str, Any]:
 
 
 def write_config_file(path: Path, contents: object) -> Path:
-    """Write text as it is and other contents as JSON; return `path`."""
+    """Write a string unchanged, or other contents as JSON; return `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = contents if isinstance(contents, str) else json.dumps(contents)
     path.write_text(text, encoding="utf-8")
@@ -57,14 +55,17 @@ def write_config_file(path: Path, contents: object) -> Path:
 
 
 def make_lookup(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
-    """Return the lookup on an H200 in the user's folder, then in a packaged folder if passed."""
+    """Return a lookup on an H200 in the user's folder and then in packaged folders.
+
+    folder: the user's folder. more: the packaged folder, if any.
+    """
     titles = ("user", "packaged")
     return ConfigLookup(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
 
 
 @contextmanager
 def simulated_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Simulate an H200 without packaged files; yield the user's folder, which is in `folder`."""
+    """Simulate an H200 without packaged files; yield the user's folder, a subfolder of `folder`."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(folder / "user"))
     monkeypatch.setattr(tiles, "current_machine", lambda: MACHINE)
     monkeypatch.setattr(tiles, "_PACKAGED_FOLDER", folder / "packaged")

@@ -48,7 +48,7 @@ NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 
 
 def without_device_limits(requires, **changes):
-    """Return requirements without those on devices and packages."""
+    """Return the requirements without limits on devices and packages."""
     cpu_fields = {"devices": frozenset({"cpu"}), "packages": (), "providers": (), "triton": False}
     return replace(requires, min_arch=None, archs=None, **cpu_fields, **changes)
 
@@ -62,9 +62,10 @@ class BatchedCutlass(BatchedCutlassExpertsFP8):
 
 
 class CutlassBlock(CutlassExpertsFP8):
-    """Uses the torch reference of the CUTLASS product, which checks the kernel's requirements.
+    """Uses the torch reference of the CUTLASS kernel in every call that the kernel supports.
 
-    Every call that the kernel supports uses it, even with few tokens.
+    The reference checks the kernel's requirements. The part itself would not launch the kernel for
+    few tokens.
     """
 
     requires = without_device_limits(CutlassExpertsFP8.requires)
@@ -140,7 +141,7 @@ def stand_in_libraries():
 def library_site(
     folder: Path, monkeypatch: pytest.MonkeyPatch, library: ModuleType, *names: str
 ) -> Iterator[Path]:
-    """Import from `folder` first; afterwards reset `library.load` and unload `names`."""
+    """Prepend `folder` to the import path; afterwards reset `library.load` and unload `names`."""
     monkeypatch.syspath_prepend(str(folder))
     library.load.cache_clear()
     yield folder

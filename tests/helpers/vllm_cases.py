@@ -1,4 +1,4 @@
-"""Layers of vLLM on a GPU, and a program that writes what they compute.
+"""Layers of vLLM on a GPU, and a program that writes their outputs to a file.
 
     python vllm_cases.py FILE [plugin]
 
@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Problem
 DEVICE = "cuda"
 REPEATS = 3
 _BASE = Problem(tokens=256, hidden=512, intermediate=256, experts=8, top_k=2)
-# (problem, format of the checkpoint); compressed-tensors or vLLM's own by default.
+# (problem, checkpoint format). The format "" is described in `vllm_layers.quant_config`.
 CASES: tuple[tuple[Problem, str], ...] = (
     (_BASE, ""),
     (replace(_BASE, activation="gelu"), ""),
@@ -46,13 +46,13 @@ GROUP_CASES: tuple[tuple[Problem, str], ...] = (
 
 
 def name_case(problem: Problem, form: str) -> str:
-    """Return a name of a case, unique and without spaces."""
+    """Return the unique name of a case. It has no spaces."""
     facts = (problem.quant, form, problem.act.kind, str(problem.dtype).removeprefix("torch."))
     return "-".join(fact for fact in facts if fact)
 
 
 def write_outputs(file: Path, *, plugin: bool) -> None:
-    """Run each case, and write classes and outputs."""
+    """Run each case; write the classes and outputs."""
     from vllm_layers import call_runner, experts_class, load, tensors, vllm_process
 
     from modular_kernel.integrations.vllm import register
@@ -69,7 +69,7 @@ def write_outputs(file: Path, *, plugin: bool) -> None:
                 for _ in range(REPEATS):
                     output = call_runner(runner, x_TH.to(DEVICE), logits_TE.to(DEVICE))
                     outputs.append(output.cpu())
-            except Exception as error:  # noqa: BLE001 (then it must be the same with the plugin)
+            except Exception as error:  # noqa: BLE001 (a case must also fail with the plugin)
                 name, outputs = f"{type(error).__name__}: {error}", []
             results[name_case(problem, form)] = name, outputs
     torch.save(results, file)

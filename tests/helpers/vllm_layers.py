@@ -1,7 +1,7 @@
 """MoE layers of vLLM itself, filled with the tensors of a checkpoint.
 
-On a CPU, vLLM is used without its compiled extension. `scaled_fp8_quant` is the only operator of it
-that loading a layer or quantizing rows to fp8 calls; `stand_in_operators` computes it in torch.
+On a CPU, vLLM is used without its compiled extension. Loading a layer and quantizing rows to fp8
+call only the operator `scaled_fp8_quant`, which `stand_in_operators` replaces by torch.
 """
 
 import socket
@@ -44,9 +44,9 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
 _layers = count()
-# The function that makes a layer; called FusedMoE in 0.26.
+# The function that creates a layer. vLLM 0.26 names it FusedMoE.
 make_layer = getattr(layer_module, "FusedMoEFactory", None) or layer_module.FusedMoE
-# Values of vLLM's MoEActivation for ours.
+# Our activation -> value of vLLM's MoEActivation.
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -77,7 +77,7 @@ def version_module() -> ModuleType:
 
 
 def free_store() -> str:
-    """Return the address of a port that is free now."""
+    """Return the address of a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
@@ -87,10 +87,10 @@ def free_store() -> str:
 def vllm_process(
     *, world_size: int = 1, rank: int = 0, store: str = "", ep: bool = False, device: str = "cpu"
 ) -> Iterator[None]:
-    """Make this process rank `rank` of a vLLM whose ranks share layers by TP or EP.
+    """Make this process rank `rank` of a vLLM that splits layers by TP or EP.
 
-    store: tcp://host:port of rank 0; by default, a free port of this machine.
-    device: "cpu", over gloo, or "cuda", over NCCL on GPU 0.
+    store: tcp://host:port of rank 0. The default is a free port of this machine. device: "cpu",
+    with gloo, or "cuda", with NCCL on GPU 0.
     """
     store = store or free_store()
     parallel = ParallelConfig(tensor_parallel_size=world_size, enable_expert_parallel=ep)
@@ -105,7 +105,7 @@ def vllm_process(
 
 
 def stand_in_operators(monkeypatch: Any) -> None:
-    """Compute vLLM's compiled operators that loading needs in torch."""
+    """Replace the compiled operators that loading a layer needs by torch functions."""
 
     def scaled_fp8_quant(
         x: torch.Tensor, scale: torch.Tensor | None = None, use_per_token_if_dynamic: bool = False
@@ -121,14 +121,14 @@ def stand_in_operators(monkeypatch: Any) -> None:
 
 
 class CpuWorkspaces:
-    """vLLM's workspaces on a CPU, where 0.26's manager asks for an accelerator."""
+    """Workspaces for vLLM on a CPU, since the manager of vLLM 0.26 needs an accelerator."""
 
     def get_simultaneous(self, *specs: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
 
 
 def compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any] | None, form: str) -> Any:
-    """Return vLLM's configuration of a compressed-tensors checkpoint, all layers alike."""
+    """Return vLLM's configuration of a compressed-tensors checkpoint whose layers are equal."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     config = {"config_groups": {"group_0": group}, "format": form}
     return CompressedTensorsConfig.from_config(config | {"quant_method": "compressed-tensors"})
@@ -176,11 +176,11 @@ def group_config(problem: Problem, form: str) -> Any:
 
 
 def quant_config(problem: Problem, form: str = "") -> Any:
-    """Return vLLM's configuration of a checkpoint in the problem's scheme; None if unquantized.
+    """Return vLLM's configuration of a checkpoint in the problem's scheme, or None if unquantized.
 
-    form: "gptq", "awq" or "moe_wna16" (GPTQ's, repacked while loading) for weights in groups;
-    "modelopt" or "compressed-tensors". By default, vLLM's own format for mxfp4 and for fp8 per
-    tensor or block, otherwise compressed-tensors.
+    form: checkpoint format. Weights in groups have "gptq", "awq" or "moe_wna16" (GPTQ, repacked
+    while loading). Other schemes have "modelopt" or "compressed-tensors". "" selects vLLM's own
+    format for mxfp4 and for fp8 per tensor or block, and otherwise compressed-tensors.
     """
     scheme, name = problem.scheme, problem.scheme.name
     if name == "none":
@@ -209,13 +209,13 @@ def quant_config(problem: Problem, form: str = "") -> Any:
 
 
 def vllm_layer(problem: Problem, form: str = "", **options: Any) -> Any:
-    """Return the RoutedExperts of a new layer of vLLM; its parameters are not set."""
+    """Return the RoutedExperts of a new vLLM layer with uninitialized parameters."""
     return vllm_runner(problem, form, **options).routed_experts
 
 
 def vllm_runner(problem: Problem, form: str = "", **options: Any) -> Any:
-    """Return a new layer of vLLM with its router; its parameters are not set."""
-    # As a model's configuration, of which vLLM reads no more here.
+    """Return a new vLLM layer with its router and uninitialized parameters."""
+    # Stands in for a model's configuration. vLLM reads only these fields here.
     model = SimpleNamespace(dtype=problem.dtype, quantization_config=None, hf_config=None)
     config = get_current_vllm_config()
     config.model_config = model
@@ -240,7 +240,7 @@ def vllm_runner(problem: Problem, form: str = "", **options: Any) -> Any:
 
 
 def load(problem: Problem, weights: ExpertWeights, form: str = "", **options: Any) -> Any:
-    """Return a new layer of vLLM with its router and these weights, ready for calls."""
+    """Return a new vLLM layer with its router and these weights, ready for calls."""
     runner = vllm_runner(problem, form, **options)
     layer = runner.routed_experts
     fill(layer, problem, weights, form)
@@ -249,21 +249,22 @@ def load(problem: Problem, weights: ExpertWeights, form: str = "", **options: An
 
 
 def reload(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
-    """Load new weights into a layer as vLLM does, which keeps the memory of the first tensors.
+    """Load new weights into a layer as vLLM does, into the memory of the original parameters.
 
-    vLLM loads and processes new parameters, copies them to the first ones, and puts these back.
+    vLLM creates, loads and processes new parameters, copies them to the original ones, and then
+    restores these in the layer.
     """
-    first = _parameters(layer)
-    _replace_parameters(layer, _parameters(vllm_layer(problem, form)))  # not processed yet
+    original = _parameters(layer)
+    _replace_parameters(layer, _parameters(vllm_layer(problem, form)))
     fill(layer, problem, weights, form)
     layer.quant_method.process_weights_after_loading(layer)
-    for name, parameter in first.items():
+    for name, parameter in original.items():
         parameter.data.copy_(getattr(layer, name))
-    _replace_parameters(layer, first)
+    _replace_parameters(layer, original)
 
 
 def _parameters(layer: Any) -> dict[str, Any]:
-    """Return the parameters by name; a parameter can have two names."""
+    """Return the parameters by name. A parameter can have two names."""
     return {name: p for name, p in layer._parameters.items() if p is not None}
 
 
@@ -276,8 +277,8 @@ def _replace_parameters(layer: Any, new: dict[str, Any]) -> None:
 
 def prepared_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """Return the copy of 4-bit weights that the plugin has prepared for a layer, by field."""
-    found: dict[str, torch.Tensor] = layer.quant_method.experts_cls.prepared_copy.tensors
-    return found
+    prepared: dict[str, torch.Tensor] = layer.quant_method.experts_cls.prepared_copy.tensors
+    return prepared
 
 
 def experts_class(runner: Any) -> str:
@@ -288,7 +289,7 @@ def experts_class(runner: Any) -> str:
 def tensors(
     problem: Problem, seed: int = 3
 ) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor, Routing]:
-    """Return x, weights, router logits, and the routing that these select, on the CPU."""
+    """Return x, weights, router logits, and the routing that the logits select, on the CPU."""
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -302,7 +303,7 @@ def tensors(
         weights = replace(weights, a1_scale=torch.tensor([0.0125]), a2_scale=torch.tensor([0.05]))
     if problem.scheme.quantized:
         weights = quantize_weights(weights, problem)
-    if weights.w1_global_scale is not None:  # vLLM uses that of gate for up, too
+    if weights.w1_global_scale is not None:  # vLLM also uses gate's scale for up
         weights = replace(weights, w1_global_scale=weights.w1_global_scale[:, :1].repeat(1, 2))
     logits_TE = torch.randn(problem.tokens, e, generator=g)
     values, ids = logits_TE.topk(problem.top_k)
@@ -310,7 +311,7 @@ def tensors(
 
 
 def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -> None:
-    """Write weights into the parameters that a checkpoint of the scheme is loaded into."""
+    """Write weights into the parameters of a layer, as if a checkpoint were loaded."""
     scheme = problem.scheme
     for ours, theirs in (("1", "w13"), ("2", "w2")):
         fields = {
@@ -353,14 +354,14 @@ def fill(layer: Any, problem: Problem, weights: ExpertWeights, form: str = "") -
             suffix = "_scale_inv" if hasattr(layer, f"{theirs}_weight_scale_inv") else "_scale"
             scale = fields["scale"]
             if scheme.granularity == "tensor" and ours == "1":
-                scale = scale[:, None].expand(-1, 2)  # of gate and of up
+                scale = scale[:, None].expand(-1, 2)  # a scale of gate and a scale of up
             copy(layer, f"{theirs}_weight", fields["weight"])
             copy(layer, f"{theirs}_weight{suffix}", scale)
             copy(layer, f"{theirs}_input_scale", fields["input"])
 
 
 def _words(nibbles: torch.Tensor) -> torch.Tensor:
-    """Return bytes of a row, of any strides, as int32."""
+    """View the bytes of rows as int32, after a copy to contiguous memory."""
     return nibbles.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
@@ -391,7 +392,7 @@ def _awq_words(values: torch.Tensor) -> torch.Tensor:
 
 
 def copy(layer: Any, name: str, tensor: torch.Tensor | None) -> None:
-    """Write a tensor into a parameter of the layer; it may differ in dimensions of size 1."""
+    """Write a tensor into a parameter of the layer. Dimensions of size 1 may be missing."""
     if tensor is None:
         return
     parameter = getattr(layer, name)
@@ -404,8 +405,8 @@ def call_runner(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> tor
     """Run a layer with its router, as a model does."""
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x_TH)):
-        output: torch.Tensor = runner(x_TH.clone(), logits_TE)  # it may overwrite its input
-        return output.clone()  # it may be memory of all layers
+        output: torch.Tensor = runner(x_TH.clone(), logits_TE)  # a layer may overwrite its input
+        return output.clone()  # the output may be memory that layers share
 
 
 def call(layer: Any, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Two ranks of vLLM over gloo that share a layer: a program of one rank.
+"""Program of one of two ranks of vLLM that split a layer, with gloo.
 
     python vllm_ranks.py RANK STORE FOLDER
 
@@ -18,8 +18,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 WORLD_SIZE = 2
 _BASE = Problem(tokens=17, hidden=64, intermediate=64, experts=6, top_k=2)
 _WIDE = Problem(tokens=17, hidden=128, intermediate=256, experts=6, top_k=2, quant="fp8_w8a8_block")
-# Name -> problem of the whole layer, and whether ranks have experts of their own (EP) or a share of
-# each (TP).
+# Name -> (problem of the whole layer, whether it is split by experts (EP) instead of by TP).
 CASES = {
     "tp": (_BASE, False),
     "tp_fp8_block": (_WIDE, False),
@@ -31,7 +30,7 @@ CASES = {
 
 
 def tensors(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Return x, the weights of all experts, and the routing: the same on each rank."""
+    """Return x, the weights of all experts, and the routing, which are equal on all ranks."""
     g = torch.Generator().manual_seed(7)
     e, h, i = problem.experts, problem.hidden, problem.intermediate
     x_TH = torch.randn(problem.tokens, h, generator=g).to(problem.dtype)
@@ -46,7 +45,7 @@ def tensors(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
 
 
 def share(weights: ExpertWeights, rank: int, ep: bool) -> ExpertWeights:
-    """Return a rank's experts, or its rows of w1 and columns of w2."""
+    """Return the experts of a rank (EP), or its rows of w1 and columns of w2 (TP)."""
     fields = {name: t for name, t in vars(weights).items() if t is not None}
     if ep:
         return replace(weights, **{name: t.chunk(WORLD_SIZE)[rank] for name, t in fields.items()})

@@ -22,7 +22,7 @@ SCHEMES = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true", "nvfp4_w4a16", *INTEGERS)
 
 
 class Sample(NamedTuple):
-    """Stored weights of one projection, w1 or w2, and their float32 values (e, rows, depth)."""
+    """Packed weights of one projection, w1 or w2, and their float32 values (e, rows, depth)."""
 
     scheme: QuantScheme
     w: torch.Tensor
@@ -61,10 +61,10 @@ def random_weights(
     high: int = 150,
     scales: torch.dtype = torch.float16,
 ) -> Sample:
-    """Draw weights with all codes, and their scales.
+    """Draw random codes and scales.
 
-    low, high: range of the exponents of mxfp4 scales. scales: dtype of the scales of integers.
-    nvfp4 scales have both signs and include zero, but not NaN.
+    low, high: range of the exponents of mxfp4 scales. scales: dtype of the scales of integer
+    weights. nvfp4 scales have both signs and include zero, but not NaN.
     """
     scheme, draw = QuantScheme.parse(quant), torch.Generator().manual_seed(0)
     w = torch.randint(256, (experts, rows, depth // 2), generator=draw, dtype=torch.uint8)

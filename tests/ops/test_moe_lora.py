@@ -28,7 +28,7 @@ from modular_kernel.ops.moe_lora import (
     should_use_fused_kernel,
 )
 
-_way = make_implementation_fixture()
+_implementation = make_implementation_fixture()
 
 
 @WITH_KERNELS_AND_TORCH

@@ -19,7 +19,7 @@ from moe_lora_calls import (
 from modular_kernel.ops.moe_lora import run_moe_lora
 from modular_kernel.spec.lora import slots_from_sequences
 
-_way = make_implementation_fixture()
+_implementation = make_implementation_fixture()
 
 
 @WITH_KERNELS_AND_TORCH

@@ -23,7 +23,7 @@ from modular_kernel.ops.moe_lora_stages import (
     moe_lora_gate_up_b,
 )
 
-_way = make_implementation_fixture()
+_implementation = make_implementation_fixture()
 
 
 @WITH_KERNELS_AND_TORCH

@@ -1,8 +1,8 @@
-"""A stand-in for the grouped products of DeepGEMM on sm_90, computed in float32 on a CPU.
+"""A stand-in for the grouped GEMMs of DeepGEMM on sm_90, computed in float32 on a CPU.
 
-It raises where the library asserts on the host, and has the side effects of its kernels: all rows
-of a tile use the expert of the tile, and tiles are stored as a whole, in descending order, even
-over other rows. All other rows are NaN.
+It raises where the library asserts on the host, and it has the side effects of the kernels. All
+rows of a tile use the weights of one expert. Whole tiles are stored in descending order, even over
+rows of another expert. Rows outside of all tiles are NaN.
 """
 
 import torch
@@ -10,7 +10,7 @@ import torch
 TILE, BLOCK = 128, 128
 E4M3, BF16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 alignment = [TILE]
-launched = []  # (name, expected rows) of each call, by which the library selects a kernel
+launched = []  # (name, expected_m) of each call; the library selects a kernel by expected_m
 
 
 def get_mk_alignment_for_contiguous_layout():
@@ -142,7 +142,7 @@ def _values(q, scale, rows):
 
 
 def _by_ends(a, b, d, ends):
-    """Compute whole tiles of 128 rows, with zeros in the second half if it has no used row."""
+    """Compute whole tiles of 128 rows. The second half of a tile is zero if it has no used row."""
     tiles, start = [], 0
     for group, end in enumerate(ends.tolist()):
         tiles += [(group, row, end) for row in range(start, end, TILE)]

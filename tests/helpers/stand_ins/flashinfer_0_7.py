@@ -1,8 +1,8 @@
 """A stand-in for FlashInfer's cutlass_fused_moe on sm_90 (0.7.2), computed in float32 on a CPU.
 
 It raises where the library asserts, and where the library would silently compute wrong results: for
-strided tensors, invalid expert ids, and a token with the same expert twice. The first half of w1
-are the rows of up. The workspace of the caller is overwritten.
+strided tensors, invalid expert ids, and a token that selects the same expert twice. The rows of up
+are the first half of w1. The caller's workspace is overwritten.
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-BLOCK, LARGEST = 128, 448.0
+BLOCK, FP8_MAX = 128, 448.0
 ActivationType = IntEnum(
     "ActivationType",
     [
@@ -119,7 +119,7 @@ def _check_tensors(x, ids, router, w1, w2):
     require(bool(((ids >= -1) & (ids < len(w1))).all()), "ids of these experts, or -1")
     for row in ids.tolist():
         valid = [expert for expert in row if expert >= 0]
-        require(len(set(valid)) == len(valid), "every expert at bound once per token")
+        require(len(set(valid)) == len(valid), "every expert at most once per token")
 
 
 def _check_sizes(x, w1, w2, act):
@@ -209,7 +209,7 @@ class _Scales:
             return values @ _of_blocks(self.w2[expert], self.scales[1][expert]).T
         if self.kind == "none":
             return h.to(dtype).float() @ self.w2[expert].float().T
-        q = (h.to(dtype).float() * self.scales[1]).clamp(-LARGEST, LARGEST).to(E4M3)
+        q = (h.to(dtype).float() * self.scales[1]).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
         return q.float() @ self.w2[expert].float().T * self.scales[2][expert]
 
 
@@ -221,13 +221,13 @@ def _of_blocks(w, scale):
 def _by_groups(values):
     """Quantize each 128 values of a row to e4m3 and return the dequantized values."""
     groups = values.view(len(values), values.shape[1] // BLOCK, BLOCK)
-    scale = (groups.abs().amax(2, keepdim=True) / LARGEST).clamp(min=2.0**-33)
-    q = (groups / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+    scale = (groups.abs().amax(2, keepdim=True) / FP8_MAX).clamp(min=2.0**-33)
+    q = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
     return (q.float() * scale).view_as(values)
 
 
 def _clamped(value, minimum, maximum):
-    """Clamp as CUTLASS does: NaN becomes the bound."""
+    """Clamp like CUTLASS, which replaces NaN by the bound."""
     value = torch.fmin(value, torch.as_tensor(maximum))
     return value if minimum is None else torch.fmax(value, torch.as_tensor(minimum))
 

@@ -1,8 +1,8 @@
-"""A stand-in for FlashInfer's one-sided all-to-all (0.7.2), over any process group in plain torch.
+"""A stand-in for FlashInfer's one-sided all-to-all (0.7.2), in plain torch on any process group.
 
 It raises where the library would access memory outside of its workspaces, hang or ignore an error.
-Rows of a rank arrive in random order, and rows that no rank sent are NaN. As in the library, two
-instances with the same sizes share a workspace.
+The rows from a rank arrive in random order, and rows that no rank sent are NaN. Two instances with
+the same sizes share a workspace, as in the library.
 """
 
 import io
@@ -175,8 +175,8 @@ class MoeAlltoAll:
         require(ids.dtype is torch.int32 and ids.is_contiguous(), "contiguous int32 ids")
         require(ids.dim() == 2 and ids.shape[1] == self.top_k, "token_selected_experts shape")
         require(len(ids) <= max_tokens, "tokens within the workspace")
-        # The library would send a negative id to rank 0, and a large one to a rank that does not
-        # exist.
+        # The library would send a row with a negative id to rank 0, and a row with a too large id
+        # to a rank that does not exist.
         require(bool(((ids >= 0) & (ids < self.experts)).all()), "valid expert ids")
         require(0 < len(payloads) <= MAX_PAYLOADS, "Too many payloads")
         total = 0

@@ -1,8 +1,9 @@
-"""A stand-in for the nvfp4 product kernel, which computes the same tiles from the same addresses.
+"""A stand-in for the nvfp4 GEMM kernel, which computes the same tiles from the same addresses.
 
-Loads are as with TMA: rows and columns outside of a matrix are zero. Scales are read at the
-addresses that the instruction reads. Raises if a value of the output is written twice or never, if
-a tile contains rows of another expert, and for arguments that the kernel does not support.
+As in TMA loads, rows and columns outside of a matrix are zero. Scales are read at the addresses
+that the MMA instruction reads. The stand-in raises if an element of the output is written twice or
+never, if a tile contains rows of another expert, and for arguments that the kernel does not
+support.
 """
 
 import torch
@@ -18,7 +19,7 @@ def require(condition, message):
 
 
 def fp4_gemm(a, b, tiles, out):
-    """Compute what `experts.cutlass.fp4_gemm.fp4_gemm` does."""
+    """Compute the same as `experts.cutlass.fp4_gemm.fp4_gemm`."""
     tile_rows = _check_arguments(a, b, tiles, out)
     experts, rows_b, half = b.w.shape
     flat, steps = b.w.view(experts * rows_b, half), -(-2 * half // DEPTH)
@@ -49,7 +50,7 @@ def fp4_gemm(a, b, tiles, out):
 
 
 def tile_at(index, num_m, num_n):
-    """Return the tile (m, n) that the kernel computes as its `index`-th."""
+    """Return the tile (m, n) at position `index` in the order of the kernel."""
     per_group = GROUP_M * num_n
     first = index // per_group * GROUP_M
     size = min(num_m - first, GROUP_M)
@@ -66,7 +67,10 @@ def _values(q, row, step):
 
 
 def _scales(line, step):
-    """Return the scale of each value, (128, 256). Scales are in four blocks of 512 bytes."""
+    """Return the scale of each value, (128, 256).
+
+    line: bytes of the scales of 128 rows. A step has four blocks of 512 bytes.
+    """
     row, group = torch.arange(128)[:, None], torch.arange(DEPTH // 16)[None, :]
     at = group // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
     part = line[step * STEP_BYTES : (step + 1) * STEP_BYTES]
@@ -116,7 +120,7 @@ def _check_arguments(a, b, tiles, out):
 
 
 def _check_scales(line, rows, groups):
-    """Check that scales of padding are 0, since others could be NaN."""
+    """Check that scales of padding are 0. Uninitialized scales could be NaN."""
     row, group = torch.arange(128)[:, None], torch.arange(len(line) // 128)[None, :]
     at = group // 16 * STEP_BYTES + group % 16 // 4 * 512
     at = at + row % 32 * 16 + row // 32 * 4 + group % 4

@@ -1,6 +1,6 @@
-"""Exchanges of rows for the stand-ins of communication libraries: all ranks gather everything.
+"""Exchanges of rows for the stand-ins of communication libraries.
 
-Values that are undefined in the libraries are NaN.
+Every rank gathers the rows of all ranks. Values that are undefined in the libraries are NaN.
 """
 
 import io
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Event:
-    """An event that can be waited for if it `exists`, after an asynchronous call only."""
+    """An event of a call. It exists, and can be waited for, only if the call is asynchronous."""
 
     def __init__(self, exists):
         self.exists = exists
@@ -20,7 +20,7 @@ class Event:
 
 
 def pad_rows(rows, number, fill=torch.nan):
-    """Append rows of `fill` up to `number` rows. Integers have no NaN: their fill is then 5."""
+    """Append rows of `fill` up to `number` rows. Integers, which have no NaN, are filled with 5."""
     assert len(rows) <= number
     if not rows.dtype.is_floating_point and fill is torch.nan:
         fill = 5
@@ -38,7 +38,7 @@ def all_gather(*values):
 
 
 def _cloned(values):
-    """Copy tensors: torch.save would also write the rest of a workspace that they are views of."""
+    """Copy tensors, because torch.save would write the whole workspace of which they are views."""
     if isinstance(values, torch.Tensor):
         return values.clone()
     return tuple(map(_cloned, values)) if isinstance(values, tuple) else values
@@ -54,8 +54,9 @@ def local_ids(ids_TK, experts):
 def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
     """Send each token once to every rank that has one of its experts.
 
-    Returns the rows that this rank receives, their local ids and weights, and their (source,
-    token). elsewhere: weight of pairs whose expert is on another rank, which must not be read.
+    Returns the rows that this rank receives, their local ids, their weights, and the (source rank,
+    token) of each row. elsewhere: weight of a pair whose expert is on another rank. It must not be
+    read.
     """
     received, places = [], []
     for source, (rows, ids_of_source, router) in enumerate(all_gather(x, ids, weights)):
@@ -71,7 +72,7 @@ def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
 
 
 def sums_by_rank(y, places, tokens):
-    """Return the sum of the ranks' rows of each token of this rank, (tokens, H) bfloat16."""
+    """Return the sum over ranks of the rows of each token of this rank, (tokens, H) bfloat16."""
     total = torch.zeros(tokens, y.shape[1])
     for rows, places_of_rank in all_gather(y, places):
         for row, (source, token) in enumerate(places_of_rank):
@@ -81,9 +82,9 @@ def sums_by_rank(y, places, tokens):
 
 
 def rows_by_expert(x, ids, experts, out, counts):
-    """Write the received rows to out[0] (e, C, H), their scales to out[1] if any, and `counts`.
+    """Write the received rows to out[0], (e, C, H), their scales to out[1] if any, and `counts`.
 
-    Returns the row of each pair as {(source, token, local expert): row}.
+    Returns {(source rank, token, local expert): row}.
     """
     counts.zero_()
     places = {}

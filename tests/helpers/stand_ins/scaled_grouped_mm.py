@@ -26,7 +26,7 @@ def scaled_grouped_mm(
     out_dtype=None,
     use_fast_accum=False,
 ):
-    """Return a new tensor, whose rows from offs[-1] on are NaN."""
+    """Return a new tensor. Rows from offs[-1] on are NaN."""
     _check_on_meta(mat_a, mat_b, scale_a, scale_b, offs, out_dtype)
     require(bias is None, "no bias")
     require(scale_result is None, "no scale of results")

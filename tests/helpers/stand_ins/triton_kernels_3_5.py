@@ -1,7 +1,7 @@
-"""A stand-in for the ragged product of triton_kernels 3.5, computed in float32 on a CPU.
+"""A stand-in for the ragged GEMM of triton_kernels 3.5, computed in float32 on a CPU.
 
-As in the library, each program computes the tile that its entry in the tables names, and other rows
-are not written.
+As in the library, each program computes the tile in its entry of a table, and rows outside of all
+tiles are not written.
 """
 
 from dataclasses import dataclass
@@ -75,9 +75,8 @@ def matmul_ogs(
     require(routing_data.n_expts_act == 1, "a row for each pair")
     require(tuple(data.hist.shape) == (experts,), "a count for each expert")
     require(tuple(data.token_offs_raw.shape) == (experts + 1,), "a start for each, and the end")
-    block = SIZES[
-        len(launched) % len(SIZES)
-    ]  # the library selects one: calls use all of them in turn
+    # The library selects one tile size. Here, successive calls use different sizes.
+    block = SIZES[len(launched) % len(SIZES)]
     launched.append(block)
     require(set(data.block_pid_map) == set(SIZES) == set(data.token_offs_pad), "every tile size")
     tiles, programs = data.token_offs_pad[block], data.block_pid_map[block]
@@ -99,8 +98,8 @@ def matmul_ogs(
 def _of_mxfp4(w, scale):
     """Dequantize codes (e, K / 2, N), packed along K, with exponents (e, K / 32, N).
 
-    Returns (e, K, N) bfloat16. All are NaN if K is not a multiple of 128, because kernels read
-    steps of 128 values, past the end of a row.
+    Returns (e, K, N) bfloat16. All values are NaN if K is not a multiple of 128, because kernels
+    read 128 values at a time and would read past the end of a row.
     """
     require(w.dtype is torch.uint8 and scale is not None, "e2m1 codes in bytes, with scales")
     require(scale.dtype is torch.uint8, "E8M0 scales in bytes")

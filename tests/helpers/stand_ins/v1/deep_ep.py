@@ -7,18 +7,18 @@ import torch.distributed as dist
 from moved_rows import Event, pad_rows, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank
 
 PEERS = 8
-# Number of ranks -> rows of a chunk in the receive buffers of NVLink and of RDMA.
+# Number of ranks -> rows per channel and peer in the receive buffers of NVLink and RDMA.
 ROWS = {
     2: (256, 128), 4: (256, 128), 8: (256, 128), 16: (288, 140), 24: (288, 128), 32: (288, 128),
     64: (288, 140), 128: (560, 128), 144: (720, 132), 160: (720, 132),
 }  # fmt: skip
-# Numbers of hosts for which kernels between hosts are compiled. ROWS has another one.
+# Numbers of hosts for which internode kernels are compiled. They differ from those in ROWS.
 HOSTS = 2, 4, 8, 16, 18, 20
-BESIDE = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights and scales of a row
+METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights and scales of a row
 
 
 class Config:
-    """A configuration. combine: whether it is of a combine, whose size hints are larger."""
+    """A configuration of kernels. combine: whether it is for combine, which needs larger buffers."""
 
     def __init__(self, num_sms, ranks, combine):
         assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
@@ -27,18 +27,22 @@ class Config:
 
     def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
         rows = self.channels * min(num_ranks, PEERS) * self.nvl_rows
-        return rows * (hidden_bytes + BESIDE) + 1  # the caller rounds up
+        return rows * (hidden_bytes + METADATA_BYTES) + 1  # the caller rounds up
 
     def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
         if num_ranks <= PEERS:
             return 0
         assert num_ranks % PEERS == 0
         rows = self.channels * (num_ranks // PEERS) * self.rdma_rows
-        return rows * (hidden_bytes + BESIDE + 16) * 2 + 1
+        return rows * (hidden_bytes + METADATA_BYTES + 16) * 2 + 1
 
 
 class Buffer:
-    """A buffer. peers: ranks per host. made: number of ranks and arguments of each buffer."""
+    """A buffer.
+
+    peers: number of ranks per host. made: number of ranks and arguments of each buffer that this
+    process created.
+    """
 
     num_sms = 20
     peers = PEERS
@@ -116,8 +120,9 @@ class Buffer:
     ):
         """Dispatch tokens.
 
-        num_worst_tokens: number of returned rows, so that the host does not wait for counts. Ids of
-        unused rows are -1, and their other values are not written. Not supported between hosts.
+        num_worst_tokens: number of returned rows. It is fixed so that the host does not wait for
+        counts. Ids of unused rows are -1, and their other values are not written. It must be 0
+        between hosts.
         """
         assert (num_tokens_per_rank, is_token_in_rank) == ("per rank", "in rank")
         assert num_tokens_per_expert == "per expert"
@@ -166,8 +171,7 @@ class Buffer:
             out = [out[0].to(torch.float8_e4m3fn), torch.full((local, rows, scale.shape[1]), 1e9)]
         places = rows_by_expert(parts, topk_idx, num_experts, out, counts)
         received = tuple(out) if use_fp8 else out[0]
-        # The library has only sent the rows before the hook is called. Here they are received
-        # already.
+        # In the library, the hook receives the rows. Here, they have already been received.
         hook = (lambda: None) if return_recv_hook else None
         return received, counts, (places, num_experts), Event(False), hook
 
