@@ -29,8 +29,8 @@ JUNK: tuple[Any, ...] = (
     *(Combine.TOPK_WEIGHTED, PROBLEM, Machine(), Parallel(), ActivationSpec()),
     *(Placement.linear(8, 1), QUANT_SCHEMES["int8_w8a8_channel"]),
 )
-# What of that is no junk, field by field.
-FINE: dict[type, dict[str, tuple[Any, ...]]] = {
+# Values of JUNK that are valid, by record and field.
+VALID: dict[type, dict[str, tuple[Any, ...]]] = {
     Problem: {
         "tokens": (0,),
         "dtype": (torch.float32,),
@@ -71,18 +71,18 @@ RECORDS = (
 )
 
 
-def keep_value(a: object, b: object) -> bool:
+def is_same_value(a: object, b: object) -> bool:
     return type(a) is type(b) and a == b
 
 
-def raises_no_error(record: object, name: str, value: object) -> bool:
-    fine = FINE[type(record)].get(name, ())
+def is_valid_value(record: object, name: str, value: object) -> bool:
+    valid_values = VALID[type(record)].get(name, ())
     if isinstance(getattr(record, name), bool):
-        fine += (True, False)
-    return any(keep_value(value, one) for one in fine if type(value) is type(one))
+        valid_values += (True, False)
+    return any(is_same_value(value, valid) for valid in valid_values if type(value) is type(valid))
 
 
-EVERY = [(record, field.name) for record in RECORDS for field in fields(record)]
+RECORD_FIELDS = [(record, field.name) for record in RECORDS for field in fields(record)]
 
 
 BOUNDS = [1, 9999, 10000, *(2**n + d for n in (14, 16, 17, 20, 31, 62) for d in (-2, -1, 0, 1))]
@@ -99,15 +99,15 @@ def test_message_states_the_maximum(high: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "name"), EVERY, ids=[f"{type(r).__name__}.{n}" for r, n in EVERY]
+    ("record", "name"), RECORD_FIELDS, ids=[f"{type(r).__name__}.{n}" for r, n in RECORD_FIELDS]
 )
 def test_wrong_value_in_one_field_raises_a_typed_error(record: Any, name: str) -> None:
     for value in JUNK:
-        if raises_no_error(record, name, value):
-            made = replace(record, **{name: value})
-            if isinstance(made, Problem):
-                assert str(made)
-                assert all(verdict.problem is made for verdict in mk.check_all(made))
+        if is_valid_value(record, name, value):
+            changed = replace(record, **{name: value})
+            if isinstance(changed, Problem):
+                assert str(changed)
+                assert all(verdict.problem is changed for verdict in mk.check_all(changed))
             continue
         with pytest.raises(ConfigurationError) as caught:
             replace(record, **{name: value})
@@ -118,15 +118,16 @@ def test_wrong_value_in_one_field_raises_a_typed_error(record: Any, name: str) -
 def test_wrong_values_in_two_fields_of_a_problem_raise_typed_errors() -> None:
     names = [field.name for field in fields(PROBLEM)]
     for (a, b), shift in itertools.product(itertools.combinations(names, 2), range(0, 40, 8)):
-        one, two = JUNK[(names.index(a) + shift) % len(JUNK)], JUNK[names.index(b) + shift // 2]
-        if not (raises_no_error(PROBLEM, a, one) and raises_no_error(PROBLEM, b, two)):
+        value_a = JUNK[(names.index(a) + shift) % len(JUNK)]
+        value_b = JUNK[names.index(b) + shift // 2]
+        if not (is_valid_value(PROBLEM, a, value_a) and is_valid_value(PROBLEM, b, value_b)):
             with pytest.raises(ConfigurationError):
-                replace(PROBLEM, **{a: one, b: two})
+                replace(PROBLEM, **{a: value_a, b: value_b})
 
 
 @pytest.mark.parametrize("experts", [2**31, 2**20, 2**63])
 def test_a_placement_of_too_many_experts_is_refused_before_allocation(experts: int) -> None:
-    """A tuple of 2^31 numbers would exhaust the memory of the machine."""
+    """A placement of 2^31 experts would exhaust the memory of the machine."""
     for make in (
         lambda: Problem(tokens=1, hidden=8, intermediate=8, experts=experts, top_k=1),
         lambda: Placement.linear(experts, 1),
@@ -137,7 +138,7 @@ def test_a_placement_of_too_many_experts_is_refused_before_allocation(experts: i
             make()
 
 
-def test_largest_allowed_problem() -> None:
+def test_the_largest_allowed_problem_is_accepted() -> None:
     most = 2**31 - 1
     problem = Problem(most, most, most, 2**20 - 1, most, local_experts=1, chunk_tokens=most)
     assert problem.placement.experts == 2**20 - 1
@@ -192,7 +193,7 @@ def test_wrong_problem_or_part_raises_a_typed_error(value: Any) -> None:
 @pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
 @pytest.mark.parametrize("value", [None, "x", 5, [], object(), torch.ones(2), (1, 2)])
 def test_wrong_call_arguments_raise_typed_errors(value: Any, planned: bool) -> None:
-    """A wrong argument raises before any part is called: the parts fail the test if they are."""
+    """The parts of the kernel fail the test if they are called."""
     args, kernel = make_arguments(PROBLEM), kernel_with_spies(PROBLEM)
     call = kernel.plan() if planned else kernel
     given = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
@@ -221,7 +222,7 @@ class Declared:
     few: "Between | tuple[int, int]" = (1, 2)
 
 
-def test_the_annotation_determines_the_check() -> None:
+def test_fields_are_checked_by_their_annotations() -> None:
     check_fields(Declared(few=Between(1, 2)))
     for bad, need in (
         ({"size": -1}, "an int >= 0 and < 2^31"),

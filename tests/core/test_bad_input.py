@@ -1,7 +1,4 @@
-"""Invalid input raises a typed error before any kernel is launched.
-
-The error states what was passed and what is needed.
-"""
+"""Invalid input raises a typed error, with `got` and `need`, before any kernel is launched."""
 
 import re
 from collections.abc import Callable
@@ -61,14 +58,14 @@ def test_invalid_call_raises_a_typed_error(bad: Bad, planned: bool) -> None:
 
 
 def test_valid_call_reaches_the_parts() -> None:
-    """Without their changes, the calls of CASES are valid, so the changes cause the errors."""
+    """Without their changes, the calls of CASES are valid."""
     for problem in (replace(PROBLEM, **changes) for changes in (BIAS, MAP, INPLACE, KEEP_TOPK, {})):
         args = make_arguments(problem)
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
             kernel_with_spies(problem)(args.x, args.weights, args.routing)
 
 
-def test_requires_grad_is_accepted_where_grad_mode_is_off() -> None:
+def test_inputs_that_require_grad_are_accepted_under_no_grad() -> None:
     args = make_arguments(PROBLEM)
     args.x.requires_grad_()
     kernel = make_kernel(MoEPrepareAndFinalizeNoEP, TorchExperts, PROBLEM, machine=Machine("cpu"))
@@ -128,7 +125,7 @@ def test_unchecked_mode_skips_and_counts_an_invalid_id(pf: str, experts: str) ->
     kernel = make_kernel(pf, experts, PROBLEM, machine=machine)
     weights_TK = routing.topk_weights_TK
     expected = kernel(tokens_TH, weights, Routing(weights_TK, skipped)).clone()
-    assert kernel.invalid_ids == 0  # the number of invalid ids in all calls; -1 is not invalid
+    assert kernel.invalid_ids == 0  # -1 skips a pair and is not invalid
     assert torch.equal(kernel(tokens_TH, weights, Routing(weights_TK, wrong)), expected)
     assert kernel.invalid_ids == 3
     kernel(tokens_TH, weights, Routing(weights_TK, wrong))
@@ -136,7 +133,9 @@ def test_unchecked_mode_skips_and_counts_an_invalid_id(pf: str, experts: str) ->
 
 
 def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFixture) -> None:
-    """Reading `kernel.invalid_ids` logs a warning. Calls do not, so they need not synchronize."""
+    """Reading `kernel.invalid_ids` logs a warning. Calls log nothing, because they do not
+    synchronize with the GPU.
+    """
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
     wrong = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, 99))
     for _ in range(2):
@@ -156,7 +155,7 @@ def test_invalid_ids_are_logged_once_by_each_kernel(caplog: pytest.LogCaptureFix
         caplog.clear()
 
 
-def test_the_tested_pairings_include_those_of_torch() -> None:
+def test_tested_pairings_include_the_torch_pairings() -> None:
     """PAIRS has only valid pairings, so it would be empty if all were refused by mistake."""
     torch_pairs = {
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
@@ -167,7 +166,7 @@ def test_the_tested_pairings_include_those_of_torch() -> None:
 
 # A table: a line or two per case.
 # fmt: off
-# Case name, the expression that raises, and substrings of the fields `what`, `got` and `need`.
+# Case name, function that raises, and substrings of the error's `what`, `got` and `need`.
 INVALID_SPECS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
     ("inplace_keep_topk", lambda: replace(PROBLEM, **INPLACE, **KEEP_TOPK), "inplace",
      "combine=TOPK_WEIGHTED", "combine=SUM"),
@@ -209,7 +208,9 @@ INVALID_SPECS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
 
 
 @pytest.mark.parametrize("case", INVALID_SPECS, ids=[case[0] for case in INVALID_SPECS])
-def test_invalid_specs_and_pairings(case: tuple[str, Callable[[], object], str, str, str]) -> None:
+def test_invalid_specs_and_pairings_are_refused(
+    case: tuple[str, Callable[[], object], str, str, str],
+) -> None:
     _, make, what, got, need = case
     with pytest.raises(ConfigurationError) as caught:
         make()

@@ -1,4 +1,4 @@
-"""Compiled extensions are cached completely or not at all, and only this user's are loaded."""
+"""Compiled C extensions are cached atomically, and only files of the current user are loaded."""
 
 import errno
 import logging
@@ -24,7 +24,7 @@ static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, NULL}, {NULL, NU
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "mk_answer", NULL, -1, methods};
 PyMODINIT_FUNC PyInit_mk_answer(void) { return PyModule_Create(&definition); }
 """
-# Loads in a process of its own: one that is loaded wrongly may take the process with it.
+# The extension is loaded in a separate process, because a damaged one can crash the process.
 LOAD = """
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ print(load_module(Path(sys.argv[1]), "mk_answer", ()).answer())
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a C file, a cache folder for it, and a compiler that records each of its runs."""
+    """Return a C file; set an empty cache folder and a compiler that records its runs."""
     path = tmp_path / "answer.c"
     path.write_text(ANSWER.replace("ANSWER", "42"), encoding="utf-8")
     compiler = tmp_path / "counting-cc"
@@ -46,24 +46,24 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def answer(source: Path) -> str:
-    done = subprocess.run(
+def load_answer(source: Path) -> str:
+    process = subprocess.run(
         [sys.executable, "-c", LOAD, str(source)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    return done.stdout.strip()
+    assert process.returncode == 0, (process.returncode, process.stderr)
+    return process.stdout.strip()
 
 
-def runs(source: Path) -> int:
+def compiler_runs(source: Path) -> int:
     path = source.parent / "runs"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def kept(source: Path) -> Path:
+def cached_file(source: Path) -> Path:
     (path,) = (source.parent / "cache").rglob("mk_answer-*")
     return path
 
@@ -71,28 +71,26 @@ def kept(source: Path) -> Path:
 def test_extension_is_compiled_once_and_cached_for_this_user_only(source: Path) -> None:
     before = os.umask(0)
     try:
-        assert answer(source) == "42"
+        assert load_answer(source) == "42"
     finally:
         os.umask(before)
-    assert answer(source) == "42"
-    assert runs(source) == 1
-    assert kept(source).stat().st_mode & 0o777 == 0o600
-    assert kept(source).parent.stat().st_mode & 0o777 == 0o700
-    assert [p.name for p in kept(source).parent.iterdir()] == [kept(source).name]  # nothing beside
+    assert load_answer(source) == "42"
+    assert compiler_runs(source) == 1
+    assert cached_file(source).stat().st_mode & 0o777 == 0o600
+    assert cached_file(source).parent.stat().st_mode & 0o777 == 0o700
+    assert [p.name for p in cached_file(source).parent.iterdir()] == [cached_file(source).name]
 
 
 def test_changed_source_is_compiled_again(source: Path) -> None:
-    assert answer(source) == "42"
+    assert load_answer(source) == "42"
     source.write_text(ANSWER.replace("ANSWER", "43"), encoding="utf-8")
-    assert answer(source) == "43"
+    assert load_answer(source) == "43"
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "forged", "a link", "by others"])
-def test_incomplete_files_and_those_of_other_users_are_not_loaded(
-    source: Path, damage: str
-) -> None:
-    assert answer(source) == "42"
-    path = kept(source)
+def test_damaged_or_untrusted_files_are_not_loaded(source: Path, damage: str) -> None:
+    assert load_answer(source) == "42"
+    path = cached_file(source)
     content = path.read_bytes()
     if damage == "truncated":
         path.write_bytes(content[: len(content) * 3 // 4])
@@ -106,35 +104,35 @@ def test_incomplete_files_and_those_of_other_users_are_not_loaded(
         path.symlink_to(elsewhere)
     else:
         path.chmod(0o666)
-    assert answer(source) == "42"
-    assert runs(source) == 2
-    assert not kept(source).is_symlink()
-    assert kept(source).stat().st_mode & 0o777 == 0o600
+    assert load_answer(source) == "42"
+    assert compiler_runs(source) == 2
+    assert not cached_file(source).is_symlink()
+    assert cached_file(source).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_others_can_write_is_not_used(source: Path) -> None:
     folder = source.parent / "cache" / f"built-{os.geteuid()}"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert answer(source) == "42"
+    assert load_answer(source) == "42"
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a file to another user")
-def test_another_user_s_folder_is_not_used(source: Path) -> None:
+def test_a_folder_of_another_user_is_not_used(source: Path) -> None:
     folder = source.parent / "cache" / f"built-{os.geteuid()}"
     folder.mkdir(parents=True, mode=0o700)
     os.chown(folder, 12345, -1)
-    assert answer(source) == "42"
+    assert load_answer(source) == "42"
     assert list(folder.iterdir()) == []
 
 
-def test_without_a_cache_it_is_compiled_for_this_process(
+def test_an_extension_is_compiled_without_a_cache_folder(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source.parent / "file").touch()
     monkeypatch.setenv("MK_CACHE_DIR", str(source.parent / "file"))
-    assert answer(source) == "42"
+    assert load_answer(source) == "42"
 
 
 def failing_compiler(folder: Path) -> Path:
@@ -196,7 +194,7 @@ def test_a_failed_build_of_the_replayer_is_logged_once_and_not_retried(
         assert [record.getMessage() for record in caplog.records] == [
             f"launches are not replayed: {cuda_replay.why_no_module()}"
         ]
-        assert runs(source) == 1
+        assert compiler_runs(source) == 1
     finally:
         cuda_replay._build_module.cache_clear()
 
@@ -206,6 +204,6 @@ def test_concurrent_builds_both_load_a_complete_file(source: Path) -> None:
     programs: list[Any] = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    found = [program.communicate()[0].strip() for program in programs]
-    assert found == ["42"] * 3
-    assert kept(source).exists()
+    answers = [program.communicate()[0].strip() for program in programs]
+    assert answers == ["42"] * 3
+    assert cached_file(source).exists()

@@ -54,14 +54,16 @@ PROBLEM_CHANGES: dict[str, Any] = {
 
 
 def identity(
-    problem: Problem = BASE, machine: Machine = H200, routing: str = "uniform", own: bool = True
+    problem: Problem = BASE,
+    machine: Machine = H200,
+    routing: str = "uniform",
+    replicated: bool = False,
 ) -> cache_keys.KeyFields:
-    return cache_keys.identity_fields(problem, machine, routing=routing, replicated=not own)
+    return cache_keys.identity_fields(problem, machine, routing=routing, replicated=replicated)
 
 
-def test_every_field_of_a_problem_has_a_change() -> None:
-    """The number of tokens and the rank are no part of a key: a record has many numbers of
-    tokens."""
+def test_every_problem_field_except_tokens_has_a_change() -> None:
+    """The number of tokens and the rank are not part of a key."""
     assert {field.name for field in fields(Problem)} - {"tokens"} == set(PROBLEM_CHANGES)
     assert identity(replace(BASE, tokens=9)) == identity()
     here, there = (replace(BASE, parallel=Parallel(2, rank=rank)) for rank in (0, 1))
@@ -69,23 +71,23 @@ def test_every_field_of_a_problem_has_a_change() -> None:
 
 
 @pytest.mark.parametrize("name", PROBLEM_CHANGES)
-def test_a_cached_choice_is_for_one_problem(name: str) -> None:
+def test_cached_choices_depend_on_every_problem_field(name: str) -> None:
     changed = replace(BASE, **{name: PROBLEM_CHANGES[name]})
     assert cache_keys.file_stem(identity(changed)) != cache_keys.file_stem(identity())
 
 
-def test_a_cached_choice_is_for_one_gpu_routing_and_placement() -> None:
+def test_cached_choices_depend_on_gpu_routing_and_placement() -> None:
     ranks, other = Parallel(2), Parallel(2, Placement.linear(8, 2).with_copies({0: (1,)}))
-    found = [
+    identities = [
         identity(),
         identity(machine=replace(H200, name="NVIDIA H100")),
         identity(machine=replace(H200, arch=(10, 0))),
         identity(routing="zipf"),
-        identity(own=False),
+        identity(replicated=True),
         identity(replace(BASE, parallel=ranks)),
         identity(replace(BASE, parallel=other)),
     ]
-    assert len({cache_keys.file_stem(one) for one in found}) == len(found)
+    assert len({cache_keys.file_stem(key) for key in identities}) == len(identities)
 
 
 def set_version(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
@@ -141,11 +143,11 @@ def test_packages_and_thread_counts_are_distinguished(monkeypatch: pytest.Monkey
     assert cache_keys.version_fields(Machine())["threads"] == "77" != before["threads"]
 
 
-def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
-    """The versions are part of the records in it: see test_choice_cache."""
-    whole = identity()
-    paths = {Cache(tmp_path, {**whole, name: "other"}, {}).path for name in whole}
-    assert len(paths | {Cache(tmp_path, whole, {}).path}) == len(whole) + 1
+def test_the_cache_file_name_depends_on_every_identity_field(tmp_path: Path) -> None:
+    """Versions are not part of the name. The file's records contain them (test_choice_cache)."""
+    key = identity()
+    paths = {Cache(tmp_path, {**key, name: "other"}, {}).path for name in key}
+    assert len(paths | {Cache(tmp_path, key, {}).path}) == len(key) + 1
 
 
 # --------------------------------------------------------------------------------- config files
@@ -162,8 +164,8 @@ TILE_CHANGES: dict[str, Any] = {
 }
 
 
-def test_a_tile_file_is_named_by_every_field_in_a_folder_per_triton() -> None:
-    """The architecture has no field, because the device's name implies it."""
+def test_tile_file_paths_depend_on_every_field_and_the_triton_version() -> None:
+    """The device's name implies the architecture, which is no field of the key."""
     assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
     base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
     names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
@@ -172,9 +174,9 @@ def test_a_tile_file_is_named_by_every_field_in_a_folder_per_triton() -> None:
     assert len({triton_subfolder(version) for version in versions}) == len(versions)
 
 
-def test_chosen_tiles_are_cached_by_everything_that_determines_them() -> None:
-    """Their key has the problem, tokens, described device, override, the caller's paths and whether
-    weights are prepared.
+def test_cached_tiles_depend_on_every_input_of_the_choice() -> None:
+    """The key has the problem, the number of tokens, the device, the override, the paths that the
+    caller supports, and whether weights are prepared.
     """
     large = replace(BASE, hidden=512, intermediate=512)
     hopper, ampere = Device("one", tma=True), Device("two", shared=101_376, warpgroups=False)
@@ -197,25 +199,24 @@ def test_chosen_tiles_are_cached_by_everything_that_determines_them() -> None:
         assert chosen(large, 4096) == many
         packed = replace(large, dtype=torch.bfloat16, quant="mxfp4_w4a16")
         tokens, paths = 20 * packed.experts // packed.top_k, ("aligned", "grouped_w4")
-        found = [
+        chosen_paths = [
             tiles.choose_config(packed, tokens, paths, prepared=prepared).path
             for prepared in (False, True, False)
         ]
-        assert found == ["aligned", "grouped_w4", "aligned"]
+        assert chosen_paths == ["aligned", "grouped_w4", "aligned"]
 
 
 # ------------------------------------------------------------------------------------- replay
 
 
-def kind(x: torch.Tensor, weights: ExpertWeights, known: recording.CheckedWeightsCache) -> Any:
-    return recording.get_signature_and_pointers((x,), known.add(weights))[0]
+def signature_of(
+    x: torch.Tensor, weights: ExpertWeights, cache: recording.CheckedWeightsCache
+) -> Any:
+    return recording.get_signature_and_pointers((x,), cache.add(weights))[0]
 
 
-def test_a_recording_is_for_one_signature() -> None:
-    """Its signature has shape, strides, dtype, device and alignment of each argument and weight.
-
-    It belongs to one plan, and so to one problem, machine and process.
-    """
+def test_signatures_differ_in_every_property_of_tensors() -> None:
+    """A signature has shape, strides, dtype, device and alignment of each argument and weight."""
     memory = torch.zeros(4096, dtype=torch.bfloat16)
     x, w1, w2 = memory[:64].view(4, 16), torch.zeros(2, 8, 16), torch.zeros(2, 16, 4)
     weights = ExpertWeights(w1=w1, w2=w2)
@@ -234,13 +235,14 @@ def test_a_recording_is_for_one_signature() -> None:
         "one for two": ExpertWeights(w1=w1, w2=w1),
         "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
     }
-    known = recording.CheckedWeightsCache()
-    like = ExpertWeights(w1=w1.clone(), w2=w2.clone())
-    assert kind(x, weights, known) == kind(memory[64:128].view(4, 16), like, known)
-    kinds = {name: kind(tensor, weights, known) for name, tensor in tensors.items()}
-    kinds |= {name: kind(x, one, known) for name, one in other_weights.items()}
-    kinds["as it is"] = kind(x, weights, known)
-    assert len(set(kinds.values())) == len(kinds)
+    cache = recording.CheckedWeightsCache()
+    copied_weights = ExpertWeights(w1=w1.clone(), w2=w2.clone())
+    copied_x = memory[64:128].view(4, 16)
+    assert signature_of(x, weights, cache) == signature_of(copied_x, copied_weights, cache)
+    signatures = {name: signature_of(tensor, weights, cache) for name, tensor in tensors.items()}
+    signatures |= {name: signature_of(x, w, cache) for name, w in other_weights.items()}
+    signatures["unchanged"] = signature_of(x, weights, cache)
+    assert len(set(signatures.values())) == len(signatures)
 
 
 def known_and_weights() -> tuple[recording.CheckedWeightsCache, ExpertWeights]:
@@ -280,7 +282,7 @@ def test_weights_are_recognized_by_memory_and_device() -> None:
 
 
 def test_the_replayer_is_rebuilt_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It includes triton's cuda.h, which lies in the same folder for every version."""
+    """The replayer includes Triton's cuda.h, whose path is the same in every version."""
     triton = pytest.importorskip("triton")
     from modular_kernel.replay.launch import build, cuda_replay
 

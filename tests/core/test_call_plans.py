@@ -1,5 +1,8 @@
-"""Plans that a kernel makes for its own calls: outputs are new, workspaces are shared and
-bounded."""
+"""Plans that a kernel creates for its own calls.
+
+A plan holds the workspace and the recorded launches of a kernel. Calls return new outputs, and
+kernels share a bounded number of workspaces.
+"""
 
 import inspect
 import sys
@@ -65,7 +68,7 @@ def test_calls_replay_and_return_new_tensors() -> None:
     assert part.host_calls == 1
 
 
-def test_out_and_inplace() -> None:
+def test_calls_with_out_and_inplace_calls_are_replayed() -> None:
     kernel, part = recorded_kernel()
     args = make_inputs()
     for _ in range(3):
@@ -83,7 +86,7 @@ def test_out_and_inplace() -> None:
 
 
 def test_outputs_of_replays_have_the_shape_and_layout_of_the_first() -> None:
-    """x may have rows that are not adjacent, and outputs may keep the top-k dimension."""
+    """Rows of x may have gaps, and outputs may keep the top-k dimension."""
     kernel, part = recorded_kernel()
     x_TH, *rest = make_inputs()
     x_TH = torch.cat([x_TH, x_TH], dim=1)[:, : x_TH.shape[1]]
@@ -160,14 +163,14 @@ def test_all_kernels_share_the_memory_of_a_stream() -> None:
     small = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
     large = make_kernel(*TORCH_PAIR, replace(FP32, hidden=2048), machine=Machine("cpu"))
     first, second = (random_inputs(kernel.problem, CPU) for kernel in (small, large))
-    want = small(*first)
+    expected = small(*first)
     before = held_bytes()
-    assert torch.equal(small(*first), want)
+    assert torch.equal(small(*first), expected)
     assert held_bytes() == before
     large(*second)
     assert list(held_bytes()) == [(-1, 0)]
     assert held_bytes()[-1, 0] >= before[-1, 0]
-    assert torch.equal(small(*first), want)
+    assert torch.equal(small(*first), expected)
 
 
 def test_growing_a_workspace_drops_the_recordings_of_the_smaller_one(
@@ -187,7 +190,7 @@ def test_growing_a_workspace_drops_the_recordings_of_the_smaller_one(
     assert part.host_calls == 3
 
 
-def test_plans_are_one_for_each_power_of_two() -> None:
+def test_plan_capacities_are_powers_of_two() -> None:
     kernel = make_kernel(*TORCH_PAIR, FP32.with_tokens(4000), machine=Machine("cpu"))
     x_TH, weights, routing = random_inputs(kernel.problem, CPU)
     for tokens in (0, 1, 15, 16, 17, 31, 33, 2047, 2048, 2049, 4000):
@@ -198,12 +201,12 @@ def test_plans_are_one_for_each_power_of_two() -> None:
 
 
 def test_nested_and_concurrent_calls_have_their_own_workspace() -> None:
-    """Another kernel is called between two launches that share a buffer, in the same thread and in
-    another one.
+    """Two kernels share a buffer. The inner one is called between two launches of the outer one, in
+    the same thread and in another thread.
     """
     inner, _ = recorded_kernel()
     args, others = make_inputs(), make_inputs(seed=5)
-    want = inner(*others)
+    expected = inner(*others)
 
     class Nested(AddExperts):
         replayable = False
@@ -220,30 +223,32 @@ def test_nested_and_concurrent_calls_have_their_own_workspace() -> None:
     kernel = FusedMoEModularKernel(Prepare(SMALL), Nested(SMALL), machine=Machine("cpu"))
     assert_output(kernel(*args), args)
     assert len(results) == 4
-    assert all(torch.equal(result, want) for result in results)
+    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_threads_call_one_kernel() -> None:
     kernel = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
     calls = [random_inputs(FP32.with_tokens(tokens), CPU) for tokens in (1, 9, 17, 40, 64)]
-    wants = [kernel(*call).clone() for call in calls]
-    wrong: list[int] = []
+    expected_outputs = [kernel(*call).clone() for call in calls]
+    mismatches: list[int] = []
 
     def run(seed: int) -> None:
         for step in range(60):
             place = (seed + step) % len(calls)
-            if not torch.equal(kernel(*calls[place]), wants[place]):
-                wrong.append(place)
+            if not torch.equal(kernel(*calls[place]), expected_outputs[place]):
+                mismatches.append(place)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert not wrong
+    assert not mismatches
 
 
-def test_out_of_memory_a_call_allocates_only_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_out_of_memory_allocates_only_its_own_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
@@ -272,14 +277,14 @@ def test_workspaces_of_a_bounded_number_of_streams_are_kept(
     monkeypatch.setattr(plan, "_MAX_STREAMS", 2)
     kernel, _ = recorded_kernel()
     for stream in range(1, 6):
-        one = kernel._call_plans._find_or_make(kernel, CPU, stream, 4)
-        assert one is not None
-        one.bind_unless_busy()
+        stream_plan = kernel._call_plans._find_or_make(kernel, CPU, stream, 4)
+        assert stream_plan is not None
+        stream_plan.bind_unless_busy()
         assert len(held_bytes()) <= 2
     args = make_inputs()
-    one = kernel._call_plans._find_or_make(kernel, CPU, 1, 4)  # its memory was freed
-    assert one is not None
-    out = one.run(*args, None)
+    stream_plan = kernel._call_plans._find_or_make(kernel, CPU, 1, 4)  # its memory was freed
+    assert stream_plan is not None
+    out = stream_plan.run(*args, None)
     assert out is not None
     assert_output(out, args)
 
@@ -340,21 +345,19 @@ class Counting(TorchFunctionMode):
 
 
 def test_function_modes_see_no_operation_of_a_call() -> None:
-    """A mode such as that of torch.set_default_device would make each operation several times
-    slower.
-    """
+    """A mode, such as the one of torch.set_default_device, would slow down each operation."""
     kernel = make_kernel(*TORCH_PAIR, FP32, machine=Machine("cpu"))
     args = random_inputs(FP32, CPU)
-    want, plan = kernel(*args), kernel.plan()
+    expected, plan = kernel(*args), kernel.plan()
     with Counting() as mode:
         torch.ones(1).sum()
         assert mode.calls == 2
         outputs = [call(*args) for call in (kernel, plan, kernel)]
         outputs.append(kernel.start(*args).finish())
         assert mode.calls == 2
-    assert all(torch.equal(out, want) for out in outputs)
+    assert all(torch.equal(out, expected) for out in outputs)
     with torch.device("meta"):
-        assert torch.equal(kernel(*args), want)
+        assert torch.equal(kernel(*args), expected)
 
 
 # ------------------------------------------------------------------------------ weights made anew
@@ -363,15 +366,15 @@ def test_function_modes_see_no_operation_of_a_call() -> None:
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[ExpertWeights]:
     """Return the weights that were checked, one entry per check."""
-    found: list[ExpertWeights] = []
+    checked: list[ExpertWeights] = []
     check = validate.check_weights
 
-    def counting(weights: ExpertWeights, *args: Any) -> None:
-        found.append(weights)
+    def recording_check(weights: ExpertWeights, *args: Any) -> None:
+        checked.append(weights)
         check(weights, *args)
 
-    monkeypatch.setattr(validate, "check_weights", counting)
-    return found
+    monkeypatch.setattr(validate, "check_weights", recording_check)
+    return checked
 
 
 def test_new_records_of_the_same_weights_are_checked_once(
@@ -412,8 +415,10 @@ def test_weights_with_other_strides_in_the_same_memory_are_checked() -> None:
 # ------------------------------------------------------------------------------ overridden launches
 
 
-def test_only_the_warm_up_of_graph_trees_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor runs it on a stream of its own; a compiled model must not slow other calls down."""
+def test_only_the_warm_up_stream_of_graph_trees_is_recognized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor warms up on its own stream. Calls on other streams keep their plans."""
     managers = {0: SimpleNamespace(stream=SimpleNamespace(cuda_stream=7))}
     trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: managers.get(index))
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
@@ -439,15 +444,15 @@ class Tokens:
 
 @pytest.mark.parametrize("stream", [0, 7])
 @pytest.mark.parametrize("state", ["none", "captured", "warm-up"])
-def test_a_stream_that_is_captured_or_warms_up_has_no_plan(
+def test_calls_during_capture_or_warm_up_use_no_plan(
     monkeypatch: pytest.MonkeyPatch, stream: int, state: str
 ) -> None:
-    """Neither is possible on the default stream, where nothing is asked, to save host time."""
-    asked: list[str] = []
+    """The default stream is neither captured nor used for warm-up, so its state is not queried."""
+    queried: list[str] = []
 
-    def is_in(which: str) -> bool:
-        asked.append(which)
-        return state == which
+    def is_in(queried_state: str) -> bool:
+        queried.append(queried_state)
+        return state == queried_state
 
     monkeypatch.setattr(plan, "_TENSOR_TYPES", (Tokens,))
     monkeypatch.setattr(plan, "is_graph_trees_stream", lambda index: is_in("warm-up"))
@@ -462,24 +467,24 @@ def test_a_stream_that_is_captured_or_warms_up_has_no_plan(
     kernel: Any = SimpleNamespace(experts=experts)
     result: Any = plans.run(kernel, Tokens(), None, None, None)  # type: ignore[arg-type]
     assert result == ("planned" if stream == 0 or state == "none" else None)
-    assert bool(asked) == (stream != 0)
+    assert bool(queried) == (stream != 0)
 
 
-def test_managers_of_graph_trees_have_a_stream() -> None:
+def test_graph_tree_managers_create_their_own_stream() -> None:
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
 
     assert "self.stream = torch.cuda.Stream()" in inspect.getsource(CUDAGraphTreeManager.__init__)
 
 
 def test_calls_under_an_override_allocate_their_own_workspace() -> None:
-    """Blocks of 16 rows need more padding than those that the plan's workspace is sized for."""
+    """Other block sizes than in the plan may need more padding than its workspace has."""
     problem = Problem(tokens=64, hidden=64, intermediate=64, experts=8, top_k=2)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem)
     args = random_inputs(problem, torch.device(kernel.machine.device))
-    want, before = kernel(*args), held_bytes()
+    expected, before = kernel(*args), held_bytes()
     for block_m in (16, 128):
         tile = LaunchConfig(block_m, 32, 32, 1, 4, 2)
         with override_config(MoEConfig(tile, tile, "aligned")):
-            torch.testing.assert_close(kernel(*args), want, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(kernel(*args), expected, rtol=2e-2, atol=2e-2)
     assert held_bytes() == before
-    assert torch.equal(kernel(*args), want)
+    assert torch.equal(kernel(*args), expected)

@@ -1,4 +1,7 @@
-"""Plans cache checked weights: new weights with the id or address of freed ones are not found."""
+"""Plans cache which weights were checked.
+
+New weights with the id or address of freed ones must not be found in the cache.
+"""
 
 import gc
 from dataclasses import replace
@@ -29,7 +32,7 @@ def test_freed_weights_are_removed_from_the_cache() -> None:
 
 
 def test_weights_with_the_id_of_freed_weights_are_not_found() -> None:
-    """The cache compares the object itself, even if an entry outlives its weights."""
+    """The cache compares the objects, because an entry may outlive its weights."""
     known, first = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
     second = replace(make_inputs(BASE, "uniform", CPU, seed=1).weights)
     known._entries[id(second)] = known.add(first)
@@ -41,7 +44,7 @@ def test_weights_with_the_id_of_freed_weights_are_not_found() -> None:
 
 
 def test_smaller_storage_at_the_same_address_is_not_found() -> None:
-    """Two tensors have the same address, but half of the memory of the second one was freed."""
+    """Two tensors have the same address, but half of the second one's memory was freed."""
     known, weights = recording.CheckedWeightsCache(), make_inputs(BASE, "uniform", CPU).weights
     short, nbytes = weights.w1.clone(), weights.w1.nbytes
     short.untyped_storage().resize_(nbytes // 2)
@@ -58,18 +61,21 @@ def test_plan_uses_the_weights_of_each_call() -> None:
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     if kernel.machine.device != "cpu":
         return
-    plan, numbers = kernel.plan(), list[int]()
-    for seed in range(300):  # until Python reuses an id, which it decides
+    plan, ids = kernel.plan(), list[int]()
+    for seed in range(300):
         inputs = make_inputs(BASE, "uniform", CPU, seed=seed)
         weights = replace(inputs.weights)
-        numbers.append(id(weights))
+        ids.append(id(weights))
         out = plan(inputs.x_TH, weights, inputs.routing)
-        given = inputs.x_TH, weights, inputs.routing, BASE
+        reference_arguments = inputs.x_TH, weights, inputs.routing, BASE
         assert compare(
-            out, reference.float64_reference(*given), reference.rounded_reference(*given), BASE
+            out,
+            reference.float64_reference(*reference_arguments),
+            reference.rounded_reference(*reference_arguments),
+            BASE,
         ).ok
-        del weights, given
-        if seed >= 11 and len(set(numbers)) < len(numbers):
+        del weights, reference_arguments
+        if seed >= 11 and len(set(ids)) < len(ids):
             break
     else:
         pytest.fail("no weights had the id of earlier ones, so nothing was tested")

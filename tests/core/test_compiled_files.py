@@ -1,5 +1,4 @@
-"""The cache of compiled objects: whatever is in its folder, the right object is found or
-compiled."""
+"""The cache of compiled objects loads or compiles the right object whatever its folder contains."""
 
 import os
 import sys
@@ -22,37 +21,37 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / f"built-{os.geteuid()}"
 
 
-def written(content: bytes = b"code") -> Callable[[Path], None]:
+def write_content(content: bytes = b"code") -> Callable[[Path], None]:
     return lambda path: path.write_bytes(content) and None  # type: ignore[func-returns-value]
 
 
-def a_pipe(path: Path) -> None:
+def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def a_link_to_itself(path: Path) -> None:
+def make_link_to_itself(path: Path) -> None:
     path.symlink_to(path)
 
 
-def a_link_to_nothing(path: Path) -> None:
+def make_dangling_link(path: Path) -> None:
     path.symlink_to(path.parent / "nothing")
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("put", [a_pipe, a_link_to_itself, a_link_to_nothing, Path.mkdir])
+@pytest.mark.parametrize("put", [make_pipe, make_link_to_itself, make_dangling_link, Path.mkdir])
 def test_entries_that_are_not_files_are_ignored(folder: Path, put: Callable[[Path], None]) -> None:
-    path = build_cached(STEM, SUFFIX, written())
+    path = build_cached(STEM, SUFFIX, write_content())
     path.unlink()
     put(path)
     assert find_cached(STEM, SUFFIX) is None
-    made = build_cached(STEM, SUFFIX, written())
-    assert made.read_bytes() == b"code"
-    # A folder stays; what is made anew is then this process's alone.
-    assert (made == path) != (put is Path.mkdir)
+    rebuilt = build_cached(STEM, SUFFIX, write_content())
+    assert rebuilt.read_bytes() == b"code"
+    # A folder is not replaced. The object is then stored in a temporary folder of the process.
+    assert (rebuilt == path) != (put is Path.mkdir)
 
 
-def test_a_folder_that_is_removed_during_compilation(folder: Path) -> None:
-    build_cached(STEM, SUFFIX, written()).unlink()
+def test_compilation_succeeds_if_the_folder_is_removed(folder: Path) -> None:
+    build_cached(STEM, SUFFIX, write_content()).unlink()
 
     def make(path: Path) -> None:
         path.write_bytes(b"code")
@@ -73,23 +72,23 @@ def test_an_error_of_the_compiler_is_raised_and_nothing_is_cached(folder: Path) 
 
 
 def test_a_file_stem_is_not_a_glob_pattern(folder: Path) -> None:
-    build_cached("kernel[1]*", SUFFIX, written())
+    build_cached("kernel[1]*", SUFFIX, write_content())
     assert find_cached("kernel[1]*", SUFFIX) is not None
     assert find_cached("kernel*", SUFFIX) is None
 
 
 def test_keys_distinguish_sources_and_options(tmp_path: Path) -> None:
-    def of(*facts: object, **contents: bytes) -> str:
+    def key(*options: object, **contents: bytes) -> str:
         for name, content in contents.items():
             (tmp_path / name).write_bytes(content)
-        return make_cache_key(*facts, files=tuple(tmp_path / name for name in contents))
+        return make_cache_key(*options, files=tuple(tmp_path / name for name in contents))
 
-    unlike = [
-        of(a=b"xy", b=b"z"), of(a=b"x", b=b"yz"), of(a=b"xyz", b=b""), of(a=b"xyz"), of(b=b"xyz"),
-        of("z", a=b"xy"), of("b", "c"), of("b\0c"), of("bc"), of("c", "b"),
+    keys = [
+        key(a=b"xy", b=b"z"), key(a=b"x", b=b"yz"), key(a=b"xyz", b=b""), key(a=b"xyz"),
+        key(b=b"xyz"), key("z", a=b"xy"), key("b", "c"), key("b\0c"), key("bc"), key("c", "b"),
     ]  # fmt: skip
-    assert len(set(unlike)) == len(unlike)
-    assert of("b", 1, a=b"x") == of("b", "1", a=b"x")
+    assert len(set(keys)) == len(keys)
+    assert key("b", 1, a=b"x") == key("b", "1", a=b"x")
 
 
 # ------------------------------------------------------------------------------ kernels in CuTe DSL
@@ -97,20 +96,20 @@ def test_keys_distinguish_sources_and_options(tmp_path: Path) -> None:
 
 @pytest.fixture
 def loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in for the DSL's loader of objects; `loads` records the loaded files."""
+    """Return the state of a stand-in for the DSL's loader. `loads` lists the loaded files."""
     stand_in: Any = ModuleType("cutlass")
-    noted = SimpleNamespace(loads=[], of=lambda path: {"kernel": path.read_bytes()})
+    state = SimpleNamespace(loads=[], read=lambda path: {"kernel": path.read_bytes()})
 
     def load_module(path: str, *, enable_tvm_ffi: bool) -> object:
         assert enable_tvm_ffi
-        noted.loads.append(path)
-        return noted.of(Path(path))
+        state.loads.append(path)
+        return state.read(Path(path))
 
     stand_in.cute = SimpleNamespace(runtime=SimpleNamespace(load_module=load_module))
     monkeypatch.setitem(sys.modules, "cutlass", stand_in)
-    monkeypatch.setattr(compiled_kernels, "version", lambda package: noted.version)
-    noted.version = "4.2.0"
-    return noted
+    monkeypatch.setattr(compiled_kernels, "version", lambda package: state.version)
+    state.version = "4.2.0"
+    return state
 
 
 class Compiled:
@@ -154,6 +153,6 @@ def test_an_object_that_fails_to_load_is_recompiled(
         raise error("undefined symbol")
 
     kernel().compile_to_cache()
-    loader.of = fail
+    loader.read = fail
     assert isinstance(kernel().load_or_compile(), Compiled)
     assert "recompiling kernel: " in caplog.text

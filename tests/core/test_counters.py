@@ -25,7 +25,7 @@ def inputs(tokens: int) -> Any:
     return random_inputs(PROBLEM.with_tokens(tokens), DEVICE)
 
 
-def test_calls_tokens_and_fallbacks_of_a_kernel() -> None:
+def test_kernels_count_calls_tokens_and_fallbacks() -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     assert kernel.counters() == {
         "calls": 0,
@@ -52,7 +52,7 @@ def test_calls_tokens_and_fallbacks_of_a_kernel() -> None:
 
 
 def test_a_replayed_call_is_counted_with_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording without launches stands in for one on a GPU."""
+    """A recording without launches stands in for a recording on a GPU."""
     kernel = mk.make_kernel(*PAIR, PROBLEM)
     plan = kernel.plan()
     call = inputs(5)
@@ -118,9 +118,10 @@ SAMPLE = re.compile(r'([a-z_]+)(?:\{((?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+)\})?
 LABEL = re.compile(r'([a-z]+)="((?:[^"\\]|\\.)*)"')
 
 
-def parsed(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
-    """Parse the exposition format; HELP, TYPE and the samples of each metric must occur once, in
-    this order.
+def parse_metrics(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
+    """Return {metric: {labels: value}}.
+
+    Asserts that each metric has HELP, TYPE and samples once and in this order.
     """
     metrics: dict[str, dict[tuple[tuple[str, str], ...], int]] = {}
     lines = text.splitlines()
@@ -146,8 +147,7 @@ def parsed(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], int]]:
     return metrics
 
 
-def test_prometheus_text_refuses_what_has_no_counters() -> None:
-    """Such as the dict of one kernel's counters."""
+def test_prometheus_text_refuses_values_without_counters() -> None:
     for counted, message in (
         ({"calls": 1}, "counted: got int under 'calls', need a kernel or a layer by name"),
         ([], "counted: got"),
@@ -166,12 +166,13 @@ def test_prometheus_text_is_in_the_exposition_format() -> None:
     second(x_TH, routing)
     kernel(x_TH, weights, routing)
     odd = 'a "quoted"\\name\n'
-    metrics = parsed(prometheus_text({"0": first, odd: second, "draft": kernel}))
+    metrics = parse_metrics(prometheus_text({"0": first, odd: second, "draft": kernel}))
     escaped = 'a \\"quoted\\"\\\\name\\n'
     calls = metrics["modular_kernel_layer_calls_total"]
     assert calls == {(("layer", "0"),): 1, (("layer", escaped),): 1}
     of_kernels = metrics["modular_kernel_calls_total"]
-    assert set(of_kernels) == {(("kernel", "0"),), (("kernel", "draft"),)}  # shared: counted once
+    # The layers share a kernel, which is exported once.
+    assert set(of_kernels) == {(("kernel", "0"),), (("kernel", "draft"),)}
     reasons = metrics["modular_kernel_fallback_calls_total"]
     assert reasons[("kernel", "draft"), ("reason", call_counters.NOT_REPLAYABLE)] == 1
     assert list(metrics["modular_kernel_workspace_bytes"]) == [()]

@@ -1,4 +1,4 @@
-"""cuda_replay.c without a GPU, on a stand-in for libcuda.so.1 that this test compiles."""
+"""cuda_replay.c without a GPU, with a compiled stand-in for libcuda.so.1."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from driver_stand_in import run_with_stand_in
 
 from modular_kernel.replay.launch.cuda_replay import pack_tensor_map, pack_value
 
-ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both inputs
+ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x for both inputs
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def program_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("when", "values", "asked"),
+    ("when", "values", "driver_calls"),
     [
         ("first", ONE, {"instantiations": 1, "graph_launches": 1}),
         ("same again", ONE, {"graph_launches": 1}),
@@ -29,10 +29,10 @@ def program_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
 )
 def test_replays_are_correct_and_use_one_graph(
-    program_results: dict[str, Any], when: str, values: list[float], asked: dict[str, int]
+    program_results: dict[str, Any], when: str, values: list[float], driver_calls: dict[str, int]
 ) -> None:
-    """Every replay is correct, uses one graph, and updates only the parameters that changed."""
-    assert program_results[when] == [values, asked]
+    """A replay updates only the parameters that changed ("sets")."""
+    assert program_results[when] == [values, driver_calls]
 
 
 def test_replay_uses_the_given_stream(program_results: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def test_replay_uses_the_given_stream(program_results: dict[str, Any]) -> None:
 
 
 def test_dependent_launches_stay_dependent(program_results: dict[str, Any]) -> None:
-    """They stay dependent in an instantiated graph, and one by one in a capture."""
+    """The first replay uses a graph. The second one, in a capture, makes separate launches."""
     assert program_results["dependent"] == [
         [ONE, ONE],
         {"instantiations": 1, "graph_launches": 1, "launches": 2, "dependent_launches": 2},
@@ -48,20 +48,18 @@ def test_dependent_launches_stay_dependent(program_results: dict[str, Any]) -> N
 
 
 def test_a_tensor_map_gets_the_address_of_each_call(program_results: dict[str, Any]) -> None:
-    """At every call the 128 bytes of the tensor map are updated in the launch that uses it, and in
-    no other.
-    """
-    asked = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
-    assert program_results["map"] == [[ONE, TWO], asked]
+    """Each replay updates the tensor map, but only in the launch that uses it."""
+    driver_calls = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
+    assert program_results["map"] == [[ONE, TWO], driver_calls]
 
 
 @pytest.mark.parametrize(("what", "maps"), [("moved workspace", {}), ("moved map", {"maps": 2})])
-def test_a_workspace_may_be_elsewhere_in_each_call(
+def test_each_replay_may_use_another_workspace(
     program_results: dict[str, Any], what: str, maps: dict[str, int]
 ) -> None:
-    """Both launches access it: one graph is made, and then both of its nodes are updated."""
-    asked = {**maps, "graph_launches": 2, "sets": 2, "instantiations": 1}
-    assert program_results[what] == [[ONE, TWO], [True, True], True, asked]
+    """Both launches access the workspace, so the second replay updates both nodes of the graph."""
+    driver_calls = {**maps, "graph_launches": 2, "sets": 2, "instantiations": 1}
+    assert program_results[what] == [[ONE, TWO], [True, True], True, driver_calls]
 
 
 def test_a_single_launch_makes_no_graph(program_results: dict[str, Any]) -> None:
@@ -91,7 +89,7 @@ def test_errors_of_the_driver_are_raised(
 
 
 class EncodedMap:
-    """An object of the size of triton's tensor map object, with the map in its second half.
+    """An object with the size of Triton's tensor map object. The map is in its second half.
 
     Python stores slots in the order of their names.
     """
@@ -107,14 +105,12 @@ def test_a_tensor_map_is_recorded_with_its_sizes_and_strides(
     encoded.word14 = encoded.word29 = encoded  # type: ignore[attr-defined]
     address = id(encoded).to_bytes(8, "little")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [encoded, 64, 2880, 2880, 1])
-    found = pack_tensor_map("descriptor", {"swizzle": 3})
-    assert found == [address + bytes(112) + address, *map(word, (64, 2880, 2880, 1))]
+    packed_map = pack_tensor_map("descriptor", {"swizzle": 3})
+    assert packed_map == [address + bytes(112) + address, *map(word, (64, 2880, 2880, 1))]
 
 
 def test_tensor_maps_in_another_layout_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch with such a map is not replayed, like a launch of a kernel that makes its map
-    itself.
-    """
+    """A map of unknown layout, or a map that the kernel creates itself, cannot be packed."""
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [object(), 64, 1])
     assert pack_tensor_map("descriptor", {"swizzle": 3}) is None
@@ -139,7 +135,7 @@ def word(number: int) -> bytes:
         ("nvTmaDesc", 0, None),
     ],
 )
-def test_parameters_are_packed_as_kernels_read_them(
+def test_parameters_are_packed_in_little_endian_words(
     kind: str, value: float, packed: bytes | None
 ) -> None:
     assert pack_value(kind, value) == packed

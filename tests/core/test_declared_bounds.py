@@ -35,20 +35,20 @@ def test_a_part_gets_ids_in_the_dtype_that_it_declares(by: str) -> None:
     assert wide.isfinite().all()
 
 
-def over_ranks() -> list[str]:
+def parts_over_ranks() -> list[str]:
     catalog = load_catalog()
     kinds = {name: catalog.prepare_finalize(name) for name in catalog.names("prepare_finalize")}
-    return [name for name, kind in kinds.items() if kind.requires.world_sizes[0] > 1]
+    return [name for name, part_class in kinds.items() if part_class.requires.world_sizes[0] > 1]
 
 
 def test_parts_over_ranks_are_known() -> None:
-    assert {"PplxPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"} <= set(over_ranks())
+    assert {"PplxPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"} <= set(parts_over_ranks())
 
 
-@pytest.mark.parametrize("name", over_ranks())
+@pytest.mark.parametrize("name", parts_over_ranks())
 def test_a_part_over_ranks_is_bounded_by_its_buffers(name: str) -> None:
-    kind = load_catalog().prepare_finalize(name)
-    part = object.__new__(kind)  # without its library
+    part_class = load_catalog().prepare_finalize(name)
+    part = object.__new__(part_class)  # the constructor would load the part's library
     part.problem = replace(PROBLEM, parallel=Parallel(2))
     assert part.max_num_tokens_per_rank() == PROBLEM.tokens
-    assert part.topk_indices_dtype() is None  # ids are numbered anew for every library
+    assert part.topk_indices_dtype() is None  # the part converts ids for its library

@@ -1,7 +1,8 @@
-"""Tensors are made on the device and in the dtype that a function names, whatever the defaults are.
+"""Functions create tensors with an explicit device and dtype, regardless of torch's defaults.
 
-Engines load and run models with a 16-bit default dtype. The meta device stands for a GPU: with a
-default device other than the tensors', an operation on both fails, or the result has no values.
+Inference engines load and run models with a 16-bit default dtype. The meta device stands in for a
+GPU as the default device: a tensor that is created on it has no values, and cannot be combined with
+tensors on the CPU.
 """
 
 import ast
@@ -43,18 +44,18 @@ def floats(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / 4
 
 
-def nvfp4() -> list[torch.Tensor]:
+def dequantized_nvfp4() -> list[torch.Tensor]:
     problem = mk.Problem(3, 32, 32, 4, 2, dtype=torch.float32, quant="nvfp4_w4a16")
     weights = quantize_weights(ExpertWeights(floats(4, 64, 32), floats(4, 32, 32)), problem)
     return [dequantize_weights(weights, name, problem) for name in ("w1", "w2")]
 
 
-def tables() -> list[torch.Tensor]:
+def placement_tables() -> list[torch.Tensor]:
     placement = Placement.round_robin(5, 2)
     return [placement.expert_map(1), *vars(placement.with_copies({0: (1,)}).tables()).values()]
 
 
-def adapted(mode: Any) -> list[torch.Tensor]:
+def adapted_output(mode: Any) -> list[torch.Tensor]:
     layer = FusedMoE(4, 32, 24, 3, 2, params_dtype=torch.float32, device="cpu")
     layer.set_weights(ExpertWeights(floats(4, 48, 32), floats(4, 32, 24)))
     manager = LoRAManager(layer.problem, "adapters=2,rank=3,a13=shared", [3, 4], mode=mode)
@@ -67,17 +68,17 @@ def adapted(mode: Any) -> list[torch.Tensor]:
     return [FusedMoEWithLoRA(layer, manager)(floats(5, 32), routing, moe_lora_info=info)]
 
 
-MAKE: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "nvfp4": nvfp4,
-    "tables": tables,
-    "merged": lambda: adapted("merged"),
-    "parallel_delta": lambda: adapted("parallel_delta"),
+DEVICE_CASES: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "nvfp4": dequantized_nvfp4,
+    "tables": placement_tables,
+    "merged": lambda: adapted_output("merged"),
+    "parallel_delta": lambda: adapted_output("parallel_delta"),
 }
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(found) == len(expected)
-    for mine, other in zip(found, expected, strict=True):
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
         assert mine.device.type == "cpu"
         assert mine.dtype is other.dtype
         assert torch.equal(mine, other)
@@ -93,7 +94,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def identity() -> list[torch.Tensor]:
+def identity_weights() -> list[torch.Tensor]:
     spec = RouterSpec(3, renormalize=True, zero_experts=4)
     routed = route(floats(7, 9), spec)
     assert routed.identity_T is not None
@@ -101,7 +102,7 @@ def identity() -> list[torch.Tensor]:
 
 
 def static_scales() -> list[torch.Tensor]:
-    """Static activation scales that no 16-bit dtype represents, through `weight_loader`."""
+    """Load static activation scales that no 16-bit dtype represents exactly."""
     config = {"quant_method": "fp8", "activation_scheme": "static"}
     layer = FusedMoE(1, 32, 24, 3, 1, config, params_dtype=torch.bfloat16, device="cpu")
     codes = {"w1": (24, 32), "w3": (24, 32), "w2": (32, 24)}
@@ -121,28 +122,28 @@ def static_scales() -> list[torch.Tensor]:
     return [weights.a1_scale, weights.w1_scale]
 
 
-NUMBERS = {**MAKE, "identity": identity, "static_scales": static_scales}
+DTYPE_CASES = {**DEVICE_CASES, "identity": identity_weights, "static_scales": static_scales}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", DTYPE_CASES)
 def test_results_do_not_depend_on_the_default_dtype(name: str, dtype: torch.dtype) -> None:
-    expected = NUMBERS[name]()
+    expected = DTYPE_CASES[name]()
     with default_dtype(dtype):
-        found = NUMBERS[name]()
-    assert_same(found, expected)
+        actual = DTYPE_CASES[name]()
+    assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", DEVICE_CASES)
 def test_results_do_not_depend_on_the_default_device(name: str) -> None:
-    expected = MAKE[name]()
+    expected = DEVICE_CASES[name]()
     with torch.device("meta"):
-        found = MAKE[name]()
-    assert_same(found, expected)
+        actual = DEVICE_CASES[name]()
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_checkpoint_is_loaded_to_the_device_that_is_named(kind: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_to_the_given_device(kind: str, tmp_path: Path) -> None:
     assert kind in CHECKPOINT_FORMATS
     write(tmp_path, "mixtral", kind)
 
@@ -156,16 +157,14 @@ def test_a_checkpoint_is_loaded_to_the_device_that_is_named(kind: str, tmp_path:
 
     expected = load()
     with torch.device("meta"):
-        found = load()
-    assert_same(found, expected)
+        actual = load()
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("names", [{"device"}, {"dtype"}], ids=str)
 def test_every_factory_names_the_device_and_the_dtype_of_its_tensor(names: set[str]) -> None:
-    """In the library itself. Tests, benchmarks and the command line set no defaults.
-
-    Integers have one default dtype.
-    """
+    """Only library code is checked. Tests, benchmarks and the command line set no defaults."""
+    # The default dtype of integers is always int64.
     integers = {"arange", "randint", "randperm"} if names == {"dtype"} else set()
     tools = {"testing", "bench", "cli", "profiling", "tuning", "measure"}
     folders = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")

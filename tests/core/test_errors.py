@@ -21,7 +21,7 @@ RAISED = [
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 def test_pickle_round_trip(error: errors.ModularKernelError) -> None:
-    found = pickle.loads(pickle.dumps(error))
-    assert type(found) is type(error)
-    assert str(found) == str(error)
-    assert vars(found) == vars(error)
+    unpickled = pickle.loads(pickle.dumps(error))
+    assert type(unpickled) is type(error)
+    assert str(unpickled) == str(error)
+    assert vars(unpickled) == vars(error)

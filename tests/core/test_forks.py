@@ -48,8 +48,8 @@ def arguments(problem: mk.Problem = PROBLEM) -> tuple[torch.Tensor, mk.ExpertWei
     return torch.randn(problem.tokens, h, generator=g), weights, mk.Routing(scores, ids)
 
 
-def held_up(gate: Gate) -> FusedMoEModularKernel:
-    """A kernel whose experts wait at the gate in each call."""
+def make_blocking_kernel(gate: Gate) -> FusedMoEModularKernel:
+    """Return a kernel whose experts wait at the gate in each call."""
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     apply = kernel.experts.apply
 
@@ -62,27 +62,25 @@ def held_up(gate: Gate) -> FusedMoEModularKernel:
 
 
 def test_a_plan_in_use_by_another_thread_works_in_the_child() -> None:
-    gate, given = Gate(), arguments()
-    plan = held_up(gate).plan()
-    want = plan(*given).clone()
-    with gate.holding(lambda: plan(*given)):
-        torch.testing.assert_close(run_in_child(lambda: plan(*given).clone()), want)
-        again = run_in_child(
-            lambda: run_in_child(lambda: plan(*given).clone())
-        )  # a child of the child
-        torch.testing.assert_close(again, want)
-    assert torch.equal(plan(*given), want)
+    gate, inputs = Gate(), arguments()
+    plan = make_blocking_kernel(gate).plan()
+    expected = plan(*inputs).clone()
+    with gate.holding(lambda: plan(*inputs)):
+        torch.testing.assert_close(run_in_child(lambda: plan(*inputs).clone()), expected)
+        from_grandchild = run_in_child(lambda: run_in_child(lambda: plan(*inputs).clone()))
+        torch.testing.assert_close(from_grandchild, expected)
+    assert torch.equal(plan(*inputs), expected)
 
 
 def test_a_thread_that_forks_during_its_call_finishes_it_in_the_child() -> None:
-    given, found = arguments(), list[Any]()
+    inputs, errors = arguments(), list[Any]()
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     plan, apply = kernel.plan(), kernel.experts.apply
-    want = plan(*given).clone()
+    expected = plan(*inputs).clone()
 
-    def nested() -> str:
+    def call_again() -> str:
         try:
-            plan(*given)
+            plan(*inputs)
         except StateError as error:
             return str(error)
         return "called"
@@ -90,11 +88,11 @@ def test_a_thread_that_forks_during_its_call_finishes_it_in_the_child() -> None:
     def forking(*args: Any, **options: Any) -> None:
         kernel.experts.apply = apply  # type: ignore[method-assign]
         apply(*args, **options)
-        found.append(run_in_child(nested))
+        errors.append(run_in_child(call_again))
 
     kernel.experts.apply = forking  # type: ignore[method-assign]
-    assert torch.equal(plan(*given), want)
-    assert "a call within its own call" in found[0]
+    assert torch.equal(plan(*inputs), expected)
+    assert "a call within its own call" in errors[0]
 
 
 def test_layers_work_in_a_child_forked_while_a_thread_makes_their_kernels(
@@ -102,9 +100,9 @@ def test_layers_work_in_a_child_forked_while_a_thread_makes_their_kernels(
 ) -> None:
     from modular_kernel.operators import kernel_cache
 
-    gate, given = Gate(), arguments()
+    gate, inputs = Gate(), arguments()
     layer = FusedMoE(4, 32, 16, top_k=2, params_dtype=torch.float32)
-    layer.set_weights(given[1])
+    layer.set_weights(inputs[1])
     make_kernel = kernel_cache.make_kernel
 
     def slow(*args: Any, **options: Any) -> FusedMoEModularKernel:
@@ -113,9 +111,9 @@ def test_layers_work_in_a_child_forked_while_a_thread_makes_their_kernels(
 
     monkeypatch.setattr(kernel_cache, "make_kernel", slow)
     monkeypatch.setattr("modular_kernel.layers.fused_moe._plan_cache", kernel_cache.KernelCache())
-    with gate.holding(lambda: layer(given[0], given[2])):
-        found = run_in_child(lambda: layer(given[0], given[2]))
-    torch.testing.assert_close(found, layer(given[0], given[2]))
+    with gate.holding(lambda: layer(inputs[0], inputs[2])):
+        result = run_in_child(lambda: layer(inputs[0], inputs[2]))
+    torch.testing.assert_close(result, layer(inputs[0], inputs[2]))
 
 
 def test_the_interpreter_works_in_a_child_forked_during_a_launch(
@@ -125,9 +123,9 @@ def test_the_interpreter_works_in_a_child_forked_during_a_launch(
     patch = pytest.importorskip("modular_kernel.interpreter.patch")
     if not patch.is_active():
         pytest.skip("kernels are compiled here")
-    gate, given = Gate(), arguments()
-    kernel = mk.make_kernel(NO_EP, "TritonExperts", PROBLEM, machine=mk_cpu())
-    want = kernel(*given)
+    gate, inputs = Gate(), arguments()
+    kernel = mk.make_kernel(NO_EP, "TritonExperts", PROBLEM, machine=cpu_machine())
+    expected = kernel(*inputs)
     builder = interpreter.interpreter_builder
     set_grid_idx = builder.set_grid_idx
 
@@ -138,19 +136,20 @@ def test_the_interpreter_works_in_a_child_forked_during_a_launch(
     monkeypatch.setattr(builder, "set_grid_idx", slow)
 
     def child() -> tuple[torch.Tensor, int, Any]:
-        found = kernel(*given)
-        return found, len(patch._scopes), patch.tl.zeros_like.__name__
+        result = kernel(*inputs)
+        return result, len(patch._scopes), patch.tl.zeros_like.__name__
 
-    with gate.holding(lambda: kernel(*given)):
+    with gate.holding(lambda: kernel(*inputs)):
         assert patch._scopes
-        found, scopes, name = run_in_child(child)
-    torch.testing.assert_close(found, want)
+        result, scopes, name = run_in_child(child)
+    torch.testing.assert_close(result, expected)
     assert not scopes
-    assert name == patch.tl.zeros_like.__name__  # no launch is under way: as triton has it
+    # No launch is under way, so the interpreter's replacements in `tl` are not active.
+    assert name == patch.tl.zeros_like.__name__
     assert not patch._scopes
 
 
-def mk_cpu() -> Machine:
+def cpu_machine() -> Machine:
     from modular_kernel.catalog import this_machine
 
     return this_machine(device="cpu")
@@ -169,7 +168,7 @@ def test_a_child_forked_during_a_load_has_no_partial_adapter_in_its_pool(
     split_gate_up, tensors = pool._split_gate_up, pool._tensors
 
     def slow(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name == "lora_a2":  # others are in the slot by now
+        if name == "lora_a2":  # the other tensors are already in the slot
             gate.pass_through()
         return split_gate_up(name, tensor)
 
@@ -181,11 +180,11 @@ def test_a_child_forked_during_a_load_has_no_partial_adapter_in_its_pool(
         return slot, {name: tensor[slot].clone() for name, tensor in tensors.items()}
 
     with gate.holding(lambda: pool.load("large", layer_adapter(5, 1, halves=2))):
-        slot, found = run_in_child(child)
+        slot, result = run_in_child(child)
     assert (slot, dict(pool.slots)) == (0, {"large": 0})
     alone = AdapterPool(LORA)
     alone.load("small", small)
-    assert all(torch.equal(found[name], t[0]) for name, t in alone._tensors.items())
+    assert all(torch.equal(result[name], t[0]) for name, t in alone._tensors.items())
 
 
 def test_a_child_forked_during_a_load_loses_no_slot_of_its_manager(
@@ -226,7 +225,7 @@ def test_properties_being_computed_by_a_thread_are_computed_in_the_child(
             gate.pass_through()
             return 2 * self.number
 
-    monkeypatch.setattr(mk, "Slow", Slow, raising=False)  # as if it were a class of the toolkit
+    monkeypatch.setattr(mk, "Slow", Slow, raising=False)  # as if it were a class of the package
     with gate.holding(lambda: Slow(1).double):
         assert run_in_child(lambda: Slow(4).double) == 8
 
@@ -257,7 +256,7 @@ assert run_in_child(torch.get_num_threads) == 2
 
 
 @pytest.mark.parametrize("text", [_COMPUTES, _COMPUTES_NOTHING], ids=["computes", "nothing"])
-def test_a_child_of_a_process_with_several_compute_threads(text: str) -> None:
+def test_a_child_of_a_process_with_several_compute_threads_works(text: str) -> None:
     done = run_python(_PRELUDE + text)
     assert done.returncode == 0, done.stderr
 
@@ -269,20 +268,20 @@ def run_python(text: str) -> "subprocess.CompletedProcess[str]":
 
 def test_the_lock_of_the_choice_cache_is_released_while_a_child_runs(tmp_path: Path) -> None:
     cache = Cache(tmp_path, {"who": "a test"}, {})
-    ended = os.pipe()
+    reader, writer = os.pipe()
     with cache.lock(wait_s=0) as mine:
         assert mine
         pid = os.fork()
         if pid == 0:
-            os.close(ended[1])
-            os.read(ended[0], 1)  # until the parent closes its end
+            os.close(writer)
+            os.read(reader, 1)  # waits until the parent closes its end
             os._exit(0)
-    os.close(ended[0])
+    os.close(reader)
     try:
         with cache.lock(wait_s=0) as again:
             assert again
     finally:
-        os.close(ended[1])
+        os.close(writer)
         os.waitpid(pid, 0)
 
 
@@ -334,20 +333,20 @@ def test_a_lock_held_by_the_forking_thread_stays_locked_in_the_child(owned: bool
 
 
 def test_a_plan_on_a_gpu_or_over_ranks_refuses_to_run_in_the_child() -> None:
-    given = arguments()
+    inputs = arguments()
     kernel = mk.make_kernel(NO_EP, "TorchExperts", PROBLEM, machine=Machine("cpu"))
     plan = kernel.plan()
-    plan._device = torch.device("cuda", 0)  # all that a child looks at
+    plan._device = torch.device("cuda", 0)  # the child only checks this attribute
 
     def child() -> str:
         with pytest.raises(StateError) as caught:
-            plan(*given)
+            plan(*inputs)
         return str(caught.value)
 
-    for said in (run_in_child(child), run_in_child(lambda: run_in_child(child))):
-        assert said.startswith(
+    for message in (run_in_child(child), run_in_child(lambda: run_in_child(child))):
+        assert message.startswith(
             "a plan: got a call in a forked child process, need a spawned process"
         )
-        assert "CUDA context" in said
+        assert "CUDA context" in message
     plan._device = torch.device("cpu")
-    plan(*given)
+    plan(*inputs)

@@ -1,4 +1,7 @@
-"""Function calls per call on the host, without replay and in a replay, excluding kernels."""
+"""The number of Python function calls on the host in a call of a kernel, without and with replay.
+
+Calls of Triton kernels are not counted.
+"""
 
 from collections import Counter
 from operator import le
@@ -33,8 +36,8 @@ from modular_kernel.testing.verify.sample import Sample
 pytestmark = pytest.mark.cpu  # calls are counted with the interpreter on
 
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-# (parts, scheme, tokens) -> calls of version 0.1.0, with the interpreter on.
-BEFORE = {
+# (parts, scheme, tokens) -> number of function calls in version 0.1.0, with the interpreter on.
+CALLS_OF_0_1_0 = {
     (NO_EP, "TritonExperts", "none", 1): 252,
     (NO_EP, "TritonExperts", "none", 8): 326,
     (NO_EP, "TritonExperts", "none", 128): 454,
@@ -63,30 +66,29 @@ def problem_of(quant: str, tokens: int) -> mk.Problem:
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("call", BEFORE, ids=lambda call: "-".join(map(str, call[1:])))
+@pytest.mark.parametrize("call", CALLS_OF_0_1_0, ids=lambda call: "-".join(map(str, call[1:])))
 def test_an_eager_call_stays_within_its_budget_of_python_calls(
     call: tuple[str, str, str, int],
 ) -> None:
     pf, experts, quant, tokens = call
-    found = host_calls(pf, experts, problem_of(quant, tokens))
-    assert found["/modular_kernel/kernel.py:__call__"] == 1
-    assert sum(found.values()) <= 0.56 * BEFORE[call], found.most_common(20)
+    counts = host_calls(pf, experts, problem_of(quant, tokens))
+    assert counts["/modular_kernel/kernel.py:__call__"] == 1
+    assert sum(counts.values()) <= 0.56 * CALLS_OF_0_1_0[call], counts.most_common(20)
 
 
-# What has no count of version 0.1.0: little more than what they take now. Products on a CPU look at
-# how their operands lie, and exchanges at the process that they run in.
-MOST = 360
-SLACK = 8  # a function more for each matrix, or for each part, is seen
+# Calls without a count of version 0.1.0 are limited to slightly more than their current count. An
+# additional function call for each matrix or each part exceeds the limit.
+MAX_CALLS = 360
+SLACK = 8
 
 
-def most(now: int) -> int:
-    """Return the limit for a current number of function calls."""
-    assert now <= MOST
-    return min(now + SLACK, MOST)
+def limit_for(current_calls: int) -> int:
+    assert current_calls <= MAX_CALLS
+    return min(current_calls + SLACK, MAX_CALLS)
 
 
 INT4, MXFP4 = "int4_w4a16_group:group=32", "mxfp4_w4a16"
-PACKED = {
+CALLS_WITH_4_BIT_WEIGHTS = {
     (NO_EP, "TritonExperts", INT4, 1): 135,
     (NO_EP, "TritonExperts", INT4, 8): 164,
     (NO_EP, "TritonExperts", INT4, 128): 154,
@@ -99,22 +101,24 @@ PACKED = {
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("call", PACKED, ids=lambda call: "-".join(map(str, call[1:])))
+@pytest.mark.parametrize(
+    "call", CALLS_WITH_4_BIT_WEIGHTS, ids=lambda call: "-".join(map(str, call[1:]))
+)
 def test_an_eager_call_with_4_bit_weights_stays_within_its_budget(
     call: tuple[str, str, str, int],
 ) -> None:
     pf, experts, quant, tokens = call
-    found = host_calls(pf, experts, problem_of(quant, tokens))
-    assert sum(found.values()) <= most(PACKED[call]), found.most_common(20)
+    counts = host_calls(pf, experts, problem_of(quant, tokens))
+    assert sum(counts.values()) <= limit_for(CALLS_WITH_4_BIT_WEIGHTS[call]), counts.most_common(20)
 
 
-def assert_within(found: tuple[int, int], limits: tuple[int, int]) -> None:
-    """Compare the numbers of Python and of C functions, each with its limit."""
-    assert all(map(le, found, limits)), (found, limits)
+def assert_within(counts: tuple[int, int], limits: tuple[int, int]) -> None:
+    """Compare the numbers of calls of Python and C functions with their limits."""
+    assert all(map(le, counts, limits)), (counts, limits)
 
 
 def test_a_replayed_call_stays_within_its_budget() -> None:
-    """Count the functions of a kernel's call and of the operator of compiled models."""
+    """Both a call of a kernel and a call of the operator for compiled models are counted."""
     pairing = Pairing(Prepare, AddExperts)
     x_TH, weights, routing = make_inputs(tokens=1)
     ids_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
@@ -127,17 +131,17 @@ def test_a_replayed_call_stays_within_its_budget() -> None:
         return output
 
     with torch.no_grad():
-        found = count_calls(operator)
+        counts = count_calls(operator)
         (kernel,) = pairing.kernels.values()
         assert kernel.counters()["replayed_calls"] == 2
-        assert_within(found, (16, 42))
+        assert_within(counts, (16, 42))
         assert_within(count_calls(lambda: kernel(x_TH, weights, routing)), (11, 30))
 
 
 def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Count the functions of a call of more tokens than share a workspace."""
+    """A call with more tokens than MAX_SHARED_TOKENS uses its own workspace."""
     monkeypatch.setattr(plan, "MAX_SHARED_TOKENS", 4)
     part = AddExperts(SMALL)
     kernel = mk.FusedMoEModularKernel(Prepare(SMALL), part, machine=mk.Machine("cpu"))
@@ -149,8 +153,8 @@ def test_a_replayed_call_in_its_own_workspace_stays_within_its_budget(
     assert kernel.counters()["replayed_calls"] == 2
 
 
-# The paths of an H200 whose products are made of TMA: (path, scheme, tokens) -> calls.
-ON_H200 = {
+# Paths that use TMA on an H200: (path, scheme, tokens) -> number of function calls.
+CALLS_WITH_TMA = {
     ("dequantized", INT4, 8): 225,
     ("dequantized", MXFP4, 128): 231,
     ("grouped_w4", INT4, 128): 264,
@@ -158,11 +162,11 @@ ON_H200 = {
 }
 
 
-@pytest.mark.parametrize("call", ON_H200, ids=lambda call: "-".join(map(str, call)))
+@pytest.mark.parametrize("call", CALLS_WITH_TMA, ids=lambda call: "-".join(map(str, call)))
 def test_an_eager_call_of_grouped_gemms_stays_within_its_budget(
     call: tuple[str, str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the two products, which the interpreter cannot run."""
+    """The two GEMMs are replaced, because the interpreter cannot run them."""
     path, quant, tokens = call
     problem, products = problem_of(quant, tokens), []
     for cls in (DequantizedPath, GroupedW4Path):
@@ -172,14 +176,14 @@ def test_an_eager_call_of_grouped_gemms_stays_within_its_budget(
         "grouped_w4": grouped_w4.default_config(problem, 64),
     }
     with on_device(H200), override_config(launches[path]):
-        found = host_calls(NO_EP, "TritonExperts", problem)
+        counts = host_calls(NO_EP, "TritonExperts", problem)
     assert len(products) == 3 * 2
-    assert any(f"/experts/triton/{path}/" in name for name in found)
-    assert sum(found.values()) <= most(ON_H200[call]), found.most_common(20)
+    assert any(f"/experts/triton/{path}/" in name for name in counts)
+    assert sum(counts.values()) <= limit_for(CALLS_WITH_TMA[call]), counts.most_common(20)
 
 
-# (parts) -> calls of each of two ranks over gloo.
-OVER_RANKS = {
+# Parts -> number of function calls on each of two gloo ranks.
+CALLS_OVER_RANKS = {
     (ALL2ALL, "TorchExperts"): 317,
     (ALL2ALL, "TritonExperts"): 296,
     (GATHERED, "TritonExperts"): 309,
@@ -189,19 +193,19 @@ OVER_RANKS = {
 }
 
 
-@pytest.mark.parametrize("call", OVER_RANKS, ids=" ".join)
+@pytest.mark.parametrize("call", CALLS_OVER_RANKS, ids=" ".join)
 def test_an_eager_call_over_two_ranks_stays_within_its_budget(
     ranks: RankPool, call: tuple[str, str]
 ) -> None:
     part, experts = call
     layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
-    for found in ranks.run(count_functions_on_rank, layer):
-        assert sum(found.values()) <= most(OVER_RANKS[call]), found.most_common(20)
+    for counts in ranks.run(count_functions_on_rank, layer):
+        assert sum(counts.values()) <= limit_for(CALLS_OVER_RANKS[call]), counts.most_common(20)
 
 
-# Parts -> calls of a replay on each of two ranks over gloo, up to six of which are for tensors
-# that are not aligned.
-REPLAYED_OVER_RANKS = {
+# Part -> number of function calls in a replay on each of two gloo ranks. Up to six of them are for
+# tensors that are not aligned.
+REPLAY_CALLS_OVER_RANKS = {
     GATHERED: 73,
     ALL2ALL: 73,
     BATCHED_RANKS: 73,
@@ -210,9 +214,9 @@ REPLAYED_OVER_RANKS = {
 }
 
 
-@pytest.mark.parametrize("part", REPLAYED_OVER_RANKS)
+@pytest.mark.parametrize("part", REPLAY_CALLS_OVER_RANKS)
 def test_a_replayed_call_over_two_ranks_stays_within_its_budget(ranks: RankPool, part: str) -> None:
     experts = "BatchedTritonExperts" if part == BATCHED_RANKS else "TritonExperts"
     layer = Layer(part, (7, 7) if part == REPLICATED else (7, 5), experts_part=experts)
-    for found in ranks.run(count_functions_of_replay, layer):
-        assert sum(found.values()) <= REPLAYED_OVER_RANKS[part], found.most_common(40)
+    for counts in ranks.run(count_functions_of_replay, layer):
+        assert sum(counts.values()) <= REPLAY_CALLS_OVER_RANKS[part], counts.most_common(40)

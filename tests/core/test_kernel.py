@@ -40,7 +40,7 @@ def inputs_for(problem: Problem, seed: int = 0, routing: str = "uniform") -> Inp
     return make_inputs(problem, routing, torch.device("cpu"), seed=seed)
 
 
-def composed(
+def compose_parts(
     pair: tuple[Any, Any], problem: Problem = BASE, **options: Any
 ) -> FusedMoEModularKernel:
     pf, experts = pair
@@ -61,7 +61,7 @@ def assert_correct(out: torch.Tensor, inputs: Inputs, problem: Problem = BASE) -
 
 @each_pair
 def test_two_instances_compose(pair: tuple[Any, Any]) -> None:
-    kernel, inputs = composed(pair), inputs_for(BASE)
+    kernel, inputs = compose_parts(pair), inputs_for(BASE)
     assert kernel.pairing == f"{pair[0].__name__} x {pair[1].__name__}"
     assert_correct(call(kernel, inputs), inputs)
 
@@ -82,7 +82,7 @@ def test_parts_of_different_problems_do_not_compose() -> None:
 def test_a_refused_pairing_states_every_reason() -> None:
     problem = replace(BASE, fp32_precision="tf32")
     with pytest.raises(IncompatibleError) as caught:
-        composed((MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts), problem)
+        compose_parts((MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts), problem)
     rules = {rejection.rule for rejection in caught.value.rejections}
     assert {"format", "reduce", "fp32_precision"} <= rules
 
@@ -93,7 +93,7 @@ def test_a_reducer_other_than_the_declared_one_is_refused() -> None:
             return TopKWeightAndReduceNoOp()
 
     with pytest.raises(ConfigurationError, match=r"WrongReduce\.finalize_weight_and_reduce_impl"):
-        composed((MoEPrepareAndFinalizeNoEP, WrongReduce))
+        compose_parts((MoEPrepareAndFinalizeNoEP, WrongReduce))
 
 
 # Calls
@@ -101,8 +101,8 @@ def test_a_reducer_other_than_the_declared_one_is_refused() -> None:
 
 @each_pair
 @pytest.mark.parametrize("tokens", [0, 1, BASE.tokens])
-def test_any_number_of_tokens_up_to_that_of_the_problem(pair: tuple[Any, Any], tokens: int) -> None:
-    kernel, inputs = composed(pair), inputs_for(BASE.with_tokens(tokens))
+def test_calls_with_any_number_of_tokens_are_correct(pair: tuple[Any, Any], tokens: int) -> None:
+    kernel, inputs = compose_parts(pair), inputs_for(BASE.with_tokens(tokens))
     out = call(kernel, inputs)
     assert out.shape == (tokens, BASE.hidden)
     assert_correct(out, inputs)
@@ -112,7 +112,7 @@ def test_any_number_of_tokens_up_to_that_of_the_problem(pair: tuple[Any, Any], t
 def test_out_is_written_and_returned(pair: tuple[Any, Any]) -> None:
     inputs = inputs_for(BASE)
     out = torch.full_like(inputs.x_TH, torch.nan)
-    assert call(composed(pair), inputs, out=out) is out
+    assert call(compose_parts(pair), inputs, out=out) is out
     assert_correct(out, inputs)
 
 
@@ -120,7 +120,7 @@ def test_out_is_written_and_returned(pair: tuple[Any, Any]) -> None:
 def test_inplace_overwrites_and_returns_x(pair: tuple[Any, Any]) -> None:
     problem = replace(BASE, inplace=True)
     inputs, used = inputs_for(problem), inputs_for(problem)
-    assert call(composed(pair, problem), used) is used.x_TH
+    assert call(compose_parts(pair, problem), used) is used.x_TH
     assert_correct(used.x_TH, inputs, problem)
 
 
@@ -130,7 +130,7 @@ def test_experts_are_not_called_without_tokens(pair: tuple[Any, Any]) -> None:
         def apply(self, *_: Any, **__: Any) -> None:
             pytest.fail("called with zero rows")
 
-    out = call(composed((pair[0], Untouched)), inputs_for(BASE.with_tokens(0)))
+    out = call(compose_parts((pair[0], Untouched)), inputs_for(BASE.with_tokens(0)))
     assert out.shape == (0, BASE.hidden)
 
 
@@ -138,25 +138,25 @@ def test_experts_are_not_called_without_tokens(pair: tuple[Any, Any]) -> None:
     ("tokens", "pieces"), [(0, []), (7, [7]), (8, [8]), (9, [8, 1]), (19, [8, 8, 3])]
 )
 def test_calls_are_split_into_chunks(tokens: int, pieces: list[int]) -> None:
-    seen: list[int] = []
+    chunk_sizes: list[int] = []
 
     class Counting(TorchExperts):
         def apply(self, tokens: Any, **rest: Any) -> None:
             routing = tokens.routing
             assert len(tokens.x_TH) == len(routing.topk_ids_TK) == len(routing.topk_weights_TK)
-            seen.append(len(tokens.x_TH))
+            chunk_sizes.append(len(tokens.x_TH))
             super().apply(tokens, **rest)
 
     problem = replace(BASE, chunk_tokens=8)
     inputs = inputs_for(problem.with_tokens(tokens))
-    out = call(composed((MoEPrepareAndFinalizeNoEP, Counting), problem), inputs)
-    assert seen == pieces
+    out = call(compose_parts((MoEPrepareAndFinalizeNoEP, Counting), problem), inputs)
+    assert chunk_sizes == pieces
     assert_correct(out, inputs, problem)
 
 
 def test_invalid_ids_add_up_over_calls_and_plans() -> None:
     """`kernel.invalid_ids` counts the expert ids outside [-1, E) in all calls."""
-    kernel = composed(PAIRS[0])
+    kernel = compose_parts(PAIRS[0])
     assert kernel.invalid_ids == 0
     inputs = inputs_for(BASE, routing="out_of_range")
     count = count_invalid_ids(inputs.routing, BASE)
@@ -171,7 +171,7 @@ def test_invalid_ids_add_up_over_calls_and_plans() -> None:
 
 def test_invalid_ids_are_counted_once_in_chunks() -> None:
     problem = replace(BASE, chunk_tokens=4)
-    kernel, inputs = composed(PAIRS[0], problem), inputs_for(problem, routing="out_of_range")
+    kernel, inputs = compose_parts(PAIRS[0], problem), inputs_for(problem, routing="out_of_range")
     call(kernel, inputs)
     assert kernel.invalid_ids == count_invalid_ids(inputs.routing, problem)
 
@@ -181,7 +181,7 @@ def test_invalid_ids_are_counted_once_in_chunks() -> None:
 
 @each_pair
 def test_calls_in_flight_finish_in_any_order(pair: tuple[Any, Any]) -> None:
-    kernel = composed(pair)
+    kernel = compose_parts(pair)
     many = [inputs_for(BASE.with_tokens(tokens), seed=tokens) for tokens in (19, 4, 0, 11)]
     pending = [kernel.start(i.x_TH, i.weights, i.routing) for i in many]
     assert [p.tokens for p in pending] == [19, 4, 0, 11]
@@ -202,7 +202,7 @@ def test_a_part_allocates_the_output_unless_out_is_given() -> None:
 
     inputs = inputs_for(BASE)
     given, args = torch.empty_like(inputs.x_TH), (inputs.x_TH, inputs.weights, inputs.routing)
-    kernel = composed((AllocatesOutput, TorchExperts), BASE)
+    kernel = compose_parts((AllocatesOutput, TorchExperts), BASE)
     calls = (kernel, kernel.plan(), lambda *a, **named: kernel.start(*a, **named).finish())
     for number, run in enumerate(calls, 1):
         allocated = run(*args)
@@ -215,12 +215,12 @@ def test_a_part_allocates_the_output_unless_out_is_given() -> None:
     assert kernel.start(*args).out is None
     inplace = replace(BASE, inplace=True)
     x_TH = inputs.x_TH.clone()
-    assert composed((AllocatesOutput, TorchExperts), inplace)(x_TH, *args[1:]) is x_TH
+    assert compose_parts((AllocatesOutput, TorchExperts), inplace)(x_TH, *args[1:]) is x_TH
     assert len(AllocatesOutput.allocated) == 3
 
 
 def make_asynchronous_part() -> type[MoEPrepareAndFinalizeNoEP]:
-    """A NoEP part that dispatches in `receive`, and records the calls of its methods."""
+    """Return a NoEP part that dispatches in `receive` and logs its calls."""
 
     class AsynchronousPart(MoEPrepareAndFinalizeNoEP):
         requires = PrepareFinalizeRequirements(
@@ -245,7 +245,7 @@ def make_asynchronous_part() -> type[MoEPrepareAndFinalizeNoEP]:
 def test_an_asynchronous_dispatch_is_received_in_finish() -> None:
     part = make_asynchronous_part()
     problem = replace(BASE, asynchronous=True)
-    kernel, inputs = composed((part, TorchExperts), problem), inputs_for(problem)
+    kernel, inputs = compose_parts((part, TorchExperts), problem), inputs_for(problem)
     pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
     assert part.log == ["sent"]  # type: ignore[attr-defined]
     assert_correct(pending.finish(), inputs)
@@ -269,7 +269,7 @@ def test_starting_a_synchronous_part_is_refused() -> None:
 
 @each_pair
 def test_a_plan_computes_the_same_bits(pair: tuple[Any, Any]) -> None:
-    kernel = composed(pair)
+    kernel = compose_parts(pair)
     plan = kernel.plan()
     for tokens, seed in ((19, 1), (5, 2), (0, 3), (19, 4)):
         inputs = inputs_for(BASE.with_tokens(tokens), seed)
@@ -278,7 +278,7 @@ def test_a_plan_computes_the_same_bits(pair: tuple[Any, Any]) -> None:
 
 @each_pair
 def test_a_plan_owns_its_output_and_its_buffers(pair: tuple[Any, Any]) -> None:
-    plan, inputs = composed(pair).plan(), inputs_for(BASE)
+    plan, inputs = compose_parts(pair).plan(), inputs_for(BASE)
     assert plan.nbytes > 0
     first = call(plan, inputs)
     assert call(plan, inputs).data_ptr() == first.data_ptr()
@@ -287,7 +287,7 @@ def test_a_plan_owns_its_output_and_its_buffers(pair: tuple[Any, Any]) -> None:
 
 
 def test_two_plans_may_be_in_use_together() -> None:
-    kernel = composed(PAIRS[1])
+    kernel = compose_parts(PAIRS[1])
     one, two = kernel.plan(), kernel.plan()
     first, second = inputs_for(BASE, seed=1), inputs_for(BASE, seed=2)
     out, other = call(one, first), call(two, second)
@@ -296,7 +296,7 @@ def test_two_plans_may_be_in_use_together() -> None:
 
 
 def test_a_plan_for_fewer_tokens_is_smaller_and_refuses_more_tokens() -> None:
-    kernel = composed(PAIRS[1])
+    kernel = compose_parts(PAIRS[1])
     plan = kernel.plan(BASE.with_tokens(4))
     assert plan.nbytes < kernel.plan().nbytes
     inputs = inputs_for(BASE.with_tokens(4))
@@ -306,7 +306,7 @@ def test_a_plan_for_fewer_tokens_is_smaller_and_refuses_more_tokens() -> None:
 
 
 def test_a_plan_for_another_problem_is_refused() -> None:
-    kernel = composed(PAIRS[0])
+    kernel = compose_parts(PAIRS[0])
     with pytest.raises(ConfigurationError, match="the plan's problem"):
         kernel.plan(replace(BASE, top_k=3))
     with pytest.raises(CapacityError, match="the plan's tokens"):
@@ -314,7 +314,7 @@ def test_a_plan_for_another_problem_is_refused() -> None:
 
 
 def test_a_plan_checks_other_weights() -> None:
-    plan, inputs = composed(PAIRS[0]).plan(), inputs_for(BASE)
+    plan, inputs = compose_parts(PAIRS[0]).plan(), inputs_for(BASE)
     call(plan, inputs)
     wrong = replace(inputs.weights, w2=inputs.weights.w1)
     with pytest.raises(ValueError, match="w2"):
@@ -340,7 +340,7 @@ class Overrunning(TorchExperts):
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_poison_names_the_buffer_that_was_overrun(planned: bool) -> None:
-    kernel = composed((MoEPrepareAndFinalizeNoEP, Overrunning), poison=True)
+    kernel = compose_parts((MoEPrepareAndFinalizeNoEP, Overrunning), poison=True)
     with pytest.raises(CorruptionError, match="scratch"):
         call(kernel.plan() if planned else kernel, inputs_for(BASE))
 
@@ -355,32 +355,31 @@ class LeavesLastRow(TorchExperts):
 
 
 def unwritten(values: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the elements that were not written, and thus have a poison value.
+    """Return a mask of the elements that were not written and have a poison value.
 
-    Poison values, and sums of them, are NaN or at least 20 in magnitude. Correct outputs of BASE
-    are smaller.
+    Poison values and their sums are NaN or at least 20 in magnitude. Correct outputs are smaller.
     """
     return ~(values.abs() < 20)
 
 
 def test_poison_reveals_unwritten_rows() -> None:
     kernel, inputs = (
-        composed((MoEPrepareAndFinalizeNoEP, LeavesLastRow), poison=True),
+        compose_parts((MoEPrepareAndFinalizeNoEP, LeavesLastRow), poison=True),
         inputs_for(BASE),
     )
-    plan, seen = kernel.plan(), set()
+    plan, poison_values = kernel.plan(), set()
     for run in (kernel, kernel, plan, plan, plan):
         out = call(run, inputs)
         assert bool(unwritten(out[-1]).all())
         assert not bool(unwritten(out[:-1]).any())
-        seen.add((run is plan, repr(float(out[-1, 0]))))
-    assert len({left for planned, left in seen if not planned}) == 2
-    assert len({left for planned, left in seen if planned}) == 3
+        poison_values.add((run is plan, repr(float(out[-1, 0]))))
+    assert len({value for planned, value in poison_values if not planned}) == 2
+    assert len({value for planned, value in poison_values if planned}) == 3
 
 
 def test_poison_overwrites_the_results_of_the_previous_call() -> None:
     class Lapsing(TorchExperts):
-        """Computes the first call correctly; later calls leave the last row as it was."""
+        """Computes the first call correctly, and does not write the last row in later calls."""
 
         calls = 0
 
@@ -391,7 +390,7 @@ def test_poison_overwrites_the_results_of_the_previous_call() -> None:
             if self.calls > 1:
                 output[-1] = before
 
-    plan = composed((MoEPrepareAndFinalizeNoEP, Lapsing), poison=True).plan()
+    plan = compose_parts((MoEPrepareAndFinalizeNoEP, Lapsing), poison=True).plan()
     inputs = inputs_for(BASE)
     assert_correct(call(plan, inputs), inputs)
     for _ in range(3):
@@ -412,7 +411,7 @@ def test_memory_that_changes_after_start_is_not_read(
     pair: tuple[Any, Any], change: str, name: str
 ) -> None:
     """Memory that was freed after `start` may belong to another tensor when `finish` is called."""
-    kernel, inputs = composed(pair), inputs_for(BASE)
+    kernel, inputs = compose_parts(pair), inputs_for(BASE)
     out = torch.full_like(inputs.x_TH, torch.nan)
     pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing, out=out)
     routing = inputs.routing

@@ -1,6 +1,7 @@
-"""Calls of more tokens than share a workspace: launches are replayed in a workspace of each call.
+"""Calls with more than MAX_SHARED_TOKENS tokens allocate their own workspace.
 
-The limit is lowered to four tokens, because the launches are simulated (replayed_parts.py).
+Their launches are replayed in the workspace of each call. Here, MAX_SHARED_TOKENS is four and
+launches are simulated (replayed_parts.py).
 """
 
 import threading
@@ -35,7 +36,7 @@ def few_shared_tokens(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Watched(AddExperts):
-    """Keeps references to the workspaces of its calls, which do not keep them alive."""
+    """Keeps weak references to the workspaces of its calls."""
 
     replayable = True
 
@@ -57,14 +58,14 @@ def kernel_of(
 
 
 def plan_of(kernel: FusedMoEModularKernel) -> Any:
-    (found,) = {id(found): found for found in kernel._call_plans._plans.values()}.values()
-    return found
+    (call_plan,) = {id(made): made for made in kernel._call_plans._plans.values()}.values()
+    return call_plan
 
 
 def test_the_second_call_is_recorded_and_later_calls_are_replayed() -> None:
     kernel, part = kernel_of()
     outputs = []
-    for seed in range(5):  # every tensor elsewhere, and other values
+    for seed in range(5):  # each call has new tensors
         args = make_inputs(tokens=8, seed=seed)
         outputs.append(kernel(*args))
         assert_output(outputs[-1], args)
@@ -77,7 +78,7 @@ def test_the_second_call_is_recorded_and_later_calls_are_replayed() -> None:
 
 
 def test_a_replay_writes_to_no_workspace_of_another_call() -> None:
-    """The workspaces of the recorded call and of a replay stay alive: later ones lie elsewhere."""
+    """Earlier workspaces are kept alive, so replays allocate theirs at other addresses."""
 
     class Kept(AddExperts):
         replayable = True
@@ -112,7 +113,7 @@ def test_no_workspace_is_held() -> None:
     assert list(held_bytes()) == [(-1, 0)]
 
 
-def test_out_inplace_and_offset_inputs() -> None:
+def test_calls_with_out_inplace_or_offset_inputs_are_replayed() -> None:
     kernel, part = kernel_of()
     args = make_inputs(tokens=8)
     for _ in range(4):
@@ -122,7 +123,7 @@ def test_out_inplace_and_offset_inputs() -> None:
     assert part.host_calls == 2
     with pytest.raises(InputError, match="memory of x"):
         kernel(*args, out=args[0])
-    for _ in range(3):  # an x that does not start on 16 bytes has a recording of its own
+    for _ in range(3):  # an x that is not aligned to 16 bytes has its own recording
         x_TH = torch.zeros(8 * 16 + 1)[1:].view(8, 16).copy_(args[0])
         assert_output(kernel(x_TH, *args[1:]), args)
     assert part.host_calls == 4
@@ -135,7 +136,7 @@ def test_out_inplace_and_offset_inputs() -> None:
     assert part.host_calls == 2
 
 
-def test_weights_are_read_where_they_are_in_each_call() -> None:
+def test_each_call_reads_its_own_weights() -> None:
     kernel, part = kernel_of()
     x_TH, weights, routing = args = make_inputs(tokens=8)
     for _ in range(3):
@@ -165,7 +166,7 @@ def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(recording, "_MAX_RECORDED", 2)
     monkeypatch.setattr(plan, "_MAX_SEEN", 3)
     kernel, part = kernel_of()
-    for tokens in range(5, 20):  # seen once
+    for tokens in range(5, 20):  # each number of tokens occurs once, so no call is recorded
         kernel(*make_inputs(tokens=tokens))
     large = plan_of(kernel)
     assert len(large._seen) == 3
@@ -178,7 +179,7 @@ def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert len(large._recorded._recorded) == 2
     assert len(large._seen) <= 3
     assert part.host_calls == 15 + 2 * 5
-    for recorded_calls in (5, 6):  # of a size whose recording was dropped
+    for recorded_calls in (5, 6):  # the recording of this number of tokens was dropped
         kernel(*make_inputs(tokens=5))
         assert kernel.counters()["recorded_calls"] == recorded_calls
 
@@ -239,7 +240,7 @@ def test_launch_hooks_run_the_host_code() -> None:
 def test_nested_and_concurrent_calls_are_correct() -> None:
     inner, _ = kernel_of()
     args, others = make_inputs(tokens=8), make_inputs(tokens=9, seed=5)
-    want = [inner(*others) for _ in range(3)][-1]
+    expected = [inner(*others) for _ in range(3)][-1]
 
     class Nested(AddExperts):
         replayable = False
@@ -256,28 +257,28 @@ def test_nested_and_concurrent_calls_are_correct() -> None:
     kernel, _ = kernel_of(experts=Nested)
     assert_output(kernel(*args), args)
     assert len(results) == 4
-    assert all(torch.equal(result, want) for result in results)
+    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_threads_call_one_kernel() -> None:
     kernel, _ = kernel_of()
     calls = [make_inputs(tokens=tokens, seed=tokens) for tokens in (3, 5, 9, 12)]
-    wrong: list[int] = []
+    mismatches: list[int] = []
 
     def run(seed: int) -> None:
         for step in range(20):
-            place = (seed + step) % len(calls)
+            index = (seed + step) % len(calls)
             try:
-                assert_output(kernel(*calls[place]), calls[place])
+                assert_output(kernel(*calls[index]), calls[index])
             except AssertionError:
-                wrong.append(place)
+                mismatches.append(index)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    assert not wrong
+    assert not mismatches
     assert kernel.counters()["calls"] == 80
 
 
@@ -317,10 +318,10 @@ def test_streams_have_recordings_of_their_own() -> None:
     kernel, part = kernel_of()
     args = make_inputs(tokens=8)
     for stream in (1, 2):
-        one = kernel._call_plans._find_or_make(kernel, CPU, stream, 8)
-        assert one is not None
+        stream_plan = kernel._call_plans._find_or_make(kernel, CPU, stream, 8)
+        assert stream_plan is not None
         for _ in range(3):
-            out = one.run(*args, None)
+            out = stream_plan.run(*args, None)
             assert out is not None
             assert_output(out, args)
     assert part.host_calls == 4

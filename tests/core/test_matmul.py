@@ -1,4 +1,7 @@
-"""Products on a CPU read nothing outside their operands, in parts and in references."""
+"""Matrix products on a CPU read nothing outside their operands.
+
+oneDNN would, for some shapes and strides on CPUs with AMX (modular_kernel.utils.matmul).
+"""
 
 import ast
 from collections.abc import Iterator
@@ -31,48 +34,52 @@ pytestmark = pytest.mark.cpu
 
 
 def with_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return the tensor in another layout, with NaN in all memory that does not belong to it."""
+    """Return the values in another layout. The memory around and between rows is NaN."""
     rows, columns = values.shape
     if layout.startswith("columns"):
         return with_layout(values.T, layout.replace("columns", "rows")).T
     gap = 0 if layout == "rows" else 9
-    room = values.new_full((rows + 2, columns + gap), NAN)
-    inside = room[1 : rows + 1, :columns]
-    inside.copy_(values)
-    return inside
+    memory = values.new_full((rows + 2, columns + gap), NAN)
+    view = memory[1 : rows + 1, :columns]
+    view.copy_(values)
+    return view
 
 
 LAYOUTS = ("rows", "rows apart", "columns", "columns apart")
 
 
-@pytest.mark.parametrize("of_b", LAYOUTS)
-@pytest.mark.parametrize("of_a", LAYOUTS)
+@pytest.mark.parametrize("layout_b", LAYOUTS)
+@pytest.mark.parametrize("layout_a", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_equal_float64(dtype: torch.dtype, of_a: str, of_b: str) -> None:
+def test_products_equal_float64(dtype: torch.dtype, layout_a: str, layout_b: str) -> None:
     for rows, depth, columns in SIZES:
         generator = torch.Generator().manual_seed(depth)
         a = torch.randn(rows, depth, generator=generator).to(dtype)
         b = torch.randn(depth, columns, generator=generator).to(dtype)
         bias = torch.randn(columns, generator=generator).to(dtype)
-        want = a.double() @ b.double()
-        a, b = with_layout(a, of_a), with_layout(b, of_b)
-        close = 3 * torch.finfo(dtype).eps * max(1.0, float(want.abs().amax()) if rows else 1.0)
-        with MatmulMonitor() as watched:
-            found, with_bias = matmul(a, b), linear(a, b.T, bias)
-        assert watched.faults == []
-        assert watched.products == 2
-        torch.testing.assert_close(found.double(), want, rtol=0, atol=close)
-        torch.testing.assert_close(with_bias.double(), want + bias.double(), rtol=0, atol=2 * close)
-        assert found.dtype is dtype
+        exact = a.double() @ b.double()
+        a, b = with_layout(a, layout_a), with_layout(b, layout_b)
+        tolerance = (
+            3 * torch.finfo(dtype).eps * max(1.0, float(exact.abs().amax()) if rows else 1.0)
+        )
+        with MatmulMonitor() as monitor:
+            actual, with_bias = matmul(a, b), linear(a, b.T, bias)
+        assert monitor.faults == []
+        assert monitor.products == 2
+        torch.testing.assert_close(actual.double(), exact, rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            with_bias.double(), exact + bias.double(), rtol=0, atol=2 * tolerance
+        )
+        assert actual.dtype is dtype
 
 
 def test_dense_operands_are_not_copied() -> None:
     weights = torch.ones(80, 64)
     for matrix in (weights, weights.T, weights[3:9], weights.to("meta")[:, :3]):
         assert compact(matrix) is matrix
-    apart = torch.ones(4, 47)[:1, :7]
-    assert apart.is_contiguous()
-    assert compact(apart).stride() == (7, 1)
+    padded = torch.ones(4, 47)[:1, :7]
+    assert padded.is_contiguous()
+    assert compact(padded).stride() == (7, 1)
 
 
 def test_products_are_differentiable() -> None:
@@ -86,7 +93,7 @@ def test_products_are_differentiable() -> None:
 
 def test_the_check_detects_a_read_outside_the_operands() -> None:
     wide, weight = torch.ones(4, 40), torch.ones(5, 33)
-    with MatmulMonitor() as watched:
+    with MatmulMonitor() as monitor:
         _ = wide[:, :33] @ weight.T
         _ = wide[:1, :33] @ weight.T
         _ = weight.bfloat16() @ weight.bfloat16().T
@@ -95,32 +102,30 @@ def test_the_check_detects_a_read_outside_the_operands() -> None:
             _ = torch.nn.functional.linear(wide[:, :33], weight)
         _ = wide.double()[:, :33] @ weight.T.double()
         _ = weight @ weight.T
-    assert watched.products == 7
-    assert len(watched.faults) == 5
+    assert monitor.products == 7
+    assert len(monitor.faults) == 5
 
 
-# ------------------------------------------------------- who computes products on a CPU
+# ------------------------------------------------------- code that computes products on a CPU
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_of_parts_and_references_are_safe(case: Case) -> None:
-    """Covers the calls of a case, the float64 reference, the rounded reference, and the torch
-    references of operations.
-    """
-    with MatmulMonitor() as watched, prefer_torch_reference():
+    """`prove` calls the parts, the float64 and rounded references, and torch references of ops."""
+    with MatmulMonitor() as monitor, prefer_torch_reference():
         proof = prove(case, this_machine(device="cpu"))
     assert proof.passed, str(proof)
-    assert watched.products
-    assert watched.faults == []
+    assert monitor.products
+    assert monitor.faults == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_products_of_the_adapter_branch_are_safe(dtype: torch.dtype) -> None:
     call = moe_lora_calls.make_call(dtype=dtype)
-    with MatmulMonitor() as watched, prefer_torch_reference():
+    with MatmulMonitor() as monitor, prefer_torch_reference():
         call.run()
-    assert watched.products
-    assert watched.faults == []
+    assert monitor.products
+    assert monitor.faults == []
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -130,44 +135,44 @@ def test_products_of_the_router_are_safe(bias: bool) -> None:
         parameter.data.normal_()
     x_TH = torch.full((33, 56), NAN, dtype=torch.bfloat16)[:, :40]
     x_TH.copy_(torch.randn(33, 40))
-    with MatmulMonitor() as watched:
+    with MatmulMonitor() as monitor:
         logits = router.logits(x_TH)
-    assert watched.products == 1
-    assert watched.faults == []
-    want = x_TH.double() @ router.weight.double().T
-    want += 0 if router.bias is None else router.bias.double()
-    torch.testing.assert_close(logits.double(), want, rtol=1e-2, atol=5e-2)
+    assert monitor.products == 1
+    assert monitor.faults == []
+    exact = x_TH.double() @ router.weight.double().T
+    exact += 0 if router.bias is None else router.bias.double()
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-2, atol=5e-2)
 
 
 def test_products_in_gradients_are_safe() -> None:
     problem = Problem(tokens=9, hidden=40, intermediate=24, experts=3, top_k=2, dtype=torch.float32)
     x_TH, weights, routing = random_inputs(problem, CPU)
-    apart = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]
-    views = [both[..., : both.shape[2] // 2] for both in apart]
-    with MatmulMonitor() as watched:
-        found = compute_gradients(
+    padded = [torch.cat([w, torch.full_like(w, NAN)], 2) for w in (weights.w1, weights.w2)]
+    views = [both[..., : both.shape[2] // 2] for both in padded]
+    with MatmulMonitor() as monitor:
+        actual = compute_gradients(
             torch.ones_like(x_TH), x_TH, ExpertWeights(*views), routing, problem, needs_weights=True
         )
-    assert watched.products
-    assert watched.faults == []
-    want = compute_gradients(
+    assert monitor.products
+    assert monitor.faults == []
+    exact = compute_gradients(
         torch.ones_like(x_TH), x_TH, weights, routing, problem, needs_weights=True
     )
-    assert found.b1 is found.b2 is want.b1 is want.b2 is None
-    for got, expected in zip(found[:4], want[:4], strict=True):
+    assert actual.b1 is actual.b2 is exact.b1 is exact.b2 is None
+    for got, expected in zip(actual[:4], exact[:4], strict=True):
         torch.testing.assert_close(got, expected)
 
 
 def test_products_of_the_reference_are_checked() -> None:
-    """The reference has its own float32 product, which is checked too."""
+    """The reference has its own float32 product."""
     a, b = torch.full((33, 47), NAN)[:, :7], torch.ones(5, 7)
-    with MatmulMonitor() as watched:
+    with MatmulMonitor() as monitor:
         reference._matmul(a, b)
-    assert watched.products == 1
-    assert watched.faults == []
+    assert monitor.products == 1
+    assert monitor.faults == []
 
 
-# --------------------------------------------------------------------- nobody goes around
+# --------------------------------------------------------------------- unchecked products
 
 NAMES = {
     *("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "inner", "tensordot"),
@@ -175,13 +180,13 @@ NAMES = {
     *("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm", "bilinear", "Linear"),
     *("grouped_mm", "scaled_mm", "scaled_grouped_mm", "scaled_dot_product_attention"),
 }
-# Files with products of their own, and why a CPU is not given their 16-bit operands.
-ELSEWHERE = {
-    "modular_kernel/utils/matmul.py": "the place",
+# File that computes products itself -> why they are not 16-bit products on a CPU.
+OWN_PRODUCTS = {
+    "modular_kernel/utils/matmul.py": "the checked functions",
     "modular_kernel/reference/__init__.py": "shares no code with parts; float32 and float64",
     "modular_kernel/interpreter/builder.py": "numpy, float64",
-    "modular_kernel/measure/roofline.py": "a GPU's peak",
-    "experts/cutlass/scaled_mm.py": "a GPU alone has it",
+    "modular_kernel/measure/roofline.py": "measures the peak of a GPU",
+    "experts/cutlass/scaled_mm.py": "runs on GPUs only",
     "modular_kernel/bench/candidates.py": "torch's grouped product, a peer on a GPU",
     "modular_kernel/testing/checkpoints/samples.py": "float64",
     "modular_kernel/testing/stress/fuzz/independent_reference.py": "float64",
@@ -190,9 +195,7 @@ ELSEWHERE = {
 
 
 def products(path: Path) -> Iterator[int]:
-    """Return the lines of a file with products of torch: `a @ b`, or a function or method of that
-    name.
-    """
+    """Yield the lines with `a @ b` or an attribute in NAMES."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.MatMult):
             yield node.lineno
@@ -203,10 +206,10 @@ def products(path: Path) -> Iterator[int]:
 
 
 def test_every_product_uses_the_checked_functions() -> None:
-    found = {}
+    lines_by_file = {}
     for package in ("modular_kernel", "experts", "prepare_finalize", "topk_reduce"):
         for path in (ROOT / package).rglob("*.py"):
             lines = [] if "kernels" in path.parts else list(products(path))
             if lines:
-                found[str(path.relative_to(ROOT))] = lines
-    assert found.keys() == ELSEWHERE.keys()
+                lines_by_file[str(path.relative_to(ROOT))] = lines
+    assert lines_by_file.keys() == OWN_PRODUCTS.keys()

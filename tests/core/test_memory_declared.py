@@ -1,4 +1,4 @@
-"""A call allocates what its parts declare: allocations on a CPU with interpreted kernels."""
+"""A call allocates exactly the memory that its parts declare, on a CPU with interpreted kernels."""
 
 import gc
 import weakref
@@ -39,8 +39,7 @@ def _launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all allocations by operations, in order; `alive` has those that are not freed
-    yet."""
+    """Records the bytes of all allocations by operations. `alive` counts those not freed yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +47,14 @@ class Allocations(TorchDispatchMode):
         self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() and _memory(tensor) not in given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.numel()
+                and _memory(tensor) not in inputs
+            ):
                 self.made.append(tensor.untyped_storage().nbytes())
                 self._tensors.append(weakref.ref(tensor))
         return result
@@ -99,25 +102,25 @@ def test_a_call_allocates_its_declared_workspace_and_output(
             kernel(x_TH, weights, routing)
         assert found.made == [n for n in (output,) if n]
         assert sum(held_bytes().values()) >= declared
-        assert found.alive == 0  # what it returned is gone as well
+        assert found.alive == 0  # the output was not kept
     plan = kernel.plan()
     assert plan.nbytes == declared
     plan(x_TH, weights, routing)
     with Allocations() as found:
         plan(x_TH, weights, routing)
-        plan(x_TH[:5], weights, few(routing))
+        plan(x_TH[:5], weights, first_five(routing))
     assert found.made == []
 
 
-def few(routing: Any) -> Any:
+def first_five(routing: Any) -> Any:
     return type(routing)(routing.topk_weights_TK[:5], routing.topk_ids_TK[:5])
 
 
 @pytest.mark.cpu
 def test_undeclared_memory_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = make_kernel(NO_EP, "TritonExperts", PROBLEM)
-    given = random_inputs(PROBLEM, CPU)
-    kernel(*given)
+    inputs = random_inputs(PROBLEM, CPU)
+    kernel(*inputs)
     finish = FusedMoEModularKernel.finish
 
     def with_more(self: FusedMoEModularKernel, pending: Any) -> torch.Tensor:
@@ -125,11 +128,11 @@ def test_undeclared_memory_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FusedMoEModularKernel, "finish", with_more)
     with Allocations() as found:
-        kernel(*given)
+        kernel(*inputs)
     assert 4000 in found.made
 
 
-# name, H, I, experts, K
+# Name, then H, I, E and K.
 LAYERS = (
     ("DeepSeek-V3", 7168, 2048, 256, 8),
     ("Qwen3-30B", 2048, 768, 128, 8),
@@ -145,8 +148,7 @@ GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")
 def test_workspaces_stay_below_two_shared_caches(
     part: type[TritonExperts], layer: tuple[str, int, int, int, int], quant: str
 ) -> None:
-    """The bound is rows of max(2I, H) for the outputs of both GEMMs, and of I for the
-    activation."""
+    """One cache has max(2I, H) values per pair for both GEMMs, the other I for the activation."""
     _, hidden, intermediate, experts, top_k = layer
     problem = Problem(4096, hidden, intermediate, experts, top_k, quant=quant)
     if part.extra_rejections(problem, GPU):

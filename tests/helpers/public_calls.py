@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 API = Path(__file__).parents[2] / "docs" / "api"
-# Public modules. If a module has no `__all__`, all names that it defines are public, but not _names.
+# Public modules. Without `__all__`, all names without an underscore that they define are public.
 MODULES = (
     "modular_kernel",
     "modular_kernel.layers.adapter_pool",

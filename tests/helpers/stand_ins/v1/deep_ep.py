@@ -18,7 +18,7 @@ METADATA_BYTES = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights 
 
 
 class Config:
-    """A configuration of kernels. combine: whether it is for combine, which needs larger buffers."""
+    """A configuration of dispatch, or of combine, which needs larger buffers."""
 
     def __init__(self, num_sms, ranks, combine):
         assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
