@@ -1,4 +1,4 @@
-"""Users without a home folder: HOME is not set and passwd has no entry, as in some containers."""
+"""The package works for users without a home folder, as in some containers."""
 
 import json
 import subprocess
@@ -11,8 +11,8 @@ from modular_kernel.select.cache import NO_CACHE_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-# Python source that removes the user's passwd entry. If HOME is not set, Path.home() calls
-# pwd.getpwuid. This replacement raises KeyError, as for a user without an entry.
+# Program text that makes pwd.getpwuid raise KeyError, as it does for a user without a passwd entry.
+# Path.home() calls it if HOME is not set.
 REMOVE_PASSWD_ENTRY = """
 import pwd, sys
 def unknown(uid):
@@ -47,7 +47,7 @@ def run_without_home(program: str, *args: str) -> str:
     return result.stdout
 
 
-def test_commands_work() -> None:
+def test_commands_work_without_a_home_folder() -> None:
     commands = (
         ("list",),
         ("check",),
@@ -62,7 +62,7 @@ def test_commands_work() -> None:
     assert codes == {command[0]: 0 for command in commands}
 
 
-def test_compose_uses_the_configured_cache_folder_or_reports_that_there_is_none(
+def test_compose_uses_the_configured_cache_folder_or_reports_a_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ("compose", "--tokens-list", "2", "--experts", "2", "--hidden", "32", "--json")
@@ -77,7 +77,7 @@ def test_compose_uses_the_configured_cache_folder_or_reports_that_there_is_none(
 
 
 @pytest.mark.cpu
-def test_a_kernel_is_made_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_work_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     program = f"""{REMOVE_PASSWD_ENTRY}
 import torch
 import modular_kernel as mk

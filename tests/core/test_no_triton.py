@@ -1,5 +1,4 @@
-"""Without triton, everything except the Triton parts works, and those state that triton is
-missing."""
+"""Without triton, all parts without Triton kernels work, and the others report what is missing."""
 
 import json
 import re
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# As if the package were not installed: finding it fails, importing it raises ImportError.
+# Program text that makes packages impossible to find and import, as if they were not installed.
 BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
 TRITON_PARTS = {
     "TritonExperts",
@@ -33,8 +32,8 @@ TRITON_PARTS = {
     "HostThenRankPrepareAndFinalize",
 }
 
-# Packages whose names prove nothing.
-TOLD_BY_WHAT_IS_IN_THEM = {
+# Packages that are identified by their contents -> what a part needs of them.
+PROBED_PACKAGES = {
     "deep_gemm": "DeepGEMM 2.4.2 or newer",
     "triton_kernels": "triton_kernels 3.5, with matmul_ogs and RoutingData",
     "flashinfer": "FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
@@ -43,15 +42,15 @@ TOLD_BY_WHAT_IS_IN_THEM = {
 
 def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
     """Return the output of a program in a new interpreter that cannot import `blocked`."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", BLOCK.format(blocked=blocked) + program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def mk(*words: str) -> Any:
@@ -67,22 +66,22 @@ except SystemExit as ended:
     return {**json.loads(text), "code": int(code)}
 
 
-def test_all_modules_but_those_of_triton_kernels_are_importable() -> None:
+def test_all_modules_without_triton_kernels_are_importable() -> None:
     packages = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
     paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
-    own = [
+    kernel_modules = [
         path
         for path in paths
-        if _imports_a_language(path) or path.match("testing/compile/cases.py")
+        if _imports_kernel_language(path) or path.match("testing/compile/cases.py")
     ]
     modules = [
-        _module(path)
+        _module_name(path)
         for path in paths
-        if path not in own
+        if path not in kernel_modules
         and path.name != "__main__.py"
         and not path.match("integrations/vllm/v0_*.py")  # these import vLLM
     ]
-    assert {path.relative_to(ROOT).parts[:2] for path in own} == {
+    assert {path.relative_to(ROOT).parts[:2] for path in kernel_modules} == {
         ("modular_kernel", "ops"),
         ("modular_kernel", "replay"),
         ("modular_kernel", "testing"),
@@ -102,7 +101,7 @@ def test_all_modules_but_those_of_triton_kernels_are_importable() -> None:
     assert loaded.split() == []
 
 
-def _imports_a_language(path: Path) -> bool:
+def _imports_kernel_language(path: Path) -> bool:
     """Return whether the module imports triton or the CuTe DSL without a guard."""
     return (
         re.search(r"^(import|from) (triton|cutlass)\b", path.read_text(encoding="utf-8"), re.M)
@@ -110,7 +109,7 @@ def _imports_a_language(path: Path) -> bool:
     )
 
 
-def _module(path: Path) -> str:
+def _module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -161,7 +160,7 @@ def test_triton_parts_are_listed_as_unavailable_with_the_reason() -> None:
     for name in TRITON_PARTS:
         missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
         packages = sorted(set(parts[name]["requires"]["packages"]) - {"triton"})
-        needs = ["triton", *(TOLD_BY_WHAT_IS_IN_THEM.get(package, package) for package in packages)]
+        needs = ["triton", *(PROBED_PACKAGES.get(package, package) for package in packages)]
         assert [(r["parties"], r["need"]) for r in missing] == [
             ([name, "machine"], need) for need in needs
         ]
@@ -169,9 +168,9 @@ def test_triton_parts_are_listed_as_unavailable_with_the_reason() -> None:
 
 def test_a_triton_pair_is_refused_with_the_reason() -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
-    judged = mk("check", *pair)
-    assert judged["code"] == 1
-    assert "package" in [rejection["rule"] for rejection in judged["rejections"]]
+    verdict = mk("check", *pair)
+    assert verdict["code"] == 1
+    assert "package" in [rejection["rule"] for rejection in verdict["rejections"]]
     assert mk("check", *pair, "--arch", "9.0", "--packages", "triton")["ok"]
 
 
@@ -184,7 +183,7 @@ def test_the_harness_verifies_the_torch_pairings() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize(
-    ("blocked", "told"),
+    ("blocked", "note"),
     [
         (
             ("triton",),
@@ -198,7 +197,7 @@ def test_the_harness_verifies_the_torch_pairings() -> None:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
 )
-def test_the_reason_for_a_missing_triton_is_reported(blocked: tuple[str, ...], told: str) -> None:
+def test_the_reason_for_a_missing_triton_is_reported(blocked: tuple[str, ...], note: str) -> None:
     program = """
 import contextlib, io
 from modular_kernel.cli.machine_setup import prepare_host
@@ -206,4 +205,4 @@ with contextlib.redirect_stderr(io.StringIO()) as notes:
     prepare_host()
 print(notes.getvalue())
 """
-    assert python(program, blocked=blocked).startswith(told)
+    assert python(program, blocked=blocked).startswith(note)

@@ -1,4 +1,4 @@
-"""Operators are registered once for each import of their module."""
+"""Modules that register operators can be imported again."""
 
 import subprocess
 import sys
@@ -33,9 +33,9 @@ print("registered again")
 """
 
 
-def test_a_module_may_be_imported_again() -> None:
-    """Mutation tests import modules again after changing their source."""
-    done = subprocess.run(
+def test_modules_may_be_imported_again() -> None:
+    """Mutation tests change the source of a module and import it again."""
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
     )
-    assert done.stdout == "registered again\n", done.stderr[-2000:]
+    assert process.stdout == "registered again\n", process.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Weights of the operator `experts_forward`: kept between calls until a tensor changes."""
+"""The operator `experts_forward` caches its weights between calls until a tensor changes."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def swap(w1: torch.Tensor) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", [write, move, swap], ids=lambda change: change.__name__)
-def test_a_change_of_a_weight_is_seen_by_the_next_call(
+def test_the_next_call_uses_a_changed_weight(
     change: Callable[[torch.Tensor], None],
 ) -> None:
     pairing = Pairing(Prepare, AddExperts)
@@ -61,7 +61,7 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(
 def test_an_entry_is_not_found_after_an_assignment_to_data(
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Such an assignment increments no version."""
+    """An assignment to `data` does not increment the tensor's version."""
     cache, w1 = WeightsCache(), torch.ones(2, 4, 4)
     weights = cache.add((w1,), "key", ExpertWeights(w1.detach(), w1.detach()))
     w1.data = w1.data

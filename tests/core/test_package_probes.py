@@ -48,7 +48,7 @@ def write_package(site: Path, name: str, *, version: str = "2.0", **files: str) 
     return folder
 
 
-def test_an_absent_package() -> None:
+def test_an_absent_package_is_not_found() -> None:
     assert find_package(PROBE) == ProbeResult()
 
 
@@ -64,12 +64,12 @@ def test_a_package_inside_another_is_found_without_import(site: Path) -> None:
     assert "engine" not in sys.modules
 
 
-def test_another_package_of_the_same_name(site: Path) -> None:
+def test_another_package_of_the_same_name_is_unsupported(site: Path) -> None:
     write_package(site, "swift_gemm", version="0.1")
     assert find_package(PROBE) == ProbeResult(reason="unsupported swift_gemm 0.1: no api.py")
 
 
-def test_a_package_that_is_too_old(site: Path) -> None:
+def test_a_package_that_is_too_old_is_unsupported(site: Path) -> None:
     write_package(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
     assert find_package(PROBE).reason == "unsupported swift_gemm 1.0.0: no psum in api.py"
 
@@ -108,10 +108,10 @@ def test_the_machine_states_which_package_it_found(site: Path) -> None:
     )
 
 
-def test_a_cached_choice_is_for_the_version_that_is_found(
+def test_cached_choices_depend_on_the_version_of_the_found_package(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy inside another package has no metadata of its own."""
+    """A copy inside another package has no metadata, so its version is read from the source."""
     write_package(site, "engine/third_party/swift_gemm", version="2.5.0", api=MATCHING_API)
     monkeypatch.setattr(cache_keys, "collect_probes", lambda catalog: (PROBE,))
     assert cache_keys._version("swift_gemm") == "2.5.0"

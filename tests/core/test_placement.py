@@ -1,4 +1,7 @@
-"""Placements: which rank has which experts, and to which copy each pair is sent."""
+"""A placement states which rank has which experts, and to which copy a pair is sent.
+
+A pair is a token with one of its experts.
+"""
 
 from dataclasses import replace
 
@@ -39,12 +42,12 @@ def test_copies_follow_the_existing_experts() -> None:
     assert placement.experts == 4
 
 
-def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) -> object:
+def place_with(tables: object = Placement.linear(4, 2).tables(), **options: object) -> object:
     return pairs_to_slots(torch.zeros(1, 1, dtype=torch.int64), tables, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("make", "named"),
+    ("make", "message"),
     [
         (lambda: Placement(()), "experts of a rank"),
         (lambda: Placement(((0,), ())), "experts of a rank"),
@@ -74,10 +77,10 @@ def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) 
         (lambda: Placement.linear(4, 2).tables([0]), "device: got list, need a torch device"),
         (lambda: Placement.linear(4, 2).tables(10**30), "device: got 1000.*, need a torch device"),
         (lambda: Placement.linear(4, 2).tables(True), "device: got True, need a torch device"),
-        (lambda: placed(tables=None), "placement tables: got None, need a PlacementTables"),
-        (lambda: placed(first_token=0.5), "first token: got 0.5, need an int >= 0"),
-        (lambda: placed(first_token=-1), "first token: got -1"),
-        (lambda: placed(together=1), "together: got 1, need True or False"),
+        (lambda: place_with(tables=None), "placement tables: got None, need a PlacementTables"),
+        (lambda: place_with(first_token=0.5), "first token: got 0.5, need an int >= 0"),
+        (lambda: place_with(first_token=-1), "first token: got -1"),
+        (lambda: place_with(together=1), "together: got 1, need True or False"),
         (lambda: Placement.linear(4, 2).tables(tiers=[1]), "tiers: got 1 among them"),
         (lambda: Placement.of_table(5, 2), "slot of each expert: got 5, need a sequence"),
         (lambda: Placement.of_table([(0, 0.5)], 1), "slot of each expert: got tuple, need a tuple"),
@@ -104,8 +107,8 @@ def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) 
         (lambda: Problem(1, 8, 8, 3, 1, parallel=Parallel(2, Placement.linear(4, 2))), "4 experts"),
     ],
 )
-def test_invalid_placements_are_refused(make: object, named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
+def test_invalid_placements_are_refused(make: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         make()  # type: ignore[operator]
 
 
@@ -156,7 +159,9 @@ def test_ids_have_two_dimensions() -> None:
 
 
 def test_the_nearest_copies_are_preferred() -> None:
-    """Pairs go to a copy on this rank, otherwise on its host, otherwise to all copies in turn."""
+    """Pairs go to a copy on this rank. Without one, they go to copies on this host in turn, and
+    otherwise to all copies in turn.
+    """
     placement = Placement.linear(4, 4).with_copies({0: (1, 2), 1: (0, 3), 2: (3,)})
     ids = torch.arange(4).repeat_interleave(4)[:, None]  # each expert four times
 
@@ -193,8 +198,8 @@ def test_removing_a_rank_keeps_the_slots_of_the_others() -> None:
         placement.without([1])
 
 
-def test_maps_of_eplb_and_back() -> None:
-    """The second layer of EPLB's README: 12 experts, 16 physical ones, 8 GPUs on 2 nodes."""
+def test_maps_of_eplb_round_trip() -> None:
+    """The second layer of the example in EPLB's README: 12 experts, 16 physical experts, 8 GPUs."""
     physical = [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]
     placement = Placement.from_eplb(physical, 8)
     assert placement.slots[:3] == ((7, 10), (6, 8), (6, 11))
@@ -202,7 +207,7 @@ def test_maps_of_eplb_and_back() -> None:
     assert maps.physical_to_logical.tolist() == physical
     assert maps.logical_count.tolist() == [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1]
     assert maps.logical_to_physical[:3].tolist() == [[13, -1], [11, 15], [8, -1]]
-    assert {each.dtype for each in vars(maps).values()} == {torch.int64}
+    assert {tensor.dtype for tensor in vars(maps).values()} == {torch.int64}
     assert Placement.from_eplb([0, 0, 1, 0], 2, join=True).slots == ((0,), (1, 0))
 
 
@@ -213,8 +218,8 @@ def test_maps_of_eplb_and_back() -> None:
         ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
     ],
 )
-def test_parts_of_one_rank_require_the_default_order(pair: tuple[str, str]) -> None:
-    """They do not map ids, so weights in the order of a placement would be those of others."""
+def test_parts_of_one_rank_require_a_linear_placement(pair: tuple[str, str]) -> None:
+    """These parts do not map expert ids to slots, so slot i must have expert i."""
     problem = Problem(4, 8, 8, experts=3, top_k=2, parallel=Parallel(1, Placement(((2, 0, 1),))))
     verdict = check(*pair, problem)
     assert [(r.rule, r.need) for r in verdict.rejections] == [("placement", "linear")]

@@ -1,5 +1,6 @@
-"""Every process state that changes what runs is reported by `mk doctor` and `mk profile`, and
-logged once.
+"""`mk doctor` and `mk profile` report process states that change what runs; logs have them once.
+
+Such a state is, for example, a missing C compiler or an active interpreter.
 """
 
 import json
@@ -18,8 +19,8 @@ from modular_kernel.process_status import ProcessState
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["replay", "interpreter", "packages", "C compiler", "caches", "variables"]
-# The states, and what the log has after two kernels of TorchExperts were made.
-SEEN = """
+# Program that prints the states, and the log after two kernels of TorchExperts were made.
+PRINT_STATUS = """
 import json, logging, sys
 lines = []
 class Lines(logging.Handler):
@@ -41,7 +42,7 @@ print(json.dumps([{s.name: str(s) for s in get_all_states()}, lines]))
 
 
 def _recording() -> Any:
-    """The module that records launches, imported before a test changes the environment."""
+    """Import the module that records launches before a test changes the environment."""
     try:
         from modular_kernel.replay.launch import record
     except ImportError:
@@ -55,22 +56,22 @@ RECORD = _recording()
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # programs are a CPU's
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # programs run on a CPU
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def program(text: str, *words: str) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *words, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def run_and_print_status(before: str = "") -> tuple[dict[str, str], list[str]]:
-    """Return the output of SEEN in a new interpreter, after `before`."""
-    found, lines = json.loads(program(before + SEEN))
-    return found, lines
+    """Return the states and log lines of a new interpreter that runs `before` first."""
+    states, lines = json.loads(program(before + PRINT_STATUS))
+    return states, lines
 
 
 def test_normal_process_has_no_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ def test_the_interpreter_is_reported_if_it_is_active_unexpectedly() -> None:
 
 
 def test_the_interpreter_is_refused_if_it_is_requested_too_late() -> None:
-    """It is then off: torch parts work, and Triton parts are refused before anything runs."""
+    """The interpreter is off. Torch parts work, and Triton parts are refused."""
     pytest.importorskip("triton")
     late = "import os, triton; os.environ['TRITON_INTERPRET'] = '1'\n"
     found, lines = run_and_print_status(late)
@@ -111,14 +112,16 @@ for pf, experts in (("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     print(mk.make_kernel(pf, experts, problem)(torch.ones(2, 32), weights, routing)[0, 0].item())
 print(mk.check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).ok)
 """
-    one, two, triton = program(late + calls).split()
-    assert float(one) == pytest.approx(2 * 32.0**3, rel=1e-5)
-    assert float(two) == pytest.approx(2 * 32.0**3, rel=1e-5)
-    assert triton == "False"
+    torch_output, batched_output, triton_ok = program(late + calls).split()
+    assert float(torch_output) == pytest.approx(2 * 32.0**3, rel=1e-5)
+    assert float(batched_output) == pytest.approx(2 * 32.0**3, rel=1e-5)
+    assert triton_ok == "False"
 
 
-def test_a_package_that_shadows_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is named and not imported, and the parts of the others work."""
+def test_a_module_that_shadows_a_package_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shadowing module is reported and not imported. Parts of other packages work."""
     (tmp_path / "experts.py").write_text("raise SystemExit('the user s own script ran')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     found, lines = run_and_print_status("import sys; sys.path.remove('')\n")
@@ -130,7 +133,9 @@ def test_a_package_that_shadows_ours(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"package experts: got {tmp_path}/experts.py" in refusals[0]
 
 
-def test_a_missing_compiler_and_an_unknown_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_and_an_unknown_variable_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("MK_CACHE_DRI", "/x")
     monkeypatch.setenv("MK_\x1b[31m", "/x")
@@ -187,13 +192,13 @@ def test_a_triton_without_replay_is_logged_once_when_a_launch_is_recorded(
 
 
 class Kernel:
-    """A stand-in with the attributes of a kernel that are read here."""
+    """A stand-in for a JIT function."""
 
     pre_run_hooks = ()
 
 
 class Compiled:
-    """A stand-in with the attributes of a compiled kernel that are read here."""
+    """A stand-in for a compiled kernel."""
 
     metadata = None
 
@@ -204,15 +209,15 @@ def test_doctor_and_profile_report_all_states(
     monkeypatch.setenv("CC", "/nowhere/cc")
     monkeypatch.setenv("MK_TIMEOUT", "3")
     why = "MK_TIMEOUT (did you mean MK_TIMEOUT_S?)"
-    told: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
-    assert [state["name"] for state in told] == NAMES
-    assert told[-1] == {"name": "variables", "word": "unknown", "why": why, "loud": True}
+    states: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
+    assert [state["name"] for state in states] == NAMES
+    assert states[-1] == {"name": "variables", "word": "unknown", "why": why, "loud": True}
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
-    shown = run_mk(capsys, "doctor"), run_mk(capsys, "profile", *pair, "--out", str(tmp_path))
-    for ended in shown:
-        assert ended.code == 0
-        for state in told:
-            lines = [line for line in ended.out.splitlines() if state["name"] in line]
+    results = run_mk(capsys, "doctor"), run_mk(capsys, "profile", *pair, "--out", str(tmp_path))
+    for result in results:
+        assert result.code == 0
+        for state in states:
+            lines = [line for line in result.out.splitlines() if state["name"] in line]
             assert any(state["word"] in line and state["why"] in line for line in lines), state
     (path,) = tmp_path.glob("*.profile.json")
     assert [state["name"] for state in json.loads(path.read_text())["states"]] == NAMES
@@ -224,8 +229,8 @@ def test_doctor_explains_a_normal_state(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CC", sys.executable)
-    told: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
-    good = [(state["name"], state["word"]) for state in told if not state["why"]]
+    states: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
+    good = [(state["name"], state["word"]) for state in states if not state["why"]]
     assert {"packages", "C compiler", "caches", "variables"} <= {name for name, _ in good}
     shown = run_mk(capsys, "doctor").out
     assert [state for state in good if doctor._EXPLANATIONS[state] not in shown] == []

@@ -1,6 +1,4 @@
-"""A wrong value in place of one argument of a public function raises a typed error, or is accepted
-by the call.
-"""
+"""Public functions raise a typed error for a wrong value of one argument, or accept the value."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -57,8 +55,7 @@ JUNK: dict[str, Callable[[], object]] = {
 
 @cache
 def paths_of(name: str) -> tuple[str, ...]:
-    """Return the path to each argument, and to each value in the records and sequences among
-    them."""
+    """Return the paths of all arguments, and of all values in records and sequences."""
     call = ALL[name]()
     inside = [path for path, _ in leaves(call.arguments)]
     return tuple(
@@ -66,9 +63,10 @@ def paths_of(name: str) -> tuple[str, ...]:
     )
 
 
-def spoiled(name: str, place: int | str, junk: str) -> None:
-    """Call with a wrong value at one path, given by itself or by its index; raise any error that is
-    not typed.
+def call_with_junk(name: str, place: int | str, junk: str) -> None:
+    """Call with a wrong value at one path. Typed errors are ignored.
+
+    place: the path, or its index.
     """
     call, paths = ALL[name](), paths_of(name)
     path = paths[place % len(paths)] if isinstance(place, int) else place
@@ -79,7 +77,7 @@ def spoiled(name: str, place: int | str, junk: str) -> None:
         pass
 
 
-# Their good calls end in an error of ours: there are no files, and nothing is loaded.
+# Recipes whose valid calls raise a typed error, because their files or adapters do not exist.
 ENDS_IN_AN_ERROR = {
     "load_experts",
     "load_adapter",
@@ -97,7 +95,7 @@ def test_the_unchanged_call_succeeds(name: str) -> None:
         JUNK_RECIPES[name]()()
 
 
-# Calls that raised something raw once: a callable, the path of an argument, and what stood there.
+# (callable, path of an argument, wrong value) of calls that once raised an error without a type.
 SEEDS = (
     ("FusedMoE", "placement", "text"),
     ("FusedMoE", "prepare_finalize", "bools"),
@@ -165,4 +163,4 @@ def _seeds(test: Callable[..., None]) -> Callable[..., None]:
     junk=st.sampled_from(sorted(JUNK)),
 )
 def test_wrong_values_raise_typed_errors(name: str, place: int | str, junk: str) -> None:
-    spoiled(name, place, junk)
+    call_with_junk(name, place, junk)

@@ -1,9 +1,8 @@
 """Every compatibility rule refuses the values that it must, and no others.
 
-`TABLE` has at least one case per rule. A case names one field and two values. With `refused` the
-rule must refuse for the expected parties, and no other rule may; with `accepted`, and nothing else
-changed, the pairing must be valid. A rule that never refuses, one that always does, and one without
-a case fail here.
+`TABLE` has at least one case for each rule. A case names one field and two values. With the value
+`refused`, the rule refuses, and no other rule does. With the value `accepted`, the pairing is
+valid. The tests fail for a rule that never refuses, that always refuses, or that has no case.
 """
 
 import ast
@@ -41,7 +40,7 @@ from modular_kernel.utils.package_probes import PackageProbe
 BATCHED, STANDARD = ActivationFormat.BATCHED_EXPERTS, ActivationFormat.STANDARD
 PF, EX = "FakePrepare", "FakeExperts"
 
-# A pair that nothing is refused to.
+# Declarations, a problem and a machine with which no rule refuses. Cases change single fields.
 OPEN: dict[str, Any] = {
     "pf": PrepareFinalizeRequirements(
         activation_format=STANDARD,
@@ -76,10 +75,10 @@ LORA = "adapters=2,rank=8"
 
 @dataclass(frozen=True)
 class Case:
-    """A field with a value that `rule` must refuse and one that it must accept.
+    """A field with a value that `rule` must refuse and a value that it must accept.
 
-    path: the field, such as "ex.bias". parties: those of each rejection, in order. got, need:
-    substrings of their texts. given: fields changed for both values, in addition to OPEN.
+    path: the field, such as "ex.bias". parties: the parties of each rejection, in order. got, need:
+    substrings of each rejection. given: further fields of OPEN that are changed for both values.
     """
 
     rule: str
@@ -95,19 +94,23 @@ class Case:
         return f"{self.rule}-{self.path}={self.refused}"
 
     def verdict(self, value: object) -> Verdict:
-        """Return the verdict on OPEN with the fields of `given`, and with `value` in the field."""
+        """Return the verdict on OPEN with `given` and with `value` at `path`."""
         changes: dict[str, dict[str, object]] = {key: {} for key in OPEN}
         for path, new in {**self.given, self.path: value}.items():
             key, _, name = path.partition(".")
             changes[key][name] = new
-        made = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
-        return judge(*declared_classes(made["pf"], made["ex"]), made["problem"], made["machine"])
+        fields_of_case = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
+        return judge(
+            *declared_classes(fields_of_case["pf"], fields_of_case["ex"]),
+            fields_of_case["problem"],
+            fields_of_case["machine"],
+        )
 
 
 def declared_classes(
     pf: PrepareFinalizeRequirements, ex: ExpertsRequirements
 ) -> tuple[type[PrepareAndFinalize], type[PermuteExpertsUnpermute]]:
-    """Return two classes with declarations only."""
+    """Return two part classes that only have declarations."""
     return (
         type(PF, (PrepareAndFinalize,), {"requires": pf}),
         type(EX, (PermuteExpertsUnpermute,), {"requires": ex}),
@@ -122,7 +125,7 @@ FP8 = {"problem.quant": "fp8_w8a8_block", "problem.hidden": 128}
 INT4 = {"problem.quant": "int4_w4a16_group", "ex.schemes": {"int4_w4a16_group"}}
 REPACKED = {"problem.quant": "mxfp4_w4a16:repacked=true", "ex.schemes": {"mxfp4_w4a16"}}
 PREQUANTIZED = FP8 | {"ex.quantizes_input": False}
-ALONE = {"problem.batch_invariant": True}
+INVARIANT = {"problem.batch_invariant": True}
 COPIES = Placement.linear(8, 2).with_copies({0: (1,)})
 ON_INPUT = {"problem.apply_router_weight_on_input": True}
 BATCHED_PAIR = {"pf.activation_format": BATCHED, "ex.activation_format": BATCHED}
@@ -137,10 +140,10 @@ TWO_RANKS = {"problem.parallel": Parallel(2)}
 ROUND_ROBIN = Placement.round_robin(8, 2)
 INTERLEAVED = ActivationSpec("silu", interleaved=True)
 UP_FIRST = ActivationSpec("silu", up_first=True)
-SIGNS = (("__init__.py", "gemm"),)
-THEIRS = PackageProbe("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
-WHY = (("theirs", "unsupported theirs 1.0: no gemm in __init__.py"),)
-PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (THEIRS,), "machine.others": WHY}
+MARKERS = (("__init__.py", "gemm"),)
+PROBE = PackageProbe("theirs", ("theirs",), MARKERS, "theirs 2 (gemm)", "build it")
+OTHER_PACKAGES = (("theirs", "unsupported theirs 1.0: no gemm in __init__.py"),)
+PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (PROBE,), "machine.others": OTHER_PACKAGES}
 ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
 
@@ -265,14 +268,14 @@ CASES = (
     Case("deterministic", "pf.deterministic", False, True, PF_P, "not", "deterministic",
          {"problem.deterministic": True}),
     Case("batch_invariant", "ex.batch_invariant", False, True, EX_P, "depend on the other tokens",
-         "batch_invariant", ALONE),
+         "batch_invariant", INVARIANT),
     Case("batch_invariant", "pf.batch_invariant", False, True, PF_P, "depend on the other tokens",
-         "batch_invariant", ALONE),
+         "batch_invariant", INVARIANT),
     Case("batch_invariant", "problem.quant", "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true",
          (("problem",),), "which computes one activation scale from all tokens", "static",
-         ALONE | {"ex.schemes": {"fp8_w8a8_tensor"}}),
+         INVARIANT | {"ex.schemes": {"fp8_w8a8_tensor"}}),
     Case("batch_invariant", "problem.parallel", Parallel(2, COPIES), Parallel(2),
-         (("problem",),), "copies of experts", "one rank", ALONE | {"pf.localizes_ids": True}),
+         (("problem",),), "copies of experts", "one rank", INVARIANT | {"pf.localizes_ids": True}),
     Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
          "prepare_no_receive", {"problem.asynchronous": True}),
     Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),
@@ -290,8 +293,12 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_the_open_pair_is_valid() -> None:
-    made = OPEN
-    assert judge(*declared_classes(made["pf"], made["ex"]), made["problem"], made["machine"]).ok
+    fields_of_case = OPEN
+    assert judge(
+        *declared_classes(fields_of_case["pf"], fields_of_case["ex"]),
+        fields_of_case["problem"],
+        fields_of_case["machine"],
+    ).ok
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -337,7 +344,7 @@ def test_a_part_can_add_a_rule() -> None:
 
 
 def test_a_pairing_is_refused_before_construction() -> None:
-    """The refusal states every reason, before a constructor can use a vendor library."""
+    """A constructor could already use a vendor library."""
 
     def touched(self: object, *_: object) -> None:
         raise AssertionError("constructed")

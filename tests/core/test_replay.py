@@ -1,5 +1,6 @@
-"""Plans that replay recorded launches: when the parts' host code runs again, and that every check
-is still made.
+"""Plans record the launches of their first call and replay them in later calls.
+
+A replay runs no host code of the parts, but makes all checks.
 """
 
 import gc
@@ -34,14 +35,14 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 def test_later_calls_run_no_host_code_of_the_parts() -> None:
     plan, part = make_plan()
-    for seed in range(5):  # every tensor elsewhere, and other values
+    for seed in range(5):  # each call has new tensors
         args = make_inputs(seed=seed)
         assert_output(plan(*args), args)
     assert part.host_calls == 1
 
 
 def test_a_replay_uses_the_tensors_of_its_call() -> None:
-    """Changes one argument at a time, and leaves the others as recorded."""
+    """Each call replaces one of the recorded arguments."""
     plan, part = make_plan()
     first, second = make_inputs(seed=1), make_inputs(seed=2)
     plan(*first)
@@ -58,17 +59,17 @@ def test_inplace_calls_are_replayed_too() -> None:
     plan, part = make_plan(replace(SMALL, inplace=True))
     for seed in range(3):
         args = make_inputs(seed=seed)
-        want = expected_output(args[0].clone(), *args[1:])
+        expected = expected_output(args[0].clone(), *args[1:])
         assert plan(*args) is args[0]
-        torch.testing.assert_close(args[0], want)
+        torch.testing.assert_close(args[0], expected)
     assert part.host_calls == 1
 
 
 def unaligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy that starts four bytes after a multiple of 16."""
-    room = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)
-    skip = (-room.data_ptr() // 4) % 4 + 1
-    return room[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
+    memory = torch.empty(tensor.numel() + 8, dtype=tensor.dtype)
+    skip = (-memory.data_ptr() // 4) % 4 + 1
+    return memory[skip : skip + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def test_a_call_with_another_signature_gets_its_own_recording() -> None:
@@ -77,7 +78,7 @@ def test_a_call_with_another_signature_gets_its_own_recording() -> None:
     long_ids = Routing(routing.topk_weights_TK, routing.topk_ids_TK.long())
     gaps = torch.cat([x_TH, x_TH], 1)[:, : x_TH.shape[1]]
     strided = replace(weights, w1=weights.w1.mT.contiguous().mT)
-    kinds = [
+    signatures = [
         (x_TH, weights, routing),
         make_inputs(tokens=3),
         (gaps, weights, routing),
@@ -85,16 +86,16 @@ def test_a_call_with_another_signature_gets_its_own_recording() -> None:
         (x_TH, weights, long_ids),
         (x_TH, strided, routing),
     ]
-    for count, args in enumerate(kinds, start=1):
+    for count, args in enumerate(signatures, start=1):
         plan(*args)
         plan(*args)
         assert part.host_calls == count
-    assert_output(plan(*kinds[0]), kinds[0])
-    assert part.host_calls == len(kinds)
+    assert_output(plan(*signatures[0]), signatures[0])
+    assert part.host_calls == len(signatures)
 
 
 def test_an_out_of_another_layout_gets_its_own_recording() -> None:
-    """An `out` like the plan's own output shares the recording of calls without `out`."""
+    """An `out` with the layout of the plan's own output uses the recording of calls without it."""
     plan, part = make_plan()
     args = make_inputs()
     plan(*args)
@@ -128,7 +129,7 @@ def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
 
 
 def test_another_layout_in_the_same_memory_is_checked_again() -> None:
-    """Of w1, (4, 16, 16): fewer experts, which changes the shape only, or other strides."""
+    """w1, (4, 16, 16), gets fewer experts, which is invalid, or other strides, which is valid."""
     plan, part = make_plan()
     args = make_inputs()
     weights = args[1]
@@ -138,7 +139,7 @@ def test_another_layout_in_the_same_memory_is_checked_again() -> None:
     weights.w1.data = whole[:3]
     with pytest.raises(ShapeError, match="w1"):
         plan(*args)
-    weights.w1.data = whole.transpose(1, 2)  # valid, with a recording of its own
+    weights.w1.data = whole.transpose(1, 2)  # needs another recording
     for _ in range(2):
         assert_output(plan(*args), args)
     assert part.host_calls == 2
@@ -158,9 +159,8 @@ def test_weights_are_checked_once_and_not_kept_alive() -> None:
 
 
 @pytest.mark.parametrize("bad", CASES, ids=str)
-def test_invalid_tensors_after_a_valid_call(bad: Bad) -> None:
-    """One invalid tensor in a call that would be replayed raises the same error as without
-    replay."""
+def test_invalid_tensors_after_a_valid_call_are_refused(bad: Bad) -> None:
+    """An invalid tensor raises the same error in a replayed call as without replay."""
     problem = replace(PROBLEM, **bad.problem)
     plan, part = make_plan(problem)
     good = make_arguments(problem)
@@ -260,7 +260,7 @@ def test_profilers_see_stages_and_launches() -> None:
         plan(*args)
     assert part.host_calls == 2
     assert "mk::experts" in {event.key for event in profile.key_averages()}
-    watchers.append("a hook of triton's")
+    watchers.append("a launch hook of Triton")
     try:
         plan(*args)
     finally:
@@ -292,9 +292,9 @@ def test_red_zones_are_checked_in_a_replay() -> None:
     def overrun(stream: int, pointers: Sequence[int]) -> None:
         past.fill_(0.0)
 
-    (kind, recorded) = next(iter(plan._recorded._recorded.items()))
+    (signature, recorded) = next(iter(plan._recorded._recorded.items()))
     assert recorded is not None
-    plan._recorded.store(kind, replace(recorded, replays=(*recorded.replays, overrun)))
+    plan._recorded.store(signature, replace(recorded, replays=(*recorded.replays, overrun)))
     with pytest.raises(CorruptionError, match="workspace13"):
         plan(*args)
 
@@ -312,7 +312,7 @@ def test_the_number_of_recordings_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     plan, part = make_plan()
     for tokens in (1, 2, 3, 3, 2, 1):
         plan(*make_inputs(tokens=tokens))
-    assert part.host_calls == 4  # the first kind had to go, and came back
+    assert part.host_calls == 4  # the recording for one token was dropped and made again
     assert len(plan._recorded._recorded) == 2
 
 
@@ -336,14 +336,14 @@ def test_interpreted_kernels_are_not_replayed(machine: Machine) -> None:
         pytest.skip("compiled kernels are replayed: tests/gpu")
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", SMALL)
     plan, args = kernel.plan(), random_inputs(SMALL, CPU)
-    want = kernel(*args)
+    expected = kernel(*args)
     for _ in range(3):
-        assert torch.equal(plan(*args), want)
+        assert torch.equal(plan(*args), expected)
     assert set(plan._recorded._recorded.values()) <= {None}
 
 
 class StepExperts(AddExperts):
-    """Runs host code before, between and after its launches, and lists what runs."""
+    """Runs host code before, between and after its launches, and lists the steps."""
 
     replayable = True
 
@@ -387,7 +387,7 @@ def test_a_replay_runs_host_code_between_launches() -> None:
     assert part.steps == 3 * recorded
 
 
-def test_an_obstacle_makes_a_call_run_host_code() -> None:
+def test_a_bypassed_replay_runs_host_code() -> None:
     plan, part = make_plan(experts=StepExperts)
     args = make_inputs()
     plan(*args)

@@ -1,7 +1,6 @@
-"""Replayed launches equal those of the installed triton byte for byte.
+"""Replayed launches equal launches by the installed triton byte for byte.
 
-This needs no GPU: triton's launcher and cuda_replay.c both launch on the tests' stand-in for
-libcuda.so.1.
+This needs no GPU, because Triton's launcher and cuda_replay.c use a stand-in for libcuda.so.1.
 """
 
 from typing import Any
@@ -16,20 +15,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_with_stand_in("replayed_launch_program", tmp_path_factory.mktemp("driver"))
 
 
-# 49 bytes: two pointers, int32, float32, int64, a flag, two of scratch; 180: a map, two sizes and
-# two strides, a pointer, int32, two of scratch.
+# 49 bytes are two pointers, int32, float32, int64, a flag and two scratch pointers. 180 bytes are a
+# tensor map with two sizes and two strides, a pointer, int32 and two scratch pointers.
 @pytest.mark.parametrize(("kernel", "nbytes"), [("plain", 49), ("dependent", 49), ("boxes", 180)])
 def test_a_replayed_launch_equals_that_of_triton(
     found: dict[str, Any], kernel: str, nbytes: int
 ) -> None:
-    """Compares grid, threads, shared memory, attributes, stream and all parameters."""
+    """Grid, threads, shared memory, attributes, stream and all parameters are compared."""
     calls = found[kernel]
     assert "refused" not in calls
     assert [launch.pop("number") for launch in calls["triton"] + calls["replayed"]] == [1, 2, 3, 4]
     assert calls["replayed"] == calls["triton"]
     first, second = calls["triton"]
     assert first["bytes"] == nbytes
-    assert first["value"] != second["value"]  # other inputs
+    assert first["value"] != second["value"]  # the calls have different inputs
     assert first["dependent"] == (kernel == "dependent")
 
 
@@ -57,7 +56,8 @@ def test_the_reason_for_disabled_replay_is_reported(monkeypatch: pytest.MonkeyPa
     from modular_kernel.replay.launch import launch
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)  # mk has set it
+    # Without a GPU, `mk` may have set TRITON_INTERPRET, so this is not reported as the reason.
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
     assert str(get_replay_state()) == "off: no NVIDIA GPU"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     assert str(get_replay_state()) == "off: TRITON_INTERPRET is 1: nothing is compiled"

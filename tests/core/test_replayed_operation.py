@@ -16,7 +16,7 @@ STREAM = 7
 
 
 class Recording:
-    """A stand-in for a GPU; its recordings can be replayed or not, as set."""
+    """A stand-in for a GPU. replayable: whether its recordings can be replayed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, replayable: bool = True) -> None:
         self.launches, self.replays = 0, list[tuple[int, list[int]]]()
@@ -41,7 +41,7 @@ class Recording:
         self.launches += 1
 
 
-def test_the_third_call_is_replayed_with_its_own_addresses(
+def test_third_calls_are_replayed_with_their_own_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, replayed = Recording(monkeypatch), ReplayedOperation()

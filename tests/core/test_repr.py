@@ -27,8 +27,8 @@ def test_the_repr_of_a_problem_omits_defaults_and_evaluates_to_it() -> None:
 
 
 def test_values_in_rejections_may_be_numbers() -> None:
-    found = replace(mk.check(*PAIR, PROBLEM, CPU), rejections=(Rejection("r", (), 3, "<4"),))  # type: ignore[arg-type]
-    assert "<td>3</td><td>&lt;4</td>" in found._repr_html_()
+    matrix = replace(mk.check(*PAIR, PROBLEM, CPU), rejections=(Rejection("r", (), 3, "<4"),))  # type: ignore[arg-type]
+    assert "<td>3</td><td>&lt;4</td>" in matrix._repr_html_()
 
 
 def test_verdicts_are_short_and_have_tables() -> None:
@@ -51,13 +51,13 @@ def test_a_verdict_with_rejections_is_false() -> None:
     assert refused.rejections
 
 
-def test_a_matrix_is_a_grid() -> None:
-    found = mk.check_all(PROBLEM, CPU)
-    assert isinstance(found, tuple)
-    shown = found._repr_html_()
-    names = {verdict.experts for verdict in found}
-    assert shown.count("<tr>") == len(found) // len(names) + 1
-    assert shown.count("<td>") == len(found)
+def test_a_matrix_is_shown_as_a_grid() -> None:
+    matrix = mk.check_all(PROBLEM, CPU)
+    assert isinstance(matrix, tuple)
+    shown = matrix._repr_html_()
+    names = {verdict.experts for verdict in matrix}
+    assert shown.count("<tr>") == len(matrix) // len(names) + 1
+    assert shown.count("<td>") == len(matrix)
     assert [name for name in names if f"<th>{name}</th>" not in shown] == []
 
 
@@ -70,7 +70,6 @@ def test_the_repr_of_kernels_and_plans_names_their_pairing() -> None:
 
 
 def test_a_notebook_shows_kernels_as_it_shows_verdicts() -> None:
-    """A single line; tests/select/test_compose.py tests the table of a composed kernel."""
     problem = mk.Problem(8, 64, 128, 8, 2)
     kernel = mk.make_kernel(*PAIR, problem, machine=CPU)
     assert kernel._repr_html_() == f"<p>{' x '.join(PAIR)}, {problem} on cpu</p>"
@@ -78,5 +77,5 @@ def test_a_notebook_shows_kernels_as_it_shows_verdicts() -> None:
     assert verdict._repr_html_() == f"<p>{' x '.join(PAIR)}: valid, {problem}</p>"
 
 
-def test_the_version() -> None:
+def test_version_is_that_of_the_distribution() -> None:
     assert mk.__version__ == version("modular-kernel")

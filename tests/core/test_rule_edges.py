@@ -1,7 +1,8 @@
-"""Every rule at its boundary.
+"""Every compatibility rule is tested at its boundary.
 
-The nearest problem that passes is computed correctly, the nearest one that fails is refused for
-that reason, and a rule that is off by one is detected.
+An edge is a pair of problems that differ in one step: a rule accepts one and refuses the other. The
+accepted problem must be computed correctly, the other must be refused by this rule only, and a rule
+that is off by one must be detected.
 """
 
 import ast
@@ -46,8 +47,9 @@ OVER_RANKS = (
     ("SymmMemPrepareAndFinalize", "TorchExperts"),
     ("HostThenRankPrepareAndFinalize", "TorchExperts"),
 )
-# Where rules bear on unusual problems only: a scheme, a placement, a declaration first.
-DEEP = (
+# Pairings that are searched up to two steps away, because some rules only apply after a first step,
+# such as another scheme or placement.
+TWO_STEPS = (
     (BATCHED, "NaiveBatchedExperts", None),
     ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts", None),
     (NO_EP, "TorchExperts", GPU),
@@ -55,7 +57,7 @@ DEEP = (
 )
 
 
-# Where a library's part adds to the rules for one scheme or activation.
+# Problems at which the search starts, for rules of a part that apply to one scheme or activation.
 BLOCKS = Problem(
     7, 256, 128, 8, 2, quant="fp8_w8a8_block", activation=ActivationSpec(up_first=True)
 )
@@ -68,7 +70,7 @@ STARTS = (
     ),
     ("TritonKernelsExperts", Problem(7, 256, 128, 8, 2, quant="mxfp4_w4a16")),
 )
-# Where a library's part has rules for ranks of several hosts.
+# Problems over several hosts, for rules of parts that apply to them.
 HOSTS = Problem(7, 2048, 128, 64, 2, parallel=Parallel(16, ranks_per_host=8))
 ON_HOSTS = (
     ("DeepEPHTPrepareAndFinalize", HOSTS),
@@ -84,25 +86,24 @@ def boundaries_of(
     depth: int = 1,
     start: Problem | None = None,
 ) -> Edges:
-    """Return the boundaries of two parts, given by name."""
     catalog = load_catalog()
     parts = catalog.prepare_finalize(pf), catalog.experts(experts)
     return edges_of(*parts, machine or this_machine(), depth=depth, start=start)
 
 
 def all_boundaries() -> Iterator[Edges]:
-    """Return boundaries around every pairing, and at a larger distance around a few."""
+    """Yield the boundaries of every pairing, with more steps or other starts for some pairings."""
     catalog = load_catalog()
     for pf in catalog.names("prepare_finalize"):
         for experts in catalog.names("experts"):
             yield boundaries_of(pf, experts)
-    yield from (boundaries_of(pf, experts, machine, 2) for pf, experts, machine in DEEP)
+    yield from (boundaries_of(pf, experts, machine, 2) for pf, experts, machine in TWO_STEPS)
     yield from (boundaries_of(NO_EP, experts, start=start) for experts, start in STARTS)
     yield from (boundaries_of(pf, "TritonExperts", start=start) for pf, start in ON_HOSTS)
 
 
 def boundary_error(edge: Edge) -> str:
-    """Return what is wrong with a boundary, or ""."""
+    """Return why an edge is wrong, or ""."""
     passing, failing = edge.passing.verdict, edge.failing.verdict
     if passing.rejections:
         return f"{edge}: the passing side is refused, {passing}"
@@ -112,12 +113,12 @@ def boundary_error(edge: Edge) -> str:
 
 
 @pytest.mark.share(2)
-def test_every_rule_has_its_edges() -> None:
-    """Each condition that can refuse does so alone, one step from a problem that passes."""
+def test_every_rule_has_edges() -> None:
+    """Every condition that can refuse does so alone, one step from a problem that passes."""
     catalog, with_edge = load_catalog(), set()
-    for found in all_boundaries():
-        assert [said for edge in found.edges if (said := boundary_error(edge))] == []
-        with_edge |= {edge.reason for edge in found.edges}
+    for boundaries in all_boundaries():
+        assert [error for edge in boundaries.edges if (error := boundary_error(edge))] == []
+        with_edge |= {edge.reason for edge in boundaries.edges}
     wanted = set(find_rule_sites())
     for pf in catalog.names("prepare_finalize"):
         wanted |= find_part_sites(catalog.prepare_finalize(pf))
@@ -129,9 +130,7 @@ def test_every_rule_has_its_edges() -> None:
 
 @pytest.mark.parametrize(("pf", "experts"), HERE)
 def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> None:
-    """Problems that pass are called and compared with the float64 reference; those that fail are
-    refused for the same reason when a kernel is made.
-    """
+    """Problems that fail are refused for the same reason when a kernel is made."""
     machine, cases = this_machine(), passing(boundaries_of(pf, experts))
     for edge in boundaries_of(pf, experts).edges:
         failing = edge.failing
@@ -146,9 +145,9 @@ def test_problems_that_pass_are_computed_correctly(pf: str, experts: str) -> Non
         assert comparison.ok, f"{case}: {comparison}"
 
 
-def passing(found: Edges) -> list[Case]:
+def passing(boundaries: Edges) -> list[Case]:
     """Return the cases of passing problems that this machine can run."""
-    here = [edge for edge in found.edges if edge.passing.machine == this_machine()]
+    here = [edge for edge in boundaries.edges if edge.passing.machine == this_machine()]
     return list(dict.fromkeys(case for edge in here if (case := make_case(edge)) is not None))
 
 
@@ -161,7 +160,7 @@ def test_problems_that_pass_are_computed_correctly_over_ranks(
     assert len(cases) >= 2
     for case in cases:
         assert isinstance(case, RankCase)
-        proof = prove_ranks(case, rank_pool(2), checks=CHECKS[:1])  # the numbers alone
+        proof = prove_ranks(case, rank_pool(2), checks=CHECKS[:1])  # only the numeric check
         assert proof.passed, str(proof)
 
 
@@ -169,7 +168,7 @@ Change = Callable[[ast.Compare, int], None]
 
 
 def swap(node: ast.Compare, at: int) -> None:
-    """Exchange `<` for `<=`, and so on."""
+    """Replace `<` by `<=`, `<=` by `<`, and `>` and `>=` likewise."""
     other = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
     node.ops[at] = other[type(node.ops[at])]()
 
@@ -183,12 +182,12 @@ CHANGES: tuple[Change, ...] = (swap, partial(shift, by=1), partial(shift, by=-1)
 
 
 def mutants() -> Iterator[Any]:
-    """Yield each rule with each of its comparisons of numbers off by one, in both directions."""
+    """Yield each rule with one comparison of numbers off by one, in both directions."""
     for rule, function in RULES.items():
         source = dedent(inspect.getsource(function))
         for place, (node, at) in enumerate(compared(ast.parse(source))):
-            numbers = "arch" not in ast.unparse(node)  # a pair of them has no next
-            for change in CHANGES if numbers else CHANGES[:1]:
+            is_numeric = "arch" not in ast.unparse(node)  # an architecture is a tuple
+            for change in CHANGES if is_numeric else CHANGES[:1]:
                 tree = ast.parse(source)
                 mutated, at = compared(tree)[place]
                 change(mutated, at)
@@ -202,7 +201,7 @@ def mutants() -> Iterator[Any]:
 
 
 def compared(tree: ast.AST) -> list[tuple[ast.Compare, int]]:
-    """Return the order comparisons, and the indices of their operators."""
+    """Return the comparisons by `<`, `<=`, `>` or `>=`, each with the index of the operator."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     by_size = ast.Lt | ast.LtE | ast.Gt | ast.GtE
     return [(n, at) for n in nodes for at, op in enumerate(n.ops) if isinstance(op, by_size)]
@@ -231,9 +230,10 @@ def test_a_rule_that_is_off_by_one_is_detected(
 ) -> None:
     catalog, pairs = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
 
-    def faults(walked: Iterable[Edges]) -> list[str]:
-        edges = [edge for found in walked for edge in found.edges if edge.reason.rule == rule]
-        return [said for edge in edges if (said := boundary_error(edge))] if edges else ["no edge"]
+    def faults(searches: Iterable[Edges]) -> list[str]:
+        edges = [edge for found in searches for edge in found.edges if edge.reason.rule == rule]
+        errors = [error for edge in edges if (error := boundary_error(edge))]
+        return errors if edges else ["no edge"]
 
     assert faults(boundaries_of(pf, "TorchExperts", GPU) for pf in pairs) == []
     monkeypatch.setitem(RULES, rule, mutant)
@@ -241,8 +241,8 @@ def test_a_rule_that_is_off_by_one_is_detected(
     assert faults(edges_of(catalog.prepare_finalize(pf), experts, GPU) for pf in pairs) != []
 
 
-def test_a_rule_of_a_third_party_gets_its_edges() -> None:
-    """Its bound is in its code only, and the boundary is found on both sides of it."""
+def test_a_rule_of_a_third_party_has_edges() -> None:
+    """The bound is a constant in the rule's code."""
 
     def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         if problem.intermediate > 5000:

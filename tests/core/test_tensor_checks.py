@@ -1,4 +1,4 @@
-"""The tensor check on its own, for cases that test_public_tensors does not cover."""
+"""The checks of tensors, for cases that test_public_tensors does not cover."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_none_is_accepted_for_optional_tensors() -> None:
 
 
 def test_views_that_exceed_their_storage_are_refused() -> None:
-    """The offset of a view counts in addition to its sizes and strides."""
+    """A view also needs the memory before its storage offset."""
     whole = torch.zeros(8)
     part = whole[4:]
     whole.untyped_storage().resize_(24)

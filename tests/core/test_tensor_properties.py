@@ -37,21 +37,21 @@ def _names(problem: Problem) -> tuple[str, ...]:
     return (*CALLS, *(name for name, tensor in vars(weights).items() if tensor is not None))
 
 
-EVERY = [(problem, name) for problem in PROBLEMS for name in _names(problem)]
-EVERY_FLOAT = [
-    (problem, name) for problem, name in EVERY if name != "topk_ids" and "zero" not in name
+ARGUMENTS = [(problem, name) for problem in PROBLEMS for name in _names(problem)]
+FLOAT_ARGUMENTS = [
+    (problem, name) for problem, name in ARGUMENTS if name != "topk_ids" and "zero" not in name
 ]
 
 
-def _of(args: Args, name: str) -> torch.Tensor:
+def _tensor_of(args: Args, name: str) -> torch.Tensor:
     if name == "x":
         return args.x
-    held = args.routing if name in CALLS else args.weights
-    found: torch.Tensor = getattr(held, f"{name}_TK" if name in CALLS else name)
-    return found
+    record = args.routing if name in CALLS else args.weights
+    tensor: torch.Tensor = getattr(record, f"{name}_TK" if name in CALLS else name)
+    return tensor
 
 
-def _with(args: Args, name: str, tensor: torch.Tensor) -> Args:
+def _replace_tensor(args: Args, name: str, tensor: torch.Tensor) -> Args:
     if name == "x":
         return replace(args, x=tensor)
     if name in CALLS:
@@ -59,8 +59,8 @@ def _with(args: Args, name: str, tensor: torch.Tensor) -> Args:
     return replace(args, weights=replace(args.weights, **{name: tensor}))
 
 
-def _refused(error: type[InputError], problem: Problem, args: Args, what: str) -> str:
-    """Check that a call and the first call of a plan raise the error, and return its message."""
+def _assert_refused(error: type[InputError], problem: Problem, args: Args, what: str) -> str:
+    """Assert that a call and the first call of a plan raise the error; return its message."""
     kernel = kernel_with_spies(problem)
     for call in (kernel, kernel.plan()):
         with pytest.raises(error) as caught:
@@ -74,40 +74,42 @@ def _id(value: object) -> str:
     return value.quant if isinstance(value, Problem) else str(value)
 
 
-@pytest.mark.parametrize(("problem", "name"), EVERY, ids=_id)
+@pytest.mark.parametrize(("problem", "name"), ARGUMENTS, ids=_id)
 def test_a_lazily_negated_tensor_is_refused(problem: Problem, name: str) -> None:
     args = make_arguments(problem)
-    tensor = torch._neg_view(_of(args, name))
+    tensor = torch._neg_view(_tensor_of(args, name))
     assert tensor.is_neg()
-    told = _refused(LayoutError, problem, _with(args, name, tensor), name)
+    told = _assert_refused(LayoutError, problem, _replace_tensor(args, name, tensor), name)
     assert "resolve_neg()" in told
 
 
 def test_a_lazily_negated_output_is_refused() -> None:
     args = make_arguments(PROBLEM)
     out = torch._neg_view(torch.empty_like(args.x))
-    _refused(LayoutError, PROBLEM, replace(args, out=out), "out")
+    _assert_refused(LayoutError, PROBLEM, replace(args, out=out), "out")
 
 
-@pytest.mark.parametrize(("problem", "name"), EVERY_FLOAT, ids=_id)
-def test_a_lost_gradient_is_refused(problem: Problem, name: str) -> None:
+@pytest.mark.parametrize(("problem", "name"), FLOAT_ARGUMENTS, ids=_id)
+def test_a_tensor_that_requires_grad_is_refused(problem: Problem, name: str) -> None:
     args = make_arguments(problem)
-    tensor = _of(args, name)
+    tensor = _tensor_of(args, name)
     if not tensor.dtype.is_floating_point:
-        return  # such weights have no gradient to lose
+        return  # integers have no gradient
     if tensor.dtype is torch.float8_e4m3fn:
         tensor = tensor.float().requires_grad_().to(tensor.dtype)
         assert tensor.requires_grad
     else:
         tensor.requires_grad_()
-    told = _refused(UnsupportedError, problem, _with(args, name, tensor), "gradients")
+    told = _assert_refused(
+        UnsupportedError, problem, _replace_tensor(args, name, tensor), "gradients"
+    )
     assert f"got {name} that require grad" in told
 
 
 def test_an_output_that_requires_grad_is_refused() -> None:
     args = make_arguments(PROBLEM)
     out = torch.empty_like(args.x).requires_grad_()
-    told = _refused(UnsupportedError, PROBLEM, replace(args, out=out), "gradients")
+    told = _assert_refused(UnsupportedError, PROBLEM, replace(args, out=out), "gradients")
     assert "got out that require grad" in told
 
 
@@ -115,11 +117,13 @@ def test_an_output_that_requires_grad_is_refused() -> None:
 def test_a_forward_gradient_is_refused(name: str) -> None:
     problem = replace(PROBLEM, **BIAS)
     args = make_arguments(problem)
-    tensor = _of(args, name)
-    # With no_grad too: that is about backward gradients.
+    tensor = _tensor_of(args, name)
+    # torch.no_grad() only disables backward gradients.
     with torch.no_grad(), forward_ad.dual_level():
         dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
-        told = _refused(UnsupportedError, problem, _with(args, name, dual), "gradients")
+        told = _assert_refused(
+            UnsupportedError, problem, _replace_tensor(args, name, dual), "gradients"
+        )
         assert f"got {name} with a forward gradient" in told
         with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
             kernel_with_spies(problem)(args.x, args.weights, args.routing)
@@ -138,11 +142,11 @@ def test_tensors_of_function_transforms_are_refused(transform: Callable[..., obj
         transform(layer)(x)
 
 
-@pytest.mark.parametrize(("problem", "name"), EVERY, ids=_id)
+@pytest.mark.parametrize(("problem", "name"), ARGUMENTS, ids=_id)
 def test_freed_memory_is_refused(problem: Problem, name: str) -> None:
     args = make_arguments(problem)
-    _of(args, name).untyped_storage().resize_(0)
-    told = _refused(LayoutError, problem, args, name)
+    _tensor_of(args, name).untyped_storage().resize_(0)
+    told = _assert_refused(LayoutError, problem, args, name)
     assert "got 0 bytes of memory" in told
 
 
@@ -150,7 +154,7 @@ def test_a_storage_smaller_than_the_shape_is_refused() -> None:
     args = make_arguments(PROBLEM)
     nbytes = args.weights.w2.nbytes
     args.weights.w2.untyped_storage().resize_(nbytes - 2)
-    told = _refused(LayoutError, PROBLEM, args, "w2")
+    told = _assert_refused(LayoutError, PROBLEM, args, "w2")
     assert told.endswith(f"got {nbytes - 2} bytes of memory (freed or resized?), need "
                          f"the {nbytes} that its shape and strides reach")  # fmt: skip
 
@@ -167,11 +171,11 @@ def test_weights_are_checked_again_after_their_data_is_replaced() -> None:
     args.weights.w1.data = whole[:, :32].clone()
     with pytest.raises(ShapeError, match="w1"):
         plan(args.x, args.weights, args.routing)
-    args.weights.w1.data = whole[:, :32]  # where it was
+    args.weights.w1.data = whole[:, :32]  # another shape at the original address
     with pytest.raises(ShapeError, match="w1"):
         plan(args.x, args.weights, args.routing)
     other = whole.flip(0)
-    args.weights.w1.data = other  # as good as the first: taken
+    args.weights.w1.data = other  # valid weights at another address
     expected = _torch_kernel(PROBLEM)(args.x, replace(args.weights, w1=other), args.routing)
     assert torch.equal(plan(args.x, args.weights, args.routing), expected)
     args.weights.w1.untyped_storage().resize_(0)
@@ -184,15 +188,15 @@ def test_an_output_that_overlaps_an_input_is_refused(name: str) -> None:
     problem = replace(PROBLEM, dtype=torch.float32, hidden=16, intermediate=64, **BIAS)
     args = make_arguments(problem)
     count = args.x.numel()
-    read = _of(args, name)
-    room = torch.empty(max(count, read.numel()) + 1)
-    inside = room[1 : read.numel() + 1].view(read.shape)
-    args = _with(args, name, inside.copy_(read))
-    out = room[:count].view(args.x.shape)
-    told = _refused(ConfigurationError, problem, replace(args, out=out), "out")
+    read = _tensor_of(args, name)
+    memory = torch.empty(max(count, read.numel()) + 1)
+    view = memory[1 : read.numel() + 1].view(read.shape)
+    args = _replace_tensor(args, name, view.copy_(read))
+    out = memory[:count].view(args.x.shape)
+    told = _assert_refused(ConfigurationError, problem, replace(args, out=out), "out")
     assert f"got the memory of {name}, need separate memory" in told
     inplace = replace(problem, inplace=True)
-    _refused(ConfigurationError, inplace, replace(args, x=out), "x of an in-place call")
+    _assert_refused(ConfigurationError, inplace, replace(args, x=out), "x of an in-place call")
 
 
 def _dual(tensor: torch.Tensor) -> torch.Tensor:
@@ -204,16 +208,16 @@ def _freed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-BEHIND: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], type[InputError]], ...] = (
+INVALID: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], type[InputError]], ...] = (
     (torch._neg_view, LayoutError),
     (_freed, LayoutError),
     (_dual, UnsupportedError),
 )
 
 
-@pytest.mark.parametrize(("change", "error"), BEHIND, ids=["negated", "freed", "dual"])
+@pytest.mark.parametrize(("change", "error"), INVALID, ids=["negated", "freed", "dual"])
 @pytest.mark.parametrize("place", [0, 1], ids=["x", "topk_weights"])
-def test_a_call_that_would_be_replayed_is_refused_too(
+def test_invalid_tensors_are_refused_before_a_replay(
     place: int, change: Callable[[torch.Tensor], torch.Tensor], error: type[InputError]
 ) -> None:
     plan, part = make_plan()
@@ -229,7 +233,7 @@ def test_a_call_that_would_be_replayed_is_refused_too(
     assert part.host_calls == 1
 
 
-def test_peers_are_notified_if_a_replay_has_no_memory_for_its_output(
+def test_ranks_are_notified_if_a_replay_has_no_memory_for_its_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan, _ = make_plan()
@@ -265,7 +269,7 @@ def test_a_replayed_call_checks_weights_and_output() -> None:
     weights.w1.data = weights.w1.data[:, :1]
     with pytest.raises(ShapeError, match="w1"):
         plan(x_TH, weights, routing)
-    assert part.host_calls == 2  # of two kinds
+    assert part.host_calls == 2  # one recording for each number of tokens
 
 
 def test_a_plans_own_output_may_be_its_next_input() -> None:
@@ -286,7 +290,7 @@ PAIRS = [(verdict.prepare_finalize, verdict.experts) for verdict in HERE if verd
 
 @pytest.mark.parametrize(("pf", "experts"), PAIRS)
 def test_writing_an_output_increments_its_version(pf: str, experts: str) -> None:
-    """Backward of an operation that saved the tensor before then raises an error."""
+    """Autograd raises an error if an operation saved the tensor before it was overwritten."""
     args = make_arguments(PROBLEM)
     with torch.no_grad():
         machine = this_machine(device="cpu")
@@ -305,7 +309,7 @@ def test_writing_an_output_increments_its_version(pf: str, experts: str) -> None
         before = args.x._version
         inplace(args.x, args.weights, args.routing)
         assert args.x._version > before
-    with torch.inference_mode():  # no versions there, and no complaint
+    with torch.inference_mode():  # inference tensors have no version, and no error is raised
         kernel(args.x, args.weights, args.routing, out=torch.zeros_like(args.x))
 
 
@@ -317,32 +321,37 @@ def test_a_started_call_can_be_finished_once() -> None:
         pending.finish()
 
 
-def _work(plan: Plan, given: tuple[torch.Tensor, ExpertWeights, Routing], calls: int) -> int:
-    """Return how many of `calls` results differ from that of the kernel."""
-    x_TH, weights, routing = given
+def _count_mismatches(
+    plan: Plan, inputs: tuple[torch.Tensor, ExpertWeights, Routing], calls: int
+) -> int:
+    """Return how many of `calls` results of the plan differ from the kernel's result."""
+    x_TH, weights, routing = inputs
     expected = plan.kernel(x_TH, weights, routing)
-    wrong = 0
+    mismatches = 0
     for _ in range(calls):
-        found = plan(x_TH, weights, routing)
-        wrong += not torch.equal(found, expected)
-    return wrong
+        actual = plan(x_TH, weights, routing)
+        mismatches += not torch.equal(actual, expected)
+    return mismatches
 
 
-def test_threads_take_turns_with_a_plan() -> None:
+def test_threads_can_share_a_plan() -> None:
     problem = replace(PROBLEM, dtype=torch.float32)
     plan = _torch_kernel(problem).plan()
-    made = [random_inputs(problem, CPU) for _ in range(8)]
-    given = [(x_TH.roll(i, 0), weights, routing) for i, (x_TH, weights, routing) in enumerate(made)]
-    wrong: list[int] = []
+    drawn = [random_inputs(problem, CPU) for _ in range(8)]
+    inputs = [(x_TH.roll(i, 0), weights, routing)
+              for i, (x_TH, weights, routing) in enumerate(drawn)]  # fmt: skip
+    mismatches: list[int] = []
     threads = [
-        threading.Thread(target=lambda i=i: wrong.append(_work(plan, given[i], 25)))
+        threading.Thread(
+            target=lambda i=i: mismatches.append(_count_mismatches(plan, inputs[i], 25))
+        )
         for i in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert wrong == [0] * 8
+    assert mismatches == [0] * 8
 
 
 def test_a_plan_within_its_own_call_is_refused() -> None:
@@ -360,10 +369,10 @@ def test_a_plan_within_its_own_call_is_refused() -> None:
     with pytest.raises(StateError, match="a plan: got a call within its own call"):
         plan(args.x, args.weights, args.routing)
     del kernel.finish
-    plan(args.x, args.weights, args.routing)  # it was left in order
+    plan(args.x, args.weights, args.routing)  # the plan is still usable
 
 
-def test_a_copied_plan_has_buffers_of_its_own() -> None:
+def test_a_copied_plan_has_its_own_buffers() -> None:
     args = make_arguments(PROBLEM)
     plan = _torch_kernel(PROBLEM).plan()
     own = plan(args.x, args.weights, args.routing)

@@ -15,17 +15,18 @@ from modular_kernel.compatibility.support import Rejection
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.text import escape_nonprintable, format_counts, pluralize
 
-# Color, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
-# a line separator, no width, a lone surrogate.
+# Escape sequences that set a color, clear the screen and set the title; an 8-bit CSI; overrides and
+# isolates of the text direction; a forged line; a carriage return; a line separator; a zero-width
+# space; a lone surrogate.
 HOSTILE = "a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028\u200b\ud800"
 
 
 @pytest.mark.parametrize("text", ["", "plain", "Größe 漢字 ~é", "a b"])
-def test_printable_text_stays(text: str) -> None:
+def test_printable_text_is_unchanged(text: str) -> None:
     assert escape_nonprintable(text) == text
 
 
-def test_other_characters_are_escaped() -> None:
+def test_nonprintable_characters_are_escaped() -> None:
     shown = escape_nonprintable(HOSTILE)
     assert shown.isprintable()
     assert shown.startswith(
@@ -75,12 +76,12 @@ def test_a_downloaded_config_cannot_write_to_the_terminal(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | entry), encoding="utf-8")
     for verb in ("check", "compose"):
-        ended = run_mk(capsys, verb, "--model", str(path))
-        assert ended.code == 2
-        shown = ended.err.removesuffix("\n").split("\n")[-1]  # the one line of the error
-        assert shown.startswith("error: model ")
-        assert shown.isprintable()
-        assert ended.out == ""
+        result = run_mk(capsys, verb, "--model", str(path))
+        assert result.code == 2
+        error_line = result.err.removesuffix("\n").split("\n")[-1]
+        assert error_line.startswith("error: model ")
+        assert error_line.isprintable()
+        assert result.out == ""
 
 
 def test_tables_and_lines_show_escapes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,45 +106,45 @@ def test_the_log_of_a_forged_cache_shows_escapes(
     assert record.getMessage().isprintable()
 
 
-def _shown_texts(path: Path) -> Iterator[str]:
-    """Return all text in a module's code: string constants, including the parts of f-strings."""
+def _string_constants(path: Path) -> Iterator[str]:
+    """Yield the string constants in a module's code, including the parts of f-strings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    documented = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr))
-    skipped = {id(value) for value in documented}
+    docstrings = (n.value for n in ast.walk(tree) if isinstance(n, ast.Expr))
+    skipped = {id(value) for value in docstrings}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in skipped:
             yield str(node.value)
 
 
-def _tokens_uncounted(path: Path) -> bool:
-    """Return whether a text has "tokens" after a number that may be 1."""
+def _has_fixed_plural(path: Path) -> bool:
+    """Return whether an f-string has " tokens" after a number of tokens, which may be 1."""
     source = path.read_text(encoding="utf-8")
     texts = (n.values for n in ast.walk(ast.parse(source)) if isinstance(n, ast.JoinedStr))
     return any(
-        isinstance(here, ast.FormattedValue)
-        and isinstance(here.value, ast.Attribute)
-        and here.value.attr == "tokens"
-        and isinstance(behind, ast.Constant)
-        and str(behind.value).startswith(" tokens")
+        isinstance(number, ast.FormattedValue)
+        and isinstance(number.value, ast.Attribute)
+        and number.value.attr == "tokens"
+        and isinstance(text, ast.Constant)
+        and str(text.value).startswith(" tokens")
         for values in texts
-        for here, behind in pairwise(values)
+        for number, text in pairwise(values)
     )
 
 
 def test_no_text_has_an_optional_plural() -> None:
-    """Texts use `counted` and `pluralize` rather than "case(s)"."""
+    """Texts use `format_counts` and `pluralize` instead of "case(s)"."""
     root = Path(__file__).resolve().parents[2]
     folders = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce", "tools", "examples")
     paths = [path for folder in folders for path in (root / folder).rglob("*.py")]
     assert len(paths) > 300
-    found = [
+    optional_plurals = [
         (path.name, text)
         for path in paths
-        for text in _shown_texts(path)
+        for text in _string_constants(path)
         if re.search(r"\w\((s|es)\)(?!\w)", text)
     ]
-    assert found == []
-    assert [path.name for path in paths if _tokens_uncounted(path)] == []
+    assert optional_plurals == []
+    assert [path.name for path in paths if _has_fixed_plural(path)] == []
     assert [format_counts(n, "token") for n in ((1,), (16,), (1, 16))] == [
         *("1 token", "16 tokens", "1, 16 tokens")
     ]

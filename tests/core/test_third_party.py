@@ -1,5 +1,6 @@
-"""Parts of other packages are found, checked and verified like ours, and a broken one does not
-affect others.
+"""Parts of other packages are listed, checked and verified like built-in parts.
+
+A broken package does not affect other packages.
 """
 
 import threading
@@ -22,13 +23,13 @@ from modular_kernel.spec.problem import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 from topk_reduce import TopKWeightAndReduceNoOp
 
-# What a third party would write, one part of each kind: the tutorial's package.
+# Source of a package with one part of each kind, from the tutorial.
 THEIR_PARTS = tutorial_parts()
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of packages for new interpreters, with a working and a broken package."""
+    """Return a folder on PYTHONPATH with a working and a broken package."""
     install(tmp_path, "my_moe", THEIR_PARTS)
     install(tmp_path, "broken_moe", "import no_such_vendor_library\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
@@ -37,16 +38,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("site")
 def test_list_shows_working_and_broken_parts() -> None:
-    code, listed = mk("list")
+    code, catalog_record = mk("list")
     assert code == 0
-    parts = {part["name"]: part for part in listed["parts"]}
+    parts = {part["name"]: part for part in catalog_record["parts"]}
     for name, kind in (("MyPrepare", "prepare_finalize"), ("MyExperts", "experts")):
         assert parts[name]["kind"] == kind
         assert parts[name]["origin"] == "my-moe (my_moe:PARTS)"
         assert parts[name]["available"]
     assert parts["MyExperts"]["requires"]["activations"] == ["silu"]
     assert "TorchExperts" in parts
-    assert listed["broken"] == [
+    assert catalog_record["broken"] == [
         {
             "name": "broken_moe_parts",
             "origin": "broken-moe (broken_moe:PARTS)",
@@ -56,7 +57,7 @@ def test_list_shows_working_and_broken_parts() -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_check_evaluates_them_like_ours() -> None:
+def test_check_judges_third_party_parts_like_ours() -> None:
     code, judged = mk("check")
     assert code == 0
     pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in judged["pairs"]}
@@ -81,17 +82,19 @@ def test_check_evaluates_them_like_ours() -> None:
 
 @pytest.mark.share(2)
 @pytest.mark.usefixtures("site")
-def test_the_harness_verifies_them() -> None:
+def test_the_harness_verifies_third_party_parts() -> None:
     theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
     code, proven = mk("test", *theirs, "--level", "full")
     (pair,) = proven["pairs"]
     assert pair["failures"] == []
     assert code == 0
     assert pair["cases"] >= 60
-    assert pair["refused"] == 0  # rows that the rules refuse are not drawn
+    assert pair["refused"] == 0  # no case is drawn that a rule refuses
 
 
-def test_the_harness_rejects_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_rejects_a_wrong_third_party_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = THEIR_PARTS.replace("gate, up = h.chunk", "up, gate = h.chunk")
     assert wrong != THEIR_PARTS
     install(tmp_path, "my_moe", wrong)
@@ -104,15 +107,15 @@ def test_the_harness_rejects_a_wrong_one(tmp_path: Path, monkeypatch: pytest.Mon
     assert not any("raised" in text for text in failure["failures"])
 
 
-def test_a_name_of_ours_claimed_by_another_package(
+def test_a_name_of_ours_in_another_package_is_refused(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "from experts import TorchExperts\n\n\nclass Twin(TorchExperts):\n    pass\n\n\n"
     source += 'Twin.__name__ = "TorchExperts"\nPARTS = (Twin,)\n'
     install(site, "twin_moe", source)
-    _, listed = mk("list")
+    _, catalog_record = mk("list")
     ours, theirs = "modular-kernel (experts:COMPONENTS)", "twin-moe (twin_moe:PARTS)"
-    assert listed["duplicates"] == {"TorchExperts": [ours, theirs]}
+    assert catalog_record["duplicates"] == {"TorchExperts": [ours, theirs]}
     pair = ("--pf-type", "MyPrepare", "--experts-type", "TorchExperts")
     code, refused = mk("check", *pair)
     assert code == 2
@@ -127,7 +130,7 @@ def catalog_of(*offers: tuple[str, str, Callable[[], object]]) -> Catalog:
     return build_catalog(PartSource(*offer) for offer in offers)
 
 
-def failing(error: BaseException) -> Callable[[], object]:
+def make_failing_loader(error: BaseException) -> Callable[[], object]:
     def load() -> object:
         raise error
 
@@ -151,9 +154,13 @@ def test_a_name_registered_twice_is_refused_with_both_origins() -> None:
 
 def test_a_broken_entry_point_is_listed_and_does_not_affect_others() -> None:
     catalog = catalog_of(
-        ("missing", "one (one:PARTS)", failing(ModuleNotFoundError("No module named 'moon'"))),
-        ("typo", "two (two:PARTS)", failing(SyntaxError("invalid syntax"))),
-        ("exits", "three (three:PARTS)", failing(SystemExit("no license"))),
+        (
+            "missing",
+            "one (one:PARTS)",
+            make_failing_loader(ModuleNotFoundError("No module named 'moon'")),
+        ),
+        ("typo", "two (two:PARTS)", make_failing_loader(SyntaxError("invalid syntax"))),
+        ("exits", "three (three:PARTS)", make_failing_loader(SystemExit("no license"))),
         ("list", "four (four:PARTS)", lambda: [TorchExperts]),
         ("other", "five (five:PARTS)", lambda: (dict,)),
         ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
@@ -177,7 +184,7 @@ def test_a_broken_entry_point_is_listed_and_does_not_affect_others() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit("x")])
 def test_an_import_that_calls_exit_does_not_end_the_program(error: BaseException) -> None:
     catalog = catalog_of(
-        ("ends", "one (one:PARTS)", failing(error)),
+        ("ends", "one (one:PARTS)", make_failing_loader(error)),
         ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
     )
     assert catalog.names("experts") == ("TorchExperts",)
@@ -186,7 +193,9 @@ def test_an_import_that_calls_exit_does_not_end_the_program(error: BaseException
 
 
 def test_ctrl_c_during_the_import_of_our_parts_is_raised() -> None:
-    source = PartSource("experts", "ours", failing(KeyboardInterrupt()), is_builtin=True)
+    source = PartSource(
+        "experts", "ours", make_failing_loader(KeyboardInterrupt()), is_builtin=True
+    )
     with pytest.raises(KeyboardInterrupt):
         build_catalog([source])
 
@@ -207,8 +216,8 @@ def test_an_import_that_hangs_is_reported_with_its_line(monkeypatch: pytest.Monk
     assert "threading.py:" in broken.error
 
 
-class Declares(ABCMeta):
-    """A package whose classes raise when their requirements are read."""
+class RaisingMeta(ABCMeta):
+    """Metaclass of parts that raise when their requirements are read."""
 
     def __getattribute__(cls, name: str) -> object:
         if name == "requires":
@@ -216,7 +225,7 @@ class Declares(ABCMeta):
         return super().__getattribute__(name)
 
 
-def declaring(value: object) -> type:
+def make_part_with(value: object) -> type:
     return type("Theirs", (TorchExperts,), {"requires": value})
 
 
@@ -238,7 +247,9 @@ def declaring(value: object) -> type:
 def test_a_part_with_invalid_declarations_is_unavailable_and_does_not_affect_others(
     requires: object, words: str
 ) -> None:
-    catalog = catalog_of(("both", "one (one:PARTS)", lambda: (declaring(requires), TorchExperts)))
+    catalog = catalog_of(
+        ("both", "one (one:PARTS)", lambda: (make_part_with(requires), TorchExperts))
+    )
     assert catalog.names("experts") == ("TorchExperts",)
     (broken,) = catalog.broken
     assert broken.name == "Theirs"
@@ -246,7 +257,7 @@ def test_a_part_with_invalid_declarations_is_unavailable_and_does_not_affect_oth
 
 
 def test_a_part_whose_declarations_raise_is_unavailable() -> None:
-    raising = Declares("Raising", (NaiveBatchedExperts,), {})
+    raising = RaisingMeta("Raising", (NaiveBatchedExperts,), {})
     named = type("\x1b[31mred", (TorchExperts,), {})
     kind = type("Kind", (TopKWeightAndReduceNoOp,), {"kind": "noop"})
     catalog = catalog_of(("all", "one (one:PARTS)", lambda: (raising, named, kind, TorchExperts)))
@@ -281,14 +292,14 @@ HOSTILE = {
 
 
 @pytest.mark.share(2)
-def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_packages_break_no_verb(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package, source in HOSTILE.items():
         install(site, package, source)
     monkeypatch.setenv("MK_IMPORT_TIMEOUT_S", "2")
-    code, listed = mk("list")
+    code, catalog_record = mk("list")
     assert code == 0
-    assert {"TorchExperts", "MyExperts"} <= {part["name"] for part in listed["parts"]}
-    broken = {b["origin"].split("-")[0]: b for b in listed["broken"]}
+    assert {"TorchExperts", "MyExperts"} <= {part["name"] for part in catalog_record["parts"]}
+    broken = {b["origin"].split("-")[0]: b for b in catalog_record["broken"]}
     assert set(broken) == {"broken", "hanging", "interrupting", "leaving", "painting", "seven"}
     assert "hanging_moe/__init__.py:2" in broken["hanging"]["error"]
     assert broken["painting"]["error"] == "ImportError: \\x1b[2J\\u202egone"
@@ -298,19 +309,19 @@ def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) 
     assert mk("test", *pair, "--one")[0] == 0
 
 
-def test_a_missing_package_is_absent() -> None:
+def test_missing_packages_are_not_listed_for_the_machine() -> None:
     assert "no_such_package" not in current_machine({"no_such_package", "no_such.child"}).packages
 
 
 def test_every_verb_states_why_no_part_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkout that is not installed has no entry points."""
+    """A source checkout that is not installed has no entry points."""
     monkeypatch.setattr(catalogs, "load_catalog", lambda: build_catalog([]))
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
     for words in (["list"], ["check"], ["check", *pair], ["test", *pair]):
-        ended = run_mk(capsys, *words)
-        assert ended[0] == 2, words
-        told = " ".join((ended[1] + ended[2]).split())
-        assert "got no entry point of modular_kernel.parts" in told
-        assert "pip install -e ." in told
+        result = run_mk(capsys, *words)
+        assert result[0] == 2, words
+        message = " ".join((result[1] + result[2]).split())
+        assert "got no entry point of modular_kernel.parts" in message
+        assert "pip install -e ." in message

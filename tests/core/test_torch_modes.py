@@ -22,7 +22,7 @@ MACHINE = this_machine()
 DEVICE = torch.device(MACHINE.device)
 CASES = [
     (verdict.prepare_finalize, verdict.experts, problem)
-    # Interpreted kernels take long, and no mode reaches into them.
+    # Interpreted kernels are slow, and modes do not affect them.
     for problem, machine in ((FP32, MACHINE), (W8A8, replace(MACHINE, interpreter=False)))
     for verdict in check_all(problem, machine)
     if verdict.ok
@@ -39,19 +39,19 @@ def call_of(pf: str, experts: str, problem: Problem, planned: bool) -> Call:
 @pytest.mark.parametrize(("pf", "experts", "problem"), CASES, ids=str)
 def test_autocast_changes_no_bit(pf: str, experts: str, problem: Problem, planned: bool) -> None:
     call, args = call_of(pf, experts, problem, planned), random_inputs(problem, DEVICE)
-    want = call(*args).clone()
+    expected = call(*args).clone()
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        assert torch.equal(call(*args), want)
+        assert torch.equal(call(*args), expected)
         assert torch.is_autocast_enabled(DEVICE.type)
-    assert torch.equal(call(*args), want)
+    assert torch.equal(call(*args), expected)
 
 
-def test_autocast_between_start_and_finish() -> None:
+def test_autocast_does_not_affect_a_started_call() -> None:
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", FP32, machine=MACHINE)
     args = random_inputs(FP32, DEVICE)
-    want, pending = kernel(*args), kernel.start(*args)
+    expected, pending = kernel(*args), kernel.start(*args)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        assert torch.equal(pending.finish(), want)
+        assert torch.equal(pending.finish(), expected)
 
 
 MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
@@ -66,15 +66,15 @@ MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
 def test_calls_alternate_between_modes(
     pf: str, experts: str, problem: Problem, planned: bool
 ) -> None:
-    """Buffers that the first call keeps can be written under every later mode."""
+    """Buffers that a first call creates in inference mode can be written in every other mode."""
     args = random_inputs(problem, DEVICE)
-    want = call_of(pf, experts, problem, planned)(*args).clone()
+    expected = call_of(pf, experts, problem, planned)(*args).clone()
     with torch.inference_mode():
         call = call_of(pf, experts, problem, planned)
-        assert torch.equal(call(*args), want)
+        assert torch.equal(call(*args), expected)
     for later in MODES:
         with later():
-            assert torch.equal(call(*args, out=torch.empty_like(want)), want)
+            assert torch.equal(call(*args, out=torch.empty_like(expected)), expected)
 
 
 # --------------------------------------------------------------------------------- torch.compile
@@ -88,7 +88,7 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def around(call: Call) -> Call:
+def surround_with_operations(call: Call) -> Call:
     def layer(
         x_TH: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, router: torch.Tensor
     ) -> torch.Tensor:
@@ -102,10 +102,10 @@ def around(call: Call) -> Call:
 def test_the_graph_breaks_at_a_call(pf: str, experts: str, planned: bool) -> None:
     x_TH, weights, routing = random_inputs(FP32, DEVICE)
     args = (x_TH, weights, routing.topk_ids_TK, routing.topk_weights_TK)
-    layer = around(call_of(pf, experts, FP32, planned))
+    layer = surround_with_operations(call_of(pf, experts, FP32, planned))
     with torch.no_grad():
-        want = layer(*args)
-        assert torch.equal(torch.compile(layer, backend="aot_eager")(*args), want)
+        expected = layer(*args)
+        assert torch.equal(torch.compile(layer, backend="aot_eager")(*args), expected)
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"not traced.*fused_experts"):
             torch.compile(layer, backend="aot_eager", fullgraph=True)(*args)
@@ -118,8 +118,8 @@ def test_fused_experts_does_not_break_the_graph() -> None:
         chosen = (routing.topk_weights_TK, routing.topk_ids_TK)
         return fused_experts(x_TH * 2, weights.w1, weights.w2, chosen, activation="gelu") + 1
 
-    want = layer(x_TH)
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH), want)
+    expected = layer(x_TH)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH), expected)
 
 
 _AT_EXIT = """
@@ -142,11 +142,11 @@ last = Last()
 
 @pytest.mark.parametrize("call", ["kernel(*arguments)", "plan(*arguments)"])
 def test_a_call_while_the_interpreter_deletes_objects_is_refused(call: str) -> None:
-    """Torch would abort the process. Calls of atexit, which run before, are computed."""
+    """Torch would abort the process. Functions of atexit run before, and can call kernels."""
     code = _AT_EXIT.replace("CALL", call)
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("at exit ")
-    assert "StateError: a kernel: got a call while objects are deleted at exit" in ended.stderr
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("at exit ")
+    assert "StateError: a kernel: got a call while objects are deleted at exit" in process.stderr

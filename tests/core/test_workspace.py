@@ -1,4 +1,6 @@
-"""Workspaces: one allocation, declared sizes that grow with tokens, and red zones that detect
+"""A workspace is one allocation for all buffers of a call.
+
+Declared sizes grow with the number of tokens. With poison, red zones between buffers detect
 overruns.
 """
 
@@ -21,18 +23,17 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("experts", [1, 8, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fewer_tokens_never_need_a_larger_buffer(experts: int, dtype: torch.dtype) -> None:
-    """A plan for the maximum number of tokens works for every smaller call, whatever tiles it
-    uses."""
+    """The workspace for the maximum number of tokens is large enough for all smaller calls."""
     problem = replace(BASE, experts=experts, dtype=dtype)
     machine = this_machine()
     for verdict in check_all(problem, machine):
         if not verdict.ok:
             continue
         kernel = make_kernel(verdict.prepare_finalize, verdict.experts, problem, machine=machine)
-        most = kernel.workspace_specs(problem.tokens)
+        largest = kernel.workspace_specs(problem.tokens)
         for tokens in (1, 2, 7, 40, 100, 319, 320, 321, 750, 1500, 1999):
             for name, spec in kernel.workspace_specs(tokens).items():
-                assert spec.numel <= most[name].numel, (verdict.pairing, name, tokens)
+                assert spec.numel <= largest[name].numel, (verdict.pairing, name, tokens)
 
 
 def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
@@ -93,9 +94,9 @@ def test_an_empty_workspace_is_allowed() -> None:
     workspace.check_red_zones()
 
 
-# ------------------------------------------------------------------------- several in one memory
+# ------------------------------------------------------------------------- buffers in shared memory
 
-OVER = {
+OVERLAPPING = {
     "rows": BufferSpec((64,), torch.bfloat16),
     "sums": BufferSpec((256,), torch.bfloat16, over=("rows", "scale", "not_declared")),
     "kept": BufferSpec((8,), torch.float32),
@@ -104,18 +105,20 @@ OVER = {
 
 
 def test_a_buffer_reuses_the_memory_of_dead_ones() -> None:
-    workspace = Workspace(OVER, CPU)
-    starts = {name: workspace.take(name, spec.shape).data_ptr() for name, spec in OVER.items()}
+    workspace = Workspace(OVERLAPPING, CPU)
+    starts = {
+        name: workspace.take(name, spec.shape).data_ptr() for name, spec in OVERLAPPING.items()
+    }
     assert starts["rows"] == starts["sums"]
     assert starts["scale"] == starts["rows"] + 256
     assert starts["kept"] >= starts["sums"] + 512
-    assert workspace.nbytes == workspace_bytes(OVER) == 512 + 256
-    apart = {name: replace(spec, over=()) for name, spec in OVER.items()}
-    assert workspace_bytes(apart) == 256 + 512 + 256 + 256
+    assert workspace.nbytes == workspace_bytes(OVERLAPPING) == 512 + 256
+    separate = {name: replace(spec, over=()) for name, spec in OVERLAPPING.items()}
+    assert workspace_bytes(separate) == 256 + 512 + 256 + 256
 
 
 def test_buffers_over_a_larger_one_do_not_overlap() -> None:
-    specs = {**OVER, "rows": BufferSpec((4096,), torch.bfloat16)}
+    specs = {**OVERLAPPING, "rows": BufferSpec((4096,), torch.bfloat16)}
     workspace = Workspace(specs, CPU)
     sums, scale, kept = (workspace.take(n, specs[n].shape) for n in ("sums", "scale", "kept"))
     assert scale.data_ptr() == sums.data_ptr() + 8192
@@ -123,22 +126,20 @@ def test_buffers_over_a_larger_one_do_not_overlap() -> None:
 
 
 def test_a_buffer_is_poisoned_when_it_reuses_the_memory_of_another() -> None:
-    """The other buffer is poisoned when it is acquired again: reads of dead or unwritten data
-    return NaN.
-    """
-    workspace = Workspace(OVER, CPU, poison=True)
+    """The other buffer is poisoned when it is acquired again."""
+    workspace = Workspace(OVERLAPPING, CPU, poison=True)
     rows, scale = workspace.take("rows", (64,)), workspace.take("scale", (16,))
     kept = workspace.take("kept", (8,))
     for tensor in (rows, scale, kept):
         tensor.fill_(1)
-    assert workspace.take("rows", (64,)).eq(1).all()  # it is in use: nothing is lost
+    assert workspace.take("rows", (64,)).eq(1).all()  # a buffer in use is not poisoned
     sums = workspace.take("sums", (256,))
     assert sums.isnan().all()
     assert rows.isnan().all()
     assert kept.eq(1).all()
     sums.fill_(2)
     workspace.check_red_zones()
-    assert workspace.take("scale", (16,)).isnan().all()  # of the next chunk
+    assert workspace.take("scale", (16,)).isnan().all()  # acquired again for the next chunk
     assert workspace.take("rows", (64,)).isnan().all()
     workspace.take("sums", (256,)).fill_(3)
     workspace.check_red_zones()
@@ -146,8 +147,8 @@ def test_a_buffer_is_poisoned_when_it_reuses_the_memory_of_another() -> None:
 
 @pytest.mark.parametrize("name", ["rows", "scale"])
 def test_a_write_past_the_end_of_a_dead_buffer_is_reported(name: str) -> None:
-    workspace = Workspace(OVER, CPU, poison=True)
-    numel = OVER[name].numel
+    workspace = Workspace(OVERLAPPING, CPU, poison=True)
+    numel = OVERLAPPING[name].numel
     workspace.take(name, (numel,)).as_strided((numel + 1,), (1,))[numel] = 0.0
     workspace.take("sums", (256,)).fill_(2)
     with pytest.raises(CorruptionError, match=name):
@@ -157,14 +158,14 @@ def test_a_write_past_the_end_of_a_dead_buffer_is_reported(name: str) -> None:
 
 
 def test_a_write_past_the_end_of_a_buffer_over_others_is_reported() -> None:
-    workspace = Workspace(OVER, CPU, poison=True)
+    workspace = Workspace(OVERLAPPING, CPU, poison=True)
     workspace.take("sums", (256,)).as_strided((257,), (1,))[256] = 0.0
     with pytest.raises(CorruptionError, match="sums"):
         workspace.check_red_zones()
 
 
 def test_a_replayed_call_acquires_no_buffer_and_still_detects_overruns() -> None:
-    workspace = Workspace(OVER, CPU, poison=True)
+    workspace = Workspace(OVERLAPPING, CPU, poison=True)
     sums, kept = workspace.take("sums", (256,)), workspace.take("kept", (8,))
     workspace.poison()
     sums.fill_(2)  # over the red zones of `rows` and `scale`
@@ -175,10 +176,8 @@ def test_a_replayed_call_acquires_no_buffer_and_still_detects_overruns() -> None
 
 
 def test_poisoning_is_not_part_of_a_recorded_call() -> None:
-    """Calls of a poisoned plan are replayed, because otherwise a launch missing in a recording
-    would not be detected.
-    """
-    workspace = Workspace(OVER, CPU, poison=True)
+    """Calls of a poisoned plan are replayed too, which detects launches that were not recorded."""
+    workspace = Workspace(OVERLAPPING, CPU, poison=True)
     with recording.record_launches(()) as recorder:
         workspace.take("rows", (1,))
         later = workspace.take("sums", (256,))
@@ -195,6 +194,8 @@ def test_poisoning_is_not_part_of_a_recorded_call() -> None:
     ids=["itself", "each other", "a chain"],
 )
 def test_a_buffer_over_one_that_is_over_others_is_refused(over: dict[str, tuple[str, ...]]) -> None:
-    specs = {name: replace(spec, over=over.get(name, spec.over)) for name, spec in OVER.items()}
+    specs = {
+        name: replace(spec, over=over.get(name, spec.over)) for name, spec in OVERLAPPING.items()
+    }
     with pytest.raises(ConfigurationError, match="a buffer over buffers that are not over others"):
         Workspace(specs, CPU)

@@ -1,5 +1,6 @@
-"""u of adapters in the layout that products with TMA read, in the interpreter, and the layers that
-use it.
+"""The output u = A x of LoRA adapters, in the layout that the TMA kernel reads (interpreted).
+
+The kernel appends u to the depth of the tokens, so that one GEMM adds B u to the output.
 """
 
 from dataclasses import replace
@@ -20,14 +21,12 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(12, 32, 48, 3, 1, lora="adapters=5,rank=20")
-ENDS = (7, 7, 12)  # rows of three experts, of which one has none
+ENDS = (7, 7, 12)  # row after the last row of each expert; the second expert has no rows
 TILE = 16
 
 
-def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrinkOutput:
-    """Return the output of a launch of `TileShrink` into poisoned memory; each element is written
-    once.
-    """
+def launch_shrink(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrinkOutput:
+    """Launch `TileShrink` into poisoned memory; assert that each element is written once."""
     rank = a.shape[2] // 2
     problem = replace(BASE, lora=f"adapters=5,rank={rank}")
     specs = tile_specs(problem, 12, max_tile_count(12, TILE, 3))
@@ -39,39 +38,40 @@ def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrink
     adapters = TileShrink(slots, problem, workspace, order, TILE)
     b = torch.zeros(5, 3, 96, rank)
     with ACCESS_LOG.races() as races:
-        found: Any = adapters.shrink_x(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
+        output: Any = adapters.shrink_x(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
     assert races == []
-    assert isinstance(found, TileShrinkOutput)
+    assert isinstance(output, TileShrinkOutput)
     workspace.check_red_zones()
-    return found
+    return output
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("rank", [20, 40])
 @pytest.mark.parametrize("named", ["some", "nobody"])
-def test_u_of_the_slots_of_a_tile_is_adjacent(named: str, rank: int) -> None:
-    """In one box of 64 columns and in two, which have separate programs."""
+def test_outputs_of_the_slots_of_a_tile_are_adjacent(named: str, rank: int) -> None:
+    """With rank 20, u has one box of 64 columns. With rank 40, it has two in separate programs."""
     generator = torch.Generator().manual_seed(1)
     x_TH = torch.randn(12, 32, generator=generator).bfloat16()
     a = torch.randn(5, 3, 2 * rank, 32, generator=generator).bfloat16()
     slots = torch.tensor([4, -1, 1, 1, 0, 4, 0, -1, 1, 0, -1, 5], dtype=torch.int32)
     if named == "nobody":
         slots = torch.full_like(slots, -1)
-    a[3] = torch.nan  # of no token
-    found = made(slots, a, x_TH)
+    a[3] = torch.nan  # no token has this adapter
+    output = launch_shrink(slots, a, x_TH)
     width = round_up_to_box(2 * rank)
-    assert (width, found.up_offset) == ({20: 64, 40: 128}[rank], rank)
+    assert (width, output.up_offset) == ({20: 64, 40: 128}[rank], rank)
     for tile, (expert, first, end) in enumerate(((0, 0, 7), (2, 7, 12))):
         tokens = [11 - row for row in range(first, end)]
-        there = sorted({int(slots[t]) for t in tokens if 0 <= int(slots[t]) < 5})
-        assert found.tile_slots[tile, : 1 + len(there)].tolist() == [len(there), *there]
+        used_slots = sorted({int(slots[t]) for t in tokens if 0 <= int(slots[t]) < 5})
+        expected_slots = [len(used_slots), *used_slots]
+        assert output.tile_slots[tile, : len(expected_slots)].tolist() == expected_slots
         for row, token in zip(range(first, end), tokens, strict=True):
-            for place, slot in enumerate(there):
-                u = found.u[row, place * width : (place + 1) * width].float()
-                want = torch.zeros(width)
+            for place, slot in enumerate(used_slots):
+                u = output.u[row, place * width : (place + 1) * width].float()
+                expected = torch.zeros(width)
                 if int(slots[token]) == slot:
-                    want[: 2 * rank] = a[slot, expert].float() @ x_TH[token].float()
-                torch.testing.assert_close(u, want, rtol=1e-2, atol=1e-2)
+                    expected[: 2 * rank] = a[slot, expert].float() @ x_TH[token].float()
+                torch.testing.assert_close(u, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_u_of_the_slots_of_a_tile_is_adjacent(named: str, rank: int) -> None:
         ({}, True),
         ({"dtype": torch.float16}, True),
         ({"lora": "adapters=8,rank=256"}, True),
-        ({"lora": "adapters=9,rank=8"}, False),  # too many steps more
-        ({"lora": "adapters=2,rank=12"}, False),  # rows of B not on 16 bytes
-        ({"activation": "silu:interleaved=true"}, False),  # two u for one box of rows
+        ({"lora": "adapters=9,rank=8"}, False),  # too many additional steps of the depth
+        ({"lora": "adapters=2,rank=12"}, False),  # rows of B are not aligned to 16 bytes
+        ({"activation": "silu:interleaved=true"}, False),  # gate and up rows need different u
         ({"activation": "silu:interleaved=true", "lora": "adapters=2,rank=8,a13=shared"}, True),
         ({"quant": "fp8_w8a8_channel"}, False),  # u has 16 bits
         ({"batch_invariant": True}, False),
     ],
     ids=str,
 )
-def test_layers_that_append_adapters_to_the_depth_of_products(
+def test_supported_layers_append_adapters_to_the_gemm_depth(
     change: dict[str, Any], taken: bool
 ) -> None:
     problem = replace(BASE, **{"lora": "adapters=4,rank=16", **change})

@@ -1,6 +1,6 @@
-"""Batch invariance: a token's output bits do not depend on the other tokens of its call.
+"""Batch invariance: the output bits of a token do not depend on the other tokens of its call.
 
-Covers the parts that support it, and the checks that detect violations.
+The tests cover the parts that support batch invariance, and the checks that detect violations.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
 
 
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_both_formats_support_it_in_every_scheme(quant: str) -> None:
+def test_both_formats_support_batch_invariance_in_every_scheme(quant: str) -> None:
     layer = replace(LAYER, quant=quant)
     assert check(*PAIRS[0], layer, GPU).ok
     assert check(*PAIRS[2], layer, GPU).ok
@@ -73,7 +73,7 @@ def test_a_scale_for_all_tokens_is_refused_with_the_reason() -> None:
     assert check(*PAIRS[0], replace(LAYER, quant="fp8_w8a8_tensor:static=true"), GPU).ok
 
 
-def test_parts_without_it_are_refused() -> None:
+def test_parts_without_batch_invariance_are_refused() -> None:
     verdict = check(NO_EP, "TorchExperts", LAYER, GPU)
     assert [r.rule for r in verdict.rejections] == ["batch_invariant"]
     assert check(NO_EP, "TorchExperts", replace(LAYER, batch_invariant=False), GPU).ok
@@ -108,11 +108,11 @@ def test_tuning_is_refused(part: str) -> None:
     assert load_catalog().experts(part).tunable(LAYER) is None
 
 
-def test_calls_of_doubling_sizes_have_every_token_once() -> None:
-    for tokens, most in ((0, 5), (1, 1), (34, 34), (3, 34)):
-        parts = split_doubling(tokens, most)
+def test_split_doubling_returns_every_token_once() -> None:
+    for tokens, max_tokens in ((0, 5), (1, 1), (34, 34), (3, 34)):
+        parts = split_doubling(tokens, max_tokens)
         assert torch.cat(parts).tolist() == list(range(tokens))
-        assert len(parts) == most.bit_length()
+        assert len(parts) == max_tokens.bit_length()
 
 
 def test_differing_rows_are_counted_by_their_bits() -> None:
@@ -130,7 +130,7 @@ def test_nans_that_differ_in_sign_are_equal(dtype: torch.dtype) -> None:
     assert count_differing_rows(actual, expected) == 1
 
 
-def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
+def _violations(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
     return list(check_batch_invariant(Trial(Case(*pair, problem), machine)))
 
 
@@ -141,7 +141,7 @@ def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[st
 def test_tiles_that_depend_on_the_number_of_tokens_are_detected(
     pair: tuple[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the heuristics of other problems instead of fixed launches, the check must fail."""
+    """The check must fail if the launch depends on the number of tokens, as for other problems."""
     if not check(*pair, LAYER, machine).ok:
         pytest.skip(str(check(*pair, LAYER, machine)))
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
@@ -149,11 +149,11 @@ def test_tiles_that_depend_on_the_number_of_tokens_are_detected(
     def by_tokens(problem: Problem, device: Device, _paths: object = None) -> ConfigSteps:
         return make_heuristic_steps(replace(problem, batch_invariant=False), device, ("aligned",))
 
-    assert _found(pair, layer, machine) == []
+    assert _violations(pair, layer, machine) == []
     monkeypatch.setattr(lookup, "make_heuristic_steps", by_tokens)
     clear_caches()
     try:
-        assert any("the bits of" in line for line in _found(pair, layer, machine))
+        assert any("the bits of" in line for line in _violations(pair, layer, machine))
     finally:
         monkeypatch.undo()
         clear_caches()
@@ -181,7 +181,7 @@ def test_a_path_that_depends_on_the_number_of_tokens_is_detected(
     monkeypatch.setattr(lookup, "make_heuristic_steps", by_tokens)
     clear_caches()
     try:
-        found = _found(PAIRS[0], LAYER, machine)
+        found = _violations(PAIRS[0], LAYER, machine)
         assert any(line.startswith("in calls of 1, 2, 4, ... tokens") for line in found)
     finally:
         monkeypatch.undo()
@@ -200,7 +200,7 @@ def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_full_case_lists_include_it(pair: tuple[str, str]) -> None:
+def test_full_case_lists_include_batch_invariance(pair: tuple[str, str]) -> None:
     interpreted = Machine("cpu", packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
     problems = [case.problem for case in cases_for(*pair, interpreted).cases]
     found = {problem.scheme.name for problem in problems if problem.batch_invariant}
@@ -219,7 +219,9 @@ RANK_PAIRS = (
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("pair", RANK_PAIRS, ids="+".join)
-def test_over_ranks(pair: tuple[str, str], rank_pool: Callable[[int], RankPool]) -> None:
+def test_calls_over_ranks_are_batch_invariant(
+    pair: tuple[str, str], rank_pool: Callable[[int], RankPool]
+) -> None:
     layer = replace(LAYER, experts=4, top_k=2, parallel=Parallel(2))
     case = RankCase(*pair, layer, tokens=(34, 21))
     verdict = case.verdict(this_machine(device="cpu"))
@@ -237,12 +239,12 @@ def test_sums_over_ranks_without_a_fixed_order_are_refused(part: str) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_the_check_detects_one_bit(pair: tuple[str, str], machine: Machine) -> None:
+def test_the_check_detects_a_changed_bit(pair: tuple[str, str], machine: Machine) -> None:
     if not check(*pair, LAYER, machine).ok:
         pytest.skip(str(check(*pair, LAYER, machine)))
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "depends_on_batch")
     trial = Trial(Case(*pair, LAYER), machine, mutant.build)
-    # The first row alone, or the last, has another bit.
+    # The mutant changes a bit in the first and the last row of a call.
     assert list(check_batch_invariant(trial))[:2] == [
         "in reverse order: the bits of 2 of 34 rows differ",
         "in calls of 1, 2, 4, ... tokens: the bits of 5 of 34 rows differ",
@@ -250,19 +252,18 @@ def test_the_check_detects_one_bit(pair: tuple[str, str], machine: Machine) -> N
 
 
 def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
-    """Eight tokens, of which a single one takes another path if batch invariance is not
-    requested."""
+    """Without batch invariance, a call of one token takes another path than a call of eight."""
     if not check(*PAIRS[0], LAYER, machine).ok:
         pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
     layer = replace(LAYER, tokens=8, dtype=torch.float32)
     rows = {
-        asked: count_call_dependent_rows(
-            Case(*PAIRS[0], replace(layer, batch_invariant=asked)), machine
+        invariant: count_call_dependent_rows(
+            Case(*PAIRS[0], replace(layer, batch_invariant=invariant)), machine
         )
-        for asked in (False, True)
+        for invariant in (False, True)
     }
     assert rows[True] == 0 < rows[False]
-    found = [
+    table_rows = [
         InvarianceRow(
             *PAIRS[0], "float32", batch_invariant=False, num_changed=rows[False], num_tokens=8
         ),
@@ -271,7 +272,7 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
             NO_EP, "TorchExperts", "float32", batch_invariant=True, num_changed=None, num_tokens=8
         ),
     ]
-    assert format_markdown(found).splitlines() == [
+    assert format_markdown(table_rows).splitlines() == [
         "| experts | `batch_invariant` | float32 |",
         "|---|---|---|",
         f"| `TritonExperts` | no | {rows[False]} of 8 |",
