@@ -105,7 +105,7 @@ def group_of(ranks: int) -> Any:
 
 
 def row_bytes(hidden: int) -> int:
-    return 2 * hidden + stand_in.DEEP_EP_V1.BESIDE
+    return 2 * hidden + stand_in.DEEP_EP_V1.METADATA_BYTES
 
 
 def round_up(nbytes: int) -> int:
