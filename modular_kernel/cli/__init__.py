@@ -1,4 +1,4 @@
-"""The `mk` command. A subcommand such as `mk check` is called a verb, and has a module of its own.
+"""The `mk` command. Its subcommands are called verbs, and each verb has its own module.
 
 Verbs import torch and rich inside their functions, so that `mk --help` is fast.
 """

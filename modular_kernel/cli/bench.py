@@ -1,7 +1,7 @@
 """`mk bench`: times our pairings and other layers, and compares them with the roofline.
 
-The measurement is in `modular_kernel.bench`. This module turns the options into benchmark cases
-(shapes x routings x numbers of tokens) and candidates, and outputs the report.
+`modular_kernel.bench` measures. This module turns the options into candidates and benchmark cases,
+and outputs the report. A case is a shape, a routing pattern and a number of tokens.
 """
 
 import shlex
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from modular_kernel.measure.records import Report
     from modular_kernel.spec.problem import Machine, Problem
 
-BASELINE = "baseline"  # --model baseline: all of BASELINE_SHAPES
+BASELINE = "baseline"  # --model baseline stands for all of BASELINE_SHAPES
 _DEFAULT_TOKENS = (1, 16, 128)
 _SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
@@ -113,7 +113,7 @@ class BenchFiles(ReportFiles):
 
 @dataclass(frozen=True)
 class _PairOptions:
-    """The names of a pairing, as an option group for `refuse_combination`."""
+    """An option group with the names of a pairing, for `refuse_combination`."""
 
     pf_type: str | None = None
     experts_type: str | None = None
@@ -214,7 +214,7 @@ def bench(
 
 
 class _BenchmarkCases:
-    """The benchmark cases that the options describe: shapes x routings x numbers of tokens."""
+    """The benchmark cases that the options describe."""
 
     def __init__(self, options: ProblemOptions, method: BenchMethod) -> None:
         self.options, self.method = options, method
@@ -224,7 +224,7 @@ class _BenchmarkCases:
         self.token_counts("")
 
     def parse_models(self) -> list[str]:
-        """Return the names in --model; [""] for a layer given by its sizes."""
+        """Return the names in --model, or [""] for a layer described by its sizes."""
         if self.options.model is None:
             return [""]
         names: list[str] = []
@@ -247,7 +247,7 @@ class _BenchmarkCases:
         return tokens_list
 
     def parse_schemes(self) -> list[str]:
-        """Return the schemes in --quant, else those of the models, else "none"."""
+        """Return the schemes in --quant. Without --quant, return those of the models."""
         if self.options.quant is not None:
             return parse_schemes(self.options.quant)
         names = [
@@ -257,7 +257,7 @@ class _BenchmarkCases:
         return list(dict.fromkeys(str(quant) for quant in names))
 
     def make_problem(self, name: str) -> "Problem":
-        """Return the unquantized problem of a model; "" stands for the sizes in the options."""
+        """Return the unquantized problem of a model, or of the sizes in the options for ""."""
         return replace(self.options, quant="none", model=name or None).problem()
 
     def make_cases(self) -> "Iterator[LayerCase]":
@@ -284,9 +284,9 @@ def _make_candidates(
     pf_type: str | None,
     experts_type: str | None,
 ) -> "list[Candidate]":
-    """Return the layers to time: our pairings, and baseline and --peer layers of the same operands.
+    """Return the layers to time: our pairings, and other layers with the same operand dtypes.
 
-    The operands of a layer are the dtypes of its weights and activations.
+    The other layers are the baseline layers and those of --peer.
     """
     from modular_kernel.bench.candidates import (
         baseline_candidates,
@@ -298,7 +298,7 @@ def _make_candidates(
     from modular_kernel.spec.quantization import QuantScheme
 
     quants = benchmark_cases.parse_schemes()
-    # Without a named part, require graph capture, which excludes parts with a loop over experts.
+    # If no part is named, require graph capture, which excludes parts that loop over experts.
     graph = (
         machine.device == "cuda"
         and not benchmark_cases.method.eager
@@ -337,7 +337,7 @@ def _make_candidates(
 def _print_unprepared(pairs: "list[Candidate]", quants: list[str]) -> None:
     """Print the pairings that are not timed with prepared weights.
 
-    Raises ConfigurationError if no pairing is.
+    Raises ConfigurationError if no pairing is timed with prepared weights.
     """
     from modular_kernel.bench.candidates import prepared_name
 
@@ -407,7 +407,7 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.measure.records import INTERPRETER
 
     columns, cells = tables.terminal_table(report.rows)
-    routings = {row.routing for row in report.rows}  # more than one: the column must be shown
+    routings = {row.routing for row in report.rows}  # if there are several, show the column
     required = {"routing"} if len(routings) > 1 else set[str]()
     output.print_table(
         columns, cells, optional=[c for c in tables.OPTIONAL_COLUMNS if c not in required]

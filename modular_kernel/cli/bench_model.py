@@ -1,7 +1,7 @@
 """`mk bench --hf CONFIG`: times a whole transformers model with random weights.
 
-The rates, in tokens per second of prefill and of decoding, are compared between the experts
-implementations of transformers and ours.
+Our experts are compared with the experts implementations of transformers. The rates are tokens per
+second of prefill and of decoding.
 """
 
 import shlex
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from modular_kernel.bench.model_speed import Implementation, ModelSpeed, Workload
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_IMPLEMENTATION_NAME = "mk bench"  # of our experts implementation in transformers
+_IMPLEMENTATION_NAME = "mk bench"  # name of our experts implementation in transformers
 _DEFAULT_EXPERTS = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
 _TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
 _CPU_NOTE = "no GPU: Triton kernels run in the interpreter, so times are meaningless"
@@ -59,7 +59,7 @@ class ModelOptions:
     ] = None
 
     def workload(self) -> "Workload":
-        """Return the workload, with defaults in place of None."""
+        """Return the workload, with defaults for unset options."""
         from modular_kernel.bench.model_speed import Workload
 
         return Workload(self.batch or 1, self.prompt or 128, self.new_tokens or 16)

@@ -1,7 +1,7 @@
 """`mk check`: checks whether pairings are valid for a problem and a machine, and lists the reasons.
 
-The verdicts come from the rules in `modular_kernel.compatibility`. This module turns the options
-into problems and a machine, and prints the verdicts: in full for one pairing, else as a matrix.
+The rules in `modular_kernel.compatibility` determine the verdicts. For one pairing, `mk check`
+prints the whole verdict. For several pairings, it prints a matrix.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import ExpertsRequirements, Rejection, Verdict
     from modular_kernel.spec.problem import Machine, Problem
 
-_SUFFIX = "PrepareAndFinalize"  # of most part names; the matrix shows it only in its header
+_SUFFIX = "PrepareAndFinalize"  # ends most part names; the matrix shows it only in its header
 
 
 def check(
@@ -109,7 +109,7 @@ def check(
 
 
 def _note_broken_parts(catalog: "Catalog") -> None:
-    """Print the parts that could not be loaded, so that the matrix does not contain them."""
+    """Print the parts that could not be loaded and are therefore missing from the matrix."""
     for broken in catalog.broken:
         output.print_note(f"not checked: {broken.name} from {broken.origin}: {broken.error}")
     for name, origins in catalog.duplicates().items():
@@ -119,10 +119,6 @@ def _note_broken_parts(catalog: "Catalog") -> None:
 def _make_problems(
     options: ProblemOptions, checkpoint: "InspectionReport | None"
 ) -> "list[tuple[tuple[int, ...] | None, Problem]]":
-    """Return (layers, problem) for each quantization scheme of the model.
-
-    The layers are None if all layers have the same scheme.
-    """
     if checkpoint is None:
         problems = split_by_scheme(options)
         first = problems[0][1].problem()
@@ -147,7 +143,7 @@ def _make_problems(
 def _inspect_checkpoint(options: ProblemOptions) -> "InspectionReport | None":
     """Read the headers of the tensor files of --model.
 
-    Returns None if --model is not a GGUF file, or a folder with a config.json and tensor files.
+    Returns None unless --model is a GGUF file or a folder with a config.json and tensor files.
     """
     from modular_kernel.models.config_file import is_model_path
 
@@ -163,9 +159,9 @@ def _inspect_checkpoint(options: ProblemOptions) -> "InspectionReport | None":
 
 
 def _describe_source(checkpoint: "InspectionReport") -> str:
-    """Describe the dtype of the tensor files, if it is not that of config.json."""
+    """Describe the dtype of the tensor files if it is not the dtype in config.json."""
     dtypes = (group.problem_fields.get("dtype") for group in checkpoint.groups)
-    dtype = next(filter(None, dtypes), None)  # quantized layers have none
+    dtype = next(filter(None, dtypes), None)  # quantized layers have no dtype
     if checkpoint.converted_dtypes:
         stored = " and ".join(checkpoint.converted_dtypes)
         return f"; the files have {stored}, loaded as {dtype}"
@@ -207,7 +203,7 @@ def _make_checkpoint_record(checkpoint: "InspectionReport") -> dict[str, object]
 
 
 def _warn_about_sizes(problem: "Problem") -> None:
-    """Print a warning about sizes that are valid, but probably a mistake."""
+    """Print a warning about sizes that are valid but probably a mistake."""
     if problem.top_k > problem.experts:
         output.print_note(
             f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat"
@@ -217,7 +213,7 @@ def _warn_about_sizes(problem: "Problem") -> None:
 
 
 def explain_pairing(verdict: "Verdict") -> tuple[str, ...]:
-    """Return notes on a valid pairing: the code path of its calls, and if it may hide a NaN."""
+    """Return notes on a valid pairing: the path of its calls, and whether it may hide a NaN."""
     from modular_kernel.catalog import load_catalog
 
     experts = load_catalog().experts(verdict.experts)
@@ -270,15 +266,15 @@ def _print_verdict(verdict: "Verdict") -> None:
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
-    """Print the matrix of pairings, and a rejection by each violated rule.
+    """Print the matrix of pairings, and then the first rejection by each violated rule.
 
-    In the matrix, each violated rule is a letter.
+    In the matrix, a letter stands for each violated rule.
     """
     valid = sum(verdict.ok for verdict in verdicts)
     output.print_line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairings are valid")
     rejections_by_rule: dict[str, list[Rejection]] = {}
     for verdict in verdicts:
-        # Reversed, so that the dict has the first rejection by each rule.
+        # Reversed, so that the dict keeps the first rejection by each rule.
         for rule, rejection in {r.rule: r for r in reversed(verdict.rejections)}.items():
             rejections_by_rule.setdefault(rule, []).append(rejection)
     letters = dict(zip(rejections_by_rule, make_rule_letters(len(rejections_by_rule)), strict=True))
@@ -300,10 +296,10 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
 
 
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
-    """Print the matrix with a column per experts part.
+    """Print the matrix with one column per experts part.
 
-    names: the experts parts. If they are too wide for the terminal, columns are numbered instead.
-    If numbered columns are too wide, too, the matrix is split into several tables.
+    names: the experts parts, which head the columns. If they are too wide for the terminal, columns
+    are numbered instead. If numbered columns are too wide, the matrix is split into several tables.
     """
     first_column = f"..{_SUFFIX}"
     if fit_table((first_column, *names), rows, output.get_line_width()) is not None:
@@ -325,7 +321,7 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
 
 
 def _format_cell(verdict: "Verdict", letters: dict[str, str]) -> str:
-    """Format a verdict as "ok", or as the letters of the violated rules."""
+    """Return "ok", or the letters of the violated rules."""
     return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
 
 

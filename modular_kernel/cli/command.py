@@ -1,12 +1,12 @@
-"""Creation of click commands from annotated functions, and the types of their options.
+"""Builds click commands from annotated functions, and defines the types of their options.
 
-A verb is a function, and an annotation makes its parameter an option:
+A verb is a function. An annotation makes its parameter an option:
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.")] = None
 
-With `argument("...")` instead of `option(...)`, the parameter becomes a positional argument. If the
-annotation is a dataclass (an option group, which several verbs can share), each field of the
-dataclass becomes an option.
+With `argument("...")` instead of `option(...)`, the parameter becomes a positional argument. A
+parameter can also be an option group: a dataclass whose fields become options. Several verbs can
+share a group.
 """
 
 import inspect
@@ -28,7 +28,7 @@ JSON_PARAMETER = "as_json"  # name of the parameter of --json, which every verb 
 
 
 class _ConfigurationErrors(click.ParamType[Any]):
-    """Mixin of option types that makes click raise ConfigurationError instead of BadParameter.
+    """Mixin of option types that raises ConfigurationError where click raises BadParameter.
 
     need: description of valid values.
     """
@@ -50,7 +50,7 @@ class Integer(_ConfigurationErrors, click.types.IntParamType):
 
 
 class IntegerRange(_ConfigurationErrors, click.IntRange):
-    """An integer from `min` to `max`. max: None means no upper bound."""
+    """An integer from `min` to `max`, or at least `min` if `max` is None."""
 
     def __init__(self, min: int, max: int | None = None) -> None:
         super().__init__(min, max)
@@ -64,7 +64,7 @@ class Number(_ConfigurationErrors, click.types.FloatParamType):
 
 
 class NumberRange(_ConfigurationErrors, click.FloatRange):
-    """A number that is at least `min`, or greater than `min` with `min_open`."""
+    """A number that is at least `min`. With `min_open`, it must be greater than `min`."""
 
     def __init__(self, min: float, *, min_open: bool = False) -> None:
         super().__init__(min, min_open=min_open)
@@ -72,7 +72,7 @@ class NumberRange(_ConfigurationErrors, click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if math.isnan(number):  # click compares it as if it were in every range
+        if math.isnan(number):  # click accepts NaN in every range
             raise ConfigurationError(option_name(param), got=_quote(value), need=self.need)
         return number
 
@@ -81,7 +81,7 @@ POSITIVE = NumberRange(0, min_open=True)
 
 
 class Choice(_ConfigurationErrors, click.Choice[str]):
-    """One of several words."""
+    """One of the given strings."""
 
     def __init__(self, *choices: str) -> None:
         super().__init__(choices)
@@ -90,7 +90,7 @@ class Choice(_ConfigurationErrors, click.Choice[str]):
 
 
 class IntegerList(click.ParamType[Any]):
-    """Integers from 1 to `max`, separated by commas, as a tuple without duplicates."""
+    """A comma-separated list of integers from 1 to `max`, as a tuple without duplicates."""
 
     name = "integers"
 
@@ -102,7 +102,7 @@ class IntegerList(click.ParamType[Any]):
         return self.parse(value, option_name(param))
 
     def parse(self, text: str, option_name: str) -> tuple[int, ...]:
-        """Parse the value of an option. Raises ConfigurationError naming the option."""
+        """Parse the value of an option. Raises ConfigurationError that names the option."""
         words = text.split(",")
         if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= self.max for w in words):
             raise ConfigurationError(option_name, got=_quote(text), need=self.need)
@@ -124,10 +124,10 @@ def option_name(parameter: click.Parameter | None) -> str:
 class Option:
     """Annotation metadata that makes a parameter an option.
 
-    names: names on the command line; () derives one from the parameter's name.
+    names: names on the command line. () derives one from the parameter's name.
     metavar: name of the value in the help.
-    type: click type of the value; None derives it from the annotation.
-    flag_value: the value if the option is given without one.
+    type: click type of the value. None derives it from the annotation.
+    flag_value: value of the option if it is given without a value.
     """
 
     help: str
@@ -144,7 +144,7 @@ def option(
     type: click.ParamType[Any] | None = None,
     flag_value: str | None = None,
 ) -> Any:
-    """Return an `Option` with these fields."""
+    """Return an `Option` with these fields, typed as Any for use in `Annotated`."""
     return Option(help, names, metavar, type, flag_value)
 
 
@@ -166,7 +166,7 @@ def argument(help: str) -> Any:
 class Verb(click.Command):
     """A click command that turns a ModularKernelError into a message and an exit status.
 
-    If `--json` prints on stdout, nothing else is printed there, and an InputError is printed as
+    If `--json` prints to stdout, nothing else is printed there, and an InputError is printed as
     JSON.
     """
 
@@ -194,7 +194,7 @@ def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb
 
     The help lists the options of the function first, and then those of its option groups.
 
-    short_help: description in the list of verbs.
+    short_help: description of the verb in `mk --help`.
     """
     groups: dict[str, type] = {}  # parameter name -> dataclass
     parameters: list[click.Parameter] = []
@@ -233,7 +233,6 @@ def is_option_group(annotation: object) -> TypeGuard[type]:
 
 
 def _make_parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
-    """Return the click option or argument for a parameter of a verb, or a field of a group."""
     value_type, (metadata, *_) = get_args(annotation)[0], annotation.__metadata__
     if isinstance(metadata, Argument):
         return click.Argument([name], type=_TYPES.get(value_type))

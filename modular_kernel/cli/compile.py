@@ -73,7 +73,7 @@ def compile_kernels(
 
 
 def _list_kernels() -> list[str]:
-    """Return the names of all kernels; raise ConfigurationError if triton is not installed."""
+    """Return the names of all kernels. Raises ConfigurationError if triton is not installed."""
     from modular_kernel.machine import find_importable
 
     if not find_importable({"triton"}):
@@ -84,7 +84,6 @@ def _list_kernels() -> list[str]:
 
 
 def _describe_job(kernels: list[str], target: str, only: str) -> str:
-    """Describe what will be compiled and how long it takes."""
     matching = [name for name in kernels if only in name]
     if not only:
         text = (
@@ -134,7 +133,7 @@ def _print_text(result: "CompileResult", *, check: bool, only: str) -> None:
 def _format_instructions(row: "CompiledRow", *, check: bool) -> str:
     """Format a kernel's instruction counts.
 
-    With --check, kernels whose instructions were not counted show "not counted".
+    --check counts instructions only in some kernels. The others show "not counted".
     """
     from modular_kernel.testing.compile.report import Instructions
 

@@ -1,7 +1,7 @@
 """`mk compose`: times the valid pairings of a problem and chooses one for each number of tokens.
 
-The choice is that of `mk.compose`. This module turns the command-line options into a
-problem and the options of the measurement, and runs it in this process or on a pool of ranks.
+`mk.compose` makes the same choice in Python. This module converts the options, and runs the
+measurement in this process or on a pool of ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MAX_TOKENS_ON_GPU = 8192
 # Must match modular_kernel.select.autotune.BUDGET_S, whose import would load torch.
 _BUDGET_S = 20.0
-# Added to the budget as timeout of the ranks, which start, create weights and finish a last timing.
+# Added to the budget as timeout of the ranks, for starting, creating weights and the last timing.
 _TIMEOUT_MARGIN_S = 300
 
 
@@ -52,9 +52,10 @@ class ComposeOptions:
     ignore_saved: Annotated[bool, option("Ignore cached timings and measure again.")] = False
 
     def max_tokens(self, options: ProblemOptions, *, gpu: bool) -> int | None:
-        """Return the maximum number of tokens per call; None stands for the default of a problem.
+        """Return the maximum number of tokens per call, or None for the default of a problem.
 
-        Returns --tokens, else the maximum of --tokens-list, else 8192 on a GPU.
+        The first of these that is given determines the result: --tokens, the maximum of
+        --tokens-list, and 8192 on a GPU.
         """
         if options.tokens is not None:
             return options.tokens
@@ -149,7 +150,7 @@ def _choose_on_rank(
     machine: "Machine",
     options: "MeasurementOptions",
 ) -> "PairingChoice":
-    """Choose on one rank of the pool. All ranks return the same choice."""
+    """Choose a pairing on one rank of the pool. All ranks return the same choice."""
     from modular_kernel.select.autotune import choose
 
     rank_problem = replace(problem, parallel=replace(problem.parallel, rank=rank))

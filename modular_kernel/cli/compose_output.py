@@ -18,7 +18,7 @@ _MACHINE_RULES = {"device", "arch", "package"}  # rules that depend only on the 
 
 
 def make_progress_callback(problem: "Problem") -> "Callable[[Bucket], None]":
-    """Return a callback that prints the three fastest times of a measured token count on stderr."""
+    """Return a callback that prints the three fastest times of a measured token count to stderr."""
 
     def print_times(bucket: "Bucket") -> None:
         times = sorted(bucket.us_by_pair.items(), key=lambda item: item[1])
@@ -61,7 +61,7 @@ def print_text(choice: "PairingChoice") -> None:
 def _describe_interpreter(choice: "PairingChoice") -> str:
     """Describe how many pairings would be valid with Triton's interpreter, which is not used here.
 
-    Returns "" if the interpreter is on or cannot be used.
+    Returns "" if the interpreter is enabled or cannot be used.
     """
     from modular_kernel.machine import find_importable
     from modular_kernel.select.candidates import find_candidates
@@ -79,7 +79,7 @@ def _describe_interpreter(choice: "PairingChoice") -> str:
 
 
 def _describe_missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
-    """Return the requirement that the machine does not meet; "a GPU" for one without a GPU."""
+    """Return the requirement that the machine does not meet."""
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 
@@ -98,7 +98,7 @@ def _format_segment(choice: "PairingChoice", segment: "Segment") -> tuple[object
 
 
 def _format_range(texts: Sequence[str]) -> str:
-    """Return "first .. last", or one text if the first equals the last."""
+    """Return "first .. last", or a single text if both are equal."""
     return " .. ".join(dict.fromkeys((*texts[:1], *texts[-1:])))
 
 

@@ -1,10 +1,10 @@
 """`mk demo`: runs four small models with the experts of transformers and with ours.
 
-After the models, quantized checkpoints of the same families run; see `demo_checkpoints`.
+Then quantized checkpoints of the same model families run (see `demo_checkpoints`).
 
-Accuracy criterion: logits are compared with those of a float64 copy of the model with the same
-weights and the same routing. The error with our experts may be at most twice the error with the
-experts of transformers in the same dtype, plus one rounding of the largest logit.
+Accuracy criterion: the logits are compared with those of a float64 copy of the model with the same
+weights and the same routing. With our experts, the error may be at most twice the error with the
+experts of transformers in the same dtype, plus the rounding error of the largest logit.
 """
 
 import copy
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 Pair = tuple[str, str]
 
-# For each activation format (standard, then batched), a pairing in torch and one with Triton.
+# For each activation format (standard, then batched): a pairing in torch and a pairing with Triton.
 PAIRINGS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
@@ -54,7 +54,7 @@ PAIRINGS = (
 PROMPT_TOKENS = 17
 NEW_TOKENS = 32
 _LOGIT_TOKENS = 24
-# Bound on our logit error divided by that of transformers' eager experts. The maximum of many
+# Maximum ratio of our logit error to that of transformers' eager experts. The maximum of many
 # rounding errors varies: in 576 correct runs the ratio was at most 1.77, and between
 # implementations of transformers at most 1.43 (H200, 24 seeds, 2026-11).
 _MAX_ERROR_RATIO = 2
@@ -62,7 +62,7 @@ _MAX_ERROR_RATIO = 2
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model, and its results with the experts of transformers.
+    """A model and its results with the experts of transformers.
 
     ids: (2, tokens) token ids on the device of the model.
     exact: logits in float64.
@@ -95,9 +95,9 @@ class RoutingRecorder:
         return _hook_experts(model, record_call)
 
     def replay(self, model: Model) -> AbstractContextManager[None]:
-        """Return a context that replaces the routing of a model by the recorded one.
+        """Return a context that replaces the routing of a model with the recorded routing.
 
-        Without it, rounding would change the routing of tokens whose scores nearly tie.
+        Without this, rounding would change the routing of tokens whose scores are nearly equal.
         """
 
         def replace_routing(name: str, module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -213,7 +213,6 @@ def _run_models(
 
 
 def _select_standard_format(pairings: Sequence[Pair]) -> list[Pair]:
-    """Return the pairings in the standard activation format."""
     return [pair for pair in pairings if pair in PAIRINGS[:2]]
 
 
@@ -229,7 +228,8 @@ def _run_checkpoints(
 def _measure_rates(dtype: str, machine: "Machine") -> dict[str, float]:
     """Measure the tokens per second of forward passes over 512 tokens.
 
-    The implementations take turns. Returns the rate of the fastest one of transformers, and ours.
+    The implementations are timed alternately. Returns the rates of ours and of the fastest
+    implementation of transformers.
     """
     import torch
 
@@ -251,7 +251,6 @@ def _measure_rates(dtype: str, machine: "Machine") -> dict[str, float]:
 
 
 def _time_forward(model: Model, ids: "torch.Tensor") -> float:
-    """Return the seconds of one forward pass."""
     from modular_kernel.measure.timing import make_clock
 
     clock = make_clock(model.device)
@@ -263,9 +262,9 @@ def _time_forward(model: Model, ids: "torch.Tensor") -> float:
 
 
 def _is_available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
-    """Return whether both parts can run on this machine; print the reasons if not.
+    """Return whether both parts can run on this machine, and print the reasons if they cannot.
 
-    A refusal for another reason is not expected here, and makes the demo fail later.
+    No other reason for a refusal is expected. It would make the demo fail later.
     """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.compatibility.rules import judge_part
@@ -281,7 +280,7 @@ def _is_available(prepare_finalize: str, experts: str, machine: "Machine") -> bo
 
 
 def _list_interpreted_parts(pairings: Sequence[Pair], machine: "Machine") -> list[str]:
-    """Return the names of the experts whose pairings ran in Triton's interpreter."""
+    """Return the names of the experts that ran in Triton's interpreter."""
     from modular_kernel.catalog import needs_triton
 
     return [pair[1] for pair in pairings if machine.interpreter and needs_triton(*pair)]
@@ -308,11 +307,11 @@ def compare_with_baseline(
 ) -> DemoRow:
     """Run the model of `base` with another experts implementation, and compare the results.
 
-    Afterwards, the model has the eager experts of transformers again.
+    Afterwards, the model uses the eager experts of transformers again.
 
     implementation: name under which the implementation is registered with transformers.
     name: name of the model.
-    baseline_tokens: tokens decoded with the experts of transformers; None skips decoding.
+    baseline_tokens: tokens decoded with the experts of transformers. None skips decoding.
     """
     import torch
 
@@ -363,7 +362,7 @@ def decode_greedily(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
 
 @contextmanager
 def _hook_experts(model: Model, hook: Any) -> Iterator[None]:
-    """Register `hook(name, module, args)` as forward pre-hook of every experts module."""
+    """Register `hook(name, module, args)` as a forward pre-hook of every experts module."""
     handles = [
         module.register_forward_pre_hook(partial(hook, name))
         for name, module in model.named_modules()
@@ -377,9 +376,9 @@ def _hook_experts(model: Model, hook: Any) -> Iterator[None]:
 
 
 def _compute_in_float64() -> AbstractContextManager[object]:
-    """Return a context that replaces float32 by float64 in torch calls.
+    """Return a context that replaces float32 with float64 in torch calls.
 
-    It is needed because the norms of transformers convert to float32, whatever the model's dtype.
+    The norms of transformers convert to float32 even if the model is in float64.
     """
     import torch
     from torch.overrides import TorchFunctionMode

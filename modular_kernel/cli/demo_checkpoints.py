@@ -1,9 +1,9 @@
-"""Tiny quantized checkpoints of `mk demo`, which are written and then loaded without unpacking.
+"""Writes tiny quantized checkpoints for `mk demo`, loads them without unpacking, and runs them.
 
 The quantized codes and scales are random, so they define the weights exactly.
 
-Accuracy criterion: the relative error of a layer, compared with float64 and these weights, may be
-at most 1e-2 if only weights are quantized, and 8e-2 if activations are also rounded to 8 bits.
+Accuracy criterion: the error of a layer relative to float64 with the same weights may be at most
+1e-2 if only the weights are quantized, and 8e-2 if activations are also rounded to 8 bits.
 """
 
 import tempfile
@@ -17,8 +17,8 @@ from modular_kernel.cli.demo_output import CheckpointRow
 if TYPE_CHECKING:
     from modular_kernel.testing.checkpoints.samples import Sample
 
-# (model family, name in modular_kernel.testing.checkpoints.published_formats of a format in which
-# checkpoints of the family are published).
+# (model family, name of a format). Published checkpoints of the family have this format, which
+# modular_kernel.testing.checkpoints.published_formats defines.
 CHECKPOINTS = (
     ("mixtral", "awq"),
     ("qwen3_moe", "qwen3 fp8"),
@@ -44,8 +44,7 @@ def check_layer(
 ) -> CheckpointRow:
     """Load and run the experts of layer 0 of a checkpoint, and compare them with float64.
 
-    kind: name of the format of the checkpoint. Raises the errors of `load_experts` and
-    `make_kernel`.
+    kind: name of the checkpoint's format. Raises the errors of `load_experts` and `make_kernel`.
     """
     import torch
 

@@ -49,7 +49,6 @@ SMALL_MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def import_transformers() -> Any:
-    """Import transformers, an optional dependency."""
     return import_module("transformers")
 
 
@@ -61,7 +60,7 @@ def build_small_model(
     Weights are scaled so that every layer affects the result: hidden states, the outputs of the
     experts, and logits have a standard deviation of about 1.
 
-    changes: fields of the configuration, and their values.
+    changes: values of fields of the configuration.
     """
     import torch
 
@@ -81,9 +80,9 @@ def build_small_model(
 
 
 def _initialize(module: Any, normal: Any) -> None:
-    """Initialize the direct parameters of a module, and biases that are buffers, in place.
+    """Initialize the direct parameters of a module, and its bias buffers, in place.
 
-    normal: returns standard normal values of a shape.
+    normal: function from a shape to standard normal values.
     """
     biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
     for name, tensor in (*module.named_parameters(recurse=False), *biases):
@@ -95,6 +94,7 @@ def _initialize(module: Any, normal: Any) -> None:
             fan_in = tensor.shape[-2 if getattr(module, "is_transposed", False) else -1]
             if type(module).__name__ == "Embedding":
                 fan_in = 1
-            # The activation roughly halves its input, and the scores of a router should not tie.
+            # The activation roughly halves its input, and the scores of a router should not be
+            # nearly equal.
             gain = 2.0 if name == "down_proj" or "Router" in type(module).__name__ else 1.0
             tensor.copy_(gain * fan_in**-0.5 * normal(tensor.shape))

@@ -1,4 +1,4 @@
-"""Text output of `mk demo`: tables of models and pairings, a summary, speeds, and next commands."""
+"""Text output of `mk demo`."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ class DemoRow:
 
     pairing: the pairing of the kernels that ran; "" if none did.
     difference: maximum absolute error of a logit.
-    bound: maximum difference that is allowed.
-    equal_tokens: number of decoded tokens that are equal to those with the experts of transformers;
+    bound: maximum `difference` that is allowed.
+    equal_tokens: number of decoded tokens that are the same as with the experts of transformers;
     None if no tokens were decoded.
     decoded_tokens: number of decoded tokens.
     """
@@ -55,8 +55,8 @@ class CheckpointRow:
     model: model family.
     stored: format on disk.
     quant: scheme after loading.
-    error: relative error of the layer compared with float64.
-    bound: maximum error that is allowed.
+    error: error of the layer relative to float64.
+    bound: maximum `error` that is allowed.
     bytes_read: bytes of tensors read from disk.
     """
 
@@ -130,13 +130,13 @@ def print_demo(
 
 
 def _describe_script() -> str:
-    """Describe the path of `mk` if it is not on PATH, as in `make demo`; else return ""."""
+    """Return the path of `mk` in parentheses if it is not on PATH, as in `make demo`."""
     script = Path(sys.executable).with_name("mk")
     return f" (mk is {script})" if which("mk") is None and script.exists() else ""
 
 
 def _print_checkpoints(rows: Sequence[CheckpointRow]) -> None:
-    """Print the table of checkpoints, with a column per experts part."""
+    """Print the table of checkpoints, with one column per experts part."""
     by_key = {(row.model, row.stored, row.pairing): row for row in rows}
     pairings = dict.fromkeys(row.pairing for row in rows)
     cells = []
@@ -159,7 +159,7 @@ def _format_ratio(ok: bool, error: float, bound: float) -> str:
 
 
 def _format_cell(rows: Sequence[DemoRow]) -> str:
-    """Format rows as "ok" with the maximum ratio of error to bound, or as "FAILED"."""
+    """Return "ok" with the maximum ratio of error to bound, or "FAILED"."""
     if not rows:
         return "-"
     worst = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)

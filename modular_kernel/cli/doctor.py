@@ -1,6 +1,6 @@
 """`mk doctor`: shows versions, devices, process settings and optional packages of this machine.
 
-The report is a DoctorReport. Its fields, and those of its parts, are the keys of the JSON record.
+The fields of DoctorReport are the keys of the JSON record.
 """
 
 import platform
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from modular_kernel.compatibility.support import Requirements
     from modular_kernel.process_status import ProcessState
 
-# Import name -> what the package enables, for optional packages that no part requires.
+# Import name -> what the package enables. These optional packages are not required by any part.
 _EXTRA_PACKAGES = {
     "ml_dtypes": "bfloat16 and fp8 in Triton's CPU interpreter",
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
-# (name, value) of a process setting -> explanation of a normal value. For other values, the
-# ProcessState has a reason.
+# (name, value) of a process setting -> explanation of a normal value. Other values are explained by
+# the ProcessState.
 _EXPLANATIONS = {
     ("replay", "on"): "plans replay their launches without running host code",
     ("interpreter", "on"): "Triton kernels run on the CPU",
@@ -40,7 +40,11 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """A CUDA device. arch: compute capability, such as "9.0". sms: number of multiprocessors."""
+    """A CUDA device.
+
+    arch: compute capability, such as "9.0".
+    sms: number of multiprocessors.
+    """
 
     index: int
     name: str
@@ -71,8 +75,8 @@ class PackageReport:
 class DoctorReport:
     """The report of `mk doctor`.
 
-    peer_access: [i][j] is whether device i can access the memory of device j; empty with fewer than
-    two devices.
+    peer_access: matrix whose element [i][j] is whether device i can access the memory of device j;
+    empty with fewer than two devices.
     topology: output of `nvidia-smi topo -m`.
     interpreter: whether Triton kernels run in the CPU interpreter.
     broken: entry points that failed to load.
@@ -228,7 +232,7 @@ def _print_text(report: DoctorReport) -> None:
         output.print_line(f"{report.topology}\n")
     packages = [(p.name, _format_presence(p), p.enables) for p in report.packages]
     output.print_table(("optional package", "present", "enables"), packages)
-    # A separate table, because part names and an installation command do not fit 80 columns.
+    # A separate table, because part names and an installation command do not fit in 80 columns.
     absent = [(p.name, p.get) for p in report.packages if not p.present]
     output.print_table(("absent package", "how to install it"), absent)
     broken = [(b.name, b.origin, b.error) for b in report.broken]

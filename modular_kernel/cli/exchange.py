@@ -1,9 +1,8 @@
-"""`mk exchange`: times dispatch and combine of parts, and of libraries that are called directly.
+"""`mk exchange`: times the communication of a layer between ranks.
 
-The exchange of a layer is the communication between ranks: dispatch sends tokens to the ranks of
-their experts, and combine returns the results. A transport is what is timed: a part, or a peer,
-which is a library that is called without a part. The measurement is in
-`modular_kernel.bench.all2all`.
+Dispatch sends tokens to the ranks of their experts, and combine returns the results. The exchange
+consists of both. A transport performs it. It is either a part, or a peer: a library that is called
+without a part. `modular_kernel.bench.all2all` measures.
 """
 
 import shlex
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.problem import Machine
 
 _DEFAULT_LINK_GBS = 393
-# Cases share buffers: one set for numbers of tokens up to this one, and another for larger ones.
+# Cases share buffers: one set up to this number of tokens, and another for larger numbers.
 _SMALL_BATCH = 128
 _LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
 _METHOD_TEXT = (
@@ -47,8 +46,8 @@ _METHOD_TEXT = (
 )
 
 
-# On GPUs, a layer of DeepSeek-V3; on a CPU, a small layer, which takes less than a minute for all
-# parts.
+# Defaults on GPUs are a layer of DeepSeek-V3. Those on a CPU are a small layer, which takes less
+# than a minute for all parts.
 _GPU_DEFAULTS: dict[str, Any] = {
     "tokens_list": (1, 8, 32, 128, 1024, 4096),
     "hidden": 7168,
@@ -68,7 +67,7 @@ _CPU_DEFAULTS: dict[str, Any] = {
 
 
 def _device_option(text: str, name: str, *, type: click.ParamType[Any] | None = None) -> Any:
-    """Return an option whose help ends with the defaults of `name` on a GPU and on a CPU."""
+    """Return an option whose help ends with the default values on a GPU and on a CPU."""
     on_gpu, on_cpu = (
         _format_default(defaults[name]) for defaults in (_GPU_DEFAULTS, _CPU_DEFAULTS)
     )
@@ -116,7 +115,7 @@ class ExchangeSizes:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks: --world-size, else that of the launcher, else 2."""
+        """Number of ranks: --world-size or the number of the launcher, or else 2."""
         is_set = self.world_size is not None or read_launcher() is not None
         return resolve_world_size(self.world_size) if is_set else 2
 
@@ -166,14 +165,13 @@ class ExchangeOptions:
     )
 
     def is_selected(self, name: str) -> bool:
-        """Return whether --only selects the transport with this name."""
         words = (self.only or "").lower().split(",")
         return any(word in name.lower() for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFiles(ReportFiles):
-    """Options of the output files, and records to join instead of measuring."""
+    """Options of the output files, and the records to merge instead of measuring."""
 
     load: Annotated[
         tuple[Path, ...],
@@ -229,7 +227,7 @@ def _measure_report(
 
     world_size = sizes.ranks
     first_pool = make_pool(world_size, method.backend)
-    unused_pools = [first_pool]  # `run` starts with this one
+    unused_pools = [first_pool]  # `run` starts with this pool
 
     def get_pool() -> Any:
         if unused_pools:
@@ -289,7 +287,7 @@ def _describe_environment(
 
 
 def _make_cases(sizes: ExchangeSizes) -> "Iterator[ExchangeCase]":
-    """Yield the cases. Those that share buffers (equal quant and capacity) are adjacent."""
+    """Yield the cases. Cases that share buffers (equal quant and capacity) are adjacent."""
     from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(sizes.tokens_list or ())
@@ -338,7 +336,7 @@ def _join_records(paths: Sequence[Path]) -> "ExchangeReport":
 
 
 def _print_outcomes(rows: "Sequence[ExchangeRow]") -> None:
-    """Print the number of cases of a transport by status, and the failed cases, on stderr."""
+    """Print a transport's number of cases by status, and its failed cases, to stderr."""
     from modular_kernel.bench.all2all.records import format_row
 
     name, statuses = rows[0].transport, [row.status for row in rows]

@@ -1,6 +1,6 @@
 """Option types for files and folders, which are checked before a verb starts.
 
-A measurement may take hours, so a verb must not find out at its end that the output file cannot be
+A measurement may take hours, and must not fail at its end because the output file cannot be
 written. `click.Path` checks only paths that exist. `FilePath` also rejects names that the file
 system does not accept, and outputs that cannot be created.
 """
@@ -30,8 +30,9 @@ class FileUse(Enum):
 
 
 class FilePath(click.Path):
-    """The type of an option that names a file or folder for `use`. Its values are Paths.
+    """The type of an option for a file or folder. Its values are Paths.
 
+    use: how the verb uses the path.
     as_text: whether values are str instead, which may be `STDOUT`.
     """
 
@@ -42,7 +43,7 @@ class FilePath(click.Path):
         self.name = "folder" if is_folder else "file"  # in the help
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path. Raises ConfigurationError if it is unusable for `use`."""
+        """Return the path. Raises ConfigurationError if it is not valid for `use`."""
         assert param is not None
         check_path(param.opts[0], Path(value), self.use)
         return self.coerce_path_result(value)
@@ -86,7 +87,7 @@ class _UnusablePathError(Exception):
     """Raised for a path that cannot be used.
 
     got: description of the path.
-    need: what is needed instead; "" stands for the value of the FileUse.
+    need: what is needed instead. "" stands for the value of the FileUse.
     """
 
     def __init__(self, got: str, need: str = "") -> None:
@@ -95,7 +96,7 @@ class _UnusablePathError(Exception):
 
 
 def _check_name(path: Path) -> None:
-    """Raise _UnusablePathError for an invalid name, one that is not UTF-8, or a broken link."""
+    """Raise _UnusablePathError for an invalid name, a name that is not UTF-8, or a broken link."""
     text = str(path)
     if "\0" in text:
         raise _UnusablePathError(_shorten(path), "a path without NUL bytes")
@@ -144,7 +145,7 @@ def _check_writable(path: Path, *, folder: bool) -> None:
 def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
     """Raise _UnusablePathError if no file can be created in a folder, which may not exist yet.
 
-    path: the file, for the message; None stands for the folder.
+    path: the file, for the message. None stands for the folder.
     """
     for ancestor in (folder, *folder.parents):
         if exists(ancestor) and not ancestor.is_dir():
@@ -157,7 +158,7 @@ def _check_can_create_file(folder: Path, path: Path | None = None) -> None:
     subject = _shorten(path or folder)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise _UnusablePathError(f"{subject}: {existing} is read-only")
-    # Permissions do not suffice: /proc, for example, has write permission and accepts no files.
+    # Permissions do not suffice. For example, /proc has write permission but accepts no files.
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

@@ -1,4 +1,4 @@
-"""Options that describe a machine to check or estimate pairings for, shared by several verbs."""
+"""Options that describe the machine to check or estimate pairings for."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options of the machine: this one, or one that --machine describes."""
+    """Options of the machine, which is this one unless --machine describes another."""
 
     machine: Annotated[
         str | None,
@@ -47,10 +47,13 @@ class MachineOptions:
         arch: str | None = None,
         device: Literal["cuda", "cpu"] | None = None,
     ) -> "Machine":
-        """Return the machine of `cluster`, else that of --arch and --device, else this machine.
+        """Return the machine that the options describe.
 
-        arch, device: values of these options. Raises ConfigurationError if they are combined with
-        --machine.
+        The first of these that is given determines the machine: `cluster`, `arch` and `device`,
+        this machine.
+
+        arch, device: values of --arch and --device. Raises ConfigurationError if they are combined
+        with --machine.
         """
         if cluster is not None:
             for name, value in (("--arch", arch), ("--device", device)):
@@ -68,7 +71,7 @@ class MachineOptions:
     def resolve_packages(
         self, cluster: "Cluster | None" = None, *, described: bool = True
     ) -> frozenset[str] | None:
-        """Return the packages of the machine; None means those installed on this machine.
+        """Return the packages of the machine; None stands for those installed on this machine.
 
         described: whether --machine or --arch describes the machine. The default of --packages is
         then BASE_PACKAGES. Raises ConfigurationError for an unknown package.
@@ -86,11 +89,11 @@ class MachineOptions:
 
 
 def apply_cluster(options: ProblemOptions, cluster: "Cluster | None") -> ProblemOptions:
-    """Return the options with world_size and ranks_per_host of a described machine.
+    """Return the options with the world_size and ranks_per_host of a described machine.
 
-    Without --world-size, there is one rank per GPU. Without a described machine, the options are
-    returned unchanged. Raises ConfigurationError if --world-size or --ranks-per-host contradicts
-    the machine.
+    Without --world-size, there is one rank per GPU. If `cluster` is None, the options are returned
+    unchanged. Raises ConfigurationError if --world-size or --ranks-per-host contradicts the
+    machine.
     """
     if cluster is None:
         return options

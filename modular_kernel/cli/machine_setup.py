@@ -1,4 +1,4 @@
-"""Setup of the process for this machine, and description of other machines.
+"""Sets up the process for this machine, and describes other machines.
 
 Without a GPU, Triton kernels run in Triton's CPU interpreter, which must be enabled before triton
 is imported. Verbs therefore call `prepare_host` before they import parts.
@@ -20,7 +20,7 @@ _ARCH = re.compile(r"(?:sm_?)?(\d+)(?:\.(\d)|(\d))a?")
 
 
 def prepare_host(*, quiet: bool = False) -> None:
-    """Enable Triton's interpreter if there is no CUDA device; print a note unless `quiet`."""
+    """Enable Triton's interpreter if there is no CUDA device, and print a note unless `quiet`."""
     if not _has_cuda_driver():
         # This must precede the import of torch, because torch imports numpy, which starts threads.
         enable_interpreter()
@@ -51,7 +51,7 @@ def _describe_triton() -> str:
 def prepare_torch_only() -> None:
     """Print a note that only parts in plain torch run, because the interpreter is not enabled.
 
-    Raises ConfigurationError if Triton kernels would run anyway: with a CUDA device, or with
+    Raises ConfigurationError if Triton kernels would run anyway because there is a CUDA device or
     TRITON_INTERPRET=1.
     """
     import torch
@@ -67,7 +67,7 @@ def prepare_torch_only() -> None:
 
 
 def limit_workers(workers: int) -> int:
-    """Return `workers`, limited to the number of CPUs; print a note if it was larger."""
+    """Limit the number of workers to the number of CPUs, and print a note if it was larger."""
     cpus = len(os.sched_getaffinity(0))
     if workers <= cpus:
         return workers
@@ -86,14 +86,14 @@ def _has_cuda_driver() -> bool:
 def select_machine(
     arch: str | None, device: Literal["cuda", "cpu"] | None, packages: frozenset[str] | None
 ) -> "Machine":
-    """Return the machine that the arguments describe, or this one if all are None.
+    """Return the machine that the arguments describe, or this machine if all are None.
 
     `prepare_host` must have been called.
 
-    arch: compute capability; None uses that of this machine's GPU.
-    device: None uses cuda if `arch` is not None, else the device of this machine.
-    packages: None uses those of this machine. Raises ConfigurationError if the arguments contradict
-    each other, or if `device` is cuda and no compute capability is known.
+    arch: compute capability. None stands for that of this machine's GPU.
+    device: None stands for cuda if `arch` is given, and otherwise for the device of this machine.
+    packages: None stands for those of this machine. Raises ConfigurationError if the arguments
+    contradict each other, or if `device` is cuda and no compute capability is known.
     """
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine

@@ -1,4 +1,4 @@
-"""Entry point of the `mk` command: registers the verbs, runs one, and sets the exit status.
+"""Entry point of the `mk` command.
 
 Importing this module imports neither torch nor rich, so that `mk --help` is fast.
 """
@@ -24,11 +24,11 @@ _EXIT_DELAY_S = 5.0
 _DESCRIPTION = "Compose fused MoE layers from interchangeable parts, and verify the pairings."
 _CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 _EXIT_INTERRUPTED = 130  # exit status after Ctrl-C
-# Verbs that finish in less time than a garbage collection takes; they run without it.
+# These verbs take less time than a garbage collection, which is therefore paused.
 _SHORT_VERBS = frozenset({"list", "models", "check", "plan"})
 
-# Verb -> (module:function, description in `mk --help`), in the order of the help. By default, click
-# would truncate the first line of the docstring to get a description.
+# Verb -> (module:function, description in `mk --help`), in the order of the help. The descriptions
+# are explicit because click would truncate the first line of the docstring.
 VERBS = {
     "list": (
         "parts:list_parts",
@@ -65,7 +65,6 @@ VERBS = {
 
 class _VerbGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs in the order of the help."""
         return list(self.commands)
 
 
@@ -102,10 +101,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @cache
 def _make_command(verb: str | None) -> click.Group:
-    """Return the `mk` command with one verb, or with all verbs if `verb` is None.
-
-    Cached, for processes that run several commands.
-    """
+    """Return the `mk` command with one verb, or with all verbs if `verb` is None."""
     return make_application(VERBS if verb is None else (verb,))
 
 
@@ -122,7 +118,7 @@ def run(argv: list[str] | None = None) -> None:
             with _pause_gc(exits_after=exits_after) if verb in _SHORT_VERBS else nullcontext():
                 sys.exit(_run_command(_make_command(verb), args))
         except SystemExit as exit_request:
-            if argv is None:  # the process exits now, and some packages print then
+            if argv is None:  # the process exits now, and some packages print at exit
                 sys.stdout.flush()
                 redirect_stdout_to_stderr()
             if exit_request.code and not is_reporting_rank():
@@ -132,10 +128,10 @@ def run(argv: list[str] | None = None) -> None:
 
 @contextmanager
 def _pause_gc(*, exits_after: bool) -> Iterator[None]:
-    """Pause cyclic garbage collection, which takes longer than the verb once torch is loaded.
+    """Pause cyclic garbage collection, which takes longer than a short verb once torch is loaded.
 
     exits_after: whether the process exits after the context. All objects are then frozen, so that
-    they are not collected at exit either.
+    the collection at exit skips them, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -151,7 +147,7 @@ def _pause_gc(*, exits_after: bool) -> Iterator[None]:
 def _run_command(command: click.Group, args: list[str]) -> int:
     """Run the command and return its exit status.
 
-    Prints a usage error as one line, where click would print several.
+    A usage error is printed as one line. click would print several.
     """
     try:
         status = command.main(args, prog_name="mk", standalone_mode=False)

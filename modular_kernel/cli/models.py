@@ -70,7 +70,7 @@ def _print_models() -> None:
 
 
 def _weight_dtype(quant: str) -> str:
-    """Return the weight dtype in a scheme's name, such as "int4" in "int4_w4a16_group"."""
+    """Return the weight dtype in the name of a scheme, such as "int4" for "int4_w4a16_group"."""
     return quant.partition("_")[0]
 
 

@@ -1,9 +1,10 @@
 """`mk test --mutate PART`: mutation testing, which shows whether the cases detect defects.
 
-A mutant is the part with one defect. A call mutation corrupts an input or output of the part, and
-a source mutation changes its code. A mutant is killed if a case fails, and survives otherwise. It
-is equivalent if it cannot change the output. The score is the share of killed mutants among those
-that are not equivalent. The mutations are in `modular_kernel.testing`.
+A mutant is the part with one defect. A call mutation corrupts an input or output of the part, and a
+source mutation changes its code. A mutant is killed if a case fails. Otherwise it survives. A
+mutant is equivalent if it cannot change the output. The score is the number of killed mutants
+divided by the number of mutants that are not equivalent. `modular_kernel.testing` implements the
+mutations.
 """
 
 import json
@@ -105,7 +106,7 @@ class MutationOptions:
 
 
 def require_no_gpu() -> None:
-    """Raise ConfigurationError if torch sees a GPU, because mutants run in forked processes."""
+    """Raise ConfigurationError if torch finds a GPU, because mutants run in forked processes."""
     import torch
 
     if torch.cuda.is_available():
@@ -199,7 +200,7 @@ def make_kill_record(kill: "CallMutantResult") -> dict[str, object]:
 
 
 def print_kills(all_kills: Sequence["CallMutantResult"]) -> None:
-    """Print a table of the mutations of each pairing, and a line for each that was not killed."""
+    """Print a table of the mutations of each pairing, and a line for each surviving mutant."""
     groups: dict[Pair, list[CallMutantResult]] = {}
     for kill in all_kills:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
@@ -237,7 +238,7 @@ def _format_verdict(kills: Sequence["CallMutantResult"]) -> str:
 
 
 def _select_mutants(options: MutationOptions) -> "list[Mutant]":
-    """Return the mutants of --only; [] without it.
+    """Return the mutants of --only, or [] without --only.
 
     Raises ConfigurationError for an unknown mutant.
     """
@@ -255,7 +256,7 @@ def _select_mutants(options: MutationOptions) -> "list[Mutant]":
 def _compute_scores(
     surveys_of_parts: "Sequence[Survey]", options: MutationOptions
 ) -> "tuple[list[Score], list[dict[str, object]]]":
-    """Compute the mutation score of each part, and save its record after every mutant."""
+    """Compute the mutation score of each part, and save its record after each mutant."""
     from modular_kernel.testing.mutation import MutantOutcome, mutation_score
     from modular_kernel.testing.mutation.record import record_of, recorded_kills
 
@@ -296,7 +297,7 @@ def _save(score: "Score", folder: Path | None) -> None:
 
 
 def _load_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
-    """Return the saved record to resume from; None without --resume or without a record."""
+    """Return the saved record to resume from; None without --resume or if there is no record."""
     path = None if options.save is None else options.save / f"{part}.json"
     if not options.resume or path is None or not path.is_file():
         return None
@@ -305,7 +306,7 @@ def _load_record(options: MutationOptions, part: str) -> dict[str, Any] | None:
 
 
 def _combine_records(records: list[dict[str, object]]) -> dict[str, object]:
-    """Return the record of a single part, or one that has the records of several parts by name."""
+    """Return a single record unchanged, and several as one record with the records by part."""
     if len(records) == 1:
         return records[0]
     return {"parts": {str(record["part"]): record for record in records}}
@@ -314,9 +315,10 @@ def _combine_records(records: list[dict[str, object]]) -> dict[str, object]:
 def _compare_bits(
     mutants: "list[Mutant]", survey: "Survey", problems: int, *, as_json: str | None
 ) -> bool:
-    """Compare the output bits with and without the mutants, applied together, and print the result.
+    """Compare the output bits with and without the mutants, and print the result.
 
-    Returns whether no bit differs. The mutants can then be considered equivalent.
+    The mutants are applied together. Returns whether no bit differs, in which case the mutants can
+    be considered equivalent.
     """
     from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bitwise_equivalence import compare_bits
@@ -344,9 +346,9 @@ def _join_ids(mutants: "list[Mutant]") -> str:
 
 
 def _compare_code(mutants: "list[Mutant]", *, as_json: str | None) -> bool:
-    """Compare the compiled kernels with and without the mutants, applied together, and print it.
+    """Compare the compiled kernels with and without the mutants, and print the result.
 
-    Returns whether the mutants leave all compiled code unchanged.
+    The mutants are applied together. Returns whether all compiled code is unchanged.
     """
     from modular_kernel.testing.mutation.code_equivalence import same_code
 

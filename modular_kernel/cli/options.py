@@ -1,4 +1,4 @@
-"""Options that describe a Problem, and other options that several verbs share."""
+"""Options that describe a `Problem`, and other options that several verbs share."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from modular_kernel.spec.placement import Placement
     from modular_kernel.spec.problem import Problem
 
-# Fields of a Problem without options: a layer small enough to run quickly on any machine.
+# Fields of a Problem that no option and no model sets. The layer runs quickly on any machine.
 DEFAULTS: dict[str, object] = {
     "tokens": 16,
     "hidden": 64,
@@ -42,13 +42,13 @@ AsJson = Annotated[
 
 
 def _size_option(text: str, name: str) -> Any:
-    """Return an option whose help ends with DEFAULTS[name]."""
+    """Return an option whose help ends with the default value in DEFAULTS."""
     return option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemOptions:
-    """Options of a Problem. None stands for the value of --model, else for that in DEFAULTS."""
+    """Options of a `Problem`. None stands for the value of --model, or else of DEFAULTS."""
 
     tokens: Annotated[int | None, option("Maximum number of tokens per call.  [default: 16]")] = (
         None
@@ -143,7 +143,7 @@ class ProblemOptions:
     def problem(self) -> "Problem":
         """Return the problem that these options describe.
 
-        Raises ConfigurationError, which names the option, if one is invalid.
+        Raises ConfigurationError with the name of the option if a value is invalid.
         """
         import torch
 
@@ -179,9 +179,9 @@ class ProblemOptions:
 def split_by_scheme(
     options: ProblemOptions,
 ) -> list[tuple[tuple[int, ...] | None, ProblemOptions]]:
-    """Return (layers, options) for each quantization scheme of the layers of a config.json.
+    """Return (layers, options) for each quantization scheme in the layers of a config.json.
 
-    If there is only one scheme, or --quant sets it, returns [(None, options)].
+    Returns [(None, options)] if there is only one scheme, or if --quant sets it.
     """
     if options.model is None or options.quant is not None:
         return [(None, options)]
@@ -200,7 +200,7 @@ def _parse_placement(text: str, experts: int, world_size: int) -> "Placement | L
 
 
 def parse_schemes(text: str) -> list[str]:
-    """Parse quantization schemes separated by commas, and drop duplicates.
+    """Parse a comma-separated list of quantization schemes, and drop duplicates.
 
     The options of a scheme are also separated by commas: `name:option=value,option=value`.
     """
@@ -214,10 +214,7 @@ def parse_schemes(text: str) -> list[str]:
 
 
 def make_not_prepared_error(schemes: str, parts: str) -> ConfigurationError:
-    """Return the error for --prepared if no part prepares weights of these schemes.
-
-    schemes, parts: names for the message.
-    """
+    """Return the error for --prepared if no part prepares weights of these schemes."""
     got = f"{schemes}, not prepared by {parts}"
     example = "mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
     return ConfigurationError(

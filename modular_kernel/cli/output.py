@@ -1,7 +1,7 @@
-"""Output functions of the verbs: tables and JSON on stdout, notes and errors on stderr.
+"""Prints the output of the verbs: tables and JSON to stdout, notes and errors to stderr.
 
-A verb passes its result to `print_result`, which prints text, JSON, or both, as --json selects. If
-there are several ranks, only rank 0 prints results and notes.
+A verb passes its result to `print_result`, which prints text, JSON, or both, depending on --json.
+If there are several ranks, only rank 0 prints results and notes.
 """
 
 import json
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_WIDTH = 80  # characters, for a pipe, a file, and a terminal of unknown width
 EXIT_SOFTWARE = 70  # EX_SOFTWARE of sysexits.h
-# Seconds to the first progress line, between later ones, and between those of a thread.
+# Seconds before the first progress line, between later lines, and between lines of a thread.
 _FIRST_LINE_S, _LINE_INTERVAL_S, _THREAD_INTERVAL_S = 5.0, 20.0, 4.0
 
 _json_documents: ContextVar[list[str] | None] = ContextVar("json_output", default=None)
@@ -68,7 +68,7 @@ def to_json_types(value: object) -> Json:
 
 
 def print_json(value: object, json_path: str = STDOUT) -> None:
-    """Print a value as one JSON document on stdout, or write it to the file `json_path`.
+    """Print a value as one JSON document to stdout, or write it to the file `json_path`.
 
     Raises SystemExit with EXIT_OUTPUT_LOST if the file cannot be written.
     """
@@ -80,7 +80,7 @@ def print_json(value: object, json_path: str = STDOUT) -> None:
 
 
 def print_document(text: str) -> None:
-    """Print a JSON document on stdout, also inside `reserve_stdout_for_json`."""
+    """Print a JSON document to stdout, even inside `reserve_stdout_for_json`."""
     documents = _json_documents.get()
     if documents is None:
         print(text)
@@ -91,7 +91,7 @@ def print_document(text: str) -> None:
 def write_file(path: Path | str, text: str) -> None:
     """Create the folder of `path`, and write the file atomically.
 
-    Raises SystemExit with EXIT_OUTPUT_LOST if that fails.
+    Raises SystemExit with EXIT_OUTPUT_LOST if this fails.
     """
     with report_write_errors(path):
         json_files.write(Path(path), text)
@@ -99,9 +99,9 @@ def write_file(path: Path | str, text: str) -> None:
 
 @contextmanager
 def report_write_errors(path: Path | str) -> Iterator[None]:
-    """Create the folder of `path`, and exit the process if the context cannot write the file.
+    """Create the folder of `path`, and report an OSError in the context as lost output.
 
-    Raises SystemExit with EXIT_OUTPUT_LOST on an OSError, which is printed.
+    Prints the error and raises SystemExit with EXIT_OUTPUT_LOST.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,6 @@ def is_reporting_rank() -> bool:
 
 
 def _launcher_rank() -> int:
-    """Return the rank of this process as set by a launcher such as torchrun; 0 without one."""
     try:
         launcher = read_launcher()
     except ConfigurationError:  # reported by the code that needs the launcher
@@ -128,9 +127,9 @@ def _launcher_rank() -> int:
 def print_result(value: object, json_path: str | None, print_text: Callable[[], None]) -> None:
     """Output the result of a verb on the reporting rank.
 
-    value: the result as JSON; see `to_json_types`.
-    json_path: the value of --json. None calls `print_text`. "-" prints JSON on stdout. With a path,
-    JSON is written to that file and `print_text` is called.
+    value: the result, which `to_json_types` can convert.
+    json_path: the value of --json. None calls `print_text`, and "-" prints JSON to stdout. With a
+    path, JSON is written to that file and `print_text` is called.
     """
     if not is_reporting_rank():
         return
@@ -143,12 +142,12 @@ def print_result(value: object, json_path: str | None, print_text: Callable[[], 
 
 
 def get_line_width() -> int:
-    """Return the line width in characters: COLUMNS, else the width of the terminal, else 80."""
+    """Return the line width in characters: COLUMNS, the width of the terminal, or 80."""
     return shutil.get_terminal_size((_DEFAULT_WIDTH, 25)).columns
 
 
 def print_line(text: str = "") -> None:
-    """Print text on stdout, with lines wrapped to the terminal width.
+    """Print text to stdout, with lines wrapped to the terminal width.
 
     Non-printable characters are escaped.
     """
@@ -157,13 +156,13 @@ def print_line(text: str = "") -> None:
 
 
 def print_note(text: str) -> None:
-    """Print a note on stderr, on the reporting rank."""
+    """Print a note to stderr on the reporting rank."""
     if is_reporting_rank():
         _print_to_stderr(text)
 
 
 def print_error(text: str) -> None:
-    """Print an error on stderr, on every rank, because it may have occurred only on this one."""
+    """Print an error to stderr. Every rank prints, because an error may occur on only one."""
     rank = _launcher_rank()
     _print_to_stderr(f"rank {rank}: error: {text}" if rank else f"error: {text}")
 
@@ -180,9 +179,9 @@ def print_table(
     title: str = "",
     optional: Sequence[str] = (),
 ) -> None:
-    """Print a table on stdout, or nothing if it has no rows.
+    """Print a table to stdout, or nothing if it has no rows.
 
-    Names are never truncated. If the table is wider than the terminal, the following is done until
+    Names are never truncated. If the table is wider than the terminal, these steps are taken until
     it fits:
 
     1. Cells with several words are wrapped.
@@ -203,8 +202,8 @@ def print_table(
         print("\n".join([title, *lines] if title else lines))
         return
     fitting.title = title or None
-    # Cells may contain brackets, which are not markup. Without a height, rich would assume 80
-    # columns on a dumb terminal, and truncate names.
+    # Cells may contain brackets, which are not markup. Without an explicit height, rich would
+    # assume 80 columns on a dumb terminal and truncate names.
     from rich.console import Console
 
     Console(width=line_width, height=25, markup=False, emoji=False, highlight=False).print(fitting)
@@ -225,13 +224,13 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each of `total` steps.
 
-    Shows a progress bar on a terminal, and otherwise prints lines on stderr: the first after 5
-    seconds, then one every 20 seconds.
+    Shows a progress bar on a terminal. Otherwise prints lines to stderr: the first after 5 seconds,
+    then one every 20 seconds.
 
     noun: plural noun for the steps.
-    from_thread: whether to print a line every 4 seconds from a background thread instead, also
-    during a long step. Must be False if processes are forked in the context, because a fork copies
-    only the calling thread.
+    from_thread: whether a background thread prints a line every 4 seconds instead, even during a
+    long step. Must be False if processes are forked in the context, because a fork copies only the
+    calling thread.
     """
     if is_reporting_rank() and sys.stderr.isatty():
         from rich.console import Console
@@ -247,9 +246,9 @@ def show_progress(
 
 
 class _ProgressLines:
-    """Prints the number of completed steps on stderr.
+    """Prints the number of completed steps to stderr.
 
-    print_on_advance: whether `advance` prints a line: the first after 5 seconds, then one every 20
+    print_on_advance: whether `advance` prints lines: the first after 5 seconds, then one every 20
     seconds.
     """
 
@@ -274,7 +273,7 @@ class _ProgressLines:
 def show_steps(total: int, noun: str) -> Iterator[Callable[[str], None]]:
     """Yield a function to call with a description of each of `total` completed steps.
 
-    The descriptions are printed on stderr. On a terminal, a progress bar is shown instead.
+    Prints the descriptions to stderr. On a terminal, a progress bar is shown instead.
     """
     if not sys.stderr.isatty():
         yield print_note
@@ -285,9 +284,9 @@ def show_steps(total: int, noun: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def show_activity(get_activity: Callable[[], str]) -> Iterator[None]:
-    """Print the current activity on stderr once it has taken 5 seconds, then every 20 seconds.
+    """Print the current activity to stderr once it has taken 5 seconds, then every 20 seconds.
 
-    get_activity: returns a description of the activity; it is called from a background thread.
+    get_activity: returns a description of the activity. A background thread calls it.
     """
     activity, start, next_print_s = get_activity(), time.monotonic(), _FIRST_LINE_S
 
@@ -309,7 +308,7 @@ def show_activity(get_activity: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def _repeat(action: Callable[[], None], interval_s: float) -> Iterator[None]:
-    """Call `action` every `interval_s` seconds from a background thread, inside the context."""
+    """Call `action` every `interval_s` seconds from a background thread until the context ends."""
     stop = threading.Event()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""Wrappers of stdout and stderr that handle full disks, closed streams and broken pipes.
+"""Wraps stdout and stderr to handle full disks, closed streams and broken pipes.
 
-If stdout cannot be written, `mk` prints an error on stderr and exits with EXIT_OUTPUT_LOST, which
+If stdout cannot be written, `mk` prints an error to stderr and exits with EXIT_OUTPUT_LOST, which
 no verb uses for its result. After a broken pipe (`mk list | head -1`), it exits with the same
 status and prints no error. Notes that cannot be written to stderr are dropped.
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO, cast
 
-EXIT_OUTPUT_LOST = 74  # EX_IOERR of sysexits.h: neither 1 (refused) nor 2 (bad usage)
+EXIT_OUTPUT_LOST = 74  # EX_IOERR of sysexits.h, which differs from 1 (refused) and 2 (bad usage)
 
 
 class _Stream:
@@ -77,8 +77,9 @@ class _Stdout(_Stream):
 def reserve_stdout() -> Iterator[list[str]]:
     """Redirect stdout to stderr inside the context.
 
-    Yields a list, to which the context appends the documents to print on stdout at its end. File
-    descriptor 1 is redirected, too, because C libraries and child processes write to it.
+    Yields a list. At the end of the context, the documents that were appended to the list are
+    printed to stdout. File descriptor 1 is redirected, too, because C libraries and child processes
+    write to it.
     """
     documents, stdout = list[str](), sys.stdout
     if stdout is not None:
@@ -126,13 +127,12 @@ def _redirect_stdout_fd() -> int | None:
 
 
 def _flush_c_stdio() -> None:
-    """Flush the stdio buffers of C libraries."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
 
 
 def _redirect_to_devnull(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, so that the flush of Python at exit does not fail."""
+    """Redirect a stream to /dev/null, so that Python's flush at exit does not fail."""
     with suppress(OSError, ValueError):
         fd = stream.fileno()
         null_fd = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""`mk list`: lists every part, its capabilities, and why it cannot run on a machine."""
+"""`mk list`: lists the parts, their capabilities, and why they cannot run on a machine."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -70,7 +70,7 @@ def list_parts(*, machine_options: MachineOptions, as_json: AsJson = None) -> No
 
 
 def _get_requirements(part: "Part") -> "Requirements | None":
-    """Return the requirements that the part declares; None for a TopKWeightAndReduce."""
+    """Return the requirements that the part declares, or None for a TopKWeightAndReduce."""
     requires: Requirements | None = getattr(part.cls, "requires", None)
     return requires
 
@@ -96,7 +96,7 @@ def _make_record(part: "Part", machine: "Machine") -> dict[str, object]:
 
 
 def _list_paths(part: "Part") -> "tuple[PathInfo, ...]":
-    """Return the code paths of an experts part; () for a part with a single one."""
+    """Return the code paths of an experts part, or () if it has only one."""
     paths: tuple[PathInfo, ...] = getattr(part.cls, "paths", tuple)()
     return paths
 
@@ -130,15 +130,14 @@ def _print_text(
 
 
 def _describe_scale_group(scheme: "TableScheme") -> str:
-    """Describe the weights that share a scale, such as "one scale for each group of 32"."""
     sizes = "x".join(map(str, scheme.group))
     return f"one scale for each {scheme.granularity}{f' of {sizes}' if sizes else ''}"
 
 
 def _describe(part: "Part", machine: "Machine") -> list[str]:
-    """Return lines that describe a part.
+    """Return the lines that describe a part.
 
-    They have its activation format and devices, dtypes and schemes, capabilities, code paths,
+    They are its activation format and devices, its dtypes and schemes, capabilities, code paths and
     origin, and the reasons why it is not available on the machine.
     """
     requires = _get_requirements(part)
@@ -158,9 +157,9 @@ def _describe(part: "Part", machine: "Machine") -> list[str]:
 
 
 def _describe_paths(part: "Part") -> Iterator[str]:
-    """Yield a line with the code paths of a part, if it has several.
+    """Yield a line with the code paths of a part if it has several.
 
-    A path of another package than that of the part is followed by its origin.
+    The origin of a path is appended if it differs from the origin of the first path.
     """
     paths = [path for path in _list_paths(part) if not path.error]
     if paths:
@@ -170,7 +169,6 @@ def _describe_paths(part: "Part") -> Iterator[str]:
 
 
 def _format_accepted_types(requires: "Requirements") -> str:
-    """Format the accepted dtypes and quantization schemes and, for experts, the activations."""
     from modular_kernel.compatibility.support import ALL_ACTIVATIONS, ALL_DTYPES, format_sorted
 
     accepted = {

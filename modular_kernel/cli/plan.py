@@ -1,7 +1,7 @@
-"""`mk plan`: recommends a pairing for a layer on a described machine, by estimates of its time.
+"""`mk plan`: recommends a pairing for a layer on a described machine, without running anything.
 
-The estimates come from `modular_kernel.perf_model`: a roofline of the experts, and the latency and
-bandwidth of the exchange between ranks. Nothing runs.
+`modular_kernel.perf_model` estimates the times from a roofline of the experts, and from the latency
+and bandwidth of the exchange between ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -217,7 +217,7 @@ def _check_options(options: ProblemOptions) -> None:
 def _parse_machines(
     options: ProblemOptions, machine_options: MachineOptions
 ) -> list[tuple[str, "Cluster"]]:
-    """Return (name, machine) for each machine of --machine, else for the default machine."""
+    """Return (name, machine) for each machine of --machine, or for the default machine."""
     if machine_options.machine is None:
         from modular_kernel.perf_model.machines import parse_machine
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from modular_kernel.perf_model.hardware import Link
     from modular_kernel.perf_model.recommend import Recommendation
 
-# Of most part names; tables show them only in the header.
+# These suffixes end most part names. Tables show them only in the header.
 _SUFFIX, _EXPERTS_SUFFIX = "PrepareAndFinalize", "Experts"
 _GIGA, _TERA, _MEGA = 1e9, 1e12, 1e6
 _REQUIRED_COLUMNS = (f"..{_SUFFIX}", f"..{_EXPERTS_SUFFIX}", "layer us", "Mtok/s", "GB")
-# Columns that are dropped on a narrow terminal, the last one first.
+# Columns that are dropped on a narrow terminal, starting with the last one.
 _OPTIONAL_COLUMNS = (
     *("dispatch", "experts us", "combine"),
     *("weights", "workspace", "buffers", "prepared"),
@@ -108,7 +108,7 @@ def _make_recommendation_record(recommendation: "Recommendation") -> dict[str, A
 def print_cases(cases: "Sequence[PlanCase]", routing: str, max_rows: int) -> None:
     """Print the recommendations, then a table for each case, then the assumptions.
 
-    max_rows: maximum number of pairings in a table; 0 prints all.
+    max_rows: maximum number of pairings in a table. 0 prints all.
     """
     for case in cases:
         _print_recommendation(case)
@@ -155,7 +155,7 @@ def _print_recommendation(case: "PlanCase") -> None:
 
 
 def _print_nearest_refusal(case: "PlanCase") -> None:
-    """Print the refusal with the fewest reasons, if every pairing is refused."""
+    """Print the refusal with the fewest reasons if every pairing is refused."""
     result = case.result
     if result.estimates or result.too_large or result.unestimated or not result.refused:
         return
@@ -239,7 +239,7 @@ def _list_assumptions(case: "PlanCase", routing: str) -> list[str]:
 
 
 def _list_sources(named: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each source of estimates, with its parts. named: (part, source)."""
+    """Return a line for each source in `named`, which yields (part, source), with its parts."""
     names: dict[str, dict[str, None]] = {}
     for name, source in named:
         names.setdefault(source, {})[name.removesuffix(_SUFFIX)] = None

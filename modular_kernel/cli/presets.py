@@ -1,4 +1,4 @@
-"""Layer sizes and properties for `--model`: of published models, of shapes, and of config files.
+"""Layer sizes and properties for `--model`, from published models, shapes and config files.
 
 A shape is a plain SwiGLU layer with the sizes of a model, or of the shard of one of its ranks.
 Shapes are used in benchmarks and tuning.
@@ -24,7 +24,7 @@ MODEL_FIELDS: dict[str, dict[str, object]] = {
 def format_model_name(model: str) -> str:
     """Return the name of a model for tables.
 
-    A path of a config.json becomes the name of its folder. Another path becomes its file name
+    The path of a config.json becomes the name of its folder. Another path becomes its file name
     without .json.
     """
     if not is_model_path(model):
@@ -68,7 +68,7 @@ def is_path(model: str) -> bool:
 
 
 def _stored_dtype(model: str) -> dict[str, object]:
-    """Return {"dtype": that of the tensor files in a folder}; {} if it cannot be determined."""
+    """Return {"dtype": dtype of the tensor files in a folder}, or {} if it is unknown."""
     from modular_kernel.checkpoints.inspection import read_expert_dtype
 
     dtype = read_expert_dtype(model) if is_directory(model) else None
@@ -82,7 +82,7 @@ def is_known_model(model: str) -> bool:
 
 
 def _canonical_name(model: str) -> str:
-    """Return the known name that equals `model` except for case, "-", "_" and "."; else `model`."""
+    """Return the known name that equals `model` up to case, "-", "_" and "."; otherwise `model`."""
     if model in SHAPES or find_model(model) is not None:
         return model
     names = {_normalize(name): name for name in (*SHAPES, *ALIASES, *MODELS)}
@@ -120,9 +120,9 @@ def _is_hub_id(model: str) -> bool:
 
 # Shape -> (experts, top_k, hidden, intermediate). tpN is the shard of one of N tensor-parallel
 # ranks, with intermediate / N. epN is the shard of one of N expert-parallel ranks, with experts /
-# N; the top-k experts of each token are then all on this rank. Files of tuned configurations are
-# named by experts and intermediate (experts/triton/configs/files.py), so no two shapes may agree in
-# both.
+# N. In epN, all top-k experts of a token are on this rank. Files of tuned configurations are named
+# by experts and intermediate (experts/triton/configs/files.py), so two shapes must differ in at
+# least one of them.
 _SIZES: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (8, 2, 4096, 14336),
     "dsv3_ep8": (32, 8, 7168, 2048),
@@ -148,7 +148,7 @@ SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
     for name, sizes in _SIZES.items()
 }
-# Shape -> the published model with these sizes. "TP N" or "EP N": the sizes of one of N ranks.
+# Shape -> published model with these sizes. "TP N" and "EP N" mean the sizes of one of N ranks.
 MODEL_OF_SHAPE = {
     "mixtral": "mixtral-8x7b",
     "dsv3_ep8": "deepseek-v3, EP 8",

@@ -1,7 +1,7 @@
 """`mk profile`: traces a pairing on every rank, and compares stage times with their roofline.
 
-A stage is a step of a call, such as quantization, dispatch or GEMM 1. The measurement and the
-reports are in `modular_kernel.profiling`. This module runs them, and writes and prints the results.
+A stage is a step of a call, such as quantization, dispatch or GEMM 1. `modular_kernel.profiling`
+measures the stages and renders the reports.
 """
 
 import hashlib
@@ -132,7 +132,6 @@ def profile(
 
 
 def _get_default_experts() -> str:
-    """Return the default experts part: TritonExperts with a GPU, else TorchExperts."""
     import torch
 
     return "TritonExperts" if torch.cuda.is_available() else "TorchExperts"
@@ -151,7 +150,7 @@ def _check_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") 
 def _check_prepared(experts: list[str], problem: "Problem") -> None:
     """Print the experts parts that do not prepare weights.
 
-    Raises ConfigurationError if no part does.
+    Raises ConfigurationError if no part prepares weights.
     """
     from modular_kernel.measure.prepared_weights import prepared_specs_of
 
@@ -167,7 +166,8 @@ def make_file_stem(subject: str, problem: "Problem") -> str:
     case = f"{subject.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
     if name != case or len(name) > _MAX_STEM:
-        # Cases may differ only in removed or truncated characters. A hash makes the names unique.
+        # Cases may differ only in removed or truncated characters. A hash keeps their names
+        # distinct.
         name = f"{name[:_MAX_STEM]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
     return name
 
@@ -207,7 +207,6 @@ class _OutputFiles:
 
 
 def _record_ranks(job: "ProfileJob", executor: Executor) -> "list[RankRecord]":
-    """Record the job on every rank and return their records."""
     from modular_kernel.profiling.record import record_rank
 
     if executor.pool is None:

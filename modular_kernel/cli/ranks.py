@@ -1,7 +1,7 @@
-"""Execution of verification and measurements, in this process or on a pool of ranks.
+"""Runs verification and measurements in this process or on a pool of ranks.
 
-A pool has one process per rank. The processes are started by this one, or by a launcher such as
-torchrun, of which this process is then one rank.
+A pool has one process per rank. This process starts the others, or a launcher such as torchrun has
+started all of them.
 """
 
 import shlex
@@ -40,7 +40,7 @@ Backend = Annotated[
 class Executor:
     """Selects and runs the cases of a pairing, in this process or on a pool of ranks.
 
-    pool: the ranks; None for a single rank, which is this process.
+    pool: the ranks. None stands for a single rank, which is this process.
     """
 
     machine: "Machine"
@@ -71,7 +71,7 @@ class Executor:
         return rank_cases_for(*pair, self.machine, ranks, level, ranks_per_host=per_host)
 
     def verify_cases(self, cases: "Sequence[Case]", workers: int) -> "Generator[Proof, None, None]":
-        """Verify the cases, and yield the result of each in order.
+        """Verify the cases, and yield their results in order.
 
         cases: RankCase objects if there is a pool.
         workers: number of processes; ignored if there is a pool.
@@ -108,10 +108,11 @@ class Executor:
 def open_executor(
     world_size: int | None, backend: str | None, ranks_per_host: int | None = None
 ) -> Iterator[Executor]:
-    """Yield an executor with `world_size` ranks; its pool is closed at the end of the context.
+    """Yield an executor with `world_size` ranks, whose pool is closed at the end of the context.
 
-    world_size: see `resolve_world_size`. backend, ranks_per_host: see `make_pool`. Raises
-    ConfigurationError if one of these two is given for a single rank.
+    world_size: see `resolve_world_size`.
+    backend, ranks_per_host: see `make_pool`. Raises ConfigurationError if one of these is given for
+    a single rank.
     """
     world_size = resolve_world_size(world_size)
     if world_size == 1:
@@ -131,7 +132,7 @@ def open_executor(
 
 
 def resolve_world_size(world_size: int | None) -> int:
-    """Return the number of ranks: that of the launcher, else `world_size`, else 1.
+    """Return the number of ranks: the launcher's, or `world_size` without a launcher, or 1.
 
     Raises ConfigurationError if `world_size` differs from the launcher's.
     """
@@ -167,8 +168,8 @@ def make_pool(
 ) -> "AnyRanks":
     """Return a pool with the ranks of the launcher, or with processes that it starts.
 
-    backend: "nccl", "gloo", or None. None selects nccl if there are enough GPUs, else gloo, and
-    prints a note in that case.
+    backend: "nccl", "gloo" or None. None selects nccl if there are enough GPUs. Otherwise it
+    selects gloo and prints a note.
     ranks_per_host: number of consecutive ranks that simulate a host, for started processes. None
     simulates one host with all ranks.
     """
@@ -188,7 +189,7 @@ def make_pool(
             )
         return RankPool(world_size, ranks_per_host=ranks_per_host)
     selected: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
-    # Do not compare the number of GPUs, which may differ between hosts: all ranks must select the
+    # Do not compare the number of GPUs, which may differ between hosts. All ranks must select the
     # same backend.
     if backend is None and gpus:
         selected = "nccl"
@@ -201,7 +202,7 @@ def make_pool(
 def to_rank_case(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
     """Convert a case to a RankCase with a number of tokens for each rank and a fault scenario.
 
-    rank_tokens: comma-separated numbers; None stands for the problem's tokens on each rank.
+    rank_tokens: comma-separated numbers. None stands for the problem's tokens on each rank.
     fault: name of the scenario, or "". Raises ConfigurationError if rank_tokens is invalid.
     """
     from modular_kernel.testing.cases.ranks import RankCase

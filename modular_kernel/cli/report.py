@@ -1,7 +1,7 @@
 """`mk report`: writes the support matrix and the benchmarks as an HTML page, or updates the docs.
 
-The support matrix has the verdict on every pairing, scheme and number of ranks. The content comes
-from `modular_kernel.report`.
+The support matrix has the verdict on every pairing, scheme and number of ranks.
+`modular_kernel.report` renders the content.
 """
 
 from pathlib import Path

@@ -36,11 +36,10 @@ class ReportFiles:
 
     @property
     def record(self) -> Path | None:
-        """Path of the JSON record; None without --json, and if --json prints on stdout."""
+        """Path of the JSON record; None without --json or if --json prints to stdout."""
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
     def save(self, report: WritableReport) -> None:
-        """Write the JSON record, if --json names a file."""
         if self.record is not None:
             with output.report_write_errors(self.record):
                 report.write(self.record)
@@ -51,7 +50,7 @@ class ReportFiles:
         print_text: Callable[[], None],
         format_markdown: Callable[[], str],
     ) -> None:
-        """Print the report as JSON or text, and write the Markdown file if --markdown names one."""
+        """Print the report as JSON or text, and write the Markdown file if --markdown is set."""
         if self.as_json == output.STDOUT:
             output.print_document(report.to_json())
         else:

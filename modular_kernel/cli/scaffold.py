@@ -1,7 +1,7 @@
-"""Packages that `mk new` writes, rendered from the templates in `cli/templates`.
+"""Renders the packages that `mk new` writes from the templates in `cli/templates`.
 
-docs/add-a-part.md shows these files, as do add-a-path.md and add-a-quantization-scheme.md in
-docs/contributing; a test compares them.
+Three pages show these files, and a test compares them: docs/add-a-part.md, and add-a-path.md and
+add-a-quantization-scheme.md in docs/contributing.
 """
 
 import keyword
@@ -28,7 +28,7 @@ class _PackageTemplate:
     entry_points: group -> value of the entry point, where "{}" stands for the package.
     class_name: name of the new class, where "{}" stands for the name of the package in CamelCase.
     pair: the pairing that `mk test` verifies, with "{}" as in class_name.
-    listed_as: what `mk list` shows, with the fields name and class_name.
+    listed_as: what `mk list` shows, with placeholders for name and class_name.
     modules: template -> file in the package.
     test: template of the test.
     options: options of `mk test`, in addition to the pairing.
@@ -151,7 +151,7 @@ def check_unused(kind: str, name: str) -> None:
 
 
 def render(kind: str, name: str) -> dict[Path, str]:
-    """Return the content of the files of a package, by their path in the package's folder."""
+    """Return the contents of the files of a package, by path relative to the package's folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     package, base_name = _TEMPLATES_BY_KIND[kind], to_class_name(name)
@@ -192,7 +192,8 @@ def render(kind: str, name: str) -> dict[Path, str]:
 def write(files: dict[Path, str], folder: Path) -> None:
     """Write the files below `folder`, which must not exist.
 
-    Raises ConfigurationError if it exists, or if a file cannot be written; then nothing is written.
+    Raises ConfigurationError if it exists or a file cannot be written. In both cases, nothing is
+    written.
     """
     if folder.exists() or folder.is_symlink():
         need = "a folder that does not exist yet"

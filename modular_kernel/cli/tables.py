@@ -1,7 +1,7 @@
-"""Layout of tables that must fit a line width: with fewer columns, or as a record per row.
+"""Lays out tables that must fit a line width, by dropping columns or printing a record per row.
 
-"Prose" below means text of several words, whose lines may be wrapped. Names and numbers are neither
-wrapped nor truncated.
+In this module, prose is text of several words, whose lines may be wrapped. Names and numbers are
+neither wrapped nor truncated.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-_MIN_PROSE_WIDTH = 24  # characters, of a column with prose
+_MIN_PROSE_WIDTH = 24  # characters of a column with prose
 _UNLIMITED_WIDTH = 10_000  # characters
 _NUMBER_PATTERN = re.compile(r"[-+~]?[\d.,]*( ?%)?")  # also "" and "-"
 _STYLES = {  # text of a cell -> rich style
@@ -36,7 +36,7 @@ def fit_table(
         table = _build_table(columns, cells, indices)
         if console.measure(table).maximum <= width:
             for column in table.columns:
-                column.max_width = None  # prose may use the width that is left
+                column.max_width = None  # prose may use the remaining width
             return table
     return None
 
@@ -77,7 +77,7 @@ def _prose_width(column: str, texts: Sequence[str]) -> int | None:
 
 
 def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Format each row as a line per column, with its name and value, and a blank line."""
+    """Format each row as one line per column, with its name and value, followed by a blank line."""
     name_width = max(map(len, columns)) + 2
     lines: list[str] = []
     for row in cells:
@@ -89,9 +89,9 @@ def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width
 
 
 def wrap_line(text: str, width: int, *, indent: int | None = None) -> list[str]:
-    """Wrap a line between words. A word that is longer than `width` is not split.
+    """Wrap a line between words. A word longer than `width` is not split.
 
-    indent: indentation of the continuation lines; None uses that of the first line plus two.
+    indent: indentation of the continuation lines. None stands for that of the first line plus two.
     """
     if len(text) <= width:
         return [text]

@@ -1,8 +1,8 @@
-"""`mk tune`: searches the fastest launch configurations of a part on this GPU, and saves them.
+"""`mk tune`: searches for the fastest launch configurations of a part on this GPU, and saves them.
 
 A launch configuration has the tile sizes, warps and pipeline stages of a kernel. The search space
-of an experts part (its `Tunable`) lists the configurations for a number of tokens. The search is in
-`modular_kernel.tuning`. This module selects the layers, and divides the time among them.
+of an experts part (its `Tunable`) lists the configurations for a number of tokens.
+`modular_kernel.tuning` searches. This module selects the layers, and divides the time among them.
 """
 
 import os
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 ALL_SHAPES = "all"  # --model all: every shape in SHAPES
 _DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-# A layer may use this multiple of its equal share of the remaining time, because the first layers
-# of a scheme wait for the compiler, and later ones do not.
+# A layer may use this multiple of an equal share of the remaining time. The first layers of a
+# scheme need more time because they wait for the compiler.
 _SHARE_FACTOR = 3.0
 _NO_GPU_MESSAGE = (
     "mk tune: no CUDA device, so nothing was measured and no file was written; `mk tune --explain` "
@@ -97,7 +97,7 @@ class TuneOptions:
     prepared: Prepared = False
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
-        """Return the token counts of --tokens-list or --tokens, else the default list."""
+        """Return the token counts of --tokens-list or --tokens, or else the default list."""
         if self.tokens_list is not None:
             return self.tokens_list
         return _DEFAULT_TOKENS if options.tokens is None else (options.tokens,)
@@ -173,14 +173,14 @@ def tune(
 def _make_problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
     """Return (name, problem) for each layer in --model and each scheme in --quant.
 
-    Without --model, there is one layer. It has the sizes in the options, and its name is "".
+    Without --model, there is one layer, with the sizes in the options and the name "".
     """
     names: list[str | None] = [None]
     if options.model is not None:
         words = options.model.split(",")
         names = [n for word in words for n in (SHAPES if word == ALL_SHAPES else (word,))]
     problems = []
-    # Without --quant each layer uses the scheme of its config file, or none.
+    # Without --quant, each layer uses the scheme of its config file, or none.
     for quant in [None] if options.quant is None else parse_schemes(options.quant):
         for name in dict.fromkeys(names):
             problem = replace(options, quant=quant, model=name).problem()
@@ -195,13 +195,14 @@ def _find_search_spaces(
     prepared: bool = False,
     device_name: str | None = None,
 ) -> "dict[str, Tunable]":
-    """Return the search spaces of experts parts that can be tuned, by the name of the part.
+    """Return the search spaces of the experts parts that can be tuned, by the name of the part.
 
-    experts: name of a part; None stands for all.
+    Raises ConfigurationError if no part can be tuned.
+
+    experts: name of a part. None stands for all.
     prepared: whether to return the spaces of calls with prepared weights. The result is {} if no
     part prepares weights.
-    device_name: GPU of calls with prepared weights; None stands for this one. Raises
-    ConfigurationError if no part can be tuned.
+    device_name: GPU of calls with prepared weights. None stands for this one.
     """
     from modular_kernel.catalog import load_catalog
 
@@ -233,7 +234,7 @@ def _find_search_spaces(
 def _select_preparable(
     problems: "Sequence[tuple[str, Problem]]", experts: str | None, device_name: str | None = None
 ) -> "list[tuple[str, Problem]]":
-    """Return the problems whose weights can be prepared by a tunable part; print the others.
+    """Return the problems whose weights can be prepared by a tunable part, and print the others.
 
     Raises ConfigurationError if there is no such problem.
     """
@@ -260,9 +261,10 @@ def _select_valid(
     experts_type: str | None,
     prepared: bool = False,
 ) -> "list[tuple[str, Problem, TunedPair]]":
-    """Return (name, problem, pairing) for each problem that has a valid pairing; print the others.
+    """Return (name, problem, pairing) for each problem with a valid pairing; print the others.
 
-    Raises IncompatibleError if a single problem has none, and Exit(1) if none of several has one.
+    If there is no such problem, raises IncompatibleError for a single problem, and Exit(1) for
+    several.
     """
     valid = []
     for name, problem in problems:
@@ -289,7 +291,7 @@ def _find_valid_pair(
 ) -> "TunedPair":
     """Return the first valid pairing with these parts.
 
-    pf_type, experts: names of parts; None stands for any part. Raises IncompatibleError with all
+    pf_type, experts: names of parts. None stands for any part. Raises IncompatibleError with all
     reasons if there is no valid pairing.
     """
     from modular_kernel.catalog import check, load_catalog
@@ -337,7 +339,7 @@ def _tune_layers(
     search: TuneOptions,
     as_json: str | None,
 ) -> None:
-    """Tune the layers one after another within the budget; save and print the results."""
+    """Tune the layers one after another within the budget, and save and print the results."""
     from modular_kernel.settings import read_settings
     from modular_kernel.tuning.compilation import Compiler
     from modular_kernel.tuning.search import remaining_token_counts
@@ -379,10 +381,10 @@ def _tune_layers(
 
 @dataclass(frozen=True)
 class _TimeShare:
-    """The share of a layer in the time until `end`.
+    """A fraction of the time until `end`, for tuning one layer.
 
     end: seconds, as returned by time.monotonic().
-    fraction: share of the remaining time; more than 1 counts as 1.
+    fraction: share of the remaining time, where more than 1 counts as 1.
     """
 
     end: float

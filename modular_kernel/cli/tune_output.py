@@ -1,6 +1,6 @@
 """Output of `mk tune`: a progress bar, a line for each number of tokens, tables, and JSON.
 
-A choice is the launch configurations of one call, that is, of all its kernels.
+A choice is the launch configurations of all kernels of one call.
 """
 
 import json
@@ -80,11 +80,9 @@ class TuneProgress:
         self._bar.stop()
 
     def advance(self) -> None:
-        """Advance the bar by one measurement."""
         self._bar.advance(self._task)
 
     def print_result(self, layer: TunedLayer, tuned: "TuneResult") -> None:
-        """Print the result for one number of tokens."""
         self._bar.update(self._task, description=layer.title)
         self._bar.console.print(f"{layer.title}: {_format_summary(tuned)}")
 
@@ -92,15 +90,15 @@ class TuneProgress:
 class TuneRecorder:
     """Appends the times of all choices to a JSON Lines file, one line for each number of tokens.
 
-    A line has these fields:
+    The fields of a line are:
 
     - "layer", "quant", "tokens", and the sizes of the layer
     - "prepared": whether weights were prepared
     - "best": the fastest choice, with "us" and "untuned_us"
     - "choices": each correct choice with the "us" of a call, and of each stage if there are several
-    - "refused": for each choice that was not timed, the reason
+    - "refused": the reason for each choice that was not timed
 
-    path: path of the file; None writes nothing.
+    path: path of the file. None writes nothing.
     """
 
     def __init__(self, layer: TunedLayer, path: Path | None) -> None:

@@ -1,8 +1,8 @@
 """`mk test`: verifies pairings against a float64 reference.
 
 A case is a problem with a routing, inputs and memory layouts. `modular_kernel.testing` selects the
-cases of a pairing and runs them. This module groups them into jobs, one per pairing, and prints the
-results.
+cases of a pairing and runs them. This module groups them into jobs, one for each pairing, and
+prints the results.
 """
 
 import os
@@ -65,7 +65,7 @@ class SingleCaseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """Options of the selection and execution of cases."""
+    """Options that select and run cases."""
 
     level: Annotated[
         Literal["smoke", "full"] | None,
@@ -89,14 +89,14 @@ class VerifyOptions:
 class VerifyJob:
     """The cases of one pairing.
 
-    refused: number of other cases, which the compatibility rules refuse.
+    refused: number of further cases, which the compatibility rules refuse.
     omitted: description of what the cases do not cover; unused if `covered_pairs` is positive.
     covered_pairs: number of pairs of axis values that occur together in some case, if the cases are
     a pairwise selection.
     impossible_pairs: number of pairs of axis values that no valid case can have.
-    reachable: the (code path, scheme, value of one property) combinations that calls of the
-    pairing can enter (see testing.cases.path_coverage). Empty for experts with a single path, and
-    for cases over ranks.
+    reachable: the (code path, scheme, value of one property) combinations that calls of the pairing
+    can enter (see testing.cases.path_coverage). Empty for experts with a single path, and for cases
+    over ranks.
     requires_all_combinations: whether the cases must enter all reachable combinations.
     """
 
@@ -122,7 +122,7 @@ class VerifyJob:
 
 @dataclass(frozen=True)
 class JobResult:
-    """A job with the results of its cases, called proofs."""
+    """A job with the results of its cases, which are called proofs."""
 
     job: VerifyJob
     proofs: "tuple[Proof, ...]"
@@ -145,7 +145,7 @@ class JobResult:
 
     @property
     def paths(self) -> str:
-        """For each code path, how many of its schemes and combinations were entered."""
+        """For each code path, the number of its schemes and combinations that were entered."""
         return "; ".join(
             self._format_path(path) for path in sorted({c.path for c in self.job.reachable})
         )
@@ -295,7 +295,7 @@ def _make_jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                # A RankSelection, of cases over ranks, is not pairwise and has neither field.
+                # A RankSelection has neither field, because cases over ranks are not pairwise.
                 covered_pairs = getattr(selection, "num_covered", 0)
                 impossible_pairs = len(getattr(selection, "impossible", ()))
                 pair, omitted = (pf_name, experts_name), _describe_omitted(executor, level)
@@ -316,7 +316,7 @@ def _make_jobs(
 def _find_reachable_combinations(
     executor: Executor, pf: str, experts: str
 ) -> "frozenset[PathCombination]":
-    """Return the (path, scheme, value) combinations that a single-process call can enter."""
+    """Return the (path, scheme, value) combinations that calls in a single process can enter."""
     from modular_kernel.testing.cases.path_coverage import reachable_combinations
 
     return (
@@ -327,7 +327,6 @@ def _find_reachable_combinations(
 
 
 def _describe_omitted(executor: Executor, level: str) -> str:
-    """Describe what the cases of this level do not cover."""
     if executor.pool is None:
         return "no pairwise coverage (see --level full)"
     text = "hand-picked cases without pairwise coverage"
@@ -337,7 +336,7 @@ def _describe_omitted(executor: Executor, level: str) -> str:
 def _select_pairings(
     executor: Executor, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[tuple[str, str]]:
-    """Return the pairings of these parts that have a case; [] if no name is given."""
+    """Return the pairings of these parts that have a case; [] if neither part is named."""
     if pf is None and experts is None:
         return []
     jobs = _make_jobs(executor, pf, experts, level)
@@ -347,7 +346,7 @@ def _select_pairings(
 def _count_workers(
     execution: VerifyOptions, executor: Executor, level: Literal["smoke", "full"]
 ) -> int:
-    """Return the number of worker processes; 1 for cases over ranks or on a GPU."""
+    """Return the number of worker processes, which is 1 for cases over ranks or on a GPU."""
     if execution.workers is not None:
         return limit_workers(execution.workers)
     if level == "smoke" or executor.pool is not None or executor.machine.device != "cpu":
@@ -358,11 +357,11 @@ def _count_workers(
 def _verify(
     jobs: Sequence[VerifyJob], executor: Executor, workers: int, *, as_json: str | None
 ) -> bool:
-    """Verify all cases and print the results; return whether all passed."""
-    results, number = list[JobResult](), [1]  # number: that of the running case
+    """Verify all cases, print the results, and return whether all passed."""
+    results, number = list[JobResult](), [1]  # number: of the running case
     cases = [case for job in jobs for case in job.cases]
     all_proofs = closing(executor.verify_cases(cases, min(workers, max(1, len(cases)))))
-    # Without a progress bar, print which case runs, because a case of a large problem may take
+    # Without a progress bar, print which case runs, because a case with a large problem may take
     # minutes.
     status = output.show_activity(lambda: f"case {number[0]} of {len(cases)}")
     with (
@@ -442,7 +441,7 @@ def _print_text(results: Sequence[JobResult]) -> None:
 
 
 def _format_row(result: JobResult) -> tuple[object, ...]:
-    """Format a table row; error and bound are those of the worst case."""
+    """Format a table row. Its error and bound are those of the worst case."""
     worst = result.worst
     assert worst is not None
     return (
