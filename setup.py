@@ -9,8 +9,8 @@ setup(
     name="modular-kernel",
     version="0.2.0",
     description="Compose fused mixture-of-experts layers from interchangeable, verified parts.",
-    # Package indexes show the README without the files that it links to: a link to a file is its
-    # text alone, and pictures are left out.
+    # Package indexes show the README without the files that it links to. Links to files are reduced
+    # to their text, and pictures are removed.
     long_description=re.sub(
         r"!\[[^\]]*\]\((?!https://)[^)]*\)|\[([^\]]*)\]\((?!https://)[^)]*\)",
         r"\1",
@@ -77,20 +77,20 @@ setup(
         "torch>=2.11",
         "numpy>=1.26",
         "triton>=3.6,<3.10; platform_system == 'Linux'",
-        "safetensors>=0.6.1",  # the first release with E8M0; has no requirements
+        "safetensors>=0.6.1",  # the first release with E8M0
         "click>=8.4.2",
         "rich>=13.7",
         "jinja2>=3.1",  # also required by torch
     ],
     # Only packages that can be installed from the package index by name. DeepEP (deep_ep) and
     # pplx-kernels (pplx_kernels) are built from source against the installed torch. Their names on
-    # the index could belong to unrelated packages, and with a source URL, every resolver that
-    # considers all extras would build them. The parts that wrap them report missing packages.
+    # the index could belong to unrelated packages. A source URL would make every resolver that
+    # considers all extras build them. The parts that wrap them report missing packages.
     extras_require={
         "transformers": ["transformers>=5.23"],
         # The versions that the plugin supports. With another version, it does nothing.
         "vllm": ["vllm>=0.33,<0.34"],
-        # 330 MB, with NVIDIA's license. The package called cutlass on the index is another one.
+        # 330 MB, with NVIDIA's license. The package named cutlass on the index is unrelated.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
         "bench": ["matplotlib>=3.8"],
         "sglang": ["sglang==0.5.23"],  # pins torch and transformers

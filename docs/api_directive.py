@@ -1,12 +1,13 @@
-"""The directive `{api}`: the public classes and functions of a module, read from its source.
+"""The Sphinx directive `{api}`, which documents the public classes and functions of a module.
 
     ```{api}
     modular_kernel.catalog: check, check_all
     ```
 
-Nothing is imported, so the site is built without torch. Each name becomes an object of Sphinx's
-Python domain, with an entry in the index, a link to its source, and types that link to where they
-are documented. Docstrings are Markdown: indented blocks are code, and names are in backticks.
+The directive parses the source and imports nothing, so the site is built without torch. Each name
+becomes an object of Sphinx's Python domain, with an entry in the index, a link to its source, and
+types that link to their documentation. Docstrings are Markdown: indented blocks are code, and names
+are in backticks.
 """
 
 import ast
@@ -25,7 +26,7 @@ from sphinx.util.docutils import SphinxDirective
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-# From a prompt to the next empty line; Markdown reads a prompt as a quotation in a quotation.
+# An example, from a prompt to the next empty line. Markdown would read `>>>` as nested quotations.
 _EXAMPLE = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 _PARAGRAPH = re.compile(r"(?:^(?!```).+\n?)+", re.MULTILINE)
 _ARGUMENT = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.MULTILINE)
@@ -33,12 +34,11 @@ _ENUMS = frozenset({"Enum", "IntEnum", "StrEnum"})
 
 
 class Api(SphinxDirective):
-    """Each line of the content is `module: name, name`."""
+    """A directive whose lines are `module: name, name`."""
 
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        """Parse the generated Markdown as a part of this page."""
         pieces: list[str] = []
         for line in self.content:
             module, _, names = line.partition(":")
@@ -50,14 +50,12 @@ class Api(SphinxDirective):
 
 
 def source_of(module: str) -> Path:
-    """Return the file of a module of this checkout."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @cache
 def tree_of(module: str) -> ast.Module:
-    """Return the syntax tree of a module of this checkout."""
     return ast.parse(source_of(module).read_text(encoding="utf-8"))
 
 
@@ -101,7 +99,7 @@ def definitions_of(module: str) -> frozenset[str]:
 
 
 def described(module: str, path: Path, names: list[str]) -> Iterator[str]:
-    """Yield the Markdown of each name; KeyError if the module does not define it."""
+    """Yield the Markdown for each name. Raises KeyError if the module does not define a name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | Function)}
     for name in names:
@@ -113,7 +111,7 @@ def described(module: str, path: Path, names: list[str]) -> Iterator[str]:
 
 
 class _Qualifier(ast.NodeTransformer):
-    """Replaces the names in an annotation by qualified ones, and parses quoted types."""
+    """Replaces the names in an annotation with qualified names, and parses quoted types."""
 
     def __init__(self, module: str) -> None:
         self.names = names_of(module)
@@ -140,7 +138,7 @@ def _annotation(module: str, node: ast.expr) -> str:
 
 
 def _signature(module: str, arguments: ast.arguments, *, bound: bool) -> str:
-    """Return the parameters as text, with qualified types; `bound`: without the first one."""
+    """Return the parameters as text, with qualified types. `bound` omits the first parameter."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     defaults += arguments.defaults
@@ -217,7 +215,7 @@ def _constructor(module: str, node: ast.ClassDef) -> str:
 
 
 def _default(value: ast.expr) -> str:
-    """Return the default of a dataclass field: that of `field(default=...)`, or "..."."""
+    """Return the text of a field's default value. A factory becomes "..."."""
     if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
         return ast.unparse(value)
     default = next((k.value for k in value.keywords if k.arg == "default"), None)
@@ -244,7 +242,7 @@ def _function(module: str, node: Function, kind: str) -> str:
 
 
 def _block(kind: str, argument: str, options: list[str], text: str = "") -> str:
-    """Return a directive of the Python domain, with a fence longer than those of its content."""
+    """Return a directive of the Python domain with a fence longer than any in its content."""
     longest = max((len(fence) for fence in re.findall(r"^`{3,}", text, re.MULTILINE)), default=2)
     fence = "`" * (longest + 1)
     head = "\n".join([f"{fence}{{py:{kind}}} {argument}", *options])

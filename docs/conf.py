@@ -1,4 +1,4 @@
-"""The docs as a site: `make docs`. Needs Sphinx and MyST, neither torch nor this package."""
+"""Sphinx configuration of the documentation, which `make docs` builds."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 viewcode_follow_imported_members = False  # following them would import the package
 viewcode_line_numbers = True
-# Inventories are text files of this repository: a build fetches nothing.
+# Inventories are text files of this repository, so that a build needs no network.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3", "inventories/python.inv"),
     "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.inv"),
@@ -32,10 +32,10 @@ pygments_style, pygments_dark_style = "friendly", "github-dark"
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
-# Quotes and hyphens stay as they are typed: "bf16" and --prepared are copied from prose, too.
+# Keep quotes and hyphens as typed, because "bf16" and --prepared are also copied from prose.
 smartquotes = False
 
-html_theme = "furo"  # light and dark, by the reader's system
+html_theme = "furo"  # light or dark, depending on the reader's system
 html_theme_options = {
     "navigation_with_keys": True,
     "light_css_variables": {"font-stack": "system-ui, sans-serif"},
@@ -63,10 +63,9 @@ _OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(((?:\.\./)+(?:notebook|examples)/[^)#]+)
 
 
 def link_outside(app: Sphinx, name: str, source: list[str]) -> None:
-    """Make links to files outside of the site downloads."""
+    """Turn links to files outside of the site into downloads."""
     source[0] = _OUTSIDE.sub(r"{download}`\1 <\2>`", source[0])
 
 
 def setup(app: Sphinx) -> None:
-    """Register what this site adds to Sphinx."""
     app.connect("source-read", link_outside)

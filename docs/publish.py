@@ -1,11 +1,11 @@
-"""Add a built site to a folder of versions: `python docs/publish.py out/docs out/site`.
+"""Adds a built site to a folder of versions: `python docs/publish.py out/docs out/site`.
 
-out/site/0.2.0/      the site, a copy of out/docs
-out/site/versions.js the versions that the folder has, newest first; read by the switcher
-out/site/index.html  a list of the versions, the newest one first
+    out/site/0.2.0/       the site, copied from out/docs
+    out/site/versions.js  the versions in the folder, newest first, for the version switcher
+    out/site/index.html   a list of the versions, newest first
 
-Each release adds its folder. Pages of older versions read the same versions.js, so they offer newer
-versions, too.
+Each release adds its folder. Pages of older versions read the same versions.js, so they also offer
+newer versions.
 """
 
 import json
@@ -19,7 +19,7 @@ _VERSION = re.compile(r"\d+(?:\.\d+)+\w*")
 
 
 def version_of_checkout() -> str:
-    """Return the version that setup.py states."""
+    """Return the version in setup.py."""
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
     match = re.search(r'^    version="([^"]+)"', text, re.MULTILINE)
     if match is None:

@@ -2,7 +2,7 @@
 
     python examples/compose_and_check.py
 
-Runs on a GPU if there is one, else on the CPU.
+Runs on a GPU if there is one, and otherwise on the CPU.
 """
 
 import torch
@@ -13,7 +13,6 @@ TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 64, 96, 8, 2
 
 
 def main() -> None:
-    """Run one layer with two pairings and check that the results agree."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     problem = mk.Problem(

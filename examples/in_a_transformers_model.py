@@ -2,7 +2,7 @@
 
     python examples/in_a_transformers_model.py
 
-Requires the extra `transformers`. The weights are random; for a checkpoint, use
+Requires the extra `transformers`. The weights are random. For a checkpoint, use
 `AutoModelForCausalLM.from_pretrained(name, experts_implementation="modular_kernel")`.
 """
 
@@ -13,7 +13,6 @@ from modular_kernel.integrations.transformers import register
 
 
 def main() -> None:
-    """Compare the logits of the model with both implementations of the experts."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64,

@@ -20,7 +20,7 @@ ROUTER = RouterSpec(2, "sigmoid", renormalize=True)
 
 
 def main() -> None:
-    """Compare two ranks with one, before and after the experts are rebalanced."""
+    """Compare the outputs of two ranks and of one rank, before and after balancing."""
     torch.manual_seed(0)
     torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
     w1 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5

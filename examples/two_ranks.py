@@ -2,7 +2,7 @@
 
     python examples/two_ranks.py
 
-Uses NCCL if there are two GPUs, else gloo on the CPU.
+Uses NCCL if there are two GPUs, and otherwise gloo on the CPU.
 """
 
 import tempfile
@@ -21,7 +21,7 @@ RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 6, 32, 48, 8, 2
 def make_inputs(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
     """Return random weights of all experts, and the tokens and routing of both ranks.
 
-    They are equal on both ranks.
+    Both ranks get the same values.
     """
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
@@ -41,7 +41,7 @@ def run(rank: int, store: str) -> None:
     if use_gpus:
         torch.cuda.set_device(device)
     backend = "nccl" if use_gpus else "gloo"
-    # By default, this_machine describes a GPU if there is one, also if there is only one.
+    # By default, this_machine describes a GPU even if there is only one.
     machine = this_machine(device="cuda" if use_gpus else "cpu")
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
 

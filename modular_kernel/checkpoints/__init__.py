@@ -1,13 +1,13 @@
-"""Checkpoints: load the experts of a layer from files, and convert the formats of quantizers.
+"""Loads the experts of a layer from a checkpoint, and converts the formats of quantizers.
 
 - `loading.load_experts` reads one rank's experts of one layer from a folder of safetensors or GGUF.
 - `inspection.inspect` checks the headers of all layers without reading tensors.
 - `formats` derives the storage format from a quantization_config, and `fusing` converts the stored
   tensors of one matrix to the tensors of `modular_kernel.quant.quantized_weights`.
 - `gptq_awq`, `compressed_tensors`, `fp8_mxfp4`, `bitsandbytes`, `torchao` and `ggml_blocks` convert
-  the layouts of single quantizers.
+  the layouts of individual quantizers.
 
-The functions below take tensors and have no side effects.
+The functions that this package exports take tensors and have no side effects.
 """
 
 from modular_kernel.checkpoints.compressed_tensors import from_compressed_tensors

@@ -1,18 +1,19 @@
-"""Conversion of bitsandbytes weights: nf4 and fp4, which are dequantized, and LLM.int8()'s int8.
+"""Converts bitsandbytes weights: nf4 and fp4, which are dequantized, and int8 of LLM.int8().
 
-With 4 bits, a matrix (N, K) is stored as one row-major sequence of codes in blocks of `blocksize`.
-A block may extend over the end of a row. The value at position i is
+A 4-bit matrix (N, K) is stored as one row-major sequence of codes in blocks of `blocksize`. A block
+may extend over the end of a row. The value at position i is
 
     quant_map[code[i]] * absmax[i // blocksize]
 
-in float32, where quant_map has 16 entries. A byte has two codes; the one at the even position is in
-the high nibble. With double quantization, the absmax of block j is itself quantized:
+in float32, where quant_map has 16 entries. A byte has two codes, with the even position in the high
+nibble. With double quantization, the absmax of block j is itself quantized:
 
     nested_quant_map[absmax[j]] * nested_absmax[j // nested_blocksize] + nested_offset
 
-`quant_state.bitsandbytes__nf4` (or `__fp4`) has the sizes and the offset, as JSON in a tensor of
-bytes. The codes may be stored as a wider dtype (`bnb_4bit_quant_storage`). No scheme can represent
-the values, so they are dequantized when they are loaded, and rounded to the dtype of the layer.
+`quant_state.bitsandbytes__nf4` (or `__fp4`) contains the sizes and the offset, as JSON in a tensor
+of bytes. The codes may be stored as a wider dtype (`bnb_4bit_quant_storage`). No scheme can
+represent the values. They are therefore dequantized when they are loaded, and rounded to the dtype
+of the layer.
 """
 
 import json
@@ -32,7 +33,8 @@ _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MAX_STATE_BYTES = 4096
 _MAX_SHAPE = 1 << 31
 _STATE = "weight.quant_state.bitsandbytes__"
-# Dtypes in which the bytes of codes may be stored. FSDP can shard floating dtypes only.
+# Dtypes in which the bytes of codes may be stored. They include floating dtypes, because FSDP can
+# shard no others.
 _CODE_DTYPES = (
     torch.uint8,
     *FLOATS,
@@ -48,10 +50,10 @@ class FlatTensors(Protocol):
     """The tensors of one matrix by their names in `stored_tensors_4bit`, read as 1-D tensors."""
 
     def header(self, name: str) -> tuple[int, torch.dtype] | None:
-        """Return the number of entries and the dtype of a tensor, or None if there is none."""
+        """Return the number of entries and the dtype of a tensor, or None if it does not exist."""
 
     def read(self, name: str, entries: Range | None = None) -> torch.Tensor:
-        """Return entries [start, stop) of a flattened tensor, or all of them."""
+        """Return entries [start, stop) of a flattened tensor, or all entries."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class FlatTensor(StoredTensor):
     ) -> None:
         """Check the shape `got` of a tensor of a matrix with need[-1] values, and its dtype.
 
-        Raises ShapeError or DtypeError. The block size is not known here, so any is allowed.
+        The block size is not known here, so every valid block size is accepted. Raises ShapeError
+        or DtypeError.
         """
         if dtype not in self.dtypes:
             names = " or ".join(map(dtype_name, self.dtypes))
@@ -87,7 +90,10 @@ class FlatTensor(StoredTensor):
 
 
 def stored_tensors_4bit(kind: str) -> tuple[StoredTensor, ...]:
-    """Return the tensors that the files have for one 4-bit matrix. kind: "nf4" or "fp4"."""
+    """Return the tensors that the files have for one 4-bit matrix.
+
+    kind: "nf4" or "fp4".
+    """
     floats = (torch.float32,)
     return (
         FlatTensor("weight", "w", (), _CODE_DTYPES),
@@ -110,9 +116,10 @@ def stored_tensors_int8(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
 
 @dataclass(frozen=True)
 class _QuantState:
-    """The parameters of one matrix: its block sizes and shape (N, K), and the nested_offset.
+    """The parameters in the quant_state of one matrix.
 
-    nested_blocksize is 0 without double quantization.
+    shape: (N, K).
+    nested_blocksize: 0 without double quantization.
     """
 
     blocksize: int
@@ -124,7 +131,7 @@ class _QuantState:
 def _parse_quant_state(stored: torch.Tensor, kind: str, what: str) -> _QuantState:
     """Parse the JSON of a quant_state. Raises WeightsError if it is invalid.
 
-    stored: (bytes,) uint8. what: name of the tensor, for messages.
+    stored: (bytes,) uint8.
     """
     need = f"the JSON object of a quant_state of {kind}"
     if stored.numel() > _MAX_STATE_BYTES:
@@ -159,7 +166,10 @@ def dequantize_part(
 
     Only the codes of these rows are read.
 
-    kind: "nf4" or "fp4". shape: (N, K) of the matrix. what: name of the weight, for messages.
+    kind: "nf4" or "fp4".
+    shape: (N, K) of the matrix.
+    what: name of the weight, for messages.
+
     Raises WeightsError for tensors that are invalid or do not match the shape.
     """
     state = _parse_quant_state(tensors.read(f"{_STATE}{kind}"), kind, f"{what}.quant_state")
@@ -185,8 +195,10 @@ def dequantize_part(
 def dequantize_matrix(kind: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Dequantize a whole 4-bit matrix to (N, K) float32.
 
-    tensors: by their names in `stored_tensors_4bit`. Raises WeightsError, ShapeError or DtypeError
-    for tensors that are missing, unexpected or invalid.
+    tensors: the tensors by their names in `stored_tensors_4bit`.
+
+    Raises WeightsError, ShapeError or DtypeError for tensors that are missing, unexpected or
+    invalid.
     """
     specs = {spec.name: spec for spec in stored_tensors_4bit(kind)}
     extra = sorted(map(str, set(tensors) - set(specs)))
@@ -204,8 +216,6 @@ def dequantize_matrix(kind: str, tensors: Mapping[str, torch.Tensor]) -> torch.T
 
 @dataclass(frozen=True)
 class _InMemoryTensors:
-    """Tensors in memory as `FlatTensors`."""
-
     tensors: Mapping[str, torch.Tensor]
 
     def header(self, name: str) -> tuple[int, torch.dtype] | None:
@@ -220,7 +230,7 @@ class _InMemoryTensors:
 def _read_mapped_codes(
     tensors: FlatTensors, quant_map: torch.Tensor, start: int, stop: int
 ) -> torch.Tensor:
-    """Return quant_map[code[i]] for positions i in [start, stop), float32."""
+    """Return quant_map[code[i]] for positions i in [start, stop), as float32."""
     header = tensors.header("weight")
     assert header is not None
     per_entry = 2 * header[1].itemsize  # codes per entry of the stored dtype
@@ -228,7 +238,7 @@ def _read_mapped_codes(
     packed = stored.contiguous().flatten().view(torch.uint8)
     offset = start % per_entry
     packed = packed[offset // 2 : _ceil_div(offset + stop - start, 2)]
-    # One lookup per byte: the values of its high and of its low nibble.
+    # One lookup per byte yields the values of both nibbles, the high nibble first.
     byte_map = torch.stack(torch.meshgrid(quant_map, quant_map, indexing="ij"), -1).view(256, 2)
     values = byte_map.index_select(0, packed.int()).flatten()
     return values[offset % 2 : offset % 2 + stop - start]
@@ -237,9 +247,9 @@ def _read_mapped_codes(
 def _read_absmax(
     state: _QuantState, tensors: FlatTensors, blocks: Range, num_blocks: int, what: str
 ) -> torch.Tensor:
-    """Return the absmax of blocks [a, b), float32, after undoing double quantization.
+    """Return the absmax of blocks [a, b) as float32, and undo double quantization.
 
-    num_blocks: number of blocks of the whole matrix. what: name of the weight, for messages.
+    num_blocks: number of blocks of the whole matrix.
     """
     header = tensors.header("weight.absmax")
     assert header is not None
@@ -286,8 +296,8 @@ def _ceil_div(value: int, divisor: int) -> int:
 def int8_scale(scb: torch.Tensor, weight_format: torch.Tensor | None) -> torch.Tensor:
     """Return the scale of each row of an LLM.int8() matrix, (N,) float32.
 
-    scb: (N,) float32, the largest magnitude of each row, which has the code 127.
-    weight_format: one number, the order of the rows; 0 or None means row-major.
+    scb: (N,) float32, the maximum magnitude of each row, whose code is 127.
+    weight_format: one number, the order of the rows. 0 or None means row-major.
 
     Raises WeightsError for other orders, which bitsandbytes before 0.45 wrote on GPUs.
     """

@@ -1,17 +1,17 @@
-"""Selection of a checkpoint's files.
+"""Selects the files of a checkpoint.
 
-A checkpoint is a file, a folder, or the name of a model on the Hugging Face Hub, which is looked up
-in the local cache: nothing is downloaded. In a folder, the first of these that exists is read, and
-all other files are ignored:
+A checkpoint is a file, a folder, or the name of a model on the Hugging Face Hub. Nothing is
+downloaded; the model is looked up in the local cache. In a folder, the first of these that exists
+is read, and all other files are ignored:
 
 1. `model.safetensors`, as in transformers
 2. the files listed in `model.safetensors.index.json`, as in transformers
 3. the files listed in another `*.safetensors.index.json`, if there is only one
 4. all `*.safetensors` files; each tensor must be in only one of them
-5. the `*.gguf` files, if they are of one model
+5. the `*.gguf` files, if they belong to one model
 
-3 and 4 ignore files named `consolidated*` if there are others. Mistral publishes these as a second
-copy of the weights with its own tensor names.
+Steps 3 and 4 ignore files named `consolidated*` if there are others. Mistral publishes these as a
+second copy of the weights with its own tensor names.
 """
 
 import re
@@ -32,8 +32,8 @@ _FILE_SUFFIXES = (SUFFIX, ".json", ".gguf", *_PICKLES)
 def resolve_path(checkpoint: str | Path) -> Path:
     """Return the path of a checkpoint, or the folder in the local cache for a name on the Hub.
 
-    Raises ConfigurationError, with the command that downloads the model, if the name is neither an
-    existing path nor in the cache.
+    Raises ConfigurationError, with the command that downloads the model, for a name that is neither
+    an existing path nor in the cache.
     """
     path = Path(checkpoint)
     name = str(checkpoint)
@@ -70,9 +70,9 @@ def has_tensors(path: Path) -> bool:
 
 
 def find_index_or_files(folder: Path) -> list[Path]:
-    """Return [index] or the safetensors files of a folder, by the order in the module docstring.
+    """Return [index] or the safetensors files of a folder, in the order of the module docstring.
 
-    Raises ConfigurationError for several indices other than `model.safetensors.index.json`.
+    Raises ConfigurationError for several indices if none is `model.safetensors.index.json`.
     """
     names = sorted(file.name for file in folder.iterdir())
     if (folder / (_MODEL + SUFFIX)).is_file():
@@ -103,8 +103,8 @@ def no_tensors_error(folder: Path) -> ConfigurationError:
 def read_index(index: Path) -> dict[str, Path]:
     """Return {tensor name: file} from a safetensors index.
 
-    All files must be in the folder of the index. They need not exist, since a folder may have the
-    files of some layers only. Raises WeightsError for an invalid index.
+    All files must be in the folder of the index. They need not exist, because a folder may have the
+    files of only some layers. Raises WeightsError for an invalid index.
     """
     try:
         content = json_files.parse(json_files.read_file(index, _MAX_INDEX_BYTES))
@@ -126,7 +126,8 @@ def read_index(index: Path) -> dict[str, Path]:
 def absent_files_error(path: Path, files: set[Path]) -> WeightsError:
     """Return the error for a tensor whose file does not exist.
 
-    path: path of the checkpoint. files: all files listed in its index.
+    path: path of the checkpoint.
+    files: all files listed in its index.
     """
     absent = sorted(file.name for file in files if not file.exists())
     more = f" and {len(absent) - 4} more" if len(absent) > 4 else ""

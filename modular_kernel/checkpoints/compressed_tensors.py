@@ -1,8 +1,8 @@
-"""Conversion of compressed-tensors' packed integers to int4_w4a16_group and int8_w8a16_group.
+"""Converts packed integers of compressed-tensors to int4_w4a16_group and int8_w8a16_group.
 
     w1 = from_compressed_tensors(weight_packed, weight_scale, weight_zero_point, group=32)
 
-The other formats of compressed-tensors store weights as kernels take them. `formats` describes
+The other formats of compressed-tensors store weights in the layout of kernels. `formats` describes
 their tensors.
 """
 
@@ -35,15 +35,15 @@ def from_compressed_tensors(
 ) -> GroupWeights:
     """Convert "pack-quantized" weights: 4- or 8-bit integers, packed into 32-bit words.
 
-    weight_packed: (..., N, K / p) int32 with p = 32 / bits values per word, the first one in the
-        lowest bits. Values are stored with an offset of 8 (4 bits) or 128 (8 bits), which is the
-        layout of the scheme, so the resulting w is a view.
+    weight_packed: (..., N, K / p) int32 with p = 32 / bits values per word, the first value in the
+    lowest bits. Values are stored with an offset of 8 (4 bits) or 128 (8 bits). This is the layout
+    of the scheme, so the resulting w is a view.
     weight_scale: (..., N, G) floating.
     weight_zero_point: (..., N / p, G) int32, packed along N. None means that all are 8 or 128.
     group: columns per scale, or -1 for one group of all K.
     bits: 4 or 8.
-    weight_g_idx: (..., K) integers, the group of each column. Must be k // group: columns that are
-        ordered by activation (act-order) are not supported.
+    weight_g_idx: (..., K) integers, the group of each column. Must be k // group, because columns
+    that are ordered by activation (act-order) are not supported.
 
     Raises ConfigurationError, ShapeError, DtypeError or WeightsError for invalid arguments.
     """

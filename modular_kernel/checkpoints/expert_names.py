@@ -1,9 +1,10 @@
 """Names, shapes and slices of the tensors that contain each expert of a layer.
 
-Checkpoints store experts in different ways. Each projection of each expert may have tensors of its
-own ("mlp.experts.3.gate_proj.weight"), or one tensor may be a stack of all experts
+Checkpoints store experts in different ways. Each projection of each expert may have its own tensors
+("mlp.experts.3.gate_proj.weight"), or one tensor may be a stack of all experts
 ("mlp.experts.gate_up_proj", (E, 2I, H)). `modular_kernel.models.expert_layouts` lists the layouts
-of each model_type. This module computes from a layout where one projection of one expert is.
+of each model_type. From a layout, this module computes the location of one projection of one
+expert.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class ProjectionLocation:
     flat: bool
 
     def candidate_keys(self, spec: StoredTensor) -> Iterator[str]:
-        """Yield the names that a stored tensor may have in the files, the usual one first."""
+        """Yield the possible names of a stored tensor in the files, starting with the usual one."""
         for name in (spec.name, *spec.aliases):
             if name.startswith("_weight_") and self.is_parameter:  # torchao
                 module, _, parameter = self.base.rpartition(".")
@@ -54,13 +55,13 @@ class ProjectionLocation:
                     yield f"{self.base}_{name}"
 
     def is_shared_scalar(self, spec: StoredTensor, shape: tuple[int, ...]) -> bool:
-        """Return whether a tensor of this shape is one number for all experts of a stack."""
+        """Return whether a tensor of this shape is a single number for all experts of a stack."""
         return self.is_parameter and spec.is_scalar and prod(shape) == 1
 
     def shape(self, spec: StoredTensor) -> tuple[int, ...]:
         """Return the shape that a stored tensor has in the files.
 
-        For a number that all experts share, see `is_shared_scalar`.
+        A number that all experts share has a different shape; see `is_shared_scalar`.
         """
         shape = spec.shape(self.rows, self.depth)
         if self.transposed and len(shape) > 1:
@@ -86,7 +87,8 @@ class ProjectionLocation:
 class LayerLayout:
     """The layout and the sizes of one layer's experts in the files.
 
-    prefix: the part of all names before the expert's number or the projection, with its dot.
+    prefix: the start of all names, up to the expert's number or the projection, with the dot before
+    it.
     """
 
     layout: ExpertLayout
@@ -98,10 +100,10 @@ class LayerLayout:
     def projections(
         self, expert: int
     ) -> tuple[tuple[ProjectionLocation, ...], tuple[ProjectionLocation, ...]]:
-        """Return the locations of an expert's projections in w1, and in w2.
+        """Return the locations of an expert's projections in w1 and in w2.
 
-        w1 has gate and up, only up if the activation is not gated, or a single matrix if gate and
-        up rows alternate. w2 has down.
+        w1 consists of gate and up, or only of up if the activation is not gated. If gate and up
+        rows alternate, w1 is a single matrix. w2 consists of down.
         """
         layout, hidden, width = self.layout, self.hidden, self.intermediate
         w1_locations: tuple[ProjectionLocation, ...]

@@ -1,8 +1,8 @@
 """Storage formats of checkpoints, derived from the quantization_config.
 
-`format_of` returns the format: the scheme that weights are loaded as, and the tensors that the
-files have for each matrix. `fit_scheme` adapts the tile sizes of the scheme to a tensor-parallel
-rank's share. `modular_kernel.checkpoints.fusing` converts the tensors.
+`format_of` returns a format. It consists of the scheme that weights are loaded as, and the tensors
+that the files have for each matrix. `fit_scheme` adapts the tile sizes of the scheme to the share
+of a tensor-parallel rank. `modular_kernel.checkpoints.fusing` converts the tensors.
 
 The functions have no side effects, read no files and import no quantization library.
 """
@@ -38,7 +38,7 @@ from modular_kernel.spec.intermediate_split import (
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.utils.argument_checks import Count, expect
 
-_MIN_TILE = 32  # smallest number of columns to which a block or group is divided
+_MIN_TILE = 32  # minimum number of columns of a block or group after it was divided
 MX_BLOCK = (1, 32)  # rows and columns per scale in mxfp8
 _N, _K = Dim("N"), Dim("K")
 _FP8, _INT32 = torch.float8_e4m3fn, torch.int32
@@ -52,11 +52,11 @@ class Format:
 
     method: the quant_method of the quantization_config, or "none".
     scheme: the scheme that matrices are loaded as.
-    minus_one: GPTQ zero points are stored minus one.
-    quantizes_inputs: the model was quantized with activations of 4 or 8 bits, but the scheme leaves
-        them in 16 bits. `with_inputs` changes that for nvfp4.
-    dequantized: name of the stored codes, such as "nf4", if no scheme can represent them and
-        matrices are dequantized on loading; otherwise "".
+    minus_one: whether GPTQ zero points are stored minus one.
+    quantizes_inputs: whether the model was quantized with activations of 4 or 8 bits, which the
+        scheme leaves in 16 bits. `with_inputs` changes this for nvfp4.
+    dequantized: name of the stored codes, such as "nf4", if matrices are dequantized on loading
+        because no scheme can represent the codes; otherwise "".
     torchao: the storage format of torchao; None for other methods.
     """
 
@@ -71,7 +71,7 @@ class Format:
     def expands_on_load(self) -> bool:
         """Whether converting a matrix takes several times the memory of its stored tensors.
 
-        This holds for codes that are dequantized on loading, and for GGUF blocks.
+        This is the case for codes that are dequantized on loading, and for GGUF blocks.
         """
         return bool(self.dequantized) or self.method == "gguf"
 
@@ -155,15 +155,16 @@ def fit_scheme(
     """Return the scheme of a layer on each of `world` tensor-parallel ranks.
 
     The result is the scheme of `format`, possibly with smaller tiles. An equal share of I, or the
-    border between gate and up rows, may split a block or group. Its tile size is then divided, down
+    border between gate and up rows, may split a block or group. The tile size is then divided, down
     to 32 columns, and scales are repeated, which does not change any value. If that is impossible,
     as for mxfp4 and nvfp4, shares consist of whole groups and are padded
     (`spec.intermediate_split`).
 
     If gate and up have one scale each, and activations are not quantized, the result has one scale
-    per row: a common scale would require rounding one of the matrices again.
+    per row, because a common scale would require rounding one of the matrices again.
 
-    intermediate: I of the whole layer. gated: w1 has gate and up rows.
+    intermediate: I of the whole layer.
+    gated: whether w1 has gate and up rows.
 
     Raises ConfigurationError if there are fewer groups than ranks, and for act-order on several
     ranks.
@@ -193,7 +194,7 @@ def fit_scheme(
 
 
 def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> QuantScheme | None:
-    """Return the scheme with tiles that divide an equal share; None if there are none."""
+    """Return the scheme with tiles that divide an equal share, or None if there are none."""
     share, remainder = divmod(intermediate, world)
     if remainder:
         return None
@@ -215,7 +216,8 @@ def _fit_equal_shares(scheme: QuantScheme, intermediate: int, world: int) -> Qua
 def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[QuantScheme]:
     """Return candidates for padded shares, in order of preference.
 
-    The first one has the tile sizes of the files; the others have halved sizes, down to 32.
+    The first candidate has the tile sizes of the files. Each further candidate halves them, down to
+    32.
     """
     schemes = [_divide_rows(scheme, intermediate) if gated else scheme]
     if scheme.granularity == "block" or _has_divisible_groups(scheme, intermediate):
@@ -227,7 +229,7 @@ def _fit_padded(scheme: QuantScheme, intermediate: int, gated: bool) -> list[Qua
 
 
 def _has_divisible_groups(scheme: QuantScheme, intermediate: int) -> bool:
-    """Return whether groups can be divided: integer codes, and several groups per row."""
+    """Return whether groups can be divided: integer codes with several groups per row."""
     is_integer = scheme.granularity == "group" and scheme.weight != "float4_e2m1"
     return is_integer and scheme.group[0] < intermediate
 
@@ -252,7 +254,7 @@ def _scaled_tensors(
 ) -> tuple[StoredTensor, ...]:
     """Return the tensors of 8-bit weights with per-tensor, per-channel or per-block scales.
 
-    scale_names, input_scale_names: the usual name of these tensors, then alternative ones.
+    scale_names, input_scale_names: the usual name of the tensor, followed by alternatives.
     """
     weight = torch.int8 if scheme.weight == "int8" else _FP8
     dims: dict[str, tuple[Dim, ...]] = {"tensor": (), "channel": (_N,)}
@@ -310,7 +312,7 @@ def _modelopt_tensors(scheme: QuantScheme) -> tuple[StoredTensor, ...]:
 def _nvfp4_tensors(
     scheme: QuantScheme, weight_name: str, global_scale_name: str, input_scale_name: str
 ) -> tuple[StoredTensor, ...]:
-    """Return the tensors of nvfp4: two codes per byte, a scale per 16 columns, and one per matrix.
+    """Return the tensors of nvfp4: pairs of codes, a scale per 16 columns, and a scale per matrix.
 
     The activation scale is read only if the scheme has static activation scales.
     """

@@ -1,6 +1,6 @@
-"""Conversion of the scales of float8 checkpoints, and of gpt-oss's mxfp4 weights.
+"""Converts the scales of float8 checkpoints, and gpt-oss's mxfp4 weights.
 
-w1, w1_scale = merge_scales(gate_up, scales_e2)  # one scale each for gate and up -> one scale
+w1, w1_scale = merge_scales(gate_up, scales_e2)  # separate scales of gate and up -> one scale
 a1_scale = static_scale(input_scales)            # for the scheme fp8_w8a8_tensor:static=true
 w1, w1_scale = from_gpt_oss(blocks, scales)      # for mxfp4_w4a16 with interleaved rows
 """
@@ -22,11 +22,11 @@ def merge_scales(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Ten
 
     w_eNK: (e, N, K) float8_e4m3fn.
     scale_eS: (e, S) floating. Scale s applies to rows [s N / S, (s + 1) N / S). S is 2 if w has
-        gate and up rows.
+    gate and up rows.
 
-    Returns w (e, N, K) and scale (e,) of fp8_w8a8_tensor. The scale is the largest of the S. Rows
-    that had this scale are unchanged, and the others are multiplied by the ratio of the scales and
-    rounded again. Raises WeightsError unless all scales are finite and above 0.
+    Returns w (e, N, K) and scale (e,) of fp8_w8a8_tensor. The scale is the maximum of the S scales.
+    Rows that already had this scale are unchanged. Other rows are multiplied by the ratio of the
+    scales and rounded again. Raises WeightsError unless all scales are finite and above 0.
     """
     check_tensor("w", w_eNK)
     check_tensor("scale", scale_eS)
@@ -40,7 +40,8 @@ def merge_scales(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Ten
         raise ShapeError("scale", got=shape, need=f"(e, S) with e = {e} and S dividing N = {rows}")
     scale_eS = _positive_scales(scale_eS, "scale")
     largest_e = scale_eS.amax(1)
-    # Ratios are exactly 1 for the largest scale and below 1 for the others: products cannot
+    # Ratios are at most 1, so products cannot overflow. The ratio of the largest scale is exactly
+    # 1.
     # overflow.
     ratio_eS = (scale_eS / largest_e[:, None]).tolist()
     rescaled = w_eNK.clone(memory_format=torch.contiguous_format)
@@ -78,7 +79,8 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
     """Return the maximum of the experts' static activation scales, (1,) float32.
 
     All experts need a common scale, because a token is quantized once, before it is dispatched.
-    With the maximum, no activation saturates that did not saturate with its expert's own scale.
+    With the maximum, no activation saturates that would not have saturated with its expert's own
+    scale.
     """
     check_tensor("activation scales", scales)
     if not scales.numel():
@@ -89,7 +91,7 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
 def convert_input_scale(scale: torch.Tensor, what: str) -> torch.Tensor:
     """Convert static activation scales to float32.
 
-    Activations are divided by them: raises WeightsError unless all are valid divisors.
+    Raises WeightsError unless all are valid divisors, because activations are divided by them.
     """
     scale = _to_float32(scale, what)
     check_divisors(what, scale)
@@ -117,8 +119,8 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     blocks: (e, N, K / 32, 16) uint8 with even k in the low nibble. The result w is a view of it.
     scales: (e, N, K / 32) uint8, E8M0 exponents.
 
-    In gate_up_proj, gate and up rows alternate; its activation is swiglu_oai. Kernels are faster
-    with weights repacked by `modular_kernel.quant.repacking.repack` (scheme
+    In gate_up_proj, gate and up rows alternate, and the activation is swiglu_oai. Kernels are
+    faster with weights that `modular_kernel.quant.repacking.repack` repacks (scheme
     "mxfp4_w4a16:repacked=true").
     """
     for what, tensor in (("blocks", blocks), ("scales", scales)):

@@ -1,4 +1,4 @@
-"""Conversion of the stored tensors of projections to the fused weights w1 and w2 of a layer.
+"""Converts the stored tensors of projections to the fused weights w1 and w2 of a layer.
 
     format = format_of(config.get("quantization_config"))      # None: unquantized
     scheme = fit_scheme(format, intermediate, world=tp)        # Problem(quant=str(scheme))
@@ -7,9 +7,10 @@
     w2 = merge(format, [down], torch.bfloat16, scheme=scheme)
     ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, w2_scale=w2.scale, ...)
 
-`merge` takes whole tensors. The loaders, which read one share of a matrix at a time, call its two
-steps: `convert_share` divides the tiles of scales, and `fuse` converts to the layout of kernels and
-concatenates gate and up. Packed weights stay packed. All functions except `sort_w1_rows` are pure.
+`merge` takes whole tensors. The loaders read one share of a matrix at a time, and call the two
+steps of `merge`: `convert_share` divides the tiles of scales, and `fuse` converts to the layout of
+kernels and concatenates gate and up. Packed weights stay packed. All functions except
+`sort_w1_rows` are pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +60,7 @@ class Matrix:
 
     w, scale, zero_point: in the layout of `ExpertWeights` for w1 or w2.
     a_scale: (...) float32, the maximum of the projections' static activation scales. A layer uses
-        the maximum over its experts, except for nvfp4, where each expert has its own.
+    the maximum over its experts, except for nvfp4, where each expert has its own scale.
     global_scale: (..., projections) float32, the factor of each matrix of nvfp4.
     order: (..., K) int32 for act-order, the original index of each sorted column.
     """
@@ -81,13 +82,13 @@ def merge(
 ) -> Matrix:
     """Build w1 or w2 from its projections, concatenated along the rows.
 
-    projections: [gate, up], [down], or [gate_up] with rows in the layer's order. Each one maps the
-        names in `format.stored_tensors` to the tensors of one matrix, which may have any leading
-        dimensions (experts).
+    projections: [gate, up], [down], or [gate_up] with rows in the layer's order. Each projection
+    maps the names in `format.stored_tensors` to the tensors of one matrix, which may have any
+    leading dimensions (experts).
     dtype: dtype of the layer, and of unquantized weights. In a 16-bit layer, float16 and bfloat16
-        scales of 4- and 8-bit integers keep their dtype; other scales become float32.
+    scales of 4- and 8-bit integers keep their dtype. Other scales become float32.
     scheme: the result of `fit_scheme`. None uses the scheme of `format`, whose tiles must not cross
-        the border between two projections.
+    the border between two projections.
 
     Raises ShapeError, DtypeError or WeightsError for tensors that do not match the format.
     """
@@ -129,11 +130,12 @@ def _check_batch_dims(format: Format, parts: Sequence[Tensors]) -> None:
 def convert_share(
     source: Format, target: Format, tensors: Tensors, rows: Range, columns: Range
 ) -> dict[str, torch.Tensor]:
-    """Convert the stored tensors of a share of a matrix from the tile sizes in the files.
+    """Convert the stored tensors of a share of a matrix to the tile sizes of the layer.
 
     GPTQ's g_idx is checked and dropped, unless the format has act-order.
 
-    source, target: the format with the tile sizes in the files, and with those of the layer.
+    source, target: the format with the tile sizes in the files, and with the tile sizes of the
+    layer.
     tensors: result of `matrix_layout.slice_tensors` for rows [a, b) and columns [c, d).
     """
     converted = dict(tensors)
@@ -169,10 +171,10 @@ def fuse(
 ) -> Matrix:
     """Convert projections to the layout of kernels, and concatenate them along the rows.
 
-    format: with the tile sizes of the layer.
+    format: the format with the tile sizes of the layer.
     parts: the tensors of each projection, as `convert_share` returns them.
     out: contiguous tensor with the shape, dtype and device of the result's w. Formats in _WRITERS
-        write w there instead of allocating it.
+    write w there instead of allocating it.
     """
     reader = _READERS[format.method]
     if out is not None and len(parts) == 1 and format.method in _WRITERS:
@@ -204,7 +206,7 @@ def check_tensors(
 ) -> tuple[tuple[int, int], dict[str, torch.Tensor]]:
     """Check the tensors of one matrix against the format.
 
-    Returns (N, K), and the tensors without excess dimensions of size 1, and with scales unblocked.
+    Returns (N, K), and the tensors without excess dimensions of size 1 and with unblocked scales.
     Raises WeightsError for a missing or unexpected tensor, and ShapeError or DtypeError for an
     invalid one.
     """
@@ -285,7 +287,7 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
     if scheme.quantizes_activations or scheme.weight == "float8_e4m3fn":
         return _read_scaled(format, tensors, dtype)
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-    if scheme.granularity == "channel":  # stored with an offset of 128: the sign bit is inverted
+    if scheme.granularity == "channel":  # stored with an offset of 128, so the sign bit is inverted
         w = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
         flat = channel_scale(scale.reshape(-1, w.shape[-2]))
         return Matrix(w, flat.reshape(*w.shape[:-1]))
@@ -303,7 +305,7 @@ def _read_nvfp4(format: Format, tensors: Tensors) -> Matrix:
     """Read nvfp4, in which a weight is e2m1 code * scale of its group * scale of its matrix.
 
     compressed-tensors stores the reciprocals of the matrix scales and of the activation scales.
-    torchao may store no matrix scale, which then is 1.
+    torchao may omit the matrix scale, which is then 1.
     """
     by_role = {spec.role: tensors.get(spec.name) for spec in format.stored_tensors}
     w, scale, global_scale = by_role["w"], by_role["scale"], by_role.get("global_scale")
@@ -420,9 +422,9 @@ def _sorted_group_matrix(format: Format, weights: GroupWeights, dtype: torch.dty
 
 
 def _fuse_with_one_scale(parts: Sequence[Matrix]) -> Matrix:
-    """Concatenate projections that have one scale each, and give them the largest of these scales.
+    """Concatenate projections with one scale each, and use the maximum scale for all.
 
-    The weights of the other projections are rounded again.
+    The weights of projections with smaller scales are rounded again.
     """
     if len({matrix.w.shape for matrix in parts}) > 1:
         got = [tuple(matrix.w.shape) for matrix in parts]
@@ -438,7 +440,7 @@ def _fuse_with_one_scale(parts: Sequence[Matrix]) -> Matrix:
 
 
 def common_column_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
-    """Return the column order of projections; None without act-order.
+    """Return the column order of projections, or None without act-order.
 
     Raises WeightsError if gate and up have different orders, because they have the same input.
     """
@@ -453,9 +455,11 @@ def common_column_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
 def expand_column_order(order: torch.Tensor, rows_per_column: int) -> torch.Tensor:
     """Return the permutation of a w1 projection's rows that matches the column order of w2.
 
-    order: (I,), the source of each column of w2. rows_per_column: consecutive rows of the
-    projection for each column of w2: 2 if gate and up rows alternate, else 1. Returns
-    (I * rows_per_column,) int64, the source of each row.
+    order: (I,), the source of each column of w2.
+    rows_per_column: consecutive rows of the projection for each column of w2: 2 if gate and up rows
+    alternate, and otherwise 1.
+
+    Returns (I * rows_per_column,) int64, the source of each row.
     """
     index = torch.arange(rows_per_column, device=order.device)
     return (order.long()[:, None] * rows_per_column + index).flatten()
@@ -466,10 +470,12 @@ def sort_w1_rows(
 ) -> None:
     """Permute the bias and zero points of an expert's w1 like the columns of its w2, in place.
 
-    The loader sorts the rows of w1 and of its scales when it copies them.
+    The loader permutes the rows of w1 and its scales when it copies them.
 
-    weights: fields of ExpertWeights by name. slot: index of the expert in them. order: (I,), the
-    source of each row of gate and of up. interleaved: gate and up rows alternate.
+    weights: fields of ExpertWeights by name.
+    slot: index of the expert in `weights`.
+    order: (I,), the source of each row of gate and of up.
+    interleaved: whether gate and up rows alternate.
     """
     projections = weights["w1"].shape[1] // len(order)
     if interleaved:
@@ -513,5 +519,5 @@ _READERS: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "gptq": _read_gptq,
     "mxfp4": _read_mxfp4,
 }
-# Readers that can write w to a given tensor.
+# Readers that can write w to an existing tensor.
 _WRITERS: dict[str, Callable[..., Matrix]] = {"awq": _read_awq, "gptq": _read_gptq}

@@ -48,8 +48,10 @@ _TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 def dequantize_blocks(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
     """Dequantize blocks to float32.
 
-    type_name: name in ggml, such as "Q4_K". blocks: (..., blocks, bytes per block) uint8. Returns
-    (..., values).
+    type_name: name in ggml, such as "Q4_K".
+    blocks: (..., blocks, bytes per block) uint8.
+
+    Returns (..., values).
     """
     if type_name in _DEQUANTIZERS:
         return _DEQUANTIZERS[type_name](blocks).flatten(-2)
@@ -62,11 +64,13 @@ def repack_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert blocks to w and scale of a scheme with groups of 32 columns, without rounding.
 
-    type_name: name in ggml. scheme: mxfp4, or 4- or 8-bit integers, whose codes have an offset of 8
-    or 128. blocks: (rows, blocks, bytes per block) uint8.
+    type_name: name in ggml.
+    scheme: mxfp4, or 4- or 8-bit integers, whose codes have an offset of 8 or 128.
+    blocks: (rows, blocks, bytes per block) uint8.
 
-    Returns w (rows, K) uint8, or (rows, K / 2) if the scheme packs pairs, and scale (rows, K / 32):
-    E8M0 bytes for mxfp4, float32 for types with several scales per block, else float16.
+    Returns w (rows, K) uint8, or (rows, K / 2) if the scheme packs pairs, and scale (rows, K / 32).
+    The scale is in E8M0 bytes for mxfp4, float32 for types with several scales per block, and
+    float16 for others.
     """
     if scheme.weight == "float4_e2m1":
         return _pack_nibbles(blocks[..., 1:]).flatten(-2), blocks[..., 0].contiguous()
@@ -101,17 +105,17 @@ def _split(values: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the low nibbles of all bytes of a block, then the high ones, uint8."""
+    """Return the low nibbles of all bytes of a block, followed by the high nibbles, as uint8."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
 def _pack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the codes of `_nibbles` packed in pairs of neighbors, the even one low."""
+    """Return the codes of `_nibbles` in packed pairs of neighbors, the even one low."""
     return pack_pairs(_nibbles(packed), packed.dim() - 1)
 
 
 def _five_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Return 5-bit codes from 4 bytes of high bits and 16 bytes of low nibbles."""
+    """Return the 5-bit codes of 4 bytes of high bits and 16 bytes of low nibbles."""
     bits = stored[..., :4, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device)
     return _nibbles(stored[..., 4:]) | (bits & 1).flatten(-2) << 4
 
@@ -119,20 +123,20 @@ def _five_bits(stored: torch.Tensor) -> torch.Tensor:
 def _two_bits(stored: torch.Tensor) -> torch.Tensor:
     """Return 2-bit codes (..., 256) from 64 bytes.
 
-    The first 32 bytes have the first 128 codes: bits 0 and 1 of all bytes, then bits 2 and 3, and
-    so on.
+    The first 32 bytes have the first 128 codes, in the order bits 0 and 1 of all bytes, bits 2 and
+    3 of all bytes, and so on.
     """
     halves = _split(stored, 2)
     return torch.cat([halves >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2)
 
 
 def _table_float(codes: torch.Tensor) -> torch.Tensor:
-    """Look up codes of IQ4 in `_TABLE`, float32."""
+    """Look up codes of IQ4 in `_TABLE`. Returns float32."""
     return torch.tensor(_TABLE, dtype=torch.float32, device=codes.device)[codes.int()]
 
 
 def _table_int8(codes: torch.Tensor) -> torch.Tensor:
-    """Look up codes of IQ4 in `_TABLE`, uint8 with an offset of 128."""
+    """Look up codes of IQ4 in `_TABLE`. Returns uint8 with an offset of 128."""
     table = torch.tensor(_TABLE, dtype=torch.int16, device=codes.device) + 128
     return table.to(torch.uint8)[codes.int()]
 
@@ -248,17 +252,18 @@ def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
 def _k_group_nibbles(stored: torch.Tensor) -> torch.Tensor:
     """Return the codes (..., 8, 32) of Q4_K and Q5_K from 128 bytes.
 
-    Each run of 32 bytes has one group in the low nibbles and the next one in the high nibbles.
+    Each run of 32 bytes has one group in the low nibbles and the next group in the high nibbles.
     """
     codes = _split(stored, _GROUPS // 2)
     return torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
 
 
 def _scale_k_groups(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Return the values (d s) q - (dmin m) of Q4_K and Q5_K. codes: q, (..., 8, 32)."""
+    """Return the values (d s) q - (dmin m) of Q4_K and Q5_K from the codes q, (..., 8, 32)."""
     factors, packed = _float16(blocks[..., :4]).float(), blocks[..., 4:16]
     low, high, last = packed[..., :4], packed[..., 4:8], packed[..., 8:]
-    # s and m of groups 0 to 3 are the low 6 bits of a byte in `low` and `high`. Those of groups 4
+    # For groups 0 to 3, s and m are the low 6 bits of a byte in `low` and `high`. For groups 4 to
+    # 7, their low 4 bits are in `last`, and their 2 high bits are the top bits of `low` and `high`.
     # to 7 have their low 4 bits in `last`, and 2 bits at the top of `low` and `high`.
     scales = torch.cat([low & 63, (last & 15) | (low >> 6 << 4)], -1).float()
     minima = torch.cat([high & 63, (last >> 4) | (high >> 6 << 4)], -1).float()
@@ -281,7 +286,8 @@ def _view_as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda blocks: blocks.contiguous().view(dtype).float()
 
 
-# Codebook types with a scale for 32 values. The others have one for 16, which no scheme supports.
+# Codebook types with a scale per 32 values. Other types have a scale per 16 values, which no scheme
+# supports.
 _CODEBOOKS = ("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S")
 _TERNARY = {"TQ1_0": _tq1_0_codes, "TQ2_0": _tq2_0_codes}
 _DEQUANTIZERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

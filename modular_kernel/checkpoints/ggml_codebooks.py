@@ -32,10 +32,13 @@ _DATA = Path(__file__).with_name("data") / "ggml_codebooks.json"
 
 
 def unpack_codes(type_name: str, blocks: torch.Tensor) -> _FactorsAndCodes:
-    """Unpack blocks to factors and codes, whose products are the values, exactly.
+    """Unpack blocks to factors and codes, whose exact products are the values.
 
-    type_name: name in ggml. blocks: (..., bytes per block) uint8. Returns factors (..., groups)
-    float32, and codes (..., groups, values per group) int8, from -62 to 62.
+    type_name: name in ggml.
+    blocks: (..., bytes per block) uint8.
+
+    Returns factors (..., groups) float32, and codes (..., groups, values per group) int8, from -62
+    to 62.
     """
     factors, codes = _UNPACKERS[type_name](blocks.contiguous())
     return factors, _split(codes, codes.shape[-1] // factors.shape[-1])
@@ -43,7 +46,7 @@ def unpack_codes(type_name: str, blocks: torch.Tensor) -> _FactorsAndCodes:
 
 @cache
 def _codebook(name: str, device: torch.device) -> torch.Tensor:
-    """Return a codebook, (entries, 8 or 4) int8. The file has digits, which select `levels`."""
+    """Return a codebook, (entries, 8 or 4) int8. The file has digits, which index `levels`."""
     stored = json.loads(_DATA.read_text(encoding="utf-8"))[name]
     rows = [
         [stored["levels"][int(digit)] for digit in entry] for entry in stored["entries"].split()
@@ -66,7 +69,7 @@ def _split(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _words(stored: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Combine bytes to little-endian words of `nbytes` bytes, int64."""
+    """Combine bytes to little-endian int64 words of `nbytes` bytes."""
     values = _split(stored.long(), nbytes)
     words = values[..., 0]
     for byte in range(1, nbytes):
@@ -87,7 +90,7 @@ def _apply_signs(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def _complete_signs(index: torch.Tensor) -> torch.Tensor:
-    """Return bytes of signs for sign indices: bit 7 makes the number of set bits even."""
+    """Complete 7-bit sign indices to bytes. Bit 7 makes the number of set bits even."""
     parity = index ^ index >> 4
     parity = parity ^ parity >> 2
     return index | ((parity ^ parity >> 1) & 1) << 7

@@ -1,7 +1,7 @@
-"""Reading of a GGUF model (llama.cpp): shapes from the header, and rows and blocks of tensors.
+"""Reads a GGUF model (llama.cpp): shapes from the header, and rows and blocks of tensors.
 
-A quantized GGUF tensor consists of blocks. A block holds 32 or 256 consecutive values of a row as
-codes and scales, in a byte layout that depends on the tensor's type, such as Q4_0.
+A quantized GGUF tensor consists of blocks. A block has the codes and scales of 32 or 256
+consecutive values of a row, in a byte layout that depends on the tensor's type, such as Q4_0.
 
     files = GgufFiles(Path("model-Q4_0.gguf"))
     files.shape_and_dtype("blk.0.ffn_up_exps.weight")  # (E, N, K), torch.uint8 (quantized)
@@ -71,7 +71,9 @@ class GgufFiles(TensorFiles):
     def read_blocks(self, name: str, expert: int, rows: Range, columns: Range) -> torch.Tensor:
         """Return the blocks that cover rows [a, b) and columns [c, d) of one expert's matrix.
 
-        name: name of a tensor (E, N, K). Returns a view (rows, blocks, bytes per block) uint8.
+        name: name of a tensor (E, N, K).
+
+        Returns a view (rows, blocks, bytes per block) uint8.
         """
         info = self.header.tensors[name]
         block, (_, num_rows, depth) = info.type, info.shape
@@ -83,7 +85,7 @@ class GgufFiles(TensorFiles):
 
     def _bytes(self, info: TensorInfo) -> torch.Tensor:
         if info.path not in self._maps:
-            # Copy-on-write, because torch has no read-only tensors.
+            # Use copy-on-write, because torch has no read-only tensors.
             self._maps[info.path] = np.memmap(info.path, np.uint8, mode="c")
         mapped = self._maps[info.path]
         if info.offset + info.nbytes > len(mapped):  # truncated after the header was read

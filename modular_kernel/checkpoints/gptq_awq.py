@@ -1,13 +1,13 @@
-"""Conversion of GPTQ and AWQ weights to int4_w4a16_group and int8_w8a16_group.
+"""Converts GPTQ and AWQ weights to int4_w4a16_group and int8_w8a16_group.
 
-w1 = from_gptq(qweight, scales, qzeros, group=128)  # any leading dimensions, such as (e, ...)
-w2 = shard_columns(from_gptq(...), rank, world)     # may need smaller groups than the file has
-w1 = regroup(w1, w2.group)                          # w1 and w2 must have the same group size
-Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
+    w1 = from_gptq(qweight, scales, qzeros, group=128)  # any leading dimensions, such as (e, ...)
+    w2 = shard_columns(from_gptq(...), rank, world)     # may need smaller groups than the file has
+    w1 = regroup(w1, w2.group)                          # w1 and w2 must have the same group size
+    Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
 
 A weight is scale * (code - zero point), with one scale and zero point per row and group of columns.
-Both quantizers pack codes into int32 words and store matrices as (K, N): GPTQ packs along K, AWQ
-along N with the columns of a word interleaved.
+Both quantizers pack codes into int32 words and store matrices as (K, N). GPTQ packs along K. AWQ
+packs along N, and interleaves the columns of a word.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class GroupWeights:
 
     @property
     def depth(self) -> int:
-        """K."""
+        """Number of columns, K."""
         return self.w.shape[-1] * self.per_byte
 
     @property
@@ -106,10 +106,10 @@ def from_gptq(
     scales: (..., G, N) floating.
     qzeros: (..., G, N / p) int32, the zero points.
     group: columns per group, or -1 for one group of all K.
-    g_idx: (..., K) integers, the group of each column. Must be k // group: columns that are ordered
-        by activation (act-order) are not supported.
-    minus_one: qzeros are zero points minus one, as in the first version of GPTQ's format. The
-        second version stores zero points unchanged.
+    g_idx: (..., K) integers, the group of each column. Must be k // group, because columns that are
+    ordered by activation (act-order) are not supported.
+    minus_one: whether qzeros are zero points minus one, as in the first version of GPTQ's format.
+    The second version stores zero points unchanged.
     bits: 4 or 8.
 
     Raises WeightsError for act-order, or if a zero point minus one overflows when 1 is added.
@@ -137,8 +137,9 @@ def convert_gptq(  # noqa: PLR0913 (as from_gptq)
 ) -> GroupWeights:
     """Convert GPTQ weights like `from_gptq`, without checks of `qweight` and `group`.
 
-    order: (..., K), the result of `argsort_by_group`, to sort the columns by. None keeps the order.
-    out: contiguous uint8 (..., N, K bits / 8), the tensor to write w to. Ignored with an order.
+    order: (..., K), the column order from `argsort_by_group`. None keeps the order.
+    out: contiguous uint8 (..., N, K bits / 8), the tensor to write w to. Ignored if `order` is
+    given.
     """
     if order is not None:
         w = packed_words.permute_rows(qweight, order, bits)
@@ -157,11 +158,11 @@ def convert_gptq(  # noqa: PLR0913 (as from_gptq)
 
 
 def _add_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """Add 1 to each packed zero point; raise WeightsError if one would overflow."""
+    """Add 1 to each packed zero point. Raises WeightsError if one would overflow."""
     max_code = (1 << bits) - 1
     for mask in (max_code << shift for shift in range(0, 8, bits)):
         if bool((zeros & mask == mask).any()):
-            # The sum would overflow. Quantizers disagree about how to read such a zero point.
+            # Quantizers disagree about the meaning of a zero point whose sum overflows.
             need = f"at most {max_code - 1} (zero point minus 1)"
             raise WeightsError("qzeros", got=f"a stored {max_code}", need=need)
     return zeros + (0x11 if bits == 4 else 1)
@@ -234,10 +235,10 @@ def drop_zero_points_unchecked(weights: GroupWeights) -> GroupWeights:
 
 
 def regroup(weights: GroupWeights, group: int) -> GroupWeights:
-    """Return the same weights in smaller groups, with scales and zero points repeated.
+    """Return the same weights in smaller groups, with repeated scales and zero points.
 
     group: columns per group, an even divisor of the current size. If one group spans all columns,
-        any even number is allowed.
+    any even number is allowed.
     """
     _check_group_weights(weights)
     expect("group", group, int)
@@ -319,7 +320,7 @@ def _shard_size(what: str, size: int, rank: int, world: int) -> int:
 
 
 def resolve_group(group: int, depth: int) -> int:
-    """Return the columns per group. group: -1 means one group of all `depth` columns."""
+    """Return the columns per group. A `group` of -1 means one group of all `depth` columns."""
     expect("group", group, Annotated[int, Between(-1, MAX_INT32)])
     if group == -1:
         return depth
@@ -344,9 +345,11 @@ def argsort_by_group(g_idx: torch.Tensor, depth: int, group: int, what: str) -> 
     With act-order (GPTQ's desc_act), a group consists of columns of similar activations, which are
     not adjacent. Kernels need adjacent groups, and permute their input in the same way.
 
-    g_idx: (..., depth) int32 or int64, the group of each column. group: columns per group. what:
-    name of g_idx, for messages. Raises WeightsError unless each group has `group` columns; the
-    last one may have fewer.
+    g_idx: (..., depth) int32 or int64, the group of each column.
+    group: columns per group.
+    what: name of g_idx, for messages.
+
+    Raises WeightsError unless each group has `group` columns. The last group may have fewer.
     """
     _check_indices(g_idx, what)
     expected = _group_index(0, depth, group).to(g_idx.device)
@@ -369,8 +372,9 @@ def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
 def check_group_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
     """Raise WeightsError unless columns are in the order of groups (no act-order).
 
-    g_idx: (..., depth), the group of each column; None means in order. Raises DtypeError unless it
-    has integers.
+    g_idx: (..., depth) integers, the group of each column. None means that columns are in order.
+
+    Raises DtypeError if g_idx does not have integers.
     """
     if g_idx is None:
         return
@@ -395,15 +399,16 @@ def check_group_index(g_idx: torch.Tensor, columns: tuple[int, int], group: int,
 
 @lru_cache(maxsize=16)
 def _group_index(start: int, stop: int, group: int) -> torch.Tensor:
-    """Return k // group for k in [start, stop), int32. Cached: all experts need the same."""
+    """Return k // group for k in [start, stop), int32. It is cached because all experts need it."""
     return torch.arange(start, stop, dtype=torch.int32, device="cpu") // group
 
 
 def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
     """Unpack int32 words along a dimension to uint8 values.
 
-    dim: a negative number. order: the position, among the values of its word, of the value in bits
-    [bits * i, bits * (i + 1)) for each i, where bits = 32 / len(order).
+    dim: a negative number.
+    order: for each index i, the position among the values of its word of the value in bits [bits *
+    i, bits * (i + 1)), where bits = 32 / len(order).
     """
     bits = _WORD_BITS // len(order)
     values: list[torch.Tensor] = [packed] * len(order)
@@ -422,7 +427,9 @@ def _group_weights(
 ) -> GroupWeights:
     """Check the shapes, and transpose scales and zero points.
 
-    w: (..., N, K bits / 8). scales_GN: (..., G, N). zeros: (..., G, N bits / 8) uint8.
+    w: (..., N, K bits / 8).
+    scales_GN: (..., G, N).
+    zeros: (..., G, N bits / 8) uint8.
     """
     per_byte = 8 // bits
     *batch, rows, row_bytes = w.shape
@@ -444,7 +451,7 @@ def _group_weights(
 def pack_values(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack 4-bit values in pairs along the last dimension, the even one in the low nibble.
 
-    8-bit values are returned as they are. Returns uint8.
+    8-bit values are not packed. Returns uint8.
     """
     if bits == 4:
         values = values[..., 0::2] | (values[..., 1::2] << 4)

@@ -1,9 +1,9 @@
-"""Inspection of a checkpoint by its config.json and the headers of its files.
+"""Inspects a checkpoint by its config.json and the headers of its files.
 
-report = inspect("checkpoint/")  # checks the names, shapes and dtypes of every layer's experts
-report.groups                    # one LayerGroup for each format, with the fields of Problem
+    report = inspect("checkpoint/")  # checks the names, shapes and dtypes of every layer's experts
+    report.groups                    # one LayerGroup for each format, with the fields of Problem
 
-`read_checkpoint_info` is the first step of loading, too: it finds the layers with experts and their
+Loading also starts with `read_checkpoint_info`, which finds the layers with experts and their
 formats.
 """
 
@@ -51,7 +51,7 @@ class CheckpointInfo:
     """The sizes, formats and layers with experts of a checkpoint, before any check of tensors.
 
     config_fields: the fields of Problem in the config.json, without quant. The activation is that
-        of layer 0.
+    of layer 0.
     formats: the storage formats of all modules.
     layers: [(layout, prefix of the experts' names), ...] for each layer, from `find_layers`.
     config: path of the config.json, and the object in it that describes the layers.
@@ -75,7 +75,9 @@ class CheckpointInfo:
             raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
         format = self._configured_format(layer)
         source = self._find_source(layer, format)
-        # The files may have unquantized experts although the quantization_config does not exclude
+        # The files may have unquantized experts even if the quantization_config does not exclude
+        # them. Many quantizers skip MTP layers. bitsandbytes and torchao skip experts that are
+        # parameters instead of modules of the model class.
         # them: many quantizers skip MTP layers, and bitsandbytes and torchao skip experts that are
         # parameters instead of modules of the model class.
         skips_parameters = format.method in ("bitsandbytes", "torchao") and not source.has_scales()
@@ -87,7 +89,7 @@ class CheckpointInfo:
         return source
 
     def representative_layer(self) -> int:
-        """Return the lowest layer with experts, if all layers have the same format.
+        """Return the lowest layer with experts if all layers have the same format.
 
         MTP layers are ignored. Raises ConfigurationError if formats differ.
         """
@@ -105,13 +107,13 @@ class CheckpointInfo:
     def is_mtp_layer(self, layer: int) -> bool:
         """Return whether a layer is for multi-token prediction (MTP).
 
-        MTP layers are stored after the layers that the model itself runs.
+        MTP layers are stored after the layers of the main model.
         """
         count = num_layers(*self.config)
         return count is not None and layer >= count
 
     def model_layers(self) -> list[int]:
-        """Return the layers with experts except MTP layers, in ascending order."""
+        """Return the layers with experts, except for MTP layers, in ascending order."""
         return [layer for layer in sorted(self.layers) if not self.is_mtp_layer(layer)]
 
     def _configured_format(self, layer: int) -> Format:
@@ -134,8 +136,8 @@ class CheckpointInfo:
 
         `intermediate` is the width of a rank's weights, including padding.
 
-        dtype: dtype of the layer. None uses the dtype in the config.json, else that of unquantized
-        files. Raises DtypeError if these have several.
+        dtype: dtype of the layer. None uses the dtype in the config.json, or else the dtype of
+        unquantized files. Raises DtypeError if the files have several.
         """
         fields = self.config_fields | ({} if dtype is None else {"dtype": dtype})
         stored_dtype = None if "dtype" in fields else source.dtype()
@@ -156,7 +158,8 @@ def read_checkpoint_info(
 ) -> CheckpointInfo:
     """Read a checkpoint's config.json, and find its layers with experts by tensor names.
 
-    files: the open files. config: a config.json to use instead of the one next to the tensors.
+    files: the open files.
+    config: a config.json to use instead of the one next to the tensors.
     prefix, quantize_inputs: as for `load_experts`.
     """
     path, config_object = config_of_file(str(_config_path(files) if config is None else config))
@@ -205,8 +208,9 @@ def _share_fields(
 class LayerGroup:
     """Layers whose experts have one format and activation.
 
-    layers: numbers of the layers. nbytes: total size of their experts' tensors in the files, in
-    bytes. problem_fields: the fields of Problem of a layer that is not split over ranks.
+    layers: numbers of the layers.
+    nbytes: total size of their experts' tensors in the files, in bytes.
+    problem_fields: the fields of Problem of a layer that is not split over ranks.
     """
 
     layers: tuple[int, ...]
@@ -224,10 +228,11 @@ class InspectionReport:
     """The experts in a checkpoint, after a check of the headers of all layers.
 
     groups: the layers by format and activation. The group of the lowest layer comes first.
-    is_dtype_from_files: the dtype comes from the files, not from the config.json or the caller.
+    is_dtype_from_files: whether the dtype comes from the files instead of the config.json or the
+    caller.
     converted_dtypes: dtypes of unquantized files that differ from the dtype of the layer.
     mtp_layers: (number, text) of layers for multi-token prediction. The text names the format, or
-        the reason why the layer cannot be loaded.
+    the reason why the layer cannot be loaded.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -237,12 +242,12 @@ class InspectionReport:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with experts, except MTP layers."""
+        """The numbers of the layers with experts, except for MTP layers."""
         return tuple(sorted(layer for group in self.groups for layer in group.layers))
 
     @property
     def nbytes(self) -> int:
-        """The total size of the experts' tensors in the files, in bytes, without MTP layers."""
+        """The total size of the experts' tensors in the files, in bytes, except for MTP layers."""
         return sum(group.nbytes for group in self.groups)
 
     @property
@@ -262,10 +267,12 @@ def _format_text(format: Format) -> str:
 def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionReport:
     """Check every layer with experts against the config.json, reading only headers.
 
-    Errors in MTP layers are not raised, but described in the report.
+    Errors in MTP layers are described in the report instead of being raised.
 
-    checkpoint, dtype: as for `load_experts`. Raises the errors that `load_experts` would raise for
-    any layer, and DtypeError if only the files state the dtype and layers have different ones.
+    checkpoint, dtype: as for `load_experts`.
+
+    Raises the errors that `load_experts` would raise for any layer. Raises DtypeError if only the
+    files state the dtype and layers have different dtypes.
     """
     expect("checkpoint", checkpoint, str | Path)
     expect("dtype", dtype, torch.dtype | str | None)
@@ -305,7 +312,7 @@ def inspect(checkpoint: str | Path, dtype: str | None = None) -> InspectionRepor
 
 
 def _describe_mtp_layer(info: CheckpointInfo, layer: int) -> str:
-    """Return the format of an MTP layer, or the reason why it cannot be loaded, as text."""
+    """Return the format of an MTP layer, or the reason why it cannot be loaded."""
     try:
         source = info.layer_source(layer)
         source.check()
@@ -336,8 +343,8 @@ def read_layer_config(
 ) -> LayerConfig:
     """Read the configuration of one layer from the config.json and the headers of the files.
 
-    checkpoint: as for `load_experts`. A config.json alone, or a folder without tensors, is enough;
-        the order of gate and up rows is then that of the model_type's published checkpoints.
+    checkpoint: as for `load_experts`. A config.json alone, or a folder without tensors, is enough.
+    Gate and up rows then have the order of the model_type's published checkpoints.
     layer: number of the layer. None uses any layer with experts.
     tp: number of TP ranks.
     dtype: as for `load_experts`.
@@ -386,7 +393,7 @@ def _problem_fields_of_config(
 
 
 def read_expert_dtype(checkpoint: str | Path) -> str | None:
-    """Return the dtype of unquantized experts from the headers; None if it is not determined."""
+    """Return the dtype of unquantized experts from the headers, or None if it is not determined."""
     if not has_tensors(Path(checkpoint)):
         return None
     try:
@@ -401,8 +408,10 @@ def read_expert_dtype(checkpoint: str | Path) -> str | None:
 def raise_header_error(checkpoint: Path, error: Exception) -> None:
     """Raise the error that `inspect` finds in a checkpoint, after another loader has failed.
 
-    Its message names the invalid tensor. Returns if `inspect` finds no error in the headers, or
-    does not support the model. error: the error of the other loader, which becomes the cause.
+    The message names the invalid tensor. Returns normally if `inspect` finds no error in the
+    headers, or does not support the model.
+
+    error: the error of the other loader, which becomes the cause.
     """
     try:
         inspect(checkpoint)

@@ -1,12 +1,12 @@
-"""Loading of one layer's experts from a checkpoint.
+"""Loads one layer's experts from a checkpoint.
 
     loaded = load_experts("checkpoint/", 3, ep=(rank, world))
     kernel = make_kernel(pf, experts, loaded.problem(tokens=512), group=...)
     y_TH = kernel(x_TH, loaded.weights, routing)
 
 A rank reads only the bytes of its own share. The weights are allocated once, and filled a few rows
-of a matrix at a time, so the memory in excess of the share is small. Unquantized files can be
-quantized while they are loaded (`quantize`).
+of a matrix at a time, so that loading needs little extra memory. Unquantized files can be quantized
+while they are loaded (`quantize`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,8 +94,8 @@ class LoadedExperts:
 
         The output of the layer is the sum over the TP ranks.
 
-        tokens: the maximum number of tokens in one call. fields: further fields of Problem, which
-        override those of the checkpoint.
+        tokens: the maximum number of tokens in one call.
+        fields: further fields of Problem, which override those of the checkpoint.
         """
         parallel = Parallel(self.ep[1], self._placement_argument(), self.ep[0])
         return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
@@ -145,36 +145,36 @@ def load_experts(  # noqa: PLR0913 (independent options)
     """Load the experts of one layer that one rank holds.
 
     Weights keep the format of the checkpoint, unless `quantize` is used. The quantization_config
-    determines the format of each layer: layers that it excludes are loaded unquantized. So are
-    layers for multi-token prediction (MTP) that are unquantized in the files, even if the
-    quantization_config does not exclude them.
+    determines the format of each layer. Layers that it excludes are loaded unquantized. Layers for
+    multi-token prediction (MTP) that are unquantized in the files are also loaded unquantized, even
+    if the quantization_config does not exclude them.
 
     checkpoint: a folder with a config.json and safetensors or GGUF files, a safetensors file or
-        index, a GGUF file, or the name of a model on the Hugging Face Hub, which must be in the
-        local cache: nothing is downloaded. See `checkpoints.checkpoint_files`.
+    index, a GGUF file, or the name of a model on the Hugging Face Hub. Nothing is downloaded, so
+    the model must be in the local cache. See `checkpoints.checkpoint_files`.
     layer: number of the layer, from 0.
     ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I, into equal shares if
-        possible. A block or group that equal shares would split is divided, and its scale repeated
-        (`formats.fit_scheme`). If there are no equal shares, or if they would split a group of
-        mxfp4 or nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The
-        first TP rank has b2, and the others have zeros.
+    possible. A block or group that equal shares would split is divided, and its scale repeated
+    (`formats.fit_scheme`). If there are no equal shares, or if they would split a group of mxfp4 or
+    nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The first TP
+    rank has b2, and the others have zeros.
     placement: the experts of each EP rank.
-    dtype: dtype of the layer, and of unquantized weights. None uses the dtype in the config.json,
-        else that of unquantized files (DtypeError if they have several), else bfloat16.
+    dtype: dtype of the layer, and of unquantized weights. None uses the dtype in the config.json.
+    If it has none, the dtype of unquantized files is used (DtypeError if they have several), or
+    bfloat16 if all weights are quantized.
     prefix: the part of the tensor names before "layers.N", for a checkpoint with several models.
     config: a config.json to use instead of the one next to the tensors.
-    quantize_inputs: load nvfp4_w4a4, with the activation scales, instead of nvfp4_w4a16. Needs
-        nvfp4 files of a model that was quantized with activations in nvfp4, too; raises
-        ConfigurationError for others.
+    quantize_inputs: whether to load nvfp4_w4a4, with the activation scales, instead of nvfp4_w4a16.
+    The files must be of a model whose activations were also quantized to nvfp4. Raises
+    ConfigurationError for other files.
     quantize: scheme to quantize unquantized files to, such as "fp8_w8a8_block:block=128x128". The
-        result equals that of `quantize_weights` for this rank's share of the values in the files,
-        which are not rounded to `dtype` first. With TP, shares are whole groups or blocks of the
-        scheme, if there are enough for all ranks. Scales of a tensor, of a row of w2, or of a tile
-        that is split are computed from this rank's share.
-        Float8 files with one scale per matrix can be loaded as "fp8_w8a8_channel". Gate and up then
-        keep their scales, whereas a common scale requires rounding one of them again. Raises
-        ConfigurationError for other quantized files, and for a scheme with static activation
-        scales, which cannot be computed from weights.
+    result equals that of `quantize_weights` for this rank's share of the values in the files, which
+    are not rounded to `dtype` first. With TP, shares consist of whole groups or blocks of the
+    scheme if there are enough of them for all ranks. Scales of a tensor, of a row of w2, or of a
+    tile that is split are computed from this rank's share. Float8 files with one scale per matrix
+    can be loaded as "fp8_w8a8_channel". Gate and up then keep their scales, whereas a common scale
+    requires rounding one of them again. Raises ConfigurationError for other quantized files, and
+    for a scheme with static activation scales, which cannot be computed from weights.
 
     Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for an
     invalid config.json, format or share, and for a layer whose experts have several formats. Raises
@@ -276,7 +276,8 @@ def _load(
 def check_quantizable(what: str, format: Format, scheme: QuantScheme | None) -> None:
     """Raise ConfigurationError if weights in `format` cannot be loaded as `scheme`.
 
-    what: name of the layer, for messages. scheme: result of `parse_quantize`.
+    what: name of the layer, for messages.
+    scheme: result of `parse_quantize`.
     """
     if scheme is not None and format.scheme.quantized and not _keeps_codes(format, scheme):
         need = "unquantized files: stored codes are not rounded again"
@@ -286,7 +287,8 @@ def check_quantizable(what: str, format: Format, scheme: QuantScheme | None) -> 
 def _keeps_codes(format: Format, scheme: QuantScheme) -> bool:
     """Return whether `scheme` can represent the weights of `format` with the same codes.
 
-    This is possible for float8 with one scale per matrix, by giving each row this scale.
+    It can if weights are float8 with one scale per matrix, because each row can be given this
+    scale.
     """
     return format.scheme.name == "fp8_w8a8_tensor" and scheme.name == "fp8_w8a8_channel"
 
@@ -306,12 +308,12 @@ def _make_reader(
 
 @dataclass(frozen=True)
 class _ShareReader:
-    """Reader of one rank's share of a layer's experts.
+    """Reads one rank's share of a layer's experts.
 
     target_format: the format of the files with the tile sizes of the layer.
     problem: problem of this rank. Its I includes padding.
-    columns: range of I that this rank holds: columns of w2, and rows of gate and of up.
-    has_b2: this rank adds the bias of w2.
+    columns: range of I that this rank holds, as columns of w2, and rows of gate and of up.
+    has_b2: whether this rank adds the bias of w2.
 
     Methods take `tensors`, the fields of ExpertWeights by name, and `slot`, an expert's index in
     them.
@@ -354,8 +356,8 @@ class _ShareReader:
     ) -> dict[str, torch.Tensor]:
         """Read w1 and w2 of one expert. Returns {"w1": column order, "w2": ...} for act-order.
 
-        With act-order, the columns of w2 are sorted by group. The rows of w1 must be sorted in the
-        same way, so w2 is read first.
+        Act-order sorts the columns of w2 by group. The rows of w1 must be sorted in the same way,
+        so w2 is read first.
         """
         if not self.target_format.scheme.act_order:
             self._read_w1(tensors, slot, w1_locations, None)
@@ -372,7 +374,7 @@ class _ShareReader:
         locations: Sequence[ProjectionLocation],
         row_order: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Read the projections of w1. row_order: the source of each of a projection's rows."""
+        """Read the projections of w1. `row_order` has the source of each row of a projection."""
         orders, hidden = dict[str, torch.Tensor](), (0, self.problem.hidden)
         row_ranges = self._split_rows(self._width, len(locations) * self.problem.hidden)
         if row_order is not None:
@@ -403,12 +405,12 @@ class _ShareReader:
 
     @property
     def _rows_per_column(self) -> int:
-        """Rows of a w1 projection for each column of I: 2 if gate and up rows alternate."""
+        """Number of rows of a w1 projection per column of I: 2 if gate and up rows alternate."""
         return 2 if self._interleaved else 1
 
     @property
     def _width(self) -> int:
-        """Rows of a w1 projection that this rank reads."""
+        """Number of rows of a w1 projection that this rank reads."""
         return (self.columns[1] - self.columns[0]) * self._rows_per_column
 
     def _first_row(self, projection: int) -> int:
@@ -416,14 +418,14 @@ class _ShareReader:
         return projection * self.problem.intermediate * self._rows_per_column
 
     def _rows(self, start: int, stop: int) -> Range:
-        """Return the rows of the whole projection that are rows [start, stop) of this rank."""
+        """Convert rows [start, stop) of this rank's projection to rows of the whole projection."""
         offset = self.columns[0] * self._rows_per_column
         return offset + start, offset + stop
 
     def _split_rows(self, rows: int, row_values: int) -> Iterator[Range]:
         """Yield ranges of rows to read in one step, aligned to tiles and packed words.
 
-        row_values: weights per row.
+        row_values: number of weights per row.
         """
         scheme = self.target_format.scheme
         tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
@@ -443,11 +445,11 @@ class _ShareReader:
         """Read a range of rows of some projections into w1 or w2.
 
         name: "w1" or "w2".
-        parts: (projection, its rows, its columns), with the rows in the file.
+        parts: (projection, rows in the file, columns in the file) for each projection.
         rows: the rows of this rank's projection.
         row_order: the source of each row of a projection, or None to keep the order.
 
-        Returns {name: column order} for act-order, else {}.
+        Returns {name: column order} for act-order, and otherwise {}.
         """
         start_rows = [self._first_row(number) + rows[0] for number in range(len(parts))]
         try:
@@ -489,8 +491,9 @@ class _ShareReader:
     ) -> list[Matrix]:
         """Convert projections to the layout of kernels.
 
-        Only projections that get a common scale are fused. Converting the others one by one avoids
-        a concatenation. out: for each projection, the tensor that `fuse` may write w to.
+        Projections are fused only if they get a common scale, because fusing concatenates them.
+
+        out: for each projection, the tensor that `fuse` may write w to.
         """
         dtype = self.problem.dtype
         if self.target_format.scheme.granularity != "tensor":
@@ -512,7 +515,7 @@ class _ShareReader:
             bias = self.source.read_bias(location, self._rows(0, self._width))
             start = self._first_row(number)
             tensors["b1"][slot, start : start + len(bias)] = bias
-        if self.has_b2:  # the output is summed over TP ranks, of which one adds b2
+        if self.has_b2:  # the output is summed over TP ranks, so only one rank adds b2
             tensors["b2"][slot] = self.source.read_bias(down, (0, self.problem.hidden))
 
     def _input_scales(
@@ -521,8 +524,8 @@ class _ShareReader:
         """Read a1_scale and a2_scale, the static activation scales.
 
         Activations are usually quantized before they are dispatched to experts. All experts of the
-        layer then have one scale, the maximum. Schemes with `scales_by_expert` quantize after the
-        dispatch, with the maximum over the projections of each of this rank's experts.
+        layer then share the maximum of their scales. Schemes with `scales_by_expert` quantize after
+        the dispatch. Each of this rank's experts then has the maximum over its projections.
         """
         if self.target_format.scheme.scales_by_expert:
             locations_by_expert = [self.source.layer.projections(expert) for expert in experts]
@@ -546,7 +549,7 @@ class _ShareReader:
 
 
 class _QuantizingReader(_ShareReader):
-    """A reader that quantizes the weights of unquantized files, one matrix at a time."""
+    """Quantizes the weights of unquantized files, one matrix at a time."""
 
     def _read_matrices(
         self,
@@ -572,7 +575,7 @@ class _QuantizingReader(_ShareReader):
         return {}
 
     def _fill_padding(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Do nothing, because `_read_matrices` has padded the weights."""
+        """Do nothing, because `_read_matrices` has already padded the weights."""
 
 
 def _allocate(
@@ -580,8 +583,9 @@ def _allocate(
 ) -> dict[str, torch.Tensor]:
     """Allocate the weights of a problem, except for static activation scales.
 
-    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype, if they have only
-    one and the layer supports it. Otherwise they are float32, which represents all of them.
+    dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype if all of them have
+    the same one and the layer supports it. Otherwise they are float32, which represents them
+    exactly.
     """
 
     def dtype_of(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
@@ -611,10 +615,10 @@ def _copy_rows(
     start_row: int,
     row_order: torch.Tensor | None,
 ) -> None:
-    """Copy w, scales and zero points of some rows to the rows of w1 or w2 from `start_row` on.
+    """Copy w, scales and zero points of some rows to w1 or w2, starting at `start_row`.
 
-    row_order: the source of each row. It is not applied to zero points, which may be packed in
-    pairs of rows; `sort_w1_rows` sorts them.
+    row_order: the source of each row. `sort_w1_rows` sorts the zero points instead, because they
+    may be packed in pairs of rows.
     """
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1

@@ -1,11 +1,11 @@
-"""Description of the tensors that a checkpoint stores for one weight matrix, and their slicing.
+"""Describes the tensors that a checkpoint stores for one weight matrix, and slices them.
 
 A matrix is the weight of one projection (gate, up or down), with N rows (outputs) and K columns
-(inputs); `depth` is K. A quantized matrix is stored as several tensors: codes, scales, zero points.
-Each entry of such a tensor covers a tile of the matrix: a scale of 128x128 blocks covers 128 rows
-and 128 columns, and a word of eight 4-bit codes covers one row and 8 columns. A range of rows and
-columns of the matrix is therefore a slice of every stored tensor, and a rank can read its share
-without reading the rest.
+(inputs); `depth` is K. A quantized matrix is stored as several tensors: codes, scales and zero
+points. Each entry of a stored tensor covers a tile of the matrix. For example, a scale of 128x128
+blocks covers 128 rows and 128 columns, and a word of eight 4-bit codes covers one row and 8
+columns. A range of rows and columns of the matrix is therefore a slice of every stored tensor, and
+a rank can read its share without reading the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.spec.problem import dtype_name
 
 Range = tuple[int, int]  # [start, stop)
-# The meaning of a stored tensor to the functions in `fusing`. "order" is GPTQ's g_idx.
+# The role of a stored tensor for the functions in `fusing`. "order" is GPTQ's g_idx.
 Role = Literal[
     "w",
     "scale",
@@ -43,10 +43,10 @@ class Dim:
     """One dimension of a stored tensor.
 
     axis: "N" or "K", the dimension of the matrix that this dimension covers; "" for a dimension of
-        fixed size `step` that covers neither.
+    fixed size `step` that covers neither.
     step: rows or columns of the matrix per entry.
-    indivisible: an entry is a packed word, which a share must contain whole. Without this flag, two
-        shares may contain parts of one entry's tile, and both get a copy of the entry.
+    indivisible: whether an entry is a packed word, which a share must contain whole. Otherwise, two
+    shares may each contain a part of an entry's tile, and both get a copy of the entry.
     """
 
     axis: Literal["N", "K", ""]
@@ -63,9 +63,9 @@ class StoredTensor:
     """One tensor that a checkpoint stores for a matrix.
 
     name: suffix after the matrix's name, such as "weight_scale".
-    role: its meaning. Tensors with a role in UNREAD_ROLES are not read.
-    dims: the dimensions. () is a single number, stored as () or (1,). Dimensions of size 1 may be
-        missing or in excess (`match_dims`).
+    role: role of the tensor. Tensors with a role in UNREAD_ROLES are not read.
+    dims: the dimensions. () is a single number, stored with shape () or (1,). Dimensions of size 1
+    may be missing or in excess (`match_dims`).
     dtypes: the allowed dtypes.
     aliases: alternative names.
     """
@@ -107,8 +107,11 @@ class StoredTensor:
     ) -> None:
         """Check the shape and dtype of a tensor in the files.
 
-        what: name of the tensor, for messages. got, need: its shape, and the expected one. Raises
-        ShapeError if they do not match, and DtypeError for a dtype that is not in `dtypes`.
+        what: name of the tensor, for messages.
+        got, need: the shape of the tensor, and the expected shape.
+
+        Raises ShapeError if the shapes do not match, and DtypeError for a dtype that is not in
+        `dtypes`.
         """
         if self.match_dims(got, need) is None:
             raise ShapeError(what, got=tuple(got), need=need)
@@ -117,10 +120,11 @@ class StoredTensor:
             raise DtypeError(what, got=dtype_name(dtype), need=names)
 
     def match_dims(self, got: Sequence[int], need: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the indices of the dimensions of `got` that remain to match `need`, or None.
+        """Return the indices of the dimensions of `got` that match `need`, or None if there are
+        none.
 
         Trailing dimensions of size 1 are skipped. For a scale, all excess dimensions of size 1 are
-        skipped: modelopt stores the scales of 128x128 blocks as (N / 128, 1, K / 128, 1).
+        skipped, because modelopt stores the scales of 128x128 blocks as (N / 128, 1, K / 128, 1).
         """
         if tuple(got) == tuple(need):
             return tuple(range(len(need)))
@@ -135,7 +139,8 @@ class StoredTensor:
     def check_share(self, what: str, rows: Range, columns: Range, sizes: tuple[int, int]) -> None:
         """Raise ConfigurationError if rows [a, b) and columns [c, d) split a packed word.
 
-        what: name of the matrix, for messages. sizes: (N, K) of the matrix.
+        what: name of the matrix, for messages.
+        sizes: (N, K) of the matrix.
         """
         for dim in (d for d in self.dims if d.indivisible):
             (start, stop), size = (rows, sizes[0]) if dim.axis == "N" else (columns, sizes[1])
@@ -147,17 +152,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class BlockedScale(StoredTensor):
-    """Scales that are stored in the tile order of Blackwell's tensor cores, as torchao writes them.
+    """Scales that torchao stores in the tile order of Blackwell's tensor cores.
 
-    A tile has the scales of 128 rows and 4 scale columns, and is stored as 32 rows of 16 scales:
-    row r has the 4 scales of row r of the tile, then those of rows r + 32, r + 64 and r + 96. The
-    stored tensor is (32 ceil(rows / 128), 16 ceil(scale columns / 4)).
+    A tile has the scales of 128 rows and 4 scale columns, and is stored as 32 rows of 16 scales.
+    Row r has the 4 scales of row r of the tile, followed by those of rows r + 32, r + 64 and r +
+    96. The stored tensor is (32 ceil(rows / 128), 16 ceil(scale columns / 4)).
 
     dims: the dimensions (N, K) that the scales have after `unblock`.
     """
 
     def shape(self, rows: int, depth: int) -> tuple[int, ...]:
-        """Return the shape of the stored tensor for a matrix (rows, depth)."""
         scale_rows, scale_columns = super().shape(rows, depth)
         return 32 * -(-scale_rows // 128), 16 * -(-scale_columns // 4)
 
@@ -167,7 +171,7 @@ class BlockedScale(StoredTensor):
         return slice(32 * (rows[0] // 128), 32 * -(-rows[1] // 128)), slice(0, width)
 
     def unblock(self, stored: torch.Tensor, rows: Range, columns: Range) -> torch.Tensor:
-        """Return the scales of rows [a, b) and columns [c, d) of the matrix, row-major.
+        """Return the scales of rows [a, b) and columns [c, d) of the matrix, in row-major order.
 
         stored: the slice of the stored tensor that `stored_slices` selects for these rows.
         """
@@ -185,8 +189,8 @@ def slice_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return views of a matrix's tensors that cover rows [a, b) and columns [c, d).
 
-    tensors: the whole tensors by name, each (..., *its dims). The entry of a tile that is partly in
-    the range is included.
+    tensors: the whole tensors by name, each (..., *dims). The entry of a tile that is only partly
+    in the range is included.
     """
     views = {}
     for spec in stored:
@@ -208,9 +212,10 @@ def repeat_scales(
     """Repeat scales so that their tiles have the smaller sizes in `target`.
 
     source, target: descriptions of the same tensors. Each tile of `target`, counted from row a and
-        column c, must be contained in one tile of `source`. A scale of the whole matrix may become
-        one scale per row.
-    tensors: views that `slice_tensors` returns for rows [a, b) and columns [c, d) of the matrix.
+    column c, must be contained in one tile of `source`. A scale of the whole matrix may become one
+    scale per row.
+    tensors: the views that `slice_tensors` returns for rows [a, b) and columns [c, d) of the
+    matrix.
     """
     repeated = dict(tensors)
     for source_spec, target_spec in zip(source, target, strict=True):

@@ -1,4 +1,4 @@
-"""Opening of a checkpoint's tensor files, either safetensors or GGUF.
+"""Opens a checkpoint's tensor files, which are either safetensors or GGUF.
 
 with open_tensors(Path("checkpoint/")) as files:
     files.shape_and_dtype("model.norm.weight")  # (4096,), torch.bfloat16
@@ -19,10 +19,9 @@ def open_tensors(path: Path) -> Iterator[TensorFiles]:
     """Open the tensors of a checkpoint, and close the files on exit.
 
     path: a tensor file, an index, a folder, or the name of a model in the local cache of the Hub.
-        `checkpoint_files` describes which files of a folder are read.
+    `checkpoint_files` describes which files of a folder are read.
 
-    Raises ConfigurationError for a path that is none of these, and WeightsError for an invalid
-    index or header.
+    Raises ConfigurationError for any other path, and WeightsError for an invalid index or header.
     """
     path = resolve_path(path)
     gguf = _gguf_model(path)

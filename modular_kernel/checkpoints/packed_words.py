@@ -1,11 +1,11 @@
-"""Transposition and permutation of packed integer weights, without unpacking them.
+"""Transposes and permutes packed integer weights without unpacking them.
 
-GPTQ packs values along K, AWQ along N, into the bytes or nibbles (4 bits) of int32 words. Kernels
-need (N, K) with K packed along bytes: two 4-bit values, or one 8-bit value, per byte.
+Values are bytes or nibbles (4 bits) of int32 words. GPTQ packs them along K, and AWQ along N.
+Kernels need (N, K) with K packed along bytes: two 4-bit values, or one 8-bit value, per byte.
 
 Most of the cost is memory traffic. On CPUs, torch transposes 32-bit words about four times as fast
-per byte as single bytes. Words are therefore transposed whole, and masks process all nibbles of a
-word together. Callers can pass `out` to avoid another copy.
+per byte as single bytes. Words are therefore transposed as a whole, and masks process all nibbles
+of a word together. Callers can pass `out` to avoid another copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _WORD_BYTES = 4
 
 
 def transpose_words(words: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Transpose (..., R, C) of any dtype to contiguous (..., C, R). out: the tensor to write to."""
+    """Transpose (..., R, C) of any dtype to contiguous (..., C, R), optionally into `out`."""
     *batch, rows, columns = words.shape
     out = words.new_empty(*batch, columns, rows) if out is None else out
     pairs = zip(out.view(-1, columns, rows), words.reshape(-1, rows, columns), strict=True)
@@ -32,9 +32,11 @@ def pack_columns(
 ) -> torch.Tensor:
     """Transpose 4-bit values that are packed along N into a matrix that is packed along K.
 
-    words: (..., K, N / 8) int32, K even. order: nibble i of a word has column order[i] of the
-    word's eight. out: contiguous tensor to write to. Returns (..., N, K / 2) uint8 with even k in
-    the low nibble.
+    words: (..., K, N / 8) int32 with even K.
+    order: nibble i of a word has column order[i] of the word's eight columns.
+    out: contiguous tensor to write to.
+
+    Returns (..., N, K / 2) uint8 with even k in the low nibble.
     """
     *batch, depth, per_row = words.shape
     if out is None:
@@ -60,7 +62,7 @@ def pack_columns(
 def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
     """Return int32 words with nibbles 0, 4, 1, 5, 2, 6, 3, 7 of `words`.
 
-    This puts the eight columns of an AWQ word in order.
+    This sorts the eight columns of an AWQ word.
     """
     low, high = words.contiguous() & 0xFFFF, words >> 16 & 0xFFFF
     for half in (low, high):
@@ -72,17 +74,22 @@ def interleave_nibbles(words: torch.Tensor) -> torch.Tensor:
 def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
     """Permute the columns of a packed matrix.
 
-    w: (..., N, K bits / 8) uint8, packed along K; the last size is a multiple of 4. order: (..., K)
-    integers, the source of each column. Returns a tensor like w.
+    w: (..., N, K bits / 8) uint8, packed along K. The size of the last dimension is a multiple of
+    4.
+    order: (..., K) integers, the source of each column.
+
+    Returns a tensor like w.
     """
     return permute_rows(transpose_words(w.contiguous().view(torch.int32)), order, bits)
 
 
 def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
-    """Permute the rows of a matrix that is packed along its rows, and transpose it.
+    """Permute the rows of a matrix that is packed along its rows, and transpose the matrix.
 
-    words: (..., K / p, N) int32 with p = 32 / bits values per word. order: (..., K) integers, the
-    source of each row k. Returns (..., N, K bits / 8) uint8, packed along K.
+    words: (..., K / p, N) int32 with p = 32 / bits values per word.
+    order: (..., K) integers, the source of each row k.
+
+    Returns (..., N, K bits / 8) uint8, packed along K.
 
     The rows are permuted before the transposition, because torch copies whole rows many times as
     fast as it gathers single bytes.
@@ -92,7 +99,8 @@ def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.T
         matrices = torch.stack([permute_rows(*each, bits) for each in pairs])
         return matrices.view(*words.shape[:-2], *matrices.shape[1:])
     num_words, rows = words.shape
-    aligned = -(-rows // _WORD_BYTES) * _WORD_BYTES  # as `_transpose_bytes` needs it
+    # `_transpose_bytes` requires a multiple of the word size
+    aligned = -(-rows // _WORD_BYTES) * _WORD_BYTES
     values = words.new_empty(num_words, _WORD_BYTES, aligned, dtype=torch.uint8)
     for byte, shifted in enumerate(_shift_bytes(words)):
         values[:, byte, :rows] = shifted
@@ -110,7 +118,8 @@ def permute_rows(words: torch.Tensor, order: torch.Tensor, bits: int) -> torch.T
 def _shift_bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield `words` shifted right by 0, 1, 2 and 3 bytes, for copies that keep the lowest byte.
 
-    The shifted tensors share memory: use each one before the next. `words` is not changed.
+    The shifted tensors share memory, so each one must be used before the next. `words` is not
+    changed.
     """
     yield words
     words = words >> 8
@@ -120,7 +129,7 @@ def _shift_bytes(words: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _transpose_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Transpose (R, C) uint8 to contiguous (C, R). C is a multiple of four."""
+    """Transpose (R, C) uint8 to contiguous (C, R). C must be a multiple of four."""
     rows, columns = values.shape
     out = values.new_empty(columns // _WORD_BYTES, _WORD_BYTES, rows)
     for byte, words in enumerate(_shift_bytes(transpose_words(values.view(torch.int32)))):

@@ -1,9 +1,9 @@
-"""Padding of a tensor-parallel rank's share of the intermediate size I with weights of exactly 0.
+"""Pads a tensor-parallel rank's share of the intermediate size I with weights of exactly 0.
 
-All ranks have tensors of the same width, but a share may have fewer columns, because shares consist
-of whole quantization groups (`modular_kernel.spec.intermediate_split`). The remaining rows of w1
-and columns of w2 are padding. With quantized weights, a value of 0 needs the right code: the zero
-point of an integer format, or the code of 0.0.
+All ranks have tensors of the same width, but shares consist of whole quantization groups
+(`modular_kernel.spec.intermediate_split`), so a share may have fewer columns. The remaining rows of
+w1 and columns of w2 are padding. A quantized weight of 0 has the code of the zero point in an
+integer format, and the code of 0.0 in other formats.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.quant.scale_tiles import ceil_div, unpack_pairs
 from modular_kernel.spec.quantization import QuantScheme
 
-_ONE_E8M0, _ONE = 127, 1.0  # a scale of 1 as an E8M0 byte, and as a float
+_ONE_E8M0, _ONE = 127, 1.0  # a scale of 1, as an E8M0 byte and as a float
 
 
 def fill_padding(
@@ -28,12 +28,13 @@ def fill_padding(
 ) -> None:
     """Write weights of exactly 0 to the padding of a rank's share, in place.
 
-    Padding gets codes of 0, biases of 0, and scales of 1. A scale or zero point that loaded weights
-    share with the padding is not changed.
+    Padding gets codes and biases of 0, and scales of 1. A scale or zero point that also applies to
+    loaded weights is not changed.
 
     tensors: fields of ExpertWeights by name, in the layout of `weight_specs` for I = `split[1]`.
     split: (columns of I that were loaded, columns of I in the tensors).
-    gated, interleaved: w1 has gate and up rows; gate and up rows alternate.
+    gated: whether w1 has gate and up rows.
+    interleaved: whether gate and up rows alternate.
     """
     columns, width = split
     if columns == width:
@@ -75,7 +76,7 @@ def _fill_w2_columns(
         return
     zero_point[..., first_empty_group:] = _zero_code(scheme)
     if start % group:
-        # The last loaded group extends into the padding. Codes that equal its zero point are 0.
+        # The last loaded group extends into the padding. Its codes of 0 are its zero point.
         end = min(first_empty_group * group, stop)
         loaded_zero_point = zero_point[..., first_empty_group - 1]
         if scheme.packed:
@@ -92,7 +93,7 @@ def _fill_codes(
 
 
 def _zero_code(scheme: QuantScheme) -> int:
-    """Return the byte whose weight, or pair of packed 4-bit weights, is 0."""
+    """Return the byte that encodes a weight of 0, or two packed 4-bit weights of 0."""
     code = IMPLICIT_ZERO_POINT.get(scheme.weight, 0)
     if scheme.external:
         code = scheme.values.index(0.0)

@@ -1,4 +1,4 @@
-"""Loading of one layer's LoRA adapter from a PEFT checkpoint, without PEFT.
+"""Loads one layer's LoRA adapter from a PEFT checkpoint, without PEFT.
 
     adapter = load_adapter("adapter/", 3, problem)
     pool.load("mine", adapter)
@@ -7,8 +7,8 @@ LoRA adds scaling * B @ A to the weight of a projection, with the factors A (r, 
 (rows, r) of rank r. Tensor names and the rules of name patterns are those of PEFT 0.21.
 
 If all experts are one parameter of shape (E, rows, columns), PEFT 0.19 and newer (`ParamWrapper`)
-stores all experts' factors in two matrices: A is (E * r, columns) with the r rows of an expert
-adjacent, and B is (rows, r * E) with the r columns of an expert at a stride of E.
+stores all experts' factors in two matrices. A is (E * r, columns) with the r rows of an expert
+adjacent. B is (rows, r * E) with the r columns of an expert at a stride of E.
 """
 
 import re
@@ -35,7 +35,7 @@ _NAME = re.compile(
     r"(?:(?P<expert>[0-9]{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
     r"lora_(?P<side>[AB])\.weight"
 )
-# The projection of a module by its name, if each expert has its own modules.
+# Name of a module -> its projection, if each expert has its own modules.
 _ROLES = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -44,7 +44,7 @@ _ROLES = {
     "w3": "up",
     "w2": "down",
 }
-# The name of the parameter of a projection, if one parameter has all experts.
+# Projection -> name of its parameter, if one parameter has all experts.
 _PARAMETERS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -68,14 +68,14 @@ def load_adapter(
     layer: number of the layer, from 0.
     problem: problem of the base model. Its `lora` states which factors experts share.
     ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
-    ignored_modules: names of modules, such as "self_attn", whose tensors are ignored. Their
-        adapters belong to other parts of the model.
+    ignored_modules: names of modules, such as "self_attn", whose tensors are ignored because they
+    are loaded by other parts of the model.
 
     Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. Its rank is
-    the maximum over projections; if gate and up have different A but the problem needs a common
-    one, the sum of their ranks counts. Smaller factors are padded with zeros. B is multiplied by
-    the scaling, lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that are
-    not in the checkpoint, and for layers that layers_to_transform excludes.
+    the maximum over projections. If gate and up have different A but the problem needs a common A,
+    their ranks are added. Smaller factors are padded with zeros. B is multiplied by the scaling,
+    lora_alpha / r or lora_alpha / sqrt(r). Factors are zero for projections that are not in the
+    checkpoint, and for layers that layers_to_transform excludes.
 
     Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for methods
     other than plain LoRA, or for another base model, WeightsError for unknown or missing tensors,
@@ -114,7 +114,9 @@ def _local_experts(problem: Problem, ep: tuple[int, int] | None) -> list[int]:
 
 @dataclass(frozen=True)
 class _FactorPair:
-    """The names of A and B of one projection, of one expert or of all, and their rank and scaling.
+    """The names of A and B of one projection, with their rank and scaling.
+
+    They belong to one expert, or to all experts together.
 
     module: the module's name, which the patterns of the config match.
     """
@@ -199,8 +201,8 @@ class _Source:
     ) -> tuple[_Role, str]:
         """Return a projection's role, and its name relative to the module of all experts.
 
-        PEFT does not store the name of a parameter that has all experts. Its role is determined by
-        the shapes of A and B.
+        PEFT does not store the name of a parameter that has all experts. Its role is determined
+        from the shapes of A and B.
         """
         problem = self.problem
         if expert is not None:
@@ -284,7 +286,7 @@ class _Source:
                 raise WeightsError(what, got=f"no {target}", need=f"all targets of {CONFIG_FILE}")
 
     def read(self, pairs: Mapping[int | None, _FactorPair], experts: Sequence[int]) -> _Factors:
-        """Read A and B of some experts, multiply B by the scaling, and pad ranks to the maximum."""
+        """Read A and B of some experts, multiply B by the scaling, and pad to the maximum rank."""
         if None in pairs:
             pair, count = pairs[None], self.problem.experts
             a, b = self.files.read(pair.a, ()), self.files.read(pair.b, ())
@@ -300,7 +302,7 @@ class _Source:
         return a, torch.stack([_pad(b, 1, rank) for _, b in factors])
 
     def _scale_and_cast(self, pair: _FactorPair, a: torch.Tensor, b: torch.Tensor) -> _Factors:
-        """Multiply B by the scaling in float64, and convert both to the problem's dtype.
+        """Multiply B by the scaling in float64, and convert both factors to the problem's dtype.
 
         Raises WeightsError for values that overflow or are not finite.
         """
@@ -319,7 +321,6 @@ def _assemble(
     spec: AdapterSpec,
     local_experts: list[int],
 ) -> Adapter:
-    """Read the factors, and combine them to the tensors of one adapter."""
     problem = source.problem
     experts = list(range(problem.experts)) if spec.outer_shared else local_experts
     factors = {role: source.read(pairs, experts) for role, pairs in pairs_by_role.items()}
@@ -374,7 +375,7 @@ def _w1_parts(problem: Problem, factors: Mapping[_Role, _Factors]) -> list[_Part
 def _share_a(w1_parts: list[_Part]) -> list[_Part]:
     """Give gate and up a common A, without changing B @ A.
 
-    If theirs differ, the common one has the rows of both, and each B is padded with zeros.
+    If they have different A, the common A has the rows of both, and each B is padded with zeros.
     """
     if len(w1_parts) < 2 or torch.equal(w1_parts[0][1], w1_parts[1][1]):
         return w1_parts
@@ -386,14 +387,14 @@ def _share_a(w1_parts: list[_Part]) -> list[_Part]:
 
 
 def _pad(values: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    """Pad a dimension to `size` with zeros at its end."""
+    """Append zeros to a dimension up to `size`."""
     shape = list(values.shape)
     shape[dimension] = size - shape[dimension]
     return torch.cat([values, values.new_zeros(shape)], dimension)
 
 
 def _shared_matrix(what: str, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return the matrix that all experts share, (1, ...). Raises WeightsError if they differ."""
+    """Return the matrix that all experts share, (1, ...). Raises WeightsError if experts differ."""
     if not torch.equal(values, values[:1].expand_as(values)):
         got = f"{name} that differs between experts"
         raise WeightsError(what, got=got, need="the same for all experts, because of outer=shared")

@@ -1,6 +1,6 @@
-"""Reading of PEFT's adapter_config.json. Only plain LoRA is supported, without variants like DoRA.
+"""Reads PEFT's adapter_config.json. Only plain LoRA is supported, without variants like DoRA.
 
-A field that would change the result and is not supported is an error, not ignored.
+An unsupported field that would change the result is an error.
 """
 
 import re
@@ -29,7 +29,7 @@ _READ_FIELDS = frozenset((
     "peft_type", "peft_version", "r", "rank_pattern", "target_modules", "target_parameters",
     "use_rslora",
 ))  # fmt: skip
-# Initializations that leave the base model unchanged; others, such as pissa, modify it.
+# Initializations that leave the base model unchanged. Others, such as pissa, modify it.
 _Initialization = bool | Literal["gaussian", "eva", "orthogonal"] | None
 _Layer = Annotated[int, Between(0, MAX_INT32)]
 _FIELDS: tuple[tuple[str, Any], ...] = (
@@ -48,7 +48,7 @@ class PeftConfig:
 
     rank, alpha: the values for modules that no pattern matches.
     ranks, alphas: values by regular expression for module names (rank_pattern, alpha_pattern).
-    use_rslora: the scaling is alpha / sqrt(rank) instead of alpha / rank.
+    use_rslora: whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
     layers: numbers of the layers with adapters; None for all.
     targets: names of the modules and parameters with adapters; () if the config has a pattern.
     """
@@ -71,18 +71,17 @@ class PeftConfig:
         return rank, alpha / (sqrt(rank) if self.use_rslora else rank)
 
     def has_layer(self, layer: int) -> bool:
-        """Return whether the layer has adapters."""
         return self.layers is None or layer in self.layers
 
     @property
     def has_fused_layout(self) -> bool:
-        """Whether A of a parameter (E, rows, columns) is (E r, columns): PEFT 0.19 and newer."""
+        """Whether A of a parameter (E, rows, columns) is (E r, columns), as since PEFT 0.19."""
         numbers = re.match(r"(\d{1,4})\.(\d{1,4})", self.peft_version or "")
         return numbers is not None and (int(numbers[1]), int(numbers[2])) >= (0, 19)
 
 
 def read_config(path: Path) -> PeftConfig:
-    """Read an adapter_config.json. Raises ConfigurationError unless it is plain LoRA."""
+    """Read an adapter_config.json. Raises ConfigurationError if it is not plain LoRA."""
     what = str(path)
     try:
         config = json_files.parse(json_files.read_file(path, _MAX_BYTES))
@@ -111,7 +110,7 @@ def read_config(path: Path) -> PeftConfig:
 
 
 def _check_plain_lora(what: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for other methods than LoRA, and for fields of its variants."""
+    """Raise ConfigurationError for methods other than LoRA, and for fields of LoRA variants."""
     if config.get("peft_type") != "LORA":
         got = _short(config.get("peft_type"))
         raise ConfigurationError(f"{what}: peft_type", got=got, need="LORA")
@@ -147,8 +146,8 @@ def _alpha(what: str, value: Any) -> float:
 def _patterns(what: str, config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     """Return (regular expression, value) for each item of a pattern field.
 
-    Raises ConfigurationError for an invalid expression, or one whose matching could take
-    exponential time: the file may be untrusted.
+    Raises ConfigurationError for an invalid expression. The file may be untrusted, so expressions
+    whose matching could take exponential time are also rejected.
     """
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
@@ -175,7 +174,7 @@ def _suffix_pattern(pattern: str) -> str:
 
 
 def _first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> _Value:
-    """Return the value of the first pattern that matches the end of a name, else `default`."""
+    """Return the value of the first pattern that matches the end of a name, or `default`."""
     for pattern, value in patterns.items():
         if re.match(_suffix_pattern(pattern), name):
             return value
@@ -183,7 +182,7 @@ def _first_match(patterns: Mapping[str, _Value], name: str, default: _Value) -> 
 
 
 def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
-    """Return the layers with adapters; None for all. As in PEFT, an empty list means all."""
+    """Return the layers with adapters, or None for all. As in PEFT, an empty list means all."""
     layers = config.get("layers_to_transform")
     if layers is None:
         return None
@@ -196,7 +195,7 @@ def _layers(what: str, config: Mapping[str, Any]) -> frozenset[int] | None:
 def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of modules and parameters that have adapters in all included layers.
 
-    Returns () if they are not known: for a pattern, or if some modules are excluded.
+    Returns () if they are not known because the config has a pattern or excludes some modules.
     """
     if config.get("exclude_modules"):
         return ()

@@ -1,4 +1,4 @@
-"""Lookup of a module's storage format by name, from the quantization_config of a checkpoint.
+"""Finds a module's storage format by name, from the quantization_config of a checkpoint.
 
     formats = QuantizationMap(config["quantization_config"])
     formats.format_of("model.layers.3.mlp.experts.0.gate_proj")  # None if it is not quantized
@@ -24,11 +24,11 @@ class QuantizationMap:
     quantization: the quantization_config; None for an unquantized checkpoint.
     path: path of the config.json, for messages.
     depth: max(H, I) of the layer, as for `formats.format_of`.
-    expert_dtype: the value of that key in the config.json.
+    expert_dtype: the value of this key in the config.json.
 
     Raises ConfigurationError for an unknown method or key, and for name patterns with unsupported
-    syntax. The formats are read on first use. An unsupported format therefore raises an error only
-    if a module that has it is looked up.
+    syntax. Formats are read on first use. An unsupported format therefore raises an error only when
+    a module that has it is looked up.
     """
 
     def __init__(
@@ -74,16 +74,20 @@ class QuantizationMap:
     def representative_experts(self, experts: int) -> Sequence[int]:
         """Return the numbers of experts to look up in order to find all formats in a layer.
 
-        Experts that the entries of the quantization_config cannot distinguish by name are
-        represented by one of them. experts: number of experts in a layer.
+        If the quantization_config cannot distinguish some experts by name, only one of them is
+        included.
+
+        experts: number of experts in a layer.
         """
         return self._quantization.representative_experts(experts)
 
     def common_format(self, modules: Iterable[str], what: str) -> Format:
         """Return the format that all of the modules have.
 
-        modules: one or more names. what: description of the modules, for messages. Raises
-        ConfigurationError, with the names and formats of two modules, if formats differ.
+        modules: one or more names.
+        what: description of the modules, for messages.
+
+        Raises ConfigurationError, with the names and formats of two modules, if formats differ.
         """
         return find_common_value(self._quantization, modules, self._read, what)
 

@@ -1,4 +1,4 @@
-"""Reading of safetensors files: names, shapes and dtypes from the headers, and slices of tensors.
+"""Reads safetensors files: names, shapes and dtypes from the headers, and slices of tensors.
 
     files = TensorFiles(folder, map_tensors_to_files(folder))
     files.names                                      # frozenset of all tensor names
@@ -50,7 +50,7 @@ class TensorFiles:
     """The tensors in a set of safetensors files. A file is opened when one of its tensors is used.
 
     path: the folder or file, for messages.
-    files: the file of each tensor by name, from the index if there is one.
+    files: tensor name -> file, from the index if there is one.
     bytes_read: bytes of tensor data that `read` has returned.
     """
 
@@ -65,7 +65,6 @@ class TensorFiles:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
         return frozenset(self.files)
 
     def qualified_name(self, name: str) -> str:
@@ -103,6 +102,7 @@ class TensorFiles:
         slices: slices of the leading dimensions, within the shape; () for the whole tensor.
         """
         # safetensors allocates on the default device. Entering a device context takes longer than a
+        # small read, so it is entered only if the default device is not the CPU.
         # small read, so do it only if the default device is not the CPU.
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         try:

@@ -1,4 +1,4 @@
-"""Access to the experts of one layer in open files: find tensors, check headers, read shares.
+"""Accesses the experts of one layer in open files: finds tensors, checks headers, reads shares.
 
 `find_layers` finds the layers with experts by tensor names, and `find_source` selects the layout of
 one layer. The resulting `LayerSource` checks the headers of its tensors, and reads a range of rows
@@ -39,13 +39,14 @@ from modular_kernel.quant.quantized_weights import IMPLICIT_ZERO_POINT
 from modular_kernel.spec.problem import DTYPES, dtype_name, parse_dtype
 from modular_kernel.text import format_count
 
-# For messages: the requirement on the dtypes of unquantized matrices.
+# The requirement on the dtypes of unquantized matrices, for messages.
 ONE_DTYPE = "one dtype, or an explicit one in config.json or by dtype= or --dtype"
-_MAX_MISSING = 10_000  # missing tensors after which the check stops
-# Suffixes of tensors that have the prefix of the experts' names, but are not expert weights.
+_MAX_MISSING = 10_000  # the check stops after this number of missing tensors
+# Suffixes of tensors that share the prefix of the experts' names but are not expert weights.
 _NOT_EXPERT_WEIGHTS = ("e_score_correction_bias",)
 _BIAS = StoredTensor("bias", "bias", (Dim("N"),), FLOATS)
-# Known prefixes of "layers.N" in tensor names. If a checkpoint has several, the first one here is
+# Known prefixes of "layers.N" in tensor names. If a checkpoint has several of them, the first in
+# this order belongs to the language model.
 # that of the language model.
 _PREFIXES = (
     "model.",
@@ -63,7 +64,10 @@ _LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|blk|h)\.(?P<layer>\d+)\."
 
 @dataclass(frozen=True)
 class LayerSource:
-    """The experts of one layer in a checkpoint's files. bias: projections have biases."""
+    """The experts of one layer in a checkpoint's files.
+
+    bias: whether projections have biases.
+    """
 
     files: TensorFiles
     format: Format
@@ -80,7 +84,7 @@ class LayerSource:
 
     @property
     def layer_number(self) -> int:
-        """The number of the layer, from 0, in the names of its tensors."""
+        """The number of the layer in the names of its tensors, from 0."""
         match = re.match(_LAYERS, self.layer.prefix)
         assert match is not None
         return int(match["layer"])
@@ -92,7 +96,7 @@ class LayerSource:
     def locations(self) -> Iterator[ProjectionLocation]:
         """Yield the location of each projection of each expert.
 
-        If experts are stacked, all have the same tensors, and only the first expert is included.
+        Stacked experts share their tensors, so only the first expert is included for them.
         """
         for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
             w1_locations, w2_locations = self.layer.projections(expert)
@@ -135,7 +139,7 @@ class LayerSource:
         self._check_no_others(checked_keys)
         if self.format.method == "gguf" and self.format.scheme.weight in IMPLICIT_ZERO_POINT:
             types = {self._block_type(key) for key in checked_keys}
-            dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # scales are within the blocks
+            dtypes["scale"] = {parse_dtype(scale_dtype(types))}  # scales are stored in the blocks
         return {role: frozenset(kinds) for role, kinds in dtypes.items()}
 
     def check_metadata(
@@ -152,7 +156,7 @@ class LayerSource:
         """Return the dtype of unquantized matrices.
 
         Returns None for quantized matrices, and for a dtype that no layer supports. Raises
-        DtypeError for several dtypes, because any choice would round some values.
+        DtypeError for several dtypes, because conversion to one of them would round some values.
         """
         dtypes = self.stored_dtypes()
         if not dtypes or not dtypes.keys() <= set(DTYPES.values()):
@@ -203,7 +207,7 @@ class LayerSource:
         return f"{format_count(self.layer.experts, 'expert')} in {self.format}"
 
     def _check_no_others(self, checked_keys: set[str]) -> None:
-        """Raise WeightsError if the experts have tensors besides `checked_keys`."""
+        """Raise WeightsError if the experts have tensors other than `checked_keys`."""
         names = self.layer.layout.names
         bases = {f"{self.layer.prefix}{name}" for name in names}
         bases |= {f"{self.layer.prefix}_{name}" for name in names}  # torchao
@@ -244,8 +248,9 @@ class LayerSource:
     ) -> dict[str, torch.Tensor]:
         """Read rows [a, b) and columns [c, d) of a projection, as tensors for `fusing.fuse`.
 
-        target_format: the format with the tile sizes of the layer. order: also read GPTQ's g_idx,
-        which is then checked. Once per matrix is enough; with act-order, it is always read.
+        target_format: the format with the tile sizes of the layer.
+        order: whether to also read GPTQ's g_idx, which is then checked. One check per matrix is
+        enough. With act-order, g_idx is always read.
         """
         rows = (location.first_row + rows[0], location.first_row + rows[1])
         if self.format.method == "gguf":
@@ -315,7 +320,8 @@ class LayerSource:
     def read_input_scales(self, locations: Sequence[ProjectionLocation]) -> torch.Tensor:
         """Read the static activation scales of projections, (number of tensors,) float32.
 
-        Activations are divided by them. compressed-tensors stores the reciprocals for nvfp4.
+        Activations are divided by these scales. compressed-tensors stores the reciprocals for
+        nvfp4.
         """
         (spec,) = (spec for spec in self.format.stored_tensors if spec.role == "a_scale")
         by_key = dict[tuple[str, int | None], torch.Tensor]()
@@ -365,7 +371,7 @@ class LayerSource:
 
 @dataclass(frozen=True)
 class _FlatFileTensors:
-    """The tensors of one matrix in the files, as `bitsandbytes.FlatTensors`.
+    """Reads the tensors of one matrix from the files, as `bitsandbytes.FlatTensors`.
 
     keys: name in the files by name in `Format.stored_tensors`.
     """
@@ -389,13 +395,12 @@ class _FlatFileTensors:
 
 
 def _is_tensor_of(name: str, base: str, is_parameter: bool) -> bool:
-    """Return whether `name` is `base`, or `base` with a suffix such as ".weight_scale"."""
+    """Return whether `name` is `base`, optionally with a suffix such as ".weight_scale"."""
     suffix = name.removeprefix(base)
     return suffix != name and (not suffix or suffix[0] in ("._:" if is_parameter else "."))
 
 
 def _count_others(names: Sequence[str]) -> str:
-    """Return how many names there are besides the first, for messages."""
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
@@ -442,11 +447,14 @@ def find_source(
 ) -> LayerSource:
     """Return the source of a layer with the first layout whose shapes match.
 
-    If none matches, the first layout is used, and `LayerSource.check` reports the mismatch.
+    If no layout matches, the first one is used, and `LayerSource.check` reports the mismatch.
 
-    candidates: the layouts whose names match, from `find_layers`. sizes: experts, hidden,
-    intermediate. bias: projections have biases. Raises ConfigurationError for a quantized format in
-    a layout that is supported for unquantized weights only.
+    candidates: the layouts whose names match, from `find_layers`.
+    sizes: (experts, hidden, intermediate).
+    bias: whether projections have biases.
+
+    Raises ConfigurationError for a quantized format in a layout that is supported only for
+    unquantized weights.
     """
     sources = [
         LayerSource(files, format, LayerLayout(layout, expert_prefix, *sizes), bias)
@@ -470,7 +478,8 @@ def _find_expert_prefixes(
 ) -> dict[tuple[str, int], str]:
     """Return {(prefix of "layers.N", N): prefix of the experts' names} for a layout.
 
-    The second prefix ends before the expert's number or, in a stack, before the projection.
+    The prefix of the experts' names ends before the number of the expert or, for stacked experts,
+    before the projection.
     """
     projection = "|".join(re.escape(name) for name in layout.names)
     stacked = rf"_?(?:{projection})(?:[._:]|$)"
@@ -485,8 +494,9 @@ def _find_expert_prefixes(
 def _has_unsupported_transpose(source: LayerSource) -> bool:
     """Return whether matrices are stored as (K, N) in a format for which this is not supported.
 
-    ModelOpt stores float8 and nvfp4 of Llama-4 and gpt-oss as (K, N), and FBGEMM float8 of Llama-4.
-    torchao then has the scales of blocks along N instead of K, which is not supported.
+    ModelOpt stores float8 and nvfp4 of Llama-4 and gpt-oss as (K, N), and FBGEMM stores float8 of
+    Llama-4 in this way. torchao stores such matrices with scales of blocks along N instead of K,
+    which is not supported.
     """
     scheme = source.format.scheme
     is_supported = scheme.granularity == "tensor"

@@ -1,9 +1,9 @@
-"""Weights of torchao's tensor subclasses, as transformers stores them in safetensors.
+"""Reads the weights of torchao's tensor subclasses, as transformers stores them in safetensors.
 
 A weight `x.weight` is stored as the tensors `x._weight_qdata` (codes q), `x._weight_scale` (scales
 s) and so on, and a parameter `experts.gate_up_proj` as `experts._gate_up_proj_qdata` and so on.
-torchao 0.14 names them `x.weight:qdata` and `experts.gate_up_proj:qdata`. The metadata in the
-header of the file have the class and the attributes of each weight, in JSON:
+torchao 0.14 uses the names `x.weight:qdata` and `experts.gate_up_proj:qdata`. The metadata in the
+header of the file contain the class and the attributes of each weight, in JSON:
 
 | class        | value     | tensors                                                             |
 |--------------|-----------|---------------------------------------------------------------------|
@@ -39,7 +39,7 @@ _MAX_METADATA = 1 << 16  # characters
 
 
 def stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    """Return the tensors that the files have for one matrix. scheme: scheme of the weights."""
+    """Return the tensors that the files have for one matrix in `scheme`."""
     if format.tensor_class == "Int4Tensor":
         groups = (Dim("K", format.group), _N)
         return (
@@ -60,7 +60,7 @@ def stored_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTe
 
 
 def _blocked_tensors(format: TorchaoFormat, scheme: QuantScheme) -> tuple[StoredTensor, ...]:
-    """Return the tensors of an NVFP4Tensor or MXTensor, whose scales are in tiles."""
+    """Return the tensors of an NVFP4Tensor or MXTensor, whose scales are stored in tiles."""
     e8m0 = torch.float8_e8m0fnu
     scale_dtypes: tuple[torch.dtype, ...]
     if scheme.weight == "float8_e4m3fn":
@@ -105,8 +105,9 @@ def check_metadata(
 ) -> None:
     """Raise WeightsError unless the metadata of a file describe a weight as `format`.
 
-    what: name of the file, for messages. metadata: the metadata of the file. name, shape: name and
-    shape of the codes.
+    what: name of the file, for messages.
+    metadata: the metadata of the file.
+    name, shape: name and shape of the codes.
     """
     key = parameter_name(name)
     what = f"{what}: metadata of {key}"
@@ -134,7 +135,7 @@ def check_metadata(
 
 
 def _check_blocked(what: str, data: Mapping[str, object], format: TorchaoFormat) -> None:
-    """Raise WeightsError unless scales are in tiles, and codes have the type of `format`."""
+    """Raise WeightsError unless scales are stored in tiles and codes have the type of `format`."""
     if data.get("is_swizzled_scales") is not True:
         got = f"is_swizzled_scales = {str(data.get('is_swizzled_scales'))[:80]}"
         raise WeightsError(what, got=got, need="true, as quantize_ writes them")
@@ -186,9 +187,10 @@ def dequantize_int4(
 ) -> torch.Tensor:
     """Dequantize columns [a, b) of an Int4Tensor to (..., rows, columns) float32.
 
-    tensors: by their names in `stored_tensors`, with the codes of these columns, and the scales and
-    zero points of all groups that have one of them. Raises WeightsError for scales or zero points
-    that are not finite.
+    tensors: the tensors by their names in `stored_tensors`. Codes are those of the given columns.
+    Scales and zero points are those of all groups with one of these columns.
+
+    Raises WeightsError for scales or zero points that are not finite.
     """
     packed = tensors["_weight_qdata"].view(torch.uint8)
     # Nibbles are in two's complement. `xor 8` adds 8, which is subtracted again after conversion.
