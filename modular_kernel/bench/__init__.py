@@ -1,1 +1,1 @@
-"""`mk bench`: timing of several layers in one run, each verified before it is timed."""
+"""`mk bench`: times several layers in one run, and verifies each layer before it is timed."""

@@ -1,8 +1,8 @@
-"""The layers that `mk bench` and `make bench` compare, behind one interface, `Layer`.
+"""The layers that `mk bench` and `make bench` compare, with the common interface `Layer`.
 
-There are our pairings, `FusedMoE`, the layer that `mk.compose` builds, torch._grouped_mm, and
-peers (layers of other libraries). A file given with `--peer` defines `layers()`, which returns a
-list of new `Layer` objects:
+The layers are our pairings, `FusedMoE`, the layer that `mk.compose` builds, torch._grouped_mm, and
+peers (layers of other libraries). A --peer file defines `layers()`, which returns a list of new
+`Layer` objects:
 
     import torch
     from modular_kernel.bench.candidates import Layer
@@ -26,10 +26,10 @@ list of new `Layer` objects:
         return [Mine()]
 
 `call` runs a whole layer: index computation, quantization of x, both GEMMs, activation, and
-weighted sum. It should be capturable in a CUDA graph: no synchronization and no data-dependent
-shapes. The weights passed to `setup` are unquantized, and `setup` quantizes them to the scheme
-`quant`. `layers()` is called once for each shape and set of weights, and its objects must not share
-state.
+weighted sum. It should be capturable in a CUDA graph, that is, have no synchronization and no
+data-dependent shapes. The weights passed to `setup` are unquantized, and `setup` quantizes them to
+the scheme `quant`. `layers()` is called once for each shape and set of weights, and its objects
+must not share state.
 """
 
 import itertools
@@ -63,10 +63,12 @@ _GROUPED_MM_ALIGNMENT = 16  # bytes, of each operand's rows
 class Layer(ABC):
     """Base class of benchmarked layers, which compute y from x and its routing.
 
-    name: the layer's name in tables. quant: name of its quantization scheme. graph: whether to
-    capture calls in a CUDA graph, if possible. interpreted: whether the layer runs in Triton's
-    interpreter, so that its time is meaningless. tuned: whether `setup` or `tune` times kernels.
-    Other work on the GPU would disturb these timings.
+    name: the layer's name in tables.
+    quant: name of its quantization scheme.
+    graph: whether to capture calls in a CUDA graph, if possible.
+    interpreted: whether the layer runs in Triton's interpreter, so that its time is meaningless.
+    tuned: whether `setup` or `tune` times kernels. Other work on the GPU would disturb these
+      timings.
     """
 
     name: str
@@ -76,11 +78,11 @@ class Layer(ABC):
     tuned: bool = False
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return the reason why the layer cannot run this problem; None if it can."""
+        """Return the reason why the layer cannot run this problem, or None if it can."""
         return None
 
     def setup_bytes(self, problem: Problem) -> int:
-        """Return the bytes that `setup` allocates for each set of weights, without the weights."""
+        """Return the bytes that `setup` allocates for each set of weights, besides the weights."""
         return 0
 
     @abstractmethod
@@ -101,7 +103,7 @@ class Layer(ABC):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer to compare. It is created with `make` once for each shape and set of weights.
+    """A layer to compare, which `make` creates once for each shape and set of weights.
 
     For quant, origin, prepared and library, see measure.records.Row.
     """
@@ -117,7 +119,7 @@ class Candidate:
 class PairingLayer(Layer):
     """One of our pairings, run through a `Plan` (preallocated buffers for one number of tokens).
 
-    prepared: whether to prepare the weights (change their layout for the kernels) in `setup`.
+    prepared: whether `setup` prepares the weights, that is, changes their layout for the kernels.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class PairingLayer(Layer):
 class DefaultLayer(Layer):
     """FusedMoE with default arguments.
 
-    prepared: see PairingLayer.
+    prepared: as in PairingLayer.
     """
 
     name = "FusedMoE"
@@ -208,7 +210,8 @@ class DefaultLayer(Layer):
 class ComposedLayer(Layer):
     """The layer that `compose` builds, which selects a pairing for each of the numbers of `tokens`.
 
-    budget: seconds that `compose` may take to time pairings. prepared: see PairingLayer.
+    budget: seconds that `compose` may take to time pairings.
+    prepared: as in PairingLayer.
     """
 
     name, tuned = "compose", True
@@ -241,16 +244,17 @@ class ComposedLayer(Layer):
 
 
 class TorchGroupedMm(Layer):
-    """A plain SwiGLU layer in bfloat16 built on torch._grouped_mm.
+    """A plain SwiGLU layer in bfloat16 that uses torch._grouped_mm.
 
-    Steps: sort the P = T * K (token, expert) pairs by expert, gather rows of x, first GEMM with N =
-    2I columns (gate and up), SiLU and multiply, second GEMM, scatter, weighted sum.
+    It sorts the P = T * K (token, expert) pairs by expert, gathers rows of x, and runs the first
+    GEMM with N = 2I columns (gate and up), SiLU and multiplication, the second GEMM, a scatter, and
+    the weighted sum.
     """
 
     name = "torch_grouped_mm"
 
     def refusal(self, problem: Problem) -> str | None:
-        # Options that this layer supports are set to their defaults. Any other option is refused.
+        # Options that this layer supports are reset to their defaults. Any other option is refused.
         simplified = replace(
             problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
             deterministic=False, ids_dtype=None,
@@ -300,8 +304,10 @@ def pairing_candidates(
 
     A candidate has the name of its experts part if no other pairing uses that part.
 
-    prepare_finalize, experts: names of parts; None stands for all parts. prepared: whether to add a
-    second candidate, with prepared weights, after each one whose experts part prepares weights.
+    prepare_finalize, experts: names of parts. None stands for all parts.
+    prepared: whether each candidate whose experts part prepares weights is followed by a second
+      candidate with prepared weights.
+
     Raises IncompatibleError with every reason if both names are given and the pairing is valid for
     no problem.
     """
@@ -348,12 +354,13 @@ def _named_pairings(prepare_finalize: str | None, experts: str | None) -> Iterat
     yield from itertools.product(pfs, all_experts)
 
 
-# Parts whose GEMMs are torch's. A part that runs another library declares it in its requirements.
+# Parts whose GEMMs are those of torch. A part that runs another library declares this in its
+# requirements.
 _TORCH_GEMM_PARTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
 
 
 def gemm_library(experts: str) -> str:
-    """Return the library whose GEMMs an experts part runs; "" for this project's kernels."""
+    """Return the library whose GEMMs an experts part runs, or "" for this project's kernels."""
     if experts in _TORCH_GEMM_PARTS:
         return "torch"
     return ", ".join(probe.name for probe in load_catalog().experts(experts).requires.providers)
@@ -370,7 +377,7 @@ def baseline_candidates() -> list[Candidate]:
 
 
 def peer_candidates(path: Path) -> list[Candidate]:
-    """Load a --peer file; return a candidate for each of its layers.
+    """Load a --peer file, and return a candidate for each of its layers.
 
     Raises ConfigurationError or BrokenPartError, with the name of the file, if that fails.
     """

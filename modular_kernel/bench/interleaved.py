@@ -1,8 +1,8 @@
 """The benchmark run of `make bench` (tools/bench.py), which alternates the layers of a case.
 
-The clock rate of a GPU depends on its previous load, so times of layers that ran one after the
-other are not comparable to within a few percent. Here all layers of a case are set up in one
-process, each with a CUDA graph of several calls on different inputs. In each round every graph is
+The clock rate of a GPU depends on its previous load. Times of layers that ran one after the other
+can therefore not be compared to within a few percent. Here all layers of a case are set up in one
+process, each with a CUDA graph of several calls on different inputs. In each round, every graph is
 replayed once, in random order. The time of a layer is the median over rounds, divided by the number
 of calls per graph. Before timing, the output of every layer is compared with a float64 reference.
 After timing, the output of a replay is compared with the output of the checked call.
@@ -71,7 +71,7 @@ CaseCallback = Callable[[str], object]
 class CaseBlock:
     """The cases of one shape, and the layers to compare in them.
 
-    candidates: layers whose operands have equal types (measure.cases.operand_types).
+    candidates: layers whose operands have the same types (measure.cases.operand_types).
     """
 
     cases: tuple[LayerCase, ...]
@@ -87,11 +87,14 @@ class CaseBlock:
 class Comparison:
     """A run over several blocks.
 
-    rounds: number of timed rounds per case. seconds: time limit, after which no case is started;
-    None for no limit. The remaining time is divided equally among the remaining blocks.
-    bandwidth: bytes per second for rooflines; None measures it. missing: layers whose packages are
-    not installed, for the record. command: the command line, for the record. compile_only: whether
-    to set up every layer and call it once with each number of tokens, without timing.
+    rounds: number of timed rounds per case.
+    seconds: time limit, after which no case is started; None for no limit. The remaining time is
+      divided equally among the remaining blocks.
+    bandwidth: bytes per second for rooflines; None measures it.
+    missing: layers whose packages are not installed, for the record.
+    command: the command line, for the record.
+    compile_only: whether to set up every layer and call it once with each number of tokens, without
+      timing.
     """
 
     blocks: tuple[CaseBlock, ...]
@@ -111,8 +114,9 @@ def run_interleaved(
 ) -> Report:
     """Run the comparison and return its report.
 
-    on_case: called with a line of text about each case. on_report: called after each case with the
-    report of the rows so far. It can save them, in case a library terminates the process later.
+    on_case: called with a line of text about each case.
+    on_report: called after each case with the report of the rows so far. It can save them, in case
+      a library terminates the process later.
     """
     with torch.no_grad():
         return _Run(comparison, on_case, on_report).run()
@@ -122,10 +126,14 @@ def run_interleaved(
 class _ReadyLayer:
     """A layer with correct results, ready to be timed.
 
-    index: index of its row in the case. runs: functions that replay a CUDA graph, or make the calls
-    if they cannot be captured. There is one for all calls, or one per call if the L2 cache is
-    overwritten before each call. calls: number of calls that `runs` make together. mode: see
-    measure.timing.Timing. checked: result of the check. expected: expected output of the last call.
+    index: index of its row in the case.
+    runs: functions that replay a CUDA graph, or make the calls if they cannot be captured. There is
+      one function per call if the L2 cache is overwritten before each call, and otherwise one for
+      all calls.
+    calls: number of calls that `runs` make together.
+    mode: see measure.timing.Timing.
+    checked: result of the check.
+    expected: expected output of the last call.
     times_us: microseconds of a call, one entry per run and round.
     """
 
@@ -141,8 +149,8 @@ class _ReadyLayer:
 class _Run:
     """One run of a comparison.
 
-    block_deadline: value of time.monotonic() after which no case of the block is started. stopped:
-    the reason why the run ended early, or "".
+    block_deadline: value of time.monotonic() after which no case of the block is started.
+    stopped: the reason why the run ended early, or "".
     """
 
     def __init__(
@@ -162,7 +170,7 @@ class _Run:
             for candidate in block.candidates
         ]
         types += [dtype_name(block.cases[0].problem.dtype) for block in comparison.blocks]
-        # compile_only does not use the rates, so measure them with small operands.
+        # Rates are not needed with compile_only, so they are measured with small operands.
         self.peaks = measure_peaks(
             self.device,
             types,
@@ -194,12 +202,12 @@ class _Run:
         )
 
     def _compile(self, block: CaseBlock) -> None:
-        """Set up each layer and call it once with each number of tokens; report failures."""
+        """Set up each layer and call it once with each number of tokens. Failures are reported."""
         weight_sets = WeightSets(block.cases, self.device)
         for candidate in block.candidates:
             instances = LayerInstances(candidate, weight_sets)
             if instances.first.tuned:
-                continue  # it times kernels, and other processes compile at the same time
+                continue  # such a layer times kernels while other processes compile
             for case in {case.problem.tokens: case for case in block.cases}.values():
                 try:
                     if instances.first.refusal(case.problem) is None:
@@ -231,7 +239,7 @@ class _Run:
     def _measure_case(
         self, case: LayerCase, all_instances: Sequence[LayerInstances], weight_sets: WeightSets
     ) -> list[Row]:
-        """Check every layer, then time those that are correct; return a row for each."""
+        """Check every layer, time the correct ones, and return a row for each layer."""
         rows = [empty_row(case, instances.candidate) for instances in all_instances]
         if self.stopped or time.monotonic() > self.block_deadline:
             note = self.stopped or "not started: the time limit had passed"
@@ -259,7 +267,7 @@ class _Run:
                     rows[index] = replace(rows[index], status=status.WRONG, note=result.failure)
                 else:
                     ready.append(item)
-            # A library can raise anything. Put it into the row and continue with other layers.
+            # A library can raise any exception. Put it into the row and continue with other layers.
             except Exception as error:  # noqa: BLE001
                 rows[index] = replace(rows[index], status=status.FAILED, note=format_error(error))
                 if not is_device_usable(self.device):
@@ -275,10 +283,10 @@ class _Run:
     def _choose_rotation(
         self, case: LayerCase, all_instances: Sequence[LayerInstances]
     ) -> Rotation:
-        """Return the rotation of calls over inputs and sets of weights, the same for all layers.
+        """Return the rotation of calls over inputs and sets of weights, which all layers share.
 
-        Their weights have equal types and differ only in the granularity of scales, so the first
-        layer's scheme determines the bytes.
+        Their weights have the same types and differ only in the granularity of scales, so the
+        scheme of the first layer determines the bytes.
         """
         scheme = QuantScheme.parse(all_instances[0].candidate.quant)
         load = count_load(make_input(case, self.device, 0).routing, case.problem)
@@ -287,7 +295,7 @@ class _Run:
         weight_bytes = case.problem.e * (
             unquantized + len(all_instances) * expert_bytes(case.problem, scheme)
         )
-        # All layers are in memory at the same time, so allow twice the memory of a single one.
+        # All layers are in memory at the same time, so allow twice the memory of a single layer.
         memory = 2 * int(self.environment.get("memory_bytes") or 0)
         l2 = l2_bytes(self.device)
         return choose_rotation(work.bytes, weight_bytes, case.problem.tokens, l2=l2, memory=memory)
@@ -365,7 +373,7 @@ class _Run:
         return _ReadyLayer(index, runs, schedule.calls, mode, checked, checks[-1][1])
 
     def _time_rounds(self, ready: Sequence[_ReadyLayer], schedule: Rotation) -> None:
-        """Replay the layers in rounds, in a new random order each, and append to `times_us`."""
+        """Replay the layers in rounds, each in a new random order, and append to `times_us`."""
         if not ready:
             return
         clock = make_clock(self.device)
@@ -393,8 +401,9 @@ class _Run:
             item.times_us.append(ms / (item.calls / len(item.runs)) * 1e3)
 
     def _timed_row(self, row: Row, case: LayerCase, item: _ReadyLayer) -> Row:
-        """Check the output of a replay; return the row with the times."""
-        # Fill the output with NaN between two replays, so that unwritten values fail the check.
+        """Check the output of a replay, and return the row with the times."""
+        # Fill the output with NaN between two replays, so that values that are not written fail the
+        # check.
         last_output = item.runs[-1]()
         last_output.fill_(math.nan)
         last_output = item.runs[-1]()
@@ -422,7 +431,7 @@ class _Run:
 
 
 def format_case(rows: Sequence[Row]) -> str:
-    """Format a case as one line: the microseconds or the status of each layer."""
+    """Format a case as one line with the microseconds or the status of each layer."""
     first = rows[0]
     parts = [
         f"{row.layer} {row.us:.1f}" if row.us is not None else f"{row.layer} {row.status}"

@@ -1,4 +1,4 @@
-"""Number of kernels, copies and fills that a call launches on a GPU, counted by torch's profiler.
+"""Counts the kernels, copies and fills that a call launches on a GPU, with torch's profiler.
 
 Once the profiler has run, it stays loaded and slows down later launches. Count launches after all
 timing.
@@ -19,14 +19,14 @@ _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def count_launches(call: Call, device: torch.device) -> int | None:
-    """Count the launches of one eager call; None on a CPU or if the profiler cannot see the GPU."""
+    """Count the launches of an eager call. Returns None if the profiler cannot trace a GPU."""
     if device.type != "cuda":
         return None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with torch.profiler.profile(
             activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
-            # The profiler initializes itself in the first step, so record only the second.
+            # The profiler initializes itself in the first step, so only the second one is recorded.
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,

@@ -1,9 +1,9 @@
 """Leads over the best peer, for the tables and the plot of `make bench`.
 
 A lead is the time of the fastest peer in a case divided by ours, so it is more than 1 if ours is
-faster. The tables have a column for each of four layers of ours: FusedMoE with default arguments,
-the layer that `mk.compose` builds, the fastest part whose GEMMs are this project's kernels, and the
-fastest part whose GEMMs are another library's.
+faster. The tables have a column for each of our four layers: FusedMoE with default arguments, the
+layer that `mk.compose` builds, the fastest part that uses this project's GEMM kernels, and the
+fastest part that uses the GEMM kernels of another library.
 """
 
 import math
@@ -24,7 +24,7 @@ DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY = (
     "parts over other libraries",
 )
 COLUMNS = (DEFAULT, COMPOSED, OWN_KERNELS, OTHER_LIBRARY)
-MARGIN = 0.01  # ours counts as behind if its time is longer by more than this fraction
+MARGIN = 0.01  # our time counts as behind if it is longer by more than this fraction
 SCHEME_NAMES = {
     "bfloat16": "bf16",
     "fp8/fp8": "fp8",
@@ -35,7 +35,7 @@ _PANEL_INCHES = (3.6, 2.9)
 
 
 def column_name(row: Row) -> str | None:
-    """Return the column that the row of our layer belongs to; None for baselines and peers."""
+    """Return the column of a row of our layers, or None for baselines and peers."""
     if row.origin != OURS:
         return None
     if row.layer == DefaultLayer.name:
@@ -49,8 +49,8 @@ def column_name(row: Row) -> str | None:
 class CaseTimes:
     """The fastest times of one case in microseconds.
 
-    ours: our times, by column. peer, peer_name: time and name of the fastest peer or baseline; None
-    and "" if there is none.
+    ours: our times, by column.
+    peer, peer_name: time and name of the fastest peer or baseline; None and "" if there is none.
     """
 
     shape: str
@@ -62,7 +62,7 @@ class CaseTimes:
     peer_name: str = ""
 
     def lead(self, column: str) -> float | None:
-        """Return the best peer's time divided by ours; None if there is no time of either."""
+        """Return the best peer's time divided by ours, or None if either is missing."""
         ours = self.ours.get(column)
         return self.peer / ours if ours and self.peer else None
 
@@ -96,9 +96,10 @@ def collect_case_times(rows: Iterable[Row]) -> list[CaseTimes]:
 class LeadSummary:
     """Leads of one column over all cases with one type of operands.
 
-    cases: number of cases with a lead. mean: geometric mean of the leads. behind: number of cases
-    in which ours is slower than the best peer by more than MARGIN. worst: the case with the
-    smallest lead.
+    cases: number of cases with a lead.
+    mean: geometric mean of the leads.
+    behind: number of cases in which ours is slower than the best peer by more than MARGIN.
+    worst: the case with the smallest lead.
     """
 
     operands: str
@@ -110,14 +111,13 @@ class LeadSummary:
 
     @property
     def min_lead(self) -> float:
-        """The smallest lead."""
         lead = self.worst.lead(self.column)
         assert lead is not None
         return lead
 
 
 def summarize_leads(cases: Sequence[CaseTimes]) -> list[LeadSummary]:
-    """Summarize the leads of each type of operands and column that has any."""
+    """Summarize the leads of each type of operands and column with leads."""
     results = []
     for operands in dict.fromkeys(case.operands for case in cases):
         for column in COLUMNS:
@@ -156,7 +156,7 @@ def leads_table(report: Report) -> list[str]:
 
 
 def layers_table(report: Report) -> list[str]:
-    """Return the lines of a Markdown table with a row for each scheme and layer, peers included.
+    """Return the lines of a Markdown table with a row for each scheme and layer, including peers.
 
     The times of a layer are divided by those of the best peer in the same cases. A peer that is the
     fastest in every case has 1.00.
@@ -224,7 +224,7 @@ def unmeasured_list(report: Report) -> list[str]:
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:
-    """Merge reports into one with the environment and the peaks of the first.
+    """Merge reports into one report with the environment and the peaks of the first.
 
     If several reports have a row of the same layer in the same case, the first timed row is kept,
     or the first row if none was timed.
@@ -271,7 +271,7 @@ def render_markdown(report: Report) -> str:
 def plot_leads(report: Report, path: Path) -> None:
     """Plot the lead over the best peer by tokens, with a panel for each scheme and routing.
 
-    Needs matplotlib (extra `bench`). The suffix of `path` determines the file's format.
+    Requires matplotlib (extra `bench`). The suffix of `path` determines the file's format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -325,10 +325,11 @@ def _draw_leads(axes: Any, cases: Sequence[CaseTimes], shapes: Sequence[str]) ->
 
 
 def replace_section(text: str, name: str, lines: Sequence[str], *, filename: str) -> str:
-    """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` by `lines`.
+    """Replace the text between `<!-- name:begin -->` and `<!-- name:end -->` with `lines`.
 
-    filename: name of the file with this text, for the message. Raises ValueError unless `text` has
-    each marker once.
+    filename: name of the file with this text, for the message.
+
+    Raises ValueError unless `text` has each marker exactly once.
     """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1:

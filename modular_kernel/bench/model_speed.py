@@ -26,7 +26,12 @@ _WARMUP_RUNS, _TIMED_RUNS = 1, 5
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` sequences, each with a prompt of `prompt` tokens and `new` decoded tokens."""
+    """The work to time: prefill, and then decoding.
+
+    batch: number of sequences.
+    prompt: tokens per sequence in the prefill.
+    new: decoded tokens per sequence.
+    """
 
     batch: int
     prompt: int
@@ -37,8 +42,9 @@ class Workload:
 class Implementation:
     """An experts implementation that is registered with transformers.
 
-    name: name in the table. registered: name in transformers. torch_references: whether operations
-    run as their torch references instead of Triton kernels.
+    name: name in the table.
+    registered: name in transformers.
+    torch_references: whether operations run as their torch references instead of Triton kernels.
     """
 
     name: str
@@ -48,10 +54,12 @@ class Implementation:
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """Result of one implementation, named `experts`.
+    """Result of one implementation.
 
-    prefill, decode: median tokens per second of the whole batch; None if not timed. error: relative
-    error of the first experts module, compared with "eager". bound: maximum error that is allowed.
+    experts: name of the implementation.
+    prefill, decode: median tokens per second of the whole batch; None if not timed.
+    error: relative error of the first experts module, compared with "eager".
+    bound: maximum `error` that is allowed.
     note: reason of a failure.
     """
 
@@ -76,14 +84,15 @@ class _RecordedCall:
     def bound(self) -> float:
         """Error bound: four roundings in the result's dtype, plus the rounding of float32 sums.
 
-        The latter grows with the square root of the number of terms of the longest dot product.
+        The error of sums grows with the square root of the number of terms of the longest dot
+        product.
         """
         terms = max(max(p.shape[-2:]) for p in self.module.parameters() if p.dim() > 2)
         rounding = torch.finfo(self.result.dtype).eps
         return 4 * rounding + torch.finfo(torch.float32).eps * math.sqrt(terms)
 
     def error(self) -> float:
-        """Run the module on the recorded inputs; return the relative error of its result."""
+        """Run the module on the recorded inputs, and return the relative error of its result."""
         result = self.module(*self.arguments).double()
         exact = self.result.double()
         return float((result - exact).norm() / exact.norm())
@@ -92,10 +101,10 @@ class _RecordedCall:
 def measure(
     model: Any, workload: Workload, implementations: Sequence[Implementation]
 ) -> list[ModelSpeed]:
-    """Time a transformers model with each implementation; return a row for each, in this order.
+    """Time a transformers model with each implementation, and return a row for each.
 
-    Afterwards, the model's implementation is "eager". If an implementation raises, its row has the
-    exception in its note.
+    If an implementation raises an exception, it is in the note of the row. Afterwards, the model
+    uses "eager".
     """
     ids = _draw_prompt(model, workload)
     rows = []

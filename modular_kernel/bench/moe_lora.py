@@ -1,8 +1,8 @@
-"""Benchmark of the LoRA branch of an MoE layer, `run_moe_lora`, with its staged and fused kernels.
+"""Benchmark of `run_moe_lora`, the LoRA branch of an MoE layer, with staged and fused kernels.
 
-The branch computes the adapters' part of the output beside the experts.
+The branch computes the contribution of LoRA adapters to the output of the experts.
 
-python -m modular_kernel.bench.moe_lora     # prints a line per configuration and strategy
+    python -m modular_kernel.bench.moe_lora  # prints a line per configuration and strategy
 """
 
 import sys
@@ -40,7 +40,8 @@ _CALLS = 2  # timed calls, each on its own inputs
 class LoRABranchTime:
     """Time of one call in microseconds.
 
-    is_auto: whether the strategy "auto" selects this one. mode: see measure.timing.Timing.
+    is_auto: whether the strategy "auto" selects this strategy.
+    mode: see measure.timing.Timing.
     """
 
     sizes: LoRABranchSizes
@@ -63,7 +64,9 @@ def benchmark_moe_lora(
     dtype: torch.dtype = torch.bfloat16,
     target_ms: float = 20.0,
 ) -> Iterator[LoRABranchTime]:
-    """Time `run_moe_lora` alone, staged and fused; on a GPU as replays of a CUDA graph.
+    """Time `run_moe_lora` alone, with the staged and the fused kernels.
+
+    On a GPU, replays of a CUDA graph are timed.
 
     target_ms: milliseconds of device time for each configuration and strategy.
     """
@@ -81,7 +84,6 @@ def benchmark_moe_lora(
 def _inputs(
     sizes: LoRABranchSizes, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[object, ...]:
-    """Return random positional arguments for `run_moe_lora`."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Loading of --peer files.
+"""Loads --peer files.
 
 A --peer file is a Python file that defines `layers()` for `mk bench` (bench.candidates), or
 `transports()` for `mk exchange` (bench.all2all.cases).
@@ -15,7 +15,7 @@ from modular_kernel.errors import BrokenPartError, ConfigurationError
 def load_peer_file(
     path: Path, name: str, item_type: type
 ) -> tuple[Callable[[], list[Any]], list[Any]]:
-    """Import a file and call its function `name`; return the function and the result.
+    """Import a file and call its function `name`. Returns the function and the result.
 
     Raises BrokenPartError if the import or the call fails, and ConfigurationError if the file does
     not exist or the result is not a list of `item_type`. Both messages name the file.
@@ -29,7 +29,7 @@ def load_peer_file(
         spec.loader.exec_module(module)
         function: Callable[[], list[Any]] = getattr(module, name)
         objects: object = function()
-    # The user's file can raise anything; report it with the name of the file.
+    # The user's file can raise any exception. The error names the file.
     except (Exception, SystemExit) as error:
         raise BrokenPartError(option, got=repr(error), need=f"a file with {name}()") from error
     if not isinstance(objects, list) or not all(isinstance(item, item_type) for item in objects):

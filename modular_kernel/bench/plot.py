@@ -1,4 +1,4 @@
-"""The plot of `mk bench --plot`: time over tokens, with a panel per shape, routing and operands."""
+"""The plot of `mk bench --plot`: time by tokens, with a panel per shape, routing and operands."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ _MAX_COLUMNS = 3
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write the plot to `path` in the format of its suffix. Needs matplotlib (extra `bench`)."""
+    """Write the plot to `path` in the format of its suffix. Requires matplotlib (extra `bench`)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def plot(report: Report, path: Path) -> None:
 def _draw_panel(axes: Any, rows: list[Row], colors: dict[str, str]) -> None:
     """Draw the roofline and a line per layer.
 
-    colors: color of each layer, the same in all panels. New layers are added.
+    colors: color of each layer in all panels. New layers are added.
     """
     floors = {row.tokens: row.floor_us for row in rows}
     tokens = sorted(floors)

@@ -1,4 +1,4 @@
-"""A transformers model with random weights, for `mk bench --hf`. Nothing is downloaded.
+"""Builds a transformers model with random weights, for `mk bench --hf`. Nothing is downloaded.
 
 The model is built from a config.json, or from the default config of its type with the sizes of a
 model in `mk models`. transformers is an optional dependency, so it is imported inside functions.
@@ -19,7 +19,7 @@ from modular_kernel.select.budget import format_gigabytes, free_bytes
 from modular_kernel.spec.problem import parse_dtype
 
 _QUANTIZED = ("quantization_config", "compression_config")
-# Entries that refer to quantized weights or custom code, or do not affect the model.
+# Config entries that refer to quantized weights or custom code, or do not affect the model.
 _IGNORED_ENTRIES = (
     *_QUANTIZED,
     "auto_map",
@@ -34,8 +34,10 @@ _MAX_FREE_FRACTION = 0.9
 class RandomModel:
     """A model in eval mode.
 
-    model_type: the entry of its config. layers: number of layers of the model, and of its config.
-    parameters, bytes: number and bytes of the parameters. notes: differences from the config.
+    model_type: the entry of its config.
+    layers: number of layers of the model, and of its config.
+    parameters, bytes: number and bytes of the parameters.
+    notes: differences from the config.
     """
 
     model: Any
@@ -47,7 +49,7 @@ class RandomModel:
 
 
 def import_transformers() -> Any:
-    """Import transformers; raise ConfigurationError if it is missing or too old."""
+    """Import transformers. Raises ConfigurationError if it is missing or too old."""
     try:
         import_module("modular_kernel.integrations.transformers")
         return import_module("transformers")
@@ -61,11 +63,13 @@ def build_random_model(
 ) -> RandomModel:
     """Build a model without running custom code that its config refers to.
 
-    source: path of a config.json or of its folder, or a name in `mk models`. dtype: dtype of the
-    weights; None uses that of the config, or bfloat16 if it has none. layers: number of layers to
-    build, starting with the first; None builds all. Raises ConfigurationError if transformers
-    is missing, the file is invalid, transformers cannot build the model type, the model has no
-    experts, or the weights do not fit into the free memory of the device.
+    source: path of a config.json or of its folder, or a name in `mk models`.
+    dtype: dtype of the weights. None uses the dtype of the config, or bfloat16 if it has none.
+    layers: number of layers to build, starting with the first. None builds all.
+
+    Raises ConfigurationError if transformers is missing, the file is invalid, transformers cannot
+    build the model type, the model has no experts, or the weights do not fit into the free memory
+    of the device.
     """
     library = import_transformers()
     values, notes = _config_values(library, source)
@@ -120,7 +124,7 @@ def _is_dispatched(module: torch.nn.Module) -> bool:
 
 
 def _config_values(library: Any, source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries of the config of `source`, and notes on entries that are defaults."""
+    """Return the entries of the config of `source`, and notes on default values."""
     if is_model_path(source):
         _, values_of_file = config_of_file(source)
         _config_class(library, source, values_of_file["model_type"])
@@ -173,7 +177,7 @@ def _make_config(library: Any, source: str, values: Mapping[str, Any]) -> Any:
     entries = {name: value for name, value in values.items() if name not in _IGNORED_ENTRIES}
     try:
         return _config_class(library, source, values["model_type"]).from_dict(entries)
-    except Exception as error:  # whatever its validation raises
+    except Exception as error:  # the validation of the config can raise any exception
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigurationError(source, got=got, need="a config that its class takes") from error
 
@@ -186,7 +190,7 @@ def _build_model(
             model: torch.nn.Module = library.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, experts_implementation="eager"
             )
-    except Exception as error:  # sizes that contradict each other, out of memory
+    except Exception as error:  # for example, if sizes contradict each other or memory is exhausted
         got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigurationError(source, got=got, need="a config that can be built") from error
     return model

@@ -1,9 +1,9 @@
 """The benchmark run of `mk bench`.
 
-It measures the hardware's peak rates, then every layer in every case. A case (`LayerCase`) is a
+It measures the hardware's peak rates, and then every layer in every case. A case (`LayerCase`) is a
 layer's shape, a number of tokens and a routing. The output of a layer is compared with a float64
-reference before the layer is timed. Layers are timed one after the other; `bench.interleaved`
-alternates them.
+reference before the layer is timed. Layers are timed one after the other, whereas
+`bench.interleaved` alternates them.
 """
 
 import gc
@@ -64,11 +64,12 @@ ReportCallback = Callable[[Report], object]
 class BenchJob:
     """Options of a benchmark, whose record has one row for each case and candidate.
 
-    graph: whether to time replays of CUDA graphs rather than eager calls. target_ms: milliseconds
-    of device time for which each row is timed. bandwidth: bytes per second for the roofline; None
-    measures it. deadline: seconds after `started` at which the run ends, even within a row; None
-    for no limit. started: a value of time.monotonic(); None means the call of `run`. command: the
-    command line, for the record.
+    graph: whether to time replays of CUDA graphs instead of eager calls.
+    target_ms: milliseconds of device time for which each row is timed.
+    bandwidth: bytes per second for the roofline; None measures it.
+    deadline: seconds after `started` at which the run ends, even within a row; None for no limit.
+    started: a value of time.monotonic(); None means the call of `run`.
+    command: the command line, for the record.
     """
 
     cases: tuple[LayerCase, ...]
@@ -89,8 +90,8 @@ def run(
 ) -> Report:
     """Run the job and return its report.
 
-    on_report: called after every row with the report of the rows so far. on_row: called with a
-    description of each row before it is measured.
+    on_report: called after every row with the report of the rows so far.
+    on_row: called with a description of each row before it is measured.
     """
     with torch.no_grad():
         return _Run(job, on_report, on_row).run()
@@ -103,7 +104,8 @@ class WeightSets:
     Consecutive calls use different sets, so that a call does not find its weights in the L2 cache
     (measure.timing.Rotation).
 
-    cases: all cases of the shape. sets: the sets created so far, by index.
+    cases: all cases of the shape.
+    sets: the sets created so far, by index.
     """
 
     cases: tuple[LayerCase, ...]
@@ -128,8 +130,9 @@ class SetupError(RuntimeError):
 class LayerInstances:
     """The layers of one candidate for one shape: one per set of weights, set up on first use.
 
-    ready: layers that are set up. failure: message of a failed setup. The exception is not kept,
-    because its traceback would keep tensors alive.
+    ready: layers that are set up.
+    failure: message of a failed setup. The exception is not kept, because its traceback would keep
+      tensors alive.
     """
 
     candidate: Candidate
@@ -139,7 +142,7 @@ class LayerInstances:
 
     @cached_property
     def first(self) -> Layer:
-        """The layer for the first set of weights; `layer(0)` sets it up."""
+        """The layer for the first set of weights, which `layer(0)` sets up."""
         return self.candidate.make()
 
     def layer(self, index: int) -> Layer:
@@ -161,7 +164,6 @@ class LayerInstances:
         return self.ready[index]
 
     def free(self) -> None:
-        """Drop all layers, to free their memory."""
         self.ready.clear()
         self.__dict__.pop("first", None)
 
@@ -170,9 +172,11 @@ class LayerInstances:
 class _RowCalls:
     """The calls to time for one row, as functions without arguments.
 
-    layer: the layer of the first call. schedule: rotation over inputs and sets of weights. loads:
-    the expert load of each input. checks: calls to verify, with their expected outputs. The last
-    of them is also the last of `calls`.
+    layer: the layer of the first call.
+    schedule: rotation over inputs and sets of weights.
+    loads: the expert load of each input.
+    checks: calls to verify, with their expected outputs. The last of them is also the last of
+      `calls`.
     """
 
     calls: tuple[Call, ...]
@@ -183,7 +187,10 @@ class _RowCalls:
 
 
 class _Run:
-    """One run of a job. stopped: the reason why it ended early, or ""."""
+    """One run of a job.
+
+    stopped: the reason why it ended early, or "".
+    """
 
     def __init__(
         self, job: BenchJob, on_report: ReportCallback, on_row: Callable[[str], object]
@@ -225,7 +232,7 @@ class _Run:
     def _cases_with_instances(self) -> Iterator[tuple[LayerCase, LayerInstances]]:
         """Yield every case with the layers of every candidate.
 
-        At any time only the weights of one shape and the layers of one candidate are in memory.
+        Only the weights of one shape and the layers of one candidate are in memory at a time.
         """
         key = lambda case: (case.shape, str(case.problem.with_tokens(1)))  # noqa: E731
         for _, cases in itertools.groupby(self.job.cases, key):
@@ -249,7 +256,7 @@ class _Run:
 
     @property
     def _seconds_left(self) -> float | None:
-        """Seconds until the deadline; None if there is no deadline."""
+        """Seconds until the deadline; None without a deadline."""
         limit = self.job.deadline
         return None if limit is None else limit - (time.monotonic() - self.started)
 
@@ -265,7 +272,7 @@ class _Run:
                 return self._check_and_time(row, case, instances)
         except TimeLimitReached:
             return replace(row, note="stopped at the deadline")
-        # A layer can raise anything. Report it in the row and continue with the other rows.
+        # A layer can raise any exception. Report it in the row and continue with the other rows.
         except Exception as error:  # noqa: BLE001
             if not is_device_usable(self.device):
                 self.stopped = f"{instances.candidate.name} broke the CUDA context"
@@ -314,7 +321,7 @@ class _Run:
     def _expected(
         self, case: LayerCase, instances: LayerInstances, inputs: Input, indices: tuple[int, int]
     ) -> ExpectedOutput:
-        """Return the expected output. It is cached, because candidates share inputs and weights.
+        """Return the expected output, which is cached because candidates share inputs and weights.
 
         indices: index of the input, and index of the set of weights.
         """
@@ -379,7 +386,7 @@ class _Run:
         )
 
     def _eager_time(self, row_calls: _RowCalls, timing: Timing) -> float | None:
-        """Return the microseconds of an eager call; None on a CPU."""
+        """Return the microseconds of an eager call, or None on a CPU."""
         if self.device.type != "cuda":
             return None
         if timing.mode.startswith("eager"):

@@ -1,4 +1,4 @@
-"""Layers with random sizes, for `make bench`. No library was tuned for them."""
+"""Layers with random sizes for `make bench`, for which no library was tuned."""
 
 import random
 from dataclasses import dataclass
@@ -24,8 +24,6 @@ _ANY = (_SMALL[0], _LARGE[1])
 
 @dataclass(frozen=True)
 class SampledLayer:
-    """The sizes of one layer."""
-
     experts: int
     top_k: int
     hidden: int
@@ -37,7 +35,7 @@ class SampledLayer:
 
     @property
     def size(self) -> int:
-        """E * H * I, a third of the layer's weights."""
+        """E * H * I, a third of the layer's number of weights."""
         return self.experts * self.hidden * self.intermediate
 
     def problem(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -53,7 +51,7 @@ class SampledLayer:
 
 
 def sample_layers(seed: int = SEED, count: int = COUNT) -> tuple[SampledLayer, ...]:
-    """Draw `count` layers, of which the first has E * H * I above 1e9, the second below 3e8.
+    """Draw `count` layers. The first has E * H * I above 1e9, and the second below 3e8.
 
     The same arguments give the same layers on every machine. Raises ConfigurationError if `count`
     is less than two.

@@ -10,7 +10,7 @@ _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
     "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
-# Columns that are dropped on a narrow terminal, the last one first.
+# Columns that are dropped on a narrow terminal, starting with the last one.
 OPTIONAL_COLUMNS = (
     "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
     "mode", "eager us", "allocs",
@@ -33,7 +33,7 @@ PREPARED_NOTE = "prepared: kernel.prepare_weights was called once before timing"
 
 
 def layer_label(row: Row) -> str:
-    """Return the name of the row's layer, with its scheme if quantized."""
+    """Return the name of the row's layer, with its scheme if it is quantized."""
     return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
 
 
@@ -41,7 +41,7 @@ def terminal_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the column names and the cells of a table for a terminal.
 
     Rows of one case (shape, number of tokens and routing) are adjacent. Columns without any value
-    are left out.
+    are omitted.
     """
     rows = list(rows)
     groups = list(dict.fromkeys(row.group for row in rows))
@@ -62,7 +62,7 @@ def _format_cells(row: Row) -> tuple[str, ...]:
 
 
 def time_or_status(row: Row) -> str:
-    """Format the time in microseconds, or the status of an untimed row (WRONG in capitals)."""
+    """Format the time in microseconds, or the status of an untimed row."""
     if row.is_timed:
         return _format_number(row.us, 1)
     return row.status.upper() if row.status == status.WRONG else row.status
@@ -127,7 +127,7 @@ def _markdown_table(rows: Sequence[Row]) -> list[str]:
         cells = {
             layer_label(row): time_or_status(row) for row in members if row.status != status.REFUSED
         }
-        # The floors of a group's rows differ only in the bytes of scales.
+        # The rooflines of a group's rows differ only in the bytes of scales.
         floors = [row.floor_us for row in members if row.floor_us]
         floor = min(floors, default=None)
         ours, peer = min_time_us(members, ours=True), min_time_us(members, ours=False)
@@ -150,8 +150,8 @@ def _ratio(ours: float | None, other: float | None) -> str:
 def ratios(report: Report) -> list[tuple[str, str]]:
     """Return pairs such as ("0.91 x", "the floor, bfloat16").
 
-    A ratio is the geometric mean over cases of our best time, divided by the roofline ("the floor")
-    or by the best peer's time.
+    A ratio is our best time divided by the roofline ("the floor") or by the best peer's time, as
+    geometric mean over cases.
     """
     return [
         (f"{_geometric_mean(values):.2f} x", f"{target}, {operands}")
@@ -163,7 +163,7 @@ def ratios(report: Report) -> list[tuple[str, str]]:
 def summary(report: Report) -> list[str]:
     """Return a line per operand type with the ratios of `ratios` and their ranges.
 
-    If any row has prepared weights, the first line explains the term.
+    If any row has prepared weights, the first line explains this term.
     """
     lines = [PREPARED_NOTE] if any(row.prepared for row in report.rows) else []
     for operands, comparisons in _compare_by_operands(report):

@@ -52,8 +52,10 @@ _H200_EXCHANGE_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 _OLD_TRANSPORT_NAMES = {"DeepEP V1 low latency": DEEPEP_LL}
 # Transports whose rows in h200-exchange.json are ignored, because h200-exchange-libraries.json has
 # newer times.
+# newer times.
 _IGNORED_TRANSPORTS = (DEEPEP_LL, DEEPEP_HT, DEEPEP_V2, PPLX)
-# Quantization schemes of the rows of TritonExperts in h200-layers.json, by the `peer` of a row. All
+# Value of `peer` in h200-layers.json -> quantization scheme, for the rows of TritonExperts. All
+# other rows were measured with other libraries.
 # other rows were measured with other libraries.
 _SCHEMES_BY_PEER = {
     "mk_triton": "none",
@@ -66,9 +68,10 @@ _SCHEMES_BY_PEER = {
 class MeasuredTime:
     """One measured time in microseconds, and the case that it was measured in.
 
-    part: the PrepareAndFinalize part, or MODELED_EXPERTS_PART for experts on one GPU. quantity:
-    "dispatch", "combine", "pair" (both) or "layer". fitted: whether the model's parameters were
-    fitted to this time. eager: whether the time includes host time, which varies between runs.
+    part: the PrepareAndFinalize part, or MODELED_EXPERTS_PART for experts on one GPU.
+    quantity: "dispatch", "combine", "pair" (both) or "layer".
+    fitted: whether the model's parameters were fitted to this time.
+    eager: whether the time includes host time, which varies between runs.
     groups: groups of group-limited routing.
     """
 
@@ -101,7 +104,7 @@ class Comparison:
 
     @property
     def is_mispredicted(self) -> bool:
-        """True if the prediction is inaccurate and the time is neither fitted nor eager."""
+        """Whether the prediction is inaccurate and the time is neither fitted nor eager."""
         return not (self.is_accurate or self.measured.fitted or self.measured.eager)
 
 
@@ -109,9 +112,10 @@ class Comparison:
 class Summary:
     """Errors of one group of measured times.
 
-    group: name of the group, for example "2 GPUs, predicted". count: number of times. accurate:
-    number of times with an error of at most MAX_ACCURATE_ERROR. mean, worst: mean and maximum of
-    |error|.
+    group: name of the group, for example "2 GPUs, predicted".
+    count: number of times.
+    accurate: number of times with an error of at most MAX_ACCURATE_ERROR.
+    mean, worst: mean and maximum of |error|.
     """
 
     group: str
@@ -122,12 +126,10 @@ class Summary:
 
 
 def compare(times: Sequence[MeasuredTime]) -> tuple[Comparison, ...]:
-    """Compare each measured time with the model."""
     return tuple(Comparison(measured, _predict(measured) * 1e6) for measured in times)
 
 
 def _predict(measured: MeasuredTime) -> float:
-    """Return the predicted seconds."""
     problem = measured.problem
     load = rank_load(
         experts=problem.experts,
@@ -185,7 +187,7 @@ def read_measurements(path: Path) -> list[MeasuredTime]:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the reason why a file is invalid, as text for an error message."""
+    """Return the reason why a file is invalid, for an error message."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, ValueError):
@@ -276,7 +278,7 @@ def _is_fitted(measured: MeasuredTime) -> bool:
 
 
 def _read_benchmark(row: Any) -> MeasuredTime | None:
-    """Read a row of `mk bench`; return None for other layers and for rows without a time."""
+    """Read a row of `mk bench`. Returns None for other layers and for rows without a time."""
     is_timed_part = (
         row["layer"].split("+")[-1] == MODELED_EXPERTS_PART
         and row["status"] == OK

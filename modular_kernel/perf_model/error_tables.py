@@ -1,4 +1,4 @@
-"""The tables of docs/sizing.md: errors of estimates, compared with the records of this package."""
+"""The tables of docs/sizing.md, which compare estimates with the records of this package."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,9 +25,10 @@ RECORD_FILES = (
 class ErrorRow:
     """Errors of one part.
 
-    ranks: text of the number of GPUs; "" for experts parts, whose records are of one GPU. kind:
-    "fitted" if the model was fitted to the records, "predicted" if not, both with ", eager" for
-    eager calls; "" for experts parts. errors: predicted / measured - 1.
+    ranks: text of the number of GPUs; "" for experts parts, whose records are of one GPU.
+    kind: "fitted" if the model was fitted to the records, and otherwise "predicted", followed by ",
+      eager" for eager calls; "" for experts parts.
+    errors: predicted / measured - 1.
     """
 
     part: str
@@ -77,7 +78,7 @@ def _format_kind(comparison: Comparison) -> str:
 
 
 def experts_errors() -> list[ErrorRow]:
-    """Return the errors of the experts parts' times.
+    """Return the errors of the estimated times of experts parts.
 
     The time of each recorded layer is estimated from the records of other shapes.
     """

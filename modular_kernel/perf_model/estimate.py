@@ -1,9 +1,9 @@
-"""Estimates of the time and memory of a layer over several ranks, for each valid pairing.
+"""Estimates the time and memory of a layer over several ranks, for each valid pairing.
 
 All estimates of one call of `estimate_pairings` are for the same work: problem.tokens distinct
-tokens per rank. Some PrepareAndFinalize parts require that every rank passes the same tokens
-(replicated input). In a pairing with such a part, every rank therefore passes the tokens of all
-ranks, problem.tokens * world_size.
+tokens per rank. Some PrepareAndFinalize parts require replicated input, that is, the same tokens on
+every rank. In a pairing with such a part, every rank therefore passes the tokens of all ranks,
+problem.tokens * world_size.
 """
 
 from dataclasses import dataclass, replace
@@ -39,12 +39,13 @@ _GIGA = 1e9
 class Estimate:
     """Estimated time of one layer with one pairing, and the memory of one rank.
 
-    experts_part: name of the experts part. problem: the problem of one rank. world_tokens: number
-    of distinct tokens of all ranks. experts: modeled time of the experts, corrected by
-    `correction`.
-    source: description of where the parameters of the traffic model come from. network_rows: rows
-    per token that a dispatch sends to other hosts. caveat: a limit of the exchange that the
-    estimate ignores, or "".
+    experts_part: name of the experts part.
+    problem: the problem of one rank.
+    world_tokens: number of distinct tokens of all ranks.
+    experts: modeled time of the experts, corrected by `correction`.
+    source: description of the source of the traffic model's parameters.
+    network_rows: rows per token that a dispatch sends to other hosts.
+    caveat: a limit of the exchange that the estimate ignores, or "".
     """
 
     prepare_finalize: str
@@ -76,13 +77,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PairingEstimates:
-    """Result of `estimate_pairings`, which has every pairing in one of four fields.
+    """Result of `estimate_pairings`, in which every pairing is in one of four fields.
 
-    estimates: estimates, the fastest first. too_large: (pairing, reason) for pairings that exceed
-    the machine's memory. unestimated: (pairing, reason) for valid pairings without a model or a
-    record. refused: verdicts on all other pairings. parts_with_prepared_weights: names of
-    the experts parts of valid pairings that would use prepared weights. It is empty unless
-    `estimate_pairings` counts prepared weights.
+    estimates: estimates, the fastest first.
+    too_large: (pairing, reason) for pairings that exceed the machine's memory.
+    unestimated: (pairing, reason) for valid pairings without a model or a record.
+    refused: verdicts on all other pairings.
+    parts_with_prepared_weights: names of the experts parts of valid pairings that would use
+      prepared weights. It is empty unless `estimate_pairings` counts prepared weights.
     """
 
     problem: Problem
@@ -111,8 +113,8 @@ def distribute_over_ranks(
 def machines_with_all_packages(cluster: Cluster) -> tuple[Machine, ...]:
     """Return two Machines with the cluster's GPU and every optional package.
 
-    The first has deep_ep 1 and the second deep_ep 2. Both have the same module name, so one machine
-    cannot have both.
+    The first has deep_ep 1 and the second deep_ep 2. Both versions use the same module name, so a
+    machine can have only one of them.
     """
     packages = collect_packages(load_catalog()) | BASE_PACKAGES
     return cluster.machine(packages), cluster.machine(packages - {DEEP_EP_1_PACKAGE})
@@ -131,11 +133,11 @@ def estimate_pairings(
     """Estimate every valid pairing for problem.tokens tokens on each of its ranks.
 
     machine: machine that pairings are judged for; None uses the first of
-    `machines_with_all_packages`.
+      `machines_with_all_packages`.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     groups: expert groups of group-limited routing.
-    prepared: whether to count the bytes of prepared weights. Times do not depend on this option,
-    see `experts_time`.
+    prepared: whether to count the bytes of prepared weights. Times do not depend on this option
+      (see `experts_time`).
     layers: number of layers whose weights must fit in memory together.
     """
     machine = machines_with_all_packages(cluster)[0] if machine is None else machine
@@ -167,17 +169,14 @@ def estimate_pairings(
 
 
 def find_traffic(prepare_finalize: str) -> Traffic | None:
-    """Return the traffic model of a PrepareAndFinalize.
-
-    It is the attribute `traffic` of the part, or else its entry of TRAFFIC_BY_PART.
-    """
+    """Return the traffic model that a PrepareAndFinalize declares or that TRAFFIC_BY_PART has."""
     declared = getattr(load_catalog().prepare_finalize(prepare_finalize), "traffic", None)
     return declared if isinstance(declared, Traffic) else TRAFFIC_BY_PART.get(prepare_finalize)
 
 
 @dataclass(frozen=True)
 class EstimateRequest:
-    """The arguments of `estimate_pairings`, which all of its estimates share."""
+    """The arguments of `estimate_pairings`, which its estimates share."""
 
     problem: Problem
     cluster: Cluster
@@ -236,7 +235,7 @@ class EstimateRequest:
         )
 
     def _find_correction(self, experts: str) -> TimeCorrection | None:
-        """Return the correction of an experts part's modeled time; None without a record.
+        """Return the correction of an experts part's modeled time, or None without a record.
 
         The records are from one GPU architecture. For other architectures, they are used only for
         parts without a vendor library, because these run the same kernels.
@@ -251,7 +250,7 @@ class EstimateRequest:
         )
 
     def estimate(self, prepare_finalize: str, experts: str) -> Estimate:
-        """Estimate a pairing for which `reason_without_estimate` returns ""."""
+        """Estimate a pairing for which `reason_without_estimate` returned ""."""
         problem, cluster = self.problem_of(prepare_finalize), self.cluster
         traffic = find_traffic(prepare_finalize) or TRAFFIC_BY_PART["MoEPrepareAndFinalizeNoEP"]
         correction = self._find_correction(experts)

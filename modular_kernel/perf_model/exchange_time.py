@@ -2,10 +2,12 @@
 
     t = start + latency + max over links of  bytes / (bandwidth * reached)
 
-start, reached: fitted for each part (DirectionModel). latency: maximum latency of the links (Link).
-bytes: maximum over ranks of the bytes that a rank sends or receives over a link. Links inside and
-between hosts transfer concurrently. Traffic.rows selects how often the row of a token is sent, for
-T tokens per rank and W ranks:
+start, reached: fitted for each part (DirectionModel).
+latency: maximum latency of the links (Link).
+bytes: maximum over ranks of the bytes that a rank sends or receives over a link.
+
+Links inside and between hosts transfer concurrently. Traffic.rows selects how often the row of a
+token is sent, for T tokens per rank and W ranks:
 
     "rank"   once to each other rank that has one of its experts:  T * sum of p_rank(r) rows
     "pair"   once for each of its K experts on another rank:       T * K * (W - 1) / W rows
@@ -15,8 +17,8 @@ T tokens per rank and W ranks:
     "sum"    never, because all ranks pass the same T tokens. They synchronize, and all-reduce
              (T, H) float32, which transfers 2 * (W - 1) / W times its size
 
-p_rank(r), p_host(h): probability that a token has an expert on rank r, or on host h (see
-`perf_model.load`). With a skewed routing, the rank with the highest probability determines the
+p_rank(r) and p_host(h) are the probabilities that a token has an expert on rank r and on host h
+(see `perf_model.load`). With a skewed routing, the rank with the highest probability determines the
 time.
 """
 
@@ -38,8 +40,8 @@ _TOKENS_PER_PIECE = 1024  # of a part that overlaps its two hops, see Traffic.ma
 class DirectionModel:
     """Parameters of a dispatch or a combine.
 
-    start: seconds before the first byte is sent. reached: fraction of the bandwidth that is reached
-    on a link inside a host.
+    start: seconds before the first byte is sent.
+    reached: fraction of the bandwidth that is reached on a link inside a host.
     """
 
     start: float
@@ -91,7 +93,8 @@ _NO_TRAFFIC = Traffic(
     "rank", DirectionModel(0, 1), DirectionModel(0, 1), "no exchange between ranks"
 )
 
-# Traffic models by the name of a PrepareAndFinalize. `perf_model.compare` reads the times that
+# Traffic models by the name of a PrepareAndFinalize. `perf_model.compare` reads the times that they
+# were fitted to. A part with neither an entry nor an attribute `traffic` has no estimate.
 # they were fitted to. A part without an entry and without an attribute `traffic` has no estimate.
 TRAFFIC_BY_PART = {
     "MoEPrepareAndFinalizeNoEP": _NO_TRAFFIC,
@@ -110,7 +113,8 @@ TRAFFIC_BY_PART = {
         _NCCL,
         quantize_seconds=700e-6,
     ),
-    # Start as in TorchAll2All, which sends between hosts; bandwidth as in SymmMem, inside a host.
+    # The start is that of TorchAll2All, which sends between hosts. The bandwidth is that of SymmMem
+    # inside a host.
     "HostThenRankPrepareAndFinalize": Traffic(
         "host",
         DirectionModel(1205e-6, 0.92),
@@ -135,7 +139,7 @@ TRAFFIC_BY_PART = {
         DirectionModel(12.5e-6, 0.68),
         "fitted at 1 and 128 tokens on four GPUs, and to its published EP16 and EP256",
     ),
-    # Inside a host the library uses other kernels, which also copy the rows that stay on a rank.
+    # Inside a host, the library uses other kernels, which also copy the rows that stay on a rank.
     DEEPEP_HT: Traffic(
         "host",
         DirectionModel(88e-6, 0.80),
@@ -168,11 +172,11 @@ TRAFFIC_BY_PART = {
         "fitted at 1 and 128 tokens on four GPUs",
     ),
 }
-_MAX_DEEPEP_LL_TOKENS = 256  # tokens per rank for which DeepEP's low-latency mode is made
+_MAX_DEEPEP_LL_TOKENS = 256  # tokens per rank for which DeepEP's low-latency mode is designed
 
 
 def find_caveat(prepare_finalize: str, problem: Problem) -> str:
-    """Return the limit of the part that the problem exceeds but the model ignores, or ""."""
+    """Return the limit of the part that the problem exceeds and the model ignores, or ""."""
     if prepare_finalize != DEEPEP_LL or problem.tokens <= _MAX_DEEPEP_LL_TOKENS:
         return ""
     return f"made for at most {_MAX_DEEPEP_LL_TOKENS} tokens on each rank"
@@ -180,7 +184,7 @@ def find_caveat(prepare_finalize: str, problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class ExchangeTime:
-    """Seconds of a dispatch and a combine, and the bytes of the busiest rank in each."""
+    """Seconds of a dispatch and a combine, and the bytes of the busiest rank in both."""
 
     dispatch: float
     combine: float
@@ -238,7 +242,8 @@ def _two_hop_time(
 ) -> ExchangeTime:
     """Return the times of an exchange in two hops: to each host, and from there to its ranks.
 
-    The longer hop overlaps with the shorter one, except for one of `max_pieces` pieces.
+    Tokens are divided into `max_pieces` pieces. The shorter hop overlaps with the longer one,
+    except for one piece.
     """
     world_size, host_ranks = problem.parallel.world_size, cluster.per_host
     rows_between = problem.tokens * (-(-world_size // host_ranks) - 1) * load.host_probability

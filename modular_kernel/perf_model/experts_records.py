@@ -6,10 +6,10 @@ is
 
     t = start + factor * m
 
-where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of the
-part's extra launches, that is, launches that TritonExperts does not need. `start` does not depend
-on the size of the layer. Its estimate is the smallest t - m over the recorded layers of one token,
-for the same part and scheme, but not less than 0.
+where m is the time that `experts_time` predicts for TritonExperts. `start` is the time of extra
+launches, that is, launches that the part needs and TritonExperts does not. It does not depend on
+the size of the layer. It is estimated as the minimum of t - m over the recorded layers of one token
+with the same part and scheme, but not less than 0.
 
 `factor` comes from the recorded layers of the same scheme with the nearest H * I. The factor is
 interpolated between the nearest numbers of rows per expert, on log2 axes, and not extrapolated.
@@ -47,8 +47,9 @@ _ITEMSIZE = 2  # bytes; every recorded layer is in bfloat16
 class RecordedLayer:
     """One measured layer.
 
-    shape: name of the layer's sizes in the records. experts_part: name of the experts part. us:
-    microseconds of the whole layer.
+    shape: name of the layer's sizes in the records.
+    experts_part: name of the experts part.
+    us: microseconds of the whole layer.
     """
 
     shape: str
@@ -85,7 +86,7 @@ class RecordedLayer:
 class TimeCorrection:
     """Correction of the model's time: start_seconds + factor * seconds.
 
-    source: description of the records that both values come from.
+    source: description of the records from which the values are computed.
     """
 
     factor: float
@@ -93,7 +94,7 @@ class TimeCorrection:
     start_seconds: float = 0.0
 
     def correct(self, seconds: float) -> float:
-        """Return the part's time for the time that the model predicts. Both are in seconds."""
+        """Return the part's time in seconds, for the predicted `seconds`."""
         return self.start_seconds + self.factor * seconds
 
 
@@ -104,8 +105,9 @@ def find_time_correction(
 
     Returns None if no layer was recorded with the part and the operand types of the problem.
 
-    rows: mean number of rows per expert. ignored_shape: name of a shape whose records are ignored,
-    so that its times can be compared with the corrected time.
+    rows: mean number of rows per expert.
+    ignored_shape: name of a shape whose records are ignored, so that its times can be compared with
+      the corrected time.
     """
     if problem.dtype.itemsize != _ITEMSIZE:
         return None
@@ -137,7 +139,7 @@ def _start_us(layers: Sequence[RecordedLayer]) -> float:
 def _interpolate(layers: Sequence[RecordedLayer], start_us: float, log2_rows: float) -> float:
     """Return the factor at 2 ** log2_rows rows per expert, by linear interpolation of logarithms.
 
-    Layers with equal numbers of rows are represented by the geometric mean of their factors.
+    Layers with the same number of rows are represented by the geometric mean of their factors.
     """
     logs: dict[float, list[float]] = {}
     for layer in layers:
@@ -159,7 +161,7 @@ def _operand_types(scheme: str) -> tuple[str, str]:
 
 @cache
 def recorded_layers() -> tuple[RecordedLayer, ...]:
-    """Return the measured layers of every part. A newer time of a layer replaces an older one."""
+    """Return the measured layers of every part. The newest time of a layer is used."""
     times: dict[tuple[str, str, int, str], float] = {}
     for name in _FILES:
         times |= dict(_read_times(_parse(_FOLDER / f"{name}.json")))

@@ -15,9 +15,9 @@ Kernels that unpack or reorder 4-bit weights in each call are not included, so p
 not change the time.
 
 With p = 1, the formula is a sum (memory and compute do not overlap). With p = infinity, it is a
-maximum (full overlap). Of 2, 2.5 and 3, the selected p has the best fit over all formats. a, em and
-ec were fitted to 12 cases of each format (FITTED_SHAPES, 1 to 16384 tokens, one H200, planned calls
-in CUDA graphs; data/h200-layers.json).
+maximum (they overlap fully). Of the values 2, 2.5 and 3 of p, 2.5 has the best fit over all
+formats. a, em and ec were fitted to 12 cases of each format (FITTED_SHAPES, 1 to 16384 tokens, one
+H200, planned calls in CUDA graphs; data/h200-layers.json).
 """
 
 import math
@@ -30,14 +30,19 @@ from modular_kernel.perf_model.load import EstimatedLoad
 from modular_kernel.spec.problem import Problem
 from modular_kernel.spec.quantization import QuantScheme
 
-FITTED_SHAPES = ("dsv3_ep8", "qwen3_30b")  # shapes whose times the parameters were fitted to
+FITTED_SHAPES = ("dsv3_ep8", "qwen3_30b")  # the parameters were fitted to times of these shapes
 _OVERLAP_EXPONENT = 2.5  # p in the formula above
 _MIN_TILE, _MAX_TILE = 16, 128
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fitted parameters of the formula. start: a, in seconds. memory: em. compute: ec."""
+    """Fitted parameters of the formula.
+
+    start: a, in seconds.
+    memory: em.
+    compute: ec.
+    """
 
     start: float
     memory: float
@@ -57,8 +62,9 @@ MODELED_EXPERTS_PART = "TritonExperts"  # the model predicts its time
 class ExpertsTime:
     """Predicted time in seconds.
 
-    seconds: total time. memory, compute: m / em and c / ec of the formula. source: description of
-    where the parameters come from.
+    seconds: total time.
+    memory, compute: m / em and c / ec of the formula.
+    source: description of the source of the parameters.
     """
 
     seconds: float
@@ -72,7 +78,7 @@ class ExpertsTime:
 
 
 def find_efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
-    """Return the parameters for a scheme, and a description of where they come from."""
+    """Return the parameters for a scheme, and a description of their source."""
     if scheme.name in EFFICIENCIES:
         return EFFICIENCIES[scheme.name], f"measured, of scheme {scheme.name}"
     nearest = "fp8_w8a8_channel" if scheme.activation != "none" else "none"

@@ -1,9 +1,10 @@
 """Hardware parameters of the performance model: GPUs, and the links between them.
 
 The H200 and its link inside a host were measured (data/h200-layers.json, data/h200-exchange.json).
-For other GPUs, memory size and bandwidth are taken from the data sheet. Peaks and links are assumed
-to reach the same fraction of their data sheet as on the H200. The network between hosts is assumed
-to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables imply.
+For other GPUs, memory size and bandwidth are taken from the data sheet. Their peaks and links are
+assumed to reach the same fraction of the data sheet as on the H200. The network between hosts is
+assumed to have 400 Gb/s per GPU, with the efficiency and latency that DeepEP's published tables
+imply.
 """
 
 from dataclasses import dataclass, field
@@ -12,14 +13,16 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.spec.problem import Machine
 
 _GIGA, _TERA = 1e9, 1e12
-# Measured on an H200, divided by its data sheet: TFLOP/s in bfloat16, GB/s per NVLink direction.
+# Measured on an H200, divided by its data sheet: TFLOP/s in bfloat16, and GB/s per NVLink
+# direction.
 _PEAK_FRACTION, _LINK_FRACTION = 791.6 / 989.5, 393 / 450
 
 
 def peak_rates(sixteen_bit: float, eight_bit: float, *, fp8: bool = True) -> dict[str, float]:
     """Return the peak flops per second of each operand type (measure.roofline.compute_type).
 
-    sixteen_bit, eight_bit: peaks in TFLOP/s. fp8: whether tensor cores support float8_e4m3fn.
+    sixteen_bit, eight_bit: peaks in TFLOP/s.
+    fp8: whether tensor cores support float8_e4m3fn.
     """
     rates = {"bfloat16": sixteen_bit, "float16": sixteen_bit, "int8": eight_bit}
     if fp8:
@@ -36,9 +39,11 @@ def _check_positive(name: str, value: float) -> None:
 class Gpu:
     """One GPU.
 
-    flops: peak flops per second of each operand type (see `peak_rates`). bandwidth: bytes per
-    second of its memory. memory: bytes of its memory. arch: compute capability. measured: whether
-    the peaks were measured, rather than derived from a data sheet.
+    flops: peak flops per second of each operand type (see `peak_rates`).
+    bandwidth: bytes per second of its memory.
+    memory: bytes of its memory.
+    arch: compute capability.
+    measured: whether the peaks were measured instead of derived from a data sheet.
     """
 
     name: str = "NVIDIA H200"
@@ -59,8 +64,8 @@ class Gpu:
 class Link:
     """A link of one GPU.
 
-    bandwidth: bytes per second in each direction. latency: seconds that the link adds to an
-    exchange.
+    bandwidth: bytes per second in each direction.
+    latency: seconds that the link adds to an exchange.
     """
 
     bandwidth: float
@@ -76,9 +81,10 @@ class Link:
 class Cluster:
     """Hosts with `per_host` GPUs each.
 
-    inside: link of a GPU to other GPUs of its host. between: a GPU's share of the network between
-    hosts. hosts: number of hosts. packages: packages that the machine's JSON file lists; None
-    without a list.
+    inside: link of a GPU to other GPUs of its host.
+    between: a GPU's share of the network between hosts.
+    hosts: number of hosts.
+    packages: packages that the machine's JSON file lists; None without a list.
     """
 
     gpu: Gpu = field(default_factory=Gpu)
@@ -100,7 +106,7 @@ class Cluster:
         return self.hosts * self.per_host
 
     def peers(self, world_size: int) -> tuple[int, int]:
-        """Return the numbers of other ranks on this host, and on other hosts."""
+        """Return the number of other ranks on this host, and the number on other hosts."""
         host_ranks = min(self.per_host, world_size)
         return host_ranks - 1, world_size - host_ranks
 
@@ -115,7 +121,9 @@ def _from_data_sheet(
 ) -> Gpu:
     """Return a GPU with the values of its data sheet.
 
-    rates: peak flops per second of each operand type. bandwidth: TB/s. memory: GB.
+    rates: peak flops per second of each operand type.
+    bandwidth: TB/s.
+    memory: GB.
     """
     flops = {operand: rate * _PEAK_FRACTION for operand, rate in rates.items()}
     return Gpu(name, flops, bandwidth * _TERA, memory * _GIGA, arch, measured=False)

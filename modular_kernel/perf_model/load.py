@@ -3,10 +3,11 @@
 There are W ranks with e = E / W experts each, and T tokens per rank. pi_i is the probability that
 expert i is among the K experts of a token. The sum of all pi_i is K:
 
-uniform   pi_i = K / E
-zipfA     K draws without replacement with odds 1 / r ** A, where the most popular expert has r = 1;
-          approximated by pi_i = 1 - exp(-lambda / r ** A), with lambda such that they sum to K
-hotN      pi_i = 1 for min(N, K) experts; the other pi_i are equal
+    uniform   pi_i = K / E
+    zipfA     K draws without replacement with odds 1 / r ** A, where the most popular expert has
+              r = 1; approximated by pi_i = 1 - exp(-lambda / r ** A), with lambda such that they
+              sum to K
+    hotN      pi_i = 1 for min(N, K) experts; the other pi_i are equal
 
 Expectations are computed in closed form, except for the placement of popular experts on ranks,
 which is sampled.
@@ -80,8 +81,11 @@ def rank_load(
 ) -> EstimatedLoad:
     """Return the load for `tokens` tokens on each of `world_size` ranks.
 
-    Experts are distributed over ranks in equal blocks. per_host: ranks per host; None means that
-    all ranks are on one host. Raises ConfigurationError for sizes out of range.
+    Experts are distributed over ranks in equal blocks.
+
+    per_host: ranks per host; None means that all ranks are on one host.
+
+    Raises ConfigurationError for sizes out of range.
     """
     if not 1 <= top_k <= experts or not 1 <= world_size <= experts:
         need = f"both from 1 to {experts}, the number of experts"
@@ -164,7 +168,7 @@ def _miss_probability_in_groups(
 ) -> float:
     """Return the probability that none of a token's experts is in a block of adjacent experts.
 
-    It is the sum over the number of kept groups that overlap the block.
+    The probability is a sum over the number of kept groups that overlap the block.
     """
     size, kept = experts / groups.count, groups.kept
     local_groups = max(1, round(block_size / size))  # groups that overlap the block

@@ -1,13 +1,13 @@
-"""Parsing of `--machine`, which takes a name or a JSON file.
+"""Parses `--machine`, which takes a name or a JSON file.
 
 A name is `8xh200` (GPUs x GPU) or `2x8xh200` (hosts x GPUs per host x GPU). A file lists the
 differences from a named GPU, or describes another GPU completely:
 
     {"gpu": "h200", "gpus_per_host": 8, "hosts": 2, "net_gbs": 25, "packages": ["deep_ep"]}
 
-Its fields are
+The fields are:
 
-- gpu: a name in NAMED_GPUS; or any other name, if the file has arch, memory_gb, bandwidth_tbs,
+- gpu: a name in NAMED_GPUS, or any other name if the file has arch, memory_gb, bandwidth_tbs,
   peak_tflops and link_gbs
 - gpus_per_host, hosts: 1 by default
 - arch: compute capability, such as "9.0"
@@ -32,7 +32,7 @@ from modular_kernel.utils import json_files
 OPTION = "--machine"
 BASE_PACKAGES = frozenset({"triton", "ml_dtypes"})  # packages that this project itself needs
 ALL_PACKAGES = "all"
-# A package that deep_ep 1 has and deep_ep 2 does not. The two cannot be installed together.
+# A package that deep_ep 1 has and deep_ep 2 does not. Only one of the two can be installed.
 DEEP_EP_1_PACKAGE = "deep_ep_cpp"
 _NAME = re.compile(r"(?:(?:(\d{1,4})x)?(\d{1,4})x)?([a-z]\w*)", re.ASCII)
 _MAX_BYTES = 1 << 16
@@ -49,7 +49,7 @@ _REQUIRED_FOR_UNNAMED_GPU = ("arch", "memory_gb", "bandwidth_tbs", "peak_tflops"
 def parse_machine(text: str) -> Cluster:
     """Return the machine that `text`, a name or the path of a JSON file, describes.
 
-    Raises ConfigurationError for an invalid file or an unknown name. The message has the most
+    Raises ConfigurationError for an invalid file or an unknown name. The message suggests the most
     similar known name.
     """
     if text.endswith(".json") or "/" in text:
@@ -73,10 +73,13 @@ def _find_named_gpu(name: str, text: str) -> tuple[Gpu, Link]:
 
 
 def parse_packages(text: str, known: Iterable[str], option: str = "--packages") -> frozenset[str]:
-    """Return the packages of a comma-separated list; "all" stands for every known one.
+    """Return the packages of a comma-separated list. "all" stands for every known package.
 
-    known: packages that any part needs. option: name of the option, for messages. Raises
-    ConfigurationError for an unknown package. The message has the most similar known one.
+    known: packages that any part needs.
+    option: name of the option, for messages.
+
+    Raises ConfigurationError for an unknown package. The message suggests the most similar known
+    package.
     """
     names = sorted({*known, *BASE_PACKAGES})
     words = [word.strip() for word in text.split(",") if word.strip()]

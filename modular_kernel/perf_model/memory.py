@@ -27,13 +27,14 @@ from modular_kernel.spec.problem import ActivationFormat, Machine, Problem
 from modular_kernel.tensors import BatchedShape, ContiguousShape, DispatchShape
 
 _GIGA = 1e9
-_MIN_PRINTED_BYTES = 0.05 * _GIGA  # fewer bytes would be printed as 0.0 GB
+_MIN_PRINTED_BYTES = 0.05 * _GIGA  # smaller sizes would be printed as 0.0 GB
 _BASE_PACKAGES = frozenset({"triton", "ml_dtypes"})
 _FLOAT32_BYTES, _SCALE_BYTES = 4, 4
 _ID_BYTES = 8  # per pair: an int32 id and a float32 weight
 _MIN_ROWS_TO_UNPACK = 16  # with more rows per expert, parts may unpack quantized weights first
 _CALLS_IN_FLIGHT = 2  # calls of SymmMem and HostThenRank that may be between prepare and finalize
-# DeepEP: channels per peer and rows per channel of its high-throughput mode, and the number of
+# DeepEP: channels per peer and rows per channel of its high-throughput mode. The number of tokens
+# that buffers are allocated for is rounded up to a multiple.
 # tokens that buffers are allocated for a multiple of.
 _CHANNELS, _CHANNEL_ROWS = 10, 256
 _DEEPEP_TOKEN_MULTIPLE = 128
@@ -42,7 +43,10 @@ _RANKS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. prepared: prepared weights, which are in addition to `weights`."""
+    """Bytes of one rank.
+
+    prepared: prepared weights, which are needed in addition to `weights`.
+    """
 
     weights: float
     prepared: int
@@ -77,9 +81,11 @@ def estimate_memory(
 ) -> Memory:
     """Return the memory of the rank problem.parallel.rank for one pairing.
 
-    problem.tokens is the maximum number of tokens of a rank. prepared: whether to include prepared
-    weights. layers: number of layers whose weights the rank has. They share the workspace and the
-    exchange buffers.
+    problem.tokens is the maximum number of tokens of a rank.
+
+    prepared: whether to include prepared weights.
+    layers: number of layers whose weights the rank has. They share the workspace and the exchange
+      buffers.
     """
     slots = 0 if problem.adapters is None else problem.adapters.adapters
     weights = problem.e * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem)
@@ -100,7 +106,7 @@ def prepared_bytes(experts: str, problem: Problem, machine: Machine) -> int:
 
 
 def check_memory(verdict: Verdict) -> Verdict:
-    """Return the verdict, with a rejection by rule "memory" if a valid pairing does not fit.
+    """Return the verdict, with a rejection by the rule "memory" if a valid pairing does not fit.
 
     The weights of one layer, workspace and exchange buffers are included. The verdict is unchanged
     if the machine's memory is unknown.
@@ -194,7 +200,7 @@ def dispatched_row_bytes(problem: Problem) -> int:
 
 
 def exchange_bytes(prepare_finalize: str, problem: Problem) -> int:
-    """Return the bytes of a PrepareAndFinalize's buffers on one rank; 0 for unknown parts."""
+    """Return the bytes of a PrepareAndFinalize's buffers on one rank, or 0 for unknown parts."""
     buffers = _BUFFERS.get(prepare_finalize)
     return 0 if buffers is None else buffers(problem)
 

@@ -1,4 +1,4 @@
-"""The recommended pairing for a phase (prefill or decode), and changes that would affect it."""
+"""Recommends a pairing for a phase (prefill or decode), and describes what would change it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from modular_kernel.perf_model.machines import BASE_PACKAGES, DEEP_EP_1_PACKAGE
 
 DECODE, PREFILL = "decode", "prefill"
 PHASE_TOKENS = {DECODE: 128, PREFILL: 4096}  # default number of tokens per rank
-MAX_DECODE_TOKENS = 256  # tokens per rank; a call with more is a prefill
-TIE_RATIO = 1.03  # times up to this multiple of the shortest count as equal
+MAX_DECODE_TOKENS = 256  # tokens per rank; calls with more tokens are prefill
+TIE_RATIO = 1.03  # times up to this multiple of the shortest time count as equal
 TYPICAL_ERROR_RATIO = 1.15  # factor by which an estimate may be wrong, see docs/sizing.md
-_MAX_DOUBLINGS = 4  # of the number of tokens, in the search for another recommendation
+# maximum doublings of the number of tokens, in the search for another recommendation
+_MAX_DOUBLINGS = 4
 _MAX_TOKENS = 1 << 17
 
 EstimateAt = Callable[[int], PairingEstimates]
@@ -22,8 +23,8 @@ EstimateAt = Callable[[int], PairingEstimates]
 class Recommendation:
     """The recommended pairing.
 
-    runner_up: the fastest other estimate. changes: descriptions of changes with which another
-    pairing would be recommended.
+    runner_up: the fastest other estimate.
+    changes: descriptions of changes with which another pairing would be recommended.
     """
 
     phase: str
@@ -46,10 +47,11 @@ def phase_of(tokens: int) -> str:
 
 
 def select_best(result: PairingEstimates) -> Estimate | None:
-    """Return the recommended estimate; None if there is no estimate.
+    """Return the recommended estimate, or None if there is no estimate.
 
-    Of the estimates that are at most TIE_RATIO times as slow as the fastest, it has the fewest
-    optional packages. Of several, it is the first one in the catalog, like the default pairing.
+    Estimates that are at most TIE_RATIO times as slow as the fastest are considered equal. Of
+    these, the one with the fewest optional packages is recommended. If several need the same
+    number, the first in the catalog is recommended, like the default pairing.
     """
     if not result.estimates:
         return None
@@ -72,7 +74,7 @@ def recommend(
     estimate_at: EstimateAt,
     with_all_packages: Sequence[PairingEstimates],
 ) -> Recommendation | None:
-    """Return the recommendation for the estimates of `result`; None if there are none.
+    """Return the recommendation for the estimates of `result`, or None if there are none.
 
     estimate_at: estimates the same layer with another number of tokens per rank.
     with_all_packages: estimates of the same work on `machines_with_all_packages`.

@@ -39,16 +39,18 @@ MOE_LAYERS = {
     "gpt-oss-20b": 24,
 }
 CLUSTERS = ("4xh200", "8xh200", "2x8xh200", "8xb200")
-ERROR_LIMIT = 0.35  # larger errors of estimates are listed one by one; a test checks for none
+# larger errors of estimates are listed individually; a test checks that there are none
+ERROR_LIMIT = 0.35
 
 
 @dataclass(frozen=True)
 class Selection:
     """The recommendation for a model, a machine and a phase.
 
-    best: the recommended pairing, or None. other_exchange, other_experts: the fastest pairing with
-    another PrepareAndFinalize, and with another experts part. reason: the reason why no pairing is
-    recommended, or "".
+    best: the recommended pairing, or None.
+    other_exchange, other_experts: the fastest pairing with another PrepareAndFinalize, and with
+      another experts part.
+    reason: the reason why no pairing is recommended, or "".
     """
 
     model: str
@@ -64,9 +66,10 @@ class Selection:
 class RecordError:
     """The error of the estimate for one recorded time.
 
-    part: a part of a recommended pairing. ranks: number of ranks of an exchange; 1 for a layer on
-    one GPU. quant: the scheme, and for an exchange also the measured quantity. error: predicted /
-    measured - 1.
+    part: a part of a recommended pairing.
+    ranks: number of ranks of an exchange; 1 for a layer on one GPU.
+    quant: the scheme, and for an exchange also the measured quantity.
+    error: predicted / measured - 1.
     """
 
     model: str
@@ -262,8 +265,8 @@ def records_markdown() -> str:
 def layer_times_markdown(model: str) -> str:
     """Return a Markdown table of the recorded times of a model's layer on one H200.
 
-    Each recorded layer with the model's hidden and intermediate size and top-k has a row, in 16
-    bits and in the model's scheme. A row has the times of `TritonExperts` and of the fastest part.
+    Layers with the model's hidden and intermediate size and top-k are included, in 16 bits and in
+    the model's scheme. Each row has the times of `TritonExperts` and of the fastest part.
     """
     published = MODELS[model]
     sizes = published.hidden, published.intermediate, published.top_k

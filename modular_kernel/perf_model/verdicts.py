@@ -1,4 +1,4 @@
-"""Verdicts of pairings for all ranks of a problem, without and with the memory of the machine."""
+"""Judges pairings for all ranks of a problem, with or without the memory of the machine."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,8 @@ def judge_pairs(
 ) -> list[Verdict]:
     """Judge every pairing of these parts, for all ranks of the problem.
 
-    Return the verdict of the first rank that refuses a pairing, or else the verdict of rank 0.
+    Returns the verdict of the first rank that refuses a pairing, or the verdict of rank 0 if no
+    rank refuses it.
 
     pf_type, experts_type: names of parts; None stands for all parts of the catalog.
     """
@@ -49,7 +50,7 @@ def judge_pairs_with_memory(
 
 
 def _rank_problems(problem: Problem) -> Iterator[Problem]:
-    """Yield the problem of each rank, without ranks that have the same verdict as an earlier one.
+    """Yield the problems of the ranks, without ranks that have the same verdict as an earlier one.
 
     With a linear placement, the verdict depends only on the rank's number of experts.
     """

@@ -2,5 +2,5 @@
 
 `inputs` draws the arguments. `record` times and traces calls on each rank. `chrome` reads and
 merges the traces, and `events` computes stage times from them. `report` adds rooflines. `summary`,
-`timeline` and `html` present the result. Stages are defined in `modular_kernel.replay.stages`.
+`timeline` and `html` present the result. `modular_kernel.replay.stages` defines the stages.
 """

@@ -1,9 +1,9 @@
-"""Reading, validation and merging of Chrome traces, the JSON format that torch's profiler writes.
+"""Reads, validates and merges Chrome traces, the JSON format that torch's profiler writes.
 
 Time stamps are microseconds after the trace's `baseTimeNanoseconds` on the host's wall clock. CUPTI
-converts GPU time stamps to this clock. Ranks of one machine share it, so shifting their traces to a
-common base aligns them. To check the alignment, every rank marks common barriers as ranges, and
-`barrier_spread_us` compares when they end.
+converts GPU time stamps to this clock. The ranks of one machine share the clock, so shifting their
+traces to a common base aligns them. To check the alignment, every rank marks common barriers as
+ranges, and `barrier_spread_us` compares their ends.
 """
 
 import json
@@ -22,7 +22,7 @@ Trace = dict[str, Any]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file; raise ConfigurationError if it is not a valid Chrome trace."""
+    """Read a trace file. Raises ConfigurationError if it is not a valid Chrome trace."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -36,7 +36,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def find_violations(trace: object) -> list[str]:
-    """Return descriptions of the violations of the format in a parsed trace; [] if it is valid."""
+    """Return descriptions of the format violations in a parsed trace, or [] if it is valid."""
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list of traceEvents"]
     violations = []
@@ -73,8 +73,8 @@ def _is_number(value: object) -> bool:
 def merge_traces(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
     """Merge the traces of all ranks, with a common time base.
 
-    A rank becomes one process of the merged trace. Its own processes (the host and each GPU) become
-    threads.
+    Each rank becomes one process of the merged trace. The rank's own processes (the host and each
+    GPU) become threads.
 
     names: name of each rank's process.
     """
@@ -134,11 +134,11 @@ def _metadata_event(kind: str, process: int, thread: int, **arguments: object) -
 def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
     """Return the microseconds between the first and the last rank's end of a barrier.
 
-    The result is the minimum over all barriers that every rank marked. It includes differences
+    The result is the minimum over all barriers that every rank marked, and includes differences
     between the ranks' clocks. It is None for a single rank, or if no barrier was marked.
     """
     first_base_ns = min(_base_ns(trace) for trace in traces)
-    # Subtract bases as integers. They are around 1e18 ns, where the spacing of floats is 128 ns.
+    # Subtract bases as integers, because floats around 1e18 ns have a spacing of 128 ns.
     barrier_ends_by_rank = [
         [
             (_base_ns(trace) - first_base_ns) / 1e3 + end

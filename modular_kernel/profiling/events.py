@@ -26,10 +26,11 @@ UNATTRIBUTED = ""  # the stage of device work whose launch is not in the trace
 class StageTime:
     """Time of one call in all ranges of one name, without the ranges nested in them.
 
-    stage: name of the ranges, that is, of a stage or a scope. entered: number of the ranges.
-    host_us: microseconds on the host. device_us: microseconds of the device work launched in the
-    ranges. launches: number of kernels, copies and fills. device_us and launches are None if no GPU
-    was traced.
+    stage: name of the ranges, which is the name of a stage or a scope.
+    entered: number of the ranges.
+    host_us: microseconds on the host.
+    device_us: microseconds of the device work launched in the ranges; None if no GPU was traced.
+    launches: number of kernels, copies and fills; None if no GPU was traced.
     """
 
     stage: str
@@ -40,12 +41,12 @@ class StageTime:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this is a stage, and not the time of a scope outside of its stages."""
+        """Whether this is a stage, in contrast to the time of a scope outside of its stages."""
         return self.stage not in (*stages.SCOPES, UNATTRIBUTED)
 
     @property
     def us(self) -> float:
-        """Device time if a GPU was traced, otherwise host time."""
+        """Device time if a GPU was traced, and otherwise host time."""
         return self.host_us if self.device_us is None else self.device_us
 
 
@@ -53,7 +54,8 @@ class StageTime:
 class Span:
     """An interval in microseconds of the trace's clock.
 
-    stage: name of its stage or scope. name: name of the range or of the kernel.
+    stage: name of its stage or scope.
+    name: name of the range or of the kernel.
     """
 
     stage: str
@@ -66,9 +68,11 @@ class Span:
 class CallTimes:
     """Times of one call.
 
-    times: one entry per stage and scope. span_us: microseconds from the start of the first device
-    work to the end of the last; on a CPU, the duration of the call. host_us: host time until the
-    call returns. ranges, work: intervals of the host ranges and of the device work.
+    times: one entry per stage and scope.
+    span_us: microseconds from the start of the first device work to the end of the last. On a CPU,
+      the duration of the call.
+    host_us: host time until the call returns.
+    ranges, work: intervals of the host ranges and of the device work.
     """
 
     times: tuple[StageTime, ...]
@@ -103,8 +107,10 @@ class CallTimes:
 class _Range:
     """A named range of a host thread.
 
-    thread: process id and thread id. start, end: microseconds. self_us: duration without nested
-    ranges. call: the range `stages.CALL` that contains this one, or None.
+    thread: process id and thread id.
+    start, end: microseconds.
+    self_us: duration without nested ranges.
+    call: the range `stages.CALL` that contains this one, or None.
     """
 
     name: str
@@ -119,7 +125,8 @@ class _Range:
 class _Work:
     """A kernel, copy or fill on the device.
 
-    start, end: microseconds. self_us: duration without the overlap with earlier work.
+    start, end: microseconds.
+    self_us: duration without the overlap with earlier work.
     launch_range: the innermost range around its launch; None if the launch is not in the trace.
     """
 
@@ -141,8 +148,8 @@ def find_calls(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
 def median_call(calls: Sequence[CallTimes]) -> CallTimes:
     """Return the call with the median span.
 
-    Medians of each stage over calls would not add up to a total. Raises ConfigurationError if there
-    is no call.
+    A single call is used because medians of each stage over all calls would not add up to a total.
+    Raises ConfigurationError if there is no call.
     """
     if not calls:
         need = f"a range {stages.CALL} around each call"
@@ -151,7 +158,7 @@ def median_call(calls: Sequence[CallTimes]) -> CallTimes:
 
 
 def find_range_ends(events: Iterable[Event], name: str) -> list[float]:
-    """Return the sorted end times, in microseconds, of the ranges called `name`."""
+    """Return the sorted end times, in microseconds, of the ranges named `name`."""
     return sorted(e["ts"] + e["dur"] for e in events if _is_range(e) and e["name"] == name)
 
 
@@ -182,7 +189,7 @@ def _find_ranges(events: Iterable[Event]) -> list[_Range]:
 
 
 def _find_work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
-    """Return the device work, sorted by start, without work that was launched outside of calls."""
+    """Return the device work, sorted by start, except for work launched outside of calls."""
     launches: dict[Any, tuple[float, tuple[Any, Any]]] = {}
     device_events = []
     for event in events:
@@ -209,8 +216,8 @@ def _find_innermost_range(
 ) -> _Range | None:
     """Return the innermost range that is open at time stamp `ts` on `thread`.
 
-    If there is none, return the innermost open range of another thread that is part of a call, or
-    None.
+    If there is no such range, return the innermost open range of another thread that is part of a
+    call, or None.
     """
     open_ranges = [range_ for range_ in ranges if range_.start <= ts <= range_.end]
     same_thread = [range_ for range_ in open_ranges if range_.thread == thread]
@@ -247,7 +254,7 @@ def _name_default_stages(
     """Rename each scope to its default stage if it has work and no stage.
 
     On a GPU, a scope has work if it launches any. On a CPU, a scope has work if it takes at least
-    _MIN_SCOPE_FRACTION of the call; less may be the overhead of the ranges themselves.
+    _MIN_SCOPE_FRACTION of the call. A shorter time may be the overhead of the ranges themselves.
     """
     for scope, default_stage in stages.DEFAULT_STAGES.items():
         scopes = [range_ for range_ in call_ranges if range_.name == scope]

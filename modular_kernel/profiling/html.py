@@ -23,7 +23,7 @@ from modular_kernel.report.pages.document import (
 
 
 def render_page(profile: Profile) -> str:
-    """Render a profile: first the end-to-end time of each pairing, then its stages."""
+    """Render a profile as HTML: the end-to-end time of each pairing, and then its stages."""
     title = " against ".join(pair.pairing for pair in profile.pairs)
     return html.render_html(f"mk profile: {title}", [Heading(1, title), *_page_blocks(profile)])
 
@@ -107,7 +107,7 @@ def _stage_bars(rank: RankProfile) -> BarChart:
 
 
 def _stage_comparison_bars(first: RankProfile, second: RankProfile) -> BarChart:
-    """Return a bar chart of the stages of two pairings, with both bars of a stage adjacent."""
+    """Return a bar chart of the stages of two pairings, with the two bars of a stage adjacent."""
     times = {
         letter: {row.stage: row.us for row in profile.rows if row.is_stage}
         for letter, profile in (("A", first), ("B", second))

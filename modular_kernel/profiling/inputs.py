@@ -39,8 +39,11 @@ def make_inputs(
 
     x is standard normal, and weights are normal with a standard deviation of 1 / sqrt(fan-in).
 
-    problem: the problem of this rank. kind: distribution of tokens over experts. replicated:
-    whether all ranks pass the same tokens. Raises ConfigurationError for a problem without tokens.
+    problem: the problem of this rank.
+    kind: distribution of tokens over experts.
+    replicated: whether all ranks pass the same tokens.
+
+    Raises ConfigurationError for a problem without tokens.
     """
     if problem.tokens < 1:
         raise ConfigurationError("tokens to profile", got=problem.tokens, need=">= 1")
@@ -81,8 +84,9 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     A row is sent once to each other rank that has one of its experts. If an expert has several
     copies, `pairs_to_slots` selects one, as in the all-to-all part.
 
-    routings: the routing of each rank, on the CPU. replicated: whether all ranks pass the same
-    tokens. In this case no rows are dispatched, but each rank receives the sums of the others.
+    routings: the routing of each rank, on the CPU.
+    replicated: whether all ranks pass the same tokens. In this case no rows are dispatched, but
+      each rank receives the sums of the other ranks.
     """
     rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()

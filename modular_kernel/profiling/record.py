@@ -1,14 +1,14 @@
 """Measurements of `mk profile` on one rank: timed planned calls, and traced eager calls.
 
-- End-to-end times are those of planned calls. On a GPU, a planned call is a replay of a CUDA graph,
+- End-to-end times are those of planned calls. On a GPU, a planned call is a replay of a CUDA graph
   if the pairing can be captured. It is timed with events before torch's profiler is loaded, because
   a loaded profiler slows down launches.
 - Stage times come from traces of eager calls of the same plan. Under a profiler, a plan runs the
   host code of the parts, which marks the stages, instead of replaying launches. The host queues the
   calls while the GPU sleeps, so that the GPU never waits for the host.
 
-An idle GPU boosts its clocks for a short time. Before calls of either kind, the graph, if there is
-one, is therefore replayed until the clocks have settled. The L2 cache is overwritten before each
+An idle GPU boosts its clocks for a short time. Before calls of either kind, the graph (if there is
+one) is therefore replayed until the clocks have settled. The L2 cache is overwritten before each
 call.
 """
 
@@ -63,24 +63,26 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.text import pluralize
 
 _CYCLES_PER_SECOND = 2.0e9  # upper bound of GPU clocks
-_MAX_PROFILER_SLOWDOWN = 3.0  # host time of a call under the profiler, relative to one without it
+# host time of a call under the profiler, relative to a call without the profiler
+_MAX_PROFILER_SLOWDOWN = 3.0
 _MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 5e-3, 0.5
-# On an H200 clocks settle within 65 ms. More replays would only enlarge the trace.
+# On an H200, clocks settle within 65 ms. More replays would only enlarge the trace.
 _WARMUP_SECONDS, _MAX_WARMUP_REPLAYS = 0.1, 100
 _UNTIMED_CALLS = 3
 _BARRIERS = 5  # see chrome.barrier_spread_us
-_REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed, because all ranks must make equally many calls
-_PROFILER_PREFIX = b"USDT:"  # prefix of lines that kineto prints on stderr, since torch 2.13
+_REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed, because all ranks must make the same number of calls
+_PROFILER_PREFIX = b"USDT:"  # prefix of lines that kineto prints to stderr since torch 2.13
 
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """What to profile.
+    """The pairings and calls to profile.
 
-    pairs: names of the PrepareAndFinalize and the experts part of one or two pairings. calls:
-    number of calls to trace. traces: beginning of the path of each pairing's traces. command: the
-    command line, for the record. prepared: whether to use prepared weights in pairings that support
-    them.
+    pairs: names of the PrepareAndFinalize and the experts part of one or two pairings.
+    calls: number of calls to trace.
+    traces: beginning of the path of each pairing's traces.
+    command: the command line, for the record.
+    prepared: whether to use prepared weights in pairings that support them.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -97,9 +99,11 @@ class ProfileJob:
 class EndToEndTime:
     """End-to-end time of planned calls.
 
-    us: median microseconds of a call. samples_us: microseconds of all calls. mode: "graph" or
-    "eager" on a GPU, otherwise "cpu" or "interpreter". host_us: host time of a call outside a
-    graph. allocations: number of its device memory allocations. Both are None on a CPU.
+    us: median microseconds of a call.
+    samples_us: microseconds of all calls.
+    mode: "graph" or "eager" on a GPU, and otherwise "cpu" or "interpreter".
+    host_us: host time of a call outside a graph; None on a CPU.
+    allocations: number of device memory allocations of such a call; None on a CPU.
     """
 
     us: float
@@ -119,8 +123,9 @@ class EndToEndTime:
 class Memory:
     """Memory use in bytes.
 
-    workspace: buffers of the plan, without the output. peak: peak of torch's allocator, including
-    buffers and without inputs; None on a CPU. prepared: prepared weights, which count as inputs.
+    workspace: buffers of the plan, without the output.
+    peak: peak of torch's allocator, with buffers and without inputs; None on a CPU.
+    prepared: prepared weights, which count as inputs.
     """
 
     workspace: int
@@ -142,9 +147,9 @@ class PairRecord:
 class RankRecord:
     """All measurements of one rank.
 
-    link: bytes per second to the next rank's GPU, if measured. difference: root mean square of the
-    difference of both pairings' outputs, divided by the RMS of the first output; None for a single
-    pairing.
+    link: bytes per second to the next rank's GPU, if measured.
+    difference: root mean square of the difference of both pairings' outputs, divided by the RMS of
+      the first output; None for a single pairing.
     """
 
     rank: int
@@ -157,7 +162,7 @@ class RankRecord:
 
 
 def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> RankRecord:
-    """Run a job on one rank. All ranks of `group` call this; it is None for a single rank."""
+    """Run a job on one rank. All ranks of `group` call this. `group` is None for a single rank."""
     problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
     device = _select_device(job.machine)
     catalog = load_catalog()
@@ -177,7 +182,7 @@ def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> Rank
 def _check_memory(problem: Problem, device: torch.device, group: Any) -> None:
     """Raise CapacityError on every rank unless the weights of every rank fit into its memory."""
     ranks = SingleProcess() if group is None else GroupRanks(group)
-    # Weights are quantized from unquantized ones, so both are in memory.
+    # The unquantized and the quantized weights are in memory at the same time.
     unquantized = weight_bytes(replace(problem, quant="none"))
     need = unquantized + weight_bytes(problem) * problem.scheme.quantized
     sharing = count_ranks_sharing_memory(ranks, device)
@@ -214,7 +219,8 @@ def _relative_difference(outputs: Sequence[torch.Tensor]) -> float:
 class _WarmUp:
     """A graph to replay until the GPU's clocks have settled.
 
-    replay: replays the graph; None if there is none. replay_seconds: seconds per replay.
+    replay: replays the graph; None if there is none.
+    replay_seconds: seconds per replay.
     """
 
     replay: Callable[[], torch.Tensor] | None = None
@@ -222,7 +228,6 @@ class _WarmUp:
 
     @property
     def replays(self) -> int:
-        """Number of replays."""
         if self.replay is None:
             return 0
         count = math.ceil(_WARMUP_SECONDS / max(self.replay_seconds, 1e-9))
@@ -230,8 +235,6 @@ class _WarmUp:
 
 
 class _JobRun:
-    """Run of a job on one rank."""
-
     def __init__(
         self,
         job: ProfileJob,
@@ -250,7 +253,7 @@ class _JobRun:
         self.prepared_weights: dict[str, ExpertWeights] = {}  # by pairing
 
     def run(self) -> tuple[tuple[PairRecord, ...], list[torch.Tensor]]:
-        """Record each pairing; return the records and the outputs."""
+        """Record each pairing, and return the records and the outputs."""
         prepared_plans = [self._make_plan(*pair) for pair in self.job.pairs]
         outputs = [output for _, _, output in prepared_plans]
         calls = [partial(self._call, plan) for plan, _, _ in prepared_plans]
@@ -277,7 +280,7 @@ class _JobRun:
         return self.prepared_weights.get(kernel.pairing, self.inputs.weights)
 
     def _prepare_weights(self, kernel: FusedMoEModularKernel) -> int:
-        """Prepare the weights of a pairing if the job says so; return their bytes."""
+        """Prepare the weights of a pairing if the job requests it, and return their bytes."""
         if not self.job.prepared:
             return 0
         with self._torch_references(kernel):
@@ -290,7 +293,7 @@ class _JobRun:
         return prefer_torch_reference(enabled=not needs_triton(*parts))
 
     def _make_plan(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
-        """Create a plan and make its first calls; return it, its memory use, and its output."""
+        """Create a plan and make its first calls. Returns it, its memory use, and its output."""
         allocated_before = self._allocated_bytes(reset=True)
         kernel = make_kernel(
             *(pf, experts, self.problem),
@@ -323,7 +326,7 @@ class _JobRun:
     def _time_end_to_end(
         self, calls: Sequence[Callable[[], torch.Tensor]]
     ) -> tuple[list[EndToEndTime], list[_WarmUp]]:
-        """Time the planned calls, those of two pairings in the order A, B, B, A.
+        """Time the planned calls. Two pairings A and B are timed in the order A, B, B, A.
 
         Returns the end-to-end time and the warm-up of each pairing.
         """
@@ -357,7 +360,7 @@ class _JobRun:
     ) -> tuple[Callable[[], torch.Tensor], str]:
         """Return the replay of a captured call and "graph".
 
-        If a rank cannot capture the call, return the call itself and its mode on every rank.
+        If any rank cannot capture the call, return the call itself and its mode on every rank.
         """
         if not self.on_gpu:
             interpreted = self.job.machine.interpreter and needs_triton(pf, experts)
@@ -437,7 +440,7 @@ class _JobRun:
         if not self.on_gpu:
             return 0.0
         inputs, seconds = self.inputs, 0.0
-        # Call the kernel, because the plan would replay its launches. The second call counts.
+        # Call the kernel, because the plan would replay its launches. The second call is timed.
         for _ in range(2):
             self._barrier()
             start = time.perf_counter()
@@ -456,7 +459,7 @@ class _JobRun:
         return float(maximum)
 
     def _barrier(self) -> None:
-        """Wait until all ranks arrive and their GPUs are idle."""
+        """Wait until all ranks have arrived and their GPUs are idle."""
         self.clock.wait()
         if self.group is not None:
             torch.distributed.barrier(self.group)
@@ -471,10 +474,10 @@ def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
 
 @contextmanager
 def suppress_profiler_lines() -> Iterator[None]:
-    """Drop the lines that torch's profiler prints on stderr inside the context.
+    """Drop the lines that torch's profiler prints to stderr inside the context.
 
-    C++ code prints them, so file descriptor 2 is redirected rather than `sys.stderr`. All other
-    output on stderr is buffered and written at the end of the context.
+    C++ code prints them, so file descriptor 2 is redirected instead of `sys.stderr`. All other
+    output to stderr is buffered and written at the end of the context.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as buffered:

@@ -27,8 +27,8 @@ from modular_kernel.spec.problem import Machine, Problem
 class StageRow:
     """One stage of one call on one rank, with the fields of StageTime.
 
-    work: flops and bytes of the stage. floor: its roofline. Both are None if there is no roofline
-    model of the stage.
+    work: flops and bytes of the stage; None if there is no roofline model of the stage.
+    floor: its roofline; None if there is no roofline model of the stage.
     """
 
     stage: str
@@ -58,8 +58,10 @@ class StageRow:
 class RankProfile:
     """Profile of one pairing on one rank.
 
-    call: the traced call with the median span. calls: number of traced calls. total: end-to-end
-    time of planned calls. floor: roofline of the layer on this rank, without links.
+    call: the traced call with the median span.
+    calls: number of traced calls.
+    total: end-to-end time of planned calls.
+    floor: roofline of the layer on this rank, without links.
     """
 
     rank: int
@@ -94,7 +96,7 @@ class RankProfile:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the times are meaningful, that is, kernels were not interpreted."""
+        """Whether the times are meaningful, which requires that kernels were not interpreted."""
         return self.total.mode != INTERPRETER
 
     @property
@@ -114,8 +116,8 @@ class RankProfile:
 class PairProfile:
     """Profile of one pairing on all ranks.
 
-    merged_trace: trace file of all ranks; None for a single rank. barrier_spread_us: see
-    `modular_kernel.profiling.chrome`.
+    merged_trace: trace file of all ranks; None for a single rank.
+    barrier_spread_us: see `modular_kernel.profiling.chrome`.
     """
 
     pairing: str
@@ -133,9 +135,10 @@ class PairProfile:
 class Profile:
     """The result of `mk profile`.
 
-    link: bytes per second between two GPUs, if measured. difference: maximum over ranks of
-    `RankRecord.difference`. missing: sentences about values that could not be measured. states:
-    process-wide settings that affect which kernels run.
+    link: bytes per second between two GPUs, if measured.
+    difference: maximum over ranks of `RankRecord.difference`.
+    missing: sentences about values that could not be measured.
+    states: process-wide settings that affect which kernels run.
     """
 
     problem: Problem
@@ -158,8 +161,8 @@ def make_profile(
 ) -> Profile:
     """Build the profile from the records of all ranks.
 
-    traces: parsed traces, indexed by pairing and rank. merged_traces: path of the merged trace of
-    each pairing, or None.
+    traces: parsed traces, indexed by pairing and rank.
+    merged_traces: path of the merged trace of each pairing, or None.
     """
     problem, machine = job.problem, job.machine
     pairs = tuple(
@@ -236,7 +239,8 @@ def _stage_rows(
 def _layer_floor(record: RankRecord, problem: Problem) -> Roofline:
     """Return the roofline of the layer on one rank.
 
-    It has the flops of both GEMMs, and the bytes of x, y and the weights of experts with a token.
+    The layer has the flops of both GEMMs, and the bytes of x, y and the weights of experts with a
+    token.
     """
     load = Load(record.load.pairs, record.load.touched, 0.0)
     work = compute_work(problem, problem.scheme, [load])

@@ -11,7 +11,7 @@ STAGE_COLUMNS = (
     *("stage", "entered", "launches", "host us", "device us", "MB", "MB link", "GFLOP"),
     *("floor us", "% of floor", "bound"),
 )
-# Columns that are dropped on a narrow terminal, the last one first.
+# Columns that are dropped on a narrow terminal, starting with the last one.
 OPTIONAL_COLUMNS = (
     *("% of floor", "floor us", "launches", "bound", "host us", "MB", "MB link", "GFLOP"),
     "entered",
@@ -22,7 +22,7 @@ COMPARISON_COLUMNS = ("stage", "A us", "B us", "B - A us", "B / A")
 def row_name(row: StageRow) -> str:
     """Return the name of a row, such as "gemm2".
 
-    The time of a scope outside of its stages is called, for example, "(rest of experts)".
+    The time of a scope outside of its stages is named, for example, "(rest of experts)".
     """
     if row.stage == UNATTRIBUTED:
         return "(launch unknown)"
@@ -31,7 +31,7 @@ def row_name(row: StageRow) -> str:
 
 
 def stage_cells(rank: RankProfile) -> list[tuple[str, ...]]:
-    """Return the cells of a table with STAGE_COLUMNS: a row for each stage, and one for their sum.
+    """Return the cells of a table with STAGE_COLUMNS: a row for each stage, and a row of sums.
 
     If kernels were interpreted, the percentages of the roofline are ABSENT.
     """
@@ -209,7 +209,7 @@ def _comparison_row(name: str, a: float | None, b: float | None) -> tuple[str, .
 
 
 def describe_difference(profile: Profile) -> str:
-    """Describe the difference of the outputs of two pairings; "" for one pairing."""
+    """Describe the difference between the outputs of two pairings. Returns "" for one pairing."""
     if profile.difference is None:
         return ""
     return f"Outputs on the same inputs differ by {profile.difference:.2e} of the first's RMS."

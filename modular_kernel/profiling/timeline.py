@@ -1,4 +1,4 @@
-"""The figure of one call as a timeline on the host and on the device, and the colors of stages."""
+"""Draws a call as a timeline on the host and on the device, and defines the colors of stages."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from modular_kernel.replay import stages
 from modular_kernel.report.pages.document import Figure
 from modular_kernel.report.pages.plots import Scale, svg_element, svg_shape_with_tooltip, svg_text
 
-# In pixels: width and margins of the figure, distance of levels, and height of a bar.
+# In pixels: width and margins of the figure, distance between levels, and height of a bar.
 _WIDTH, _LEFT, _RIGHT = 920, 140, 20
 _LEVEL_HEIGHT, _BAR_HEIGHT = 18, 15
 _COLORS = {
@@ -30,7 +30,7 @@ _MAIN_STAGES = (stages.GEMM1, stages.GEMM2, stages.DISPATCH, stages.COMBINE)
 def stage_color(stage: str) -> str:
     """Return the color of a stage.
 
-    A fused stage has the color of its GEMM or exchange, or else of its first stage.
+    A fused stage has the color of its GEMM or exchange, or otherwise of its first stage.
     """
     names = stages.split_stages(stage)
     main = next((name for name in names if name in _MAIN_STAGES), names[0])
@@ -38,7 +38,7 @@ def stage_color(stage: str) -> str:
 
 
 def draw_timeline(call: CallTimes) -> Figure:
-    """Draw a lane with the ranges on the host, and one with the work on the device.
+    """Draw a lane with the ranges on the host, and a lane with the work on the device.
 
     Each lane begins with its first interval.
     """
@@ -54,7 +54,7 @@ def draw_timeline(call: CallTimes) -> Figure:
 
 
 def _draw_lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> int:
-    """Append the shapes of a lane whose top is at `y`; return the height of the lane."""
+    """Append the shapes of a lane whose top is at `y`, and return the height of the lane."""
     start = min((span.start_us for span in spans), default=0.0)
     end = max((span.end_us for span in spans), default=0.0)
     scale = Scale(0.0, max(end - start, 1e-9), 0.0, _WIDTH - _LEFT - _RIGHT, log=False)
@@ -77,7 +77,7 @@ def _draw_lane(shapes: list[str], name: str, spans: Sequence[Span], y: int) -> i
 
 
 def _assign_levels(spans: Sequence[Span]) -> list[int]:
-    """Return the level of each span, the lowest one that no overlapping span occupies."""
+    """Return the level of each span, which is the lowest one that no overlapping span occupies."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_us, -spans[i].end_us))
     levels, active = [0] * len(spans), list[tuple[float, int]]()
     for index in order:

@@ -1,6 +1,6 @@
 """The page of benchmark results (docs/benchmark-results.md), from records of `mk bench --json`.
 
-For each record, it has the device and the versions, a summary, and a figure.
+For each record, the page has the device and the versions, a summary, and a figure.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _INTRODUCTION = (
     "of two records includes run-to-run variation. [Benchmarks](benchmarks/README.md) describes "
     "the method and how to measure."
 )
-MAX_PANELS = 20  # a figure with more panels (the legend is one) is left out
+MAX_PANELS = 20  # a figure with more panels, including the legend, is omitted
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
@@ -28,7 +28,8 @@ _RATIOS = ("ours / floor", "ours / best peer")
 class BenchmarkRecord:
     """A file in the folder of records, as `mk bench --json` and `make bench` write them.
 
-    name: file name without suffix. report: None if the file has another format.
+    name: file name without suffix.
+    report: None if the file has another format.
     """
 
     name: str
@@ -36,7 +37,7 @@ class BenchmarkRecord:
 
 
 def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
-    """Read every *.json in `folder`, sorted by name; return () if the folder does not exist.
+    """Read every *.json in `folder`, sorted by name. Returns () if the folder does not exist.
 
     Raises ConfigurationError for a file that is not JSON.
     """
@@ -83,7 +84,7 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
 
 
 def date_of(record: BenchmarkRecord) -> str:
-    """Return the date of a record's measurement; "" if unknown."""
+    """Return the date of a record's measurement, or "" if it is unknown."""
     return str(record.report.environment.get("date", "")) if record.report is not None else ""
 
 
@@ -113,7 +114,7 @@ def describe_origin(report: Report) -> str:
 
 
 def _cells_table(rows: Sequence[Row]) -> Table:
-    """Build a table with a row per shape and token count and a column per layer."""
+    """Build a table with a row per shape and token count, and a column per layer."""
     names = list(dict.fromkeys(layer_label(row) for row in rows))
     columns = ["shape", "T", "floor", *names, *_RATIOS]
     lines = []

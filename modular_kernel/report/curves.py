@@ -1,7 +1,7 @@
 """SVG figures of benchmark records, with the same panels as `mk bench --plot`.
 
-If every row has a roofline ("floor"), the figures show times as multiples of it, because on an axis
-of microseconds that covers decades a difference of 10 % would be invisible.
+If every row has a roofline ("floor"), the figures show times as multiples of it. A difference of 10
+% would be invisible on an axis of microseconds that covers decades.
 """
 
 import math
@@ -32,7 +32,10 @@ _FLOOR = "floor"
 
 @dataclass(frozen=True)
 class _Point:
-    """A point of a curve. y: the plotted value, which is time / floor or microseconds."""
+    """A point of a curve.
+
+    y: the plotted value, which is time / floor or microseconds.
+    """
 
     tokens: int
     y: float
@@ -43,8 +46,9 @@ class _Point:
 class _Curve:
     """A curve of a panel.
 
-    points: sorted by tokens. stroke: SVG attributes of the line. color: color of the dots; "" for
-    no dots.
+    points: sorted by tokens.
+    stroke: SVG attributes of the line.
+    color: color of the dots; "" for no dots.
     """
 
     name: str

@@ -37,7 +37,7 @@ from modular_kernel.report.pages.html import render_html
 from modular_kernel.report.shipped_times import RECORD_NAME, shipped_report
 from modular_kernel.utils import json_files
 
-# Files and folders below docs/: records that are read, and the folder of generated figures.
+# Files and folders below docs/: the records to read, and the folder of generated figures.
 _BENCHMARK_RECORDS = "benchmarks"
 _SCORES = "mutation"
 _FIRST_SCORES = "mutation/first"
@@ -51,8 +51,8 @@ _FIGURES = "plots"
 class StaleFile:
     """A generated file that is out of date.
 
-    path: path below the docs folder. fault: "missing", "changed", or "without a record" for a
-    figure whose record was deleted.
+    path: path below the docs folder.
+    fault: "missing", "changed", or "without a record" for a figure whose record was deleted.
     """
 
     path: Path
@@ -91,7 +91,7 @@ _PICTURE_CAPTION = (
 
 
 def _plot(records: Sequence[BenchmarkRecord]) -> tuple[Text, Figure]:
-    """Return the plot of the newest record that can be drawn, or else of the shipped record."""
+    """Return the plot of the newest record that can be drawn, or of the shipped record."""
     reports = [(r.name, r.report) for r in sorted(records, key=date_of, reverse=True) if r.report]
     for name, report in (*reports, (RECORD_NAME, shipped_report())):
         plot = draw_figure(name, report)
@@ -127,7 +127,7 @@ def _demote_headings(document: Document) -> list[Block]:
 def render_files(catalog: Catalog, docs: Path) -> dict[Path, str]:
     """Return the text of every generated file, by its path below `docs`.
 
-    Parts of other packages are left out. Raises ConfigurationError if `docs` is not a folder.
+    Parts of other packages are omitted. Raises ConfigurationError if `docs` is not a folder.
     """
     _check_folder(docs)
     documents: dict[str, Document] = {
@@ -173,7 +173,7 @@ def _compare_with_disk(texts: dict[Path, str], docs: Path) -> list[StaleFile]:
 
 
 def update_files(catalog: Catalog, docs: Path) -> list[StaleFile]:
-    """Update the stale files, delete figures without a record, and return what was changed."""
+    """Update the stale files, delete figures without a record, and return the changes."""
     texts = render_files(catalog, docs)
     stale_files = _compare_with_disk(texts, docs)
     for file in stale_files:

@@ -1,6 +1,6 @@
 """Compatibility of every pair of parts, for every scheme and number of ranks.
 
-The verdicts hold for one layer and one machine. The machine is described rather than detected, so
+The verdicts hold for one layer and one machine. The machine is described instead of detected, so
 that the result is the same everywhere.
 """
 
@@ -15,7 +15,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.spec.quantization import QUANT_SCHEMES
 
-_BUILT_IN_ORIGIN = "modular-kernel "  # beginning of the origin of built-in parts
+_BUILT_IN_ORIGIN = "modular-kernel "  # start of the origin of built-in parts
 WORLD_SIZES = (1, 2, 4)
 # A layer of Qwen3-30B. Its sizes are multiples of all quantization groups, and its number of
 # experts is a multiple of the number of ranks.
@@ -52,7 +52,7 @@ class PairVerdict:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Verdicts on every pair, scheme and world size, for one problem on one machine."""
+    """Verdicts on every pair, scheme and world size, for one problem and one machine."""
 
     catalog: Catalog
     problem: Problem
@@ -88,7 +88,7 @@ class RefusalReason:
 
 
 def built_in_catalog(catalog: Catalog) -> Catalog:
-    """Return a catalog with the built-in parts only, so that plugins do not change the docs."""
+    """Return a catalog with only the built-in parts, so that plugins do not change the docs."""
     return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_BUILT_IN_ORIGIN)))
 
 
@@ -97,7 +97,7 @@ def with_required_packages(
 ) -> Machine:
     """Return the machine with exactly the packages that these parts require.
 
-    A machine with the packages of all parts is not possible, because some exclude each other.
+    No machine can have the packages of all parts, because some exclude each other.
     """
     packages = frozenset(package for part in parts for package in part.requires.packages)
     return replace(machine, packages=packages)
@@ -112,7 +112,8 @@ def judge_all(
 ) -> Matrix:
     """Judge every pair for every scheme and world size.
 
-    machine: For each pair, its packages are replaced by those that the two parts require.
+    machine: the machine to judge for. For each pair, its packages are replaced with those that the
+      two parts require.
     """
     problems = {
         (size, quant): _problem_of_each_rank(problem, quant, size)

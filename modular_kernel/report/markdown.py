@@ -1,4 +1,4 @@
-"""Rendering of documents as Markdown, for the generated files under docs/."""
+"""Renders documents as Markdown, for the generated files under docs/."""
 
 from functools import cache
 from textwrap import fill
@@ -43,7 +43,7 @@ def _alignments(table: Table) -> list[str]:
 
 
 def _wrap(text: str, indent: str = "") -> str:
-    """Wrap text between words only, because parts of names and paths must not be separated."""
+    """Wrap text only between words, because parts of names and paths must not be separated."""
     return fill(
         text,
         _LINE_WIDTH,

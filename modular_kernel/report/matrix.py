@@ -1,7 +1,7 @@
 """The support matrix as a document (docs/support-matrix.md) and as an interactive HTML diagram.
 
-A row of the matrix is a PrepareAndFinalize part, a column an experts part. For each quantization
-scheme and number of ranks, a cell is "yes" or has the rules that reject the pair.
+A row of the matrix is a PrepareAndFinalize part, and a column is an experts part. For each
+quantization scheme and number of ranks, a cell is "yes" or lists the rules that reject the pair.
 """
 
 from collections.abc import Iterable
@@ -193,7 +193,7 @@ def _format_rules(rules: Iterable[str]) -> str:
 
 
 def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
-    """Group the world sizes. In a group, each pair violates the same rules for all world sizes."""
+    """Group the world sizes for which each pair violates the same rules."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for size in matrix.world_sizes:
         cells = [cell for cell in matrix.cells if cell.world_size == size]
@@ -202,10 +202,10 @@ def _group_world_sizes(matrix: Matrix) -> list[tuple[int, ...]]:
 
 
 def _pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
-    """Build the section of world sizes with equal verdicts.
+    """Build the section of world sizes with the same verdicts.
 
-    The first table has the number of schemes that each pair supports. The second table has the
-    schemes.
+    The first table has the number of schemes that each pair supports, and the second table lists
+    the schemes.
     """
     size = sizes[0]
     pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
@@ -242,7 +242,6 @@ def _pairs_section(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
 
 
 def _count_valid(matrix: Matrix, pair: tuple[str, str], size: int) -> int:
-    """Return the number of schemes that a pair supports."""
     return sum(matrix.by_key[*pair, quant, size].ok for quant in matrix.quants)
 
 
@@ -287,7 +286,7 @@ def _format_parties(matrix: Matrix, parties_of_rejections: list[tuple[str, ...]]
 
 
 def _format_scope(matrix: Matrix, reason: RefusalReason) -> str:
-    """Describe the cells that a reason applies to; return "" for all cells with its parts."""
+    """Describe the cells that a reason applies to. Returns "" for all cells with its parts."""
     parts = {name for pair in matrix.pairs for name in pair}
     part_names = parts & set(reason.rejection.parties)
     texts = []
@@ -334,7 +333,7 @@ def interactive_matrix(matrix: Matrix) -> InteractiveMatrix:
 
 
 def _reason_indices(cell: PairVerdict, reasons: dict[str, int]) -> tuple[int, ...]:
-    """Return the index of each of the cell's reasons, after adding new reasons to `reasons`."""
+    """Return the index of each of the cell's reasons. New reasons are added to `reasons`."""
     texts = []
     for r in cell.rejections:
         hint = f" ({r.hint})" if r.hint else ""

@@ -2,7 +2,7 @@
 
 A mutant is a copy of the source with one small defect. The score of a part is the fraction of its
 mutants that the cases of `mk test` detect ("kill"). A fresh sample is a random selection of mutants
-with another seed, which is tested before any case is added because of it.
+with another seed. It is tested before cases are added for its mutants.
 """
 
 import json
@@ -83,15 +83,16 @@ def mutation_document(
 ) -> Document:
     """Build the document: tables of scores, method, surviving mutants, and handwritten defects.
 
-    scores: records of `mk test --mutate PART --save`. defects: output file of
-    tools/source_defects.py. notes: JSON file with a note for each id of a surviving mutant, and
-    with notes on the measurements under "scores", "fresh" and "defects". Both files are optional.
-    parts: names of all parts; those without a score are listed. first_scores: records of the first
-    run of fresh samples. studied_scores: records of the same samples, after cases were added
-    because of their survivors.
+    scores: records of `mk test --mutate PART --save`.
+    defects: output file of tools/source_defects.py; may be missing.
+    notes: JSON file with a note for each id of a surviving mutant, and with notes on the
+      measurements under "scores", "fresh" and "defects"; may be missing.
+    parts: names of all parts. Parts without a score are listed.
+    first_scores: records of the first run of fresh samples.
+    studied_scores: records of the same samples, after cases were added for their survivors.
 
-    Raises ConfigurationError if a part in `first_scores` has no score, or one with the same seed,
-    and if the records in `studied_scores` have other samples than `first_scores`.
+    Raises ConfigurationError if a part in `first_scores` has no score or a score with the same
+    seed, and if the records in `studied_scores` have other samples than `first_scores`.
     """
     _check_samples(scores, first_scores, studied_scores)
     note_texts = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
@@ -182,7 +183,10 @@ def _fresh_samples(
 
 
 def _fresh_row(record: Record, studied: Record | None) -> tuple[str, ...]:
-    """Return the row of a part. studied: None if its sample was not tested again."""
+    """Return the row of a part.
+
+    studied: None if its sample was not tested again.
+    """
     counts = (record["put_in"], len(record["equivalent"]), record["killed"])
     fresh_scores = (_format_score(record), "", "")
     if studied is not None:

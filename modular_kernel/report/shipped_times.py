@@ -17,7 +17,11 @@ RECORD_NAME = _FILE.stem
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of the record. name: its name in plots. origin: see measure.records.Row."""
+    """A layer of the record.
+
+    name: its name in plots.
+    origin: see measure.records.Row.
+    """
 
     name: str
     quant: str

@@ -1,10 +1,10 @@
 """The cases of `mk exchange`, and `Transport`, the interface of an exchange to measure.
 
-`mk exchange` measures dispatch (send each token to the ranks of its experts) and combine (return
-the experts' outputs and sum them). A Transport runs both on one rank, with one of our
-PrepareAndFinalize parts or with a library. Between them the experts are the identity, and the
-router weights of a token sum to 1, so the result must equal x. Every rank can draw the inputs of
-all ranks from their seeds.
+`mk exchange` measures dispatch, which sends each token to the ranks of its experts, and combine,
+which returns the experts' outputs and sums them. A Transport runs both on one rank, with one of our
+PrepareAndFinalize parts or with a library. The experts between them are the identity, and the
+router weights of a token sum to 1, so the result must equal x. Inputs are drawn from seeds, so
+every rank can reproduce the inputs of all ranks.
 """
 
 from abc import ABC, abstractmethod
@@ -23,9 +23,9 @@ from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 
-# Bounds on the relative error of a row. Each rank's sum and the total are rounded to bfloat16.
+# Bounds on the relative error of a row. The sum of each rank and the total are rounded to bfloat16.
 BF16_BOUND = 2.0**-7
-FP8_BOUND = 2.0**-4 + BF16_BOUND  # in addition, each value is rounded to float8_e4m3fn
+FP8_BOUND = 2.0**-4 + BF16_BOUND  # each value is also rounded to float8_e4m3fn
 _INTERMEDIATE = 256  # any valid size, because the experts are not computed
 
 
@@ -33,9 +33,10 @@ _INTERMEDIATE = 256  # any valid size, because the experts are not computed
 class ExchangeCase:
     """Sizes and formats of one dispatch and combine.
 
-    tokens: number of tokens of each rank. capacity: maximum tokens per call, for which buffers are
-    allocated. quant: format of dispatched rows, "none" (bfloat16) or a scheme such as
-    fp8_w8a8_block. Combined rows are always bfloat16.
+    tokens: number of tokens of each rank.
+    capacity: maximum number of tokens per call, for which buffers are allocated.
+    quant: format of dispatched rows, "none" (bfloat16) or a scheme such as fp8_w8a8_block. Combined
+      rows are always bfloat16.
     """
 
     world_size: int
@@ -65,7 +66,7 @@ class ExchangeCase:
 
     @property
     def bound(self) -> float:
-        """Maximum relative error that a row of the result may have."""
+        """Maximum relative error that is allowed for a row of the result."""
         return FP8_BOUND if self.scheme.quantizes_activations else BF16_BOUND
 
     @property
@@ -78,9 +79,9 @@ class ExchangeCase:
         return self.hidden + 4 * -(-self.hidden // group)
 
     def routing(self, rank: int) -> Routing:
-        """Draw a rank's routing. The weights of a token sum to 1.
+        """Draw a rank's routing, in which the weights of a token sum to 1.
 
-        It is drawn on the CPU, so that it is bitwise identical on every machine.
+        The routing is drawn on the CPU, so that it is bitwise identical on every machine.
         """
         generator = torch.Generator().manual_seed(1_000 * self.tokens + rank)
         return draw_routing(
@@ -95,7 +96,7 @@ class ExchangeCase:
 
     @cached_property
     def rows_WW(self) -> tuple[tuple[int, ...], ...]:
-        """rows_WW[s][d]: number of tokens of source rank s with an expert on rank d."""
+        """Matrix whose element [s][d] is the number of rank s's tokens with an expert on rank d."""
         tables = self.problem(0).placement.tables()
         rows = []
         for rank in range(self.world_size):
@@ -108,7 +109,8 @@ class ExchangeCase:
     def remote_rows(self) -> tuple[int, int]:
         """Number of rows that the busiest rank receives from others, in dispatch and in combine.
 
-        In combine, a rank returns the rows that it received, so the counts are transposed.
+        In combine, a rank returns the rows that it received in dispatch, so the counts are
+        transposed.
         """
         ranks = range(self.world_size)
         sent = [sum(self.rows_WW[r]) - self.rows_WW[r][r] for r in ranks]
@@ -118,7 +120,11 @@ class ExchangeCase:
 
 @dataclass(frozen=True)
 class TransportLink:
-    """Model of the link into one GPU, for rooflines: bytes per second, and latency in seconds."""
+    """Model of the link into one GPU, for rooflines.
+
+    bytes_per_s: bandwidth.
+    latency_s: latency in seconds.
+    """
 
     bytes_per_s: float = 393e9
     latency_s: float = 6e-6
@@ -129,7 +135,10 @@ class TransportLink:
 
 @dataclass(frozen=True)
 class RankContext:
-    """The rank that a transport runs on. group: process group of all ranks."""
+    """The rank that a transport runs on.
+
+    group: process group of all ranks.
+    """
 
     rank: int
     world_size: int
@@ -141,7 +150,8 @@ class RankContext:
 class ExchangeInputs:
     """Inputs of a call on one rank.
 
-    x_TH: (T, H) bfloat16. routing: contiguous ids (T, K) int32 and weights (T, K) float32.
+    x_TH: (T, H) bfloat16.
+    routing: contiguous ids (T, K) int32 and weights (T, K) float32.
     """
 
     case: ExchangeCase
@@ -158,12 +168,16 @@ class ExchangeInputs:
 class Transport(ABC):
     """Base class of implementations of dispatch and combine on one rank.
 
-    name: name in the tables. origin: see measure.records.Row. capturable: whether dispatch and
-    combine can be captured in CUDA graphs. needs_fresh_ranks: whether the processes of the ranks
-    must be replaced after this transport, for example because another one uses the same library.
-    replicated: whether every rank passes the tokens of rank 0. interpreted: whether it runs in
-    Triton's interpreter, so that its time is meaningless. note: text for the table. arrived: result
-    of the last dispatch, which `identity` and `combine` read.
+    name: name in the tables.
+    origin: see measure.records.Row.
+    capturable: whether dispatch and combine can be captured in CUDA graphs.
+    needs_fresh_ranks: whether the processes of the ranks must be replaced after this transport, for
+      example because another transport uses the same library.
+    replicated: whether every rank passes the tokens of rank 0.
+    interpreted: whether the transport runs in Triton's interpreter, so that its time is
+      meaningless.
+    note: text for the table.
+    arrived: result of the last dispatch, which `identity` and `combine` read.
     """
 
     name: ClassVar[str]
@@ -193,7 +207,7 @@ class Transport(ABC):
 
     @abstractmethod
     def identity(self) -> None:
-        """Copy the dispatched rows into the input of `combine`, as experts that return x do."""
+        """Copy the dispatched rows to the input of `combine`, like experts that return x."""
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
@@ -202,7 +216,7 @@ class Transport(ABC):
     def expected(self, inputs: ExchangeInputs) -> torch.Tensor:
         """Return the correct result of `combine`.
 
-        It is x, except for a transport whose caller has to do the weighted sum.
+        The result is x, except for a transport that leaves the weighted sum to its caller.
         """
         return inputs.x_TH
 
@@ -210,7 +224,7 @@ class Transport(ABC):
         """Raise the asynchronous errors of earlier calls."""
 
     def close(self) -> None:  # noqa: B027  most transports hold no resources
-        """Release all resources. It can be called after a failure, and without `open`."""
+        """Release all resources. This can be called after a failure, and without `open`."""
 
 
 def load_transports(path: Path) -> list[Transport]:
@@ -227,9 +241,9 @@ def load_transports(path: Path) -> list[Transport]:
 
 
 def max_row_error(out: torch.Tensor, x_TH: torch.Tensor) -> float:
-    """Return the maximum over rows of the relative error of `out`, compared with x.
+    """Return the maximum relative error of a row of `out`, compared with x.
 
-    It is infinite if the shapes differ or a value is not finite.
+    The error is infinite if the shapes differ or a value is not finite.
     """
     if out.shape != x_TH.shape or not bool(out.isfinite().all()):
         return float("inf")
@@ -240,10 +254,10 @@ def max_row_error(out: torch.Tensor, x_TH: torch.Tensor) -> float:
 
 
 def dequantize(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> torch.Tensor:
-    """Multiply rows (..., H) by their scales; return bfloat16.
+    """Multiply rows (..., H) by their scales. Returns bfloat16.
 
-    scale: None for unquantized rows; (1,) float32, one scale for all rows; (..., 1) float32, one
-    scale per row; or (..., ceil(H / group)) float32, one scale for every `group` values of a row.
+    scale: None for unquantized rows, or float32: (1,) for one scale for all rows, (..., 1) for one
+      scale per row, and (..., ceil(H / group)) for one scale per `group` values of a row.
     """
     if scale is None:
         return rows.bfloat16()

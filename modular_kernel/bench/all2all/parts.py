@@ -32,7 +32,8 @@ from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 
 # Maximum tokens per call in the batched format, whose buffers have a row for each token and expert.
 _MAX_BATCHED_TOKENS = 512
-# Reductions (weighted sums over K) that experts leave to `finalize`, in order of preference. The
+# Reductions (weighted sums over K) that experts leave to `finalize`, in order of preference. With
+# less reduction, the time of `finalize` is closer to that of the exchange.
 # less `finalize` reduces, the more of its time is the exchange.
 _PREFERRED_REDUCTIONS = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
@@ -40,14 +41,15 @@ _PREFERRED_REDUCTIONS = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 class PartTransport(Transport):
     """A PrepareAndFinalize part with identity experts.
 
-    The identity experts do as much of the reduction as the part supports, so that `finalize` has
-    little other work than the exchange. A part that needs Problem(graph=True) to be capturable
-    (`requires.graph_on_request`) gets it on a GPU.
+    The identity experts reduce as much as the part supports, so that `finalize` does little besides
+    the exchange. If a part can be captured only with Problem(graph=True)
+    (`requires.graph_on_request`), its problem has graph=True on a GPU.
 
-    A case is refused if no experts part is compatible. The refusal has the reasons of the pairing
-    with the fewest.
+    A case is refused if no experts part is compatible. The refusal lists the reasons of the pairing
+    with the fewest reasons.
 
-    name: name of the part. machine: machine for which compatibility is checked.
+    name: name of the part.
+    machine: machine for which compatibility is checked.
     """
 
     origin = OURS
@@ -74,7 +76,7 @@ class PartTransport(Transport):
         """Return the cases with the capacities that this part needs.
 
         A part that is captured on request always exchanges blocks of `capacity` rows. To measure
-        the exchange of `tokens` rows, the capacity must be the number of tokens.
+        the exchange of `tokens` rows, the capacity must therefore equal the number of tokens.
         """
         if not self._graph_on_request:
             return tuple(cases)
@@ -184,9 +186,11 @@ def _find_reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndR
 def _identity_output(tokens: ContiguousTokens, group: int, reduction: Reduce) -> torch.Tensor:
     """Return the identity experts' output for R contiguous rows of x.
 
-    group: values per scale. reduction: the reduction that is left to `finalize`. For NOOP, the
-    output is (R, H), the weighted sums over this rank's pairs. Otherwise, it is (R, K, H),
-    unweighted rows with zeros for the pairs of other ranks.
+    For NOOP, the output is (R, H), the weighted sums over this rank's (token, expert) pairs. For
+    other reductions, it is (R, K, H), unweighted rows with zeros for the pairs of other ranks.
+
+    group: values per scale.
+    reduction: the reduction that is left to `finalize`.
     """
     local_RK = _local_pairs(tokens.routing)
     any_local_R1 = local_RK.any(1, keepdim=True)
@@ -201,7 +205,7 @@ def _identity_output(tokens: ContiguousTokens, group: int, reduction: Reduce) ->
 
 
 def _local_pairs(routing: DispatchedRouting) -> torch.Tensor:
-    """Return a (R, K) bool mask of the pairs whose expert is on this rank."""
+    """Return a (R, K) bool mask of the (token, expert) pairs whose expert is on this rank."""
     ids_RK = routing.topk_ids_TK
     valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)
     if routing.space is IdSpace.GLOBAL and routing.expert_map is not None:

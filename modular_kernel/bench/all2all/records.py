@@ -1,6 +1,6 @@
 """The record of `mk exchange`, with one row per transport and case, and its tables.
 
-See bench.all2all.cases for the terms dispatch, combine, transport and case.
+bench.all2all.cases defines dispatch, combine, transport and case.
 """
 
 import json
@@ -15,18 +15,19 @@ from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.utils import json_files
 
 SCHEMA = "mk-exchange/1"
-_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # ascending; a row has the worst one of its ranks
+# in ascending order; a row has the worst status of its ranks
+_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRow:
-    """Result of one transport in one case. It has times only if the status is ok.
+    """Result of one transport in one case. Times are set only if the status is ok.
 
-    *_us: median time in microseconds, the maximum over ranks. pair_us is the time of a dispatch
-        followed by a combine.
-    *_rows, *_bytes: rows that the busiest rank receives from other ranks, and their bytes.
-    *_gbs: *_bytes divided by the time, in GB/s.
-    *_floor_us: roofline, see `TransportLink`.
+    The suffix of a field's name is its meaning: `_us` is a median time in microseconds, the maximum
+    over ranks. `_rows` and `_bytes` are what the busiest rank receives from other ranks. `_gbs` is
+    the bytes divided by the time, in GB/s. `_floor_us` is the roofline (see `TransportLink`). The
+    prefix `pair` means a dispatch followed by a combine.
+
     error: maximum relative error of a row, see `cases.max_row_error`.
 
     For origin, status and note, see measure.records.Row. The other fields are as in `ExchangeCase`
@@ -69,10 +70,11 @@ def make_row(
 ) -> ExchangeRow:
     """Combine the reports of all ranks on one case into a row.
 
-    Its note is the most informative one (see `_note_priority`), and the earliest of several.
+    The row has the most informative note (see `_note_priority`). If several are equally
+    informative, it has the earliest.
 
     reports: a dict for each rank with `status`, `note`, `error`, the times, and `at`, the time of
-    the report by a clock that all ranks share.
+      the report by a clock that all ranks share.
     """
     received, sent = case.remote_rows
     dispatch_bytes, combine_bytes = received * case.row_bytes, sent * 2 * case.hidden
@@ -106,7 +108,7 @@ def make_row(
 
 
 def _note_priority(note: str) -> int:
-    """Return the sort key of a note: 0 for a rank that died, 1 for an error, 2 for a hang."""
+    """Return the sort key of a note: 0 if a rank died, 1 for an error, 2 for a hang."""
     if "died: " in note:
         return 0
     return 2 if note.startswith(("no answer", "another rank")) else 1
@@ -114,7 +116,10 @@ def _note_priority(note: str) -> int:
 
 @dataclass(frozen=True)
 class ExchangeReport:
-    """A benchmark run. environment: device, versions, link model and method."""
+    """A benchmark run.
+
+    environment: device, versions, link model and method.
+    """
 
     environment: dict[str, Any]
     rows: tuple[ExchangeRow, ...] = ()
@@ -125,7 +130,7 @@ class ExchangeReport:
 
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
-        """Parse the output of `to_json`; raise ConfigurationError for anything else."""
+        """Parse the output of `to_json`. Raises ConfigurationError for anything else."""
         record = json_files.parse_record(text, SCHEMA, "record of exchanges")
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
@@ -140,7 +145,7 @@ class ExchangeReport:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinite numbers by None, because JSON has no infinity."""
+    """Replace infinite numbers with None, because JSON has no infinity."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
@@ -152,7 +157,8 @@ _COLUMNS = (
     "T", "transport", "dispatch", "floor", "GB/s", "combine", "floor", "GB/s",
     "pair", "mode", "error", "note",
 )  # fmt: skip
-# Columns that are dropped on a narrow terminal, the last one first. Both columns of a name, such as
+# Columns that are dropped on a narrow terminal, starting with the last one. Columns with the same
+# name, such as floor, are dropped together.
 # floor, are dropped together.
 OPTIONAL_COLUMNS = ("mode", "GB/s", "floor", "error", "note")
 
@@ -186,7 +192,7 @@ def detail_tables(
 ) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
     """Yield the title, column names and cells of a table for each format of dispatched rows.
 
-    Rows of the same case are adjacent, the fastest first. Refused rows are left out.
+    Rows of the same case are adjacent, the fastest first. Refused rows are omitted.
     """
     shown = [row for row in rows if row.status != REFUSED]
     shown.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
@@ -202,8 +208,8 @@ def _format_name(quant: str) -> str:
 def summary_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield the title, column names and cells of a short table for each format of dispatched rows.
 
-    A table has a row per transport and a column per number of tokens. A cell has the microseconds
-    of dispatch, combine, and both. The last row has the floors.
+    A table has one row per transport and one column per number of tokens. A cell has the
+    microseconds of dispatch, of combine, and of both. The last row has the rooflines.
     """
     for quant in dict.fromkeys(row.quant for row in rows):
         shown = [row for row in rows if row.quant == quant and row.status != REFUSED]
@@ -226,7 +232,6 @@ def _short_cell(row: ExchangeRow) -> str:
 
 
 def markdown(report: ExchangeReport) -> str:
-    """Render the report as Markdown."""
     env = report.environment
     versions = ", ".join(f"{k} {v}" for k, v in env.get("versions", {}).items() if v)
     lines = [

@@ -1,9 +1,9 @@
 """The benchmark run of `mk exchange`: dispatch and combine of several transports over ranks.
 
 The main process sends the transports one by one to a pool of ranks and reads the results. Each
-transport is verified before it is timed, and a failure of one does not stop the others. A rank
-writes the result of each case to its own file at once, so that it is not lost if a rank crashes or
-hangs later.
+transport is verified before it is timed. If it fails, the other transports still run. A rank
+immediately writes the result of each case to its own file, so that a later crash or hang does not
+lose it.
 """
 
 import json
@@ -38,8 +38,8 @@ from modular_kernel.machine import prefer_torch_reference
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.spec.problem import Machine
 
-_START_SECONDS = 60.0  # to start processes and communicators, in addition to the ranks' limits
-_HANG_NOTE = "no answer"  # beginning of the note of a rank that hung
+_START_SECONDS = 60.0  # added to the time limit of a batch, to start processes and communicators
+_HANG_NOTE = "no answer"  # start of the note of a rank that hung
 _HANG_EXIT_STATUS = 3  # exit status of a rank that its HangWatchdog terminated
 
 
@@ -59,9 +59,9 @@ class RankRunner(Protocol):
 class TransportJob:
     """A transport to measure, which each rank creates with `make`, and the cases to run.
 
-    needs_fresh_ranks: see Transport. path: the --peer file that defines the transport; None for one
-    of our parts. seconds: time limit for a case, including `open`. A rank that exceeds it
-    terminates its process.
+    needs_fresh_ranks: see Transport.
+    path: the --peer file that defines the transport; None for one of our parts.
+    seconds: time limit for a case, including `open`. A rank that exceeds it terminates its process.
     """
 
     name: str
@@ -80,7 +80,10 @@ class TransportJob:
 
 @dataclass(frozen=True)
 class RankTask:
-    """The argument of `measure_on_rank`. folder: folder in which each rank writes {rank}.jsonl."""
+    """The argument of `measure_on_rank`.
+
+    folder: folder in which each rank writes {rank}.jsonl.
+    """
 
     job: TransportJob
     repeats: Repeats
@@ -95,11 +98,13 @@ def run(
     repeats: Repeats,
     start_limit_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
-    """Measure the transport of each job; yield its rows.
+    """Measure the transport of each job, and yield its rows.
 
     make_pool: starts the ranks. It is called at the start, and after each job that needs fresh
-    ranks. link: model of the link, for rooflines. start_limit_s: seconds after which no job is
-    started; the rows of the remaining ones are skipped.
+      ranks.
+    link: model of the link, for rooflines.
+    start_limit_s: seconds after which no job is started. The rows of the remaining jobs are
+      skipped.
     """
     started, pool = time.monotonic(), make_pool()
     try:
@@ -121,9 +126,9 @@ def _run_batches(
 ) -> Iterator[ExchangeRow]:
     """Measure the cases of a job in batches, and yield their rows.
 
-    A batch has the cases of one format and capacity. They share the buffers of one `open`, so the
-    cases after a failed one are skipped. If the first case of a batch hangs, the other batches are
-    skipped, because each of them would also hang until its time limit.
+    A batch consists of the cases of one format and capacity. They share the buffers of one `open`,
+    so the cases after a failed one are skipped. If the first case of a batch hangs, the remaining
+    batches are skipped, because they would also hang until their time limits.
     """
     has_hung = False
     for _, cases in groupby(job.cases, key=lambda case: (case.quant, case.capacity)):
@@ -140,7 +145,7 @@ def _run_batches(
 def _run_batch(
     job: TransportJob, pool: RankRunner, link: TransportLink, repeats: Repeats
 ) -> tuple[ExchangeRow, ...]:
-    """Measure the cases of a job, all of one format and capacity, on all ranks."""
+    """Measure the cases of a job, which have the same format and capacity, on all ranks."""
     failure = ""
     with tempfile.TemporaryDirectory(prefix="mk-exchange-") as folder:
         seconds = _START_SECONDS + 2 * len(job.cases) + job.seconds
@@ -152,7 +157,8 @@ def _run_batch(
     rows, none_failed = [], True
     for index, case in enumerate(job.cases):
         case_reports = [by_case[index] for by_case in reports if index in by_case]
-        # A rank crashed or hung in the first case without a report of every rank. This case has
+        # A rank crashed or hung in the first case that not all ranks reported. This case has
+        # failed, and later ones are skipped.
         # failed, and later ones are skipped.
         if len(case_reports) < pool.world_size:
             reason = {"note": failure or "a rank reported nothing", "error": None}
@@ -166,7 +172,7 @@ def _run_batch(
 
 
 def _select_error_line(error: ModularKernelError) -> str:
-    """Return the line of the error's message that names a dead rank, or else its last line."""
+    """Return the line of the error's message that names a dead rank, or its last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     dead = [line for line in lines if "died: " in line]
     return (dead or lines[-1:] or [type(error).__name__])[0][:300]
@@ -180,7 +186,7 @@ def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             report = json.loads(line)
-        except json.JSONDecodeError:  # the writer was killed in this line
+        except json.JSONDecodeError:  # the writer was killed while it wrote this line
             break
         reports.setdefault(report["case"], report)
     return reports
@@ -190,7 +196,7 @@ def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def measure_on_rank(rank: int, world_size: int, group: Any, task: RankTask) -> None:
-    """Measure a batch on this rank, and write each result to this rank's file at once."""
+    """Measure a batch on this rank, and immediately write each result to this rank's file."""
     cuda = task.job.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     context = RankContext(rank, world_size, group, device)
@@ -204,10 +210,12 @@ def measure_on_rank(rank: int, world_size: int, group: Any, task: RankTask) -> N
 
 
 class ResultWriter:
-    """Writer of a rank's result file. case_index: index of the current case.
+    """Writes a rank's result file.
 
     The main process reads only the first report on a case. A rank that fails writes its report
     before it communicates with the other ranks, because they may be blocked in another collective.
+
+    case_index: index of the current case.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -221,7 +229,7 @@ class ResultWriter:
         self._file.flush()
 
     def report_failure(self, note: str, error: float | None = None) -> dict[str, Any]:
-        """Return the report of a failed case; write it if this rank failed.
+        """Return the report of a failed case, and write it if this rank failed.
 
         note: the reason, or "" if another rank failed.
         """
@@ -261,7 +269,6 @@ class HangWatchdog:
 
 
 def measure_event_gap_on_rank(rank: int, world_size: int, group: Any) -> float | None:
-    """Return the result of `measure_event_gap` for this rank's device."""
     cuda = torch.cuda.is_available() and dist.get_backend(group) == "nccl"
     return measure_event_gap(torch.device("cuda" if cuda else "cpu"))
 
@@ -279,7 +286,7 @@ def _measure_batch(
         else:
             with prefer_torch_reference(enabled=not transport.interpreted):
                 transport.open(cases[0], context)
-    # A peer can raise anything. The other transports must still be measured.
+    # A peer can raise any exception. The other transports must still be measured.
     except Exception as error:  # noqa: BLE001
         reason = _format_error(error)
         writer.report_failure(reason)
@@ -313,8 +320,8 @@ def _measure_case(
 ) -> dict[str, Any]:
     """Verify the transport in one case, time it, and return the report.
 
-    After each step, the ranks agree whether it succeeded on all of them, so that none waits in a
-    collective for a failed rank.
+    After each step, the ranks agree on whether it succeeded on all of them. Otherwise, they could
+    wait for a failed rank in a collective.
     """
     note, error, times = "", float("inf"), None
     inputs = ExchangeInputs.from_case(
@@ -350,18 +357,17 @@ def _measure_case(
 
 
 def _run_and_check(transport: Transport, inputs: ExchangeInputs) -> float:
-    """Run a dispatch and a combine; return the maximum relative error of a row."""
+    """Run a dispatch and a combine, and return the maximum relative error of a row."""
     transport.dispatch()
     transport.identity()
     out = transport.combine()
     transport.settle()
     error = max_row_error(out, transport.expected(inputs))
-    out.fill_(float("nan"))  # the next result has NaN where `combine` does not write
+    out.fill_(float("nan"))  # so that NaN remains where the next `combine` does not write
     return error
 
 
 def _is_true_on_all_ranks(context: RankContext, ok: bool) -> bool:
-    """Return whether `ok` is true on all ranks."""
     all_ok = torch.tensor([float(ok)], device=context.device)
     dist.all_reduce(all_ok, op=dist.ReduceOp.MIN, group=context.group)
     return bool(all_ok.item())
@@ -371,7 +377,7 @@ def _close(transport: Transport | None) -> None:
     try:
         if transport is not None:
             transport.close()
-    except Exception:  # noqa: BLE001, S110  its results are already written
+    except Exception:  # noqa: BLE001, S110  the results of the transport are already written
         pass
 
 

@@ -1,10 +1,11 @@
 """Timing of dispatch and combine on one rank, for `mk exchange`.
 
-If both can be captured, each becomes a CUDA graph. The two graphs are replayed alternately, with an
-event after each. A spinning kernel runs first, so that the host can queue all replays. The time of
-a pair (a dispatch and a combine) is measured with one graph of four pairs, so that it does not
-include the time between graphs. If they cannot be captured, eager calls are timed after a barrier,
-and times include host time. Inputs are in the L2 cache, as after the previous layer of a model.
+If both can be captured, dispatch and combine are captured in one CUDA graph each. The two graphs
+are replayed alternately, with an event after each replay. A spinning kernel runs first, so that the
+host can queue all replays. The time of a pair (a dispatch and a combine) is measured with one graph
+of four pairs, so that it excludes the time between graphs. If they cannot be captured, eager calls
+are timed after a barrier, and times include host time. Inputs are in the L2 cache, as after the
+previous layer of a model.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture_graphs, make_clock
 
 _PAIRS = 4  # dispatch and combine pairs per graph
-_SPIN_CYCLES = 2_000_000  # about 1 ms, the time that the host has to queue the timed work
+_SPIN_CYCLES = 2_000_000  # about 1 ms, in which the host queues the timed work
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Repeats:
 class ExchangeTimes:
     """Times of one call on one rank, in microseconds.
 
-    spread: (max - min) / median of the pair times of the rounds. mode: "graph", "eager", "cpu" or
-    "interpreter". error: maximum relative error of a row after a replay; 0 without graphs.
+    spread: (max - min) / median of the pair times of the rounds.
+    mode: "graph", "eager", "cpu" or "interpreter".
+    error: maximum relative error of a row after a replay; 0 without graphs.
     """
 
     dispatch_us: float
@@ -79,7 +81,7 @@ def time_transport(
 class _Graphs:
     """Functions that replay the captured graphs.
 
-    arrived: `Transport.arrived` after the capture of dispatch, in the memory of that graph.
+    arrived: value of `Transport.arrived` after dispatch was captured, in the memory of its graph.
     """
 
     dispatch: Call
@@ -128,7 +130,7 @@ def _time_graphs(
 def _time_replays(runs: list[Call], context: RankContext, replays: int) -> list[list[float]]:
     """Return, for each graph, the microseconds of its replays.
 
-    The first replay is left out, because it includes waiting for other ranks.
+    The first replay is omitted, because it includes waiting for other ranks.
     """
     clock = make_clock(context.device)
     dist.barrier(context.group)

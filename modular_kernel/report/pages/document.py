@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading. level: 1 is the title of the page."""
+    """A heading.
+
+    level: 1 is the title of the page.
+    """
 
     level: int
     text: str
@@ -31,9 +34,10 @@ class BulletList:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with one text per column in each row.
+    """A table. Each row has one text per column.
 
-    numeric: names of right-aligned columns. totals: number of rows at the end that are sums.
+    numeric: names of right-aligned columns.
+    totals: number of rows at the end that are sums.
     """
 
     columns: Sequence[str]
@@ -54,8 +58,9 @@ class Code:
 class Figure:
     """An SVG figure.
 
-    name: file name without suffix. svg: the whole figure, for Markdown. panels: the same figure as
-    separate SVGs, which an HTML page arranges according to its width.
+    name: file name without suffix.
+    svg: the whole figure, for Markdown.
+    panels: the same figure as separate SVGs, which an HTML page arranges according to its width.
     """
 
     name: str
@@ -90,8 +95,9 @@ class WarningBox:
 class Bar:
     """A bar of a chart.
 
-    value: length, in the unit of the chart. text: text at the end of the bar. mark: value of a mark
-    on the bar, such as a roofline.
+    value: length, in the unit of the chart.
+    text: text at the end of the bar.
+    mark: value of a mark on the bar, such as a roofline.
     """
 
     name: str
@@ -115,9 +121,10 @@ class InteractiveMatrix:
 
     The user selects the scheme and the number of ranks.
 
-    reasons: distinct reasons of refusals. reason_sets: distinct sets of reasons, as indices into
-    `reasons`. The first set is empty and belongs to valid pairs. cells: for each "SCHEME RANKS",
-    the index into `reason_sets` of each pair, row by row.
+    reasons: distinct reasons of refusals.
+    reason_sets: distinct sets of reasons, as indices into `reasons`. The first set is empty and
+      belongs to valid pairs.
+    cells: for each "SCHEME RANKS", the index into `reason_sets` of each pair, row by row.
     """
 
     rows: Sequence[str]

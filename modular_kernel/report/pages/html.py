@@ -1,7 +1,7 @@
-"""Rendering of documents as one self-contained HTML file, without external resources.
+"""Renders documents as one self-contained HTML file, without external resources.
 
-The only script (matrix_filter.js) shows a `InteractiveMatrix` for the selected scheme and number of
-ranks. If scripts are disabled, the picture shows the first of them.
+The only script (matrix_filter.js) updates an `InteractiveMatrix` when the user selects a scheme and
+a number of ranks. If scripts are disabled, the picture shows the first of them.
 """
 
 import json
@@ -55,7 +55,7 @@ def _anchor(heading: Heading) -> str:
 
 
 def _verdict(text: str) -> str:
-    """Return the CSS class of a table cell: "yes" or "no" if its text starts so, else ""."""
+    """Return the CSS class of a table cell: "yes" or "no" if its text starts with it, or ""."""
     first = text.partition(":")[0]
     return first if first in ("yes", "no") else ""
 
@@ -86,7 +86,7 @@ def _positions(block: BarChart) -> list[tuple[float, float | None]]:
     ]
 
 
-# Of the picture of a matrix, in pixels: size of a square, and margins for the names.
+# In pixels, for the picture of a matrix: size of a square, and margins for the names.
 _SQUARE, _LEFT, _TOP = 26, 260, 190
 
 

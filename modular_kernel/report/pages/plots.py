@@ -15,7 +15,7 @@ COLORS = (
 _MAX_LINEAR_RATIO = (
     50.0  # of max to min; a linear scale would hide the small values of a wider range
 )
-# (ratio of max to min, ticks in each decade): the first entry with a larger ratio is used.
+# (ratio of max to min, ticks in each decade). The first entry with a larger ratio is used.
 _TICKS = (
     (2.0, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)),
     (5.0, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)),
@@ -49,7 +49,7 @@ class Scale:
         """Create a logarithmic scale from the minimum to the maximum of positive values.
 
         from_zero: whether to create a linear scale from 0 instead. If the values span decades, the
-        scale is nevertheless logarithmic, from half the minimum.
+          scale is nevertheless logarithmic, from half the minimum.
         """
         values = list(values) or [1.0]
         low, high = min(values), max(values)
@@ -102,5 +102,5 @@ def svg_line(x1: float, y1: float, x2: float, y2: float, attributes: str = ' cla
 
 
 def svg_shape_with_tooltip(shape: str, attributes: str, title: str) -> str:
-    """Return an SVG element such as <circle> whose tooltip is `title`."""
+    """Return an SVG element such as <circle> with `title` as its tooltip."""
     return f"<{shape} {attributes}><title>{escape(title)}</title></{shape}>"
