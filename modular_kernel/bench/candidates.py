@@ -68,7 +68,7 @@ class Layer(ABC):
     graph: whether to capture calls in a CUDA graph, if possible.
     interpreted: whether the layer runs in Triton's interpreter, so that its time is meaningless.
     tuned: whether `setup` or `tune` times kernels. Other work on the GPU would disturb these
-      timings.
+        timings.
     """
 
     name: str
@@ -306,7 +306,7 @@ def pairing_candidates(
 
     prepare_finalize, experts: names of parts. None stands for all parts.
     prepared: whether each candidate whose experts part prepares weights is followed by a second
-      candidate with prepared weights.
+        candidate with prepared weights.
 
     Raises IncompatibleError with every reason if both names are given and the pairing is valid for
     no problem.

@@ -89,12 +89,12 @@ class Comparison:
 
     rounds: number of timed rounds per case.
     seconds: time limit, after which no case is started; None for no limit. The remaining time is
-      divided equally among the remaining blocks.
+        divided equally among the remaining blocks.
     bandwidth: bytes per second for rooflines; None measures it.
     missing: layers whose packages are not installed, for the record.
     command: the command line, for the record.
     compile_only: whether to set up every layer and call it once with each number of tokens, without
-      timing.
+        timing.
     """
 
     blocks: tuple[CaseBlock, ...]
@@ -116,7 +116,7 @@ def run_interleaved(
 
     on_case: called with a line of text about each case.
     on_report: called after each case with the report of the rows so far. It can save them, in case
-      a library terminates the process later.
+        a library terminates the process later.
     """
     with torch.no_grad():
         return _Run(comparison, on_case, on_report).run()
@@ -128,8 +128,8 @@ class _ReadyLayer:
 
     index: index of its row in the case.
     runs: functions that replay a CUDA graph, or make the calls if they cannot be captured. There is
-      one function per call if the L2 cache is overwritten before each call, and otherwise one for
-      all calls.
+        one function per call if the L2 cache is overwritten before each call, and otherwise one for
+        all calls.
     calls: number of calls that `runs` make together.
     mode: see measure.timing.Timing.
     checked: result of the check.

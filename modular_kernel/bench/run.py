@@ -132,7 +132,7 @@ class LayerInstances:
 
     ready: layers that are set up.
     failure: message of a failed setup. The exception is not kept, because its traceback would keep
-      tensors alive.
+        tensors alive.
     """
 
     candidate: Candidate
@@ -176,7 +176,7 @@ class _RowCalls:
     schedule: rotation over inputs and sets of weights.
     loads: the expert load of each input.
     checks: calls to verify, with their expected outputs. The last of them is also the last of
-      `calls`.
+        `calls`.
     """
 
     calls: tuple[Call, ...]

@@ -36,14 +36,14 @@ def from_compressed_tensors(
     """Convert "pack-quantized" weights: 4- or 8-bit integers, packed into 32-bit words.
 
     weight_packed: (..., N, K / p) int32 with p = 32 / bits values per word, the first value in the
-    lowest bits. Values are stored with an offset of 8 (4 bits) or 128 (8 bits). This is the layout
-    of the scheme, so the resulting w is a view.
+        lowest bits. Values are stored with an offset of 8 (4 bits) or 128 (8 bits). This is the
+        layout of the scheme, so the resulting w is a view.
     weight_scale: (..., N, G) floating.
     weight_zero_point: (..., N / p, G) int32, packed along N. None means that all are 8 or 128.
     group: columns per scale, or -1 for one group of all K.
     bits: 4 or 8.
     weight_g_idx: (..., K) integers, the group of each column. Must be k // group, because columns
-    that are ordered by activation (act-order) are not supported.
+        that are ordered by activation (act-order) are not supported.
 
     Raises ConfigurationError, ShapeError, DtypeError or WeightsError for invalid arguments.
     """

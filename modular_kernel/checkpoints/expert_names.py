@@ -88,7 +88,7 @@ class LayerLayout:
     """The layout and the sizes of one layer's experts in the files.
 
     prefix: the start of all names, up to the expert's number or the projection, with the dot before
-    it.
+        it.
     """
 
     layout: ExpertLayout

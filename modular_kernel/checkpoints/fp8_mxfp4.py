@@ -22,7 +22,7 @@ def merge_scales(w_eNK: torch.Tensor, scale_eS: torch.Tensor) -> tuple[torch.Ten
 
     w_eNK: (e, N, K) float8_e4m3fn.
     scale_eS: (e, S) floating. Scale s applies to rows [s N / S, (s + 1) N / S). S is 2 if w has
-    gate and up rows.
+        gate and up rows.
 
     Returns w (e, N, K) and scale (e,) of fp8_w8a8_tensor. The scale is the maximum of the S scales.
     Rows that already had this scale are unchanged. Other rows are multiplied by the ratio of the

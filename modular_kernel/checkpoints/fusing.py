@@ -60,7 +60,7 @@ class Matrix:
 
     w, scale, zero_point: in the layout of `ExpertWeights` for w1 or w2.
     a_scale: (...) float32, the maximum of the projections' static activation scales. A layer uses
-    the maximum over its experts, except for nvfp4, where each expert has its own scale.
+        the maximum over its experts, except for nvfp4, where each expert has its own scale.
     global_scale: (..., projections) float32, the factor of each matrix of nvfp4.
     order: (..., K) int32 for act-order, the original index of each sorted column.
     """
@@ -83,12 +83,12 @@ def merge(
     """Build w1 or w2 from its projections, concatenated along the rows.
 
     projections: [gate, up], [down], or [gate_up] with rows in the layer's order. Each projection
-    maps the names in `format.stored_tensors` to the tensors of one matrix, which may have any
-    leading dimensions (experts).
+        maps the names in `format.stored_tensors` to the tensors of one matrix, which may have any
+        leading dimensions (experts).
     dtype: dtype of the layer, and of unquantized weights. In a 16-bit layer, float16 and bfloat16
-    scales of 4- and 8-bit integers keep their dtype. Other scales become float32.
+        scales of 4- and 8-bit integers keep their dtype. Other scales become float32.
     scheme: the result of `fit_scheme`. None uses the scheme of `format`, whose tiles must not cross
-    the border between two projections.
+        the border between two projections.
 
     Raises ShapeError, DtypeError or WeightsError for tensors that do not match the format.
     """
@@ -135,7 +135,7 @@ def convert_share(
     GPTQ's g_idx is checked and dropped, unless the format has act-order.
 
     source, target: the format with the tile sizes in the files, and with the tile sizes of the
-    layer.
+        layer.
     tensors: result of `matrix_layout.slice_tensors` for rows [a, b) and columns [c, d).
     """
     converted = dict(tensors)
@@ -174,7 +174,7 @@ def fuse(
     format: the format with the tile sizes of the layer.
     parts: the tensors of each projection, as `convert_share` returns them.
     out: contiguous tensor with the shape, dtype and device of the result's w. Formats in _WRITERS
-    write w there instead of allocating it.
+        write w there instead of allocating it.
     """
     reader = _READERS[format.method]
     if out is not None and len(parts) == 1 and format.method in _WRITERS:
@@ -457,7 +457,7 @@ def expand_column_order(order: torch.Tensor, rows_per_column: int) -> torch.Tens
 
     order: (I,), the source of each column of w2.
     rows_per_column: consecutive rows of the projection for each column of w2: 2 if gate and up rows
-    alternate, and otherwise 1.
+        alternate, and otherwise 1.
 
     Returns (I * rows_per_column,) int64, the source of each row.
     """

@@ -107,9 +107,9 @@ def from_gptq(
     qzeros: (..., G, N / p) int32, the zero points.
     group: columns per group, or -1 for one group of all K.
     g_idx: (..., K) integers, the group of each column. Must be k // group, because columns that are
-    ordered by activation (act-order) are not supported.
+        ordered by activation (act-order) are not supported.
     minus_one: whether qzeros are zero points minus one, as in the first version of GPTQ's format.
-    The second version stores zero points unchanged.
+        The second version stores zero points unchanged.
     bits: 4 or 8.
 
     Raises WeightsError for act-order, or if a zero point minus one overflows when 1 is added.
@@ -139,7 +139,7 @@ def convert_gptq(  # noqa: PLR0913 (as from_gptq)
 
     order: (..., K), the column order from `argsort_by_group`. None keeps the order.
     out: contiguous uint8 (..., N, K bits / 8), the tensor to write w to. Ignored if `order` is
-    given.
+        given.
     """
     if order is not None:
         w = packed_words.permute_rows(qweight, order, bits)
@@ -238,7 +238,7 @@ def regroup(weights: GroupWeights, group: int) -> GroupWeights:
     """Return the same weights in smaller groups, with repeated scales and zero points.
 
     group: columns per group, an even divisor of the current size. If one group spans all columns,
-    any even number is allowed.
+        any even number is allowed.
     """
     _check_group_weights(weights)
     expect("group", group, int)
@@ -408,7 +408,7 @@ def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...])
 
     dim: a negative number.
     order: for each index i, the position among the values of its word of the value in bits [bits *
-    i, bits * (i + 1)), where bits = 32 / len(order).
+        i, bits * (i + 1)), where bits = 32 / len(order).
     """
     bits = _WORD_BITS // len(order)
     values: list[torch.Tensor] = [packed] * len(order)

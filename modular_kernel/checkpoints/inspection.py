@@ -51,7 +51,7 @@ class CheckpointInfo:
     """The sizes, formats and layers with experts of a checkpoint, before any check of tensors.
 
     config_fields: the fields of Problem in the config.json, without quant. The activation is that
-    of layer 0.
+        of layer 0.
     formats: the storage formats of all modules.
     layers: [(layout, prefix of the experts' names), ...] for each layer, from `find_layers`.
     config: path of the config.json, and the object in it that describes the layers.
@@ -137,7 +137,7 @@ class CheckpointInfo:
         `intermediate` is the width of a rank's weights, including padding.
 
         dtype: dtype of the layer. None uses the dtype in the config.json, or else the dtype of
-        unquantized files. Raises DtypeError if the files have several.
+            unquantized files. Raises DtypeError if the files have several.
         """
         fields = self.config_fields | ({} if dtype is None else {"dtype": dtype})
         stored_dtype = None if "dtype" in fields else source.dtype()
@@ -229,10 +229,10 @@ class InspectionReport:
 
     groups: the layers by format and activation. The group of the lowest layer comes first.
     is_dtype_from_files: whether the dtype comes from the files instead of the config.json or the
-    caller.
+        caller.
     converted_dtypes: dtypes of unquantized files that differ from the dtype of the layer.
     mtp_layers: (number, text) of layers for multi-token prediction. The text names the format, or
-    the reason why the layer cannot be loaded.
+        the reason why the layer cannot be loaded.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -344,7 +344,7 @@ def read_layer_config(
     """Read the configuration of one layer from the config.json and the headers of the files.
 
     checkpoint: as for `load_experts`. A config.json alone, or a folder without tensors, is enough.
-    Gate and up rows then have the order of the model_type's published checkpoints.
+        Gate and up rows then have the order of the model_type's published checkpoints.
     layer: number of the layer. None uses any layer with experts.
     tp: number of TP ranks.
     dtype: as for `load_experts`.

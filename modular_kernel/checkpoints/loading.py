@@ -150,31 +150,32 @@ def load_experts(  # noqa: PLR0913 (independent options)
     if the quantization_config does not exclude them.
 
     checkpoint: a folder with a config.json and safetensors or GGUF files, a safetensors file or
-    index, a GGUF file, or the name of a model on the Hugging Face Hub. Nothing is downloaded, so
-    the model must be in the local cache. See `checkpoints.checkpoint_files`.
+        index, a GGUF file, or the name of a model on the Hugging Face Hub. Nothing is downloaded,
+        so the model must be in the local cache. See `checkpoints.checkpoint_files`.
     layer: number of the layer, from 0.
     ep, tp: (rank, ranks) of expert and tensor parallelism. TP splits I, into equal shares if
-    possible. A block or group that equal shares would split is divided, and its scale repeated
-    (`formats.fit_scheme`). If there are no equal shares, or if they would split a group of mxfp4 or
-    nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The first TP
-    rank has b2, and the others have zeros.
+        possible. A block or group that equal shares would split is divided, and its scale repeated
+        (`formats.fit_scheme`). If there are no equal shares, or if they would split a group of
+        mxfp4 or nvfp4, ranks get whole groups, and smaller shares are padded with weights of 0. The
+        first TP rank has b2, and the others have zeros.
     placement: the experts of each EP rank.
     dtype: dtype of the layer, and of unquantized weights. None uses the dtype in the config.json.
-    If it has none, the dtype of unquantized files is used (DtypeError if they have several), or
-    bfloat16 if all weights are quantized.
+        If it has none, the dtype of unquantized files is used (DtypeError if they have several), or
+        bfloat16 if all weights are quantized.
     prefix: the part of the tensor names before "layers.N", for a checkpoint with several models.
     config: a config.json to use instead of the one next to the tensors.
     quantize_inputs: whether to load nvfp4_w4a4, with the activation scales, instead of nvfp4_w4a16.
-    The files must be of a model whose activations were also quantized to nvfp4. Raises
-    ConfigurationError for other files.
+        The files must be of a model whose activations were also quantized to nvfp4. Raises
+        ConfigurationError for other files.
     quantize: scheme to quantize unquantized files to, such as "fp8_w8a8_block:block=128x128". The
-    result equals that of `quantize_weights` for this rank's share of the values in the files, which
-    are not rounded to `dtype` first. With TP, shares consist of whole groups or blocks of the
-    scheme if there are enough of them for all ranks. Scales of a tensor, of a row of w2, or of a
-    tile that is split are computed from this rank's share. Float8 files with one scale per matrix
-    can be loaded as "fp8_w8a8_channel". Gate and up then keep their scales, whereas a common scale
-    requires rounding one of them again. Raises ConfigurationError for other quantized files, and
-    for a scheme with static activation scales, which cannot be computed from weights.
+        result equals that of `quantize_weights` for this rank's share of the values in the files,
+        which are not rounded to `dtype` first. With TP, shares consist of whole groups or blocks of
+        the scheme if there are enough of them for all ranks. Scales of a tensor, of a row of w2, or
+        of a tile that is split are computed from this rank's share. Float8 files with one scale per
+        matrix can be loaded as "fp8_w8a8_channel". Gate and up then keep their scales, whereas a
+        common scale requires rounding one of them again. Raises ConfigurationError for other
+        quantized files, and for a scheme with static activation scales, which cannot be computed
+        from weights.
 
     Checks names, shapes and dtypes before reading any tensor. Raises ConfigurationError for an
     invalid config.json, format or share, and for a layer whose experts have several formats. Raises
@@ -584,8 +585,8 @@ def _allocate(
     """Allocate the weights of a problem, except for static activation scales.
 
     dtypes_by_role: the dtypes in the files. Scales and biases keep their dtype if all of them have
-    the same one and the layer supports it. Otherwise they are float32, which represents them
-    exactly.
+        the same one and the layer supports it. Otherwise they are float32, which represents them
+        exactly.
     """
 
     def dtype_of(role: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
@@ -618,7 +619,7 @@ def _copy_rows(
     """Copy w, scales and zero points of some rows to w1 or w2, starting at `start_row`.
 
     row_order: the source of each row. `sort_w1_rows` sorts the zero points instead, because they
-    may be packed in pairs of rows.
+        may be packed in pairs of rows.
     """
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1

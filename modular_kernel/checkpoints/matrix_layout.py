@@ -43,10 +43,10 @@ class Dim:
     """One dimension of a stored tensor.
 
     axis: "N" or "K", the dimension of the matrix that this dimension covers; "" for a dimension of
-    fixed size `step` that covers neither.
+        fixed size `step` that covers neither.
     step: rows or columns of the matrix per entry.
     indivisible: whether an entry is a packed word, which a share must contain whole. Otherwise, two
-    shares may each contain a part of an entry's tile, and both get a copy of the entry.
+        shares may each contain a part of an entry's tile, and both get a copy of the entry.
     """
 
     axis: Literal["N", "K", ""]
@@ -65,7 +65,7 @@ class StoredTensor:
     name: suffix after the matrix's name, such as "weight_scale".
     role: role of the tensor. Tensors with a role in UNREAD_ROLES are not read.
     dims: the dimensions. () is a single number, stored with shape () or (1,). Dimensions of size 1
-    may be missing or in excess (`match_dims`).
+        may be missing or in excess (`match_dims`).
     dtypes: the allowed dtypes.
     aliases: alternative names.
     """
@@ -190,7 +190,7 @@ def slice_tensors(
     """Return views of a matrix's tensors that cover rows [a, b) and columns [c, d).
 
     tensors: the whole tensors by name, each (..., *dims). The entry of a tile that is only partly
-    in the range is included.
+        in the range is included.
     """
     views = {}
     for spec in stored:
@@ -212,10 +212,10 @@ def repeat_scales(
     """Repeat scales so that their tiles have the smaller sizes in `target`.
 
     source, target: descriptions of the same tensors. Each tile of `target`, counted from row a and
-    column c, must be contained in one tile of `source`. A scale of the whole matrix may become one
-    scale per row.
+        column c, must be contained in one tile of `source`. A scale of the whole matrix may become
+        one scale per row.
     tensors: the views that `slice_tensors` returns for rows [a, b) and columns [c, d) of the
-    matrix.
+        matrix.
     """
     repeated = dict(tensors)
     for source_spec, target_spec in zip(source, target, strict=True):

@@ -19,7 +19,7 @@ def open_tensors(path: Path) -> Iterator[TensorFiles]:
     """Open the tensors of a checkpoint, and close the files on exit.
 
     path: a tensor file, an index, a folder, or the name of a model in the local cache of the Hub.
-    `checkpoint_files` describes which files of a folder are read.
+        `checkpoint_files` describes which files of a folder are read.
 
     Raises ConfigurationError for any other path, and WeightsError for an invalid index or header.
     """

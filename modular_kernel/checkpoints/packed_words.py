@@ -75,7 +75,7 @@ def permute_columns(w: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Te
     """Permute the columns of a packed matrix.
 
     w: (..., N, K bits / 8) uint8, packed along K. The size of the last dimension is a multiple of
-    4.
+        4.
     order: (..., K) integers, the source of each column.
 
     Returns a tensor like w.

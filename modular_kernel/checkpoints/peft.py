@@ -69,7 +69,7 @@ def load_adapter(
     problem: problem of the base model. Its `lora` states which factors experts share.
     ep: (rank, ranks) for experts in contiguous blocks. None uses `problem.parallel`.
     ignored_modules: names of modules, such as "self_attn", whose tensors are ignored because they
-    are loaded by other parts of the model.
+        are loaded by other parts of the model.
 
     Returns the adapter of this rank's experts, on the CPU, in the dtype of the problem. Its rank is
     the maximum over projections. If gate and up have different A but the problem needs a common A,

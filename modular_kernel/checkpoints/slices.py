@@ -250,7 +250,7 @@ class LayerSource:
 
         target_format: the format with the tile sizes of the layer.
         order: whether to also read GPTQ's g_idx, which is then checked. One check per matrix is
-        enough. With act-order, g_idx is always read.
+            enough. With act-order, g_idx is always read.
         """
         rows = (location.first_row + rows[0], location.first_row + rows[1])
         if self.format.method == "gguf":

@@ -299,7 +299,8 @@ def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     """Print the matrix with one column per experts part.
 
     names: the experts parts, which head the columns. If they are too wide for the terminal, columns
-    are numbered instead. If numbered columns are too wide, the matrix is split into several tables.
+        are numbered instead. If numbered columns are too wide, the matrix is split into several
+        tables.
     """
     first_column = f"..{_SUFFIX}"
     if fit_table((first_column, *names), rows, output.get_line_width()) is not None:

@@ -28,7 +28,7 @@ class DemoRow:
     difference: maximum absolute error of a logit.
     bound: maximum `difference` that is allowed.
     equal_tokens: number of decoded tokens that are the same as with the experts of transformers;
-    None if no tokens were decoded.
+        None if no tokens were decoded.
     decoded_tokens: number of decoded tokens.
     """
 

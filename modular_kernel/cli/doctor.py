@@ -76,7 +76,7 @@ class DoctorReport:
     """The report of `mk doctor`.
 
     peer_access: matrix whose element [i][j] is whether device i can access the memory of device j;
-    empty with fewer than two devices.
+        empty with fewer than two devices.
     topology: output of `nvidia-smi topo -m`.
     interpreter: whether Triton kernels run in the CPU interpreter.
     broken: entry points that failed to load.

@@ -53,7 +53,7 @@ class MachineOptions:
         this machine.
 
         arch, device: values of --arch and --device. Raises ConfigurationError if they are combined
-        with --machine.
+            with --machine.
         """
         if cluster is not None:
             for name, value in (("--arch", arch), ("--device", device)):
@@ -74,7 +74,7 @@ class MachineOptions:
         """Return the packages of the machine; None stands for those installed on this machine.
 
         described: whether --machine or --arch describes the machine. The default of --packages is
-        then BASE_PACKAGES. Raises ConfigurationError for an unknown package.
+            then BASE_PACKAGES. Raises ConfigurationError for an unknown package.
         """
         from modular_kernel.catalog import collect_packages, load_catalog
         from modular_kernel.perf_model.machines import BASE_PACKAGES, parse_packages

@@ -131,7 +131,7 @@ def _pause_gc(*, exits_after: bool) -> Iterator[None]:
     """Pause cyclic garbage collection, which takes longer than a short verb once torch is loaded.
 
     exits_after: whether the process exits after the context. All objects are then frozen, so that
-    the collection at exit skips them, too.
+        the collection at exit skips them, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -129,7 +129,7 @@ def print_result(value: object, json_path: str | None, print_text: Callable[[], 
 
     value: the result, which `to_json_types` can convert.
     json_path: the value of --json. None calls `print_text`, and "-" prints JSON to stdout. With a
-    path, JSON is written to that file and `print_text` is called.
+        path, JSON is written to that file and `print_text` is called.
     """
     if not is_reporting_rank():
         return
@@ -229,8 +229,8 @@ def show_progress(
 
     noun: plural noun for the steps.
     from_thread: whether a background thread prints a line every 4 seconds instead, even during a
-    long step. Must be False if processes are forked in the context, because a fork copies only the
-    calling thread.
+        long step. Must be False if processes are forked in the context, because a fork copies only
+        the calling thread.
     """
     if is_reporting_rank() and sys.stderr.isatty():
         from rich.console import Console
@@ -249,7 +249,7 @@ class _ProgressLines:
     """Prints the number of completed steps to stderr.
 
     print_on_advance: whether `advance` prints lines: the first after 5 seconds, then one every 20
-    seconds.
+        seconds.
     """
 
     def __init__(self, total: int, noun: str, *, print_on_advance: bool) -> None:

@@ -42,8 +42,8 @@ def load_problem_fields(
 
     model: a name, or the path of a config.json or of its folder.
     quant, activation: the scheme and the activation to use if the layers of a config.json differ in
-    them. Raises ConfigurationError if they differ and the argument is None, and for an unknown
-    name.
+        them. Raises ConfigurationError if they differ and the argument is None, and for an unknown
+        name.
     """
     if is_path(model):
         fields = problem_fields_of_file(model, quant=quant, activation=activation)

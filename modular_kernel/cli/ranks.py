@@ -112,7 +112,7 @@ def open_executor(
 
     world_size: see `resolve_world_size`.
     backend, ranks_per_host: see `make_pool`. Raises ConfigurationError if one of these is given for
-    a single rank.
+        a single rank.
     """
     world_size = resolve_world_size(world_size)
     if world_size == 1:
@@ -169,9 +169,9 @@ def make_pool(
     """Return a pool with the ranks of the launcher, or with processes that it starts.
 
     backend: "nccl", "gloo" or None. None selects nccl if there are enough GPUs. Otherwise it
-    selects gloo and prints a note.
+        selects gloo and prints a note.
     ranks_per_host: number of consecutive ranks that simulate a host, for started processes. None
-    simulates one host with all ranks.
+        simulates one host with all ranks.
     """
     import torch
 

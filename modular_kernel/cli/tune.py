@@ -201,7 +201,7 @@ def _find_search_spaces(
 
     experts: name of a part. None stands for all.
     prepared: whether to return the spaces of calls with prepared weights. The result is {} if no
-    part prepares weights.
+        part prepares weights.
     device_name: GPU of calls with prepared weights. None stands for this one.
     """
     from modular_kernel.catalog import load_catalog
@@ -292,7 +292,7 @@ def _find_valid_pair(
     """Return the first valid pairing with these parts.
 
     pf_type, experts: names of parts. None stands for any part. Raises IncompatibleError with all
-    reasons if there is no valid pairing.
+        reasons if there is no valid pairing.
     """
     from modular_kernel.catalog import check, load_catalog
     from modular_kernel.tuning.compilation import TunedPair

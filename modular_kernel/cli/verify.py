@@ -92,11 +92,11 @@ class VerifyJob:
     refused: number of further cases, which the compatibility rules refuse.
     omitted: description of what the cases do not cover; unused if `covered_pairs` is positive.
     covered_pairs: number of pairs of axis values that occur together in some case, if the cases are
-    a pairwise selection.
+        a pairwise selection.
     impossible_pairs: number of pairs of axis values that no valid case can have.
     reachable: the (code path, scheme, value of one property) combinations that calls of the pairing
-    can enter (see testing.cases.path_coverage). Empty for experts with a single path, and for cases
-    over ranks.
+        can enter (see testing.cases.path_coverage). Empty for experts with a single path, and for
+        cases over ranks.
     requires_all_combinations: whether the cases must enter all reachable combinations.
     """
 

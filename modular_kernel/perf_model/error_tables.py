@@ -27,7 +27,7 @@ class ErrorRow:
 
     ranks: text of the number of GPUs; "" for experts parts, whose records are of one GPU.
     kind: "fitted" if the model was fitted to the records, and otherwise "predicted", followed by ",
-      eager" for eager calls; "" for experts parts.
+        eager" for eager calls; "" for experts parts.
     errors: predicted / measured - 1.
     """
 

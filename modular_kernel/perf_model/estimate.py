@@ -84,7 +84,7 @@ class PairingEstimates:
     unestimated: (pairing, reason) for valid pairings without a model or a record.
     refused: verdicts on all other pairings.
     parts_with_prepared_weights: names of the experts parts of valid pairings that would use
-      prepared weights. It is empty unless `estimate_pairings` counts prepared weights.
+        prepared weights. It is empty unless `estimate_pairings` counts prepared weights.
     """
 
     problem: Problem
@@ -102,7 +102,7 @@ def distribute_over_ranks(
     """Return the problem with its experts distributed in blocks over `world_size` ranks.
 
     per_host: ranks per host. It is ignored if all ranks are on one host, or if the last host is not
-    full.
+        full.
     """
     full_hosts = per_host is not None and world_size > per_host and world_size % per_host == 0
     return replace(
@@ -133,11 +133,11 @@ def estimate_pairings(
     """Estimate every valid pairing for problem.tokens tokens on each of its ranks.
 
     machine: machine that pairings are judged for; None uses the first of
-      `machines_with_all_packages`.
+        `machines_with_all_packages`.
     routing: distribution of tokens over experts, in the syntax of RoutingKind.parse.
     groups: expert groups of group-limited routing.
     prepared: whether to count the bytes of prepared weights. Times do not depend on this option
-      (see `experts_time`).
+        (see `experts_time`).
     layers: number of layers whose weights must fit in memory together.
     """
     machine = machines_with_all_packages(cluster)[0] if machine is None else machine

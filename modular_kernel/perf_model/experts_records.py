@@ -107,7 +107,7 @@ def find_time_correction(
 
     rows: mean number of rows per expert.
     ignored_shape: name of a shape whose records are ignored, so that its times can be compared with
-      the corrected time.
+        the corrected time.
     """
     if problem.dtype.itemsize != _ITEMSIZE:
         return None

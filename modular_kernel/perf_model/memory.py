@@ -85,7 +85,7 @@ def estimate_memory(
 
     prepared: whether to include prepared weights.
     layers: number of layers whose weights the rank has. They share the workspace and the exchange
-      buffers.
+        buffers.
     """
     slots = 0 if problem.adapters is None else problem.adapters.adapters
     weights = problem.e * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem)

@@ -49,7 +49,7 @@ class Selection:
 
     best: the recommended pairing, or None.
     other_exchange, other_experts: the fastest pairing with another PrepareAndFinalize, and with
-      another experts part.
+        another experts part.
     reason: the reason why no pairing is recommended, or "".
     """
 

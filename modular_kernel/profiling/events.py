@@ -70,7 +70,7 @@ class CallTimes:
 
     times: one entry per stage and scope.
     span_us: microseconds from the start of the first device work to the end of the last. On a CPU,
-      the duration of the call.
+        the duration of the call.
     host_us: host time until the call returns.
     ranges, work: intervals of the host ranges and of the device work.
     """

@@ -86,7 +86,7 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
 
     routings: the routing of each rank, on the CPU.
     replicated: whether all ranks pass the same tokens. In this case no rows are dispatched, but
-      each rank receives the sums of the other ranks.
+        each rank receives the sums of the other ranks.
     """
     rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()

@@ -149,7 +149,7 @@ class RankRecord:
 
     link: bytes per second to the next rank's GPU, if measured.
     difference: root mean square of the difference of both pairings' outputs, divided by the RMS of
-      the first output; None for a single pairing.
+        the first output; None for a single pairing.
     """
 
     rank: int

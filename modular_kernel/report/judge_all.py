@@ -113,7 +113,7 @@ def judge_all(
     """Judge every pair for every scheme and world size.
 
     machine: the machine to judge for. For each pair, its packages are replaced with those that the
-      two parts require.
+        two parts require.
     """
     problems = {
         (size, quant): _problem_of_each_rank(problem, quant, size)

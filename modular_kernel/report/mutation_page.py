@@ -86,7 +86,7 @@ def mutation_document(
     scores: records of `mk test --mutate PART --save`.
     defects: output file of tools/source_defects.py; may be missing.
     notes: JSON file with a note for each id of a surviving mutant, and with notes on the
-      measurements under "scores", "fresh" and "defects"; may be missing.
+        measurements under "scores", "fresh" and "defects"; may be missing.
     parts: names of all parts. Parts without a score are listed.
     first_scores: records of the first run of fresh samples.
     studied_scores: records of the same samples, after cases were added for their survivors.

@@ -36,7 +36,7 @@ class ExchangeCase:
     tokens: number of tokens of each rank.
     capacity: maximum number of tokens per call, for which buffers are allocated.
     quant: format of dispatched rows, "none" (bfloat16) or a scheme such as fp8_w8a8_block. Combined
-      rows are always bfloat16.
+        rows are always bfloat16.
     """
 
     world_size: int
@@ -172,10 +172,10 @@ class Transport(ABC):
     origin: see measure.records.Row.
     capturable: whether dispatch and combine can be captured in CUDA graphs.
     needs_fresh_ranks: whether the processes of the ranks must be replaced after this transport, for
-      example because another transport uses the same library.
+        example because another transport uses the same library.
     replicated: whether every rank passes the tokens of rank 0.
     interpreted: whether the transport runs in Triton's interpreter, so that its time is
-      meaningless.
+        meaningless.
     note: text for the table.
     arrived: result of the last dispatch, which `identity` and `combine` read.
     """
@@ -257,7 +257,7 @@ def dequantize(rows: torch.Tensor, scale: torch.Tensor | None, group: int) -> to
     """Multiply rows (..., H) by their scales. Returns bfloat16.
 
     scale: None for unquantized rows, or float32: (1,) for one scale for all rows, (..., 1) for one
-      scale per row, and (..., ceil(H / group)) for one scale per `group` values of a row.
+        scale per row, and (..., ceil(H / group)) for one scale per `group` values of a row.
     """
     if scale is None:
         return rows.bfloat16()

@@ -74,7 +74,7 @@ def make_row(
     informative, it has the earliest.
 
     reports: a dict for each rank with `status`, `note`, `error`, the times, and `at`, the time of
-      the report by a clock that all ranks share.
+        the report by a clock that all ranks share.
     """
     received, sent = case.remote_rows
     dispatch_bytes, combine_bytes = received * case.row_bytes, sent * 2 * case.hidden

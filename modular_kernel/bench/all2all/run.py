@@ -101,10 +101,10 @@ def run(
     """Measure the transport of each job, and yield its rows.
 
     make_pool: starts the ranks. It is called at the start, and after each job that needs fresh
-      ranks.
+        ranks.
     link: model of the link, for rooflines.
     start_limit_s: seconds after which no job is started. The rows of the remaining jobs are
-      skipped.
+        skipped.
     """
     started, pool = time.monotonic(), make_pool()
     try:

@@ -123,7 +123,7 @@ class InteractiveMatrix:
 
     reasons: distinct reasons of refusals.
     reason_sets: distinct sets of reasons, as indices into `reasons`. The first set is empty and
-      belongs to valid pairs.
+        belongs to valid pairs.
     cells: for each "SCHEME RANKS", the index into `reason_sets` of each pair, row by row.
     """
 

@@ -49,7 +49,7 @@ class Scale:
         """Create a logarithmic scale from the minimum to the maximum of positive values.
 
         from_zero: whether to create a linear scale from 0 instead. If the values span decades, the
-          scale is nevertheless logarithmic, from half the minimum.
+            scale is nevertheless logarithmic, from half the minimum.
         """
         values = list(values) or [1.0]
         low, high = min(values), max(values)
