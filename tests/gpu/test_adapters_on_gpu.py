@@ -1,4 +1,4 @@
-"""Adapters on the paths that no CPU takes: products fed by TMA, and few tokens, compiled."""
+"""LoRA adapters on paths that need a compiled kernel: GEMMs with TMA, and few tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved="
 BASE = Problem(300, 128, 192, 4, 2, lora="adapters=3,rank=16")
-BY_TMA: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
+TMA_CASES: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
     ({}, "uniform", {}),
     ({"hidden": 48, "intermediate": 80}, "skips", {}),
     ({"lora": "adapters=1,rank=8"}, "zipf", {}),
@@ -36,7 +36,7 @@ BY_TMA: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
     ({}, "uniform", {"layout": "shifted"}),
     ({}, "uniform", {"values": "nan_token"}),
 )
-FEW: tuple[dict[str, Any], ...] = (
+FEW_TOKENS_CHANGES: tuple[dict[str, Any], ...] = (
     {"tokens": 1},
     {"tokens": 4, "lora": "adapters=8,rank=64", "bias": True},
     {"tokens": 2, "lora": "adapters=1,rank=5", "activation": OAI + "true"},
@@ -46,26 +46,26 @@ FEW: tuple[dict[str, Any], ...] = (
 )
 
 
-def path(problem: Problem) -> str:
+def selected_path(problem: Problem) -> str:
     paths = supported_paths(problem)
     return choose_config(problem.with_tokens(0), problem.tokens, paths).path
 
 
-@pytest.mark.parametrize(("change", "routing", "variation"), BY_TMA, ids=str)
-def test_more_depth_of_products_fed_by_tma(
+@pytest.mark.parametrize(("change", "routing", "variation"), TMA_CASES, ids=str)
+def test_adapters_on_the_tma_path_are_correct(
     change: dict[str, Any], routing: str, variation: dict[str, str]
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("of sm_90")
     problem = replace(BASE, **change)
-    assert path(problem) == "grouped_tma"
+    assert selected_path(problem) == "grouped_tma"
     proof = prove(Case(*PAIR, problem, routing, variation=InputVariation(**variation)))
     assert proof.passed, str(proof)
 
 
-@pytest.mark.parametrize("change", FEW, ids=str)
-def test_a_few_tokens(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", FEW_TOKENS_CHANGES, ids=str)
+def test_adapters_on_the_gemv_path_are_correct(change: dict[str, Any]) -> None:
     problem = replace(BASE, experts=16, **change)
-    assert path(problem) == "gemv"
+    assert selected_path(problem) == "gemv"
     proof = prove(Case(*PAIR, problem))
     assert proof.passed, str(proof)

@@ -1,5 +1,4 @@
-"""`mk bench` on a GPU: times of CUDA graphs with a cold L2 cache, and counts of launches and
-allocations."""
+"""`mk bench` on a GPU: times with a cold L2 cache, and counts of launches and allocations."""
 
 from dataclasses import replace
 
@@ -45,7 +44,8 @@ def test_pairs_and_baseline_are_replayed() -> None:
         assert row.eager_us is not None
         assert row.eager_us > 1
         assert row.weight_sets is not None
-        # The 25 MB of weights would stay in a large L2 cache. To measure with a cold cache, the
+        # The 25 MB of weights would stay in a large L2 cache. For a cold cache, the benchmark
+        # either uses several copies of the weights (weight_sets > 1), or flushes the cache.
         # benchmark either uses several copies of the weights in turn (weight_sets > 1), or flushes
         # the cache.
         assert row.weight_sets > 1 or row.mode == "graph+flush"
@@ -54,7 +54,7 @@ def test_pairs_and_baseline_are_replayed() -> None:
 
 
 class _UncapturableLayer(Layer):
-    """Copies the routing to the host, so that its calls cannot be captured in a CUDA graph."""
+    """A layer that copies the routing to the host, so that a graph cannot capture its calls."""
 
     name = "uncapturable"
 

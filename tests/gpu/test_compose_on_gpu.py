@@ -1,4 +1,4 @@
-"""compose on a GPU: pairings timed as graphs; a warm plan compiles and allocates nothing."""
+"""`compose` on a GPU: pairings are timed as graphs; a warm plan neither compiles nor allocates."""
 
 import time
 from dataclasses import replace
@@ -16,7 +16,7 @@ from modular_kernel.spec.problem import Problem
 PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4)
 
 
-# Of another routing than the shipped record's, so that every pairing is timed.
+# The shipped record has another routing, so every pairing is timed.
 OPTIONS = MeasurementOptions(tokens=(1, 16, 256), budget=120, routing="zipf")
 
 
@@ -53,7 +53,7 @@ def test_a_warm_plan_compiles_and_allocates_nothing(
     for tokens in (1, 2, 7, 16, 33, 100, 177, 255, 256):
         x_TH = torch.randn(tokens, 1024, device=device, generator=generator).bfloat16()
         routing = draw_routing(PROBLEM.with_tokens(tokens), RoutingKind("uniform"), generator)
-        plan(x_TH, weights, routing)  # records what calls of so many tokens launch
+        plan(x_TH, weights, routing)  # records the launches of calls with this number of tokens
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
         plan(x_TH, weights, routing)
@@ -68,7 +68,7 @@ def test_a_cold_layer_takes_no_longer_than_its_budget(tmp_path: Path) -> None:
 
 
 def test_the_shipped_record_answers_without_timing(tmp_path: Path) -> None:
-    """On the architecture that it is of, a plain layer in bfloat16 runs on the default at once."""
+    """On the architecture of the record, a plain bfloat16 layer runs on the default immediately."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the record is of compute capability 9.0")
     choice = choose(

@@ -1,7 +1,7 @@
-"""The dequantized path on a GPU: its launches are forced, whatever the heuristics say.
+"""The dequantized path on a GPU, with launches that ignore the heuristics.
 
-Every way in which weights alone are quantized, tails of groups and depths, experts of no, few and
-many tiles, all experts at once and a few at a time.
+The cases have every weight-only scheme, partial groups and tiles, and experts with no, few and many
+tiles. Experts are dequantized all at once or a few at a time.
 """
 
 import pytest
@@ -27,7 +27,7 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
     {"hidden": 200, "intermediate": 136},
     {"chunk_tokens": 100},
 )
-# Of few rows one may happen to lie on the far side of every rounding.
+# With few rows, all rounding errors may happen to have the same sign, so the cases have many rows.
 CASES = cases_on("dequantized", quantized_variants(QUANTS, ALL_CHANGES, [(LARGE, "zipf")]))
 
 

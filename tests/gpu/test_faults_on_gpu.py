@@ -1,4 +1,4 @@
-"""Faults over NCCL ranks, two GPUs: nobody hangs, and whoever survives names the rank at fault."""
+"""Faults over NCCL ranks on two GPUs: no rank hangs, and survivors name the rank at fault."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from modular_kernel.testing.stress.faults import SLACK_S, TIMEOUT_S
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 PARTS = list_supported_parts(2, "nccl") if GPUS > 1 else ()
-LANES = 3  # each is mostly waiting; more would wait for each other, past deadlines of a second
+LANES = 3  # ranks mostly wait; with more, they would wait for each other longer than the deadlines
 SECONDS = 120.0
 
 
@@ -30,7 +30,7 @@ def test_survivors_name_the_rank_at_fault_in_time(part: str) -> None:
     assert len(found) >= 12
 
 
-def test_a_third_rank_names_it_too() -> None:
+def test_every_survivor_names_the_rank_at_fault() -> None:
     if GPUS < 3:
         pytest.skip("needs three GPUs")
     scenario = list_scenarios("TorchAll2AllPrepareAndFinalize", "nccl")[0]

@@ -1,4 +1,4 @@
-"""Weights that a kernel prepares by itself, and the router's replayed launches, on a GPU."""
+"""Automatic preparation of weights, and replayed launches of the router, on a GPU."""
 
 from dataclasses import replace
 
@@ -21,41 +21,41 @@ SCHEMES = ("mxfp4_w4a16", "int4_w4a16_group", "int4_w4a16_group:zero_points=true
 
 @pytest.mark.parametrize("tokens", [1, 40, 512])
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_a_layer_gives_the_bits_of_weights_prepared_by_hand(quant: str, tokens: int) -> None:
+def test_automatic_preparation_is_bitwise_equal_to_manual(quant: str, tokens: int) -> None:
     problem = replace(MXFP4, quant=quant, tokens=tokens, hidden=512, intermediate=768)
-    i = make_inputs(problem, "uniform", CUDA)
+    inputs = make_inputs(problem, "uniform", CUDA)
     manual = make_kernel(*PAIR, problem, auto_prepare=False)
-    expected = manual(i.x_TH, manual.prepare_weights(i.weights), i.routing)
+    expected = manual(inputs.x_TH, manual.prepare_weights(inputs.weights), inputs.routing)
     layer = FusedMoE(
         problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
         params_dtype=problem.dtype, quant_config=quant, device="cuda",
     )  # fmt: skip
-    layer.set_weights(i.weights)
+    layer.set_weights(inputs.weights)
     for _ in range(3):
-        assert torch.equal(layer(i.x_TH, i.routing), expected)
+        assert torch.equal(layer(inputs.x_TH, inputs.routing), expected)
     assert AUTO_PREPARED.held_bytes()[torch.device("cuda", 0)] > 0
 
 
-def test_a_capture_before_the_first_call_reads_the_weights_as_loaded() -> None:
+def test_capture_before_the_first_call_uses_unprepared_weights() -> None:
     problem = replace(MXFP4, hidden=512, intermediate=768)
-    i = make_inputs(problem, "uniform", CUDA)
+    inputs = make_inputs(problem, "uniform", CUDA)
     warm = make_inputs(replace(problem), "uniform", CUDA)
     manual = make_kernel(*PAIR, problem, auto_prepare=False)
-    as_loaded = manual(i.x_TH, i.weights, i.routing)
+    as_loaded = manual(inputs.x_TH, inputs.weights, inputs.routing)
     kernel = make_kernel(*PAIR, problem)
-    kernel(warm.x_TH, warm.weights, warm.routing)  # compiles, with other weights
-    manual(i.x_TH, i.weights, i.routing)
+    kernel(warm.x_TH, warm.weights, warm.routing)  # compiles the kernels, with other weights
+    manual(inputs.x_TH, inputs.weights, inputs.routing)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = kernel(i.x_TH, i.weights, i.routing)
+        output = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     graph.replay()
     assert torch.equal(output, as_loaded)
-    expected = manual(i.x_TH, manual.prepare_weights(i.weights), i.routing)
+    expected = manual(inputs.x_TH, manual.prepare_weights(inputs.weights), inputs.routing)
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert torch.equal(kernel(i.x_TH, i.weights, i.routing), expected)
+        assert torch.equal(kernel(inputs.x_TH, inputs.weights, inputs.routing), expected)
         torch.cuda.current_stream().synchronize()
     with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
-        output = kernel(i.x_TH, i.weights, i.routing)
+        output = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     graph.replay()
     assert torch.equal(output, expected)
 
@@ -71,7 +71,7 @@ def test_a_capture_before_the_first_call_reads_the_weights_as_loaded() -> None:
     ],
     ids=["softmax", "topk_first", "deepseek"],
 )
-def test_replayed_routing_is_that_of_torch(spec: RouterSpec) -> None:
+def test_replayed_routing_equals_the_torch_reference(spec: RouterSpec) -> None:
     experts, generator = 128, torch.Generator("cuda").manual_seed(3)
     bias = None
     if spec.selection_bias:
@@ -87,6 +87,7 @@ def test_replayed_routing_is_that_of_torch(spec: RouterSpec) -> None:
             )
             route_ref(logits, spec, tensors, None, expected)
             outputs.append((got, expected.routing))
-        for got, want in outputs:  # after all calls: none wrote to the results of another
+        # after all calls, because a call must not overwrite the results of another one
+        for got, want in outputs:
             assert torch.equal(got.topk_ids_TK, want.topk_ids_TK)
             torch.testing.assert_close(got.topk_weights_TK, want.topk_weights_TK)

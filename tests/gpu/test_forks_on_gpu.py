@@ -1,4 +1,4 @@
-"""A forked child cannot use the CUDA context of its parent. Its calls raise and do not hang."""
+"""A forked child cannot use the CUDA context of its parent. Its calls raise instead of hanging."""
 
 import gc
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 PROBLEM = mk.Problem(16, 256, 128, 4, 2)
 
 
-def test_a_plan_made_before_the_fork_is_refused_and_freed_in_the_child() -> None:
+def test_plan_created_before_a_fork_is_refused_and_freed_in_the_child() -> None:
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", PROBLEM)
     inputs, plans = random_inputs(PROBLEM, torch.device("cuda")), [kernel.plan()]
     # After three calls, the plan has captured its CUDA graph.

@@ -1,7 +1,7 @@
-"""The path of 4-bit weights in registers on a GPU: it is forced, whatever calls take it.
+"""The path that unpacks 4-bit weights in registers, on a GPU. It is forced for every case.
 
-Both heights of tiles, tails of tiles and depths, experts of no, few and many tiles, all experts at
-once and a few at a time.
+The cases have both tile heights, partial tiles, and experts with no, few and many tiles. Experts
+are computed all at once or a few at a time.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ ALL_CHANGES: tuple[dict[str, object], ...] = (
 CHANGED = ((LARGE, "zipf"), (LARGE, "uniform"), (SMALL, "skips"))
 CASES = cases_on("grouped_w4", quantized_variants(QUANTS, ALL_CHANGES, CHANGED))
 OTHER_CASES = cases_on("grouped_w4", quantized_variants(OTHERS, ALL_CHANGES, CHANGED[1:2]))
-# bf16 scales, and float16 ones with a bias.
+# Cases with bfloat16 scales, and cases with float16 scales and a bias.
 INTEGERS = [case for case in OTHER_CASES if case.problem.scheme.weight == "uint4"]
 SHORT_SCALES = [
     replace(case, variation=replace(case.variation, has_short_scales=True), problem=problem)
@@ -52,7 +52,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
     assert (len(CASES) > 60 and len(OTHER_CASES) > 90) == current_lookup().device.tma
 
 
-def _proven(
+def _check(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grouped_w4_config, "experts_per_chunk", lambda p: min(at_once, p.e))
@@ -63,21 +63,21 @@ def _proven(
 
 @pytest.mark.parametrize(("rows", "at_once"), [(128, 64), (64, 64), (128, 3)])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_proven(
+def test_mxfp4_cases_are_correct(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _proven(case, rows, at_once, machine, monkeypatch)
+    _check(case, rows, at_once, machine, monkeypatch)
 
 
 @pytest.mark.parametrize(("rows", "at_once"), [(128, 64), (64, 3)])
 @pytest.mark.parametrize("case", OTHER_CASES, ids=str)
-def test_integers_and_nvfp4_are_proven(
+def test_integer_and_nvfp4_cases_are_correct(
     case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _proven(case, rows, at_once, machine, monkeypatch)
+    _check(case, rows, at_once, machine, monkeypatch)
 
 
-def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> None:
+def test_prepared_weights_are_replayed_until_the_weights_are_written() -> None:
     problem = replace(MXFP4, hidden=512, intermediate=768)
     given = make_inputs(problem, "uniform", torch.device("cuda"))
     kernel = make_kernel(*PAIR, problem)
@@ -99,7 +99,7 @@ def test_calls_with_prepared_weights_are_replayed_until_these_are_written() -> N
             run(given.x_TH, weights, given.routing)
 
 
-def test_a_layer_s_prepared_weights_give_the_bits_of_the_kernel() -> None:
+def test_layer_with_prepared_weights_is_bitwise_equal_to_the_kernel() -> None:
     problem = replace(MXFP4, tokens=384)
     given = make_inputs(problem, "uniform", torch.device("cuda"))
     layer = FusedMoE(

@@ -1,7 +1,7 @@
-"""What an eager call of a plan costs the host, and that it does what the parts' host code does.
+"""Host time of eager calls of a plan, and equality of replays and the parts' host code.
 
-Time is measured over calls issued one behind the other, without waiting for the device; 30 calls
-stay far below what a stream takes before it blocks its host.
+Calls are issued without waiting for the device. 30 calls are far fewer than a stream accepts before
+launches block the host.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 pytestmark = pytest.mark.alone
 
-MOST_US = 25.0
+MAX_HOST_US = 25.0
 CALLS, REPEATS, ROUNDS = 30, 10, 30
 PAUSE_S = 0.02
 DEVICE = torch.device("cuda")
@@ -41,93 +41,100 @@ SHAPES = {
 QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 
 
-def rows(inputs: Inputs, start: int, count: int) -> Inputs:
-    """Some of the tokens, in memory of their own."""
+def copy_tokens(inputs: Inputs, start: int, count: int) -> Inputs:
+    """Return copies of `count` tokens and their routing, with the same weights."""
     x_TH, weights, routing = inputs
-    take = slice(start, start + count)
-    few = Routing(routing.topk_weights_TK[take].clone(), routing.topk_ids_TK[take].clone())
-    return x_TH[take].clone(), weights, few
+    token_slice = slice(start, start + count)
+    few_routing = Routing(
+        routing.topk_weights_TK[token_slice].clone(), routing.topk_ids_TK[token_slice].clone()
+    )
+    return x_TH[token_slice].clone(), weights, few_routing
 
 
-def host_us(call: Callable[[], object]) -> float:
-    """Microseconds of the host's time that one call takes: the least of 30 medians of 10 times 30
-    calls, over half a second and more. What else a host does adds to some of them; a virtual
-    machine's may be slow for tens of milliseconds."""
+def measure_host_us(call: Callable[[], object]) -> float:
+    """Return the microseconds of host time of one call.
+
+    The result is the minimum of 30 medians, each over 10 means of 30 calls. The minimum is used
+    because other load, or a virtual machine, may slow down the host for tens of milliseconds.
+    """
     call()
-    found = []
+    samples_us = []
     for _ in range(ROUNDS):
-        found.append(_median_us(call))
+        samples_us.append(_median_us(call))
         time.sleep(PAUSE_S)
-    return min(found)
+    return min(samples_us)
 
 
 def _median_us(call: Callable[[], object]) -> float:
-    found = []
+    samples_us = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        found.append((time.perf_counter() - start) / CALLS * 1e6)
+        samples_us.append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(found)
+    return statistics.median(samples_us)
 
 
-def allocations() -> int:
+def count_allocations() -> int:
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
-def planned(problem: Problem, pair: tuple[str, str] = PAIR) -> Plan:
+def make_plan(problem: Problem, pair: tuple[str, str] = PAIR) -> Plan:
     return make_kernel(*pair, problem).plan()
 
 
 @pytest.mark.parametrize("quant", QUANTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_planned_call_costs_the_host_little(shape: str, quant: str) -> None:
-    """With every tensor where it was, and with tokens and routing in other memory each time."""
+def test_planned_calls_take_little_host_time(shape: str, quant: str) -> None:
+    """All calls use the same addresses, or the addresses of tokens and routing change."""
     problem = replace(SHAPES[shape], quant=quant)
     inputs = random_inputs(problem, DEVICE)
-    plan, moving = planned(problem), [rows(inputs, start, 1) for start in range(5)]
-    one = moving[0]
+    plan, calls_with_new_addresses = (
+        make_plan(problem),
+        [copy_tokens(inputs, start, 1) for start in range(5)],
+    )
+    one = calls_with_new_addresses[0]
     for _ in range(3):
         plan(*one)
-    before = allocations()
-    for call in moving:
+    before = count_allocations()
+    for call in calls_with_new_addresses:
         plan(*call)
-    assert allocations() == before
-    assert host_us(lambda: plan(*one)) <= MOST_US
-    calls = itertools.cycle(moving)
-    assert host_us(lambda: plan(*next(calls))) <= MOST_US
+    assert count_allocations() == before
+    assert measure_host_us(lambda: plan(*one)) <= MAX_HOST_US
+    calls = itertools.cycle(calls_with_new_addresses)
+    assert measure_host_us(lambda: plan(*next(calls))) <= MAX_HOST_US
 
 
-def test_a_large_call_costs_the_host_a_third_of_its_host_code() -> None:
-    """A call of more than 2,048 tokens, which allocates its workspace and its output."""
+def test_large_calls_take_a_third_of_the_host_time_without_replay() -> None:
+    """A call with more than 2,048 tokens allocates its workspace and its output."""
     problem = SHAPES["qwen3_30b"].with_tokens(4096)
     kernel, inputs = make_kernel(*PAIR, problem), random_inputs(problem, DEVICE)
     for _ in range(3):
         kernel(*inputs)
     assert kernel.counters()["replayed_calls"] == 1
-    slow = host_us(lambda: kernel.start(*inputs).finish())
-    quick = host_us(lambda: kernel(*inputs))
-    assert quick <= slow / 3, (quick, slow)
+    host_code_us = measure_host_us(lambda: kernel.start(*inputs).finish())
+    replay_us = measure_host_us(lambda: kernel(*inputs))
+    assert replay_us <= host_code_us / 3, (replay_us, host_code_us)
 
 
-class Unhurried(TritonExperts):
-    """Not declared replayable, so its host code runs in every call."""
+class UnreplayableExperts(TritonExperts):
+    """Experts that are not declared replayable, so that their host code runs in every call."""
 
 
-def test_the_measurement_sees_host_code() -> None:
-    """The time above is not small because of how it is taken."""
+def test_measurement_includes_host_code() -> None:
+    """Host code and pauses increase the measured time, so the limit above is meaningful."""
     problem = SHAPES["qwen3_30b"]
-    kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(problem), Unhurried(problem))
-    plan, one = kernel.plan(), rows(random_inputs(problem, DEVICE), 0, 1)
-    slow = host_us(lambda: plan(*one))
-    assert slow > MOST_US
-    plan = planned(problem)
-    quick = host_us(lambda: plan(*one))
-    with_pause = host_us(lambda: (plan(*one), _pause(20e-6)))
-    assert with_pause > quick + 15
-    assert slow > 2 * quick
+    kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(problem), UnreplayableExperts(problem))
+    plan, one = kernel.plan(), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
+    host_code_us = measure_host_us(lambda: plan(*one))
+    assert host_code_us > MAX_HOST_US
+    plan = make_plan(problem)
+    replay_us = measure_host_us(lambda: plan(*one))
+    with_pause = measure_host_us(lambda: (plan(*one), _pause(20e-6)))
+    assert with_pause > replay_us + 15
+    assert host_code_us > 2 * replay_us
 
 
 def _pause(seconds: float) -> None:
@@ -138,56 +145,56 @@ def _pause(seconds: float) -> None:
 
 @pytest.mark.parametrize("pair", [PAIR, BATCHED], ids=lambda pair: pair[1])
 @pytest.mark.parametrize("quant", QUANTS)
-def test_replays_equal_what_they_replay(pair: tuple[str, str], quant: str) -> None:
-    """Other values, weights, memory and `out`, in any order: bit for bit as without a plan."""
+def test_replays_are_bitwise_equal_to_host_code(pair: tuple[str, str], quant: str) -> None:
+    """Calls have different values, weights, addresses and `out`, in any order."""
     problem = Problem(48, 512, 384, experts=16, top_k=4, quant=quant)
     kernel = make_kernel(*pair, problem)
     plan, first = kernel.plan(), random_inputs(problem, DEVICE)
     weights = first[1]
-    other = replace(weights, w1=_other_experts(weights.w1), w2=_other_experts(weights.w2))
-    calls = [rows(first, start, count) for count in (1, 5, 16) for start in (0, 7, 30)]
+    other = replace(weights, w1=_roll_experts(weights.w1), w2=_roll_experts(weights.w2))
+    calls = [copy_tokens(first, start, count) for count in (1, 5, 16) for start in (0, 7, 30)]
     calls += [(x, other, r) for x, _, r in calls] + [first]
-    expected = [kernel(*call).clone() for call in calls]
+    expected_outputs = [kernel(*call).clone() for call in calls]
     for _ in range(3):
-        for call, want in zip(calls, expected, strict=True):
-            out = torch.full_like(want, torch.nan)
-            assert torch.equal(plan(*call), want)
-            assert torch.equal(plan(*call, out=out), want)
+        for call, expected in zip(calls, expected_outputs, strict=True):
+            out = torch.full_like(expected, torch.nan)
+            assert torch.equal(plan(*call), expected)
+            assert torch.equal(plan(*call, out=out), expected)
     recordings = list(plan._recorded._recorded.values())
     assert len(recordings) == 4
     assert None not in recordings
 
 
-def _other_experts(w: torch.Tensor) -> torch.Tensor:
-    """Each expert with its neighbor's weights; by bytes, whatever their dtype."""
+def _roll_experts(w: torch.Tensor) -> torch.Tensor:
+    """Give each expert the weights of its neighbor. Rolling bytes works for all dtypes."""
     return w.view(torch.uint8).roll(1, 0).view(w.dtype)
 
 
-def test_a_poisoned_replay_leaves_nothing_unwritten() -> None:
-    """Were a launch missing from the recording, NaN would show where it has to write."""
+def test_replays_write_all_of_a_poisoned_workspace() -> None:
+    """If a launch were missing in the recording, its output would remain NaN."""
     for pair in (PAIR, BATCHED):
         problem = Problem(16, 512, 384, experts=16, top_k=4, quant="fp8_w8a8_channel")
         kernel = make_kernel(*pair, problem)
         poisoned = make_kernel(*pair, problem, poison=True).plan()
         inputs = random_inputs(problem, DEVICE)
-        want = kernel(*inputs)
+        expected = kernel(*inputs)
         for _ in range(3):
-            assert torch.equal(poisoned(*inputs), want)
+            assert torch.equal(poisoned(*inputs), expected)
         assert None not in poisoned._recorded._recorded.values()
 
 
-def test_replays_go_to_the_current_stream_and_into_a_graph() -> None:
+def test_replays_use_the_current_stream_and_can_be_captured() -> None:
     problem = SHAPES["qwen3_30b"]
     inputs = random_inputs(problem, DEVICE)
-    plan, static, other = planned(problem), rows(inputs, 0, 1), rows(inputs, 5, 1)
-    want_static, want_other = plan(*static).clone(), plan(*other).clone()
+    plan, static, other = make_plan(problem), copy_tokens(inputs, 0, 1), copy_tokens(inputs, 5, 1)
+    expected_static, expected_other = plan(*static).clone(), plan(*other).clone()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         torch.cuda._sleep(20_000_000)
-        late = plan(*static)
+        side_output = plan(*static)
         assert not side.query()
     side.synchronize()
-    assert torch.equal(late, want_static)
+    assert torch.equal(side_output, expected_static)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = plan(*static)
@@ -196,10 +203,10 @@ def test_replays_go_to_the_current_stream_and_into_a_graph() -> None:
     routing.topk_ids_TK.copy_(other[2].topk_ids_TK)
     routing.topk_weights_TK.copy_(other[2].topk_weights_TK)
     graph.replay()
-    assert torch.equal(captured, want_other)
+    assert torch.equal(captured, expected_other)
 
 
-def test_launch_hooks_of_triton_are_called_as_ever() -> None:
+def test_launch_hooks_of_triton_are_called_for_replays() -> None:
     import triton
 
     seen: list[str] = []
@@ -208,7 +215,7 @@ def test_launch_hooks_of_triton_are_called_as_ever() -> None:
         seen.append(metadata.get()["name"])
 
     problem = SHAPES["qwen3_30b"]
-    plan, one = planned(problem), rows(random_inputs(problem, DEVICE), 0, 1)
+    plan, one = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(enter)
     try:
@@ -223,34 +230,34 @@ def test_launch_hooks_of_triton_are_called_as_ever() -> None:
     assert seen == 2 * recorded
 
 
-def test_a_thread_that_never_used_the_device_may_replay() -> None:
+def test_replay_works_in_a_thread_that_never_used_the_device() -> None:
     problem = SHAPES["qwen3_30b"]
-    plan, one = planned(problem), rows(random_inputs(problem, DEVICE), 0, 1)
+    plan, one = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
     for _ in range(3):
-        want = plan(*one).clone()
+        expected = plan(*one).clone()
     with ThreadPoolExecutor(1) as pool:
         torch.cuda.synchronize()
         got = pool.submit(lambda: plan(*one).clone()).result()
     torch.cuda.synchronize()
-    assert torch.equal(got, want)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_plan_runs_where_it_was_made() -> None:
+def test_plan_runs_on_the_device_where_it_was_created() -> None:
     problem = replace(SHAPES["qwen3_30b"], tokens=2)
-    wants = []
+    expected_outputs = []
     for index in range(2):
         device = torch.device("cuda", index)
         with torch.cuda.device(device):
             inputs = random_inputs(problem, device)
-            plan = planned(problem)
-            wants.append(plan(*inputs).clone())
+            plan = make_plan(problem)
+            expected_outputs.append(plan(*inputs).clone())
         with torch.cuda.device(1 - index):
             for _ in range(2):
-                assert torch.equal(plan(*inputs), wants[-1])
+                assert torch.equal(plan(*inputs), expected_outputs[-1])
 
 
-def test_the_pairings_under_test_are_replayable() -> None:
+def test_tested_pairings_are_replayable() -> None:
     machine = this_machine()
     for pair in (PAIR, BATCHED):
         assert make_kernel(*pair, SHAPES["mixtral"], machine=machine).replayable

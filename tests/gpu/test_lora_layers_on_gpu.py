@@ -1,4 +1,4 @@
-"""FusedMoEWithLoRA, its manager and models that PEFT wrapped, on a GPU: beside float64 and PEFT."""
+"""FusedMoEWithLoRA, its manager and PEFT models, compared with float64 and PEFT on a GPU."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,77 +21,80 @@ from modular_kernel.tensors import Routing
 pytestmark = pytest.mark.gpu
 
 BATCH = ForwardBatch(("b", None, "a"), torch.tensor([0, 4, 9, 12]))
-NAMED = ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0))  # rows, rank and scaling of b and of a
-ACCURACY = 2e-6  # of the largest value, as on a CPU: float32 throughout, sums of at most 32 values
+# rows, rank and scaling of adapters b and a
+ADAPTER_ROWS = ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0))
+ACCURACY = 2e-6  # relative to the largest value, for sums of at most 32 values in float32
 
 
-def on_gpu(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
+def make_layers(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
     layer = layers.make_base_layer(routed_scaling_factor=1.5).cuda()
     lora = f"adapters=3,rank={layers.R}" + ",a13=shared" * (halves == 1)
     manager = LoRAManager(layer.problem, lora, [3], "cuda", mode=mode)
     for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-        own = layers.make_adapter(rank, rank, halves=halves)
-        manager.load(name, {3: MoELoRALayer(own, scaling)})
+        adapter = layers.make_adapter(rank, rank, halves=halves)
+        manager.load(name, {3: MoELoRALayer(adapter, scaling)})
     return layer, FusedMoEWithLoRA(layer, manager), manager
 
 
-def on_host(
+def weights_and_routing_on_cpu(
     layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[ExpertWeights, Routing]:
-    """The layer's weights, and how it routes a call."""
+    """Return the layer's weights and the routing of a call, on the CPU."""
     routed, w = layer._route(x, logits, None, (12,)).routing, layer.weights()
     weights = ExpertWeights(w.w1.detach().cpu(), w.w2.detach().cpu())
     return weights, Routing(routed.topk_weights_TK.cpu(), routed.topk_ids_TK.cpu())
 
 
-def near(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert float((got.cpu().double() - want).abs().max()) <= ACCURACY * float(want.abs().max())
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert float((got.cpu().double() - expected).abs().max()) <= ACCURACY * float(
+        expected.abs().max()
+    )
 
 
 @pytest.mark.parametrize("halves", [1, 2])
-def test_merged_is_the_exact_rule(halves: int) -> None:
-    layer, adapted, manager = on_gpu("merged", halves)
-    x, logits = (each.cuda() for each in layers.make_call())
+def test_merged_mode_equals_merged_weights(halves: int) -> None:
+    layer, adapted, manager = make_layers("merged", halves)
+    x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
-    weights, routing = on_host(layer, x, logits)
-    want = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
-    for rows, rank, scaling in NAMED:
-        own = layers.make_adapter(rank, rank, halves=halves)
-        a13, b13, a2, b2 = (getattr(own, f"lora_{name}").double() for name in layers.NAMES)
+    weights, routing = weights_and_routing_on_cpu(layer, x, logits)
+    expected = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
+    for rows, rank, scaling in ADAPTER_ROWS:
+        adapter = layers.make_adapter(rank, rank, halves=halves)
+        a13, b13, a2, b2 = (getattr(adapter, f"lora_{name}").double() for name in layers.NAMES)
         gate, up = b13[:, : layers.I] @ a13[:, :rank], b13[:, layers.I :] @ a13[:, -rank:]
         merged = ExpertWeights(
             weights.w1 + scaling * torch.cat([gate, up], 1), weights.w2 + scaling * (b2 @ a2)
         )
-        want[rows] = reference.float64_reference(x.cpu(), merged, routing, layer.problem)[rows]
-    near(got, want)
+        expected[rows] = reference.float64_reference(x.cpu(), merged, routing, layer.problem)[rows]
+    assert_close(got, expected)
     assert torch.equal(got[4:9], layer(x, logits)[4:9])
 
 
-def test_parallel_adds_the_branch_alone() -> None:
-    layer, adapted, manager = on_gpu("parallel_delta", 1)
-    x, logits = (each.cuda() for each in layers.make_call())
+def test_parallel_mode_adds_only_the_branch() -> None:
+    layer, adapted, manager = make_layers("parallel_delta", 1)
+    x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
     got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
-    weights, routing = on_host(layer, x, logits)
-    want = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
-    for rows, rank, scaling in NAMED:
-        own = layers.make_adapter(rank, rank)
+    weights, routing = weights_and_routing_on_cpu(layer, x, logits)
+    expected = reference.float64_reference(x.cpu(), weights, routing, layer.problem)
+    for rows, rank, scaling in ADAPTER_ROWS:
+        adapter = layers.make_adapter(rank, rank)
         for t in range(rows.start, rows.stop):
             pairs = zip(routing.topk_weights_TK[t], routing.topk_ids_TK[t], strict=True)
             for weight, e in pairs:
-                a13, b13, a2, b2 = (getattr(own, f"lora_{n}")[e].double() for n in layers.NAMES)
+                a13, b13, a2, b2 = (getattr(adapter, f"lora_{n}")[e].double() for n in layers.NAMES)
                 gate, up = (b13 @ (a13 @ x[t].cpu().double())).chunk(2)
                 h = torch.nn.functional.silu(gate) * up
-                want[t] += 1.5 * weight.double() * scaling * (b2 @ (a2 @ h))
-    near(got, want)
+                expected[t] += 1.5 * weight.double() * scaling * (b2 @ (a2 @ h))
+    assert_close(got, expected)
     assert torch.equal(got[4:9], layer(x, logits)[4:9])
 
 
-def test_evicted_and_loaded_again() -> None:
-    """What a slot holds is read where it was: another adapter of the same name is the new one."""
-    _, adapted, manager = on_gpu("merged", 2)
-    x, logits = (each.cuda() for each in layers.make_call())
+def test_reloaded_adapter_replaces_an_evicted_one() -> None:
+    """An adapter that is loaded under the name of an evicted adapter replaces it in its slot."""
+    _, adapted, manager = make_layers("merged", 2)
+    x, logits = (tensor.cuda() for tensor in layers.make_call())
     batch = ForwardBatch(("a", "a", "a"), BATCH.seg_indptr.cuda())
     before = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
     manager.evict("a")
@@ -108,9 +111,7 @@ def test_evicted_and_loaded_again() -> None:
     find_spec("transformers") is None or find_spec("peft") is None, reason="transformers and peft"
 )
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "down", "ranks", "modules"])
-def test_a_wrapped_model_is_served_with_its_adapter(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "integrations")
     import test_transformers_peft as wrapped
 

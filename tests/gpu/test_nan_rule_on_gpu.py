@@ -1,6 +1,7 @@
-"""The rule for NaN in compiled kernels: one argument at a time, every path of TritonExperts forced.
+"""The rule for NaN in compiled kernels, on every path of TritonExperts.
 
-Each scheme compiles a few kernels and makes many calls of them.
+Each test puts a NaN into one argument at a time. A scheme compiles a few kernels and makes many
+calls of them.
 """
 
 import sys
@@ -17,7 +18,7 @@ from modular_kernel.testing.cases.nan import list_nan_arguments
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
-# One of each kind: other groups and zero points compile the same instructions.
+# One scheme per kind. Other group sizes and zero points compile to the same instructions.
 QUANTS = (
     "none",
     "fp8_w8a8_tensor",
@@ -33,59 +34,65 @@ QUANTS = (
     "nvfp4_w4a16",
 )
 CLAMPED = ("swiglu_oai:alpha=1.702,limit=1.0", "relu2")
-SIZE = 256  # hidden and intermediate: every path takes it
+SIZE = 256  # hidden and intermediate size, which every path supports
 
 
-def judged(problem: Problem, machine: Machine, counts: Counts) -> set[str]:
-    """Judge `problem` on every path that it may take; returns those that a call took."""
-    took = set()
+def check_all_paths(problem: Problem, machine: Machine, counts: Counts) -> set[str]:
+    """Check the calls of `problem` on every supported path. Returns the paths that were used."""
+    used_paths = set()
     for path in supported_paths(problem):
         config = BY_NAME[path].default_config(problem, problem.tokens, current_lookup().device)
         with override_config(config):
-            took.add(choose_config(problem, problem.tokens, supported_paths(problem)).path)
+            used_paths.add(choose_config(problem, problem.tokens, supported_paths(problem)).path)
             check_calls(TRITON, problem, machine, counts, f"path {path}:")
-    return took
+    return used_paths
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_paths(quant: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_paths_follow_the_nan_rule(
+    quant: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     counts = Counts()
     problem = supported_problems(TRITON, quant, machine, SIZE)[0]
-    took = judged(problem, machine, counts)
+    used_paths = check_all_paths(problem, machine, counts)
     with capsys.disabled():
-        sys.stdout.write(f"\n{quant}, by {', '.join(sorted(took))}: {counts}")
-    assert took == set(supported_paths(problem))
-    assert counts.calls == len(took) * len(list_nan_arguments(problem))
+        sys.stdout.write(f"\n{quant}, by {', '.join(sorted(used_paths))}: {counts}")
+    assert used_paths == set(supported_paths(problem))
+    assert counts.calls == len(used_paths) * len(list_nan_arguments(problem))
     assert counts.wrong == []
 
 
 @pytest.mark.parametrize("activation", CLAMPED)
-def test_clamps(activation: str, machine: Machine) -> None:
+def test_clamping_activations_follow_the_nan_rule(activation: str, machine: Machine) -> None:
     counts = Counts()
     for quant in ("none", "fp8_w8a8_channel"):
         problem = supported_problems(TRITON, quant, machine, SIZE)[0]
-        judged(replace(problem, activation=ActivationSpec.parse(activation)), machine, counts)
+        check_all_paths(
+            replace(problem, activation=ActivationSpec.parse(activation)), machine, counts
+        )
     assert counts.calls > 20
     assert counts.wrong == []
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_block", "int8_w8a8_channel"])
-def test_batched(quant: str, machine: Machine) -> None:
+def test_batched_experts_follow_the_nan_rule(quant: str, machine: Machine) -> None:
     counts = Counts()
     check_calls(BATCHED, supported_problems(BATCHED, quant, machine, SIZE)[0], machine, counts)
     assert counts.calls >= 6
     assert counts.wrong == []
 
 
-def test_kept_rows_and_weighted_input(machine: Machine) -> None:
+def test_unreduced_rows_and_weighted_input_follow_the_nan_rule(machine: Machine) -> None:
     counts = Counts()
     for problem in supported_problems(TRITON, "fp8_w8a8_channel", machine, SIZE)[1:]:
         check_calls(TRITON, problem, machine, counts)
     assert counts.wrong == []
 
 
-def test_other_parts_that_run_here(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """Torch's, and vendors' where their libraries are."""
+def test_other_parts_follow_the_nan_rule(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other parts are those in plain torch, and those of installed vendor libraries."""
     for pair in local_pairs(machine):
         if pair in (TRITON, BATCHED):
             continue

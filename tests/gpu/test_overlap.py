@@ -1,4 +1,4 @@
-"""Launches overlap: nothing is read before the launch that writes it has ended."""
+"""Overlapping launches do not read data before the launch that writes it has ended."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ CALLS = 6
 def late_copy_kernel(
     from_ptr, to_ptr, numel, NS: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr = False
 ):
-    """to = from, NS nanoseconds after the next launch may begin."""
+    """Copy `from` to `to`, starting NS nanoseconds after the next launch may begin."""
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -46,7 +46,7 @@ def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("tokens", [5, 64, 300])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block"])
-def test_inputs_that_arrive_at_the_last_moment(quant: str, tokens: int) -> None:
+def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> None:
     problem = replace(BASE, tokens=tokens, quant=quant)
     many = random_inputs(problem.with_tokens(CALLS * tokens), torch.device("cuda"))
     weights, routing = many[1], many[2]

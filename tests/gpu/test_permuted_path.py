@@ -1,7 +1,7 @@
-"""Persistent grouped GEMMs on every axis of the harness: forced, whatever the heuristics say.
+"""Persistent grouped GEMMs with launches that ignore the heuristics, on every axis of the harness.
 
-Groups and depths with tails, experts of no, few and many tiles, and what the harness always does:
-poisoned workspaces, plans, graphs, strided weights, which the path must leave to another.
+The cases have partial groups and tiles, and experts with no, few and many tiles. The harness adds
+poisoned workspaces, plans and graphs, and strided weights, which another path must handle.
 """
 
 from dataclasses import replace
@@ -18,24 +18,31 @@ from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 from modular_kernel.testing.cases.quantized import list_quantized_variants
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=208)
-# 150 rows an expert and more: whole tiles, and last ones of more and of less than 64 rows.
+# With 150 rows and more per expert, the last tiles have more or less than 64 rows.
 LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=400)
 
 
-def variants() -> list[tuple[Problem, str]]:
-    """Every axis in bf16; each quantized case of the harness. Not every axis times every scheme:
-    a rounding step of few values is too large for the harness's bounds, whoever computes."""
+def list_variants() -> list[tuple[Problem, str]]:
+    """List every axis in bfloat16, and each quantized case of the harness.
+
+    Axes and schemes are not combined. With few values, a single rounding step would exceed the
+    harness's bounds for any implementation.
+    """
     blocks = replace(LARGE, intermediate=448)
-    found = [*list_axis_variants(SMALL), *list_axis_variants(LARGE), *list_quantized_variants(BASE)]
+    variants = [
+        *list_axis_variants(SMALL),
+        *list_axis_variants(LARGE),
+        *list_quantized_variants(BASE),
+    ]
     for routing in ("uniform", "zipf", "skips", "out_of_range", "empty_experts"):
-        found += [
+        variants += [
             (replace(blocks, quant="fp8_w8a8_block"), routing),
             (replace(LARGE, quant="fp8_w8a8_channel"), routing),
         ]
-    return found
+    return variants
 
 
-CASES = cases_on("grouped_tma", variants())
+CASES = cases_on("grouped_tma", list_variants())
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
@@ -43,7 +50,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_proven(case: Case, machine: Machine) -> None:
+def test_cases_are_correct(case: Case, machine: Machine) -> None:
     with override_config(grouped_tma_config.default_config(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

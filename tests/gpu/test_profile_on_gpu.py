@@ -1,4 +1,4 @@
-"""`mk profile` on a GPU: stages cover the call, add up to it, and are counted in launches."""
+"""`mk profile` on a GPU: stages cover the call, add up to its time, and have launch counts."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 CONTIGUOUS = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
-# Milliseconds long, so that the microsecond between two kernels is nothing beside them.
+# The layer takes milliseconds, so that microseconds between kernels are negligible.
 LAYER = ("--experts", "8", "--hidden", "4096", "--intermediate", "7168", "--tokens", "1024")
 
 
@@ -38,5 +38,5 @@ def test_stages_cover_the_call_and_add_up_to_it(
             if row["is_stage"]:
                 assert row["launches"] >= 1
             if "gemm" in row["stage"]:
-                # Its weights are in no cache: a floor that is beaten by far is wrong.
+                # The weights are not in a cache, so a time far below the roofline would be wrong.
                 assert 10 < row["percent_of_floor"] < 110

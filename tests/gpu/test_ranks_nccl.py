@@ -1,4 +1,4 @@
-"""Pairings over ranks on GPUs, one for each rank, over NCCL."""
+"""Pairings over ranks with one GPU each, over NCCL."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ CASES = [
     for pair in rank_pairings(this_machine(), world)
     for case in rank_cases_for(*pair, this_machine(), world).cases
 ]
-# The GPUs are one host's, where its combine reads counts of no other rank.
+# All GPUs are on one host, where combine does not read the counts of other ranks.
 COUNTS_HOSTS = "HostThenRankPrepareAndFinalize", "peer_counts_swapped"
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
@@ -35,14 +35,14 @@ def pools() -> Iterator[dict[int, RankPool]]:
 
 
 def sum_of_ranks(rank: int, world_size: int, group: dist.ProcessGroup) -> tuple[float, str, int]:
-    """An all-reduce, the group's backend, and the GPU in use."""
+    """Return the sum of the ranks from an all-reduce, the backend, and the current GPU."""
     value = torch.tensor([float(rank)], device="cuda")
     dist.all_reduce(value, group=group)
     return float(value), dist.get_backend(group), torch.cuda.current_device()
 
 
 def fail_on_one(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
-    """Rank 1 stays away from an all-reduce."""
+    """Raise on rank 1 while the other ranks are in an all-reduce."""
     if rank == 1:
         raise ValueError("only here")
     sum_of_ranks(rank, world_size, group)
@@ -55,7 +55,7 @@ def test_each_rank_has_its_gpu(world_size: int, pools: dict[int, RankPool]) -> N
     assert pools[world_size].run(sum_of_ranks) == expected
 
 
-def test_a_rank_that_stays_away_is_named_and_the_next_run_is_right(
+def test_failing_rank_is_named_and_the_next_run_is_correct(
     pools: dict[int, RankPool],
 ) -> None:
     with pytest.raises(RankError, match="rank 1: Traceback") as caught:
@@ -65,13 +65,13 @@ def test_a_rank_that_stays_away_is_named_and_the_next_run_is_right(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_proven(case: RankCase, pools: dict[int, RankPool]) -> None:
+def test_cases_are_correct(case: RankCase, pools: dict[int, RankPool]) -> None:
     proof = prove_ranks(case, pools[case.world_size])
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("pairing", rank_pairings(this_machine(), 2), ids="+".join)
-def test_defects_are_found(pairing: tuple[str, str], pools: dict[int, RankPool]) -> None:
+def test_input_mutations_are_killed(pairing: tuple[str, str], pools: dict[int, RankPool]) -> None:
     requires = load_catalog().prepare_finalize(pairing[0]).requires
     kills = sensitivity_ranks(*pairing, pools[2])
     unread = [kill for kill in kills if (pairing[0], kill.mutant) == COUNTS_HOSTS]

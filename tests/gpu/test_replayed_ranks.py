@@ -1,7 +1,7 @@
-"""Replayed calls over ranks on GPUs: the same bits as the parts' host code, and their host time.
+"""Replayed calls over ranks on GPUs: bitwise equality with the parts' host code, and host time.
 
-The host time is that of calls issued one behind the other, without waiting for the device, less
-that of the bare collectives of the same tensors.
+Calls are issued without waiting for the device. The host time of the same collectives alone is
+subtracted.
 """
 
 import time
@@ -30,8 +30,9 @@ PAIRS = [
     ("ReplicatedEPPrepareAndFinalize", "TritonExperts"),
     SYMMETRIC,
 ]
-# Without replay, dispatch and combine alone take 1 ms and more. The goal for MOST_US is 40.
-MOST_US, MOST_SYMMETRIC_US = 300.0, 60.0  # SymmMem has no collectives: all of its host time
+# Without replay, dispatch and combine alone take 1 ms or more. The goal for MAX_HOST_US is 40.
+# SymmMem has no collectives, so its limit is for the whole host time
+MAX_HOST_US, MAX_SYMMETRIC_HOST_US = 300.0, 60.0
 CALLS, ROUNDS = 20, 60
 
 
@@ -41,10 +42,10 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def kernel_of(
+def make_rank_kernel(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str], quant: str
 ) -> tuple[FusedMoEModularKernel, Inputs]:
-    """Return a kernel of 16 tokens on one rank, and its inputs; those of ranks differ."""
+    """Return a kernel for 16 tokens on one rank, and its inputs, which differ between ranks."""
     problem = Problem(
         16, 1024, 512, experts=16, top_k=4, quant=quant, graph=True,
         parallel=Parallel(world_size, "linear", rank),
@@ -55,52 +56,54 @@ def kernel_of(
     return make_kernel(*pair, problem, group=group), inputs
 
 
-def rows(inputs: Inputs, start: int, count: int) -> Inputs:
-    """Return some of the tokens, in memory of their own."""
+def copy_tokens(inputs: Inputs, start: int, count: int) -> Inputs:
+    """Return copies of `count` tokens and their routing, with the same weights."""
     x_TH, weights, routing = inputs
-    some = slice(start, start + count)
-    few = Routing(routing.topk_weights_TK[some].clone(), routing.topk_ids_TK[some].clone())
-    return x_TH[some].clone(), weights, few
+    token_slice = slice(start, start + count)
+    few_routing = Routing(
+        routing.topk_weights_TK[token_slice].clone(), routing.topk_ids_TK[token_slice].clone()
+    )
+    return x_TH[token_slice].clone(), weights, few_routing
 
 
 def compare_replays(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str], quant: str
 ) -> tuple[int, int, dict[str, Any]]:
-    """Make calls of several sizes; return how many differ from host code, of how many."""
-    kernel, inputs = kernel_of(rank, world_size, group, pair, quant)
+    """Make calls of several sizes. Returns (number of unequal outputs, number of calls, counters)."""
+    kernel, inputs = make_rank_kernel(rank, world_size, group, pair, quant)
     plan = kernel.plan()
-    calls = [rows(inputs, start, count) for count in (1, 5, 16) for start in (0, 7)]
-    wanted = [kernel.start(*call).finish().clone() for call in calls]
-    different = made = 0
+    calls = [copy_tokens(inputs, start, count) for count in (1, 5, 16) for start in (0, 7)]
+    expected_outputs = [kernel.start(*call).finish().clone() for call in calls]
+    num_different = num_calls = 0
     for _ in range(4):
-        for call, want in zip(calls, wanted, strict=True):
+        for call, expected in zip(calls, expected_outputs, strict=True):
             for function in (kernel, plan):
-                different += not torch.equal(function(*call), want)
-                made += 1
+                num_different += not torch.equal(function(*call), expected)
+                num_calls += 1
     kernel.prepare_finalize.check()
     counters = kernel.counters()
     kernel.prepare_finalize.destroy()
-    return different, made, counters
+    return num_different, num_calls, counters
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
 def test_replays_equal_host_code(pool: RankPool, pair: tuple[str, str], quant: str) -> None:
-    for different, made, counters in pool.run(compare_replays, pair, quant):
-        assert different == 0
+    for num_different, num_calls, counters in pool.run(compare_replays, pair, quant):
+        assert num_different == 0
         # The first call of each number of tokens is recorded, for the kernel and for the plan.
         assert counters["recorded_calls"] <= 2 * 4, counters
-        assert counters["replayed_calls"] >= made - 2 * 4, counters
+        assert counters["replayed_calls"] >= num_calls - 2 * 4, counters
 
 
 def capture_replays(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str]
 ) -> bool:
     """Capture a replayed plan in a CUDA graph, and replay the graph with other inputs."""
-    kernel, inputs = kernel_of(rank, world_size, group, pair, "none")
-    plan, other = kernel.plan(), rows(inputs, 8, 4)
-    x_TH, weights, routing = rows(inputs, 0, 4)
-    want = kernel.start(*other).finish().clone()
+    kernel, inputs = make_rank_kernel(rank, world_size, group, pair, "none")
+    plan, other = kernel.plan(), copy_tokens(inputs, 8, 4)
+    x_TH, weights, routing = copy_tokens(inputs, 0, 4)
+    expected = kernel.start(*other).finish().clone()
     for _ in range(4):
         plan(x_TH, weights, routing)
     torch.cuda.synchronize()
@@ -113,19 +116,19 @@ def capture_replays(
     for _ in range(3):
         graph.replay()
     kernel.prepare_finalize.check()
-    same = torch.equal(captured, want)
+    same = torch.equal(captured, expected)
     graph.reset()
     kernel.prepare_finalize.destroy()
     return same
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
-def test_a_replay_can_be_captured(pool: RankPool, pair: tuple[str, str]) -> None:
+def test_replays_can_be_captured(pool: RankPool, pair: tuple[str, str]) -> None:
     assert pool.run(capture_replays, pair) == [True, True]
 
 
-class ListedGroup:
-    """A communicator that lists the collectives that are called."""
+class RecordingGroup:
+    """A communicator that records the collectives that are called."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -157,19 +160,19 @@ def median_us(call: Callable[[], object]) -> float:
 def host_times(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str], quant: str
 ) -> tuple[float, float]:
-    """Return the host time of a kernel's call of one token, and of its bare collectives."""
-    kernel, inputs = kernel_of(rank, world_size, group, pair, quant)
-    call = rows(inputs, 0, 1)
+    """Return the host time of a kernel's call with one token, and of its collectives alone."""
+    kernel, inputs = make_rank_kernel(rank, world_size, group, pair, quant)
+    call = copy_tokens(inputs, 0, 1)
     for _ in range(4):
         kernel(*call)
     manager = kernel.prepare_finalize.manager  # type: ignore[attr-defined]
     collectives = []
     if pair != SYMMETRIC:
-        own = manager._communicator.group
-        listed = manager._communicator.group = ListedGroup(own)
+        original = manager._communicator.group
+        recording = manager._communicator.group = RecordingGroup(original)
         kernel(*call)
-        manager._communicator.group = own
-        collectives = listed.calls
+        manager._communicator.group = original
+        collectives = recording.calls
 
     def run_collectives() -> None:
         for method, arguments in collectives:
@@ -183,10 +186,10 @@ def host_times(
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
-def test_an_eager_call_costs_the_host_little(
+def test_eager_calls_take_little_host_time(
     pool: RankPool, pair: tuple[str, str], quant: str, record_property: Callable[..., None]
 ) -> None:
-    most = MOST_SYMMETRIC_US if pair == SYMMETRIC else MOST_US
+    max_us = MAX_SYMMETRIC_HOST_US if pair == SYMMETRIC else MAX_HOST_US
     for rank, (call_us, bare_us) in enumerate(pool.run(host_times, pair, quant)):
         record_property(f"rank {rank}: us of a call, of its collectives", (call_us, bare_us))
-        assert call_us - bare_us <= most, (call_us, bare_us)
+        assert call_us - bare_us <= max_us, (call_us, bare_us)

@@ -1,6 +1,6 @@
-"""The product over sorted rows against float64, with every mode, activation and kind of tail.
+"""The GEMM over sorted rows, compared with float64 for every scheme, activation and kind of tail.
 
-Rows in order, and rows that are found by their tokens: bit for bit the same.
+Rows that are gathered by token give bitwise the same result as rows in order.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from modular_kernel.quant.quantized_weights import dequantize
 from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
-# Rows of the experts: none, one, a tile's half and its neighbors, whole tiles, and more.
+# Rows per expert: none, one, half a tile and its neighbors, whole tiles, and more.
 ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
 HERE = Device("sm_90", tma=True)
 
@@ -33,12 +33,14 @@ def sorted_rows(counts: tuple[int, ...]) -> SortedPairs:
     for expert, count in enumerate(counts):
         tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
         start += count
-    most = len(tiles) + 2  # room for more, as there always is
-    named = torch.full((3 * most + 1,), 0x3F3F3F3F, dtype=torch.int32)
-    named[: 3 * most].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
-    named[-1] = len(tiles)
-    nothing = torch.empty(0, 1, dtype=torch.int32)
-    return SortedPairs(nothing, nothing, named.cuda(), nothing)
+    capacity = len(tiles) + 2  # more capacity than tiles, as in real calls
+    tile_table = torch.full((3 * capacity + 1,), 0x3F3F3F3F, dtype=torch.int32)
+    tile_table[: 3 * capacity].view(3, -1)[:, : len(tiles)] = torch.tensor(
+        tiles, dtype=torch.int32
+    ).T
+    tile_table[-1] = len(tiles)
+    empty = torch.empty(0, 1, dtype=torch.int32)
+    return SortedPairs(empty, empty, tile_table.cuda(), empty)
 
 
 def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias: bool) -> Problem:
@@ -76,14 +78,15 @@ CASES = [
         {},
         {"hidden": 1040},
         {"quant": "fp8_w8a8_channel"},
-        {"intermediate": 4096},  # more tiles than programs: the next one's rows come early
+        # there are more tiles than programs, so the rows of the next tile are prefetched
+        {"intermediate": 4096},
         {"intermediate": 4096, "hidden": 1040},
         {"intermediate": 4096, "quant": "fp8_w8a8_channel"},
     ],
     ids=str,
 )
-def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int) -> None:
-    """Few tokens, each in many rows, in a wider tensor; what lies beside them is NaN."""
+def test_gathered_rows_give_bitwise_equal_results(change: dict[str, object], stages: int) -> None:
+    """Few tokens have many rows each. They are a slice of a wider tensor that is NaN elsewhere."""
     base = problem_of("none", "silu", 1024, 264, True)
     problem = replace(base, **change)
     assert grouped_tma_config.gathers_tokens(problem)
@@ -97,29 +100,31 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     if problem.scheme.quantized:
         x, scale = quantize_values(values.float(), problem.scheme)
     tokens = torch.randint(0, 40, (sum(ROWS),), device="cuda", generator=generator)
-    moved = GemmRows(x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous())
-    # Behind the last row tokens are anything.
+    in_order = GemmRows(
+        x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous()
+    )
+    # Token indices after the last row are undefined.
     beyond = torch.full((9,), 0x3F3F3F3F, device="cuda")
-    found = GemmRows(x, scale, tokens=torch.cat([tokens, beyond]).int())
+    gathered = GemmRows(x, scale, tokens=torch.cat([tokens, beyond]).int())
     tile = replace(grouped_tma_config.default_config(problem).gemm1, num_stages=stages)
-    outs = []
-    for rows in (moved, found):
+    outputs = []
+    for rows in (in_order, gathered):
         out = torch.full((sum(ROWS) + 2, product.size_n), float("nan"), device="cuda").bfloat16()
         GroupedTmaPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
-        outs.append(out)
-    assert bool(outs[0][: sum(ROWS)].isfinite().all())
-    assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
+        outputs.append(out)
+    assert bool(outputs[0][: sum(ROWS)].isfinite().all())
+    assert torch.equal(outputs[0].view(torch.int16), outputs[1].view(torch.int16))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("which", [1, 2])
-def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which: int) -> None:
+@pytest.mark.parametrize("gemm", [1, 2])
+def test_rows_are_close_to_float64(case: tuple[str, str, int, int, bool], gemm: int) -> None:
     problem = problem_of(*case)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
-    product = (gemm1_operands if which == 1 else gemm2_operands)(weights, problem)
+    product = (gemm1_operands if gemm == 1 else gemm2_operands)(weights, problem)
     depth = product.size_k
-    generator = torch.Generator("cuda").manual_seed(which)
-    # Two rows past the last expert's stand for skipped pairs; nobody may touch their results.
+    generator = torch.Generator("cuda").manual_seed(gemm)
+    # Two rows after those of the last expert stand for skipped pairs. Their results must stay NaN.
     values = torch.randn(sum(ROWS) + 2, depth, device="cuda", generator=generator)
     values = values.to(torch.bfloat16)
     a, scale, exact = values, None, values.double()
@@ -128,7 +133,7 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
         exact = dequantize_rows(a, scale, problem.scheme).double()
     out = torch.full((len(values), product.size_n), float("nan"), device="cuda").bfloat16()
     pair = grouped_tma_config.default_config(problem)
-    tile: LaunchConfig = pair.gemm1 if which == 1 else pair.gemm2
+    tile: LaunchConfig = pair.gemm1 if gemm == 1 else pair.gemm2
     GroupedTmaPath(problem).multiply(GemmRows(a, scale), product, tile, sorted_rows(ROWS), out)
     w, b = product.w, product.bias
     if product.scale is not None:
@@ -138,16 +143,16 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
         if not count:
             continue
         rows = slice(start, start + count)
-        want = exact[rows] @ w[expert].double().T
-        spread = exact[rows].abs() @ w[expert].double().abs().T
+        expected = exact[rows] @ w[expert].double().T
+        magnitude = exact[rows].abs() @ w[expert].double().abs().T
         if b is not None:
-            want = want + b[expert].double()
-        if which == 1:
-            want = gated_activation_ref(want, problem.act).double()
-            spread = spread.max() * want.abs().clamp(min=1.0)
-        # One rounding to bf16, and sums whose every addition may lose 2^-13 (fp8) or 2^-22.
-        loose = 2.0**-11 if problem.scheme.quantized else 2.0**-18
-        bound = want.abs() * 2.0**-8 + spread * loose + 1e-6
-        assert bool(((out[rows].double() - want).abs() <= bound).all()), expert
+            expected = expected + b[expert].double()
+        if gemm == 1:
+            expected = gated_activation_ref(expected, problem.act).double()
+            magnitude = magnitude.max() * expected.abs().clamp(min=1.0)
+        # One rounding to bfloat16, and sums whose additions may lose 2^-13 (fp8) or 2^-22 each.
+        sum_error = 2.0**-11 if problem.scheme.quantized else 2.0**-18
+        bound = expected.abs() * 2.0**-8 + magnitude * sum_error + 1e-6
+        assert bool(((out[rows].double() - expected).abs() <= bound).all()), expert
         start += count
     assert bool(out[start:].isnan().all())

@@ -1,8 +1,8 @@
-"""The TMA-pipelined gemv on every axis of the harness: forced, whatever the heuristics say.
+"""The TMA-pipelined GEMV with launches that ignore the heuristics, on every axis of the harness.
 
-Groups and depths with tails, one token to more than are held at once, experts that are elsewhere,
-and what the harness always does: poisoned workspaces, plans, graphs, strided weights, which the
-path must leave to another.
+The cases have partial groups and tiles, one token more than a tile holds, and experts on other
+ranks. The harness adds poisoned workspaces, plans and graphs, and strided weights, which another
+path must handle.
 """
 
 from dataclasses import replace
@@ -21,27 +21,28 @@ from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 from modular_kernel.testing.cases.quantized import list_quantized_variants
 
 SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=224)
-# Vectors of more than a piece, places that do not divide the depth, tiles that do not divide rows.
+# Vectors are longer than one step, stages do not divide the depth, and tiles do not divide the
+# rows.
 LARGE = replace(SMALL, tokens=11, hidden=1296, intermediate=1056)
 QUANTS = ("fp8_w8a8_channel", "fp8_w8a8_block")
 ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts")
 
 
-def variants() -> list[tuple[Problem, str]]:
-    """Every axis and each quantized case of the harness, and few tokens of many experts."""
-    found = [*list_quantized_variants(BASE)]
+def list_variants() -> list[tuple[Problem, str]]:
+    """List every axis and each quantized case of the harness, and few tokens with many experts."""
+    variants = [*list_quantized_variants(BASE)]
     for quant in QUANTS:
-        found += [(replace(p, quant=quant), routing) for p, routing in list_axis_variants(LARGE)]
+        variants += [(replace(p, quant=quant), routing) for p, routing in list_axis_variants(LARGE)]
         for base in (SMALL, LARGE):
             for tokens in (1, 2, 8):
                 few = replace(
                     base, tokens=tokens, experts=16, local_experts=None, top_k=8, quant=quant
                 )
-                found += [(few, routing) for routing in ROUTINGS]
-    return found
+                variants += [(few, routing) for routing in ROUTINGS]
+    return variants
 
 
-CASES = cases_on("gemv_tma", variants())
+CASES = cases_on("gemv_tma", list_variants())
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
@@ -49,20 +50,22 @@ def test_there_are_cases_where_the_path_runs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_proven(case: Case, machine: Machine) -> None:
+def test_cases_are_correct(case: Case, machine: Machine) -> None:
     with override_config(gemv_tma_config.default_config(case.problem, current_lookup().device)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-@pytest.mark.parametrize(("block_k", "places"), [(128, 2), (128, 16), (256, 5), (512, 3)])
-def test_every_ring(quant: str, block_k: int, places: int, machine: Machine) -> None:
-    """Whatever a place holds of the depth, and however few places there are."""
+@pytest.mark.parametrize(("block_k", "stages"), [(128, 2), (128, 16), (256, 5), (512, 3)])
+def test_all_pipeline_depths_are_correct(
+    quant: str, block_k: int, stages: int, machine: Machine
+) -> None:
+    """Stages of any depth work, even if there are only a few of them."""
     problem = replace(LARGE, quant=quant, tokens=3)
     if "gemv_tma" not in supported_paths(problem):
         pytest.skip("no sm_90")
-    pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, places) for n in (32, 64)), "gemv_tma")
+    pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, stages) for n in (32, 64)), "gemv_tma")
     with override_config(pair):
         proof = prove(Case(*PAIR, problem, "uniform"), machine)
     assert proof.passed, str(proof)

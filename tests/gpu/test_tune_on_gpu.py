@@ -1,4 +1,4 @@
-"""`mk tune` on a GPU: compiled elsewhere, checked, screened by stage, compared as graphs."""
+"""`mk tune` on a GPU: choices are compiled in other processes, checked, screened and compared."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,25 +20,28 @@ PROBLEM = Problem(tokens=256, hidden=2048, intermediate=1024, experts=16, top_k=
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
-def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
+def test_screened_stages_add_up_to_the_graph_time() -> None:
     pair = TunedPair(*PAIR, this_machine())
     space = pair.make_search_space(PROBLEM)
     with Compiler(workers=4) as compiler:
         bench = DeviceBenchmarker(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
         untuned = space.untuned(256)
-        bench.screen(256, untuned)  # compiles
-        took = bench.screen(256, untuned)
-        assert isinstance(took, StageTimes), took
+        bench.screen(256, untuned)  # compiles the kernels
+        measured = bench.screen(256, untuned)
+        assert isinstance(measured, StageTimes), measured
         (seconds,) = bench.compare(256, [untuned]).values()
     assert isinstance(seconds, float)
-    assert sorted(took.stages) == sorted(ConfigSpace.stages)
-    assert 0.5 * took.seconds < sum(took.stages.values()) < took.seconds
-    # Events cost some microseconds each; the host's hundreds are not in it.
-    assert 0.6 * seconds < took.seconds < 1.5 * seconds + 3e-5
+    assert sorted(measured.stages) == sorted(ConfigSpace.stages)
+    assert 0.5 * measured.seconds < sum(measured.stages.values()) < measured.seconds
+    # Events cost some microseconds each. The hundreds of microseconds of host time are not
+    # included.
+    assert 0.6 * seconds < measured.seconds < 1.5 * seconds + 3e-5
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
-def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuned_choices_are_saved_and_used(
+    quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path))
     clear_caches()
     problem = replace(PROBLEM, quant=quant)
@@ -56,8 +59,8 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
             assert tuned.best.untuned_seconds is not None
             assert tuned.best.seconds <= tuned.best.untuned_seconds
             with space.using(tuned.best.choice):
-                there = choose_config(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
-            assert there == tuned.best.choice
+                selected = choose_config(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
+            assert selected == tuned.best.choice
         assert sorted(space.saved(tmp_path)) == [1, 64]
     finally:
         monkeypatch.undo()

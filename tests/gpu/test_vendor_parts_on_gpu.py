@@ -1,6 +1,6 @@
-"""Parts over vendors' libraries on a GPU, each where its library is found.
+"""Parts that use vendor libraries, on a GPU. A part is skipped if its library is not installed.
 
-pytest tests/gpu/test_vendor_parts_on_gpu.py -rs       # what was skipped, and why
+pytest tests/gpu/test_vendor_parts_on_gpu.py -rs  # lists the reasons for skips
 """
 
 from dataclasses import replace
@@ -47,8 +47,8 @@ CASES: tuple[tuple[dict[str, Any], str], ...] = (
 ALL = [(name, quant) for name, (_, quants) in PARTS.items() for quant in quants]
 
 
-def available(name: str) -> None:
-    """Skip where the part cannot run, and say why."""
+def skip_unless_available(name: str) -> None:
+    """Skip the test, with the reasons, if the part cannot run on this machine."""
     reasons = judge_part(name, load_catalog().experts(name).requires, this_machine())
     if reasons:
         pytest.skip("; ".join(map(str, reasons)))
@@ -56,9 +56,9 @@ def available(name: str) -> None:
 
 @pytest.mark.parametrize(("change", "routing"), CASES, ids=str)
 @pytest.mark.parametrize(("name", "quant"), ALL)
-def test_proven(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
-    """Numbers, plans, graphs: all checks of the harness."""
-    available(name)
+def test_cases_are_correct(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
+    """Run all checks of the harness: values, plans and graphs."""
+    skip_unless_available(name)
     problem = apply_part_row_order(replace(BASE, quant=quant, **change), name)
     verdict = check(PARTS[name][0], name, problem)
     if not verdict.ok:
@@ -69,9 +69,9 @@ def test_proven(name: str, quant: str, change: dict[str, Any], routing: str) -> 
 
 @pytest.mark.parametrize("tokens", [64, 2048])
 @pytest.mark.parametrize(("name", "quant"), ALL)
-def test_a_layer_of_a_published_size_is_as_triton_s(name: str, quant: str, tokens: int) -> None:
-    """Qwen3-30B's experts: 128 of 768 columns, top-8."""
-    available(name)
+def test_large_layers_agree_with_triton_experts(name: str, quant: str, tokens: int) -> None:
+    """The sizes are those of Qwen3-30B's experts: 128 experts with I = 768, and top-8."""
+    skip_unless_available(name)
     prepare, _ = PARTS[name]
     problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)
     other = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"

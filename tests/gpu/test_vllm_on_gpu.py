@@ -1,6 +1,6 @@
 """vLLM's layers on a GPU, with and without the plugin.
 
-pytest tests/gpu/test_vllm_on_gpu.py -rs       # what was skipped, and why
+pytest tests/gpu/test_vllm_on_gpu.py -rs  # lists the reasons for skips
 """
 
 import os
@@ -28,7 +28,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 if _parse_minor_version(vllm.__version__) not in MODULE_BY_VERSION:
     pytest.skip(f"the plugin does not support vLLM {vllm.__version__}", allow_module_level=True)
 
-# They import vLLM.
+# These modules import vLLM.
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
@@ -101,11 +101,12 @@ class Sample:
 
 
 def check(got: torch.Tensor, sample: Sample, x_TH: torch.Tensor, routing: Routing) -> None:
-    """Compare an output of the layer with the float64 reference, within the rule."""
+    """Compare an output of the layer with the float64 reference."""
     tokens = len(x_TH)
     all_rows = sample.x_TH, sample.weights, sample.routing, sample.problem
     exact, rounded = float64_reference(*all_rows), rounded_reference(*all_rows)
-    floor = RoundingErrors.measure(exact, rounded, tokens)  # of calls with as many tokens
+    # the rounding error of calls with this number of tokens
+    floor = RoundingErrors.measure(exact, rounded, tokens)
     inputs = x_TH, sample.weights, routing, sample.problem.with_tokens(tokens)
     comparison = compare(
         got, float64_reference(*inputs), rounded_reference(*inputs), inputs[3],
@@ -119,7 +120,7 @@ def check(got: torch.Tensor, sample: Sample, x_TH: torch.Tensor, routing: Routin
 def test_a_disabled_plugin_changes_neither_classes_nor_bits(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """A process with MK_VLLM=0 computes what a process does that has never seen the plugin."""
+    """A process with MK_VLLM=0 has the same results as a process that never imported the plugin."""
     program = str(Path(__file__).parents[1] / "helpers" / "vllm_cases.py")
     base = make_child_environment(interpreted=False) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     files = {option: tmp_path / f"{option or 'without'}.pt" for option in ("", "plugin")}
@@ -148,7 +149,7 @@ def test_a_disabled_plugin_changes_neither_classes_nor_bits(
         assert all(output.isfinite().all() for output in outputs), case
         if all(torch.equal(output, outputs[0]) for output in outputs):
             assert all(torch.equal(output, outputs[0]) for output in others), case
-        else:  # vLLM adds up in an order that changes from call to call
+        else:  # vLLM sums in an order that changes between calls
             for output in others:
                 torch.testing.assert_close(output, outputs[0], rtol=0.03, atol=0.03, msg=case)
 
@@ -172,7 +173,7 @@ def test_replays_of_a_captured_layer_give_the_bits_of_eager_calls(
     eager = [sample.run(x_TH.clone(), routing).clone() for x_TH, routing in calls]
     x_TH, routing = sample.inputs(tokens)
     x_TH = x_TH.clone()
-    sample.run(x_TH, routing)  # allocates what the graph reads
+    sample.run(x_TH, routing)  # allocates the buffers that the graph reads
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -200,7 +201,7 @@ def test_replays_after_a_reload_read_the_new_weights(problem: Problem, form: str
     assert copy
     x_TH, routing = sample.inputs(problem.tokens)
     x_TH = x_TH.clone()
-    sample.run(x_TH, routing)  # allocates what the graph reads
+    sample.run(x_TH, routing)  # allocates the buffers that the graph reads
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -218,8 +219,8 @@ def test_replays_after_a_reload_read_the_new_weights(problem: Problem, form: str
 def patch_inductor() -> None:
     """Patch Inductor as vLLM does before it compiles a model.
 
-    Inductor of torch 2.11 cannot lower an operator with an opaque argument, as vLLM's have: the
-    name of the layer.
+    Inductor of torch 2.11 cannot lower an operator with an opaque argument. The operators of vLLM
+    have such an argument, the name of the layer.
     """
     patch = getattr(import_module("vllm.env_override"), _INDUCTOR_PATCH, None)
     if patch is not None:
@@ -229,7 +230,7 @@ def patch_inductor() -> None:
 def check_compiled(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> None:
     """Compile a step with the layer, and compare its output with that of an eager call.
 
-    As in a model that vLLM compiles: the layer with its router is one operator.
+    As in a model that vLLM compiles, the layer and its router are one operator.
     """
     want = call_runner(runner, x_TH, logits_TE)
 
@@ -238,7 +239,7 @@ def check_compiled(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> 
         return output
 
     patch_inductor()
-    torch.compiler.reset()  # the code of `step` is compiled in each case
+    torch.compiler.reset()  # so that `step` is compiled again in each case
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x_TH)):
@@ -258,7 +259,7 @@ def test_a_layer_in_torch_compile_gives_the_bits_of_eager_calls(
 def test_a_layer_on_the_kernels_of_vllm_compiles_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If this test fails, the failures of the test above are not ours."""
+    """If this test fails, failures of the test above are caused by vLLM."""
     monkeypatch.setenv("MK_VLLM", "0")
     sample = Sample(*SERVED[0])
     assert experts_class(sample.runner) != OURS

@@ -1,4 +1,4 @@
-"""`mk plan` recommends pairs that `mk check` accepts, for equal work, and that fit in memory."""
+"""`mk plan` recommends pairings that `mk check` accepts, do the same work, and fit in memory."""
 
 import json
 import re
@@ -64,7 +64,7 @@ def test_plan_has_exactly_the_pairs_that_check_accepts(
 
 @pytest.mark.parametrize("tokens", [1, 128, 4096])
 def test_all_rows_are_for_the_same_work(tokens: int) -> None:
-    """Each of 8 ranks has its own tokens; replicated input has 8 times as many on each."""
+    """Each of 8 ranks has its own tokens. With replicated input, each has the tokens of all."""
     problem = distribute_over_ranks(DEEPSEEK.with_tokens(tokens), 8)
     found = estimate_pairings(problem, Cluster()).estimates
     assert {estimate.world_tokens for estimate in found} == {8 * tokens}

@@ -1,4 +1,4 @@
-"""Memory of a rank: formulas compared with what parts declare and allocate."""
+"""Memory of a rank: estimates are compared with what parts declare and allocate."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_the_low_latency_buffer_has_four_rows_for_each_expert_and_token() -> Non
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1024, 65536])
 def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: int) -> None:
-    """The formula gives one to about two times what a part declares, so it omits nothing."""
+    """The estimate is one to about two times what a part declares, so it omits nothing."""
     problem = replace(DEEPSEEK, quant=quant)
     part = load_catalog().experts(name)
     batched = part.requires.activation_format.value == "batched_experts"

@@ -1,4 +1,4 @@
-"""The selection table: its pairs are valid and fit in memory, and its pages are current."""
+"""The selection table: its pairings are valid and fit in memory, and its pages are current."""
 
 import re
 import runpy
@@ -26,10 +26,10 @@ from modular_kernel.perf_model.selection_table import (
 
 mk = make_mk_fixture()
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# Weights of all MoE layers that four H200 cannot hold, and experts that 16 ranks cannot share.
+# Models whose weights of all MoE layers exceed the memory of four H200.
 TOO_LARGE = {"deepseek-v3", "kimi-k2", "glm-4.5", "qwen3-coder-480b-a35b"}
 WITHOUT_ANSWER = {(model, "4xh200") for model in TOO_LARGE} | {("mixtral-8x7b", "2x8xh200")}
-# Bytes of a weight with its share of scales.
+# Bytes of a weight, including its share of scales.
 WEIGHT_BYTES = {"none": 2.0, "fp8_w8a8_block": 1 + 4 / 128**2, "mxfp4_w4a16": 0.5 + 1 / 32}
 
 
@@ -151,7 +151,7 @@ def tables() -> list[tuple[str, str, Callable[[], str]]]:
 
 
 def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
-    """`python tools/plan_tables.py` updates them."""
+    """If this fails, run `python tools/plan_tables.py`."""
     assert len(tables) == 7
     for page, mark, table in tables:
         text = (DOCS / page).read_text(encoding="utf-8")
@@ -162,7 +162,7 @@ def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]])
 def test_each_model_with_recorded_times_shows_them(
     tables: list[tuple[str, str, Callable[[], str]]],
 ) -> None:
-    """Pages of other recipes say that no times were recorded."""
+    """Pages of other models say that no times were recorded."""
     shown = {Path(page).stem for page, mark, _ in tables if mark == "times"}
     for page in (DOCS / "recipes").glob("*.md"):
         if page.stem in MODELS:

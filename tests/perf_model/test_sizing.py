@@ -119,7 +119,7 @@ def test_skew_increases_the_maximum_load() -> None:
         return rank_load(experts=256, top_k=8, world_size=8, tokens=256, kind=parsed).pairs
 
     assert pairs("uniform") < pairs("zipf0.6") < pairs("zipf1.2")
-    assert pairs("hot1") > 8 * 256 + 7 * 256 * 0.9  # every token's hot expert is on one rank
+    assert pairs("hot1") > 8 * 256 + 7 * 256 * 0.9  # the hot expert of every token is on one rank
 
 
 def test_the_slowest_link_determines_the_time_of_an_exchange() -> None:
@@ -135,6 +135,7 @@ def test_the_slowest_link_determines_the_time_of_an_exchange() -> None:
     assert two_ranks.combine == pytest.approx(20e-6 + 1e-6 + 2e6 / (100e9 * 0.25))
     four_ranks = exchange_time(distribute_over_ranks(problem, 4), part, load, cluster)
     # A rank sends rows to one rank of its host, and to two ranks of the other host. The link to the
+    # other host has a tenth of the bandwidth.
     # other host has a tenth of the bandwidth.
     assert four_ranks.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
     # With a fast link between hosts, the link inside the host determines the time.
@@ -163,6 +164,7 @@ def test_two_hop_exchange_by_hand() -> None:
     outer = between / (10e9 * 0.5)
     assert found.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
     # The tokens are divided into two pieces. While one piece makes its second hop, the other piece
+    # makes its first hop. Only half of the shorter hop is not hidden.
     # makes its first hop. Only half of the shorter hop remains visible.
     large = exchange_time(problem.with_tokens(2000), part, load, cluster)
     hops = 2 * outer, 2 * inside / (100e9 * 0.5)
@@ -238,7 +240,7 @@ def test_rows_per_rank_are_fewer_than_per_expert() -> None:
     assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
     assert found[DEEPEP_LL].exchange.dispatch_bytes > 2 * once
     assert found["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
-    with_own_rows = found[DEEPEP_HT].exchange.dispatch_bytes  # also counts rows to the own rank
+    with_own_rows = found[DEEPEP_HT].exchange.dispatch_bytes  # also counts rows for the rank itself
     assert with_own_rows == pytest.approx(once * 4 / 3)
 
 
@@ -266,7 +268,7 @@ def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host
 
 @pytest.mark.parametrize("groups", [Groups(8, 4), Groups(4, 1), Groups(2, 2), Groups(16, 3)])
 def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
-    """There are 8 hosts of 2 ranks. A group is on one, two or four hosts, or on half a host."""
+    """There are 8 hosts of 2 ranks. A group covers one, two or four hosts, or half a host."""
     generator, trials = torch.Generator().manual_seed(0), 4000
     experts, top_k, world = 64, 4, 16
     score = torch.rand(trials, experts, generator=generator)

@@ -1,4 +1,4 @@
-"""Writing of records to pipes and links."""
+"""Writing records to pipes and through symbolic links."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`mk report`: generated docs are current, complete, and equal on every machine."""
+"""`mk report`: generated docs are current, complete, and identical on every machine."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `mk report` in this process: exit code and stdout."""
+    """Run `mk report` in this process. Returns the exit code and stdout."""
 
     return lambda *words: run_mk(capsys, "report", *words)[:2]
 
@@ -203,7 +203,7 @@ def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
 
 
 def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None:
-    """Its parties alone would imply more pairs."""
+    """Without the names, the parties of the rejection would imply more pairs."""
     rejection = Rejection("odd", ("TorchExperts", "problem"), "a", "b")
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     cells = [replace(cell, rejections=()) for cell in matrix.cells]
@@ -282,7 +282,7 @@ def test_a_report_without_times_has_no_drawing() -> None:
 
 
 class _Page(HTMLParser):
-    """Collects open tags, and the resources that a browser would fetch."""
+    """Collects the open tags, and the resources that a browser would load."""
 
     void = ("meta", "line", "polyline")
 
@@ -354,7 +354,7 @@ def test_the_page_opens_with_the_picture_and_the_plot(tmp_path: Path) -> None:
 
 
 class _Squares(HTMLParser):
-    """Collects the squares of the picture, pair -> (class, tooltip), and the data of its script."""
+    """Collects (class, tooltip) of each square by pair, and the data of the script."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_step_starts_only_if_the_longest_one_would_finish(clock: Clock) -> None:
     assert not budget.allows(2)
     with budget.step():
         clock.now += 0.5
-    assert budget.allows(1)  # 4.5 left, 4 needed
+    assert budget.allows(1)  # 4.5 s are left, and 4 s are needed
     clock.now += 1
     assert not budget.allows(1)
     assert not budget.is_over()

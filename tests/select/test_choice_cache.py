@@ -33,7 +33,6 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def valid_content(cache: Cache) -> dict:
-    """Return the content of a valid file."""
     cache.save([BUCKET])
     return json.loads(cache.path.read_text())
 
@@ -77,7 +76,7 @@ def test_oldest_versions_are_dropped(tmp_path: Path) -> None:
 
 
 def change(path: str, value: object):
-    """Return a function that sets the entry of a file at `path`, such as "records.0.made"."""
+    """Return a function that sets an entry of a file. path: for example, "records.0.made"."""
 
     def edit(content: dict) -> None:
         *parents, last = path.split(".")
@@ -178,7 +177,7 @@ def test_links_and_special_files_are_not_read(cache: Cache, tmp_path: Path) -> N
     cache.path.symlink_to(secret)
     assert cache.load().record is None
     assert "a link" in cache.load().notes[0]
-    cache.save([BUCKET])  # replaces the link, and keeps its target
+    cache.save([BUCKET])  # replaces the link and leaves its target unchanged
     assert not cache.path.is_symlink()
     cache.path.unlink()
     os.mkfifo(cache.path)  # opening a FIFO to read would wait for a writer

@@ -32,7 +32,7 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def choose_with_times(
     monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str, int], float]
 ) -> PairingChoice:
-    """Choose, where each run takes `seconds(name of the experts part, index of the run)`."""
+    """Choose a pairing. A run takes `seconds(name of the experts part, index of the run)`."""
     runs = count()
 
     def time_once(_self: PairingTimer, prepared) -> float:
@@ -50,7 +50,7 @@ def outcome(choice: PairingChoice, pair: tuple[str, str]) -> TimedOutcome:
 
 
 def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run takes longer than the previous one, at the end ten times as long."""
+    """Every run takes longer than the previous one. The last run takes ten times as long."""
 
     def seconds(name: str, run: int) -> float:
         return (0.9 if name == "NaiveBatchedExperts" else 1.0) * 1e-6 * (1 + run / 4)
@@ -63,7 +63,7 @@ def test_drift_does_not_change_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_noisy_gain_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median is 5 % faster, but the ratios of rounds vary between 0.475 and 1.425."""
+    """The median is 5 % faster, but the ratios of single rounds vary between 0.475 and 1.425."""
 
     def seconds(name: str, run: int) -> float:
         scatter = (0.5, 1.0, 1.5)[run * 7 % 3]
@@ -98,7 +98,7 @@ def test_order_alternates_between_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
         return 1e-3
 
     choose_with_times(monkeypatch, seconds)
-    rounds = list(zip(names[2::2], names[3::2], strict=True))  # the default runs twice before
+    rounds = list(zip(names[2::2], names[3::2], strict=True))  # the default has already run twice
     assert all(set(both) == {"TorchExperts", "NaiveBatchedExperts"} for both in rounds)
     first = [both[0] for both in rounds]
     assert abs(first.count("TorchExperts") - first.count("NaiveBatchedExperts")) <= 1
@@ -129,7 +129,7 @@ def test_next_pairing_replaces_a_failed_default(
 def test_ratios_to_a_failed_default_are_measured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fails while B is compared with it; C, compared before, is then compared with B."""
+    """A fails while B is compared with it. C was compared before, and is compared with B again."""
     a, b, c, d = (("P", name) for name in "ABCD")
     seconds = {a: 4.0, b: 4.0, c: 2.0, d: 4.0}
     built = []

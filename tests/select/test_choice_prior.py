@@ -26,7 +26,7 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 A, B, C = ("P", "A"), ("P", "B"), ("P", "C")
 H200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200", cuda=(13, 0))
-# rows per expert = tokens; size = 64 * 64.
+# The number of rows per expert equals the number of tokens, and size is 64 * 64.
 PROBLEM = Problem(16, 64, 64, 8, 8, quant="fp8_w8a8_block")
 SIZE = 64.0 * 64
 
@@ -165,7 +165,7 @@ def test_shipped_record_selects_no_slower_pairing() -> None:
 
 
 def test_default_is_not_timed_on_a_recorded_gpu(tmp_path: Path) -> None:
-    """For a bfloat16 layer no pairing is expected to be faster, so nothing is built or timed."""
+    """For a bfloat16 layer, no pairing is expected to be faster, so nothing is built or timed."""
     problem = Problem(1024, quant="none", **SHAPES["mixtral"])
     choice = choose(
         problem, H200, options=MeasurementOptions(folder=tmp_path, tokens=(1, 16, 1024))
@@ -183,7 +183,7 @@ def test_default_is_not_timed_on_a_recorded_gpu(tmp_path: Path) -> None:
 def test_trusted_pairing_runs_without_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record is for this machine, without an architecture, and 1 to 4 rows per expert."""
+    """The record is for this machine (without an architecture), and for 1 to 4 rows per expert."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     torch_, naive = (
         ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
@@ -262,7 +262,7 @@ def test_corrupt_record_is_ignored_with_a_warning(
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel.select"):
             assert load_shipped_record() is None
-        # The process also logs once that the interpreter is on, in whichever test comes first.
+        # The process also logs once that the interpreter is enabled, in the first test that runs.
         (line,) = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
         assert line.startswith("no shipped record of pairings' times: prior.json: ")
         choice = choose(

@@ -29,7 +29,7 @@ NAMES = {"a": A, "b": B, "c": C}
 
 
 def outcome(pair: Pair, ratio: float | None, noise: float = 0.0, **more: object) -> TimedOutcome:
-    """Return an outcome, where the default takes 100 us; a ratio of None means a failure."""
+    """Return an outcome for a default that takes 100 us. A ratio of None means a failure."""
     if ratio is None:
         return TimedOutcome(pair, why="no")
     return TimedOutcome(pair, 100 * ratio, ratio, noise, **more)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_buckets_are_powers_of_two_and_the_maximum() -> None:
         (outcome(B, 0.985), False),  # less than MIN_GAIN
         (outcome(B, 0.95, 0.02), True),
         (outcome(B, 0.95, 0.03), False),  # within twice the noise
-        (outcome(B, 0.5, rough=True), False),  # timed in two rounds only
+        (outcome(B, 0.5, rough=True), False),  # timed in only two rounds
         (outcome(B, None), False),
         (outcome(A, 1.0), False),
     ],
@@ -149,11 +149,11 @@ def test_pairing_between_buckets_requires_both() -> None:
         bucket(32, **b_faster),
     ]
     assert make_segments(options(64, (4, 8, 16, 32)), both) == (
-        Segment(0, 3, A),  # below the smallest
+        Segment(0, 3, A),  # below the smallest bucket
         Segment(4, 8, B),
         Segment(9, 31, A),
         Segment(32, 32, B),
-        Segment(33, 64, A),  # beyond the largest
+        Segment(33, 64, A),  # above the largest bucket
     )
 
 
@@ -188,7 +188,8 @@ def test_challengers_are_promising_pairings_in_order() -> None:
 
     assert pairs_to_time(None, None) == (B, C)
     assert pairs_to_time(Estimate(0.97, 2.0), Estimate(0.9, 2.0)) == (C, B)
-    assert pairs_to_time(None, Estimate(0.98, 2.0)) == (C, B)  # unknown ones last
+    # pairings without an estimate are last
+    assert pairs_to_time(None, Estimate(0.98, 2.0)) == (C, B)
     assert pairs_to_time(Estimate(0.981, 0.99), Estimate(1.3, 1.4)) == ()
     assert options(1, untimeable=(B,)).pairs_to_time(1) == (C,)
 
@@ -228,7 +229,7 @@ ESTIMATES = st.builds(
 
 @st.composite
 def options_and_buckets(draw) -> tuple[PairingOptions, list[Bucket]]:
-    """Draw buckets: some timed, some incomplete, some with a failed default."""
+    """Draw buckets, of which some are timed, incomplete, or have a failed default."""
     max_tokens = draw(st.integers(1, 80))
     tokens = tuple(sorted(draw(st.sets(st.integers(1, max_tokens), min_size=1, max_size=8))))
     expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Set the seconds of a call by experts part and tokens, without noise."""
+    """Set the seconds of a call by experts part and number of tokens, without noise."""
     per_token = {"TorchExperts": 1e-6, "NaiveBatchedExperts": 3e-6}
 
     def time_once(self: PairingTimer, prepared) -> float:
@@ -67,7 +67,7 @@ def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_parts_raise_the_error_of_their_entry_point(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """For example, because a file of the user shadows a package of parts."""
+    """Parts are missing, for example, if a file of the user shadows a package of parts."""
     parts = tuple(part for part in load_catalog().parts if part.kind != kind)
     failed = BrokenEntry(kind, "modular-kernel", f"got /home/me/{kind}.py")
     monkeypatch.setattr(candidates, "load_catalog", lambda: Catalog(parts, (failed,)))
@@ -91,7 +91,7 @@ def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: di
 
 
 def test_the_default_pairing_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the default experts, whether or not they support the problem on a GPU."""
+    """The default pairing has the default experts, even if they do not support the problem."""
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     monkeypatch.setattr(
         "modular_kernel.operators.kernel_cache.detect_machine", {"cpu": CPU, "cuda": gpu}.get
@@ -131,7 +131,7 @@ def test_compose_logs_one_line_about_timing(
         choice = compose(PROBLEM, CPU).choice
         compose(PROBLEM, CPU)
         compose(PROBLEM.with_tokens(16), CPU, options=MeasurementOptions(budget=0))
-    # The process also logs once that the interpreter is on, in whichever test comes first.
+    # The process also logs once that the interpreter is enabled, in the first test that runs.
     assert [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"] == [
         f"4 token counts: 4 timed ({choice.seconds:.1f} s)",
         "4 token counts: 4 from the cache",
@@ -198,7 +198,7 @@ def test_corrupt_cache_is_measured_again_with_a_note(folder: Path, clock: dict) 
 
 
 def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
-    """Only valid pairings of a file are used, and a bucket that lacks a pairing is timed again."""
+    """Only valid pairings of a file are used. A bucket without some pairing is timed again."""
     options = MeasurementOptions(tokens=(8,))
     choose(PROBLEM, CPU, options=options)
     (path,) = folder.rglob("*.json")

@@ -1,4 +1,4 @@
-"""compose over ranks: all ranks select the same pairings, by the times of the slowest rank."""
+"""`compose` over ranks: all ranks select the same pairings, by the times of the slowest rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_ranks_make_the_same_choice(rank_pool, tmp_path: Path) -> None:
 
 
 def _choose_with_failure(rank: int, world: int, group: object, folder: Path, where: str):
-    """Return the outcomes if one rank has a wrong output, or fails during timing."""
+    """Return the outcomes if one rank has a wrong output or fails during timing."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     options = MeasurementOptions(tokens=(8,), folder=folder, ignore_saved=True)
 
@@ -80,7 +80,7 @@ def test_failure_on_one_rank_excludes_the_pairing_on_all(
 
 
 def _measured_times(rank: int, world: int, group: object, folder: Path):
-    """Return all times if each rank takes 1 s longer than the previous one."""
+    """Return all times if each rank takes 1 s longer than the previous rank."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PairingTimer, "_run", lambda *_: 1.0 + rank)
@@ -94,7 +94,7 @@ def test_times_are_those_of_the_slowest_rank(rank_pool, tmp_path: Path) -> None:
 
 
 def _choose_with_unequal_budgets(rank: int, world: int, group: object, folder: Path):
-    """Return what was timed if rank 1's budget ends before rank 0's."""
+    """Return the number of timed pairings if rank 1's budget ends before rank 0's."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     options = MeasurementOptions(tokens=(8,), folder=folder, budget=0 if rank else 60)
     return choose(problem, Machine("cpu"), group=group, options=options).num_timed
@@ -107,7 +107,6 @@ def test_ranks_share_one_budget(rank_pool, tmp_path: Path) -> None:
 def _choose_with_other_arguments(
     rank: int, world: int, group: object, folder: Path, own: dict, tokens: int
 ) -> str:
-    """Return the error if rank 1 passes other arguments."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     problem = problem.with_tokens(tokens) if rank else problem
     options = MeasurementOptions(**({"tokens": (2, 8), "folder": folder} | (own if rank else {})))
@@ -152,7 +151,7 @@ def test_concurrent_writers_lose_no_records(rank_pool, tmp_path: Path) -> None:
 def _run_with_too_little_memory(
     rank: int, world: int, group: object, folder: Path
 ) -> tuple[str, str]:
-    """Compose and profile where the weights of one rank fit into memory, but not those of all."""
+    """Compose and profile with memory that suffices for the weights of one rank but not of all."""
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     free = int(1.5 * weight_bytes(problem))
     with pytest.MonkeyPatch.context() as patch:

@@ -56,7 +56,7 @@ def space(problem: Problem = LAYER) -> ConfigSpace:
 
 
 def rows(number: int) -> int:
-    """Return the tokens of LAYER with this mean number of rows per expert."""
+    """Return the number of tokens of LAYER with this mean number of rows per expert."""
     return number * LAYER.experts // LAYER.top_k
 
 
@@ -105,7 +105,7 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
 
 
 def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
-    """They do not change the number of rows from which prepared weights are used."""
+    """Such files do not affect the number of rows from which prepared weights are used."""
     own = space()
     other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
     before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
@@ -117,7 +117,7 @@ def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
         for tokens, config in before.items():
             assert config.path in preparing_paths(LAYER)
             assert choose_config(LAYER, tokens, own.paths, prepared=True) == config
-        # With fewer rows nothing is said of prepared weights, and they are as others.
+        # With fewer rows, prepared weights are not used.
         assert choose_config(LAYER, rows(4), own.paths, prepared=True) == other
         path.unlink()
     assert own.saved(here) == {}
@@ -211,7 +211,7 @@ def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
     assert set(launched) == {32}
     (seconds,) = search.compare(40, [choice]).values()
     assert isinstance(seconds, float)
-    # Were they not read, words of zeros would give the same numbers.
+    # If the prepared words were not read, setting them to zero would not change the result.
     weights.w1_tiles.data.zero_()  # does not change the version counter
     assert search.screen(40, choice).is_wrong
 

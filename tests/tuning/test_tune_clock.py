@@ -1,4 +1,4 @@
-"""Times of stages. The GPU sleeps while the host queues all calls."""
+"""Timing of stages. The GPU sleeps while the host queues all calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

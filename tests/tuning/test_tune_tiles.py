@@ -104,7 +104,7 @@ def test_candidates_have_blocks_that_rows_fill(here: Path) -> None:
 
 
 def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
-    """An entry that no scheme can launch would be dead data."""
+    """An entry that no scheme can launch would never be used."""
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
         known = entries(replace(MIXTRAL, quant=quant))
@@ -206,7 +206,7 @@ def test_saved_results_are_loaded_by_the_next_run(here: Path) -> None:
     ids=["hidden", "top_k", "part"],
 )
 def test_file_of_another_layer_is_not_continued(here: Path, other: ConfigSpace) -> None:
-    """Both files have the same name, from E, I and the device."""
+    """Both files have the same name, which consists of E, I and the device."""
     space = ConfigSpace(MIXTRAL, "TritonExperts")
     path = space.save({1: TunedChoice(space.untuned(1), 1.0, 1.0)}, here)
     with pytest.raises(ConfigurationError, match="start afresh") as refused:
