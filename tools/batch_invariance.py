@@ -1,9 +1,9 @@
-"""Tables of batch invariance: parts whose bits depend on other tokens, and the cost of invariance.
+"""Prints tables of batch invariance: parts whose bits depend on other tokens, and the cost.
 
-TRITON_INTERPRET=1 python tools/batch_invariance.py           rows whose bits change, for every part
-python tools/batch_invariance.py --cost                      launches for sm_90, without a GPU
+    TRITON_INTERPRET=1 python tools/batch_invariance.py  # rows whose bits change, for every part
+    python tools/batch_invariance.py --cost              # launches for sm_90, without a GPU
 
-Prints the tables of docs/batch-invariance.md, and progress to stderr. On a GPU, leave
+These are the tables of docs/batch-invariance.md. Progress is printed to stderr. On a GPU, leave
 TRITON_INTERPRET unset.
 """
 
@@ -69,7 +69,7 @@ def cost_table() -> str:
 
 
 def _launch_costs(records: list[CompileRecord]) -> tuple[object, ...]:
-    """Return the launch count, and kernel, BLOCK_M, registers and shared bytes of GEMM 1."""
+    """Return the number of launches, and kernel, BLOCK_M, registers and shared bytes of GEMM 1."""
     first = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
     block_m = first.config.get("BLOCK_M", "")
     return len(records), f"`{first.kernel}`", block_m, first.registers, first.shared

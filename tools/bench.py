@@ -1,4 +1,4 @@
-"""Compare our layers with public ones in one run: the README's table and plot.
+"""Compare our layers with public ones in one run, for the README's table and plot.
 
     make bench                                            # all layers and schemes
     make bench ARGS="--schemes bf16,fp8 --minutes 8"      # some schemes, with a time limit
@@ -6,7 +6,7 @@
     make bench ARGS="--tiny"                              # small layers, on any machine
 
 Layer sizes are random, with a committed seed (modular_kernel/bench/sampled_layers.py). A case is a
-layer with a scheme, a routing and a number of tokens. In each case, the following are timed
+layer with a scheme, a routing and a number of tokens. In each case, these layers are timed
 interleaved in one process (modular_kernel/bench/interleaved.py): `FusedMoE` with default arguments,
 the layer that `mk.compose` builds, every part, torch._grouped_mm, and the layers in
 tools/bench_peers.py. Libraries that are not installed are listed.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import bench_peers
 import click
-import in_checkout  # finds the packages
+import in_checkout  # adds the checkout to sys.path
 
 from modular_kernel.bench.candidates import (
     Candidate,
@@ -96,7 +96,7 @@ def token_counts(text):
 
 
 def selected_layers(text, seed, *, tiny):
-    """Return the sampled layers with the numbers in `text`, counted from 0; all of them for ""."""
+    """Return the sampled layers with the numbers in `text`, counted from 0, or all for ""."""
     layers = TINY_LAYERS if tiny else sample_layers(seed)
     try:
         numbers = [int(word) for word in words(text)] or range(len(layers))
@@ -109,7 +109,7 @@ def selected_layers(text, seed, *, tiny):
 def our_candidates(quant, cases, machine, *, compose_seconds, prepare):
     """Return FusedMoE, the composed layer, and every part that can run such a layer.
 
-    prepare: prepare the weights of parts that support it, and leave out those parts without it.
+    prepare: whether to use prepared weights in parts that support them, instead of plain weights.
     """
     problems = [
         replace(case.problem, quant=quant, graph=machine.device == "cuda") for case in cases
@@ -139,7 +139,7 @@ def our_candidates(quant, cases, machine, *, compose_seconds, prepare):
 def peers_of(quant, case, wanted):
     """Return torch._grouped_mm and the public layers whose operands have the formats of `quant`.
 
-    wanted: beginnings of the names of peers to include; empty includes all.
+    wanted: prefixes of the names of peers to include. If it is empty, all are included.
     """
     kind = operand_types(case.problem, QuantScheme.parse(quant))
     return [
@@ -151,7 +151,7 @@ def peers_of(quant, case, wanted):
 
 
 def missing_layers(machine, wanted):
-    """Return the peers, and the parts of ours, whose packages are not installed."""
+    """Return the names of peers, and of our parts, whose packages are not installed."""
     peers = [
         name
         for name in bench_peers.missing()
@@ -171,7 +171,7 @@ def blocks_of(  # noqa: PLR0913  options of the command line
 ):
     """Return a block for each layer and scheme.
 
-    Routings alternate within a block, so that a time limit leaves out as many cases of each.
+    Routings alternate within a block, so that a time limit affects all routings equally.
     """
     blocks = []
     kinds = [RoutingKind.parse(routing) for routing in routings]
@@ -191,8 +191,9 @@ def blocks_of(  # noqa: PLR0913  options of the command line
 def compile_first(blocks, workers, seconds):
     """Compile the kernels of all blocks in parallel processes, which fill the cache on disk.
 
-    Failures are printed; the kernel is then compiled again, and fails, in this process. seconds:
-    time limit of a process.
+    Failures are printed. The kernel is then compiled again, and fails, in this process.
+
+    seconds: time limit of a process.
     """
 
     def compile_block(number):
@@ -223,7 +224,7 @@ def render(report, out):
 
 
 def update_readme(report):
-    """Replace the section of the README between its markers with a sentence, a table and a plot."""
+    """Replace the README's section between its markers with a sentence, a table and a plot."""
     plot_leads(report, in_checkout.ROOT / README_PLOT)
     text = README.read_text(encoding="utf-8")
     env = report.environment

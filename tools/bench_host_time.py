@@ -3,16 +3,16 @@
     python tools/bench_host_time.py --json host.json
     python tools/bench_host_time.py --profile fp8_w8a8_block:64
 
-Each time is the median of `--calls` calls, each issued to an idle GPU. All calls of a row are timed
-alternately, ten at a time, so that other load on the host affects all of them. The calls are
+A time is the median of `--calls` calls, each issued to an idle GPU. All calls of a row are timed
+alternately, ten at a time, so that other load on the host affects all of them. The calls are:
 
-- a kernel, and a kernel with a new `ExpertWeights` and `Routing` in every call;
-- a plan;
-- the operator that compiled models call, with the kernel's tensors;
-- `FusedMoE` with a router;
-- `fused_experts`, for the schemes that it supports;
-- the kernel and `FusedMoE` under `torch.set_default_device`;
-- the kernel in deterministic mode, with `torch.utils.deterministic.fill_uninitialized_memory` off.
+- a kernel, and a kernel with a new `ExpertWeights` and `Routing` in every call
+- a plan
+- the operator that compiled models call, with the kernel's tensors
+- `FusedMoE` with a router
+- `fused_experts`, for the schemes that it supports
+- the kernel and `FusedMoE` under `torch.set_default_device`
+- the kernel in deterministic mode, without `torch.utils.deterministic.fill_uninitialized_memory`
 """
 
 import argparse
@@ -62,7 +62,7 @@ class TimedCall:
     times_us: list[float] = field(default_factory=list)
 
     def run(self, count: int) -> None:
-        """Add the times of `count` calls, each of which finds the GPU idle."""
+        """Add the times of `count` calls. The GPU is idle at the start of each call."""
         with self.context():
             for _ in range(_WARMUP_CALLS):
                 self.call()
@@ -76,7 +76,7 @@ class TimedCall:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Enable deterministic mode, without its fill of new tensors."""
+    """Enable deterministic mode, but do not fill new tensors."""
     torch.use_deterministic_algorithms(True)
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -98,7 +98,10 @@ def default_device() -> Iterator[None]:
 
 
 def public_calls(quant: str, tokens: int, inputs: Inputs) -> dict[str, Call]:
-    """Return the calls to time, by name. inputs: the tensors of `layer_inputs(quant)`."""
+    """Return the calls to time, by name.
+
+    inputs: the tensors of `layer_inputs(quant)`.
+    """
     problem = replace(LAYER, quant=quant, tokens=tokens)
     weights, routing = inputs.weights, inputs.routing.of(slice(tokens))
     x_TH = inputs.x_TH[:tokens].clone()
@@ -174,7 +177,6 @@ def profile(cell: str) -> None:
 
 
 def main() -> None:
-    """Time all cells, or profile one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--json", type=Path)

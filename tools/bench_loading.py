@@ -4,13 +4,15 @@
     python tools/bench_loading.py --format gptq --format awq --experts 16
     python tools/bench_loading.py --file-mb 1000 --rounds 3           # integer formats
 
-Writes a layer with the sizes of Qwen3-30B-A3B in every format, loads each one several times with
+Writes a layer with the sizes of Qwen3-30B-A3B in every format, loads each file several times with
 `mk.load_experts`, and prints a Markdown table. In the first row, every tensor of the bf16 file is
-read with the safetensors library alone and copied. A time is the minimum CPU time over the rounds;
-in a round, each format is loaded once. All files are in the page cache. Peak memory is the maximum
+read with the safetensors library alone and copied. A time is the minimum CPU time over the rounds.
+In a round, each format is loaded once. All files are in the page cache. Peak memory is the maximum
 that torch's allocator held, without the memory-mapped file. Rows named "bf16 to" a scheme quantize
-while loading. With `--file-mb`, each file has as many experts as fit into that size: those of a
-small layer over and over, one file at a time; formats are those of integers.
+while loading.
+
+With `--file-mb`, each file has as many experts as fit into this size, by repeating the experts of a
+small layer. Only one file exists at a time, and only integer formats are timed.
 """
 
 import json
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import in_checkout  # noqa: F401  (finds the packages)
+import in_checkout  # noqa: F401  adds the checkout to sys.path
 import safetensors
 import torch
 from safetensors import safe_open
@@ -52,7 +54,7 @@ FORMATS = (
     "modelopt nvfp4",
 )
 INTEGERS = tuple(kind for kind in FORMATS if "int" in kind or "gptq" in kind or kind == "awq")
-WRITTEN_EXPERTS = 4  # of a small layer, whose experts a file of a given size has many times
+WRITTEN_EXPERTS = 4  # experts of a small layer, which are repeated to fill a file of a given size
 QUANTIZED = ("fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16", "nvfp4_w4a16")
 
 
@@ -60,7 +62,9 @@ QUANTIZED = ("fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4
 class Load:
     """One row of the table.
 
-    call: the function to time. file: the file that it reads. experts: in the file.
+    call: the function to time.
+    file: the file that it reads.
+    experts: number of experts in the file.
     """
 
     name: str
@@ -97,7 +101,8 @@ def written_loads(
                 for scheme in schemes
             ]
         loads.append(Load(kind, lambda path=path: load_experts(path, 0), file, experts))
-    return sorted(loads, key=lambda load: load.name.startswith("bf16 to"))  # these last
+    # "bf16 to" rows are last
+    return sorted(loads, key=lambda load: load.name.startswith("bf16 to"))
 
 
 def repeated(folder: Path, kind: str, sizes: dict[str, int], megabytes: float) -> Load:
@@ -139,7 +144,10 @@ def peak_bytes(load: Load) -> int:
 
 
 def row(load: Load, seconds: float, reference: float) -> str:
-    """Return one row of the table. reference: seconds of bf16 for each expert."""
+    """Return one row of the table.
+
+    reference: seconds per expert for bf16.
+    """
     result = load.call()
     bytes_read = getattr(result, "bytes_read", load.file.stat().st_size)
     cells = [
@@ -160,7 +168,7 @@ RULE = "|---|---:|---:|---:|---:|---:|"
 def print_files_of_a_size(
     folder: Path, formats: Sequence[str], sizes: dict[str, int], megabytes: float, rounds: int
 ) -> None:
-    """Print the table for one file after another; bf16 is timed again beside each."""
+    """Print the table for one file after another. bf16 is timed again next to each file."""
     click.echo(HEADER.replace("format |", "format | experts |") + "\n" + RULE + "---:|")
     bf16 = repeated(folder / "bf16", "bf16", sizes, megabytes)
     for kind in dict.fromkeys(("bf16", *formats)):
@@ -206,7 +214,6 @@ def main(formats, quantize, file_mb, experts, hidden, intermediate, rounds):
 
 
 def about(what: str, hidden: int, intermediate: int, rounds: int) -> str:
-    """Return the line above a table."""
     versions = f"torch {torch.__version__}, safetensors {safetensors.__version__}"
     text = f"{what}, H {hidden}, I {intermediate}; {rounds} rounds; {versions}"
     return f"{text}; {time.strftime('%Y-%m-%d')}\n"

@@ -1,10 +1,12 @@
 """Layers of public libraries, for `make bench` and `mk bench --peer tools/bench_peers.py`.
 
-Layers: vLLM's fused experts on its Triton kernels (bf16; fp8 by channel; fp8 by block; int4 by
-group), its DeepGEMM and CUTLASS experts, its Marlin kernels (int4 by group; mxfp4); triton_kernels
-with SwiGLU fused into the first GEMM (bf16; mxfp4 in vLLM's swizzled layout; v3.5.1 interface, as
-shipped by vLLM); and FlashInfer's CUTLASS layers (bf16; fp8 by block; mxfp4).
-Preprocessing of weights (quantization, transposition, interleaving) happens in the untimed setup.
+- vLLM's fused experts on its Triton kernels (bf16, fp8 by channel, fp8 by block, int4 by group),
+  its DeepGEMM and CUTLASS experts, and its Marlin kernels (int4 by group, mxfp4)
+- triton_kernels with SwiGLU fused into the first GEMM (bf16, and mxfp4 in vLLM's swizzled layout),
+  with the interface of v3.5.1, which vLLM ships
+- FlashInfer's CUTLASS layers (bf16, fp8 by block, mxfp4)
+
+Weights are preprocessed (quantized, transposed, interleaved) in the untimed setup.
 """
 
 import sys
@@ -24,7 +26,8 @@ _QUANT = "vllm.model_executor.layers.quantization.utils"
 _BLOCK = 128
 _MIN_DEEPGEMM_TOKENS = 128  # the limit that vLLM itself applies
 _FLASHINFER_MOE = "flashinfer.fused_moe"
-_MIN_LARGE_TOKENS = 4096  # from here on, a call takes milliseconds, and the autotuner minutes
+# from this number on, calls take milliseconds, and the autotuner takes minutes
+_MIN_LARGE_TOKENS = 4096
 
 
 def _is_plain(problem):
@@ -36,7 +39,8 @@ def _is_plain(problem):
 class LayerPeer(Layer):
     """Base class of peers.
 
-    needs: modules that must be installed. blocks: H and I must be multiples of 128.
+    needs: modules that must be installed.
+    blocks: whether H and I must be multiples of 128.
     """
 
     needs = ("vllm",)
@@ -50,7 +54,7 @@ class LayerPeer(Layer):
         return None
 
     def stored(self, problem, weights):
-        """Return w1, w2 and their scales in the layer's scheme; channel scales are (e, rows, 1)."""
+        """Return w1, w2 and their scales in the layer's scheme. Channel scales are (e, rows, 1)."""
         stored = quantize(weights, replace(problem, quant=self.quant))
         if self.quant == "fp8_w8a8_channel":
             return stored.w1, stored.w2, stored.w1_scale[..., None], stored.w2_scale[..., None]
@@ -92,7 +96,7 @@ class VllmTriton(LayerPeer):
 
 
 class VllmExperts(LayerPeer):
-    """One of vLLM's modular experts classes, with vLLM's quantization of x before it.
+    """One of vLLM's modular experts classes, after vLLM's quantization of x.
 
     The experts write the final output.
     """
@@ -123,7 +127,8 @@ class VllmExperts(LayerPeer):
         size, size_per_rank = "intermediate_size", "intermediate_size_per_partition"
         return config.FusedMoEConfig(
             **{size if size in known else size_per_rank: problem.intermediate},
-            max_num_tokens=problem.tokens,  # buffers of the CUTLASS experts; the default is 256
+            # size of the buffers of the CUTLASS experts; the default is 256
+            max_num_tokens=problem.tokens,
             num_experts=problem.experts,
             experts_per_token=problem.top_k,
             hidden_dim=problem.hidden,
@@ -189,7 +194,7 @@ class VllmMarlin(LayerPeer):
             self.scales.append(permuted)
 
     def repacked(self, w_eNK):
-        """Repack 4-bit codes into Marlin's tile layout, from int32 words of eight along K."""
+        """Repack 4-bit codes into Marlin's tile layout, from int32 words of eight codes along K."""
         experts, rows, half = w_eNK.shape
         words = w_eNK.view(torch.int32).mT
         perm = torch.empty(experts, 0, dtype=torch.int32, device=w_eNK.device)
@@ -269,8 +274,10 @@ def interleave_gate_up(rows_eNK):
 class Padded(Layer):
     """A layer that requires whole blocks, with operands padded with zeros.
 
-    hidden, intermediate: block sizes in elements. Weights are padded in `setup`, and x in every
-    call; the output is a view of the unpadded columns.
+    Weights are padded in `setup`, and x in every call. The output is a view of the unpadded
+    columns.
+
+    hidden, intermediate: block sizes in elements.
     """
 
     def __init__(self, layer, hidden, intermediate):
@@ -314,9 +321,10 @@ def up_first(rows_eNK):
 class FlashInfer(LayerPeer):
     """FlashInfer's CUTLASS layers: sort, GEMM with SwiGLU, GEMM with the weighted sum.
 
+    FlashInfer compiles its module `fused_moe_90` on first use if it has not been built.
+
     tuned: whether FlashInfer's autotuner runs for each number of tokens. It has nothing to tune for
-    the block-scaled GEMMs. FlashInfer compiles its module `fused_moe_90` at the first use if it has
-    not been built.
+        the block-scaled GEMMs.
     """
 
     name, needs = "flashinfer", ("flashinfer",)
@@ -355,7 +363,10 @@ class FlashInfer(LayerPeer):
         return self.run_with_ids(x_TH, ids, router)
 
     def run_with_ids(self, x_TH, ids_TK, router_TK):
-        """Return the layer's output. ids_TK: int32."""
+        """Return the layer's output.
+
+        ids_TK: int32.
+        """
         out = torch.empty_like(x_TH)
         self.run(
             x_TH, ids_TK, router_TK, self.w1, self.w2, x_TH.dtype,
@@ -384,7 +395,7 @@ class FlashInferFp8Block(FlashInfer):
 
 
 class FlashInferMxfp4(FlashInfer):
-    """mxfp4 weights in the layout of the Hopper GEMMs. Use it in `Padded`, as vLLM pads them."""
+    """mxfp4 weights in the layout of the Hopper GEMMs, to be used in `Padded`, as in vLLM."""
 
     quant, blocks = "mxfp4_w4a16", True
 
@@ -402,7 +413,7 @@ class FlashInferMxfp4(FlashInfer):
 
 
 def layers():
-    """Return the layers whose packages are installed; list the others on stderr."""
+    """Return the layers whose packages are installed, and list the others on stderr."""
     for name in missing():
         print(f"not installed: {name}", file=sys.stderr)
     return [peer for peer in all_layers() if not absent_packages(peer)]
@@ -428,7 +439,7 @@ def all_layers():
         VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
         VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
         VllmMarlin("vllm_marlin", "int4_w4a16_group"),
-        Padded(VllmMarlin("vllm_marlin_mxfp4", "mxfp4_w4a16"), 256, 128),  # as vLLM pads for it
+        Padded(VllmMarlin("vllm_marlin_mxfp4", "mxfp4_w4a16"), 256, 128),  # the padding of vLLM
         TritonKernels(),
         TritonKernels("mxfp4_w4a16"),
         FlashInferBf16(),

@@ -4,18 +4,18 @@
     python tools/bench_transformers.py out.json --models gpt_oss
     python tools/bench_transformers.py out.json --tiny                  # on a CPU
 
-Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b but with 4 layers, full attention in
-each, and random weights in bfloat16. Times the prefill of one sequence, and decoding steps with a
-static cache. The modes are eager (not compiled), and torch.compile's default and reduce-overhead
-(the latter for decoding only). All implementations of a cell are compiled first; each round then
+Builds models with the sizes of Qwen3-30B-A3B and gpt-oss-20b, but with 4 layers, full attention in
+each layer, and random weights in bfloat16. Times the prefill of one sequence, and decoding steps
+with a static cache. The modes are eager, and torch.compile in its modes default and reduce-overhead
+(only for decoding). First, all implementations of a cell of the table are compiled. Each round then
 times every implementation once, in random order. A result is the median over rounds.
 
-In the table, `breaks` is the number of graph breaks in the compilation of a cell, `skipped graphs`
-the number of CUDA graphs that Inductor skipped in reduce-overhead mode, and `error` the relative
-difference of the logits from those of grouped_mm in the same mode. In addition, tokens decoded in
-float32, eager and compiled in each mode, are compared with those of transformers' eager experts.
+In the table, `breaks` is the number of graph breaks in the compilation of a cell. `skipped graphs`
+is the number of CUDA graphs that Inductor skipped in reduce-overhead mode. `error` is the relative
+difference between the logits and those of grouped_mm in the same mode. In addition, tokens decoded
+in float32, eager and compiled in each mode, are compared with those of transformers' eager experts.
 
-Cells that do not fit into `--budget` seconds are left out and listed. The record is written after
+Cells that do not fit into `--budget` seconds are omitted and listed. The record is written after
 each cell.
 """
 
@@ -31,7 +31,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-import in_checkout  # noqa: F401  finds the packages
+import in_checkout  # noqa: F401  adds the checkout to sys.path
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig, StaticCache
@@ -64,7 +64,7 @@ MODELS = {
     ),
 }  # fmt: skip
 OURS, BASE, EAGER = "modular_kernel", "grouped_mm", "eager"
-CACHE, PROMPT = 1024, 64  # tokens of the static cache, and those of them that the prompt fills
+CACHE, PROMPT = 1024, 64  # tokens of the static cache, and tokens of the prompt
 
 
 def parse():
@@ -126,7 +126,8 @@ class Bench:
         config_class, sizes, tiny = MODELS[name]
         values = {**sizes, **(tiny if self.options.tiny else {}), **IDS}
         if "sliding_window" in sizes:
-            # The static cache of a sliding layer counts its tokens in a Python int, for which
+            # The static cache of a sliding layer counts its tokens in a Python int. Because of
+            # that, torch.compile would compile every decoding step again.
             # torch.compile would compile every decoding step again.
             values["layer_types"] = ["full_attention"] * layers
         config = config_class(**values, num_hidden_layers=layers)
@@ -136,7 +137,7 @@ class Bench:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, experts_implementation=EAGER, **options
             ).eval()
-            # With the initial weights, all experts would return nearly the same.
+            # With the initial weights, all experts would return nearly the same output.
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
@@ -144,7 +145,7 @@ class Bench:
         return model
 
     def models(self, name, dtype, layers, implementations):
-        """Return a model for each implementation. They share their weights."""
+        """Return a model for each implementation. The models share their weights."""
         model, models = self.build(name, dtype, layers), {}
         for implementation in implementations:
             shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -202,7 +203,8 @@ def compiled(model, mode):
 def time_cell(bench, models, mode, make, size):
     """Compile all implementations, time them interleaved, and return a row for each.
 
-    make: Prefill or Decode. size: its number of tokens or its batch size.
+    make: Prefill or Decode.
+    size: the number of tokens of a prefill, or the batch size of decoding.
     """
     rows, runs, logits = {}, {}, {}
     for name, model in models.items():
@@ -271,7 +273,8 @@ def time_model(bench, name):
             if bench.seconds() + (slowest if mode != "eager" else 5) > options.budget:
                 bench.left_out.append(label)
                 continue
-            # batched_mm copies the weights of each token's experts, so it is only for few tokens.
+            # batched_mm copies the weights of each token's experts, so it is only timed with few
+            # tokens.
             included = {
                 k: m for k, m in models.items() if k != "batched_mm" or has_few_tokens(make, size)
             }

@@ -1,13 +1,13 @@
-"""Layers of vLLM on one GPU: with the plugin, and on vLLM's own kernels.
+"""Layers of vLLM on one GPU: with the plugin, and with vLLM's own kernels.
 
     python tools/bench_vllm_layers.py --json layers.json
     python tools/bench_vllm_layers.py --shape 64,6,2048,1408 --scheme none --tokens 1,64
 
 For each shape and scheme, two stacks of vLLM's MoE layers have the same weights: one with the
-plugin, one with MK_VLLM=0. A layer includes its router, but not the GEMM of its gate. Its output is
-added to its input. Each stack is captured in a CUDA graph for each number of tokens, and the graphs
-are replayed alternately. A time is the median over rounds. `difference` is the RMS difference of
-the two outputs, relative to vLLM's.
+plugin, and one with MK_VLLM=0. A layer includes its router, but not the GEMM of its gate. Its
+output is added to its input. Each stack is captured in a CUDA graph for each number of tokens, and
+the graphs are replayed alternately. A time is the median over rounds. `difference` is the RMS
+difference of the two outputs, relative to vLLM's output.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
 SHAPES = ("128,8,2048,768", "32,4,2880,2880")
-# Name -> (scheme, format of the checkpoint, activation); a format as in tests/helpers/vllm_layers.
+# Name -> (scheme, format of the checkpoint as in tests/helpers/vllm_layers, activation).
 SCHEMES = {
     "none": ("none", "", "silu"),
     "fp8_block": ("fp8_w8a8_block", "", "silu"),
@@ -52,12 +52,12 @@ DEFAULT_SCHEMES = ("none", "fp8_block", "int4_gptq", "mxfp4", "mxfp4_gpt_oss")
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 DEVICE = "cuda"
 SIDES = ("plugin", "vllm")
-_MIN_MS = 2.0  # of one sample, which repeats short replays
+_MIN_MS = 2.0  # minimum duration of a sample, in which short replays are repeated
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers of vLLM, one after the other.
+    """Layers of vLLM that run one after the other.
 
     classes: names of their experts classes.
     logits_NTE: router logits of each layer, for the maximum number of tokens.
@@ -79,16 +79,16 @@ class Stack:
 
 @contextmanager
 def in_vllm(tokens: int) -> Iterator[None]:
-    """Set up calls of layers with a number of tokens."""
+    """Set up calls of layers with this number of tokens."""
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=tokens):
         yield
 
 
 def make_stacks(problem: Problem, form: str, layers: int) -> dict[str, Stack]:
-    """Return the stacks by side, with the same weights and logits."""
+    """Return the stacks by side. They have the same weights and logits."""
     _, weights, _ = random_inputs(problem.with_tokens(1), torch.device(DEVICE))
-    if weights.w1_global_scale is not None:  # vLLM uses that of gate for up, too
+    if weights.w1_global_scale is not None:  # vLLM uses the global scale of gate for up, too
         raise ValueError("nvfp4 is not measured")
     generator = torch.Generator(DEVICE).manual_seed(1)
     shape = problem.tokens, problem.experts
@@ -117,7 +117,7 @@ def capture(stack: Stack, x_TH: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, tor
 
 
 def time_us(replay: Callable[[], object], repeats: int) -> float:
-    """Return the time of one replay in microseconds, from events around several."""
+    """Return the microseconds of one replay, from events around several replays."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
@@ -128,7 +128,7 @@ def time_us(replay: Callable[[], object], repeats: int) -> float:
 
 
 def measure(stacks: dict[str, Stack], x_TH: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Return a row: median times in microseconds of one replay of each stack."""
+    """Return a row with the median microseconds of a replay of each stack."""
     captured = {side: capture(stack, x_TH) for side, stack in stacks.items()}
     replays = {side: graph.replay for side, (graph, _) in captured.items()}
     repeats = {}
@@ -169,7 +169,6 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,7 +207,8 @@ def run_shape(
     except Exception as error:  # noqa: BLE001 (other shapes and schemes are still measured)
         yield row | {"error": f"{type(error).__name__}: {error}"}
         return
-    for tokens in sorted(options.tokens, reverse=True):  # vLLM's workspace grows once
+    # in descending order, so that vLLM's workspace grows only once
+    for tokens in sorted(options.tokens, reverse=True):
         if time.monotonic() > end:
             yield row | {"tokens": tokens, "error": "not measured: --time-limit"}
             continue
@@ -225,7 +225,6 @@ def run_shape(
 
 
 def main() -> None:
-    """Measure all cells, and print a table."""
     options = parse_arguments()
     end = time.monotonic() + options.time_limit
     rows = []

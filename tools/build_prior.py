@@ -63,7 +63,7 @@ def _key(entry) -> tuple[str, float, int, str]:
 
 
 def _ratios(entry) -> dict[str, float]:
-    """Return the times of an entry relative to that of the default pairing."""
+    """Return the times of an entry relative to the time of the default pairing."""
     times = {pair: us for pair, us, *_ in entry["outcomes"] if us}
     default = next(times[pair] for pair in DEFAULTS if pair in times)
     return {pair: round(us / default, 3) for pair, us in times.items()}

@@ -3,10 +3,10 @@
     python tools/check_choice.py --random-layers 4 --seed 1 --quant none,fp8_w8a8_block \
         --budgets 0,5,30 --json out/choice.json
 
-For each layer and scheme, `compose` is called once per budget, in ascending order, each time with
-an empty selection cache. The calls share the cache of compiled kernels.
+For each layer and scheme, `compose` is called once per budget, in ascending order, with an empty
+cache of choices each time. The calls share the cache of compiled kernels.
 
-At each number of tokens, the plan of the composed layer is then timed interleaved with the plan of
+Then, at each number of tokens, the plan of the composed layer is timed interleaved with the plan of
 the default pairing. Both plans are for the maximum number of tokens. Every valid pairing is also
 timed interleaved with the default, once for each number of tokens. A pairing whose first calls take
 more than 1.5 times as long as the default is not timed further.
@@ -14,9 +14,9 @@ more than 1.5 times as long as the default is not timed further.
 Layers are those of --model, of --layer E,K,H,I, and --random-layers layers with random sizes. The
 exit status is 1 in three cases:
 
-- the time of a composed layer is more than --limit times that of the default, beyond 2 x the noise;
-- `compose` exceeds its budget by more than one second;
-- a second call of `compose`, with the filled cache, times a pairing or selects another one.
+- the time of a composed layer is more than --limit times that of the default, beyond 2 x the noise
+- `compose` exceeds its budget by more than one second
+- a second call of `compose`, with the filled cache, times a pairing or selects another one
 """
 
 import argparse
@@ -47,10 +47,10 @@ from modular_kernel.select.selection import pairing_name
 from modular_kernel.select.timing import PairingTimer
 from modular_kernel.spec.problem import Problem
 
-MAX_SLOWDOWN = 1.5  # ratio to the default's time above which a pairing is not timed further
+MAX_SLOWDOWN = 1.5  # a pairing is not timed further if its ratio to the default's time is larger
 OVERRUN_S = 1.0  # allowed excess over a budget
-MIN_ROUNDS, MAX_ROUNDS = 9, 41  # of an interleaved comparison of two plans
-TARGET_S = 0.06  # the number of rounds is TARGET_S divided by the seconds of one slow round
+MIN_ROUNDS, MAX_ROUNDS = 9, 41  # rounds of an interleaved comparison of two plans
+TARGET_S = 0.06  # the number of rounds is TARGET_S divided by the seconds of a slow round
 EXPERTS = (8, 16, 24, 32, 40, 48, 60, 64, 72, 96, 128, 160, 192, 256)
 MIN_BYTES, MAX_BYTES = 3e8, 16e9  # bounds of the bytes of weights in bfloat16
 
@@ -182,16 +182,16 @@ def _time_layer(name: str, problem: Problem, composed, args) -> list[dict]:
             problem.with_tokens(tokens), weights, RoutingKind("uniform"), replicated=False
         )
         seconds_left = max(args.end - time.monotonic(), 0)
-        # With first_step_seconds=0, the first pairing is timed however little time is left.
+        # With first_step_seconds=0, the first pairing is timed even if little time is left.
         budget = Budget(seconds_left, SingleProcess(), first_step_seconds=0)
         order, capturable = choice.pairing_options.valid_pairs(tokens), choice.candidates.capturable
         timer = PairingTimer(
             inputs, order, capturable, choice.machine, SingleProcess(), budget, MAX_SLOWDOWN
         )
         bucket = timer.time_bucket(order[1:])
-        # The ratio of a much slower pairing is rough, because it is timed in two rounds only.
+        # The ratio of a much slower pairing is imprecise, because it is timed in only two rounds.
         ratios = {o.pair: o.ratio for o in bucket.outcomes if o.ratio is not None and not o.rough}
-        if not ratios:  # no pairing could be timed, or time is up
+        if not ratios:  # no pairing could be timed, or the time is up
             continue
         best = min(ratios, key=ratios.__getitem__)
         measured: dict = {}

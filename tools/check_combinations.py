@@ -1,4 +1,4 @@
-"""Check pairings with `mk check`, from a checkout without installation.
+"""Runs `mk check` from a checkout without installation.
 
 python tools/check_combinations.py --pf-type MoEPrepareAndFinalizeNoEP --experts-type TritonExperts
 """

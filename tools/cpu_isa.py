@@ -1,11 +1,11 @@
 """Run a command under every CPU instruction set that oneDNN can be limited to on this machine.
 
-    python tools/cpu_isa.py                      print the instruction sets of this machine
-    python tools/cpu_isa.py -- COMMAND [ARG ...]  run the command once for each instruction set
+    python tools/cpu_isa.py                       # prints the instruction sets of this machine
+    python tools/cpu_isa.py -- COMMAND [ARG ...]  # runs the command once per instruction set
 
-oneDNN, which computes torch's 16-bit GEMMs, reads ONEDNN_MAX_CPU_ISA only once, so each run is a
+oneDNN computes torch's 16-bit GEMMs. It reads ONEDNN_MAX_CPU_ISA only once, so each run is a
 separate process. ATEN_CPU_CAPABILITY limits torch's own kernels accordingly. If a run fails, the
-others are made nevertheless, and the exit status is 1. On another architecture than x86, the
+remaining runs still take place, and the exit status is 1. On architectures other than x86, the
 command runs once.
 """
 
@@ -54,7 +54,7 @@ def split_isas(flags):
 def environment(name=None):
     """Return the environment of a child process without Triton's interpreter.
 
-    name: entry of ISAS to limit it to; None means no limit.
+    name: entry of ISAS that limits the instruction set. None means no limit.
     """
     env = make_child_environment(interpreted=False)
     capability = {isa: torch_capability for isa, _, torch_capability in ISAS}.get(name)
@@ -64,7 +64,7 @@ def environment(name=None):
 
 
 def onednn_isa(env):
-    """Return the instruction set that oneDNN reports; "unknown" if it reports none."""
+    """Return the instruction set that oneDNN reports, or "unknown" if it reports none."""
     output = subprocess.run(
         [sys.executable, "-c", _CALL],
         env={**env, "ONEDNN_VERBOSE": "1"},

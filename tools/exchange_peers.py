@@ -2,8 +2,8 @@
 
 They are NCCL's all_to_all_single with the same bytes (rows to the experts and back, without
 permutation or summation), DeepEP V1 high throughput and low latency, DeepEP V2, and pplx-kernels.
-Libraries that are not installed are left out. DeepEP V1 and V2 are versions of the same module, so
-each refuses to run if the other is installed.
+Libraries that are not installed are omitted. DeepEP V1 and V2 are versions of the same module, so
+the transports of one version refuse to run if the other is installed.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ from modular_kernel.ops.quantize import QuantizedRows, quantize_rows
 
 BLOCK = 128  # columns per scale
 _QUANTIZATION_NOTES = {False: "before the dispatch", True: "in a separate launch"}
-MAX_FEW_TOKENS = 512  # maximum number of tokens if buffers have a row per token and expert
+MAX_FEW_TOKENS = 512  # limit on the number of tokens if buffers have a row per token and expert
 
 
 def quantize_fp8_blocks(x_TH):
@@ -30,9 +30,10 @@ def quantize_fp8_blocks(x_TH):
 class TransportPeer(Transport):
     """Base class of peers.
 
-    few_tokens_only: supports only capacities of at most MAX_FEW_TOKENS. world_sizes: supported
-    world sizes, None for all. quantizes: quantize rows in each dispatch with a separate launch, for
-    libraries that do not quantize.
+    few_tokens_only: whether only capacities of at most MAX_FEW_TOKENS are supported.
+    world_sizes: supported world sizes, or None for all.
+    quantizes: whether each dispatch quantizes rows in a separate launch, for libraries that do not
+        quantize.
     """
 
     few_tokens_only = quantizes = False
@@ -70,7 +71,7 @@ class TransportPeer(Transport):
         self.weights = inputs.routing.topk_weights_TK
 
     def rows_to_send(self):
-        """Return the rows to pass to the library, quantizing them if `quantizes`."""
+        """Return the rows to pass to the library, quantized first if `quantizes` is set."""
         if self.quantizes:
             quantize_rows(self.x, self.case.scheme, out=self.quantized_rows)
             return self.quantized_rows.q_RK, self.quantized_rows.scale
@@ -94,7 +95,7 @@ class TransportPeer(Transport):
 class Nccl(TransportPeer):
     """NCCL's all_to_all_single in both directions.
 
-    per_pair: send a row per token and expert, instead of one per token and rank.
+    per_pair: whether to send a row per token and expert, instead of one per token and rank.
     """
 
     capturable = True
@@ -164,7 +165,7 @@ class Nccl(TransportPeer):
 
 
 class DeepEP(TransportPeer):
-    """A transport with a buffer of DeepEP."""
+    """A transport that uses a buffer of DeepEP."""
 
     def close(self):
         buffer, self.buffer = getattr(self, "buffer", None), None
@@ -173,13 +174,13 @@ class DeepEP(TransportPeer):
 
 
 class DeepEPPerRank(DeepEP):
-    """A transport with a row per token and rank, without host synchronization.
+    """A transport that sends a row per token and rank, without host synchronization.
 
     Buffers have room for the maximum number of rows.
     """
 
     capturable = True
-    included_note = ""  # work besides the exchange that the time includes
+    included_note = ""  # describes work besides the exchange that the time includes
 
     def __init__(self, sms, *, quantizes=False):
         self.sms, self.quantizes = sms, quantizes
@@ -199,7 +200,7 @@ class DeepEPV1(DeepEP):
     def refusal(self, case):
         if hasattr(import_module("deep_ep"), "ElasticBuffer"):
             return "this deep_ep is V2"
-        if self.local_of(case) > BLOCK:  # the number of threads of its counting kernel
+        if self.local_of(case) > BLOCK:  # number of threads of DeepEP's counting kernel
             return f"at most {BLOCK} experts per rank"
         return super().refusal(case)
 
@@ -240,7 +241,7 @@ class DeepEPHighThroughput(DeepEPPerRank, DeepEPV1):
 
 
 class DeepEPLowLatency(DeepEPV1):
-    """DeepEP V1's low-latency kernels: a row per token and expert, weights applied in combine.
+    """DeepEP V1's low-latency kernels: a row per token and expert, with weights applied in combine.
 
     The library quantizes rows itself.
     """
@@ -319,7 +320,7 @@ class DeepEPV2(DeepEPPerRank):
 
 
 class Pplx(TransportPeer):
-    """pplx-kernels within a host: a row per token and expert, weights applied in combine."""
+    """pplx-kernels within a host: a row per token and expert, with weights applied in combine."""
 
     name = "pplx-kernels"
     capturable = needs_fresh_ranks = few_tokens_only = True

@@ -1,8 +1,8 @@
 """Fault injection over ranks: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
 
-Rank 1 is killed, stopped or delayed, raises, passes too many tokens, or uses another layer. Every
-other rank must raise CommunicationError in time and name rank 1. Prints a table of the results and
-exits with 1 if there is a finding.
+Rank 1 is killed, stopped or delayed, raises an exception, passes too many tokens, or uses another
+layer. Every other rank must raise CommunicationError in time and name rank 1. Prints a table of the
+results, and exits with 1 if there is a finding.
 """
 
 import argparse

@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-if not entry_points(group="modular_kernel.parts"):  # not installed: generate the egg-info metadata
+# not installed, so generate the egg-info metadata
+if not entry_points(group="modular_kernel.parts"):
     subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=ROOT, check=True)
 
 from modular_kernel.cli.main import run

@@ -1,13 +1,13 @@
-"""Measure the tiles that a layer without a tuned file gets, by leaving out tuned layers.
+"""Measure the tiles that a layer without a tuned file gets, by ignoring the files of tuned layers.
 
     python tools/leave_one_out.py time record.json                # on the GPU of the tuned files
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
 Without its tuned file, a layer uses the launches of the nearest other tuned layers (nearest.py in
-experts/triton/configs), or those of the heuristics (heuristics.py there). For each tuned layer,
-whole planned layers with both kinds of tiles and with its own tuned tiles are verified and timed
-interleaved, as the tuner compares its finalists (modular_kernel/tuning/measurement.py). Equal tiles
-are not timed.
+experts/triton/configs), or those of the heuristics (heuristics.py in the same folder). For each
+tuned layer, planned calls are verified and timed with both kinds of tiles and with its own tuned
+tiles. They are timed interleaved, like the finalists of the tuner
+(modular_kernel/tuning/measurement.py). If all tiles are the same, nothing is timed.
 """
 
 import argparse
@@ -66,8 +66,10 @@ Raw rows: `{record}`."""
 class TimedCase:
     """A layer at one number of tokens, with its tiles.
 
-    tuned, neighbors, regimes: tiles from the layer's file, from the nearest layers, and from the
-    heuristics. origin: the layer that the neighbors' tiles come from.
+    tuned: tiles from the layer's file.
+    neighbors: tiles from the files of the nearest layers.
+    regimes: tiles from the heuristics.
+    origin: the layer that the neighbors' tiles come from.
     """
 
     layer: str
@@ -87,7 +89,7 @@ class TimedCase:
         return len(self.choices) > 1
 
     def record(self, seconds: Mapping[MoEConfig, float]) -> Row:
-        """Return a row of the record, with microseconds by source of the tiles; {} if not timed."""
+        """Return a row of the record with microseconds by source of the tiles; {} if not timed."""
         kinds = ("tuned", "neighbors", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
@@ -151,15 +153,17 @@ def _layer_cases(
 def time_cases(
     cases_to_time: Sequence[TimedCase], deadline: float, write_rows: Callable[[list[Row]], None]
 ) -> int:
-    """Time the cases with different tiles on this GPU; return the number of cases without a time.
+    """Time the cases with different tiles on this GPU. Returns the number of untimed cases.
 
     No layer is started after `deadline` seconds, and cases with tiles that compute wrong results
-    are not timed. write_rows: called after each layer with all rows so far.
+    are not timed.
+
+    write_rows: called after each layer with all rows so far.
     """
     pair, rows, untimed = TunedPair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
-        for case in cases_to_time:  # compile all layers ahead, in the order of timing
+        for case in cases_to_time:  # compile all layers in advance, in the order of timing
             if case.differs:
                 compiler.submit(
                     pair, pair.make_search_space(case.problem), case.problem, case.choices
@@ -194,7 +198,7 @@ def _time_layer(layer_cases: Sequence[TimedCase], pair: TunedPair, compiler: Com
 
 @dataclass(frozen=True)
 class TimedResult:
-    """Ratios of the neighbors' and the heuristics' time to the tuned time."""
+    """The neighbors' and the heuristics' time, divided by the tuned time."""
 
     layer: str
     quant: str
@@ -223,7 +227,7 @@ def report(timed_results: Sequence[TimedResult], **intro_values: object) -> list
     """Return the lines of the Markdown report.
 
     intro_values: measured (date and versions), timed (number of cases with different tiles) and
-    record (file name).
+        record (file name).
     """
     quants = list(dict.fromkeys(result.quant for result in timed_results))
     lines = [

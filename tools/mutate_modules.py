@@ -6,10 +6,10 @@
     python tools/mutate_modules.py adapters --only ID,ID  # only these; leaves the record unchanged
 
 `mk test --mutate` scores a part with its cases only. Code that no case of a pairing executes, or
-that several parts share, belongs to a scope in mutation_scopes.json: modules, the tests and
-pairings that should kill their mutants, and the number of cases with adapters per pairing, sampled
-with the scope's name as seed. A mutant is run with the tests that execute its lines, fastest first,
-then with the cases.
+that several parts share, belongs to a scope in mutation_scopes.json. A scope has modules, the tests
+and pairings that should kill their mutants, and the number of cases with adapters per pairing,
+sampled with the scope's name as seed. A mutant is run with the tests that execute its lines,
+fastest first, and then with the cases.
 """
 
 import argparse
@@ -74,7 +74,7 @@ from modular_kernel.testing.mutation.source import Mutant
 SCOPES = ROOT / "tools/mutation_scopes.json"
 FOLDER = ROOT / "docs/mutation"
 CACHE = ROOT / "out"
-_MAX_TEST_S = 8.0  # tests that take longer under coverage are left out
+_MAX_TEST_S = 8.0  # tests that take longer under coverage are excluded
 _RUN_TIMEOUT_S = 600.0
 
 
@@ -156,7 +156,7 @@ class ReportPlugin:
 
 
 def reimport() -> Any:
-    """Reimport the unloaded modules, packages of parts first; return the module `case_runs`."""
+    """Reimport the unloaded modules, packages of parts first. Returns the module `case_runs`."""
     importlib.import_module("modular_kernel.catalog").load_catalog()
     runs = importlib.import_module("modular_kernel.testing.mutation.case_runs")
     restore_submodule_attributes()
@@ -164,7 +164,7 @@ def reimport() -> Any:
 
 
 def run_tests(names: Sequence[str], plugin: object) -> int:
-    """Run tests in this process and return the exit status; a ReportPlugin stops at a failure.
+    """Run tests in this process and return the exit status. A ReportPlugin stops at a failure.
 
     Loaded test modules are imported again, because they refer to the unpatched modules.
     """
@@ -186,9 +186,10 @@ def cover_tests(
 ) -> tuple[Lines, tuple[Test, ...]]:
     """Run all tests once under coverage.
 
-    deselected_prefixes: prefixes of the names of tests to leave out. Returns the lines executed by
-    imports, and the tests that pass within the time limit. Raises ConfigurationError if the run
-    fails.
+    deselected_prefixes: prefixes of the names of tests to exclude.
+
+    Returns the lines executed by imports, and the tests that pass within the time limit. Raises
+    ConfigurationError if the run fails.
     """
 
     def work(send: Send) -> None:
@@ -250,7 +251,7 @@ def cover_cases(
 
 
 def read_scope(name: str) -> Scope:
-    """Read a scope and its mutants; the coverage of its tests and cases is cached in out/.
+    """Read a scope and its mutants. The coverage of its tests and cases is cached in out/.
 
     Raises ConfigurationError for an unknown scope.
     """
@@ -312,7 +313,6 @@ def run_mutant(mutant: Mutant, scope: Scope) -> MutantOutcome:
 def _run_in_child(
     mutant: Mutant, tests: Sequence[Test], cases: Sequence[CaseCoverage], send: Send
 ) -> None:
-    """Apply the mutant in the child process, then run the tests and cases."""
     try:
         patch_modules(mutant)
         runner: Any = reimport()
@@ -333,8 +333,8 @@ def score_of(
 ) -> Score:
     """Run the sampled mutants, or those in `idents`, and return the score.
 
-    recorded: kills of an earlier run by mutant, which are not run again. on_progress: called with
-    the score so far after each mutant.
+    recorded: kills of an earlier run, by mutant. These mutants are not run again.
+    on_progress: called with the score so far after each mutant.
     """
     executed = tuple(
         m for m in scope.mutants if find_undetectable_reason(m) is None and any(scope.executing(m))

@@ -3,12 +3,12 @@
     python tools/pack_checkpoints.py                  # every packer that is installed
     python tools/pack_checkpoints.py bitsandbytes gguf --folder /tmp/packed
 
-Each packer gets four experts with the names of Qwen3-MoE, writes them in its own format, and
+Each packer gets four experts with the names of Qwen3-MoE, and writes them in its own format.
 `load_experts`, `FusedMoE.load` and `from_pretrained` read them. Prints the version of the packer,
-the scheme, and the largest relative error of w1 and w2 from `load_experts`: against what the packer
-itself unpacks, or, marked with ~, against the weights before they were rounded. The other two ways
-must give the same tensors, bit by bit. The packers are not dependencies of this package; run in an
-environment that has those of interest.
+the scheme, and the largest relative error of w1 and w2 from `load_experts`. The reference is the
+result of the packer's own unpacking or, if the error is marked with ~, the weights before rounding.
+`FusedMoE.load` and `from_pretrained` must give bitwise the same tensors. The packers are not
+dependencies of this package, so run this in an environment that has them.
 """
 
 # ruff: noqa: PLC0415 (packers are optional)
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import in_checkout  # noqa: F401  (finds the packages)
+import in_checkout  # noqa: F401  adds the checkout to sys.path
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -58,7 +58,7 @@ CONFIG = {
     "head_dim": HIDDEN // HEADS,
 }
 Tensors = dict[str, torch.Tensor]
-# Packs a weight (N, K) float32; returns its tensors, and the values that they stand for.
+# Packs a weight (N, K) float32. Returns its tensors, and the values that they represent.
 Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 Case = tuple[str, Path, dict[str, torch.Tensor], bool]  # name, checkpoint, values, whether exact
 
@@ -77,7 +77,7 @@ def _weights(seed: int = 0) -> Tensors:
 
 
 def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Tensors:
-    """Pack every weight; return the values."""
+    """Pack every weight, and return the values."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors, values = _other_tensors(), Tensors()
     for name, weight in _weights().items():
@@ -159,7 +159,7 @@ def gguf(folder: Path) -> Iterator[Case]:
 
     names = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
     weights = _weights()
-    # Where a block has float16 factors, of types that the package only unpacks.
+    # Offsets of the float16 factors in blocks of types that the package can only unpack.
     factors = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
     factors |= dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,))
     factors |= {"IQ3_XXS": (0,), "IQ3_S": (0,), "TQ1_0": (52,), "TQ2_0": (64,)}
@@ -183,7 +183,7 @@ def gguf(folder: Path) -> Iterator[Case]:
                 shape = (*stack.shape[:2], stack.shape[2] // size * bytes_of_block)
                 packed = draw.integers(0, 256, shape, dtype=np.uint8)
                 blocks = packed.reshape(-1, bytes_of_block)
-                for place in factors[type_name]:  # finite and not small
+                for place in factors[type_name]:  # make the factors finite and not too small
                     blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x18
             else:
                 packed = library.quants.quantize(stack, kind)
@@ -267,7 +267,7 @@ def llmcompressor(folder: Path) -> Iterator[Case]:
         target = folder / scheme
         try:
             model_free_ptq(plain, target, scheme=scheme, device="cpu", ignore=["lm_head"])
-        except Exception as error:  # noqa: BLE001 (what it does not know)
+        except Exception as error:  # noqa: BLE001  schemes that the library does not support
             print(f"  llmcompressor {scheme}: {type(error).__name__}: {str(error)[:100]}")
             continue
         yield scheme, target, values, False
@@ -393,7 +393,7 @@ def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
     def pack(config: Any, weight: torch.Tensor) -> torch.Tensor:
-        # `quantize_` needs a GPU for these.
+        # `quantize_` needs a GPU for these configs.
         if isinstance(config, Float8DynamicActivationFloat8WeightConfig):
             granularity = config.granularity[1]
             kwargs = QuantizeTensorToFloat8Kwargs(granularity=granularity)
@@ -463,7 +463,7 @@ def torchao(folder: Path) -> Iterator[Case]:  # noqa: C901 (a case for each kind
 
 
 def _saved_by_transformers(plain: Path, config: Any) -> tuple[Path, Tensors]:
-    """Quantize a model, attention included, and save it; return the folder and experts' values."""
+    """Quantize a model, attention included, and save it. Returns its folder and experts' values."""
     from torchao.quantization import FqnToConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
 
@@ -483,7 +483,7 @@ def _saved_by_transformers(plain: Path, config: Any) -> tuple[Path, Tensors]:
 
 
 def _give_int4_packer() -> bool:
-    """Give torchao the packer of int4 of FBGEMM, whose import needs a GPU; False without it."""
+    """Give torchao FBGEMM's int4 packer, whose import needs a GPU. Returns False without it."""
     from torchao.quantization.quantize_.workflows.int4 import int4_tensor
 
     if int4_tensor.int4_row_quantize_zp is not None:
@@ -509,9 +509,9 @@ def _give_int4_packer() -> bool:
 
 
 def _torchao_values(weight: Any) -> torch.Tensor:
-    """Return the values of a packed weight, float32.
+    """Return the values of a packed weight as float32.
 
-    Int4Tensor has no function for it: its kernels compute code times scale plus zero point.
+    Int4Tensor has no function for this. Its kernels compute code times scale plus zero point.
     """
     if type(weight).__name__ != "Int4Tensor":
         return weight.dequantize(torch.float32)
@@ -524,7 +524,7 @@ def _torchao_values(weight: Any) -> torch.Tensor:
 
 
 def _write_torchao(folder: Path, options: Any, weights: Tensors) -> Path:
-    """Write packed weights as transformers does; return the folder."""
+    """Write packed weights as transformers does, and return the folder."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -554,7 +554,7 @@ PACKERS: dict[str, tuple[Callable[[Path], Iterator[Case]], str]] = {
 def check(loaded: LoadedExperts, values: Tensors) -> tuple[str, float]:
     """Return the scheme of loaded experts and the largest relative error of their weights.
 
-    With act-order, whose rows and columns are sorted, the error is that of the layer's output.
+    Act-order sorts rows and columns, so the error of the layer's output is returned instead.
     """
     problem = loaded.problem(16)
     exact = {
@@ -575,9 +575,9 @@ def check(loaded: LoadedExperts, values: Tensors) -> tuple[str, float]:
 
 
 def check_other_ways(checkpoint: Path, loaded: LoadedExperts) -> str:
-    """Load a checkpoint in the other two ways; return which ones gave the weights of `loaded`.
+    """Load a checkpoint in the other two ways. Returns the ways that gave the weights of `loaded`.
 
-    Raises AssertionError for other weights.
+    Raises AssertionError for different weights.
     """
     layer = FusedMoE.from_config(checkpoint, 0, params_dtype="float32")
     layer.load(checkpoint)
@@ -618,7 +618,7 @@ def _output_error(loaded: LoadedExperts, exact: dict[str, list[torch.Tensor]]) -
 
 
 def main() -> None:
-    """Pack with each packer, load, and print a line for each file."""
+    """Pack with each packer, load the files, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packers", nargs="*", choices=[[], *PACKERS], help="default: all")
     parser.add_argument("--folder", type=Path, help="where to leave the files")

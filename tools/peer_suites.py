@@ -3,11 +3,11 @@
     python tools/peer_suites.py --vllm ~/vllm --sglang ~/sglang --flashinfer ~/flashinfer
     python tools/peer_suites.py --vllm ~/vllm --only block_fp8 --max-cases 10 --out record.json
 
-Each argument is a checkout; any subset can be given. Parameter grids and references are extracted
-from its files (`tools/peer_suites_lib/checkout.py`); nothing is imported or copied. Kernels run in
-the interpreter on the CPU. A case is compared with the reference at the tolerance of the original
-test, and both results with float64, to attribute a mismatch to one side. Exits with 1 if there is a
-mismatch of ours or a raw exception.
+Each of these options is a checkout, and can be omitted. Parameter grids and references are
+extracted from its files (`tools/peer_suites_lib/checkout.py`). Nothing is imported or copied.
+Kernels run in the interpreter on the CPU. A case is compared with the reference at the tolerance of
+the original test, and both results are compared with float64 to attribute a mismatch to one side.
+Exits with 1 if there is a mismatch of ours or an untyped exception.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PROJECTS = {"vllm": vllm, "sglang": sglang, "flashinfer": flashinfer}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the suites of the given checkouts; return the exit code."""
+    """Run the suites of the given checkouts, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in PROJECTS:
         parser.add_argument(f"--{name}", type=Path, help=f"a checkout of {name}")

@@ -2,7 +2,7 @@
 
     python tools/plan_tables.py
 
---check writes nothing and exits with 1 if a page is out of date.
+--check writes nothing, and exits with 1 if a page is out of date.
 """
 
 import argparse
@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 from modular_kernel.perf_model import error_tables, selection_table
 
-# Recipes of models with a measured layer.
+# Models whose recipe pages have measured layer times.
 RECIPES = ("deepseek-v3", "qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
-# A page below docs/, the name of a table in it, and a function that returns the table.
+# (page below docs/, name of a table in it, function that returns the table).
 TABLES: tuple[tuple[str, str, Callable[[], str]], ...] = (
     ("sizing.md", "errors", error_tables.error_tables_markdown),
     ("sizing.md", "records", selection_table.records_markdown),

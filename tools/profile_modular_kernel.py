@@ -1,4 +1,4 @@
-"""Profile a pairing with `mk profile`, from a checkout without installation.
+"""Runs `mk profile` from a checkout without installation.
 
 python tools/profile_modular_kernel.py --pf-type BatchedPrepareAndFinalize ...
 """

@@ -2,9 +2,9 @@
 
 Each start forks two processes of a gloo group from this process, which has imported torch. They
 create a layer, call it twice, and reach the end of the script. Every second start also begins a
-call without finishing it. In every third start the GIL is held until the end, so that gloo's
-threads still have pending work at exit. If a process crashes or hangs, prints its output and exits
-with 1.
+call without finishing it. In every third start, the GIL is held until the end, so that gloo's
+threads still have pending work at exit. If a process crashes or hangs, this script prints its
+output and exits with 1.
 """
 
 import argparse
@@ -33,8 +33,9 @@ WORLD_SIZE = 2
 class Start:
     """One start of all ranks.
 
-    timeout_s: reading of time.monotonic() at which running ranks are killed. running_ranks: ranks
-    by process id. codes: exit codes of finished ranks by rank, or "hung".
+    timeout_s: value of time.monotonic() at which running ranks are killed.
+    running_ranks: ranks by process id.
+    codes: exit codes of finished ranks by rank, or "hung".
     """
 
     number: int
@@ -49,7 +50,7 @@ class Start:
         return self.folder / f"output-{self.number}-{rank}"
 
     def collect_exits(self):
-        """Collect the exit codes of finished ranks; kill ranks that exceed the time limit."""
+        """Collect the exit codes of finished ranks, and kill ranks that exceed the time limit."""
         for pid, rank in list(self.running_ranks.items()):
             exited, status = os.waitpid(pid, os.WNOHANG)
             is_late = time.monotonic() > self.timeout_s
@@ -109,7 +110,8 @@ hide_gpus()
 torch.set_num_threads(1)
 assert preload.load_catalog  # imported for its side effects
 parts = faults.list_supported_parts(WORLD_SIZE, "gloo")
-folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # no context manager: children must keep it
+# not a context manager, because children must keep it
+folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))
 child_rank, running, findings, num_started = None, [], [], 0
 began = time.monotonic()
 while child_rank is None and (num_started < args.starts or running):

@@ -2,8 +2,8 @@
 
     python tools/run_notebook.py
 
-Jupyter is not needed: cells are plain Python, run in order in one namespace. --check writes nothing
-and exits with 1 if a notebook's outputs differ from the stored ones in anything but numbers.
+Jupyter is not needed. Cells are plain Python that runs in order in one namespace. --check writes
+nothing, and exits with 1 if a notebook's outputs differ from the stored ones in more than numbers.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def execute(notebook: Notebook) -> Notebook:
 
 
 def _run(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Run a cell; return its outputs: printed text, and the value of its last expression."""
+    """Run a cell. Returns its outputs: printed text, and the value of its last expression."""
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
@@ -81,7 +81,7 @@ def shown(notebook: Notebook) -> list[str]:
 
 
 def dump(notebook: Notebook) -> str:
-    """Return the text of the file, in the form in which Jupyter writes it."""
+    """Return the text of the file in the form that Jupyter writes."""
     return json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Soak test of a part over ranks: `python tools/soak.py PART --world-size 2 --backend nccl`.
 
 Calls the kernel, a plan and a CUDA graph many times with random sizes and skew, verifies every
-100th output, and monitors memory. Ends after --steps or --seconds and prints the number of steps;
+100th output, and monitors memory. Ends after --steps or --seconds, prints the number of steps, and
 exits with 1 if there is a finding.
 """
 

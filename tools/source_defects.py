@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Apply the defects of source_defects.json one at a time and check whether `mk test` detects them.
 
-    python tools/source_defects.py smoke            # or full; writes docs/source-defects.json
-    python tools/source_defects.py tests   # run the tests of operations on survivors of full
+    python tools/source_defects.py smoke  # or full; writes docs/source-defects.json
+    python tools/source_defects.py tests  # runs the tests of operations on survivors of full
 
-At each level a defect is killed, survives, or is not executed by any case on a CPU. The cases are
+At each level, a defect is killed, survives, or is not executed by any case on a CPU. The cases are
 those of every pairing in one process. A run discards the previous results of its level, because
-case lists change, and keeps those of the other level: full does not rerun what smoke has killed.
+lists of cases change, and keeps those of other levels. The level full does not rerun defects that
+smoke has killed.
 """
 
 import json
@@ -41,7 +42,10 @@ Record = dict[str, dict[str, str]]
 
 
 def main(level: str, names: list[str]) -> None:
-    """Run a level and print the counts. names: experts parts whose pairings are run; [] is all."""
+    """Run a level and print the counts.
+
+    names: experts parts whose pairings are run; [] stands for all.
+    """
     if level not in ("smoke", "full", "tests"):
         raise ConfigurationError("level", got=level, need="smoke, full or tests")
     defects = read_defects(LIST, ROOT)
@@ -63,7 +67,7 @@ def main(level: str, names: list[str]) -> None:
 def run_cases(
     defects: Sequence[Defect], record: Record, level: Literal["smoke", "full"], names: list[str]
 ) -> None:
-    """Discard the results of these pairings, then run their cases; write the record after each."""
+    """Discard the results of these pairings, run their cases, and write the record after each."""
     modules = {d.mutant.module: d.mutant.path for d in defects}
     killers = KillHistory()
     for results in record.values():
@@ -107,7 +111,7 @@ def run_tests(defects: Sequence[Defect], record: Record) -> None:
         raise RuntimeError(f"without a defect: {baseline}")
     for defect in defects:
         results = record[defect.description]
-        results.pop("tests", None)  # also for a defect that full kills
+        results.pop("tests", None)  # also if full kills the defect
         if not results.get("full", "").startswith("killed"):
             results["tests"] = test_outcome(defect.mutant)
             print(f"  {defect.description}: {results['tests']}", flush=True)

@@ -1,4 +1,4 @@
-"""Join records of `mk test --level full --json FILE` into one record, for `make verify`.
+"""Merge records of `mk test --level full --json FILE` into one record, for `make verify`.
 
 python tools/verify_record.py COMMIT FILE [FILE ...] > docs/verified.json
 """
@@ -11,9 +11,10 @@ from typing import Any
 
 
 def record(commit: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the joined record.
+    """Return the merged record.
 
-    commit: the verified commit. runs: records of the run in one process and of runs over ranks.
+    commit: the verified commit.
+    runs: records of the run in one process and of runs over ranks.
     """
     versions = {name: version(name) for name in ("torch", "triton", "numpy")}
     ok = bool(runs) and all(run["ok"] for run in runs)

@@ -69,7 +69,7 @@ def copy_tokens(inputs: Inputs, start: int, count: int) -> Inputs:
 def compare_replays(
     rank: int, world_size: int, group: dist.ProcessGroup, pair: tuple[str, str], quant: str
 ) -> tuple[int, int, dict[str, Any]]:
-    """Make calls of several sizes. Returns (number of unequal outputs, number of calls, counters)."""
+    """Return the numbers of unequal outputs and of all outputs for several calls, and counters."""
     kernel, inputs = make_rank_kernel(rank, world_size, group, pair, quant)
     plan = kernel.plan()
     calls = [copy_tokens(inputs, start, count) for count in (1, 5, 16) for start in (0, 7)]

@@ -1,1 +1,1 @@
-"""Runs transformers' own tests, and checkpoints that quantization libraries pack, on our parts."""
+"""Runs transformers' own tests, and checkpoints from quantization libraries, on our parts."""

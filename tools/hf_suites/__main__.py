@@ -1,15 +1,16 @@
-"""Run transformers' own tests, and checkpoints that quantization libraries pack, on our parts.
+"""Run transformers' own tests, and checkpoints from quantization libraries, on our parts.
 
-TRITON_INTERPRET=1 python tools/hf_suites classes             every experts class of transformers
-python tools/hf_suites upstream --checkout DIR --site DIR     transformers' own tests, with and
-                                                              without our implementation
-python tools/hf_suites packers --site DIR... --sources DIR    import of packed checkpoints
-... --write RECORD.json                                       also writes the counts to a record
+    TRITON_INTERPRET=1 python tools/hf_suites classes            # transformers' experts classes
+    python tools/hf_suites upstream --checkout DIR --site DIR    # transformers' own tests, with and
+                                                                 # without our implementation
+    python tools/hf_suites packers --site DIR... --sources DIR   # import of packed checkpoints
+    ... --write RECORD.json                                      # also writes the counts
 
---checkout: src, tests and utils of a commit of transformers. --site: folders installed by pip, with
-packers or with the dependencies of transformers' tests. --sources: unpacked source distributions.
---models: models whose tests upstream runs. --lines: a folder for the outcomes of its cases; models
-that are already in it are not run again. No code of these projects is copied here.
+--checkout is a folder with src, tests and utils of a commit of transformers. --site are folders
+installed by pip, with packers or with the dependencies of transformers' tests. --sources is a
+folder with unpacked source distributions. --models are the models whose tests upstream runs.
+--lines is a folder for the outcomes of upstream's cases. Models that are already in it are not run
+again. No code of these projects is copied here.
 
 Exits with 1 if one of our results is wrong, or if a call ends with an untyped exception.
 """
@@ -31,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[number]) for number in (1, 
 from hf_suites import upstream
 from hf_suites.outcomes import Case, summary
 
-# Keep GPTQModel from compiling an extension and its layers, and others from accessing the hub.
+# Keeps GPTQModel from compiling an extension and its layers, and others from accessing the hub.
 QUIET_ENVIRONMENT = {
     "GPTQMODEL_DISABLE_PACK_EXT": "1",
     "TORCHDYNAMO_DISABLE": "1",

@@ -1,4 +1,4 @@
-"""Comparison of our implementation with the eager forward of every experts class of transformers.
+"""Compares our implementation with the eager forward of every experts class of transformers.
 
 The reference is the eager forward in float64, so that a mismatch can be attributed to one side.
 """
@@ -26,12 +26,12 @@ PARTS = ("TorchExperts", "TritonExperts")
 # roundings to 8 bits in bfloat16.
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 TOKENS = (1, 11)
-# Without grad mode; in grad mode with frozen weights; in grad mode with trainable weights, for
+# For trainable weights in grad mode, transformers' grouped_mm runs.
 # which transformers' grouped_mm runs.
 MODES = ("no_grad", "grad, frozen", "grad, trainable")
 
 _DECORATED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
-# Values of config attributes, by words in their names; the first match counts.
+# Values of config attributes, by words in their names. The first match is used.
 _VALUES: tuple[tuple[tuple[str, ...], object], ...] = (
     (("latent",), None),
     (("act",), "silu"),
@@ -60,7 +60,7 @@ class Config:
 
 
 def find_classes() -> dict[str, str]:
-    """Return the module of every experts class by class name, without importing any."""
+    """Return the module of every experts class by class name, without importing any module."""
     modules = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for name in _DECORATED.findall(path.read_text()):

@@ -1,8 +1,8 @@
-"""Errors of both sides against float64, for transformers' comparisons that fail with ours.
+"""Computes errors against float64 for transformers' comparisons that fail with our implementation.
 
-transformers' tests require 1e-4 in every dtype, but in 16 bits this holds only for implementations
-with the same roundings. Run this in the environment of a checkout (`upstream.environment`). It
-prints relative errors as JSON.
+transformers' tests require 1e-4 in every dtype, but in 16 bits this is possible only for
+implementations with the same roundings. Run this in the environment of a checkout
+(`upstream.environment`). It prints relative errors as JSON.
 """
 
 import copy
@@ -21,7 +21,7 @@ DTYPES = {"0_fp16": torch.float16, "1_fp32": torch.float32, "2_bf16": torch.bflo
 
 
 def errors(case: str) -> dict[str, float]:
-    """Return the errors of eager, batched_mm and ours: the maxima over the case's model classes."""
+    """Return the errors of eager, batched_mm and ours, each the maximum over the model classes."""
     path, cls, test = case.split("::")
     dtype = next(dtype for end, dtype in DTYPES.items() if test.endswith(end))
     common = import_module("tests.test_modeling_common")

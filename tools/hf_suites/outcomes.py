@@ -26,7 +26,10 @@ LISTED_OUTCOMES = frozenset({Outcome.REFUSED, Outcome.THEIRS, Outcome.NOT_USABLE
 
 @dataclass(frozen=True)
 class Case:
-    """A case and its outcome. why: details for outcomes other than agreement."""
+    """A case and its outcome.
+
+    why: details for outcomes other than agreement.
+    """
 
     suite: str
     name: str

@@ -1,7 +1,7 @@
-"""Packers of floating-point codes: compressed-tensors, torchao, modelopt, transformers.
+"""Packers of floating-point codes: compressed-tensors, torchao, modelopt and transformers.
 
-Each packs random weights with scales of its own. The reference is the value of its codes in
-float64.
+Each packer packs random weights with its own scales. The reference is the float64 value of its
+codes.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Packers of integers: AutoGPTQ, GPTQModel, AutoRound, AutoAWQ and compressed-tensors.
 
-Each packs weights that are integer multiples of their groups' scales, so the exact values are
-known.
+Each packer packs weights that are integer multiples of their groups' scales, so the exact values
+are known.
 """
 
 import json
@@ -21,8 +21,10 @@ from hf_suites.packed import Packed, Packer, grid, import_packer, register_packa
 class IntegerMatrix:
     """A random integer matrix with scales and zero points.
 
-    codes: (N, K), unsigned. scales: (N, G) in the packer's dtype. zeros: (N, G) zero points,
-    unsigned. order: (K,) group of each column.
+    codes: (N, K), unsigned.
+    scales: (N, G) in the packer's dtype.
+    zeros: (N, G) zero points, unsigned.
+    order: (K,) group of each column.
     """
 
     codes: torch.Tensor
@@ -141,7 +143,7 @@ def _auto_round(module_name: str, options: Any, weight: torch.Tensor, g: torch.G
 def _gptq_packers() -> Iterator[Packer]:
     """Yield the GPTQ packers.
 
-    Zero points are at least 1 for version 1 of the format, which stores them minus one.
+    Version 1 of the format stores zero points minus one, so they are at least 1.
     """
     common = {"bits": (4, 8), "group": (32, 64, 128, -1), "sym": (True, False)}
     for options in grid(**common, min_zero_point=(1, 0)):
@@ -246,7 +248,10 @@ def _format_options(options: Any) -> str:
 
 
 def packers(sources: Path) -> Iterator[Packer]:
-    """Yield every packer of integers. sources: folder with AutoAWQ's unpacked source archive."""
+    """Yield every packer of integers.
+
+    sources: folder with AutoAWQ's unpacked source archive.
+    """
     (awq,) = sources.glob("autoawq-*/awq")
     for name in ("", ".modules", ".modules.linear", ".utils"):
         register_package(f"awq{name}", awq / name.strip(".").replace(".", "/"))

@@ -1,7 +1,7 @@
-"""Import of matrices that quantization libraries (packers) wrote, compared with a reference.
+"""Imports matrices that quantization libraries (packers) wrote, and compares them with a reference.
 
-The reference is in float64: the packer's input if it only packs, else the values of the codes that
-it wrote. The packer's own dequantizer is compared with it, too.
+The reference is in float64. It is the packer's input if the packer only packs, and otherwise the
+values of the codes that it wrote. The packer's own dequantizer is compared with it, too.
 """
 
 import json
@@ -29,7 +29,8 @@ Tensors = dict[str, torch.Tensor]
 EXPERTS, TOP_K = 2, 2
 # (I, H).
 SHAPES = ((64, 128), (128, 64), (128, 256), (256, 128))
-# Relative error of a float32 layer's output, without and with activations rounded to 8 bits.
+# Bounds on the relative error of a float32 layer's output, without and with activations that are
+# rounded to 8 bits.
 LAYER_BOUND, ROUNDED_BOUND = 1e-5, 8e-2
 # Maximum relative distance of a packer's codes from its input weights.
 MAX_DISTANCE = 0.35
@@ -39,10 +40,12 @@ MAX_DISTANCE = 0.35
 class Packed:
     """A packed matrix.
 
-    tensors: by their names in files. expected: the exact values, (N, K) float64. their_values: the
-    result of the packer's dequantizer. source: the input of the packer. is_rounded: whether our
-    values may differ from the exact ones in the last bits of float32, because a stored number is a
-    divisor.
+    tensors: the tensors by their names in files.
+    expected: the exact values, (N, K) float64.
+    their_values: the result of the packer's dequantizer.
+    source: the input of the packer.
+    is_rounded: whether our values may differ from the exact ones in the last bits of float32,
+        because a stored number is a divisor.
     """
 
     tensors: Tensors
@@ -59,8 +62,9 @@ Make = Callable[[torch.Tensor, torch.Generator], Packed]
 class Packer:
     """A packer with its options.
 
-    config: the quantization_config of its files. make: packs a weight. layer: whether to also write
-    a Mixtral checkpoint with its tensors, and run the layer.
+    config: the quantization_config of its files.
+    make: packs a weight.
+    layer: whether to also write a Mixtral checkpoint with its tensors, and run the layer.
     """
 
     suite: str
@@ -138,7 +142,7 @@ def values(format: Format, matrix: Matrix) -> torch.Tensor:
 
 
 def _same_matrix(format: Format, packed: Packed) -> tuple[Outcome, str]:
-    """Compare our values with the exact ones bit by bit, and the packer's in its precision."""
+    """Compare our values with the exact ones bitwise, and the packer's in their precision."""
     ours = values(format, merge(format, [packed.tensors], torch.float32))
     expected = packed.expected.float()
     wrong = (

@@ -19,7 +19,9 @@ from hf_suites.outcomes import Case, Outcome
 from modular_kernel import errors
 
 SUITE = "transformers' own tests"
-# Words in the names of cases that run experts: forward passes, generation, batching, padding,
+# Included cases have a word in their names that suggests that they run experts: forward passes,
+# generation, batching, padding, and implementations. Excluded cases need a compiler or several
+# processes, or only read and write checkpoints.
 # implementations; and in the names of cases that need a compiler or several processes, or that only
 # read and write checkpoints, which are left out.
 INCLUDED_WORDS = (
@@ -65,8 +67,9 @@ def environment(checkout: Path, site: Path) -> dict[str, str]:
 def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file: Path) -> None:
     """Run transformers' tests on one side, and append a line per case to `result_file`.
 
-    side: "theirs" or "ours". Raises RuntimeError if pytest itself fails, because cases would then
-    be missing on both sides.
+    side: "theirs" or "ours".
+
+    Raises RuntimeError if pytest itself fails, because cases would then be missing on both sides.
     """
     result_file.parent.mkdir(parents=True, exist_ok=True)
     command = [
@@ -81,7 +84,7 @@ def run(checkout: Path, site: Path, files: Iterable[str], side: str, result_file
     command += ["-p", "hf_suites.upstream_plugin", *files]
     env = environment(checkout, site) | {"HF_SUITES_SIDE": side, "HF_SUITES_INTO": str(result_file)}
     code = subprocess.run(command, cwd=checkout, env=env, check=False).returncode
-    # A crash by a signal does not raise: cases that are missing on one side only are a result.
+    # A crash by a signal does not raise, because cases that are missing on one side are a result.
     if code > pytest.ExitCode.TESTS_FAILED and code != pytest.ExitCode.NO_TESTS_COLLECTED:
         raise RuntimeError(f"pytest: got exit code {code} on side {side}, need 0, 1 or 5")
 
@@ -126,7 +129,7 @@ def _file(case: str) -> str:
 
 
 def is_included(test: str) -> bool:
-    """Return whether a test runs experts, by its name only (pytest's -k also matches the file)."""
+    """Return whether a test runs experts, by its name. pytest's -k would also match the file."""
     return any(word in test for word in INCLUDED_WORDS) and not any(
         word in test for word in EXCLUDED_WORDS
     )

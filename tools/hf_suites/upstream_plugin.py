@@ -1,9 +1,9 @@
-"""A pytest plugin for transformers' own tests that runs experts on our parts and records each case.
+"""A pytest plugin for transformers' tests that runs experts on our parts and records each case.
 
 It reads two environment variables. HF_SUITES_SIDE is "theirs", which changes nothing, or "ours",
-which makes our implementation the default of models. It also replaces one of the implementations
-that the tests compare with eager, and keeps its name there, "batched_mm". HF_SUITES_INTO is the
-file to which a line is appended for each case.
+which makes our implementation the default of models. With "ours", our implementation also replaces
+"batched_mm", one of the implementations that the tests compare with eager, under the same name.
+HF_SUITES_INTO is the file to which a line is appended for each case.
 """
 
 import json
@@ -71,7 +71,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember the outcome of a case, which is that of its first phase that did not pass."""
+    """Record the outcome of a case, which is that of its first phase that did not pass."""
     if getattr(report, "context", None) is not None and report.passed:
         return  # ignore passed subtests
     previous = _OUTCOMES.get(report.nodeid)

@@ -1,1 +1,1 @@
-"""Implementation of `tools/peer_suites.py`, with a module per kind of comparison."""
+"""Implementation of `tools/peer_suites.py`, with a module for each kind of comparison."""

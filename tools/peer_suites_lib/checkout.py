@@ -1,8 +1,8 @@
-"""Extraction of parameter grids and reference functions from the tests of another project.
+"""Extracts parameter grids and reference functions from the tests of another project.
 
 Files are parsed, but never imported or executed as a whole. The requested functions are compiled
-individually, without decorators and annotations, in a namespace that is provided here. Nothing is
-copied into this project.
+individually, without decorators and annotations, in a namespace that this module provides. Nothing
+is copied into this project.
 """
 
 import ast
@@ -46,7 +46,7 @@ def _param(*values: object, **_: object) -> object:
 
 
 class _StripAnnotations(ast.NodeTransformer):
-    """Remove decorators and annotations, which refer to names that are not available."""
+    """Removes decorators and annotations, which refer to names that are not available."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
@@ -66,7 +66,9 @@ class _StripAnnotations(ast.NodeTransformer):
 class Source:
     """A file of a checkout: its constants, and its functions on request.
 
-    names: additional names in the namespace. Raises UnreadableError if the file does not exist.
+    names: additional names in the namespace.
+
+    Raises UnreadableError if the file does not exist.
     """
 
     def __init__(self, root: Path, name: str, names: Mapping[str, object] | None = None) -> None:
@@ -81,7 +83,7 @@ class Source:
         self._constants(self._tree.body, self.namespace)
 
     def _constants(self, body: list[ast.stmt], namespace: dict[str, object]) -> None:
-        """Evaluate constants; those that need unavailable names are skipped."""
+        """Evaluate constants, and skip those that need unavailable names."""
         defined = set(namespace)
         for node in body:
             if not isinstance(node, ast.Assign | ast.AnnAssign | ast.If):
@@ -104,7 +106,7 @@ class Source:
             self._run([self._find(self._tree.body, name, ast.FunctionDef)], self.namespace)
 
     def function(self, name: str) -> object:
-        """Return a function of the file, defining it if necessary."""
+        """Return a function of the file, and define it if necessary."""
         if name not in self.namespace:
             self.define(name)
         return self.namespace[name]

@@ -41,7 +41,7 @@ def _suite(
 ) -> Suite:
     """Return the suite of a test.
 
-    ignored: parameters to leave out; cases that differ in them only are merged.
+    ignored: parameters to ignore. Cases that differ only in them are merged.
     """
 
     def cases() -> Iterator[Params]:
@@ -97,7 +97,7 @@ def _raise_missing(what: str, p: Any) -> CaseOutcome:
 
 
 class _Cutlass:
-    """Comparison of layers with `compute_with_experts`, which expects up rows first in w1."""
+    """Compares layers with `compute_with_experts`, which expects up rows first in w1."""
 
     def __init__(
         self, source: Source, quant: str, dtype: torch.dtype, tolerance: Tolerance,
@@ -108,7 +108,6 @@ class _Cutlass:
         self._checks: dict[str, LayerCheck] = {}
 
     def __call__(self, p: Any) -> CaseOutcome:
-        """Compare one case."""
         if p["top_k"] > p["num_experts"]:
             raise SkippedError("topk > experts")
         activation, options = _activation(p)

@@ -1,4 +1,4 @@
-"""Comparison of whole layers: our parts that run on a CPU against another project's reference."""
+"""Compares whole layers: our parts that run on a CPU with another project's reference."""
 
 import zlib
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from peer_suites_lib.outcomes import (
 )
 
 _LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-# Bound on the ratio of a part's error to that of plain torch in the dtypes of the layer.
+# Maximum ratio of a part's error to the error of plain torch in the dtypes of the layer.
 _MAX_ERROR_RATIO = 2.0
 TORCH = (_LOCAL[0], "TorchExperts"), (_LOCAL[1], "NaiveBatchedExperts")
 TRITON = (
@@ -37,8 +37,9 @@ TRITON = (
 class SizeLimits:
     """Limits for shrinking a layer.
 
-    max_weights: maximum number of weight values. max_tokens: maximum number of tokens. min_size:
-    minimum of hidden and intermediate size.
+    max_weights: maximum number of weight values.
+    max_tokens: maximum number of tokens.
+    min_size: minimum of hidden and intermediate size.
     """
 
     max_weights: int
@@ -53,12 +54,14 @@ TORCH_LIMITS, TRITON_LIMITS = SizeLimits(1 << 22, 32, 128), SizeLimits(1 << 17, 
 class Layer:
     """A layer of another project's test.
 
-    ep_size: number of ranks; above 1, this rank has a share of the experts and an expert_map.
-    on_input: router weights are applied to x. padded: the row stride of weights exceeds the row
-    length. stored: "rounded" quantizes random weights, "codes" draws random codes and scales.
-    multiple: hidden and intermediate size stay multiples of it when shrunk. scale: standard
-    deviations of x, w1 and w2. representable: all values of x are representable in float8 after
-    scaling.
+    ep_size: number of ranks. If it is above 1, this rank has a part of the experts and an
+        expert_map.
+    on_input: whether router weights are applied to x.
+    padded: whether the row stride of weights exceeds the row length.
+    stored: "rounded" quantizes random weights, and "codes" draws random codes and scales.
+    multiple: hidden and intermediate size remain multiples of this when the layer is shrunk.
+    scale: standard deviations of x, w1 and w2.
+    representable: whether all values of x are representable in float8 after scaling.
     """
 
     tokens: int
@@ -94,7 +97,6 @@ class Layer:
 
     @property
     def problem(self) -> Problem:
-        """The problem of this layer."""
         local = self.experts // self.ep_size if self.ep_size > 1 else None
         return Problem(
             self.tokens, self.hidden, self.intermediate, self.experts, self.top_k,
@@ -106,7 +108,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Tensors of a layer. score: router logits, (T, E), from which the routing is computed."""
+    """Tensors of a layer.
+
+    score: router logits (T, E), from which the routing is computed.
+    """
 
     problem: Problem
     x: torch.Tensor
@@ -120,10 +125,10 @@ Weights = Callable[[Layer, ExpertWeights], ExpertWeights]
 
 
 def make(layer: Layer, stored: Weights | None = None) -> LayerInputs:
-    """Draw the tensors of a layer, the same for the same layer.
+    """Draw the tensors of a layer. The same layer always gets the same tensors.
 
-    stored: converts the weights to the format that their test stores; None means the conversion
-    that `layer.stored` names.
+    stored: converts the weights to the format that their test stores. None stands for the
+        conversion that `layer.stored` names.
     """
     problem = layer.problem
     g = torch.Generator().manual_seed(zlib.crc32(repr(layer).encode()))
@@ -174,7 +179,7 @@ def _draw_codes(problem: Problem, weights: ExpertWeights, g: torch.Generator) ->
 
 
 class LayerCheck:
-    """Comparison of layers with one reference.
+    """Compares layers with one reference.
 
     Outcomes are cached by shrunk layer, because interpreted parts are slow.
     """

@@ -1,4 +1,4 @@
-"""Outcomes of the cases of other projects' test suites, and the numbers of these outcomes.
+"""Outcomes of the cases of other projects' test suites, and the counts of these outcomes.
 
 A comparison with a float64 result determines which side of a mismatch is wrong.
 """
@@ -44,6 +44,7 @@ _BY_SEVERITY = (OURS, RAW, ROUNDING_MISMATCH, THEIRS, REFUSED, AGREE)
 
 # Exception classes with which our parts refuse a case before they run. Any other exception of our
 # parts is a defect.
+# parts is a defect.
 REFUSAL_ERRORS = (InputError, IncompatibleError)
 
 
@@ -63,7 +64,7 @@ class TheirError(Exception):
 class CaseOutcome:
     """Outcome of a case.
 
-    why: reason. It has no details of the case, so that equal reasons can be counted.
+    why: the reason, without details of the case, so that equal reasons can be counted.
     shrunk: sizes that were reduced.
     compared: names of the parts that returned a result.
     key: identity of the case after shrinking; None if no other case can equal it.
@@ -78,7 +79,10 @@ class CaseOutcome:
 
 @dataclass(frozen=True)
 class Suite:
-    """A parameter grid of another project and the check of a case. group: name of the project."""
+    """A parameter grid of another project, and the check of a case.
+
+    group: name of the project.
+    """
 
     group: str
     name: str
@@ -98,7 +102,6 @@ class Tally:
     compared: Counter[str] = field(default_factory=Counter)
 
     def add(self, case: CaseOutcome) -> None:
-        """Count one case."""
         self.cases += 1
         self.shrunk += bool(case.shrunk)
         self.outcomes[case.outcome] += 1
@@ -115,7 +118,8 @@ class Tally:
 def run_suite(suite: Suite, max_cases: int) -> Tally:
     """Run the cases of a suite, or a random sample of `max_cases` of them, and count all outcomes.
 
-    The sample depends only on the suite and its number of cases. The other cases count as left out.
+    The sample depends only on the suite and its number of cases. The remaining cases are counted as
+    left out.
     """
     tally = Tally(f"{suite.group} {suite.name}")
     cases = list(suite.cases())
@@ -166,7 +170,7 @@ def _format_params(params: Mapping[str, object]) -> str:
 
 
 def call_reference(reference: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Call another project's reference; raise TheirError for any exception in it."""
+    """Call another project's reference. Raises TheirError for any exception in it."""
     try:
         return reference(*args, **kwargs)
     except Exception as error:
@@ -181,7 +185,7 @@ def refusal_outcome(error: Exception) -> CaseOutcome:
 def worst_outcome(
     outcomes: Mapping[str, CaseOutcome], shrunk: str = "", key: object = None
 ) -> CaseOutcome:
-    """Return the outcome of a case: the worst outcome of its parts.
+    """Return the outcome of a case, which is the worst outcome of its parts.
 
     The case counts as refused only if no part returned a result.
     """
@@ -218,7 +222,7 @@ class Tolerance:
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the relative error in norm; infinity if there is a NaN or the shapes differ."""
+    """Return the relative error in norm, or infinity if there is a NaN or the shapes differ."""
     if actual.shape != exact.shape:
         return float("inf")
     error = float((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30))
@@ -231,7 +235,7 @@ def compare_with_exact(
     """Compare our result with theirs, and both with float64.
 
     limit: bound on our relative error in norm that rounding can cause. It is checked first, because
-    their tolerance may be larger than the values.
+        their tolerance may be larger than the values.
     """
     our_error, their_error = relative_error(ours, exact), relative_error(other, exact)
     text = f"error to float64: ours {_round_up(our_error)}, theirs {_round_up(their_error)}"

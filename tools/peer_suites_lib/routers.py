@@ -1,4 +1,4 @@
-"""Comparison of our router with another project's, and of both with float64 scores."""
+"""Compares our router with another project's, and both with float64 scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,9 +28,11 @@ Selection = tuple[torch.Tensor, torch.Tensor]  # weights and ids, (T, K)
 class Router:
     """A case of another project's router.
 
-    spec: our RouterSpec. scaling: factor that their router applies to the weights; our scaling
-    factor belongs to the layer, not to the router. atol, rtol: tolerance of the weights in their
-    test. hot_expert: an expert whose logits are increased by 8.
+    spec: our RouterSpec.
+    scaling: factor that their router applies to the weights. In our project, the factor belongs to
+        the layer.
+    atol, rtol: tolerance of the weights in their test.
+    hot_expert: an expert whose logits are increased by 8.
     """
 
     spec: RouterSpec
@@ -48,7 +50,7 @@ Reference = Callable[[torch.Tensor, torch.Tensor | None], Selection]
 
 
 def spec_of(top_k: int, **fields: object) -> RouterSpec:
-    """Return a RouterSpec; raise MissingError if top_k exceeds its maximum."""
+    """Return a RouterSpec. Raises MissingError if top_k exceeds its maximum."""
     if top_k > MAX_TOP_K:
         raise MissingError(f"router: top_k above {MAX_TOP_K}")
     return RouterSpec(top_k, **fields)  # type: ignore[arg-type]
@@ -140,10 +142,10 @@ class Exact:
         scaling: float,
         limit: float = 1e-6,
     ) -> str:
-        """Describe what is wrong with chosen ids and weights; "" if they are correct.
+        """Describe what is wrong with the chosen ids and weights. Returns "" if they are correct.
 
-        limit: absolute error of a weight allowed in addition to 1e-5 of it; it is larger for their
-        weights, which may be in the dtype of the logits.
+        limit: allowed absolute error of a weight, in addition to 1e-5 of it. It is larger for their
+            weights, which may be in the dtype of the logits.
         """
         if ids.min() < 0 or ids.max() >= self.logits.shape[1]:
             return "an id is out of range"
@@ -170,8 +172,8 @@ class Exact:
             by_group = choice.view(len(choice), spec.groups, -1)
             value = by_group.amax(2) if spec.group_score == "max" else by_group.topk(2, 2)[0].sum(2)
             threshold = value.topk(spec.topk_groups, 1)[0][:, -1:]
-            is_certain = value > threshold + self._spread  # in every case a selected group
-            is_possible = value >= threshold - self._spread  # a selected group up to rounding
+            is_certain = value > threshold + self._spread  # selected with any rounding
+            is_possible = value >= threshold - self._spread  # selected with some rounding
             size = by_group.shape[2]
             if bool((chosen & ~is_possible.repeat_interleave(size, 1)).any()):
                 return False

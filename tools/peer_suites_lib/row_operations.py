@@ -1,4 +1,4 @@
-"""Comparison of our quantizers, activations and block alignment with another project's."""
+"""Compares our quantizers, activations and block alignment with another project's."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ from peer_suites_lib.outcomes import (
 
 ROWS, COLUMNS, KERNEL_ROWS = 64, 2048, 2
 ALIGNED_TOKENS = 256
-# Relative error of one rounding to the dtype; an activation rounds once.
+# Relative error of one rounding to the dtype. An activation rounds once.
 _ROUNDING = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 2.5e-3}
 Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -37,7 +37,7 @@ Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, str]:
     """Return sizes that are feasible on a CPU, and a description of the reduction or "".
 
-    multiple: the returned number of columns is a multiple of it.
+    multiple: the returned number of columns is a multiple of this.
     """
     shrunk = min(rows, ROWS), min(columns, max(COLUMNS // multiple * multiple, multiple))
     description = f"rows to {ROWS}, columns to {COLUMNS}" if shrunk != (rows, columns) else ""
@@ -45,7 +45,7 @@ def shrink_rows(rows: int, columns: int, multiple: int = 1) -> tuple[int, int, s
 
 
 def normal_rows(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return standard normal numbers, the same for the same sizes."""
+    """Return standard normal numbers, which are the same for the same sizes."""
     g = torch.Generator().manual_seed(rows * 7919 + columns)
     return torch.randn(rows, columns, generator=g).to(dtype)
 
@@ -55,7 +55,7 @@ def check_quantizer(
 ) -> CaseOutcome:
     """Compare quantized rows of the torch reference, and a few of the kernel, with `reference`.
 
-    For a value between two adjacent codes both codes are accepted.
+    For a value between two adjacent codes, both codes are accepted.
     """
     scheme = QuantScheme.parse(quant)
     outcomes = {}
@@ -98,7 +98,7 @@ def _compare_codes(
     if not worst_step <= 0.501:
         return CaseOutcome(OURS, f"{worst_step:.3f} steps from the value")
     expected_scale = _scale(exact, scale.shape, scheme)
-    # With different scales the errors in steps are not comparable.
+    # Errors in steps are not comparable if the scales differ.
     if not bool(((scale - expected_scale).abs() <= 1e-5 * expected_scale).all()):
         return CaseOutcome(OURS, "the scale does not map the maximum to the largest code")
     their_numbers = dequantize_rows(their_q.view_as(q), their_scale, scheme)
@@ -170,7 +170,7 @@ def check_activation(
 
 
 def _ordered(x: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
-    """Return rows with gate first, as operations expect; a layer reorders its weights instead."""
+    """Return rows with gate first, as operations expect. A layer reorders its weights instead."""
     if not spec.up_first:
         return x
     up, gate = x.chunk(2, dim=1)

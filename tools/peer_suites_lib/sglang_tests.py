@@ -31,8 +31,8 @@ def suites(root: Path) -> list[Suite]:
 def _suite(source: Source, test: str, check: Callable[[Params], CaseOutcome], *names: str) -> Suite:
     """Return the suite of a test.
 
-    names: names of lists in a test class that form the grid; without them the grid comes from the
-    decorators of a test function.
+    names: names of lists in a test class that form the grid. Without names, the grid comes from the
+        decorators of a test function.
     """
 
     def cases() -> Iterator[Params]:
@@ -199,7 +199,8 @@ def _naive(root: Path, stubs: dict[str, Any]) -> Suite:
     def case(p: Any) -> CaseOutcome:
         if p["fp8_modes"]:
             raise MissingError("fp8 weights with activations that are scaled but not quantized")
-        # Values are about 0.01, as in their test, whose tolerance is wider than that. The bound on
+        # Values are about 0.01, as in their test, whose tolerance is wider. The bound on the norm
+        # of the error is therefore decisive.
         # the norm of the error decides.
         layer = Layer(p["m_values"], p["k_values"], p["n_values"], p["NUM_EXPERTS"], p["TOP_KS"],
                       p["dtypes"], scale=(0.1, 0.1, 0.1))  # fmt: skip
@@ -318,7 +319,7 @@ def _by_group(reference: Any, p: Any) -> CaseOutcome:
 
 
 def _by_row(reference: Any, p: Any) -> CaseOutcome:
-    """Compare row quantization; the scale for their reference is computed as in their kernel."""
+    """Compare row quantization. The scale for their reference is computed as in their kernel."""
     rows, columns, shrunk = shrink_rows(p["num_tokens"], p["hidden_dim"])
     x = normal_rows(rows, columns, torch.float16)
 

@@ -120,7 +120,7 @@ class VllmReferences:
         self, a: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None,
         by_row: bool, block: list[int] | None = None,
     ) -> Pair:  # fmt: skip
-        """Replace their dispatch to quantization kernels.
+        """Quantize in place of their dispatch to quantization kernels.
 
         Codes are returned in float32, because torch cannot index fp8 tensors with masks.
         """
@@ -199,7 +199,7 @@ class VllmReferences:
     _dequantized: dict[Layer, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 (one layer)
 
     def store_groups(self, layer: Layer, weights: ExpertWeights) -> ExpertWeights:
-        """Quantize and pack weights as their test does; keep the dequantized weights."""
+        """Quantize and pack weights as their test does, and keep the dequantized weights."""
         is_int4, zero_points = layer.quant.startswith("int4"), "zero_points" in layer.quant
         scalar_type = _Integers(4 if is_int4 else 8, signed=not zero_points)
         quantize: Any = self._packing.namespace["quantize_weights"]
@@ -230,7 +230,7 @@ class VllmReferences:
 
 
 class _Layer:
-    """A stand-in for a module of vLLM, called directly or through forward_native."""
+    """A stand-in for a module of vLLM, which is called directly or through forward_native."""
 
     def __init__(self, native: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.forward_native = native

@@ -46,8 +46,8 @@ class VllmTestFile:
     def suite(self, test: str, check: Check, ignored: tuple[str, ...] = ()) -> Suite:
         """Return the suite of a test.
 
-        ignored: parameters to ignore, such as kernel options; cases that differ only in them are
-        merged.
+        ignored: parameters to ignore, such as kernel options. Cases that differ only in them are
+            merged.
         """
 
         def cases() -> Iterator[Params]:
@@ -78,7 +78,7 @@ def _layers(root: Path, references: VllmReferences) -> list[Suite]:
     )  # fmt: skip
     groups = LayerCheck(references.torch_moe, Tolerance(2e-2, 0), references.store_groups)
     batched = LayerCheck(references.torch_experts, Tolerance(3e-2, 2e-2))
-    # rtol is the default of torch.testing for bfloat16, here for all dtypes.
+    # rtol is the default of torch.testing for bfloat16. Here it is used for all dtypes.
     with_bias = LayerCheck(
         lambda layer, inputs: cpu.source.namespace["ref_fused_moe"](  # type: ignore[operator]
             inputs.x, inputs.weights.w1, inputs.weights.w2, inputs.weights.b1, inputs.weights.b2,
@@ -347,7 +347,7 @@ _GATED = {
 def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
     """Return a tolerance of one rounding.
 
-    vLLM's own test compares exactly, because its kernel rounds as torch does.
+    vLLM's own test compares exactly, because its kernel rounds like torch.
     """
     rtol = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1.3e-6}[dtype]
     atol = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float32: 1e-5}[dtype]
