@@ -101,9 +101,11 @@ def definitions_of(module: str) -> frozenset[str]:
 def described(module: str, path: Path, names: list[str]) -> Iterator[str]:
     """Yield the Markdown for each name. Raises KeyError if the module does not define a name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | Function)}
+    definitions = {
+        node.name: node for node in tree.body if isinstance(node, ast.ClassDef | Function)
+    }
     for name in names:
-        node = found[name]
+        node = definitions[name]
         if isinstance(node, ast.ClassDef):
             yield _class(module, node)
         else:
@@ -173,16 +175,16 @@ def _class(module: str, node: ast.ClassDef) -> str:
     kind = "exception" if module == "modular_kernel.errors" else "class"
     members = [_text(node)]
     if is_enum:
-        values = [each for each in node.body if isinstance(each, ast.Assign)]
+        values = [child for child in node.body if isinstance(child, ast.Assign)]
         members += [
             _block(
                 "attribute", ast.unparse(value.targets[0]), [f":value: {ast.unparse(value.value)}"]
             )
             for value in values
         ]
-    for each in node.body:
-        if isinstance(each, Function) and _is_shown(each):
-            members.append(_method(module, each))
+    for child in node.body:
+        if isinstance(child, Function) and _is_shown(child):
+            members.append(_method(module, child))
     return _block(
         kind,
         f"{node.name}({'' if is_enum else _constructor(module, node)})",
@@ -192,19 +194,19 @@ def _class(module: str, node: ast.ClassDef) -> str:
 
 
 def _constructor(module: str, node: ast.ClassDef) -> str:
-    for each in node.body:
-        if isinstance(each, Function) and each.name == "__init__":
-            return _signature(module, each.args, bound=True)
+    for child in node.body:
+        if isinstance(child, Function) and child.name == "__init__":
+            return _signature(module, child.args, bound=True)
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     if not any(text.split("(")[0] == "dataclass" for text in decorators):
         return ""
     fields = [
-        each
-        for each in node.body
-        if isinstance(each, ast.AnnAssign)
-        and isinstance(each.target, ast.Name)
-        and "ClassVar" not in ast.unparse(each.annotation)
-        and not (each.value and "init=False" in ast.unparse(each.value))
+        child
+        for child in node.body
+        if isinstance(child, ast.AnnAssign)
+        and isinstance(child.target, ast.Name)
+        and "ClassVar" not in ast.unparse(child.annotation)
+        and not (child.value and "init=False" in ast.unparse(child.value))
     ]
     pieces = ["*"] if fields and any("kw_only=True" in text for text in decorators) else []
     for field in fields:
@@ -251,8 +253,8 @@ def _block(kind: str, argument: str, options: list[str], text: str = "") -> str:
 
 def _text(node: ast.ClassDef | Function) -> str:
     """Return the docstring, with examples as code and one list entry for each argument."""
-    text = _EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", ast.get_docstring(node) or "")
-    return _PARAGRAPH.sub(lambda found: _list_of_arguments(found[0]), text)
+    text = _EXAMPLE.sub(lambda match: f"```pycon\n{match[0]}\n```", ast.get_docstring(node) or "")
+    return _PARAGRAPH.sub(lambda match: _list_of_arguments(match[0]), text)
 
 
 def _list_of_arguments(paragraph: str) -> str:

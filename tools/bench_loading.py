@@ -135,11 +135,11 @@ def peak_bytes(load: Load) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = load.call()
     del result
-    mapped, held, peak = load.file.stat().st_size, 0, 0
+    mapped, allocated, peak = load.file.stat().st_size, 0, 0
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += 0 if abs(event.nbytes()) == mapped else event.nbytes()
-        peak = max(peak, held)
+        allocated += 0 if abs(event.nbytes()) == mapped else event.nbytes()
+        peak = max(peak, allocated)
     return peak
 
 

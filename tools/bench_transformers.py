@@ -148,7 +148,7 @@ class Bench:
         """Return a model for each implementation. The models share their weights."""
         model, models = self.build(name, dtype, layers), {}
         for implementation in implementations:
-            shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
+            shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
             models[implementation] = copy.deepcopy(model, memo=shared)
             models[implementation].set_experts_implementation(implementation)
         return models
@@ -230,13 +230,13 @@ def time_cell(bench, models, mode, make, size):
         row["graphs"] = counters["stats"]["unique_graphs"]
         row["skipped_graphs"] = counters["inductor"]["cudagraph_skips"]
     if BASE in logits:
-        for name, each in logits.items():
-            rows[name]["error"] = float((each - logits[BASE]).norm() / logits[BASE].norm())
+        for name, values in logits.items():
+            rows[name]["error"] = float((values - logits[BASE]).norm() / logits[BASE].norm())
     times = time_interleaved(bench, runs)
-    for name, each in times.items():
+    for name, values in times.items():
         steps = runs[name].steps if make is Decode else 1
-        rows[name]["ms"] = statistics.median(each) / steps
-        rows[name]["all_ms"] = [one / steps for one in each]
+        rows[name]["ms"] = statistics.median(values) / steps
+        rows[name]["all_ms"] = [one / steps for one in values]
     base = rows.get(BASE, {}).get("ms")
     for row in rows.values():
         if base and "ms" in row:
@@ -304,10 +304,14 @@ def free(bench):
 
 def compare_tokens(bench, name):
     """Decode greedily in float32 with each implementation, and count tokens equal to eager's."""
-    included = [each for each in bench.options.implementations if each != "batched_mm"]
+    included = [
+        implementation_name
+        for implementation_name in bench.options.implementations
+        if implementation_name != "batched_mm"
+    ]
     models = bench.models(name, torch.float32, 2, [EAGER, *included])
     prompt, new = bench.ids(models[EAGER], 2, 24), 24
-    want = None
+    expected = None
     for implementation, model in models.items():
         for mode in ("eager", *(m for m in bench.options.modes if m != "eager")):
             if implementation != OURS and mode != "eager":
@@ -324,11 +328,11 @@ def compare_tokens(bench, name):
                 logits = run(input_ids=tokens[-1], past_key_values=cache).logits
                 tokens.append(logits[:, -1:].argmax(-1))
             got = torch.cat(tokens, 1)
-            want = got if want is None else want
+            expected = got if expected is None else expected
             bench.tokens.append({
                 "model": name, "implementation": implementation, "mode": mode,
-                "equal": int((got == want).sum()), "of": want.numel(),
-                "different_tokens": int(want.unique().numel()),
+                "equal": int((got == expected).sum()), "of": expected.numel(),
+                "different_tokens": int(expected.unique().numel()),
             })  # fmt: skip
             bench.write()
     del models

@@ -88,8 +88,8 @@ class TransportPeer(Transport):
     def store_weighted(self, rows, ids_RK, weights_RK):
         """Store the rows, each multiplied by the sum of its local router weights."""
         x_RH = dequantize(*rows, BLOCK) if isinstance(rows, tuple) else rows
-        share = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
-        self.store_output((x_RH.float() * share).bfloat16())
+        weight_sum = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
+        self.store_output((x_RH.float() * weight_sum).bfloat16())
 
 
 class Nccl(TransportPeer):

@@ -81,8 +81,8 @@ def _write(folder: Path, quantization: dict[str, Any] | None, pack: Pack) -> Ten
     folder.mkdir(parents=True, exist_ok=True)
     tensors, values = _other_tensors(), Tensors()
     for name, weight in _weights().items():
-        own, values[name] = pack(weight)
-        tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in own.items()}
+        packed, values[name] = pack(weight)
+        tensors |= {f"{name}.{kind}": tensor.contiguous() for kind, tensor in packed.items()}
     save_file(tensors, folder / "model.safetensors")
     config = CONFIG | ({} if quantization is None else {"quantization_config": quantization})
     (folder / "config.json").write_text(json.dumps(config))

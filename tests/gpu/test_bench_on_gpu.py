@@ -79,7 +79,7 @@ def test_layer_that_cannot_be_captured_is_timed_eagerly() -> None:
 def test_a_failed_capture_does_not_change_the_random_state() -> None:
     device = torch.device("cuda")
     torch.manual_seed(3)
-    want = torch.rand(8, device=device)
+    expected = torch.rand(8, device=device)
     torch.manual_seed(3)
 
     def cannot_be_captured() -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_a_failed_capture_does_not_change_the_random_state() -> None:
 
     timing = time_calls([cannot_be_captured], device, target_ms=0.1)
     assert timing.mode == "eager"
-    assert torch.equal(torch.rand(8, device=device), want)
+    assert torch.equal(torch.rand(8, device=device), expected)
 
 
 def test_measured_peaks_are_plausible_for_a_gpu() -> None:

@@ -88,6 +88,6 @@ def test_replayed_routing_equals_the_torch_reference(spec: RouterSpec) -> None:
             route_ref(logits, spec, tensors, None, expected)
             outputs.append((got, expected.routing))
         # after all calls, because a call must not overwrite the results of another one
-        for got, want in outputs:
-            assert torch.equal(got.topk_ids_TK, want.topk_ids_TK)
-            torch.testing.assert_close(got.topk_weights_TK, want.topk_weights_TK)
+        for got, reference in outputs:
+            assert torch.equal(got.topk_ids_TK, reference.topk_ids_TK)
+            torch.testing.assert_close(got.topk_weights_TK, reference.topk_weights_TK)

@@ -27,16 +27,16 @@ def test_eager_calls_beside_cuda_graphs_of_torch_compile_are_replayed() -> None:
         output: torch.Tensor = EXPERTS_FORWARD(x_TH, ids_TK, weights_TK, params, *texts)
         return output
 
-    want = layer(x_TH)
+    expected = layer(x_TH)
     compiled = torch.compile(layer, mode="reduce-overhead")
     for _ in range(4):  # warm-up, recording, and replays of the graph
         torch.compiler.cudagraph_mark_step_begin()
-        assert torch.equal(compiled(x_TH), want)
+        assert torch.equal(compiled(x_TH), expected)
     (kernel,) = pairing.kernels.values()
     before = kernel.counters()["replayed_calls"]
     assert isinstance(before, int)
     for _ in range(3):
-        assert torch.equal(layer(x_TH), want)
+        assert torch.equal(layer(x_TH), expected)
     assert kernel.counters()["replayed_calls"] == before + 3
     torch.compiler.cudagraph_mark_step_begin()
-    assert torch.equal(compiled(x_TH), want)
+    assert torch.equal(compiled(x_TH), expected)

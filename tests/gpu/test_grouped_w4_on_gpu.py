@@ -79,36 +79,36 @@ def test_integer_and_nvfp4_cases_are_correct(
 
 def test_prepared_weights_are_replayed_until_the_weights_are_written() -> None:
     problem = replace(MXFP4, hidden=512, intermediate=768)
-    given = make_inputs(problem, "uniform", torch.device("cuda"))
+    inputs = make_inputs(problem, "uniform", torch.device("cuda"))
     kernel = make_kernel(*PAIR, problem)
-    weights, plan = kernel.prepare_weights(given.weights), kernel.plan()
+    weights, plan = kernel.prepare_weights(inputs.weights), kernel.plan()
     with override_config(grouped_w4_config.default_config(problem, 128)):
         forced = make_kernel(*PAIR, problem)
-        want = forced(given.x_TH, given.weights, given.routing)
+        expected = forced(inputs.x_TH, inputs.weights, inputs.routing)
     for _ in range(3):
-        assert torch.equal(plan(given.x_TH, weights, given.routing), want)
+        assert torch.equal(plan(inputs.x_TH, weights, inputs.routing), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = plan(given.x_TH, weights, given.routing)
+        output = plan(inputs.x_TH, weights, inputs.routing)
     output.zero_()
     graph.replay()
-    assert torch.equal(output, want)
-    given.weights.w2.view(-1)[0] ^= 1
+    assert torch.equal(output, expected)
+    inputs.weights.w2.view(-1)[0] ^= 1
     for run in (plan, kernel):
         with pytest.raises(WeightsError, match="w2_tiles"):
-            run(given.x_TH, weights, given.routing)
+            run(inputs.x_TH, weights, inputs.routing)
 
 
 def test_layer_with_prepared_weights_is_bitwise_equal_to_the_kernel() -> None:
     problem = replace(MXFP4, tokens=384)
-    given = make_inputs(problem, "uniform", torch.device("cuda"))
+    inputs = make_inputs(problem, "uniform", torch.device("cuda"))
     layer = FusedMoE(
         problem.experts, problem.hidden, problem.intermediate, top_k=problem.top_k,
         params_dtype=problem.dtype, quant_config=problem.quant, device="cuda",
     )  # fmt: skip
-    layer.set_weights(given.weights)
+    layer.set_weights(inputs.weights)
     layer.prepare_weights()
     assert layer.weights().w1_tiles is not None
     kernel = make_kernel(*PAIR, problem)
-    want = kernel(given.x_TH, kernel.prepare_weights(given.weights), given.routing)
-    assert torch.equal(layer(given.x_TH, given.routing), want)
+    expected = kernel(inputs.x_TH, kernel.prepare_weights(inputs.weights), inputs.routing)
+    assert torch.equal(layer(inputs.x_TH, inputs.routing), expected)

@@ -95,14 +95,14 @@ def test_planned_calls_take_little_host_time(shape: str, quant: str) -> None:
         make_plan(problem),
         [copy_tokens(inputs, start, 1) for start in range(5)],
     )
-    one = calls_with_new_addresses[0]
+    call_inputs = calls_with_new_addresses[0]
     for _ in range(3):
-        plan(*one)
+        plan(*call_inputs)
     before = count_allocations()
     for call in calls_with_new_addresses:
         plan(*call)
     assert count_allocations() == before
-    assert measure_host_us(lambda: plan(*one)) <= MAX_HOST_US
+    assert measure_host_us(lambda: plan(*call_inputs)) <= MAX_HOST_US
     calls = itertools.cycle(calls_with_new_addresses)
     assert measure_host_us(lambda: plan(*next(calls))) <= MAX_HOST_US
 
@@ -127,12 +127,12 @@ def test_measurement_includes_host_code() -> None:
     """Host code and pauses increase the measured time, so the limit above is meaningful."""
     problem = SHAPES["qwen3_30b"]
     kernel = FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(problem), UnreplayableExperts(problem))
-    plan, one = kernel.plan(), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
-    host_code_us = measure_host_us(lambda: plan(*one))
+    plan, call_inputs = kernel.plan(), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
+    host_code_us = measure_host_us(lambda: plan(*call_inputs))
     assert host_code_us > MAX_HOST_US
     plan = make_plan(problem)
-    replay_us = measure_host_us(lambda: plan(*one))
-    with_pause = measure_host_us(lambda: (plan(*one), _pause(20e-6)))
+    replay_us = measure_host_us(lambda: plan(*call_inputs))
+    with_pause = measure_host_us(lambda: (plan(*call_inputs), _pause(20e-6)))
     assert with_pause > replay_us + 15
     assert host_code_us > 2 * replay_us
 
@@ -215,29 +215,29 @@ def test_launch_hooks_of_triton_are_called_for_replays() -> None:
         seen.append(metadata.get()["name"])
 
     problem = SHAPES["qwen3_30b"]
-    plan, one = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
+    plan, call_inputs = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(enter)
     try:
-        plan(*one)
+        plan(*call_inputs)
         recorded = list(seen)
-        plan(*one)
+        plan(*call_inputs)
     finally:
         hooks.remove(enter)
     assert recorded
     assert seen == 2 * recorded
-    plan(*one)
+    plan(*call_inputs)
     assert seen == 2 * recorded
 
 
 def test_replay_works_in_a_thread_that_never_used_the_device() -> None:
     problem = SHAPES["qwen3_30b"]
-    plan, one = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
+    plan, call_inputs = make_plan(problem), copy_tokens(random_inputs(problem, DEVICE), 0, 1)
     for _ in range(3):
-        expected = plan(*one).clone()
+        expected = plan(*call_inputs).clone()
     with ThreadPoolExecutor(1) as pool:
         torch.cuda.synchronize()
-        got = pool.submit(lambda: plan(*one).clone()).result()
+        got = pool.submit(lambda: plan(*call_inputs).clone()).result()
     torch.cuda.synchronize()
     assert torch.equal(got, expected)
 

@@ -59,9 +59,9 @@ def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> No
         )
     )
     plan = make_kernel(*PAIR, problem).plan()
-    want = [plan(x_TH, weights, Routing(w, ids)).clone() for x_TH, w, ids in inputs]
+    expected = [plan(x_TH, weights, Routing(w, ids)).clone() for x_TH, w, ids in inputs]
     x_TH, ids_TK = inputs[0][0].clone(), inputs[0][2].clone()
-    got = [torch.empty_like(y_TH) for y_TH in want]
+    got = [torch.empty_like(y_TH) for y_TH in expected]
 
     def run() -> None:
         for (late_TH, weights_TK, late_TK), out_TH in zip(inputs, got, strict=True):
@@ -70,7 +70,7 @@ def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> No
             plan(x_TH, weights, Routing(weights_TK, ids_TK), out=out_TH)
 
     run()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -78,4 +78,4 @@ def test_inputs_written_by_a_late_kernel_are_read(quant: str, tokens: int) -> No
         for out_TH in got:
             out_TH.fill_(torch.nan)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -28,9 +28,9 @@ pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[dict[int, RankPool]]:
-    made = {world: RankPool(world, "nccl") for world in WORLDS}
-    yield made
-    for pool in made.values():
+    pool_by_world_size = {world: RankPool(world, "nccl") for world in WORLDS}
+    yield pool_by_world_size
+    for pool in pool_by_world_size.values():
         pool.close()
 
 
@@ -76,7 +76,7 @@ def test_input_mutations_are_killed(pairing: tuple[str, str], pools: dict[int, R
     kills = sensitivity_ranks(*pairing, pools[2])
     unread = [kill for kill in kills if (pairing[0], kill.mutant) == COUNTS_HOSTS]
     assert all(kill.no_effect_reason == "what it changes is never read" for kill in unread)
-    found = [kill for kill in kills if kill not in unread]
-    assert [str(kill) for kill in found if not kill.ok or kill.no_effect_reason] == []
+    relevant = [kill for kill in kills if kill not in unread]
+    assert [str(kill) for kill in relevant if not kill.ok or kill.no_effect_reason] == []
     without = 2 * requires.replicated_input + requires.received_by_library
     assert len(kills) >= len(RANK_MUTANTS) - without

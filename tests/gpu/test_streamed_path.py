@@ -35,10 +35,10 @@ def list_variants() -> list[tuple[Problem, str]]:
         variants += [(replace(p, quant=quant), routing) for p, routing in list_axis_variants(LARGE)]
         for base in (SMALL, LARGE):
             for tokens in (1, 2, 8):
-                few = replace(
+                few_tokens = replace(
                     base, tokens=tokens, experts=16, local_experts=None, top_k=8, quant=quant
                 )
-                variants += [(few, routing) for routing in ROUTINGS]
+                variants += [(few_tokens, routing) for routing in ROUTINGS]
     return variants
 
 

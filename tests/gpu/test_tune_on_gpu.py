@@ -50,8 +50,8 @@ def test_tuned_choices_are_saved_and_used(
     try:
         with Compiler(workers=8) as compiler:
             bench = DeviceBenchmarker(pair, problem, compiler, tokens=(1, 64), space=space)
-            found = list(tune(TuneJob(space, bench, (1, 64), tmp_path, budget=200.0)))
-        for tuned in found:
+            results = list(tune(TuneJob(space, bench, (1, 64), tmp_path, budget=200.0)))
+        for tuned in results:
             assert tuned.finished
             assert tuned.wrong_choices == ()
             assert len(tuned.times) > 4

@@ -75,13 +75,13 @@ def test_large_layers_agree_with_triton_experts(name: str, quant: str, tokens: i
     prepare, _ = PARTS[name]
     problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)
     other = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"
-    given = make_inputs(problem, "uniform", torch.device("cuda"))
-    weights, ordered = given.weights, problem
+    inputs = make_inputs(problem, "uniform", torch.device("cuda"))
+    weights, ordered = inputs.weights, problem
     if load_catalog().experts(name).requires.up_first:
         weights, ordered = up_rows_first(weights, problem)
     ours, theirs = (
-        make_kernel(prepare, part, layer)(given.x_TH, its, given.routing).float()
-        for part, layer, its in ((name, ordered, weights), (other, problem, given.weights))
+        make_kernel(prepare, part, layer)(inputs.x_TH, its, inputs.routing).float()
+        for part, layer, its in ((name, ordered, weights), (other, problem, inputs.weights))
     )
     assert ours.isfinite().all()
     assert ((ours - theirs).norm() / theirs.norm()).item() < 0.02

@@ -178,7 +178,7 @@ def test_replays_of_a_captured_layer_give_the_bits_of_eager_calls(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = sample.run(x_TH, routing)
-    for (new_x_TH, new_routing), want in zip(calls[::-1], eager[::-1], strict=True):
+    for (new_x_TH, new_routing), expected in zip(calls[::-1], eager[::-1], strict=True):
         x_TH.copy_(new_x_TH)
         routing.topk_weights_TK.copy_(new_routing.topk_weights_TK)
         routing.topk_ids_TK.copy_(new_routing.topk_ids_TK)
@@ -186,7 +186,7 @@ def test_replays_of_a_captured_layer_give_the_bits_of_eager_calls(
             output.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(output, want)
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.skipif(
@@ -208,12 +208,12 @@ def test_replays_after_a_reload_read_the_new_weights(problem: Problem, form: str
         output = sample.run(x_TH, routing)
     _, others, _, _ = tensors(problem, seed=4)
     fresh = load(problem, others, form).routed_experts
-    want = call(fresh, x_TH.clone(), routing).clone()
+    expected = call(fresh, x_TH.clone(), routing).clone()
     reload(layer, problem, others, form)
     assert prepared_tensors(layer) is copy
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(output, want)
+    assert torch.equal(output, expected)
 
 
 def patch_inductor() -> None:
@@ -232,7 +232,7 @@ def check_compiled(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> 
 
     As in a model that vLLM compiles, the layer and its router are one operator.
     """
-    want = call_runner(runner, x_TH, logits_TE)
+    expected = call_runner(runner, x_TH, logits_TE)
 
     def step(x_TH: torch.Tensor, logits_TE: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = runner(x_TH * 1, logits_TE) * 2
@@ -244,7 +244,7 @@ def check_compiled(runner: Any, x_TH: torch.Tensor, logits_TE: torch.Tensor) -> 
     config = get_current_vllm_config()
     with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(x_TH)):
         got = compiled(x_TH.clone(), logits_TE)
-    assert torch.equal(got, want * 2)
+    assert torch.equal(got, expected * 2)
 
 
 @each_case

@@ -52,9 +52,12 @@ def test_plan_has_exactly_the_pairs_that_check_accepts(
         planned = mk("plan", *words, "--tokens", tokens, "--json").json
         names = {f"{p['prepare_finalize']} x {p['experts']}": p for p in judged}
         valid = {name for name, pair in names.items() if pair["ok"]}
-        estimates, rest = pairs_of(planned["estimates"]), pairs_of(planned["no_estimate"])
-        assert estimates | rest == valid, "each once, and no other"
-        assert not estimates & rest
+        estimates, without_estimate = (
+            pairs_of(planned["estimates"]),
+            pairs_of(planned["no_estimate"]),
+        )
+        assert estimates | without_estimate == valid, "each once, and no other"
+        assert not estimates & without_estimate
         rules = {n: {r["rule"] for r in pair["rejections"]} for n, pair in names.items()}
         assert pairs_of(planned["too_large"]) == {n for n in rules if rules[n] == {"memory"}}
         taken = [row["pairing"] for row in planned["recommendations"]]
@@ -66,19 +69,19 @@ def test_plan_has_exactly_the_pairs_that_check_accepts(
 def test_all_rows_are_for_the_same_work(tokens: int) -> None:
     """Each of 8 ranks has its own tokens. With replicated input, each has the tokens of all."""
     problem = distribute_over_ranks(DEEPSEEK.with_tokens(tokens), 8)
-    found = estimate_pairings(problem, Cluster()).estimates
-    assert {estimate.world_tokens for estimate in found} == {8 * tokens}
-    by_kind = {e.prepare_finalize: e.problem.tokens for e in found}
+    estimates = estimate_pairings(problem, Cluster()).estimates
+    assert {estimate.world_tokens for estimate in estimates} == {8 * tokens}
+    by_kind = {e.prepare_finalize: e.problem.tokens for e in estimates}
     assert by_kind.pop("ReplicatedEPPrepareAndFinalize") == 8 * tokens
     assert set(by_kind.values()) == {tokens}
-    for estimate in found:
+    for estimate in estimates:
         assert estimate.tokens_per_second == 8 * tokens / estimate.seconds
-    rates = [estimate.tokens_per_second for estimate in found]
+    rates = [estimate.tokens_per_second for estimate in estimates]
     assert rates == sorted(rates, reverse=True), "one order, by time and by throughput"
-    replicated = next(e for e in found if e.prepare_finalize.startswith("ReplicatedEP"))
+    replicated = next(e for e in estimates if e.prepare_finalize.startswith("ReplicatedEP"))
     reduced = 2 * 7 / 8 * 8 * tokens * 7168 * 4
     assert replicated.exchange.combine_bytes == pytest.approx(reduced)
-    other = next(e for e in found if e.experts_part == replicated.experts_part)
+    other = next(e for e in estimates if e.experts_part == replicated.experts_part)
     assert replicated.experts == other.experts, "as many pairs of a token and an expert"
 
 
@@ -87,36 +90,36 @@ def test_pair_that_replicated_tokens_make_invalid_has_no_estimate(
 ) -> None:
     part = load_catalog().prepare_finalize("ReplicatedEPPrepareAndFinalize")
     monkeypatch.setattr(part, "requires", replace(part.requires, max_tokens=1000))
-    found = estimate_pairings(distribute_over_ranks(DEEPSEEK, 8), Cluster())
+    result = estimate_pairings(distribute_over_ranks(DEEPSEEK, 8), Cluster())
     pair = f"{part.__name__} x TritonExperts"
-    assert pair not in {estimate.pairing for estimate in found.estimates}
-    reason = dict(found.unestimated)[pair]
+    assert pair not in {estimate.pairing for estimate in result.estimates}
+    reason = dict(result.unestimated)[pair]
     assert reason.startswith("with the tokens of all ranks on every rank: [capacity]")
     assert "got tokens=1024, need <= 1000 per rank" in reason
 
 
 def test_pairs_over_libraries_have_estimates_from_records() -> None:
-    found = {
+    estimates = {
         e.pairing: e
         for e in estimate_pairings(distribute_over_ranks(DEEPSEEK, 8), Cluster()).estimates
     }
     for pair in ("DeepEPLLPrepareAndFinalize x BatchedDeepGemmExperts",
                  "SymmMemPrepareAndFinalize x DeepGemmExperts",
                  "SymmMemPrepareAndFinalize x CutlassExpertsFP8"):  # fmt: skip
-        assert found[pair].correction.source == (
+        assert estimates[pair].correction.source == (
             "recorded times of dsv3_256, dsv3_ep8 in fp8_w8a8_block"
         )
-    assert len({found[pair].experts.seconds for pair in found if "SymmMem" in pair}) > 3
+    assert len({estimates[pair].experts.seconds for pair in estimates if "SymmMem" in pair}) > 3
 
 
 @pytest.mark.parametrize(("machine", "arch"), [("8xb200", "sm_100"), ("8xh100", "")])
 def test_records_of_a_library_are_of_one_architecture(mk: Mk, machine: str, arch: str) -> None:
     words = ("--model", "qwen3-30b-a3b", "--machine", machine, "--packages", "all", "--tokens", "9")
-    done = mk("plan", *words, "--json").json
+    record = mk("plan", *words, "--json").json
     pair = "SymmMemPrepareAndFinalize x TritonKernelsExperts"
-    assert (pair in pairs_of(done["estimates"])) is not bool(arch)
+    assert (pair in pairs_of(record["estimates"])) is not bool(arch)
     if arch:
-        reasons = {row["pairing"]: row["reason"] for row in done["no_estimate"]}
+        reasons = {row["pairing"]: row["reason"] for row in record["no_estimate"]}
         assert reasons[pair] == f"no recorded time of TritonKernelsExperts with none on {arch}"
 
 
@@ -124,9 +127,9 @@ def test_plan_and_check_refuse_what_exceeds_memory(mk: Mk) -> None:
     words = ("--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "8xh200")
     words += ("--packages", "all", "--tokens", "8192")
     pair = ("DeepEPLLPrepareAndFinalize", "BatchedDeepGemmExperts")
-    done = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
-    assert done.code == 1
-    assert "workspace" in done.out
+    result = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
+    assert result.code == 1
+    assert "workspace" in result.out
     planned = mk("plan", *words)
     assert "does not fit: DeepEPLLPrepareAndFinalize x" in planned.out
     assert "need <= 141.0 GB of NVIDIA H200 sm_90" in planned.out
@@ -135,10 +138,10 @@ def test_plan_and_check_refuse_what_exceeds_memory(mk: Mk) -> None:
 
 def test_layers_share_buffers_but_not_weights(mk: Mk) -> None:
     words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--tokens", "128")
-    one, many = (
+    one_layer, many_layers = (
         mk(*words, "--machine", "8xh200", "--layers", n, "--json").json for n in ("1", "58")
     )
-    first, last = one["estimates"][0], many["estimates"][0]
+    first, last = one_layer["estimates"][0], many_layers["estimates"][0]
     assert last["weights_bytes"] == 58 * first["weights_bytes"]
     assert last["workspace_bytes"] == first["workspace_bytes"]
     refused = mk(*words, "--machine", "4xh200", "--layers", "58")
@@ -149,8 +152,8 @@ def test_layers_share_buffers_but_not_weights(mk: Mk) -> None:
 
 def test_one_recommendation_for_each_phase(mk: Mk) -> None:
     words = ("plan", "--model", "deepseek-v3", "--quant", "fp8_w8a8_block", "--machine", "2x8xh200")
-    done = mk(*words)
-    lines = done.out.splitlines()
+    result = mk(*words)
+    lines = result.out.splitlines()
     taken = [line for line in lines if ": take " in line]
     assert [line.split(" on ")[0] for line in taken] == ["decode", "prefill"]
     assert taken[0].startswith("decode on 2x8xh200, 128 tokens on each of 16 ranks, 2048 in all")
@@ -174,8 +177,8 @@ def test_one_recommendation_for_each_phase(mk: Mk) -> None:
      (("--tokens-list", "1,257", "--phase", "decode"), ["decode", "decode"])],
 )  # fmt: skip
 def test_phases_follow_tokens(mk: Mk, words: tuple[str, ...], phases: list[str]) -> None:
-    done = mk("plan", *words, "--json")
-    assert [row["phase"] for row in done.json["recommendations"]] == phases
+    result = mk("plan", *words, "--json")
+    assert [row["phase"] for row in result.json["recommendations"]] == phases
     assert (phase_of(256), phase_of(257)) == ("decode", "prefill")
 
 
@@ -240,8 +243,8 @@ def test_required_columns_fit_80_characters(mk: Mk, monkeypatch: pytest.MonkeyPa
 
 def test_several_machines_and_ranks(mk: Mk) -> None:
     words = ("plan", "--model", "qwen3-30b-a3b", "--tokens", "128", "--json")
-    found = mk(*words, "--machine", "8xh200,4xb200").json
-    assert {(row["machine"], row["ranks"]) for row in found["recommendations"]} == {
+    record = mk(*words, "--machine", "8xh200,4xb200").json
+    assert {(row["machine"], row["ranks"]) for row in record["recommendations"]} == {
         ("8xh200", 8),
         ("4xb200", 4),
     }
@@ -259,11 +262,11 @@ def test_several_machines_and_ranks(mk: Mk) -> None:
 
 def test_nearest_refusal_is_shown_without_a_valid_pair(mk: Mk) -> None:
     sizes = ("--tokens", "8", "--top-k", "99", "--experts", "128")
-    done = mk("plan", "--machine", "h200", *sizes)
-    assert done.code == 1
-    assert "no recommendation, every pairing is refused" in done.out
-    assert "nearest: MoEPrepareAndFinalizeNoEP x" in done.out
-    assert "[top_k]" in done.out
+    result = mk("plan", "--machine", "h200", *sizes)
+    assert result.code == 1
+    assert "no recommendation, every pairing is refused" in result.out
+    assert "nearest: MoEPrepareAndFinalizeNoEP x" in result.out
+    assert "[top_k]" in result.out
 
 
 def test_the_verbs_describe_the_same_machine(mk: Mk, tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ WORDS = ("--model", "mixtral", "--machine", "h200", "--tokens-list", "128", "--p
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_estimate_counts_the_declared_bytes_of_a_rank(world: int) -> None:
     problem = distribute_over_ranks(MIXTRAL, world)
-    plain, found = (estimate_pairings(problem, CLUSTER, prepared=p) for p in (False, True))
+    plain, prepared = (estimate_pairings(problem, CLUSTER, prepared=p) for p in (False, True))
     assert prepared_tensor_bytes(
         MODELED_EXPERTS_PART, problem, HOPPER
     ) * world == prepared_tensor_bytes(MODELED_EXPERTS_PART, MIXTRAL, HOPPER)
     ours = [
-        estimate for estimate in found.estimates if estimate.experts_part == MODELED_EXPERTS_PART
+        estimate for estimate in prepared.estimates if estimate.experts_part == MODELED_EXPERTS_PART
     ]
     assert ours
     for estimate in ours:
@@ -36,14 +36,14 @@ def test_estimate_counts_the_declared_bytes_of_a_rank(world: int) -> None:
             memory.weights + memory.prepared + memory.workspace + memory.exchange
         )
         assert memory.prepared == pytest.approx(memory.weights, rel=0.01), "a copy in another order"
-    without = [replace(e, memory=replace(e.memory, prepared=0)) for e in found.estimates]
+    without = [replace(e, memory=replace(e.memory, prepared=0)) for e in prepared.estimates]
     assert without == list(plain.estimates)
 
 
 def test_prepared_weights_count_toward_memory(mk: Mk) -> None:
     words = ("--model", "deepseek-v3", "--quant", "mxfp4_w4a16", "--machine", "h200", "--json")
-    few = ("--tokens", "1", "--experts", "4096")  # two thirds of the memory
-    plain, prepared = (mk(*words, *few, *more).json for more in ([], ["--prepared"]))
+    sizes = ("--tokens", "1", "--experts", "4096")  # two thirds of the memory
+    plain, prepared = (mk(*words, *sizes, *more).json for more in ([], ["--prepared"]))
     pair = "MoEPrepareAndFinalizeNoEP x TritonExperts"
     (row,) = [row for row in plain["estimates"] if row["pairing"] == pair]
     assert row["prepared_bytes"] == 0
@@ -54,18 +54,18 @@ def test_prepared_weights_count_toward_memory(mk: Mk) -> None:
 
 
 def test_output_mentions_prepared_weights(mk: Mk) -> None:
-    done = mk(*WORDS, "--quant", "mxfp4_w4a16")
-    assert done.code == 0
-    assert "0.7 of weights, 0.7 of prepared weights" in done.out
-    assert "times are those of calls without prepared weights" in done.out
+    result = mk(*WORDS, "--quant", "mxfp4_w4a16")
+    assert result.code == 0
+    assert "0.7 of weights, 0.7 of prepared weights" in result.out
+    assert "times are those of calls without prepared weights" in result.out
     plain = mk(*WORDS[:-1], "--quant", "mxfp4_w4a16")
     assert "of prepared weights" not in plain.out
 
 
 def test_parts_without_prepared_weights_are_refused(mk: Mk) -> None:
     for quant, *more in (("none",), ("mxfp4_w4a16", "--dtype", "float16")):
-        done = mk(*WORDS, "--quant", quant, *more)
-        assert (done.code, done.out) == (2, "")
-        assert f"--prepared: got {quant}, not prepared by " in done.err
+        result = mk(*WORDS, "--quant", quant, *more)
+        assert (result.code, result.out) == (2, "")
+        assert f"--prepared: got {quant}, not prepared by " in result.err
         need = "such as mxfp4_w4a16 in bfloat16 by TritonExperts for sm_90, without batch_invariant"
-        assert need in done.err
+        assert need in result.err

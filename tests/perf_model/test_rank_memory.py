@@ -51,9 +51,9 @@ def test_buffers_of_one_rank_are_those_that_the_parts_declare(
 
 
 def test_the_low_latency_buffer_has_four_rows_for_each_expert_and_token() -> None:
-    found = exchange_bytes(LOW_LATENCY, DEEPSEEK)
-    assert found == 256 * 4096 * (4 * (7168 * 2 + 16) + 7168 * 2)
-    assert exchange_bytes(LOW_LATENCY, DEEPSEEK.with_tokens(1)) == found // 32, "128 at least"
+    nbytes = exchange_bytes(LOW_LATENCY, DEEPSEEK)
+    assert nbytes == 256 * 4096 * (4 * (7168 * 2 + 16) + 7168 * 2)
+    assert exchange_bytes(LOW_LATENCY, DEEPSEEK.with_tokens(1)) == nbytes // 32, "128 at least"
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,25 @@ def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: in
 
 
 def test_weights_are_those_of_the_rank_and_layers_share_the_rest() -> None:
-    one = estimate_memory(NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER)
-    assert one.weights == 256 * 3 * 7168 * 2048 * 2
+    one_rank = estimate_memory(
+        NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER
+    )
+    assert one_rank.weights == 256 * 3 * 7168 * 2048 * 2
     eight = estimate_memory(
         "SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER, layers=58
     )
-    assert eight.weights == 58 * one.weights / 8
+    assert eight.weights == 58 * one_rank.weights / 8
     once = estimate_memory("SymmMemPrepareAndFinalize", "TritonExperts", DEEPSEEK, HOPPER)
     assert (eight.workspace, eight.exchange) == (once.workspace, once.exchange)
-    assert once.workspace > one.workspace, "tokens of 8 ranks may arrive"
+    assert once.workspace > one_rank.workspace, "tokens of 8 ranks may arrive"
     bounded = replace(DEEPSEEK, max_received=8192)
     part = "TorchAll2AllPrepareAndFinalize"
-    few, many = (estimate_memory(part, "TritonExperts", p, HOPPER) for p in (bounded, DEEPSEEK))
-    assert few.workspace < many.workspace / 3
-    assert few.exchange < many.exchange
-    assert str(few).startswith(f"{few.total / 1e9:.1f} GB (")
+    bounded_memory, unbounded_memory = (
+        estimate_memory(part, "TritonExperts", p, HOPPER) for p in (bounded, DEEPSEEK)
+    )
+    assert bounded_memory.workspace < unbounded_memory.workspace / 3
+    assert bounded_memory.exchange < unbounded_memory.exchange
+    assert str(bounded_memory).startswith(f"{bounded_memory.total / 1e9:.1f} GB (")
 
 
 def test_pair_that_exceeds_known_memory_is_refused() -> None:

@@ -35,41 +35,43 @@ WEIGHT_BYTES = {"none": 2.0, "fp8_w8a8_block": 1 + 4 / 128**2, "mxfp4_w4a16": 0.
 
 def test_forty_questions_have_an_answer_or_a_reason() -> None:
     assert len(MOE_LAYERS) * len(CLUSTERS) == 40
-    found = select_all_pairings()
-    assert len(found) == 40 * len(PHASE_TOKENS)
-    assert {(a.model, a.cluster) for a in found if a.best is None} == WITHOUT_ANSWER
-    for each in found:
+    selections = select_all_pairings()
+    assert len(selections) == 40 * len(PHASE_TOKENS)
+    assert {(a.model, a.cluster) for a in selections if a.best is None} == WITHOUT_ANSWER
+    for selection in selections:
         expected = ""
-        if each.best is None:
+        if selection.best is None:
             expected = (
-                "need an expert for each of 16 ranks" if "2x8" in each.cluster else "no pair fits"
+                "need an expert for each of 16 ranks"
+                if "2x8" in selection.cluster
+                else "no pair fits"
             )
-        assert expected in each.reason
-        assert bool(expected) is bool(each.reason)
+        assert expected in selection.reason
+        assert bool(expected) is bool(selection.reason)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MOE_LAYERS)
 def test_a_recommended_pair_is_valid_by_mk_check_and_fits(mk: Mk, model: str, cluster: str) -> None:
-    for each in (a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)):
-        tokens = str(PHASE_TOKENS[each.phase])
+    for selection in (a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)):
+        tokens = str(PHASE_TOKENS[selection.phase])
         words = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
-        if each.best is None:
+        if selection.best is None:
             planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json")
             assert planned.code == (2 if "2x8" in cluster else 1)
             continue
-        pair = each.best.prepare_finalize, each.best.experts_part
+        pair = selection.best.prepare_finalize, selection.best.experts_part
         checked = mk("check", *words, "--pf-type", pair[0], "--experts-type", pair[1])
         assert checked.code == 0, checked.out
-        _check_memory(each)
+        _check_memory(selection)
 
 
-def _check_memory(each: Selection) -> None:
-    assert each.best is not None
-    model, cluster = MODELS[each.model], parse_machine(each.cluster)
-    memory = each.best.memory
+def _check_memory(selection: Selection) -> None:
+    assert selection.best is not None
+    model, cluster = MODELS[selection.model], parse_machine(selection.cluster)
+    memory = selection.best.memory
     weights = 3 * model.hidden * model.intermediate * WEIGHT_BYTES[model.quant]
-    expected = MOE_LAYERS[each.model] * model.experts / cluster.gpus * weights
+    expected = MOE_LAYERS[selection.model] * model.experts / cluster.gpus * weights
     assert memory.weights == pytest.approx(expected, rel=0.01)
     assert memory.total <= cluster.gpu.memory
     assert memory.total > memory.weights
@@ -87,8 +89,8 @@ def test_the_answer_is_that_of_mk_plan(mk: Mk, model: str, cluster: str) -> None
 
 
 def test_alternatives_differ_in_one_part() -> None:
-    for each in select_all_pairings():
-        best, exchange, experts = each.best, each.other_exchange, each.other_experts
+    for selection in select_all_pairings():
+        best, exchange, experts = selection.best, selection.other_exchange, selection.other_experts
         if best is not None:
             assert exchange is not None
             assert experts is not None
@@ -124,12 +126,12 @@ def test_records_are_of_the_recommended_parts() -> None:
 def test_estimates_of_recommended_parts_are_near_every_record() -> None:
     errors = record_errors()
     assert len(errors) == 50
-    assert [each for each in errors if abs(each.error) > ERROR_LIMIT] == []
+    assert [error for error in errors if abs(error.error) > ERROR_LIMIT] == []
 
 
 def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = record_errors()
-    worst = max(errors, key=lambda each: abs(each.error))
+    worst = max(errors, key=lambda error: abs(error.error))
     monkeypatch.setattr(selection_table, "ERROR_LIMIT", abs(worst.error) - 1e-9)
     listed = records_markdown().partition(f"1 of {len(errors)} records")[2]
     line = f"| {worst.model} | `{worst.part}` | {worst.ranks} | {worst.quant} | {worst.tokens} |"
@@ -137,7 +139,7 @@ def test_an_error_beyond_the_limit_would_be_listed(monkeypatch: pytest.MonkeyPat
 
 
 def test_models_without_a_record_are_named() -> None:
-    with_records = {each.model for each in record_errors()}
+    with_records = {error.model for error in record_errors()}
     without = set(MOE_LAYERS) - with_records
     assert without == {"glm-4.5", "minimax-m2.5", "qwen3-235b-a22b", "qwen3-coder-480b-a35b"}
     page = (DOCS / "sizing.md").read_text(encoding="utf-8")

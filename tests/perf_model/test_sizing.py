@@ -158,19 +158,21 @@ def test_two_hop_exchange_by_hand() -> None:
         between=0.5,
         max_pieces=4,
     )
-    found = exchange_time(problem, part, load, cluster)
+    small = exchange_time(problem, part, load, cluster)
     between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
-    assert found.dispatch_bytes == found.combine_bytes == between
+    assert small.dispatch_bytes == small.combine_bytes == between
     outer = between / (10e9 * 0.5)
-    assert found.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
+    assert small.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
     # The tokens are divided into two pieces. While one piece makes its second hop, the other piece
     # makes its first hop. Only half of the shorter hop is not hidden.
     # makes its first hop. Only half of the shorter hop remains visible.
     large = exchange_time(problem.with_tokens(2000), part, load, cluster)
     hops = 2 * outer, 2 * inside / (100e9 * 0.5)
     assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)
-    one = exchange_time(problem, part, load, replace(cluster, per_host=4))
-    assert one.dispatch == pytest.approx(10e-6 + 1e-6 + 4000 * 0.5 * 3 / 4 * 1000 / (100e9 * 0.5))
+    one_host = exchange_time(problem, part, load, replace(cluster, per_host=4))
+    assert one_host.dispatch == pytest.approx(
+        10e-6 + 1e-6 + 4000 * 0.5 * 3 / 4 * 1000 / (100e9 * 0.5)
+    )
 
 
 def test_row_bytes_follow_the_scheme() -> None:
@@ -231,16 +233,18 @@ def test_estimates_are_of_valid_pairs(world: int) -> None:
 
 
 def test_rows_per_rank_are_fewer_than_per_expert() -> None:
-    found = {
+    estimates = {
         e.prepare_finalize: e
         for e in estimate_pairings(distribute_over_ranks(DEEPSEEK, 4), Cluster()).estimates
     }
-    once = found["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
+    once = estimates["SymmMemPrepareAndFinalize"].exchange.dispatch_bytes
     # 4096 tokens are sent as 11,096 rows to other ranks. 128 tokens are sent as 1/32 of them.
     assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
-    assert found[DEEPEP_LL].exchange.dispatch_bytes > 2 * once
-    assert found["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
-    with_own_rows = found[DEEPEP_HT].exchange.dispatch_bytes  # also counts rows for the rank itself
+    assert estimates[DEEPEP_LL].exchange.dispatch_bytes > 2 * once
+    assert estimates["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
+    with_own_rows = estimates[
+        DEEPEP_HT
+    ].exchange.dispatch_bytes  # also counts rows for the rank itself
     assert with_own_rows == pytest.approx(once * 4 / 3)
 
 
@@ -259,11 +263,11 @@ def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host
     cluster, problem = Cluster(), distribute_over_ranks(DEEPSEEK, world, 8)
     load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
                      kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
-    found = [
+    rows = [
         network_rows(problem, part, load, cluster)
         for part in (TRAFFIC_BY_PART["TorchAll2AllPrepareAndFinalize"], TRAFFIC_BY_PART[DEEPEP_HT])
     ]
-    assert found == pytest.approx([flat, by_host], abs=0.005)
+    assert rows == pytest.approx([flat, by_host], abs=0.005)
 
 
 @pytest.mark.parametrize("groups", [Groups(8, 4), Groups(4, 1), Groups(2, 2), Groups(16, 3)])
@@ -298,12 +302,12 @@ def test_rows_of_the_second_hop() -> None:
     # that the other rank needs, which are half of the rows of all 4 ranks.
     network = 1000 * load.host_probability * 2000 / (10e9 * 0.5)
     inside = 1000 * 4 * load.rank_probability / 2 * 2000 / (100e9 * 0.5)
-    found = exchange_time(problem, part, load, cluster)
-    assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
+    times = exchange_time(problem, part, load, cluster)
+    assert times.dispatch == pytest.approx(15e-6 + max(network, inside))
     serial = exchange_time(problem, replace(part, max_pieces=1), load, cluster)
     assert serial.dispatch == pytest.approx(15e-6 + network + inside)
-    one = replace(distribute_over_ranks(problem, 2))
-    assert network_rows(one, part, load, cluster) == 0
+    two_ranks = replace(distribute_over_ranks(problem, 2))
+    assert network_rows(two_ranks, part, load, cluster) == 0
 
 
 def test_caveat_of_a_library() -> None:
@@ -405,10 +409,12 @@ def test_an_option_that_a_comparison_would_ignore_is_refused(
     capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     file = str(LAYERS_FILE)
-    done = run_mk(capsys, "plan", "--compare", file, *words.split())
+    result = run_mk(capsys, "plan", "--compare", file, *words.split())
     name = words.split()[0]
-    assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {name}: got {name} together with --compare, need only one of them\n"
+    assert (result.code, result.out) == (2, "")
+    assert (
+        result.err == f"error: {name}: got {name} together with --compare, need only one of them\n"
+    )
 
 
 def test_sizing_page_has_the_errors_of_the_model() -> None:

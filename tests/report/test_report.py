@@ -89,8 +89,8 @@ def test_check_finds_stale_files_and_write_updates_them(mk: Run, docs: Path) -> 
 
 def test_a_new_record_makes_the_docs_stale(docs: Path) -> None:
     _record().write(docs / "benchmarks/new.json")
-    found = {str(one.path): one.fault for one in find_stale_files(load_catalog(), docs)}
-    assert found == {"benchmark-results.md": "changed", "plots/new.svg": "missing"}
+    faults = {str(file.path): file.fault for file in find_stale_files(load_catalog(), docs)}
+    assert faults == {"benchmark-results.md": "changed", "plots/new.svg": "missing"}
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_cells_equal_the_verdicts_of_check(matrix: Matrix) -> None:
 
 
 def test_reasons_cover_the_rejections_of_all_cells(matrix: Matrix) -> None:
-    told = {
+    covered = {
         (*pair, quant, size, reason.rejection)
         for reason in refusal_reasons(matrix)
         for pair in reason.pairs
         for quant in reason.quants
         for size in reason.world_sizes
     }
-    assert told == {
+    assert covered == {
         (*cell.pair, cell.quant, cell.world_size, rejection)
         for cell in matrix.cells
         for rejection in cell.rejections
@@ -198,8 +198,8 @@ def test_the_page_has_every_verdict_and_every_reason(matrix: Matrix) -> None:
         if cell.pair in valid
     }
     rows = {(row[0], *row[2:5]) for row in tables[-1].rows}
-    found = {r for cell in matrix.cells for r in cell.rejections}
-    assert {(f"`{r.rule}`", r.got, r.need, r.hint) for r in found} == rows
+    rejections = {r for cell in matrix.cells for r in cell.rejections}
+    assert {(f"`{r.rule}`", r.got, r.need, r.hint) for r in rejections} == rows
 
 
 def test_reason_names_its_pairs_unless_it_applies_to_all(matrix: Matrix) -> None:
@@ -254,10 +254,10 @@ def test_bench_record_is_read_and_plotted(tmp_path: Path) -> None:
     report.write(tmp_path / "new.json")
     (record,) = read_records(tmp_path)
     assert record.report == report
-    found = draw_figure("new", report)
-    assert found is not None
-    assert len(found.panels) == 2  # the legend and one cell
-    svg = ET.fromstring(found.svg)
+    figure = draw_figure("new", report)
+    assert figure is not None
+    assert len(figure.panels) == 2  # the legend and one cell
+    svg = ET.fromstring(figure.svg)
     texts = [node.text for node in svg.iter() if (node.tag or "").endswith("text")]
     assert {"mine <1>", "peer", "floor", "1", "8", "time / floor"} <= set(texts)
     curves = [node for node in svg.iter() if node.tag.endswith("polyline")]

@@ -102,9 +102,9 @@ def test_small_token_counts_come_first_and_others_use_the_default(
     assert choice.untimed_tokens == (4, 8)
     assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 2, NAIVE), (3, 8, TORCH)]
     assert choice.summary == "4 token counts: 2 timed (8.0 s), 2 default (budget of 9 s spent)"
-    rest = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
-    assert rest.summary == "4 token counts: 2 timed (8.0 s), 2 from the cache"
-    assert rest.pair_by_tokens == dict.fromkeys((1, 2, 4, 8), NAIVE)
+    continued = choose(PROBLEM, CPU, options=MeasurementOptions(budget=9))
+    assert continued.summary == "4 token counts: 2 timed (8.0 s), 2 from the cache"
+    assert continued.pair_by_tokens == dict.fromkeys((1, 2, 4, 8), NAIVE)
 
 
 def test_times_measured_within_the_budget_are_kept(

@@ -71,8 +71,8 @@ def test_other_versions_are_noted_and_kept(cache: Cache, tmp_path: Path) -> None
 def test_oldest_versions_are_dropped(tmp_path: Path) -> None:
     for number in range(12):
         Cache(tmp_path, IDENTITY, {"torch": str(number)}).save([BUCKET])
-    kept = [Cache(tmp_path, IDENTITY, {"torch": str(n)}).load().record for n in range(12)]
-    assert [record is not None for record in kept] == [False] * 4 + [True] * 8
+    records = [Cache(tmp_path, IDENTITY, {"torch": str(n)}).load().record for n in range(12)]
+    assert [record is not None for record in records] == [False] * 4 + [True] * 8
 
 
 def change(path: str, value: object):

@@ -41,8 +41,8 @@ def record_with_ratios(*ratios: float, scheme: str = "fp8_w8a8_block") -> Shippe
 
 
 def test_estimate_uses_the_three_nearest_measurements() -> None:
-    found = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
-    assert found == {B: Estimate(0.8, 1.1, trusted=True)}
+    estimates = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM, [B, C], A)
+    assert estimates == {B: Estimate(0.8, 1.1, trusted=True)}
     more = record_with_ratios(0.9, 0.8, 1.1, 0.1).estimates(PROBLEM.with_tokens(128), [B], A)
     assert more == {B: Estimate(0.1, 1.1, trusted=True)}
 
@@ -50,14 +50,14 @@ def test_estimate_uses_the_three_nearest_measurements() -> None:
 def test_distance_includes_sizes() -> None:
     far = [("none", 16.0, SIZE * 16, {A: 1.0, B: 0.5})] * 3
     close = [("none", 16.0, SIZE * 2, {A: 1.0, B: 2.0})] * 3
-    found = make_record(*far, *close).estimates(replace(PROBLEM, quant="none"), [B], A)
-    assert found == {B: Estimate(2.0, 2.0, trusted=True)}
+    estimates = make_record(*far, *close).estimates(replace(PROBLEM, quant="none"), [B], A)
+    assert estimates == {B: Estimate(2.0, 2.0, trusted=True)}
 
 
 def test_ratios_are_relative_to_the_given_default() -> None:
     measurement = ("none", 16.0, SIZE, {A: 1.0, B: 0.5, C: 2.0})
-    found = make_record(measurement).estimates(replace(PROBLEM, quant="none"), [A, C], B)
-    assert found == {A: Estimate(2.0, 2.0), C: Estimate(4.0, 4.0)}
+    estimates = make_record(measurement).estimates(replace(PROBLEM, quant="none"), [A, C], B)
+    assert estimates == {A: Estimate(2.0, 2.0), C: Estimate(4.0, 4.0)}
     assert make_record(measurement).estimates(replace(PROBLEM, quant="none"), [B], ("P", "D")) == {}
 
 
@@ -76,8 +76,8 @@ def test_ratios_are_relative_to_the_given_default() -> None:
     ids=str,
 )
 def test_only_estimates_of_similar_layers_are_trusted(change: dict, trusted: bool) -> None:
-    found = record_with_ratios(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
-    assert found == {B: Estimate(0.7, 0.9, trusted)}
+    estimates = record_with_ratios(0.9, 0.8, 0.7).estimates(replace(PROBLEM, **change), [B], A)
+    assert estimates == {B: Estimate(0.7, 0.9, trusted)}
 
 
 def test_estimates_from_two_measurements_are_not_trusted() -> None:
@@ -111,16 +111,16 @@ def test_other_scheme_families_have_no_estimate() -> None:
     ids=str,
 )
 def test_options_of_no_recorded_layer_are_not_covered(change: dict) -> None:
-    found, problem = record_with_ratios(0.9), replace(PROBLEM, quant="none")
-    assert found.covers(problem, H200, routing="uniform")
-    assert not found.covers(replace(problem, **change), H200, routing="uniform")
+    record, problem = record_with_ratios(0.9), replace(PROBLEM, quant="none")
+    assert record.covers(problem, H200, routing="uniform")
+    assert not record.covers(replace(problem, **change), H200, routing="uniform")
 
 
 def test_other_machines_and_routings_are_not_covered() -> None:
-    found = record_with_ratios(0.9)
-    assert not found.covers(PROBLEM, replace(H200, arch=(8, 0)), routing="uniform")
-    assert not found.covers(PROBLEM, Machine("cpu"), routing="uniform")
-    assert not found.covers(PROBLEM, H200, routing="zipf")
+    record = record_with_ratios(0.9)
+    assert not record.covers(PROBLEM, replace(H200, arch=(8, 0)), routing="uniform")
+    assert not record.covers(PROBLEM, Machine("cpu"), routing="uniform")
+    assert not record.covers(PROBLEM, H200, routing="zipf")
 
 
 # ---------------------------------------------------------------------------- the file
@@ -198,8 +198,8 @@ def test_trusted_pairing_runs_without_timing(
     )  # type: ignore[arg-type]
     problem = replace(PROBLEM, tokens=128, quant="none")
     kernel = compose(problem, Machine("cpu"), options=MeasurementOptions(folder=tmp_path, budget=0))
-    found = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
-    assert found == [(0, 8, naive), (9, 128, torch_)]
+    segments = [(s.first, s.last, s.pair) for s in kernel.choice.segments]
+    assert segments == [(0, 8, naive), (9, 128, torch_)]
     assert kernel.choice.summary == (
         "8 token counts: 6 from the shipped record, 2 default (budget of 0 s spent)"
     )

@@ -135,9 +135,9 @@ def test_default_is_used_everywhere_without_times() -> None:
         (1, 2), SelectedPairing(A, SelectionReason.DEFAULT)
     )
     valid = {1: (B,), 8: (C, B), 16: (C,)}
-    found = options(16, (1, 8, 16), valid=valid)
-    assert make_segments(found, ()) == (Segment(0, 8, B), Segment(9, 16, C))
-    assert select_pairs(found, ())[16] == SelectedPairing(C, SelectionReason.ONLY)
+    pairing_options = options(16, (1, 8, 16), valid=valid)
+    assert make_segments(pairing_options, ()) == (Segment(0, 8, B), Segment(9, 16, C))
+    assert select_pairs(pairing_options, ())[16] == SelectedPairing(C, SelectionReason.ONLY)
 
 
 def test_pairing_between_buckets_requires_both() -> None:
@@ -164,17 +164,17 @@ def test_zero_tokens_use_the_pairing_of_one_token() -> None:
 
 def test_one_faster_pairing_is_not_used_at_untimed_buckets() -> None:
     """Only the largest bucket was timed."""
-    found = make_segments(options(4096), [bucket(4096, a=1.0, b=0.5, c=1.0)])
-    assert found == (Segment(0, 4095, A), Segment(4096, 4096, B))
+    segments = make_segments(options(4096), [bucket(4096, a=1.0, b=0.5, c=1.0)])
+    assert segments == (Segment(0, 4095, A), Segment(4096, 4096, B))
 
 
 def test_failed_pairing_is_not_the_default_next_to_its_bucket() -> None:
     failed = bucket(8, default=B, a=None, b=1.0, c=1.0)
-    found = options(32, (2, 8, 32))
-    assert default_pair(found, 2, [failed]) == B
-    assert make_segments(found, [failed]) == (Segment(0, 32, B),)
+    pairing_options = options(32, (2, 8, 32))
+    assert default_pair(pairing_options, 2, [failed]) == B
+    assert make_segments(pairing_options, [failed]) == (Segment(0, 32, B),)
     working = [bucket(2, a=1.0, b=1.0, c=1.0), failed, bucket(32, a=1.0, b=1.0, c=1.0)]
-    assert make_segments(found, working) == (
+    assert make_segments(pairing_options, working) == (
         Segment(0, 2, A),
         Segment(3, 31, B),
         Segment(32, 32, A),
@@ -233,14 +233,14 @@ def options_and_buckets(draw) -> tuple[PairingOptions, list[Bucket]]:
     max_tokens = draw(st.integers(1, 80))
     tokens = tuple(sorted(draw(st.sets(st.integers(1, max_tokens), min_size=1, max_size=8))))
     expected = {t: draw(st.dictionaries(st.sampled_from((B, C)), ESTIMATES)) for t in tokens}
-    found = options(max_tokens, tokens, estimates=expected)
+    pairing_options = options(max_tokens, tokens, estimates=expected)
     buckets = []
     for t in draw(st.sets(st.sampled_from(tokens))):
         b, c, noise, fails = draw(OUTCOMES)
         outcomes = [outcome(A, None if fails else 1.0), outcome(B, 1.0 if fails else b, noise)]
         outcomes += [outcome(C, c, noise)] * draw(st.booleans())
         buckets.append(Bucket(t, B if fails else A, tuple(outcomes)))
-    return found, buckets
+    return pairing_options, buckets
 
 
 @given(options_and_buckets())

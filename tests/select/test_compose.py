@@ -117,8 +117,8 @@ def test_default_over_ranks_has_the_default_experts() -> None:
     gpu = Machine("cuda", (9, 0), frozenset({"triton"}), name="G", cuda=(13, 0))
     problem = replace(PROBLEM, parallel=Parallel(2))
     order = [("X", "Other"), ("Y", "TritonExperts"), ("X", "TritonExperts"), ("X", "TorchExperts")]
-    found = candidates._move_default_first(order, problem, gpu)
-    assert found == [("X", "TritonExperts"), *(pair for pair in order if pair != found[0])]
+    reordered = candidates._move_default_first(order, problem, gpu)
+    assert reordered == [("X", "TritonExperts"), *(pair for pair in order if pair != reordered[0])]
     assert candidates._move_default_first(order, problem, CPU)[0] == ("X", "TorchExperts")
     assert candidates._move_default_first(order[:2], problem, gpu) == order[:2]
     assert candidates._move_default_first([], problem, gpu) == []
@@ -202,14 +202,14 @@ def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     options = MeasurementOptions(tokens=(8,))
     choose(PROBLEM, CPU, options=options)
     (path,) = folder.rglob("*.json")
-    found = json.loads(path.read_text())
-    outcomes = found["records"][0]["buckets"][0]["outcomes"]
+    content = json.loads(path.read_text())
+    outcomes = content["records"][0]["buckets"][0]["outcomes"]
     outcomes.append({**outcomes[0], "pair": ["os", "system"], "us": 0.001})
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(content))
     read = choose(PROBLEM, CPU, options=options)
     assert (read.pair_by_tokens, read.num_timed) == ({8: TORCH}, 0)
     outcomes[:] = [o for o in outcomes if o["pair"] == list(TORCH)]
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(content))
     assert choose(PROBLEM, CPU, options=options).num_timed == 1
 
 
@@ -217,9 +217,9 @@ def test_ratios_to_another_default_are_not_used(folder: Path, clock: dict) -> No
     options = MeasurementOptions(tokens=(8,))
     choose(PROBLEM, CPU, options=options)
     (path,) = folder.rglob("*.json")
-    found = json.loads(path.read_text())
-    found["records"][0]["buckets"][0]["default"] = list(NAIVE)
-    path.write_text(json.dumps(found))
+    content = json.loads(path.read_text())
+    content["records"][0]["buckets"][0]["default"] = list(NAIVE)
+    path.write_text(json.dumps(content))
     assert choose(PROBLEM, CPU, options=replace(options, budget=0)).pair_by_tokens == {8: TORCH}
     assert choose(PROBLEM, CPU, options=options).num_timed == 1
 
@@ -327,17 +327,17 @@ def test_a_plan_builds_and_times_nothing_when_called(
 
 def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
     """One process waits for the other, and uses its measurements."""
-    found: list[int] = []
+    timed_counts: list[int] = []
 
     def work() -> None:
-        found.append(choose(PROBLEM, CPU).num_timed)
+        timed_counts.append(choose(PROBLEM, CPU).num_timed)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == [0, 4]
+    assert sorted(timed_counts) == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -442,6 +442,6 @@ def test_exchanges_that_count_rows_are_not_captured() -> None:
     pair = ("TorchAll2AllPrepareAndFinalize", "TritonExperts")
     for graph in (False, True):
         problem = replace(PROBLEM, parallel=Parallel(2), graph=graph)
-        found = candidates.find_candidates(problem, gpu, (8,))
-        assert pair in found.order
-        assert (pair in found.capturable) == graph
+        result = candidates.find_candidates(problem, gpu, (8,))
+        assert pair in result.order
+        assert (pair in result.capturable) == graph

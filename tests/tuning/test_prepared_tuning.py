@@ -50,9 +50,9 @@ ON_H200 = ("--device-name", "NVIDIA H200", "--explain", "--prepared", "--model",
 def space(problem: Problem = LAYER) -> ConfigSpace:
     plain = TritonExperts.tunable(problem)
     assert plain is not None
-    found = plain.for_prepared_weights()
-    assert isinstance(found, ConfigSpace)
-    return found
+    prepared_space = plain.for_prepared_weights()
+    assert isinstance(prepared_space, ConfigSpace)
+    return prepared_space
 
 
 def rows(number: int) -> int:
@@ -77,13 +77,13 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
             1.0 if choice.path in preparing_paths(LAYER) and choice.gemm1.block_m == 64 else 100.0
         )
 
-    own = space()
+    prepared_space = space()
     (kernel, i), tokens = make_prepared_kernel(tokens=rows(60), **SIZES), rows(60)
-    plain = choose_config(LAYER, tokens, own.paths)
+    plain = choose_config(LAYER, tokens, prepared_space.paths)
     call_kernel(kernel, i, kernel.prepare_weights(i.weights))
     call_kernel(kernel, i)
     assert launched == [128, 128, 128, 128]
-    tuned = tune_one(own, FakeBenchmark(times), tokens=(tokens,), folder=here)
+    tuned = tune_one(prepared_space, FakeBenchmark(times), tokens=(tokens,), folder=here)
     assert tuned.best is not None
     assert tuned.best.untuned_seconds == 100.0, "tiles of 128 rows are untuned"
     assert (
@@ -95,43 +95,46 @@ def test_tuned_launches_are_used_with_prepared_weights_only(
     assert launched == [64, 64]
     call_kernel(kernel, i)
     assert launched == [64, 64, 128, 128]
-    assert choose_config(LAYER, tokens, own.paths) == plain
-    assert choose_config(LAYER, tokens, own.paths, prepared=True) == tuned.best.choice
-    assert own.saved(here)[tokens].choice == tuned.best.choice
-    text = own.explain(tokens)
+    assert choose_config(LAYER, tokens, prepared_space.paths) == plain
+    assert choose_config(LAYER, tokens, prepared_space.paths, prepared=True) == tuned.best.choice
+    assert prepared_space.saved(here)[tokens].choice == tuned.best.choice
+    text = prepared_space.explain(tokens)
     assert f"from {tuned.file}: tokens {tokens} is" in text
     assert "no tuned file" not in text
-    assert str(tuned.file) not in explain(LAYER, tokens, paths=own.paths)
+    assert str(tuned.file) not in explain(LAYER, tokens, paths=prepared_space.paths)
 
 
 def test_files_without_prepared_weights_do_not_apply(here: Path) -> None:
     """Such files do not affect the number of rows from which prepared weights are used."""
-    own = space()
+    prepared_space = space()
     other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
-    before = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (rows(12), rows(700))}
+    before = {
+        t: choose_config(LAYER, t, prepared_space.paths, prepared=True)
+        for t in (rows(12), rows(700))
+    }
     for name in file_names_for(LAYER, "NVIDIA H200"):
         entries = {"1": config_to_json(other), "9999": config_to_json(other)}
         path = write_config_file(here / name, {**file_contents(), **entries})
         tiles.clear_caches()
-        assert choose_config(LAYER, rows(700), own.paths) == other
+        assert choose_config(LAYER, rows(700), prepared_space.paths) == other
         for tokens, config in before.items():
             assert config.path in preparing_paths(LAYER)
-            assert choose_config(LAYER, tokens, own.paths, prepared=True) == config
+            assert choose_config(LAYER, tokens, prepared_space.paths, prepared=True) == config
         # With fewer rows, prepared weights are not used.
-        assert choose_config(LAYER, rows(4), own.paths, prepared=True) == other
+        assert choose_config(LAYER, rows(4), prepared_space.paths, prepared=True) == other
         path.unlink()
-    assert own.saved(here) == {}
+    assert prepared_space.saved(here) == {}
 
 
 def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None:
-    own = space()
-    wide = make_heuristic_steps(LAYER, current_lookup().device, own.paths, prepared=True).choose(
-        rows(12)
-    )
+    prepared_space = space()
+    wide = make_heuristic_steps(
+        LAYER, current_lookup().device, prepared_space.paths, prepared=True
+    ).choose(rows(12))
     other = BASE_PATH.default_config(LAYER, 1, current_lookup().device)
     assert wide.path in preparing_paths(LAYER)
-    own.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
-    own.save(
+    prepared_space.save({2: TunedChoice(other, 1.0, None), 100: TunedChoice(wide, 1.0, None)}, here)
+    prepared_space.save(
         {
             2: TunedChoice(other, 1.0, None),
             100: TunedChoice(wide, 1.0, None),
@@ -139,18 +142,21 @@ def test_file_of_prepared_weights_applies_to_all_their_calls(here: Path) -> None
         },
         here,
     )
-    found = {t: choose_config(LAYER, t, own.paths, prepared=True) for t in (1, 50, 200, 40_000)}
-    assert found[1] == found[50] == other
-    assert found[200] == found[40_000] == wide, "what is prepared pays for any number of rows"
-    assert choose_config(LAYER, 50_000, own.paths, prepared=True) == other
+    choices = {
+        t: choose_config(LAYER, t, prepared_space.paths, prepared=True)
+        for t in (1, 50, 200, 40_000)
+    }
+    assert choices[1] == choices[50] == other
+    assert choices[200] == choices[40_000] == wide, "what is prepared pays for any number of rows"
+    assert choose_config(LAYER, 50_000, prepared_space.paths, prepared=True) == other
     kernel, _ = make_prepared_kernel(tokens=rows(20), **SIZES)
     assert "tiled_words" not in kernel.workspace_specs(kernel.problem.tokens)
 
 
 def test_override_takes_precedence_over_the_file(here: Path, launched: list[int]) -> None:
-    own = space()
-    tile = make_heuristic_steps(LAYER, current_lookup().device, own.paths, prepared=True)
-    own.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
+    prepared_space = space()
+    tile = make_heuristic_steps(LAYER, current_lookup().device, prepared_space.paths, prepared=True)
+    prepared_space.save({1: TunedChoice(tile.choose(rows(12)), 1.0, None)}, here)
     with override_config(tile.choose(rows(60))):
         kernel, i = make_prepared_kernel(tokens=9, **SIZES)
         call_kernel(kernel, i, kernel.prepare_weights(i.weights))
@@ -187,9 +193,11 @@ def test_paths_without_prepared_weights_have_no_space() -> None:
 def test_candidates_depend_on_rows_per_expert(
     here: Path, number: int, is_default: bool, is_candidate: bool
 ) -> None:
-    own, tokens = space(), rows(number)
-    tried = {choice.path for choice in own.candidates(tokens) if isinstance(choice, MoEConfig)}
-    untuned = own.untuned(tokens)
+    prepared_space, tokens = space(), rows(number)
+    tried = {
+        choice.path for choice in prepared_space.candidates(tokens) if isinstance(choice, MoEConfig)
+    }
+    untuned = prepared_space.untuned(tokens)
     assert isinstance(untuned, MoEConfig)
     assert (untuned.path in preparing_paths(LAYER)) is is_default
     assert bool(tried & preparing_paths(LAYER)) is is_candidate
@@ -221,12 +229,12 @@ def test_choices_are_timed_with_prepared_weights(launched: list[int]) -> None:
 
 def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: Path) -> None:
     words = ("--quant", "mxfp4_w4a16,none", "--tokens-list", "4,64,4096,32768")
-    done = mk(*ON_H200, *words)
-    assert done.code == 0
-    assert done.err.strip() == "skipped mixtral none: no experts part prepares its weights"
+    result = mk(*ON_H200, *words)
+    assert result.code == 0
+    assert result.err.strip() == "skipped mixtral none: no experts part prepares its weights"
     said = [
         ("prepared weights" in text.splitlines()[0], text.partition("path: ")[2].split()[0])
-        for text in done.out.split("\n\n")
+        for text in result.out.split("\n\n")
     ]
     paths = [path for with_them, path in said if not with_them]
     assert [with_them for with_them, _ in said] == [False, True] * 4
@@ -234,21 +242,23 @@ def test_explain_shows_launches_without_and_with_prepared_weights(mk: Mk, here: 
     with_them = [path for prepared, path in said if prepared]
     assert with_them == [paths[0], "grouped_w4", "grouped_w4", "grouped_w4"]
     assert paths[1] != "grouped_w4" != paths[3]
-    assert "from heuristics for prepared weights, in place of" in done.out
-    assert "`mk tune --prepared` writes one: E=8,N=14336,device_name=NVIDIA_H200,dtype=" in done.out
+    assert "from heuristics for prepared weights, in place of" in result.out
+    assert (
+        "`mk tune --prepared` writes one: E=8,N=14336,device_name=NVIDIA_H200,dtype=" in result.out
+    )
     texts = json.loads(mk(*ON_H200, *words, "--json").out)["explanations"]
-    assert "\n\n".join(texts).strip() == done.out.strip()
+    assert "\n\n".join(texts).strip() == result.out.strip()
 
 
 @pytest.mark.parametrize(
     "words", [("--quant", "none"), ("--quant", "mxfp4_w4a16", "--dtype", "float16")]
 )
 def test_prepared_is_refused_without_prepared_weights(mk: Mk, words: tuple[str, ...]) -> None:
-    done = mk(*ON_H200, *words, "--tokens", "64")
-    assert (done.code, done.out) == (2, "")
-    assert "--prepared: got" in done.err
-    assert "need a scheme whose weights a tunable part prepares" in done.err
-    assert "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant" in done.err
+    result = mk(*ON_H200, *words, "--tokens", "64")
+    assert (result.code, result.out) == (2, "")
+    assert "--prepared: got" in result.err
+    assert "need a scheme whose weights a tunable part prepares" in result.err
+    assert "mxfp4_w4a16 in bfloat16 on an H200, without batch_invariant" in result.err
 
 
 def test_device_name_may_be_spelled_as_in_file_names(mk: Mk, here: Path) -> None:

@@ -81,11 +81,11 @@ def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype
     device = current_lookup().device
     for paths in ((BASE_PATH,), ALL_PATHS):
         space = ConfigSpace(problem, "X", paths)
-        found = space.candidates(tokens)
+        candidates = space.candidates(tokens)
         least = 1 if dtype == "float32" or problem.scheme.packed else 4
-        assert least <= len(found) <= (60 if paths == (BASE_PATH,) else 110)
-        assert len(set(found)) == len(found)
-        for config in found:
+        assert least <= len(candidates) <= (60 if paths == (BASE_PATH,) else 110)
+        assert len(set(candidates)) == len(candidates)
+        for config in candidates:
             assert isinstance(config, MoEConfig)
             assert config.path in space.paths
             assert not list(config_violations(config, problem, device))
@@ -172,11 +172,11 @@ def test_space_keeps_its_gpu_in_another_process(
 
 
 def test_time_model_needs_timed_launches() -> None:
-    took = {
+    timings = {
         pair: StageTimes(model(1, pair), stage_times(1, pair))
         for pair in (SMALL_TILES, LARGE_TILES)
     }
-    model_of = AdditiveTimeModel(took)
+    model_of = AdditiveTimeModel(timings)
     assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
     assert model_of.seconds(SMALL_TILES) == pytest.approx(model(1, SMALL_TILES))
     with pytest.raises(KeyError):

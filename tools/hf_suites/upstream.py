@@ -102,13 +102,13 @@ class ResultFolder:
     @property
     def files(self) -> list[str]:
         """The test files that have been run on both sides."""
-        done = self.folder / "done.txt"
-        return done.read_text().splitlines() if done.exists() else []
+        done_file = self.folder / "done.txt"
+        return done_file.read_text().splitlines() if done_file.exists() else []
 
     def finish(self, files: Iterable[str]) -> None:
         """Mark test files as run."""
-        with (self.folder / "done.txt").open("a") as done:
-            done.writelines(f"{file}\n" for file in files)
+        with (self.folder / "done.txt").open("a") as done_file:
+            done_file.writelines(f"{file}\n" for file in files)
 
     def outcomes(self) -> list[Case]:
         """Return the outcomes of all cases. A test file without cases counts as a case."""
