@@ -1,4 +1,4 @@
-"""Compose a layer from two parts, call it, and compare the result with that of another pairing.
+"""Compose a layer from two parts, call it, and compare its output with another pairing.
 
     python examples/compose_and_check.py
 
@@ -24,7 +24,7 @@ def main() -> None:
         dtype=torch.float32,
     )
     weights = mk.ExpertWeights(
-        # (E, 2I, H): the rows of the gate projection, then those of the up projection
+        # (E, 2I, H): the rows of the gate projection, then the rows of the up projection
         w1=torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5,
         w2=torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5,
     )

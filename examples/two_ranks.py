@@ -1,4 +1,4 @@
-"""Run one layer on two expert-parallel ranks, and compare the result with that of one rank.
+"""Run one layer on two expert-parallel ranks, and compare the outputs with one rank.
 
     python examples/two_ranks.py
 
@@ -25,7 +25,7 @@ def make_inputs(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, m
     """
     generator = torch.Generator().manual_seed(0)
     randn = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
-    # (E, 2I, H): the rows of the gate projection, then those of the up projection
+    # (E, 2I, H): the rows of the gate projection, then the rows of the up projection
     w1 = randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
     w2 = randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
     x_TH = randn(RANKS * TOKENS, HIDDEN)

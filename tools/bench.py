@@ -107,7 +107,7 @@ def selected_layers(text, seed, *, tiny):
 
 
 def our_candidates(quant, cases, machine, *, compose_seconds, prepare):
-    """Return FusedMoE, the composed layer, and every part that can run such a layer.
+    """Return FusedMoE, the composed layer, and every part that can run these cases.
 
     prepare: whether to use prepared weights in parts that support them, instead of plain weights.
     """

@@ -354,7 +354,7 @@ def _named_pairings(prepare_finalize: str | None, experts: str | None) -> Iterat
     yield from itertools.product(pfs, all_experts)
 
 
-# Parts whose GEMMs are those of torch. A part that runs another library declares this in its
+# Parts that use the GEMMs of torch. A part that runs another library declares this in its
 # requirements.
 _TORCH_GEMM_PARTS = frozenset({"GroupedGemmExperts", "NaiveBatchedExperts", "TorchExperts"})
 

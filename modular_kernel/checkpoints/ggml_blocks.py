@@ -25,8 +25,8 @@ groups of values within the block, and table is `_TABLE`.
   value j + 16 in the high one.
 - Q4_K, Q5_K and IQ4_XS have a scale s of 6 bits for 32 values. Q2_K, Q3_K and Q6_K have a scale for
   16 values.
-- A byte of TQ1_0 has five codes, those of the last four bytes have four. They are the digits of
-  byte / 256 in base 3: multiplying by 3 gives the next code as integer part.
+- A byte of TQ1_0 has five codes, except that each of the last four bytes has four. The codes are
+  the digits of byte / 256 in base 3. Multiplying by 3 gives the next code as integer part.
 
 `ggml_codebooks` has the types IQ1, IQ2 and IQ3. All products are exact in float32, and a sum or
 difference is rounded once.

@@ -18,7 +18,7 @@ float16 and little-endian words:
              4 bytes with 2 scales
 
 A scale applies to 16 values (IQ1_M, IQ2_XS, IQ2_S) or 32. A sign index of 7 bits has the signs of
-seven values; that of the eighth makes the number of negative signs even.
+seven values. The eighth sign makes the number of negative signs even.
 """
 
 import json

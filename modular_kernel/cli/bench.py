@@ -247,7 +247,7 @@ class _BenchmarkCases:
         return tokens_list
 
     def parse_schemes(self) -> list[str]:
-        """Return the schemes in --quant. Without --quant, return those of the models."""
+        """Return the schemes in --quant. Without --quant, return the models' schemes."""
         if self.options.quant is not None:
             return parse_schemes(self.options.quant)
         names = [
@@ -286,7 +286,7 @@ def _make_candidates(
 ) -> "list[Candidate]":
     """Return the layers to time: our pairings, and other layers with the same operand dtypes.
 
-    The other layers are the baseline layers and those of --peer.
+    The other layers are the baseline layers and the layers in --peer files.
     """
     from modular_kernel.bench.candidates import (
         baseline_candidates,

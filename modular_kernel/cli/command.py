@@ -192,7 +192,7 @@ def _report_errors(ctx: click.Context) -> Iterator[None]:
 def make_verb(name: str, function: Callable[..., None], short_help: str) -> Verb:
     """Return the command that calls `function` with the values of its options.
 
-    The help lists the options of the function first, and then those of its option groups.
+    The help lists the options of the function first, and then the options of its groups.
 
     short_help: description of the verb in `mk --help`.
     """

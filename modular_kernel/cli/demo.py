@@ -2,9 +2,9 @@
 
 Then quantized checkpoints of the same model families run (see `demo_checkpoints`).
 
-Accuracy criterion: the logits are compared with those of a float64 copy of the model with the same
-weights and the same routing. With our experts, the error may be at most twice the error with the
-experts of transformers in the same dtype, plus the rounding error of the largest logit.
+Accuracy criterion: the logits are compared with a float64 copy of the model with the same weights
+and the same routing. With our experts, the error may be at most twice the error with the experts of
+transformers in the same dtype, plus the rounding error of the largest logit.
 """
 
 import copy
@@ -54,7 +54,7 @@ PAIRINGS = (
 PROMPT_TOKENS = 17
 NEW_TOKENS = 32
 _LOGIT_TOKENS = 24
-# Maximum ratio of our logit error to that of transformers' eager experts. The maximum of many
+# Maximum ratio of our logit error to the error of transformers' eager experts. The maximum of many
 # rounding errors varies: in 576 correct runs the ratio was at most 1.77, and between
 # implementations of transformers at most 1.43 (H200, 24 seeds, 2026-11).
 _MAX_ERROR_RATIO = 2

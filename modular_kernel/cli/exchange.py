@@ -1,8 +1,8 @@
 """`mk exchange`: times the communication of a layer between ranks.
 
-Dispatch sends tokens to the ranks of their experts, and combine returns the results. The exchange
-consists of both. A transport performs it. It is either a part, or a peer: a library that is called
-without a part. `modular_kernel.bench.all2all` measures.
+Dispatch sends tokens to the ranks of their experts, and combine returns the results. Together they
+are called the exchange. A transport performs an exchange. It is a part, or a peer: a library that
+is called without a part. `modular_kernel.bench.all2all` measures.
 """
 
 import shlex

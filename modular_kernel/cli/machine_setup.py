@@ -90,10 +90,10 @@ def select_machine(
 
     `prepare_host` must have been called.
 
-    arch: compute capability. None stands for that of this machine's GPU.
+    arch: compute capability. None stands for this machine's GPU.
     device: None stands for cuda if `arch` is given, and otherwise for the device of this machine.
-    packages: None stands for those of this machine. Raises ConfigurationError if the arguments
-        contradict each other, or if `device` is cuda and no compute capability is known.
+    packages: None stands for the packages of this machine. Raises ConfigurationError if the
+        arguments contradict each other, or if `device` is cuda and no compute capability is known.
     """
     from modular_kernel.catalog import this_machine
     from modular_kernel.spec.problem import Machine

@@ -108,7 +108,7 @@ def _make_command(verb: str | None) -> click.Group:
 def run(argv: list[str] | None = None) -> None:
     """Run `mk` with `argv`, or with `sys.argv[1:]` if it is None, and exit the process.
 
-    The exit status is 74 if the output could not be written, whatever the result of the verb.
+    The exit status is 74 if the output could not be written. This replaces the verb's own status.
     """
     with guard_streams():
         try:

@@ -91,7 +91,8 @@ def format_records(columns: Sequence[str], cells: Sequence[Sequence[str]], width
 def wrap_line(text: str, width: int, *, indent: int | None = None) -> list[str]:
     """Wrap a line between words. A word longer than `width` is not split.
 
-    indent: indentation of the continuation lines. None stands for that of the first line plus two.
+    indent: indentation of the continuation lines. None indents them by two more than the first
+        line.
     """
     if len(text) <= width:
         return [text]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleCaseOptions:
-    """Options that describe a single case, in addition to those of the problem."""
+    """Options that describe a single case, in addition to the options of its problem."""
 
     one: Annotated[
         bool, option("Verify one case: a pairing on the problem that the options describe.")
@@ -441,7 +441,7 @@ def _print_text(results: Sequence[JobResult]) -> None:
 
 
 def _format_row(result: JobResult) -> tuple[object, ...]:
-    """Format a table row. Its error and bound are those of the worst case."""
+    """Format a table row. Its error and bound are from the worst case."""
     worst = result.worst
     assert worst is not None
     return (

@@ -113,8 +113,8 @@ TRAFFIC_BY_PART = {
         _NCCL,
         quantize_seconds=700e-6,
     ),
-    # The start is that of TorchAll2All, which sends between hosts. The bandwidth is that of SymmMem
-    # inside a host.
+    # The start is taken from TorchAll2All, which sends between hosts, and the bandwidth from
+    # SymmMem inside a host.
     "HostThenRankPrepareAndFinalize": Traffic(
         "host",
         DirectionModel(1205e-6, 0.92),
@@ -242,7 +242,7 @@ def _two_hop_time(
 ) -> ExchangeTime:
     """Return the times of an exchange in two hops: to each host, and from there to its ranks.
 
-    Tokens are divided into `max_pieces` pieces. The shorter hop overlaps with the longer one,
+    Tokens are divided into up to `max_pieces` pieces. The shorter hop overlaps with the longer one,
     except for one piece.
     """
     world_size, host_ranks = problem.parallel.world_size, cluster.per_host

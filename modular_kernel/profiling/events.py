@@ -2,7 +2,7 @@
 
 The host marks a call, its scopes (such as `mk::experts`) and the stages in them as named ranges
 (`modular_kernel.replay.stages`). Device work (kernels, copies and fills) belongs to the innermost
-range that contains its launch, no matter when it runs. A kernel can start before its predecessor
+range that contains its launch, even if it runs later. A kernel can start before its predecessor
 ends. Overlapping time counts only for the kernel that started first, so that stage times add up to
 the busy time of the device.
 """

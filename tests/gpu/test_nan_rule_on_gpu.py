@@ -92,7 +92,7 @@ def test_unreduced_rows_and_weighted_input_follow_the_nan_rule(machine: Machine)
 def test_other_parts_follow_the_nan_rule(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other parts are those in plain torch, and those of installed vendor libraries."""
+    """Other parts run in plain torch, or use an installed vendor library."""
     for pair in local_pairs(machine):
         if pair in (TRITON, BATCHED):
             continue

@@ -124,7 +124,7 @@ def test_rows_are_close_to_float64(case: tuple[str, str, int, int, bool], gemm: 
     product = (gemm1_operands if gemm == 1 else gemm2_operands)(weights, problem)
     depth = product.size_k
     generator = torch.Generator("cuda").manual_seed(gemm)
-    # Two rows after those of the last expert stand for skipped pairs. Their results must stay NaN.
+    # Two rows after the last expert's rows stand for skipped pairs. Their results must stay NaN.
     values = torch.randn(sum(ROWS) + 2, depth, device="cuda", generator=generator)
     values = values.to(torch.bfloat16)
     a, scale, exact = values, None, values.double()

@@ -70,7 +70,7 @@ def test_cases_are_correct(name: str, quant: str, change: dict[str, Any], routin
 @pytest.mark.parametrize("tokens", [64, 2048])
 @pytest.mark.parametrize(("name", "quant"), ALL)
 def test_large_layers_agree_with_triton_experts(name: str, quant: str, tokens: int) -> None:
-    """The sizes are those of Qwen3-30B's experts: 128 experts with I = 768, and top-8."""
+    """The layer has the sizes of Qwen3-30B: 128 experts with I = 768, and top-8."""
     skip_unless_available(name)
     prepare, _ = PARTS[name]
     problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)

@@ -361,7 +361,7 @@ def test_bad_terms_are_refused(options: dict) -> None:
 def test_token_counts_without_a_timing_are_supported(
     folder: Path, clock: dict, budget: float
 ) -> None:
-    """The token counts that are measured do not limit those of a call."""
+    """Calls may have more tokens than the measured token counts."""
     kernel = compose(PROBLEM, CPU, options=MeasurementOptions(tokens=(2, 3), budget=budget))
     for tokens in (1, 3, 4, 8):
         inputs = random_inputs(PROBLEM.with_tokens(tokens), torch.device("cpu"))

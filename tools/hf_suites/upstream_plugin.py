@@ -71,7 +71,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the outcome of a case, which is that of its first phase that did not pass."""
+    """Record the outcome of a case, given by its first phase that did not pass."""
     if getattr(report, "context", None) is not None and report.passed:
         return  # ignore passed subtests
     previous = _OUTCOMES.get(report.nodeid)

@@ -33,7 +33,7 @@ from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
 # Maximum tokens per call in the batched format, whose buffers have a row for each token and expert.
 _MAX_BATCHED_TOKENS = 512
 # Reductions (weighted sums over K) that experts leave to `finalize`, in order of preference. With
-# less reduction, the time of `finalize` is closer to that of the exchange.
+# less reduction, `finalize` takes little longer than the exchange.
 # less `finalize` reduces, the more of its time is the exchange.
 _PREFERRED_REDUCTIONS = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 

@@ -151,7 +151,7 @@ class Collapsible:
 
 Block = Heading | Text | BulletList | Table | Code | Figure
 Document = tuple[Block, ...]
-# Blocks of HTML pages. Markdown documents have only those of `Block`.
+# Blocks of HTML pages. Markdown documents only have blocks of type `Block`.
 PageBlock = (
     Block
     | Tiles
