@@ -113,7 +113,7 @@ def test_pairs_over_libraries_have_estimates_from_records() -> None:
 
 
 @pytest.mark.parametrize(("machine", "arch"), [("8xb200", "sm_100"), ("8xh100", "")])
-def test_records_of_a_library_are_of_one_architecture(mk: Mk, machine: str, arch: str) -> None:
+def test_library_records_apply_to_one_architecture_only(mk: Mk, machine: str, arch: str) -> None:
     words = ("--model", "qwen3-30b-a3b", "--machine", machine, "--packages", "all", "--tokens", "9")
     record = mk("plan", *words, "--json").json
     pair = "SymmMemPrepareAndFinalize x TritonKernelsExperts"
@@ -210,7 +210,7 @@ def test_ties_prefer_fewer_packages() -> None:
     assert select_best(replace(result, estimates=())) is None
 
 
-def test_other_generation_of_deep_ep_is_named() -> None:
+def test_other_version_of_deep_ep_is_named() -> None:
     cluster = replace(Cluster(), hosts=2)
     problem = distribute_over_ranks(DEEPSEEK.with_tokens(64), 16, 8)
     first, second = machines_with_all_packages(cluster)
@@ -269,7 +269,7 @@ def test_nearest_refusal_is_shown_without_a_valid_pair(mk: Mk) -> None:
     assert "[top_k]" in result.out
 
 
-def test_the_verbs_describe_the_same_machine(mk: Mk, tmp_path: Path) -> None:
+def test_verbs_agree_on_the_described_machine(mk: Mk, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     content = {"gpu": "b200", "gpus_per_host": 2, "memory_gb": 90, "packages": ["deep_gemm"]}
     path.write_text(json.dumps(content))

@@ -63,7 +63,7 @@ def test_the_low_latency_buffer_has_four_rows_for_each_expert_and_token() -> Non
      ("BatchedCutlassExpertsFP8", "fp8_w8a8_channel"), ("BatchedTritonExperts", "none")],
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", [1024, 65536])
-def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: int) -> None:
+def test_estimated_workspace_covers_the_declared_one(name: str, quant: str, tokens: int) -> None:
     """The estimate is one to about two times what a part declares, so it omits nothing."""
     problem = replace(DEEPSEEK, quant=quant)
     part = load_catalog().experts(name)
@@ -76,7 +76,7 @@ def test_the_formula_covers_what_parts_declare(name: str, quant: str, tokens: in
     assert nbytes * 0.99 <= estimate_workspace(name, problem, shape) <= 2.1 * nbytes + unpacked
 
 
-def test_weights_are_those_of_the_rank_and_layers_share_the_rest() -> None:
+def test_layers_have_own_weights_and_share_other_memory() -> None:
     one_rank = estimate_memory(
         NO_EP, "TritonExperts", replace(DEEPSEEK, parallel=Parallel()), HOPPER
     )

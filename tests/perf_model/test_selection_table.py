@@ -28,16 +28,16 @@ mk = make_mk_fixture()
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Models whose weights of all MoE layers exceed the memory of four H200.
 TOO_LARGE = {"deepseek-v3", "kimi-k2", "glm-4.5", "qwen3-coder-480b-a35b"}
-WITHOUT_ANSWER = {(model, "4xh200") for model in TOO_LARGE} | {("mixtral-8x7b", "2x8xh200")}
+WITHOUT_RECOMMENDATION = {(model, "4xh200") for model in TOO_LARGE} | {("mixtral-8x7b", "2x8xh200")}
 # Bytes of a weight, including its share of scales.
 WEIGHT_BYTES = {"none": 2.0, "fp8_w8a8_block": 1 + 4 / 128**2, "mxfp4_w4a16": 0.5 + 1 / 32}
 
 
-def test_forty_questions_have_an_answer_or_a_reason() -> None:
+def test_every_selection_has_a_pairing_or_a_reason() -> None:
     assert len(MOE_LAYERS) * len(CLUSTERS) == 40
     selections = select_all_pairings()
     assert len(selections) == 40 * len(PHASE_TOKENS)
-    assert {(a.model, a.cluster) for a in selections if a.best is None} == WITHOUT_ANSWER
+    assert {(a.model, a.cluster) for a in selections if a.best is None} == WITHOUT_RECOMMENDATION
     for selection in selections:
         expected = ""
         if selection.best is None:
@@ -52,7 +52,7 @@ def test_forty_questions_have_an_answer_or_a_reason() -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", MOE_LAYERS)
-def test_a_recommended_pair_is_valid_by_mk_check_and_fits(mk: Mk, model: str, cluster: str) -> None:
+def test_recommended_pairing_is_valid_and_fits_in_memory(mk: Mk, model: str, cluster: str) -> None:
     for selection in (a for a in select_all_pairings() if (a.model, a.cluster) == (model, cluster)):
         tokens = str(PHASE_TOKENS[selection.phase])
         words = ("--model", model, "--machine", cluster, "--packages", "all", "--tokens", tokens)
@@ -80,7 +80,7 @@ def _check_memory(selection: Selection) -> None:
 @pytest.mark.parametrize(
     ("model", "cluster"), [("deepseek-v3", "2x8xh200"), ("qwen3-30b-a3b", "4xh200")]
 )
-def test_the_answer_is_that_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:
+def test_selection_equals_the_recommendation_of_mk_plan(mk: Mk, model: str, cluster: str) -> None:
     words = ("--model", model, "--machine", cluster, "--packages", "all")
     planned = mk("plan", *words, "--layers", str(MOE_LAYERS[model]), "--json").json
     taken = {row["phase"]: row["pairing"] for row in planned["recommendations"]}
@@ -152,7 +152,7 @@ def tables() -> list[tuple[str, str, Callable[[], str]]]:
     return list(runpy.run_path(str(DOCS.parent / "tools" / "plan_tables.py"))["TABLES"])
 
 
-def test_the_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
+def test_tables_of_pages_are_current(tables: list[tuple[str, str, Callable[[], str]]]) -> None:
     """If this fails, run `python tools/plan_tables.py`."""
     assert len(tables) == 7
     for page, mark, table in tables:

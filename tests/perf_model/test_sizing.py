@@ -78,7 +78,7 @@ def test_inclusion_probabilities_match_drawn_routing(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "tokens"), [(1, 5), (2, 16), (4, 3), (8, 64)])
-def test_uniform_loads_match_counted_ones(world: int, tokens: int) -> None:
+def test_uniform_loads_match_counted_loads(world: int, tokens: int) -> None:
     experts, top_k, trials = 64, 4, 200
     kind = RoutingKind("uniform")
     load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=tokens, kind=kind)
@@ -145,7 +145,7 @@ def test_the_slowest_link_determines_the_time_of_an_exchange() -> None:
     assert exchange_time(distribute_over_ranks(problem, 1), part, load, cluster).dispatch == 0
 
 
-def test_two_hop_exchange_by_hand() -> None:
+def test_two_hop_exchange_equals_a_manual_computation() -> None:
     """There are two hosts of two ranks. A rank needs half of the tokens, a host three quarters."""
     problem = distribute_over_ranks(Problem(1000, 500, 64, 8, 2), 4)
     load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
@@ -259,7 +259,7 @@ def test_rows_per_rank_are_fewer_than_per_expert() -> None:
         (256, Groups(8, 4), 7.75, 6.39),
     ],
 )
-def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host: float) -> None:
+def test_network_rows_equal_expected_values(world: int, groups: Groups, flat: float, by_host: float) -> None:
     cluster, problem = Cluster(), distribute_over_ranks(DEEPSEEK, world, 8)
     load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
                      kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
@@ -290,7 +290,7 @@ def test_group_limited_probabilities_match_drawn_groups(groups: Groups) -> None:
         assert probability == pytest.approx(float(hits.float().mean()), rel=0.02)
 
 
-def test_rows_of_the_second_hop() -> None:
+def test_second_hop_of_two_hosts_has_half_of_all_rows() -> None:
     part = Traffic(
         "host", DirectionModel(10e-6, 0.5), DirectionModel(20e-6, 0.25), "by hand", between=0.5
     )

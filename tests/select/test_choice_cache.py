@@ -218,7 +218,7 @@ def test_a_file_where_the_folder_should_be_is_a_note(tmp_path: Path) -> None:
     assert note.startswith("not cached: ")
 
 
-def test_only_one_holds_the_lock(cache: Cache) -> None:
+def test_lock_is_exclusive(cache: Cache) -> None:
     acquired: list[bool] = []
 
     def other() -> None:

@@ -148,7 +148,7 @@ def test_html_shows_pairings_by_tokens(folder: Path, clock: dict) -> None:
     )
 
 
-def test_a_second_call_times_nothing_and_chooses_the_same(
+def test_second_call_times_nothing_and_selects_the_same_pairings(
     folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = choose(PROBLEM, CPU)
@@ -285,7 +285,7 @@ def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
     assert {r.rule for r in raised.value.rejections} >= {"graph"}
 
 
-def test_a_composed_layer_computes_what_its_pairings_do(folder: Path, clock: dict) -> None:
+def test_composed_layer_equals_its_pairings(folder: Path, clock: dict) -> None:
     kernel = mk.compose(PROBLEM, CPU)
     assert kernel.pairing == "{} x {}, {} x {}".format(*NAIVE, *TORCH)
     plan = kernel.plan()

@@ -98,7 +98,7 @@ def test_results_are_saved_after_each_number_of_tokens() -> None:
     assert sorted(space.kept) == [1, 2, 3, 4]
 
 
-def test_fresh_ignores_saved_results() -> None:
+def test_ignore_saved_measures_again() -> None:
     space = Space()
     space.kept = {1: TunedChoice(3, 1.0, 1.0), 7: TunedChoice(3, 1.0, 1.0)}
     assert remaining_token_counts(space, (1, 7), FOLDER, ignore_saved=True) == [1, 7]
@@ -120,7 +120,7 @@ def test_budget_is_shared_and_unused_time_is_passed_on() -> None:
     assert [tuned.finished for tuned in results] == [True] * 8
 
 
-def test_a_spent_budget_ends_the_run_and_another_continues() -> None:
+def test_next_run_continues_after_a_spent_budget() -> None:
     space = Space()
     results = list(tune(make_job(space, FakeBenchmark(TIMES, cost=100.0), 1, 2, 3, budget=90.0)))
     assert [tuned.tokens for tuned in results] == [1]

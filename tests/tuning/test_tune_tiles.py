@@ -44,7 +44,7 @@ def model(tokens: int, pair: Choice) -> float:
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "BatchedTritonExperts"])
-def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
+def test_triton_parts_get_their_fastest_launches(here: Path, part: str) -> None:
     space = load_catalog().experts(part).tunable(MIXTRAL)
     assert isinstance(space, ConfigSpace)
     assert MoEConfig(*BEST_TILES, "aligned") not in space.candidates(128)
@@ -117,7 +117,7 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
                 assert all(block_m > 16 for _ in group), "short blocks have nothing to swizzle"
 
 
-def test_small_4_bit_calls_have_their_own_launches(here: Path) -> None:
+def test_small_4_bit_calls_have_separate_launches(here: Path) -> None:
     """A file with the fastest launches determines the launches, and is read back unchanged."""
     problem = replace(MIXTRAL, quant="int4_w4a16_group")
     space = ConfigSpace(problem, "TritonExperts", ALL_PATHS)
