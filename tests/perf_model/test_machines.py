@@ -19,7 +19,9 @@ CUSTOM |= {"peak_tflops": 200, "link_gbs": 40}
     [("h200", 1, 1, "h200"), ("8xH200", 1, 8, "h200"), ("2x8xh200", 2, 8, "h200"),
      ("8xb200", 1, 8, "b200"), ("4xa100", 1, 4, "a100"), ("16x4xh100", 16, 4, "h100")],
 )  # fmt: skip
-def test_name_consists_of_hosts_gpus_and_gpu(text: str, hosts: int, per_host: int, name: str) -> None:
+def test_name_consists_of_hosts_gpus_and_gpu(
+    text: str, hosts: int, per_host: int, name: str
+) -> None:
     machine = parse_machine(text)
     assert (machine.hosts, machine.per_host, machine.gpus) == (hosts, per_host, hosts * per_host)
     assert (machine.gpu, machine.inside) == NAMED_GPUS[name]

@@ -259,7 +259,9 @@ def test_rows_per_rank_are_fewer_than_per_expert() -> None:
         (256, Groups(8, 4), 7.75, 6.39),
     ],
 )
-def test_network_rows_equal_expected_values(world: int, groups: Groups, flat: float, by_host: float) -> None:
+def test_network_rows_equal_expected_values(
+    world: int, groups: Groups, flat: float, by_host: float
+) -> None:
     cluster, problem = Cluster(), distribute_over_ranks(DEEPSEEK, world, 8)
     load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
                      kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip

@@ -123,7 +123,9 @@ DECISIONS = {
 
 
 @pytest.mark.parametrize(("timed", "previous", "pick"), DECISIONS.values(), ids=DECISIONS.keys())
-def test_bucket_selects_the_expected_pairing(timed: Bucket, previous: Pair | None, pick: SelectedPairing) -> None:
+def test_bucket_selects_the_expected_pairing(
+    timed: Bucket, previous: Pair | None, pick: SelectedPairing
+) -> None:
     second = Bucket(2, timed.default, timed.outcomes)
     first = bucket(1, a=1.0, b=0.5, c=1.0) if previous == B else bucket(1, a=1.0, b=1.0, c=1.0)
     assert select_pairs(options(2), [first, second])[2] == pick

@@ -352,7 +352,7 @@ def test_concurrent_processes_time_once(folder: Path, clock: dict) -> None:
     ],
     ids=str,
 )
-def test_bad_terms_are_refused(options: dict) -> None:
+def test_invalid_options_are_refused(options: dict) -> None:
     with pytest.raises(ConfigurationError):
         MeasurementOptions(**options)
 
@@ -392,7 +392,7 @@ SMALL = ("--tokens-list", "1,8", "--hidden", "64", "--intermediate", "32", "--ex
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_the_verb_chooses_explains_and_reuses(
+def test_verb_selects_explains_and_reuses(
     capsys: pytest.CaptureFixture[str], folder: Path, clock: dict
 ) -> None:
     code, out, err = run_compose(capsys, *SMALL, "--explain")
@@ -415,7 +415,8 @@ def test_the_verb_chooses_explains_and_reuses(
     assert [o["pair"] for o in record["buckets"][0]["outcomes"]] == [list(TORCH), list(NAIVE)]
     assert record["summary"] == "2 token counts: 2 from the cache"
     assert max(len(verdict["rejections"]) for verdict in record["refused"]) > 1
-    for verdict in record["refused"]:  # a line each: the first reason, and how num_valid others
+    # each line has the first reason and the number of other reasons
+    for verdict in record["refused"]:
         pairing = [verdict["prepare_finalize"], "x", verdict["experts"]]
         (line,) = (words for words in lines if words[:3] == pairing)
         assert line[3] == f"[{verdict['rejections'][0]['rule']}]"
@@ -431,13 +432,13 @@ def test_long_waits_are_logged_once(
     monkeypatch.setattr(PairingTimer, "_time_once", lambda *_: time.sleep(0.02) or 1e-3)
     compose(PROBLEM, CPU, options=MeasurementOptions(on_bucket=(lambda _: None) if quiet else None))
     message = "timing 2 pairings for up to 20 s; the times are cached"
-    # The process also logs once that the interpreter is on, in whichever test comes first.
+    # The process also logs once that the interpreter is enabled, in the first test that runs.
     logged = [r.getMessage() for r in caplog.records if r.name == "modular_kernel.select"]
     assert logged == ([] if quiet else [message])
 
 
 def test_exchanges_that_count_rows_are_not_captured() -> None:
-    """Parts over torch.distributed can only be captured if the problem requests graphs."""
+    """Parts over torch.distributed can be captured only if the problem requests graphs."""
     gpu = Machine("cuda", arch=(9, 0), packages=frozenset({"triton"}))
     pair = ("TorchAll2AllPrepareAndFinalize", "TritonExperts")
     for graph in (False, True):
