@@ -46,7 +46,6 @@ class Start:
     codes: dict[int, int | str] = field(default_factory=dict)
 
     def output_file(self, rank):
-        """Return the file with the output of a rank."""
         return self.folder / f"output-{self.number}-{rank}"
 
     def collect_exits(self):

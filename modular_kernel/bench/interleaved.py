@@ -308,7 +308,6 @@ class _Run:
         schedule: Rotation,
         inputs: Sequence[Input],
     ) -> Row:
-        """Return the row with the work and the roofline of the case."""
         scheme = QuantScheme.parse(instances.candidate.quant)
         loads = [count_load(item.routing, case.problem) for item in inputs]
         work = compute_work(case.problem, scheme, loads)

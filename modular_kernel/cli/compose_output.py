@@ -79,7 +79,6 @@ def _describe_interpreter(choice: "PairingChoice") -> str:
 
 
 def _describe_missing_requirement(verdict: "Verdict", machine: "Machine") -> str:
-    """Return the requirement that the machine does not meet."""
     first = verdict.rejections[0]
     return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 

@@ -174,8 +174,6 @@ def make_file_stem(subject: str, problem: "Problem") -> str:
 
 @dataclass(frozen=True)
 class _OutputFiles:
-    """Paths of the output files."""
-
     pairs: tuple[tuple[str, str], ...]
     problem: "Problem"
     out: Path

@@ -68,7 +68,6 @@ _RANKS_TEXT = {1: "1 GPU", 2: "2 GPUs", 4: "4 GPUs", 16: "16 to 256, published"}
 
 
 def _ranks_key(world: int) -> int:
-    """Return the key of _RANKS_TEXT for a number of ranks."""
     return min(world, max(_RANKS_TEXT))
 
 

@@ -309,7 +309,6 @@ def _by_mutant(records: tuple[Record, ...], name: str) -> list[tuple[Record, lis
 
 
 def _parts_without_score(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
-    """List the parts without a score."""
     measured = {score["part"] for score in scores}
     names = [f"`{name}`" for name in parts if name not in measured]
     if not names:

@@ -35,7 +35,6 @@ def copy_tokens(inputs: Inputs, start: int, count: int = TOKENS) -> Inputs:
 
 
 def run_without_plan(kernel: FusedMoEModularKernel, inputs: Inputs) -> torch.Tensor:
-    """Run a call without a plan."""
     return kernel.start(*inputs).finish()
 
 

@@ -39,7 +39,6 @@ def make_layers(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoR
 def weights_and_routing_on_cpu(
     layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor
 ) -> tuple[ExpertWeights, Routing]:
-    """Return the layer's weights and the routing of a call, on the CPU."""
     routed, w = layer._route(x, logits, None, (12,)).routing, layer.weights()
     weights = ExpertWeights(w.w1.detach().cpu(), w.w2.detach().cpu())
     return weights, Routing(routed.topk_weights_TK.cpu(), routed.topk_ids_TK.cpu())
