@@ -1,5 +1,5 @@
-"""Loading and evicting adapters: from several threads, interrupted at any line, and in inference
-mode.
+"""Loading and evicting LoRA adapters from several threads, with interrupts at any line, and in
+inference mode.
 """
 
 import sys
@@ -27,7 +27,7 @@ PROBLEM = mk.Problem(
 THREADS = 8
 
 
-def at_once(*functions: Callable[[], Any]) -> None:
+def run_concurrently(*functions: Callable[[], Any]) -> None:
     """Run each function in its own thread, all starting together, and raise the first error."""
     barrier, failed = threading.Barrier(len(functions)), list[BaseException]()
 
@@ -48,77 +48,79 @@ def at_once(*functions: Callable[[], Any]) -> None:
         raise error
 
 
-def slot_of(pool: AdapterPool, slot: int) -> dict[str, torch.Tensor]:
+def slot_tensors(pool: AdapterPool, slot: int) -> dict[str, torch.Tensor]:
     return {name: tensor[slot].clone() for name, tensor in pool._tensors.items()}
 
 
-def alone(own: Any) -> dict[str, torch.Tensor]:
-    """Return the contents of a slot with one adapter only."""
+def load_alone(adapter: Any) -> dict[str, torch.Tensor]:
+    """Return the slot's tensors of a pool in which only this adapter is loaded."""
     pool = AdapterPool(PROBLEM)
-    return slot_of(pool, pool.load("alone", own))
+    return slot_tensors(pool, pool.load("alone", adapter))
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay threads between choosing a slot and taking it, so that they meet there."""
+def threads_meet_at_slot_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delay all threads between choosing a slot and taking it, so that a race would occur there."""
     check, barrier = AdapterPool._check_adapter, threading.Barrier(THREADS)
 
     def slow(self: AdapterPool, *given: Any) -> int:
-        with suppress(threading.BrokenBarrierError):  # a turn each
+        with suppress(threading.BrokenBarrierError):  # fewer threads than THREADS may arrive
             barrier.wait(0.3)
         return check(self, *given)
 
     monkeypatch.setattr(AdapterPool, "_check_adapter", slow)
 
 
-@pytest.mark.usefixtures("meeting")
-def test_threads_load_into_different_slots() -> None:
+@pytest.mark.usefixtures("threads_meet_at_slot_choice")
+def test_concurrent_loads_use_different_slots() -> None:
     pool = AdapterPool(PROBLEM)
-    owns = {f"{n}": make_adapter(1 + n % 5, n, halves=2) for n in range(THREADS)}
-    at_once(*(lambda n=name: pool.load(n, owns[n]) for name in owns))  # type: ignore[misc]
+    adapters = {f"{n}": make_adapter(1 + n % 5, n, halves=2) for n in range(THREADS)}
+    run_concurrently(*(lambda n=name: pool.load(n, adapters[n]) for name in adapters))  # type: ignore[misc]
     assert sorted(pool.slots.values()) == list(range(THREADS))
-    for name, own in owns.items():
-        found, want = slot_of(pool, pool.slots[name]), alone(own)
-        assert all(torch.equal(found[each], want[each]) for each in want), name
+    for name, adapter in adapters.items():
+        loaded, expected = slot_tensors(pool, pool.slots[name]), load_alone(adapter)
+        assert all(
+            torch.equal(loaded[tensor_name], expected[tensor_name]) for tensor_name in expected
+        ), name
 
 
-@pytest.mark.usefixtures("meeting")
-def test_threads_load_into_the_same_slot_of_all_layers() -> None:
+@pytest.mark.usefixtures("threads_meet_at_slot_choice")
+def test_concurrent_loads_use_the_same_slot_in_all_layers() -> None:
     manager = LoRAManager(make_base_layer().problem, "adapters=8,rank=5", [3, 4])
-    own = MoELoRALayer(make_adapter(4, 1, halves=2))
-    at_once(*(lambda n=n: manager.load(f"{n}", {3: own}) for n in range(THREADS)))  # type: ignore[misc]
+    adapter = MoELoRALayer(make_adapter(4, 1, halves=2))
+    run_concurrently(*(lambda n=n: manager.load(f"{n}", {3: adapter}) for n in range(THREADS)))  # type: ignore[misc]
     third, fourth = (dict(pool.slots) for pool in manager.pools.values())
     assert third == fourth
     assert sorted(third.values()) == list(range(THREADS))
 
 
-def test_threads_that_load_use_and_evict_see_their_own_adapters() -> None:
+def test_threads_see_only_their_own_adapters() -> None:
     layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=3,rank=5", [3])
     adapted, (x, logits) = FusedMoEWithLoRA(layer, manager), make_call()
-    owns = [MoELoRALayer(make_adapter(1 + n % 5, n, halves=2)) for n in range(4)]
-    wants = []
-    for n, own in enumerate(owns):
-        manager.load(f"{n}", {3: own})
+    adapters = [MoELoRALayer(make_adapter(1 + n % 5, n, halves=2)) for n in range(4)]
+    expected_outputs = []
+    for n, adapter in enumerate(adapters):
+        manager.load(f"{n}", {3: adapter})
         batch = ForwardBatch((f"{n}", None, f"{n}"), STARTS)
-        wants.append(
+        expected_outputs.append(
             adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
         )
         manager.evict(f"{n}")
 
     def use(n: int) -> None:
-        for turn in range(10):
-            name = f"{n} {turn}"
+        for repetition in range(10):
+            name = f"{n} {repetition}"
             try:
-                manager.load(name, {3: owns[n]})
-            except CapacityError:  # the others have all slots
+                manager.load(name, {3: adapters[n]})
+            except CapacityError:  # the other threads use all slots
                 continue
             batch = ForwardBatch((name, None, name), STARTS)
             info = manager.prepare_moe_lora_batch(batch, 3)
-            torch.testing.assert_close(adapted(x, logits, moe_lora_info=info), wants[n])
+            torch.testing.assert_close(adapted(x, logits, moe_lora_info=info), expected_outputs[n])
             manager.evict(name)
 
-    at_once(*(lambda n=n: use(n) for n in range(4)))  # type: ignore[misc]
+    run_concurrently(*(lambda n=n: use(n) for n in range(4)))  # type: ignore[misc]
     assert not manager.pools[3].slots
     assert not any(tensor.any() for tensor in manager.pools[3]._tensors.values())
 
@@ -127,22 +129,24 @@ def test_threads_that_load_use_and_evict_see_their_own_adapters() -> None:
 
 
 class Interrupt(BaseException):
-    """Like KeyboardInterrupt, not an Exception."""
+    """Derives from BaseException like KeyboardInterrupt, so `except Exception` does not catch
+    it.
+    """
 
 
 @contextmanager
-def interrupted(*lines: int) -> Any:
-    """Raise Interrupt at the given indices among the lines that this thread executes in both
-    modules.
+def interrupt_at_lines(*lines: int) -> Any:
+    """Raise Interrupt at these indices of the lines that this thread executes in the modules
+    `adapter_pool` and `lora`.
     """
-    files, passed, left = {adapter_pool.__file__, lora.__file__}, [0], sorted(lines)
+    files, line_count, left = {adapter_pool.__file__, lora.__file__}, [0], sorted(lines)
 
     def watch(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename not in files:
             return None
         if event == "line":
-            passed[0] += 1
-            if left and passed[0] == left[0]:
+            line_count[0] += 1
+            if left and line_count[0] == left[0]:
                 left.pop(0)
                 raise Interrupt(frame.f_lineno)
         return watch
@@ -151,20 +155,22 @@ def interrupted(*lines: int) -> Any:
     grad = torch.is_grad_enabled()
     sys.settrace(watch)
     try:
-        yield passed
+        yield line_count
     finally:
         sys.settrace(before)
-        torch.set_grad_enabled(grad)  # an interrupt within no_grad's own code leaves it off
+        torch.set_grad_enabled(grad)  # an interrupt inside no_grad would leave gradients off
 
 
-def lines_of(function: Callable[[], Any]) -> int:
-    with interrupted() as passed:
+def count_lines(function: Callable[[], Any]) -> int:
+    with interrupt_at_lines() as line_count:
         function()
-    return int(passed[0])
+    return int(line_count[0])
 
 
-def consistent(manager: LoRAManager) -> None:
-    """Check that all layers have the same adapters in the same slots, and zeros in the others."""
+def check_consistency(manager: LoRAManager) -> None:
+    """Check that all layers hold the same adapters in the same slots, and that free slots hold
+    zeros.
+    """
     manager.load("probe", {})
     manager.evict("probe")
     for layer, pool in manager.pools.items():
@@ -176,59 +182,66 @@ def consistent(manager: LoRAManager) -> None:
 
 
 @pytest.mark.parametrize("mode", ["merged", "parallel_delta"])
-@pytest.mark.parametrize("again", [None, 7], ids=["once", "in its undoing too"])
-def test_a_load_and_an_evict_interrupted_at_any_line(mode: Any, again: int | None) -> None:
+@pytest.mark.parametrize(
+    "second_interrupt_after", [None, 7], ids=["one_interrupt", "second_interrupt_during_rollback"]
+)
+def test_interrupts_at_any_line_leave_the_layers_consistent(
+    mode: Any, second_interrupt_after: int | None
+) -> None:
     shared, halves = (",a13=shared", 1) if mode == "parallel_delta" else ("", 2)
-    own = MoELoRALayer(make_adapter(4, 1, halves=halves), 2.0)
+    adapter = MoELoRALayer(make_adapter(4, 1, halves=halves), 2.0)
 
-    def made() -> LoRAManager:
+    def make_manager() -> LoRAManager:
         manager = LoRAManager(
             make_base_layer().problem, f"adapters=2,rank=5{shared}", [3, 4], mode=mode
         )
-        manager.load("kept", {3: own, 4: own})
+        manager.load("kept", {3: adapter, 4: adapter})
         return manager
 
-    manager = made()
-    steps = {
-        "load": lines_of(lambda: manager.load("new", {3: own})),
-        "evict": lines_of(lambda: manager.evict("new")),
+    manager = make_manager()
+    lines_per_change = {
+        "load": count_lines(lambda: manager.load("new", {3: adapter})),
+        "evict": count_lines(lambda: manager.evict("new")),
     }
-    for change, count in steps.items():
-        manager = made()
-        kept = [slot_of(pool, 0) for pool in manager.pools.values()]
+    for change, count in lines_per_change.items():
+        manager = make_manager()
+        tensors_before = [slot_tensors(pool, 0) for pool in manager.pools.values()]
         for line in range(1, count + 1):
             if change == "evict" and "new" not in manager._slots:
-                manager.load("new", {3: own})
-            lines = (line,) if again is None else (line, line + again)
+                manager.load("new", {3: adapter})
+            lines = (
+                (line,) if second_interrupt_after is None else (line, line + second_interrupt_after)
+            )
             try:
-                with interrupted(*lines):
+                with interrupt_at_lines(*lines):
                     if change == "load":
-                        manager.load("new", {3: own})
+                        manager.load("new", {3: adapter})
                     else:
                         manager.evict("new")
             except Interrupt:
                 pass
-            if change == "load" and "new" in manager._slots:  # the last line was done
+            # the interrupt came after the load had finished
+            if change == "load" and "new" in manager._slots:
                 manager.evict("new")
             if change == "evict" and "new" in manager._slots:
                 manager.evict("new")
-            consistent(manager)
-            for pool, want in zip(manager.pools.values(), kept, strict=True):
+            check_consistency(manager)
+            for pool, kept_tensors in zip(manager.pools.values(), tensors_before, strict=True):
                 assert dict(pool.slots) == {"kept": 0}
-                found = slot_of(pool, 0)
-                assert all(torch.equal(found[name], want[name]) for name in want)
+                tensors = slot_tensors(pool, 0)
+                assert all(torch.equal(tensors[name], kept_tensors[name]) for name in kept_tensors)
 
 
 @pytest.mark.parametrize("scaling", [1e39, -1e300, 1e-60])
-def test_a_scaling_out_of_the_range_of_float32_takes_no_slot(scaling: float) -> None:
+def test_scaling_outside_float32_takes_no_slot(scaling: float) -> None:
     problem = make_base_layer().problem
     manager = LoRAManager(problem, "adapters=2,rank=5,a13=shared", [3, 4], mode="parallel_delta")
-    own = make_adapter(4, 1)
+    adapter = make_adapter(4, 1)
     with pytest.raises(WeightsError, match=r"'mine': scaling of layer 4: got .*float32"):
-        manager.load("mine", {3: MoELoRALayer(own, 2.0), 4: MoELoRALayer(own, scaling)})
-    consistent(manager)
+        manager.load("mine", {3: MoELoRALayer(adapter, 2.0), 4: MoELoRALayer(adapter, scaling)})
+    check_consistency(manager)
     for name in ("mine", "other"):
-        manager.load(name, {3: MoELoRALayer(own, 3e38), 4: MoELoRALayer(own, 0.0)})
+        manager.load(name, {3: MoELoRALayer(adapter, 3e38), 4: MoELoRALayer(adapter, 0.0)})
 
 
 # ------------------------------------------------------------------------------ inference mode
@@ -238,12 +251,12 @@ def test_pools_made_in_inference_mode_load_outside_it() -> None:
     with torch.inference_mode():
         pool = AdapterPool(PROBLEM)
         pool.load("within", make_adapter(4, 1, halves=2))
-        theirs = make_adapter(3, 2, halves=2)  # tensors of inference mode
-    pool.load("outside", theirs)
+        adapter_of_inference_mode = make_adapter(3, 2, halves=2)
+    pool.load("outside", adapter_of_inference_mode)
     pool.evict("within")
     assert not any(tensor[0].any() for tensor in pool._tensors.values())
-    found, want = slot_of(pool, 1), alone(theirs)
-    assert all(torch.equal(found[name], want[name]) for name in want)
+    loaded, expected = slot_tensors(pool, 1), load_alone(adapter_of_inference_mode)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("mode", ["merged", "parallel_delta"])

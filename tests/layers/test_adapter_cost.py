@@ -1,5 +1,5 @@
-"""The cost of adapters: bytes and flops computed by hand, the verbs that measure, and the shrink
-stage.
+"""The cost of LoRA adapters: bytes and flops against values computed by hand, the `mk` commands
+that measure it, and the shrink stage (the product with A).
 """
 
 from dataclasses import replace
@@ -31,22 +31,23 @@ CPU, NONE = torch.device("cpu"), QuantScheme.parse("none")
 E, H, I, N, R, L = 4, 32, 64, 128, 5, 3  # noqa: E741
 PLAIN = Problem(tokens=10, hidden=H, intermediate=I, experts=E, top_k=2)
 PROBLEM = replace(PLAIN, lora=f"adapters={L},rank={R}")
-# One pair for each of 3 experts: each meets one adapter.
-ONE = {"a13": 2 * R * H, "b13": N * R, "a2": R * I, "b2": H * R}
+# Elements that one pair (a token and one of its experts) reads of each adapter tensor.
+ELEMENTS_PER_PAIR = {"a13": 2 * R * H, "b13": N * R, "a2": R * I, "b2": H * R}
 
 
-def test_one_pair_of_an_expert_reads_one_adapter() -> None:
+def test_one_pair_per_expert_reads_one_adapter() -> None:
     found = adapter_work(PROBLEM, 3, 3)
     assert found == {
-        name: AdapterWork(2 * 3 * n, pytest.approx(3 * n * 2)) for name, n in ONE.items()
+        name: AdapterWork(2 * 3 * n, pytest.approx(3 * n * 2))
+        for name, n in ELEMENTS_PER_PAIR.items()
     }
-    assert adapter_work(PLAIN, 3, 3) == dict.fromkeys(ONE, NO_WORK)
-    assert adapter_work(PROBLEM, 0, 0) == dict.fromkeys(ONE, NO_WORK)
+    assert adapter_work(PLAIN, 3, 3) == dict.fromkeys(ELEMENTS_PER_PAIR, NO_WORK)
+    assert adapter_work(PROBLEM, 0, 0) == dict.fromkeys(ELEMENTS_PER_PAIR, NO_WORK)
 
 
-def test_many_pairs_read_all_adapters_and_few_some() -> None:
+def test_many_pairs_read_all_adapters_and_few_pairs_some() -> None:
     assert adapter_work(PROBLEM, 3000, 3)["a2"].bytes == pytest.approx(3 * L * R * I * 2)
-    # Two even draws of three slots meet 3 (1 - 4/9) of them.
+    # Two pairs that draw evenly from three adapters use 3 (1 - 4/9) of them on average.
     assert adapter_work(PROBLEM, 6, 3)["a2"].bytes == pytest.approx(3 * (5 / 3) * R * I * 2)
 
 
@@ -59,33 +60,33 @@ def test_factors_shared_by_experts_are_read_once() -> None:
     assert found["a13"].flops == 2 * 3000 * R * H
 
 
-SHARES = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 / H))]
+ADDED_FLOPS = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 / H))]
 
 
-@pytest.mark.parametrize(("shared", "share"), SHARES)
-def test_the_fraction_of_the_layer_s_flops(shared: str, share: float) -> None:
+@pytest.mark.parametrize(("shared", "added_fraction"), ADDED_FLOPS)
+def test_adapters_add_a_fraction_of_the_flops(shared: str, added_fraction: float) -> None:
     problem = replace(PROBLEM, lora=f"adapters={L},rank={R}{shared}")
     load = [Load(20, 4, 1.0)]
-    base, whole = (compute_work(each, NONE, load) for each in (PLAIN, problem))
-    assert whole.flops / base.flops - 1 == pytest.approx(share)
+    base, with_adapters = (compute_work(each, NONE, load) for each in (PLAIN, problem))
+    assert with_adapters.flops / base.flops - 1 == pytest.approx(added_fraction)
     added = sum(each.bytes for each in adapter_work(problem, 20, 4).values())
-    assert whole.bytes - base.bytes == pytest.approx(added)
+    assert with_adapters.bytes - base.bytes == pytest.approx(added)
 
 
-def test_bytes_of_a_slot() -> None:
+def test_adapter_bytes_per_slot() -> None:
     assert adapter_bytes(PROBLEM) == 2 * E * (2 * R * H + N * R + R * I + H * R)
     assert adapter_bytes(PLAIN) == 0
-    half = replace(PROBLEM, local_experts=2, expert_map=True)
-    assert adapter_bytes(half) * 2 == adapter_bytes(PROBLEM)
+    half_the_experts = replace(PROBLEM, local_experts=2, expert_map=True)
+    assert adapter_bytes(half_the_experts) * 2 == adapter_bytes(PROBLEM)
 
 
-def test_stages_by_hand() -> None:
-    """One pair for each of 3 experts: 3 pairs, 3 tokens."""
+def test_stage_works_equal_values_computed_by_hand() -> None:
+    """Each of 3 experts gets one pair."""
     names = (stages.SHRINK, stages.GEMM1, stages.GEMM2)
     load = RankLoad(10, 9, 3, 3)
-    plain, found = (compute_stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
+    plain, adapted = (compute_stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
     assert plain[stages.SHRINK] == StageWork()
-    shrink, first, second = (found[name] for name in names)
+    shrink, first, second = (adapted[name] for name in names)
     assert shrink.flops == 2 * 3 * (2 * R * H + R * I)
     assert shrink.read == 9 * H * 2 + 3 * I * 2
     assert shrink.weights == pytest.approx(3 * (2 * R * H + R * I) * 2)
@@ -100,40 +101,44 @@ def test_stages_by_hand() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_plan_counts_their_bytes_and_time(world: int) -> None:
+def test_estimates_include_bytes_and_time_of_adapters(world: int) -> None:
     def estimate(problem: Problem) -> tuple[float, float]:
         estimates = estimate_pairings(distribute_over_ranks(problem, world), Cluster()).estimates
-        found = next(each for each in estimates if each.experts_part == "TritonExperts")
-        return found.memory.weights, found.experts.seconds
+        with_triton_experts = next(
+            each for each in estimates if each.experts_part == "TritonExperts"
+        )
+        return with_triton_experts.memory.weights, with_triton_experts.experts.seconds
 
     plain = replace(PLAIN, hidden=1024, intermediate=512, tokens=64)
     adapted = replace(plain, lora="adapters=3,rank=16")
-    (base, quick), (whole, slow) = estimate(plain), estimate(adapted)
-    assert whole - base == 3 * adapter_bytes(distribute_over_ranks(adapted, world))
+    (base_bytes, base_s), (adapted_bytes, adapted_s) = estimate(plain), estimate(adapted)
+    assert adapted_bytes - base_bytes == 3 * adapter_bytes(distribute_over_ranks(adapted, world))
     assert adapter_bytes(distribute_over_ranks(adapted, world)) * world == adapter_bytes(adapted)
-    assert slow > quick
+    assert adapted_s > base_s
 
 
-def test_inputs_and_expected_output_of_a_benchmark_have_adapters() -> None:
-    """The expected output includes adapters, also where few experts are selected."""
+def test_benchmark_inputs_and_expected_output_include_adapters() -> None:
+    """Routing to 2 of 8 experts is included."""
     problem = replace(PROBLEM, tokens=7, experts=8, dtype=torch.float32)
     for lora in (problem.lora, f"{problem.lora},outer=shared"):
-        cell = LayerCase("mine", replace(problem, lora=lora), RoutingKind("hot", 2))
-        given, weights = make_input(cell, CPU, 0), make_weights(cell.problem, CPU)
-        assert given.routing.slots_T is not None
-        assert given.routing.slots_T.tolist() == [0, 1, 2, 0, 1, 2, 0]
-        assert given.routing.slots_T.dtype is torch.int32
-        with_them = compute_expected_output(cell, given, weights, NONE).exact
+        case = LayerCase("mine", replace(problem, lora=lora), RoutingKind("hot", 2))
+        call_input, weights = make_input(case, CPU, 0), make_weights(case.problem, CPU)
+        assert call_input.routing.slots_T is not None
+        assert call_input.routing.slots_T.tolist() == [0, 1, 2, 0, 1, 2, 0]
+        assert call_input.routing.slots_T.dtype is torch.int32
+        with_adapters = compute_expected_output(case, call_input, weights, NONE).exact
         names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
-        plain = LayerCase("mine", replace(problem, lora="none"), cell.routing)
+        plain = LayerCase("mine", replace(problem, lora="none"), case.routing)
         base = replace(weights, **dict.fromkeys(names))
-        bare = replace(given, routing=replace(given.routing, adapters_T=None))
-        without = compute_expected_output(plain, bare, base, NONE).exact
-        assert float((with_them - without).norm() / without.norm()) > 0.1
+        input_without_adapters = replace(
+            call_input, routing=replace(call_input.routing, adapters_T=None)
+        )
+        without = compute_expected_output(plain, input_without_adapters, base, NONE).exact
+        assert float((with_adapters - without).norm() / without.norm()) > 0.1
 
 
-def test_the_branch_is_timed_in_its_two_configurations() -> None:
-    """Those of the specification, which have the H of DeepSeek-V3; here the sizes are small."""
+def test_the_lora_branch_is_benchmarked_with_both_strategies() -> None:
+    """The benchmark has the hidden size of DeepSeek-V3; this test runs smaller sizes."""
     assert [(c.tokens, c.hidden, c.rank, c.experts, c.top_k) for c in BRANCH_SIZES] == [
         (256, 2048, 8, 64, 6), (256, 7168, 8, 256, 8),
     ]  # fmt: skip
@@ -143,7 +148,7 @@ def test_the_branch_is_timed_in_its_two_configurations() -> None:
         (sizes, strategy) for sizes in small for strategy in ("staged", "fused")
     ]
     assert [row.is_auto for row in rows] == [False, True] * 2
-    for row in rows:  # the row itself, not all of them
+    for row in rows:
         assert str(row).startswith(f"{row.sizes} ({row.strategy}")
         assert f"{row.sizes.tokens / row.us * 1e6:.0f} tokens/s" in str(row)
 
@@ -164,7 +169,7 @@ def test_bench_measures_a_layer_with_adapters(
     assert "E4-K2-H64-I96 lora:adapters=2,rank=8" in out.read_text()
 
 
-def test_profile_shows_shrink_as_a_stage(
+def test_profile_shows_the_shrink_stage(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, err = run_mk(

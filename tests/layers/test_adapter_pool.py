@@ -1,4 +1,6 @@
-"""AdapterPool: its layer equals that of merged weights, and a refused load changes nothing."""
+"""Tests of AdapterPool, the device memory for LoRA adapters: outputs equal those of merged weights,
+and a refused load changes nothing.
+"""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,7 +40,7 @@ PROBLEM = mk.Problem(
 )  # fmt: skip
 
 
-def adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adapter:
+def random_adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adapter:
     assert problem.adapters is not None
     spec = replace(problem.adapters, rank=rank)
     shapes = spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)
@@ -49,50 +51,55 @@ def adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adap
     })  # fmt: skip
 
 
-def held(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a pool."""
-    nothing = torch.zeros(())
-    weights = pool.weights(mk.ExpertWeights(nothing, nothing))
-    found = [getattr(weights, name) for name in NAMES]
-    return tuple(each for each in found if each is not None)
+def pool_tensors(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
+    placeholder = torch.zeros(())
+    weights = pool.weights(mk.ExpertWeights(placeholder, placeholder))
+    tensors = [getattr(weights, name) for name in NAMES]
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def peft_delta(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return in float64 what PEFT itself adds to w1 and w2."""
-    of = {
+    """Return the float64 matrices that PEFT adds to w1 and w2."""
+    deltas = {
         name.partition(".")[2]: DELTAS[name].to(DEVICE).double()
         for name in DELTAS
         if name.startswith(kind)
     }
-    if "w1" in of:
-        return torch.cat([of["w1"], of["w3"]], 1), of["w2"]
-    return of.get("gate_up_proj", torch.zeros(E, 2 * I, H, device=DEVICE).double()), of["down_proj"]
+    if "w1" in deltas:
+        return torch.cat([deltas["w1"], deltas["w3"]], 1), deltas["w2"]
+    return deltas.get("gate_up_proj", torch.zeros(E, 2 * I, H, device=DEVICE).double()), deltas[
+        "down_proj"
+    ]
 
 
-def merged_result(problem: mk.Problem, i: Any, slots: dict[int, str]) -> torch.Tensor:
-    """The layer in float64 with PEFT's own deltas merged into its weights, slot by slot."""
+def merged_result(problem: mk.Problem, inputs: Any, slots: dict[int, str]) -> torch.Tensor:
+    """Return the float64 output of the layer, with PEFT's deltas of each slot merged into the
+    weights.
+    """
     plain = replace(problem, lora="none")
-    routing = replace(i.routing, adapters_T=None)
-    base = replace(i.weights, **dict.fromkeys(NAMES))
-    want = reference.float64_reference(i.x_TH, base, routing, plain)
+    routing = replace(inputs.routing, adapters_T=None)
+    base = replace(inputs.weights, **dict.fromkeys(NAMES))
+    want = reference.float64_reference(inputs.x_TH, base, routing, plain)
     for slot, kind in slots.items():
         first, second = peft_delta(kind)
-        its = replace(base, w1=base.w1.double() + first, w2=base.w2.double() + second)
-        mine = i.routing.adapters_T == slot
-        assert mine.any()
-        want[mine] = reference.float64_reference(i.x_TH, its, routing, plain)[mine]
+        merged = replace(base, w1=base.w1.double() + first, w2=base.w2.double() + second)
+        uses_slot = inputs.routing.adapters_T == slot
+        assert uses_slot.any()
+        want[uses_slot] = reference.float64_reference(inputs.x_TH, merged, routing, plain)[
+            uses_slot
+        ]
     return want
 
 
-def run(pair: tuple[str, str], problem: mk.Problem, i: Any, pool: AdapterPool) -> torch.Tensor:
+def run(pair: tuple[str, str], problem: mk.Problem, inputs: Any, pool: AdapterPool) -> torch.Tensor:
     kernel = mk.make_kernel(*pair, problem)
-    base = replace(i.weights, **dict.fromkeys(NAMES))
-    return kernel(i.x_TH.clone(), pool.weights(base), i.routing)
+    base = replace(inputs.weights, **dict.fromkeys(NAMES))
+    return kernel(inputs.x_TH.clone(), pool.weights(base), inputs.routing)
 
 
-def loaded() -> tuple[AdapterPool, dict[int, str]]:
-    """Return a pool with an adapter of ranks 3 and 5 (rank_pattern), one of rank 4 on down only,
-    and one with separate experts.
+def make_loaded_pool() -> tuple[AdapterPool, dict[int, str]]:
+    """Return a pool with three adapters, and their kinds by slot: ranks 3 and 5 by rank_pattern,
+    rank 4 on the down projection only, and one with separate experts.
     """
     pool = AdapterPool(PROBLEM, DEVICE)
     kinds = ("fused", "down", "modules")
@@ -100,54 +107,60 @@ def loaded() -> tuple[AdapterPool, dict[int, str]]:
                   for kind in kinds}  # fmt: skip
 
 
-def call(slots_T: torch.Tensor) -> Any:
-    i = make_inputs(PROBLEM, "uniform", DEVICE)
-    return replace(i, routing=replace(i.routing, adapters_T=slots_T.to(DEVICE, torch.int32)))
+def make_call(slots_T: torch.Tensor) -> Any:
+    inputs = make_inputs(PROBLEM, "uniform", DEVICE)
+    return replace(
+        inputs, routing=replace(inputs.routing, adapters_T=slots_T.to(DEVICE, torch.int32))
+    )
 
 
 SLOTS_T = torch.arange(24) % 4 - 1
 
 
 @pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts"])
-def test_the_layer_equals_that_of_weights_merged_by_peft(experts: str) -> None:
-    pool, slots = loaded()
-    i = call(SLOTS_T)
-    got = run(("MoEPrepareAndFinalizeNoEP", experts), PROBLEM, i, pool).double()
-    want = merged_result(PROBLEM, i, slots)
+def test_output_equals_the_layer_with_weights_merged_by_peft(experts: str) -> None:
+    pool, slots = make_loaded_pool()
+    inputs = make_call(SLOTS_T)
+    got = run(("MoEPrepareAndFinalizeNoEP", experts), PROBLEM, inputs, pool).double()
+    want = merged_result(PROBLEM, inputs, slots)
     assert (got - want).abs().max() <= 1e-6 * want.abs().max()
 
 
 def test_later_loads_reuse_the_same_memory() -> None:
-    pool, _slots = loaded()
-    i = call(SLOTS_T)
-    places = [each.data_ptr() for each in held(pool)]
+    pool, _slots = make_loaded_pool()
+    inputs = make_call(SLOTS_T)
+    addresses = [each.data_ptr() for each in pool_tensors(pool)]
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", PROBLEM)
-    weights = pool.weights(replace(i.weights, **dict.fromkeys(NAMES)))
-    before = kernel(i.x_TH.clone(), weights, i.routing).clone()
+    weights = pool.weights(replace(inputs.weights, **dict.fromkeys(NAMES)))
+    before = kernel(inputs.x_TH.clone(), weights, inputs.routing).clone()
     pool.evict("modules")
     assert pool.slots == {"fused": 0, "down": 1}
-    mine = i.routing.adapters_T == 2
-    nobody = call(torch.full_like(SLOTS_T, -1))
-    bare = run(("MoEPrepareAndFinalizeNoEP", "TorchExperts"), PROBLEM, nobody, pool)
-    freed = kernel(i.x_TH.clone(), weights, i.routing)
-    torch.testing.assert_close(freed[mine], bare[mine], rtol=1e-6, atol=1e-7)
-    assert torch.equal(freed[~mine], before[~mine])
-    assert not any(each[2].any() for each in held(pool))
+    uses_evicted_slot = inputs.routing.adapters_T == 2
+    inputs_without_adapters = make_call(torch.full_like(SLOTS_T, -1))
+    without_adapters = run(
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"), PROBLEM, inputs_without_adapters, pool
+    )
+    after_evict = kernel(inputs.x_TH.clone(), weights, inputs.routing)
+    torch.testing.assert_close(
+        after_evict[uses_evicted_slot], without_adapters[uses_evicted_slot], rtol=1e-6, atol=1e-7
+    )
+    assert torch.equal(after_evict[~uses_evicted_slot], before[~uses_evicted_slot])
+    assert not any(each[2].any() for each in pool_tensors(pool))
     assert pool.load("again", load_adapter(GOLDEN / "modules", 1, PROBLEM)) == 2
-    assert torch.equal(kernel(i.x_TH.clone(), weights, i.routing), before)
-    assert [each.data_ptr() for each in held(pool)] == places
+    assert torch.equal(kernel(inputs.x_TH.clone(), weights, inputs.routing), before)
+    assert [each.data_ptr() for each in pool_tensors(pool)] == addresses
 
 
 @pytest.mark.parametrize(
     ("activation", "shared"),
     [("silu", ""), ("silu", ",a13=shared"), ("silu", ",outer=shared"), ("relu2", ",outer=shared")],
 )
-def test_a_smaller_rank_is_padded_with_zeros(shared: str, activation: str) -> None:
+def test_adapters_of_smaller_rank_are_padded_with_zeros(shared: str, activation: str) -> None:
     problem = replace(PROBLEM, activation=activation, lora="adapters=3,rank=6" + shared)
-    small, pool = adapter(2, problem), AdapterPool(problem)
-    pool.load("whole", adapter(6, problem, 1))
+    small, pool = random_adapter(2, problem), AdapterPool(problem)
+    pool.load("whole", random_adapter(6, problem, 1))
     slot = pool.load("small", small)
-    a13, b13, a2, b2 = (each[slot] for each in held(pool))
+    a13, b13, a2, b2 = (each[slot] for each in pool_tensors(pool))
     halves = a13.shape[1] // 6
     for half in range(halves):
         rows = a13[:, half * 6 : half * 6 + 6]
@@ -159,28 +172,28 @@ def test_a_smaller_rank_is_padded_with_zeros(shared: str, activation: str) -> No
     assert not any(part.any() for part in (b13[..., 2:], b2[..., 2:], a2[:, 2:]))
 
 
-def test_a_full_pool_states_the_bytes_that_it_needs() -> None:
-    pool, _ = loaded()
+def test_a_full_pool_states_the_bytes_of_a_slot() -> None:
+    pool, _ = make_loaded_pool()
     assert pool.slot_bytes == 4 * E * (2 * 6 * H + 2 * I * 6 + 6 * I + H * 6)
     with pytest.raises(CapacityError, match=f"'more': got 3 slots.*{pool.slot_bytes} bytes"):
-        unchanged(pool, "more", adapter())
+        load_unchanged_on_error(pool, "more", random_adapter())
 
 
-def unchanged(pool: AdapterPool, name: Any, given: Any) -> None:
-    """Load, and if that raises, check that the pool is bit for bit as before."""
-    before, slots = [each.clone() for each in held(pool)], dict(pool.slots)
+def load_unchanged_on_error(pool: AdapterPool, name: Any, given: Any) -> None:
+    """Load an adapter. If the load raises, check that the pool is bitwise unchanged."""
+    before, slots = [each.clone() for each in pool_tensors(pool)], dict(pool.slots)
     try:
         pool.load(name, given)
     except ModularKernelError:
         assert dict(pool.slots) == slots
-        assert all(torch.equal(a, b) for a, b in zip(before, held(pool), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, pool_tensors(pool), strict=True))
         raise
 
 
-def poisoned(value: float) -> torch.Tensor:
-    bad = adapter().lora_b2
-    bad[1, 2, 3] = value
-    return bad
+def b2_with(value: float) -> torch.Tensor:
+    tensor = random_adapter().lora_b2
+    tensor[1, 2, 3] = value
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -195,48 +208,48 @@ def poisoned(value: float) -> torch.Tensor:
         ("lora_b13", torch.zeros(E, 24, 4, device="meta"), DeviceError, "lora_b13: got meta"),
         ("lora_b13", None, DtypeError, "lora_b13: got NoneType"),
         ("lora_b13", torch.zeros(E, 24, 4).to_sparse(), LayoutError, "lora_b13: got"),
-        ("lora_b2", poisoned(torch.nan), WeightsError, "lora_b2: got values that are not finite"),
-        ("lora_b2", poisoned(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
+        ("lora_b2", b2_with(torch.nan), WeightsError, "lora_b2: got values that are not finite"),
+        ("lora_b2", b2_with(-torch.inf), WeightsError, "lora_b2: got values that are not finite"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_leave_the_pool_unchanged(
     name: str, tensor: Any, error: type[Exception], match: str
 ) -> None:
     pool = AdapterPool(PROBLEM)
-    pool.load("first", adapter(6, seed=1))
+    pool.load("first", random_adapter(6, seed=1))
     with pytest.raises(error, match=f"adapter 'bad': {match}"):
-        unchanged(pool, "bad", replace(adapter(), **{name: tensor}))
+        load_unchanged_on_error(pool, "bad", replace(random_adapter(), **{name: tensor}))
 
 
 def test_a_name_can_be_loaded_once() -> None:
     pool = AdapterPool(PROBLEM)
-    pool.load("a", adapter())
+    pool.load("a", random_adapter())
     with pytest.raises(StateError, match="adapter 'a': got loaded in slot 0"):
-        unchanged(pool, "a", adapter(seed=1))
+        load_unchanged_on_error(pool, "a", random_adapter(seed=1))
     with pytest.raises(StateError, match="adapter 'b': got not loaded, need a loaded adapter: a"):
         pool.evict("b")
     for name in ("", "x" * 257, 7, None):
         with pytest.raises(ConfigurationError, match="name of an adapter"):
-            unchanged(pool, name, adapter())
+            load_unchanged_on_error(pool, name, random_adapter())
     with pytest.raises(ConfigurationError, match="adapter 'b'"):
-        unchanged(pool, "b", {each.name: None for each in fields(Adapter)})
+        load_unchanged_on_error(pool, "b", {each.name: None for each in fields(Adapter)})
     with pytest.raises(TypeError):
         pool.slots["b"] = 1  # type: ignore[index]
 
 
-def test_nothing_changes_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_and_evictions_are_refused_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = AdapterPool(PROBLEM)
-    pool.load("a", adapter())
+    pool.load("a", random_adapter())
     monkeypatch.setattr(adapter_pool, "is_capturing", lambda device: True)
     with pytest.raises(StateError, match="adapter 'b': got a stream that is being captured"):
-        unchanged(pool, "b", adapter())
+        load_unchanged_on_error(pool, "b", random_adapter())
     with pytest.raises(StateError, match="adapter 'a': got a stream that is being captured"):
         pool.evict("a")
     assert pool.slots == {"a": 0}
-    assert held(pool)[0][0].any()
+    assert pool_tensors(pool)[0][0].any()
 
 
-def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = AdapterPool(PROBLEM)
 
     def fail(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +259,7 @@ def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(pool, "_split_gate_up", fail)
     with pytest.raises(StateError, match="a copy"):
-        unchanged(pool, "a", adapter())
+        load_unchanged_on_error(pool, "a", random_adapter())
 
 
 def test_invalid_arguments_of_a_pool() -> None:
@@ -255,19 +268,19 @@ def test_invalid_arguments_of_a_pool() -> None:
     with pytest.raises(ConfigurationError, match=r"device: got 1\.5"):
         AdapterPool(PROBLEM, 1.5)  # type: ignore[arg-type]
     pool = AdapterPool(PROBLEM)
-    i = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
+    inputs = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
     with pytest.raises(WeightsError, match="base weights: got lora_a13, lora_b13"):
-        pool.weights(i.weights)
+        pool.weights(inputs.weights)
 
 
-def test_a_missing_device_is_refused_by_name() -> None:
+def test_missing_devices_are_refused_by_name() -> None:
     with pytest.raises(DeviceError, match="pool: got cuda:99: "):
         AdapterPool(PROBLEM, "cuda:99")
     with pytest.raises(ConfigurationError, match="device: got 'nowhere'"):
         AdapterPool(PROBLEM, "nowhere")
 
 
-def test_a_device_without_memory_is_refused() -> None:
+def test_the_meta_device_is_refused() -> None:
     """Tensors on the meta device would accept every adapter without storing it."""
     for device in ("meta", torch.device("meta")):
         with pytest.raises(DeviceError, match="pool: got meta, need a device whose tensors have"):
@@ -275,17 +288,19 @@ def test_a_device_without_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("experts", [1 << 10, 1 << 19])
-def test_a_pool_that_does_not_fit_states_its_bytes(experts: int) -> None:
-    """Sizes above the address space and above 64 bits."""
+def test_a_pool_that_exceeds_memory_states_its_bytes(experts: int) -> None:
+    """The sizes exceed the address space and 64 bits."""
     sizes = {"hidden": 1 << 16, "intermediate": 1 << 16, "experts": experts}
     problem = replace(PROBLEM, lora="adapters=65536,rank=256", **sizes)  # type: ignore[arg-type]
-    slot = 4 * experts * 256 * (2 * (1 << 16) + 2 * (1 << 16) + 2 * (1 << 16))
-    with pytest.raises(CapacityError, match=f"pool of 65536 slots: .* need {65536 * slot} bytes"):
+    slot_bytes = 4 * experts * 256 * (2 * (1 << 16) + 2 * (1 << 16) + 2 * (1 << 16))
+    with pytest.raises(
+        CapacityError, match=f"pool of 65536 slots: .* need {65536 * slot_bytes} bytes"
+    ):
         AdapterPool(problem)
 
 
 def test_out_of_memory_states_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, big = AdapterPool(PROBLEM), adapter()
+    pool, big = AdapterPool(PROBLEM), random_adapter()
 
     def full(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has ...")
@@ -294,7 +309,7 @@ def test_out_of_memory_states_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(torch.Tensor, "to", full)
         needed = sum(getattr(big, name).nbytes for name in NAMES)
         with pytest.raises(CapacityError, match=f"'big': got no memory: CUDA.*need {needed} byt"):
-            unchanged(pool, "big", big)
+            load_unchanged_on_error(pool, "big", big)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", full)
         with pytest.raises(CapacityError, match=f"need {3 * pool.slot_bytes} bytes on cpu"):
@@ -323,7 +338,7 @@ def test_other_errors_of_torch_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_freed_weights_are_refused() -> None:
-    given = adapter()
+    given = random_adapter()
     given.lora_a2.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="lora_a2: got 0 bytes of memory"):
         AdapterPool(PROBLEM).load("mine", given)

@@ -1,5 +1,5 @@
-"""Adapters: their text form and tensors, what is refused, and the exact result against merged
-weights.
+"""LoRA adapters of a layer: the text form of their specification, tensors that are refused, and
+outputs compared with those of merged weights.
 """
 
 from dataclasses import replace
@@ -33,26 +33,26 @@ PROBLEM = Problem(
     lora="adapters=3,rank=6",
 )  # fmt: skip
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+BATCHED_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 SHARED = ("", ",a13=shared", ",outer=shared", ",a13=shared,outer=shared")
 
 
-def run(pair: tuple[str, str], problem: Problem, i: Inputs, **options: Any) -> torch.Tensor:
+def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any) -> torch.Tensor:
     kernel = mk.make_kernel(*pair, problem, machine=Machine(), **options)
-    return kernel(i.x_TH.clone(), i.weights, i.routing)
+    return kernel(inputs.x_TH.clone(), inputs.weights, inputs.routing)
 
 
-def without(problem: Problem, i: Inputs) -> tuple[Problem, Inputs]:
+def without_adapters(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
     """Return the same layer and call without adapters."""
     names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
-    weights = replace(i.weights, **dict.fromkeys(names))
+    weights = replace(inputs.weights, **dict.fromkeys(names))
     return replace(problem, lora="none"), Inputs(
-        i.x_TH, weights, replace(i.routing, adapters_T=None)
+        inputs.x_TH, weights, replace(inputs.routing, adapters_T=None)
     )
 
 
 @pytest.mark.parametrize("shared", SHARED)
-def test_text_round_trip(shared: str) -> None:
+def test_the_text_form_round_trips(shared: str) -> None:
     text = f"adapters=4,rank=32{shared}"
     assert str(AdapterSpec.parse(text)) == text
     assert Problem(1, 8, 8, 2, 1, lora=text).lora == text
@@ -78,14 +78,14 @@ def test_maximum_ranks_and_adapters() -> None:
             AdapterSpec.parse(text)
 
 
-def test_one_a_for_gate_and_up_needs_a_gate() -> None:
+def test_sharing_a_between_gate_and_up_requires_a_gated_activation() -> None:
     with pytest.raises(ConfigurationError, match="a13=shared"):
         replace(PROBLEM, activation="relu2", lora="adapters=1,rank=4,a13=shared")
 
 
-def merged(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
-    """Return float64 weights with B A of one slot added to them, written independently of the
-    float64 reference.
+def merge_slot(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
+    """Return float64 weights with B A of one slot added. The code is independent of the float64
+    reference.
     """
     spec = problem.adapters
     assert spec is not None
@@ -106,7 +106,7 @@ def merged(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights
     return replace(weights, w1=w1, w2=w2, **dict.fromkeys(names))
 
 
-_RULES = (
+RANKS_TOP_KS_AND_ACTIVATIONS = (
     (3, 1, "silu"), (16, 2, "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"), (64, 4, "gelu"),
 )  # fmt: skip
 
@@ -114,112 +114,127 @@ _RULES = (
 @pytest.mark.parametrize(
     ("shared", "rank", "top_k", "activation"),
     [
-        *((shared, *rule) for shared in SHARED for rule in _RULES),
+        *(
+            (shared, *parameters)
+            for shared in SHARED
+            for parameters in RANKS_TOP_KS_AND_ACTIVATIONS
+        ),
         *((shared, 5, 2, "relu2") for shared in SHARED if "a13" not in shared),
     ],
 )
-def test_the_float64_reference_equals_that_of_merged_weights(
+def test_the_float64_reference_equals_the_reference_with_merged_weights(
     shared: str, rank: int, top_k: int, activation: str
 ) -> None:
     problem = replace(
         PROBLEM, lora=f"adapters=3,rank={rank}{shared}", top_k=top_k, activation=activation,
         bias=True,
     )  # fmt: skip
-    i = make_inputs(problem, "skips", CPU)
-    exact = reference.float64_reference(i.x_TH, i.weights, i.routing, problem)
-    slots_T = i.routing.slots_T
+    inputs = make_inputs(problem, "skips", CPU)
+    exact = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
+    slots_T = inputs.routing.slots_T
     assert slots_T is not None
-    plain, base = without(problem, i)
+    plain, base = without_adapters(problem, inputs)
     want = reference.float64_reference(base.x_TH, base.weights, base.routing, plain)
     assert not torch.equal(want, exact)
     for slot in set(slots_T.tolist()) - {-1}:
-        its = merged(problem, i.weights, slot)
-        mine = slots_T == slot
-        want[mine] = reference.float64_reference(base.x_TH, its, base.routing, plain)[mine]
+        merged_weights = merge_slot(problem, inputs.weights, slot)
+        uses_slot = slots_T == slot
+        want[uses_slot] = reference.float64_reference(
+            base.x_TH, merged_weights, base.routing, plain
+        )[uses_slot]
     torch.testing.assert_close(exact, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("pair", [PAIR, BATCHED])
+@pytest.mark.parametrize("pair", [PAIR, BATCHED_PAIR])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "int4_w4a16_group:group=8"])
 def test_rows_without_an_adapter_equal_the_layer_without_adapters(
     pair: tuple[str, str], quant: str
 ) -> None:
     problem = replace(PROBLEM, dtype=torch.bfloat16, quant=quant, tokens=17)
-    i = make_inputs(problem, "uniform", CPU)
-    slots_T = i.routing.slots_T
+    inputs = make_inputs(problem, "uniform", CPU)
+    slots_T = inputs.routing.slots_T
     assert slots_T is not None
-    got, want = run(pair, problem, i), run(pair, *without(problem, i))
-    nobody = slots_T < 0
-    assert 0 < int(nobody.sum()) < 17
-    assert torch.equal(got[nobody], want[nobody])
-    assert bool((got[~nobody] != want[~nobody]).any(1).all())
+    got, want = run(pair, problem, inputs), run(pair, *without_adapters(problem, inputs))
+    has_no_adapter = slots_T < 0
+    assert 0 < int(has_no_adapter.sum()) < 17
+    assert torch.equal(got[has_no_adapter], want[has_no_adapter])
+    assert bool((got[~has_no_adapter] != want[~has_no_adapter]).any(1).all())
 
 
-@pytest.mark.parametrize("named", ["nobody", "without"])
-@pytest.mark.parametrize("pair", [PAIR, BATCHED])
+@pytest.mark.parametrize("slot_pattern", ["nobody", "without"])
+@pytest.mark.parametrize("pair", [PAIR, BATCHED_PAIR])
 def test_a_call_without_adapters_equals_the_layer_without_adapters(
-    pair: tuple[str, str], named: str
+    pair: tuple[str, str], slot_pattern: str
 ) -> None:
-    """Every slot is filled with NaN."""
-    i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern=named))
-    assert bool(i.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
-    assert torch.equal(run(pair, PROBLEM, i), run(pair, *without(PROBLEM, i)))
+    """All slots hold NaN."""
+    inputs = make_inputs(
+        PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern=slot_pattern)
+    )
+    assert bool(inputs.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
+    assert torch.equal(run(pair, PROBLEM, inputs), run(pair, *without_adapters(PROBLEM, inputs)))
 
 
 def test_a_plan_alternates_between_calls_with_and_without_adapters() -> None:
     kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
-    plan, i = kernel.plan(), make_inputs(PROBLEM, "uniform", CPU)
-    for adapters in (i.routing.adapters_T, "none", i.routing.adapters_T):
-        routing = replace(i.routing, adapters_T=adapters)
-        assert torch.equal(plan(i.x_TH, i.weights, routing), kernel(i.x_TH, i.weights, routing))
+    plan, inputs = kernel.plan(), make_inputs(PROBLEM, "uniform", CPU)
+    for adapters in (inputs.routing.adapters_T, "none", inputs.routing.adapters_T):
+        routing = replace(inputs.routing, adapters_T=adapters)
+        assert torch.equal(
+            plan(inputs.x_TH, inputs.weights, routing), kernel(inputs.x_TH, inputs.weights, routing)
+        )
         with pytest.raises(RoutingError, match="adapters: got None"):
-            plan(i.x_TH, i.weights, replace(routing, adapters_T=None))
+            plan(inputs.x_TH, inputs.weights, replace(routing, adapters_T=None))
 
 
-def test_a_plan_requires_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that lacks its slots has the same signature as one without adapters."""
+def test_a_plan_checks_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with missing slots has the same signature as a call without adapters."""
     plan = mk.make_kernel(*PAIR, PROBLEM, machine=Machine()).plan()
-    i = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern="without"))
-    plan(i.x_TH, i.weights, i.routing)
+    inputs = make_inputs(PROBLEM, "uniform", CPU, variation=InputVariation(slot_pattern="without"))
+    plan(inputs.x_TH, inputs.weights, inputs.routing)
     recorded = RecordedCall((), (), ())
     monkeypatch.setattr(plan._recorded, "replayable", True)
     monkeypatch.setattr(plan._recorded, "find", lambda _signature: recorded)
-    monkeypatch.setattr(plan, "_launch", lambda *_: pytest.fail("it was to be replayed"))
+    monkeypatch.setattr(
+        plan, "_launch", lambda *_: pytest.fail("the plan launched instead of replaying")
+    )
     with pytest.raises(RoutingError, match="adapters: got None"):
-        plan(i.x_TH, i.weights, replace(i.routing, adapters_T=None))
+        plan(inputs.x_TH, inputs.weights, replace(inputs.routing, adapters_T=None))
 
 
 ALONE = "lora_a13"
 
 
-def shard(weights: ExpertWeights, part: slice, half: int) -> ExpertWeights:
-    """Return a rank's share of I: rows of w1 and of its B, columns of w2 and of its A."""
+def slice_intermediate(weights: ExpertWeights, columns: slice, intermediate: int) -> ExpertWeights:
+    """Return a rank's slice of the intermediate size: rows of w1 and lora_b13, columns of w2 and
+    lora_a2.
+    """
     assert weights.lora_b13 is not None
     assert weights.lora_a2 is not None
-    rows = torch.arange(2 * half).view(2, half)[:, part].flatten()
+    rows = torch.arange(2 * intermediate).view(2, intermediate)[:, columns].flatten()
     return replace(
         weights,
         w1=weights.w1[:, rows],
-        w2=weights.w2[:, :, part],
+        w2=weights.w2[:, :, columns],
         lora_b13=weights.lora_b13[:, :, rows],
-        lora_a2=weights.lora_a2[..., part],
+        lora_a2=weights.lora_a2[..., columns],
     )
 
 
-def test_shares_of_the_intermediate_size_add_up() -> None:
-    """The outputs of tensor-parallel ranks are added."""
-    i = make_inputs(PROBLEM, "skips", CPU)
-    want = reference.float64_reference(i.x_TH, i.weights, i.routing, PROBLEM)
-    share, got = replace(PROBLEM, intermediate=12), torch.zeros_like(want)
-    for part in (slice(0, 12), slice(12, 24)):
-        its = Inputs(i.x_TH, shard(i.weights, part, 24), i.routing)
-        got += run(PAIR, share, its).double()
+def test_outputs_of_tensor_parallel_ranks_sum_to_the_layer() -> None:
+    inputs = make_inputs(PROBLEM, "skips", CPU)
+    want = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, PROBLEM)
+    rank_problem, got = replace(PROBLEM, intermediate=12), torch.zeros_like(want)
+    for columns in (slice(0, 12), slice(12, 24)):
+        rank_inputs = Inputs(
+            inputs.x_TH, slice_intermediate(inputs.weights, columns, 24), inputs.routing
+        )
+        got += run(PAIR, rank_problem, rank_inputs).double()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
-    ("lost on the way", {"adapters_T": None}, {}, RoutingError, "adapters: got None, need"),
-    ("another word", {"adapters_T": "all"}, {}, RoutingError, "adapters: got 'all'"),
+BAD_TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
+    ("slots are None", {"adapters_T": None}, {}, RoutingError, "adapters: got None, need"),
+    ("unknown word", {"adapters_T": "all"}, {}, RoutingError, "adapters: got 'all'"),
     ("int64", {"adapters_T": torch.zeros(9).long()}, {}, DtypeError, "adapters: got int64"),
     ("too few", {"adapters_T": torch.zeros(8).int()}, {}, ShapeError, "adapters: got"),
     ("a list", {"adapters_T": [0] * 9}, {}, DtypeError, "adapters: got list"),
@@ -236,52 +251,59 @@ BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("routing", "weights", "error", "words"), [b[1:] for b in BAD],
-                         ids=[b[0] for b in BAD])  # fmt: skip
+@pytest.mark.parametrize(("routing", "weights", "error", "words"), [b[1:] for b in BAD_TENSORS],
+                         ids=[b[0] for b in BAD_TENSORS])  # fmt: skip
 def test_bad_tensors_are_refused_by_name_before_anything_runs(
     routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], words: str
 ) -> None:
-    i = make_inputs(PROBLEM, "uniform", CPU)
+    inputs = make_inputs(PROBLEM, "uniform", CPU)
     kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
-    out = torch.full_like(i.x_TH, 7.0)
+    out = torch.full_like(inputs.x_TH, 7.0)
     for layer in (kernel, kernel.plan()):
         with pytest.raises(error) as caught:
-            layer(i.x_TH, replace(i.weights, **weights), replace(i.routing, **routing), out=out)
+            layer(
+                inputs.x_TH,
+                replace(inputs.weights, **weights),
+                replace(inputs.routing, **routing),
+                out=out,
+            )
         assert words in str(caught.value)
     assert bool((out == 7).all())
 
 
 def test_a_layer_without_adapters_refuses_their_tensors() -> None:
-    i = make_inputs(PROBLEM, "uniform", CPU)
-    plain, base = without(PROBLEM, i)
+    inputs = make_inputs(PROBLEM, "uniform", CPU)
+    plain, base = without_adapters(PROBLEM, inputs)
     with pytest.raises(WeightsError, match="lora_a13, lora_b13"):
-        run(PAIR, plain, Inputs(i.x_TH, i.weights, base.routing))
+        run(PAIR, plain, Inputs(inputs.x_TH, inputs.weights, base.routing))
     with pytest.raises(RoutingError, match="adapters: got slots"):
-        run(PAIR, plain, Inputs(i.x_TH, base.weights, i.routing))
+        run(PAIR, plain, Inputs(inputs.x_TH, base.weights, inputs.routing))
 
 
 @pytest.mark.parametrize("bad", [3, -2])
 def test_checked_mode_names_a_slot_out_of_range(bad: int) -> None:
-    i = make_inputs(PROBLEM, "uniform", CPU)
-    assert i.routing.slots_T is not None
-    i.routing.slots_T[4] = bad
+    inputs = make_inputs(PROBLEM, "uniform", CPU)
+    assert inputs.routing.slots_T is not None
+    inputs.routing.slots_T[4] = bad
     with pytest.raises(RoutingError, match=f"1 slot, the first {bad} of token 4"):
-        run(PAIR, PROBLEM, i, checked=True)
-    base_T = i.routing.slots_T.clone().clamp(min=-1)
-    base_T[4] = -1
-    alike = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=base_T))
-    assert torch.equal(run(PAIR, PROBLEM, i), run(PAIR, PROBLEM, alike))
+        run(PAIR, PROBLEM, inputs, checked=True)
+    slots_with_none_T = inputs.routing.slots_T.clone().clamp(min=-1)
+    slots_with_none_T[4] = -1
+    without_token_4 = Inputs(
+        inputs.x_TH, inputs.weights, replace(inputs.routing, adapters_T=slots_with_none_T)
+    )
+    assert torch.equal(run(PAIR, PROBLEM, inputs), run(PAIR, PROBLEM, without_token_4))
 
 
-def test_an_output_over_the_slots_is_refused() -> None:
-    i = make_inputs(replace(PROBLEM, hidden=32), "uniform", CPU)
+def test_an_output_that_overlaps_the_slots_is_refused() -> None:
+    inputs = make_inputs(replace(PROBLEM, hidden=32), "uniform", CPU)
     memory = torch.zeros(9 * 32)
     slots_T = memory.view(torch.int32)[:9]
     slots_T.fill_(-1)
     kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
-    routing = replace(i.routing, adapters_T=slots_T)
+    routing = replace(inputs.routing, adapters_T=slots_T)
     with pytest.raises(ConfigurationError, match="memory of adapters"):
-        kernel(i.x_TH, i.weights, routing, out=memory.view(9, 32))
+        kernel(inputs.x_TH, inputs.weights, routing, out=memory.view(9, 32))
 
 
 def test_tokens_get_the_slots_of_their_sequences() -> None:
@@ -297,12 +319,12 @@ def test_tokens_get_the_slots_of_their_sequences() -> None:
         slots_from_sequences(starts, slots.float(), 7)
 
 
-def test_slots_of_sequences_in_every_integer_dtype() -> None:
+def test_slots_from_sequences_in_every_integer_dtype() -> None:
     starts, slots = torch.tensor([0, 3, 100]), torch.tensor([2, 1])
     want = [2] * 3 + [1] * 97 + [-1] * 200
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
         assert slots_from_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == want
-    # A slot beyond 32 bits stays one that does not exist.
+    # A slot that exceeds 32 bits must not wrap around to a valid slot.
     assert slots_from_sequences(starts, slots + (1 << 32), 100).tolist() == [(1 << 31) - 1] * 100
 
 

@@ -1,4 +1,6 @@
-"""Adapters of ranks 3, 16 and 64 in one batch, compared with merged weights in float64."""
+"""Layers with LoRA adapters of ranks 3, 16 and 64 in one batch, compared with merged weights in
+float64.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,7 @@ MACHINE = this_machine(device=DEVICE.type)  # type: ignore[arg-type]
 NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 RANKS = (3, 16, 64)
 PARTS = ("TorchExperts", "TritonExperts")
-# Schemes that do not support adapters: act-order, and for TritonExperts 4-bit activations.
+# Schemes without support for adapters: act-order, and 4-bit activations in TritonExperts.
 ACT_ORDER_SCHEMES = {name for name in QUANT_SCHEMES if "act_order" in name}
 REFUSED = [(part, name) for part in PARTS for name in sorted(ACT_ORDER_SCHEMES)]
 REFUSED.append((PARTS[1], "nvfp4_w4a4"))
@@ -37,17 +39,19 @@ def make_problem(quant: str, top_k: int, dtype: torch.dtype = torch.bfloat16) ->
 
 def random_adapter(problem: mk.Problem, rank: int) -> Adapter:
     """Return an adapter whose contribution is about as large as that of the base weights."""
-    g = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
     e, h, i = problem.e, problem.hidden, problem.intermediate
     shapes = (e, 2 * rank, h), (e, 2 * i, rank), (e, rank, i), (e, h, rank)
-    made = (torch.randn(shape, generator=g) / shape[2] ** 0.5 for shape in shapes)
-    return Adapter(*(each.to(problem.dtype) for each in made))
+    tensors = (torch.randn(shape, generator=generator) / shape[2] ** 0.5 for shape in shapes)
+    return Adapter(*(tensor.to(problem.dtype) for tensor in tensors))
 
 
 def merge_adapter(
     problem: mk.Problem, base: ExpertWeights, adapter: Adapter | None
 ) -> ExpertWeights:
-    """Return the dequantized weights with B A added, independently of `reference_adapters`."""
+    """Return the dequantized weights with B A added. The code is independent of
+    `reference_adapters`.
+    """
     matrices = [
         torch.stack([
             dequantize_matrix(base, name, e, problem, torch.float64) for e in range(problem.e)
@@ -64,39 +68,41 @@ def merge_adapter(
 
 
 def compare_with_merged(experts: str, problem: mk.Problem) -> tuple[float, tuple[str, ...]]:
-    """Return the relative error of a call, and the problems that the tolerance rule finds."""
-    i = make_inputs(problem, "skips", DEVICE)
-    base = replace(i.weights, **dict.fromkeys(NAMES))
+    """Return the relative error of a call and the failures that `compare` reports."""
+    inputs = make_inputs(problem, "skips", DEVICE)
+    base = replace(inputs.weights, **dict.fromkeys(NAMES))
     pool, adapters = AdapterPool(problem, DEVICE), [random_adapter(problem, rank) for rank in RANKS]
-    for rank, each in zip(RANKS, adapters, strict=True):
-        pool.load(f"of rank {rank}", each)
+    for rank, adapter in zip(RANKS, adapters, strict=True):
+        pool.load(f"of rank {rank}", adapter)
     slots_T = (torch.arange(13, device=DEVICE) % 4 - 1).int()
-    routing, weights = replace(i.routing, adapters_T=slots_T), pool.weights(base)
+    routing, weights = replace(inputs.routing, adapters_T=slots_T), pool.weights(base)
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", experts, problem, machine=MACHINE)
-    got = kernel(i.x_TH.clone(), weights, routing)
+    got = kernel(inputs.x_TH.clone(), weights, routing)
     plain = replace(problem, lora="none", quant="none")
     without = replace(routing, adapters_T=None)
     want = torch.zeros(13, 128, dtype=torch.float64, device=DEVICE)
-    for slot, each in enumerate((None, *adapters), start=-1):
-        mine = slots_T == slot
-        its = merge_adapter(problem, base, each)
-        want[mine] = reference.float64_reference(i.x_TH, its, without, plain)[mine]
-    rounded_reference = reference.rounded_reference(i.x_TH, weights, routing, problem)
-    found = compare(got, want, rounded_reference, problem)
-    if found.problems:  # 13 tokens may be too few to estimate the rounding error
+    for slot, adapter in enumerate((None, *adapters), start=-1):
+        uses_slot = slots_T == slot
+        merged = merge_adapter(problem, base, adapter)
+        want[uses_slot] = reference.float64_reference(inputs.x_TH, merged, without, plain)[
+            uses_slot
+        ]
+    rounded_reference = reference.rounded_reference(inputs.x_TH, weights, routing, problem)
+    comparison = compare(got, want, rounded_reference, problem)
+    if comparison.problems:  # 13 tokens may be too few to estimate the rounding error
         error = rounding_error_over_64_tokens(problem, weights)
-        found = compare(got, want, rounded_reference, problem, rounding_error=error)
-    return found.error, found.problems
+        comparison = compare(got, want, rounded_reference, problem, rounding_error=error)
+    return comparison.error, comparison.problems
 
 
 def rounding_error_over_64_tokens(problem: mk.Problem, weights: ExpertWeights) -> float:
     """Return the rounded reference's relative error over 64 tokens of the same layer."""
-    more = problem.with_tokens(64)
-    i = make_inputs(more, "uniform", DEVICE)
+    problem_64 = problem.with_tokens(64)
+    inputs = make_inputs(problem_64, "uniform", DEVICE)
     slots_T = (torch.arange(64, device=DEVICE) % 4 - 1).int()
-    given = i.x_TH, weights, replace(i.routing, adapters_T=slots_T), more
-    exact = reference.float64_reference(*given)
-    return float((reference.rounded_reference(*given) - exact).norm() / exact.norm())
+    arguments = inputs.x_TH, weights, replace(inputs.routing, adapters_T=slots_T), problem_64
+    exact = reference.float64_reference(*arguments)
+    return float((reference.rounded_reference(*arguments) - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("experts", PARTS)

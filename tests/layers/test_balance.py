@@ -1,4 +1,6 @@
-"""Balancing: load counts, placements with copies, and the moves between two placements."""
+"""Load balancing of experts over ranks: load counts, placements with copies, and the moves between
+two placements.
+"""
 
 import random
 from typing import Any
@@ -45,24 +47,26 @@ def zipf(experts: int, seed: int) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_are_balanced(seed: int) -> None:
-    """64 experts on 8 ranks with Zipf load.
+    """64 experts with Zipf-distributed load on 8 ranks.
 
-    Without copies, the rank of the most loaded expert gets the least loaded others; with two spare
-    slots per rank, all loads are within 10% of the mean.
+    Without copies, the rank of the most loaded expert also gets the least loaded experts. With two
+    spare slots per rank, all loads are within 10% of the mean.
     """
     load = zipf(64, seed)
-    mean, least = sum(load) / 8, max(load) + sum(sorted(load)[:7])
+    mean, lower_bound = sum(load) / 8, max(load) + sum(sorted(load)[:7])
     before = max(rank_loads(load, Placement.linear(64, 8))) / mean
     without = max(rank_loads(load, rebalance(load, [8] * 8))) / mean
     copies = max(rank_loads(load, rebalance(load, [10] * 8))) / mean
     assert copies < 1.1 < without < before
-    assert without == pytest.approx(least / mean)
+    assert without == pytest.approx(lower_bound / mean)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_any_load_on_any_slots(data: st.DataObject) -> None:
-    """Every expert is placed, no rank exceeds its slots, and all slots that can be used are."""
+def test_random_loads_and_slots_give_valid_placements(data: st.DataObject) -> None:
+    """Every expert is placed, no rank exceeds its slots, and no slot stays empty if all ranks have
+    equally many.
+    """
     world = data.draw(st.integers(1, 6))
     slots = data.draw(st.lists(st.integers(1, 5), min_size=world, max_size=world))
     experts = data.draw(st.integers(1, sum(slots)))
@@ -72,19 +76,19 @@ def test_any_load_on_any_slots(data: st.DataObject) -> None:
     assert all(1 <= len(held) <= size for held, size in zip(placement.slots, slots, strict=True))
     if len(set(slots)) == 1:
         assert sum(map(len, placement.slots)) == min(sum(slots), experts * world)
-    # Making all moves in the old placement gives the new one.
+    # Applying all moves to the old placement must give the new one.
     old = rebalance(load[::-1], slots)
     new = rebalance(load, slots, old)
     assert sorted(map(sorted, new.slots)) == sorted(map(sorted, placement.slots))
-    found = moves(old, new)
-    made = {(r, s): old.slots[r][s] for r in range(world) for s in range(len(old.slots[r]))}
-    sent = {move.target: made[move.source] for move in found}
-    assert all(sent[move.target] == move.expert for move in found)
-    made |= sent
-    assert all(made[r, s] == e for r, held in enumerate(new.slots) for s, e in enumerate(held))
+    needed_moves = moves(old, new)
+    contents = {(r, s): old.slots[r][s] for r in range(world) for s in range(len(old.slots[r]))}
+    received = {move.target: contents[move.source] for move in needed_moves}
+    assert all(received[move.target] == move.expert for move in needed_moves)
+    contents |= received
+    assert all(contents[r, s] == e for r, held in enumerate(new.slots) for s, e in enumerate(held))
 
 
-def test_moves_prefer_local_copies_and_distribute_the_others() -> None:
+def test_moves_prefer_local_sources_and_balance_remote_ones() -> None:
     old = Placement(((0, 1), (2, 0), (3, 4)))
     assert moves(old, old) == ()
     for other in (Placement(((0, 1), (2,), (3,))), Placement(((0, 1), (2, 3, 4)))):
@@ -97,9 +101,9 @@ def test_moves_prefer_local_copies_and_distribute_the_others() -> None:
         Move(4, (2, 1), (1, 1)),
         Move(0, (0, 0), (2, 1)),
     )
-    four = Placement(((0, 1), (0, 1), (2,), (3,)))
-    both = Placement(((0, 1), (0, 1), (2, 0), (3, 1)))
-    assert [move.source for move in moves(four, both)] == [(0, 0), (1, 1)]
+    old_on_4_ranks = Placement(((0, 1), (0, 1), (2,), (3,)))
+    new_on_4_ranks = Placement(((0, 1), (0, 1), (2, 0), (3, 1)))
+    assert [move.source for move in moves(old_on_4_ranks, new_on_4_ranks)] == [(0, 0), (1, 1)]
 
 
 def test_experts_that_stay_keep_their_slots() -> None:
@@ -111,8 +115,7 @@ def test_experts_that_stay_keep_their_slots() -> None:
 
 
 @pytest.mark.parametrize("top_k", [2, 4])
-def test_one_token_reaches_every_copy(top_k: int) -> None:
-    """Pairs are distributed over copies from the first token on."""
+def test_pairs_of_one_token_are_distributed_over_copies(top_k: int) -> None:
     placement = rebalance([1.0] * 4, [4, 4])
     ids = torch.arange(top_k)[None]
     rank, _, _ = pairs_to_slots(ids, placement.tables())
@@ -161,13 +164,13 @@ def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
         call()
 
 
-def test_hosts_get_whole_groups_as_eplb_gives_them() -> None:
-    """The example of EPLB's README: the same experts on each GPU, host by host."""
+def test_groups_are_placed_on_hosts_as_by_eplb() -> None:
+    """The example of EPLB's README: each host gets the same experts and the same maximum load."""
     load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
     placement = rebalance(load, [2] * 8, hosts=2, groups=4)
-    theirs = Placement.from_eplb([5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], 8)
-    assert sorted(map(sorted, placement.slots)) == sorted(map(sorted, theirs.slots))
-    assert max(rank_loads(load, placement)) == max(rank_loads(load, theirs)) == 156
+    eplb_placement = Placement.from_eplb([5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], 8)
+    assert sorted(map(sorted, placement.slots)) == sorted(map(sorted, eplb_placement.slots))
+    assert max(rank_loads(load, placement)) == max(rank_loads(load, eplb_placement)) == 156
     for group in range(4):
         held = {rank // 4 for rank, slots in enumerate(placement.slots)
                 for expert in slots if expert // 3 == group}  # fmt: skip
@@ -176,8 +179,8 @@ def test_hosts_get_whole_groups_as_eplb_gives_them() -> None:
 
 def test_pairs_of_a_host_without_a_copy_are_distributed_over_all_copies() -> None:
     placement = Placement.linear(4, 4).with_copies({0: (1,), 1: (2,)})
-    on_one = rank_loads([8, 8, 0, 0], placement)
-    assert on_one == (4, 8, 4, 0)
+    one_host_loads = rank_loads([8, 8, 0, 0], placement)
+    assert one_host_loads == (4, 8, 4, 0)
     assert rank_loads([8, 8, 0, 0], placement, ranks_per_host=2) == (4, 8, 4, 0)
     assert rank_loads([0, 8, 0, 0], placement, ranks_per_host=1) == (0, 4, 4, 0)
     near = placement.with_copies({1: (3,)})
@@ -186,7 +189,7 @@ def test_pairs_of_a_host_without_a_copy_are_distributed_over_all_copies() -> Non
 
 
 @pytest.mark.parametrize("per_host", [None, 2])
-def test_loads_assume_that_pairs_go_to_the_nearest_copies(per_host: int | None) -> None:
+def test_rank_loads_equal_loads_counted_with_nearest_copies(per_host: int | None) -> None:
     placement = Placement.linear(6, 4).with_copies({0: (1, 2, 3), 2: (3,), 5: (0,)})
     tokens, load, counted = 60, [0.0] * 6, [0] * 4
     for rank in range(4):
@@ -200,8 +203,8 @@ def test_loads_assume_that_pairs_go_to_the_nearest_copies(per_host: int | None) 
     assert [n / 6 for n in counted] == pytest.approx(expected)
 
 
-def test_remaining_ranks_are_rebalanced_after_the_loss_of_a_rank() -> None:
-    """The moves of a new manager are between its ranks, and load nothing from outside."""
+def test_remaining_ranks_are_rebalanced_after_a_rank_is_lost() -> None:
+    """All moves have sources on the remaining ranks."""
     old = rebalance([4.0, 3, 2, 1], [2, 2, 2, 2])
     kept = old.without([3])
     new = rebalance([4.0, 3, 2, 1], [2, 2, 2], kept)

@@ -1,4 +1,6 @@
-"""EPMoE, the layer: its experts, its routing modes, and outputs of ranks that sum to the whole."""
+"""Tests of the layer EPMoE, which has the interface of SGLang's EPMoE: the experts of a rank,
+routing modes, and rank outputs that sum to the output of the whole layer.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +28,8 @@ from modular_kernel.testing.ranks.pool import RankPool
 
 GROUPED = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
 BIAS = torch.linspace(-0.5, 0.5, E)
-# Options of EPMoE, and the router that they mean.
-MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
+# Name -> (options of EPMoE, the router that these options select).
+ROUTING_MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
     "plain": ({"renormalize": False}, RouterSpec(K)),
     "renormalized": ({}, RouterSpec(K, renormalize=True)),
     "grouped": (GROUPED, RouterSpec(K, groups=4, topk_groups=2, group_score="max",
@@ -40,8 +42,8 @@ MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
 }  # fmt: skip
 
 
-def parts(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
+def outputs_per_rank(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    outputs = []
     for rank in range(world):
         layer = EPMoE(
             E, K, H, I, sample.problem.dtype, tp_size=world, tp_rank=rank, device=DEVICE,
@@ -49,46 +51,48 @@ def parts(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Ten
             **options,
         )  # fmt: skip
         layer.set_weights(move_tensors(rank_weights(sample, (rank, world), (0, 1)), DEVICE))
-        found.append(layer(sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)).cpu())
-    return found
+        outputs.append(layer(sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)).cpu())
+    return outputs
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", MODES)
-def test_outputs_of_ranks_sum_to_the_whole(name: str, world: int) -> None:
-    options, spec = MODES[name]
+@pytest.mark.parametrize("name", ROUTING_MODES)
+def test_rank_outputs_sum_to_the_reference(name: str, world: int) -> None:
+    options, spec = ROUTING_MODES[name]
     assert EPMoE(E, K, H, I, **options).router == spec
-    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    options_on_device = {
+        k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()
+    }
     sample = Sample(spec)
-    total = sum(part.double() for part in parts(sample, world, moved))
+    total = sum(part.double() for part in outputs_per_rank(sample, world, options_on_device))
     bias = options.get("correction_bias")
     routing = route(sample.logits, spec, RouterTensors(bias)).routing
     want = float64_reference(sample.x_TH, sample.plain, routing, sample.problem)
     assert relative_error(total, want) < 1e-5
 
 
-def test_a_token_without_a_local_expert_gets_zeros() -> None:
+def test_tokens_without_local_experts_get_zeros() -> None:
     sample = Sample()
-    first, second = parts(sample, 2, {})
+    first, second = outputs_per_rank(sample, 2, {})
     ids = route(sample.logits, sample.router).routing.topk_ids_TK
     for token in range(T):
         assert bool((first[token] == 0).all()) == bool((ids[token] >= E // 2).all())
         assert bool((second[token] == 0).all()) == bool((ids[token] < E // 2).all())
 
 
-def test_outputs_equal_fused_moe_over_tp() -> None:
+def test_outputs_equal_tensor_parallel_fused_moe() -> None:
     sample = Sample(fields={"dtype": torch.bfloat16})
-    by_experts = sum(part.double() for part in parts(sample, 2, {}))
-    by_cuts = sum(
+    expert_parallel = sum(part.double() for part in outputs_per_rank(sample, 2, {}))
+    tensor_parallel = sum(
         make_layer(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
     )
-    assert relative_error(by_experts, sample.expected_output()) < 1e-2
-    assert relative_error(by_experts, by_cuts) < 1e-2
+    assert relative_error(expert_parallel, sample.expected_output()) < 1e-2
+    assert relative_error(expert_parallel, tensor_parallel) < 1e-2
 
 
 def test_float8_with_one_scale_per_expert() -> None:
     sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
-    total = sum(part.double() for part in parts(sample, 2, {}))
+    total = sum(part.double() for part in outputs_per_rank(sample, 2, {}))
     assert relative_error(total, sample.expected_output()) < 8e-2
 
 
@@ -143,12 +147,17 @@ def test_router_arguments_are_kept() -> None:
     assert (layer.num_expert_group, layer.topk_group) == (4, 2)
     assert torch.equal(layer.correction_bias, BIAS)
     plain = EPMoE(E, K, H, I, torch.float32)
-    facts = plain.use_grouped_topk, plain.num_expert_group, plain.topk_group, plain.correction_bias
-    assert facts == (False, None, None, None)
+    grouping = (
+        plain.use_grouped_topk,
+        plain.num_expert_group,
+        plain.topk_group,
+        plain.correction_bias,
+    )
+    assert grouping == (False, None, None, None)
 
 
-def test_an_engine_that_walks_quant_methods_processes_the_weights() -> None:
-    """Load with `weight_loader`, then call each module's quant_method, as engines do."""
+def test_quant_method_processes_loaded_weights() -> None:
+    """Load with `weight_loader`, then call `quant_method` of each module, as engines do."""
     sample = Sample(RouterSpec(K, renormalize=True))
     layer = EPMoE(E, K, H, I, torch.float32, device=DEVICE)
     with pytest.raises(WeightsError):
@@ -199,17 +208,17 @@ def run_with_group(rank: int, world: int, group: Any) -> tuple[int, int]:
     return layer.start_expert_id, layer.end_expert_id
 
 
-def test_the_group_determines_the_rank(rank_pool: Any) -> None:
+def test_tp_group_determines_the_local_experts(rank_pool: Any) -> None:
     pool: RankPool = rank_pool(2)
     assert pool.run(run_with_group) == [(0, 3), (4, 7)]
 
 
-def test_the_runner_multiplies_segments() -> None:
+def test_grouped_gemm_runner_multiplies_segments() -> None:
     runner = GroupedGemmRunner(DEVICE)
     a, b = torch.randn(5, 32, device=DEVICE), torch.randn(3, 16, 32, device=DEVICE)
     c = torch.full((5, 16), torch.nan, device=DEVICE)
-    edges = torch.tensor([0, 2, 2, 5], device=DEVICE)
-    got = runner(a, b, c, 3, True, edges)
+    segment_offsets = torch.tensor([0, 2, 2, 5], device=DEVICE)
+    got = runner(a, b, c, 3, True, segment_offsets)
     assert got is c
     want = torch.cat([a[:2] @ b[0].T, a[2:] @ b[2].T])
     assert torch.allclose(c, want, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Tensors created in inference mode that outlive it are normal tensors, which can be written
-outside.
+"""Long-lived tensors created in inference mode are normal tensors, so they can be written outside
+of it.
 """
 
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_layer_loading import engine_loads, layer_of
+from test_layer_loading import load_as_engine, make_layer
 
 import modular_kernel as mk
 from modular_kernel.layers.parallel import LayerParallel
@@ -15,8 +15,8 @@ from modular_kernel.layers.router import Router
 from modular_kernel.spec.router import RouterSpec
 from modular_kernel.testing.checkpoints.samples import write
 
-CHECKPOINTS = pytest.mark.parametrize("kind", ["bf16", "deepseek fp8", "awq"])
-ALONE = LayerParallel()
+EACH_CHECKPOINT_KIND = pytest.mark.parametrize("kind", ["bf16", "deepseek fp8", "awq"])
+ONE_RANK = LayerParallel()
 
 
 @pytest.fixture
@@ -25,20 +25,20 @@ def folder(kind: str, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@CHECKPOINTS
-@pytest.mark.parametrize("all_within", [False, True])
-def test_a_layer_made_in_inference_mode_is_loaded_outside(
-    kind: str, folder: Path, all_within: bool
+@EACH_CHECKPOINT_KIND
+@pytest.mark.parametrize("load_within", [False, True])
+def test_layers_made_in_inference_mode_can_be_loaded_outside(
+    kind: str, folder: Path, load_within: bool
 ) -> None:
-    tensors, other = load_file(folder / "model.safetensors"), layer_of(kind, ALONE)
-    engine_loads(other, tensors)
-    state = other.state_dict()
+    tensors, expected_layer = load_file(folder / "model.safetensors"), make_layer(kind, ONE_RANK)
+    load_as_engine(expected_layer, tensors)
+    state = expected_layer.state_dict()
     with torch.inference_mode():
-        layer = layer_of(kind, ALONE)
-        if all_within:
-            engine_loads(layer, tensors)
-    if not all_within:
-        engine_loads(layer, tensors)
+        layer = make_layer(kind, ONE_RANK)
+        if load_within:
+            load_as_engine(layer, tensors)
+    if not load_within:
+        load_as_engine(layer, tensors)
     assert not any(tensor.is_inference() for tensor in layer.state_dict().values())
     for parameter in layer.parameters():
         parameter.zero_()
@@ -46,8 +46,8 @@ def test_a_layer_made_in_inference_mode_is_loaded_outside(
     assert all(torch.equal(t, state[name]) for name, t in layer.state_dict().items())
 
 
-@CHECKPOINTS
-def test_weights_used_in_inference_mode_are_written_outside(kind: str, folder: Path) -> None:
+@EACH_CHECKPOINT_KIND
+def test_weights_loaded_in_inference_mode_can_be_written_outside(kind: str, folder: Path) -> None:
     with torch.inference_mode():
         weights = mk.load_experts(folder, 0).weights
     for tensor in vars(weights).values():
@@ -55,7 +55,7 @@ def test_weights_used_in_inference_mode_are_written_outside(kind: str, folder: P
             tensor.zero_()
 
 
-def test_a_router_made_in_inference_mode_is_loaded_outside() -> None:
+def test_routers_made_in_inference_mode_can_be_loaded_outside() -> None:
     spec = RouterSpec(2, "sigmoid", selection_bias=True)
     with torch.inference_mode():
         router = Router(spec, 32, 4, bias=True)

@@ -1,5 +1,6 @@
-"""torch.compile and torch.export of FusedMoE, EPMoE and MoeRunner: one graph of custom
-operators."""
+"""torch.compile and torch.export of FusedMoE, EPMoE and MoeRunner trace one graph of custom
+operators.
+"""
 
 import subprocess
 import sys
@@ -40,16 +41,18 @@ Compiled = tuple[Callable[..., torch.Tensor], list[torch.fx.GraphModule]]
 
 
 @pytest.fixture(autouse=True)
-def cold() -> Iterator[None]:
-    """Reset torch.compile, and use torch references, because interpreted kernels are slow."""
+def reset_compiler() -> Iterator[None]:
+    """Reset torch.compile, and use torch references because interpreted kernels are slow."""
     torch.compiler.reset()
     with torch.no_grad(), prefer_torch_reference():
         yield
     torch.compiler.reset()
 
 
-def compiled(function: Any) -> Compiled:
-    """Compile with fullgraph=True, and return the graphs."""
+def compile_with_graphs(function: Any) -> Compiled:
+    """Compile with fullgraph=True. Return the compiled function and the list that collects its
+    graphs.
+    """
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
@@ -59,12 +62,12 @@ def compiled(function: Any) -> Compiled:
     return torch.compile(function, fullgraph=True, backend=keep), graphs
 
 
-def operators(graph: torch.fx.Graph) -> list[str]:
+def our_operators(graph: torch.fx.Graph) -> list[str]:
     targets = [str(node.target) for node in graph.nodes]
     return [target.removesuffix(".default") for target in targets if "modular_kernel" in target]
 
 
-def inputs(sample: Sample, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def random_inputs_of(sample: Sample, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     x_TH = torch.randn(tokens, H, generator=generator).to(sample.problem.dtype)
     return x_TH, torch.randn(tokens, sample.router.columns(E), generator=generator)
@@ -73,35 +76,37 @@ def inputs(sample: Sample, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 # -------------------------------------------------------------------------------------- FusedMoE
 
 
-WHOLE, SHARE = ((0, 1), (0, 1)), ((1, 2), (1, 2))
-PLACES = [(name, WHOLE) for name in SAMPLES] + [(n, SHARE) for n in ("biases", "scaled", "int4")]
+ONE_RANK, LAST_OF_2X2_RANKS = ((0, 1), (0, 1)), ((1, 2), (1, 2))
+SAMPLES_AND_RANKS = [(name, ONE_RANK) for name in SAMPLES] + [
+    (n, LAST_OF_2X2_RANKS) for n in ("biases", "scaled", "int4")
+]
 
 
-@pytest.mark.parametrize(("name", "place"), PLACES, ids=str)
-def test_a_layer_is_two_operators_for_any_number_of_tokens(name: str, place: Any) -> None:
+@pytest.mark.parametrize(("name", "ranks"), SAMPLES_AND_RANKS, ids=str)
+def test_a_compiled_layer_is_two_operators_for_any_number_of_tokens(name: str, ranks: Any) -> None:
     sample = SAMPLES[name]
-    layer = make_layer(sample, *place, shared_experts=torch.nn.Tanh())
-    call, graphs = compiled(layer)
+    layer = make_layer(sample, *ranks, shared_experts=torch.nn.Tanh())
+    call, graphs = compile_with_graphs(layer)
     for tokens in (17, 9, 5):
-        given = inputs(sample, tokens)
-        assert torch.equal(call(*given), layer(*given))
-    assert [operators(graph.graph) for graph in graphs] == [[ROUTE, EXPERTS]] * 2
+        call_inputs = random_inputs_of(sample, tokens)
+        assert torch.equal(call(*call_inputs), layer(*call_inputs))
+    assert [our_operators(graph.graph) for graph in graphs] == [[ROUTE, EXPERTS]] * 2
     for tokens in (1, 0):
-        given = inputs(sample, tokens)
-        assert torch.equal(call(*given), layer(*given))
+        call_inputs = random_inputs_of(sample, tokens)
+        assert torch.equal(call(*call_inputs), layer(*call_inputs))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_cold_compile_of_any_backend_computes_what_eager_does(backend: str) -> None:
+def test_a_layer_compiled_before_its_first_call_equals_eager(backend: str) -> None:
     layer = make_layer(Sample())
     call = torch.compile(layer, backend=backend)
-    given = inputs(Sample(), 9)
-    got = call(*given)  # before any eager call
-    assert torch.equal(got, layer(*given))
+    call_inputs = random_inputs_of(Sample(), 9)
+    got = call(*call_inputs)
+    assert torch.equal(got, layer(*call_inputs))
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_a_router_inside_is_traced(table: bool) -> None:
+def test_the_router_module_of_a_layer_is_traced(table: bool) -> None:
     spec = RouterSpec(K, "sqrtsoftplus", renormalize=True, selection_bias=not table, table=table)
     router = Router(spec, H, E, bias=True, vocabulary=20 if table else None)
     for number, parameter in enumerate(router.parameters()):
@@ -109,40 +114,42 @@ def test_a_router_inside_is_traced(table: bool) -> None:
     if table:
         router.tid2eid.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(20)]))
     layer = make_layer(Sample(), router=router, selection_bias=None)
-    call, graphs = compiled(layer)
+    call, graphs = compile_with_graphs(layer)
     for tokens in (9, 6, 4):
-        words = torch.randint(20, (tokens,)) if table else None
-        x_TH = inputs(Sample(), tokens)[0]
-        got = call(x_TH, token_ids=words)
-        assert torch.equal(got, layer(x_TH, token_ids=words))
-    assert operators(graphs[0].graph) == [ROUTE, EXPERTS]
+        token_ids = torch.randint(20, (tokens,)) if table else None
+        x_TH = random_inputs_of(Sample(), tokens)[0]
+        got = call(x_TH, token_ids=token_ids)
+        assert torch.equal(got, layer(x_TH, token_ids=token_ids))
+    assert our_operators(graphs[0].graph) == [ROUTE, EXPERTS]
 
 
-def test_a_given_routing_is_traced() -> None:
+def test_routing_as_argument_is_traced() -> None:
     sample, layer = Sample(), make_layer(Sample(), router=None, top_k=K)
-    x_TH, logits = inputs(sample, 8)
+    x_TH, logits = random_inputs_of(sample, 8)
     routing = route(logits, sample.router).routing
     weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
 
-    def by_routing(x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def call_with_routing(
+        x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
         return layer(x_TH, Routing(weights, ids))
 
     want = layer(x_TH, routing)
 
-    def by_tuple(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def call_with_tuple(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return layer(x, (weights.view(2, 4, K), ids.view(2, 4, K), None))
 
-    for function in (by_routing, by_tuple):
-        x = x_TH if function is by_routing else x_TH.view(2, 4, H)
-        call, graphs = compiled(function)
+    for function in (call_with_routing, call_with_tuple):
+        x = x_TH if function is call_with_routing else x_TH.view(2, 4, H)
+        call, graphs = compile_with_graphs(function)
         assert torch.equal(call(x, weights, ids.long()).view(8, H), want)
-        assert operators(graphs[0].graph) == [EXPERTS]
+        assert our_operators(graphs[0].graph) == [EXPERTS]
 
 
-def test_a_graph_uses_replaced_and_cast_weights() -> None:
+def test_compiled_layers_use_replaced_and_cast_weights() -> None:
     layer = make_layer(Sample())
-    call, _ = compiled(layer)
-    x_TH, logits = inputs(Sample(), 6)
+    call, _ = compile_with_graphs(layer)
+    x_TH, logits = random_inputs_of(Sample(), 6)
     before = call(x_TH, logits)
     layer.w2_weight.data = layer.w2_weight.data * 2
     layer.w13_weight.mul_(2)
@@ -153,41 +160,41 @@ def test_a_graph_uses_replaced_and_cast_weights() -> None:
     assert torch.equal(call(x_TH.bfloat16(), logits), layer(x_TH.bfloat16(), logits))
 
 
-def test_another_router_of_a_layer_is_another_graph() -> None:
+def test_replacing_the_router_recompiles() -> None:
     layer = make_layer(Sample())
-    call, _ = compiled(layer)
-    given, found = inputs(Sample(), 6), []
+    call, _ = compile_with_graphs(layer)
+    call_inputs, outputs = random_inputs_of(Sample(), 6), []
     for spec in (RouterSpec(K), RouterSpec(K, "sigmoid"), RouterSpec(K, renormalize=True, eps=0.5)):
         layer.router = spec
-        found.append(call(*given))
-        assert torch.equal(found[-1], layer(*given))
-    assert not torch.equal(found[0], found[1])
+        outputs.append(call(*call_inputs))
+        assert torch.equal(outputs[-1], layer(*call_inputs))
+    assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_a_compiled_layer_refuses_what_an_eager_one_does() -> None:
+def test_compiled_layers_refuse_the_same_inputs_as_eager_layers() -> None:
     layer = make_layer(Sample())
-    x_TH, logits = inputs(Sample(), 6)
+    x_TH, logits = random_inputs_of(Sample(), 6)
     call = torch.compile(layer, backend="eager")
     with pytest.raises(DtypeError, match="x: got float64, need float32"):
         call(x_TH.double(), logits)
     with torch.enable_grad(), pytest.raises(UnsupportedError, match="gradients"):
         call(x_TH.clone().requires_grad_(), logits)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="x has another dtype"):
-        compiled(layer)[0](x_TH.double(), logits)
+        compile_with_graphs(layer)[0](x_TH.double(), logits)
 
 
 def test_a_layer_that_sums_over_ranks_breaks_the_graph_with_a_reason(monkeypatch) -> None:
     layer = make_layer(Sample())
     layer._groups = (object(),)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.mul_(3))
-    given = inputs(Sample(), 6)
-    want = layer(*given)
-    assert torch.equal(torch.compile(layer, backend="eager")(*given), want)
+    call_inputs = random_inputs_of(Sample(), 6)
+    want = layer(*call_inputs)
+    assert torch.equal(torch.compile(layer, backend="eager")(*call_inputs), want)
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="sums over ranks is not traced"):
-        compiled(layer)[0](*given)
+        compile_with_graphs(layer)[0](*call_inputs)
     with pytest.raises(UnsupportedError, match=r"torch\.export: got a FusedMoE that exchanges"):
-        torch.export.export(layer, given, strict=False)
+        torch.export.export(layer, call_inputs, strict=False)
 
 
 @pytest.mark.parametrize("name", ["problem", "experts"])
@@ -197,34 +204,34 @@ def test_a_layer_with_a_replaced_problem_or_pairing_breaks_the_graph(name: str) 
         layer.problem = mk.Problem(1, H, I, E, K, dtype=torch.float32, routed_scaling_factor=3.0)
     else:
         layer.experts, layer.prepare_finalize = "NaiveBatchedExperts", "BatchedPrepareAndFinalize"
-    given = inputs(Sample(), 6)
-    assert torch.equal(torch.compile(layer, backend="eager")(*given), layer(*given))
+    call_inputs = random_inputs_of(Sample(), 6)
+    assert torch.equal(torch.compile(layer, backend="eager")(*call_inputs), layer(*call_inputs))
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="was replaced is not traced"):
-        compiled(layer)[0](*given)
+        compile_with_graphs(layer)[0](*call_inputs)
 
 
 def test_a_compiled_layer_raises_until_it_is_loaded() -> None:
     sample = Sample()
     layer = FusedMoE(E, H, I, router=sample.router, params_dtype=torch.float32)
-    call, _ = compiled(layer)
-    given = inputs(sample, 6)
+    call, _ = compile_with_graphs(layer)
+    call_inputs = random_inputs_of(sample, 6)
     with pytest.raises(StateError, match="nothing loaded into w1, w2"):
-        call(*given)
+        call(*call_inputs)
     plain = sample.plain
     layer.w13_weight.data.copy_(plain.w1)
     with pytest.raises(StateError, match="nothing loaded into w2"):
-        call(*given)
+        call(*call_inputs)
     layer.w2_weight.data.copy_(plain.w2)
-    got = call(*given)
-    assert torch.equal(got, make_layer(sample)(*given))
+    got = call(*call_inputs)
+    assert torch.equal(got, make_layer(sample)(*call_inputs))
 
 
 def test_a_compiled_router_raises_until_it_is_loaded() -> None:
     router = Router(RouterSpec(K), H, E)
     layer = make_layer(Sample(), router=router, selection_bias=None)
-    call, _ = compiled(layer)
-    x_TH = inputs(Sample(), 6)[0]
+    call, _ = compile_with_graphs(layer)
+    x_TH = random_inputs_of(Sample(), 6)[0]
     with pytest.raises(StateError, match="nothing loaded into parameter 0 of the router"):
         call(x_TH)
     router.weight.data.normal_()
@@ -249,27 +256,27 @@ def test_an_unloaded_router_at_the_address_of_a_loaded_one_raises() -> None:
     address = memory.data_ptr()
     numbers = memory.numpy()
 
-    def router() -> Router:
-        made = Router(RouterSpec(K), H, E, device="cpu", dtype=torch.float32)
-        storage = torch.from_numpy(numbers)[: E * H].view(E, H)  # of its own, at one address
+    def make_router() -> Router:
+        module = Router(RouterSpec(K), H, E, device="cpu", dtype=torch.float32)
+        storage = torch.from_numpy(numbers)[: E * H].view(E, H)  # a new storage at the same address
         assert storage.data_ptr() == address
-        made.weight = torch.nn.Parameter(storage.copy_(made.weight), requires_grad=False)
-        return made
+        module.weight = torch.nn.Parameter(storage.copy_(module.weight), requires_grad=False)
+        return module
 
     run = torch.compile(lambda router: router(x_TH)[1], backend="eager")
-    loaded = router()
+    loaded = make_router()
     loaded.weight.data.copy_(torch.randn(E, H))
     with torch.no_grad():
         assert int(run(loaded).min()) >= 0
         del loaded
         with pytest.raises(StateError, match="nothing loaded into parameter 0 of the router"):
-            run(router())
+            run(make_router())
 
 
 # ------------------------------------------------------------------------------ EPMoE, MoeRunner
 
 
-def test_the_share_of_a_rank_is_traced() -> None:
+def test_ep_moe_of_one_rank_is_traced() -> None:
     bias = torch.linspace(-0.5, 0.5, E)
     layer = EPMoE(
         E, K, H, I, torch.float32, use_grouped_topk=True, num_expert_group=4, topk_group=2,
@@ -277,14 +284,14 @@ def test_the_share_of_a_rank_is_traced() -> None:
     )  # fmt: skip
     plain = Sample().plain
     layer.set_weights(mk.ExpertWeights(plain.w1[E // 2 :], plain.w2[E // 2 :]))
-    call, graphs = compiled(layer)
+    call, graphs = compile_with_graphs(layer)
     for tokens in (9, 6, 4):
-        given = inputs(Sample(), tokens)
-        assert torch.equal(call(*given), layer(*given))
-    assert [operators(graph.graph) for graph in graphs] == [[ROUTE, EXPERTS]] * 2
+        call_inputs = random_inputs_of(Sample(), tokens)
+        assert torch.equal(call(*call_inputs), layer(*call_inputs))
+    assert [our_operators(graph.graph) for graph in graphs] == [[ROUTE, EXPERTS]] * 2
 
 
-def runner_of(quant: str, **config: Any) -> tuple[MoeRunner, MoeQuantInfo]:
+def make_runner(quant: str, **config: Any) -> tuple[MoeRunner, MoeQuantInfo]:
     problem = mk.Problem(9, H, I, E, K, dtype=torch.float32, quant=quant)
     _, weights, _ = random_inputs(problem, torch.device("cpu"))
     info = MoeQuantInfo(
@@ -297,25 +304,23 @@ def runner_of(quant: str, **config: Any) -> tuple[MoeRunner, MoeQuantInfo]:
     return MoeRunner("torch", MoeRunnerConfig(top_k=K, **{"inplace": False} | config)), info
 
 
-class Runner(torch.nn.Module):
-    """A model with a MoeRunner."""
-
+class ModelWithRunner(torch.nn.Module):
     def __init__(self, quant: str, **config: Any) -> None:
         super().__init__()
-        self.runner, self.info = runner_of(quant, **config)
+        self.runner, self.info = make_runner(quant, **config)
 
     def forward(self, x_TH: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        given = StandardDispatchOutput(x_TH * 2, (weights, ids))
-        return self.runner.run(given, self.info).hidden_states + 1
+        dispatched = StandardDispatchOutput(x_TH * 2, (weights, ids))
+        return self.runner.run(dispatched, self.info).hidden_states + 1
 
 
-def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x_TH, logits = inputs(Sample(), tokens)
+def random_routed_inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_TH, logits = random_inputs_of(Sample(), tokens)
     values, ids = logits.topk(K)
     return x_TH, values.softmax(-1), ids
 
 
-RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
+RUNNER_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("none", {"activation": "gelu", "routed_scaling_factor": 2.5}),
     "no combine": ("none", {"no_combine": True}),
     "inplace": ("none", {"inplace": True}),
@@ -324,38 +329,38 @@ RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNNERS)
-def test_a_runner_is_one_operator(name: str) -> None:
-    quant, config = RUNNERS[name]
-    model = Runner(quant, **config)
-    call, graphs = compiled(model)
+@pytest.mark.parametrize("name", RUNNER_OPTIONS)
+def test_a_compiled_runner_is_one_operator(name: str) -> None:
+    quant, config = RUNNER_OPTIONS[name]
+    model = ModelWithRunner(quant, **config)
+    call, graphs = compile_with_graphs(model)
     for tokens in (9, 17, 5):
-        given = routed(tokens)
-        assert torch.equal(call(*given), model(*given))
-    assert [operators(graph.graph) for graph in graphs] == [[EXPERTS]] * 2
+        call_inputs = random_routed_inputs(tokens)
+        assert torch.equal(call(*call_inputs), model(*call_inputs))
+    assert [our_operators(graph.graph) for graph in graphs] == [[EXPERTS]] * 2
 
 
-def test_a_runner_overwrites_x_in_a_graph_too() -> None:
-    runner, info = runner_of("none", inplace=True)
-    x_TH, weights, ids = routed(9)
+def test_a_compiled_inplace_runner_overwrites_x() -> None:
+    runner, info = make_runner("none", inplace=True)
+    x_TH, weights, ids = random_routed_inputs(9)
     want = runner.run(StandardDispatchOutput(x_TH.clone(), (weights, ids)), info).hidden_states
 
     def overwrite(x_TH: torch.Tensor) -> torch.Tensor:
         return runner.run(StandardDispatchOutput(x_TH, (weights, ids)), info).hidden_states
 
-    got = compiled(overwrite)[0](x_TH)
+    got = compile_with_graphs(overwrite)[0](x_TH)
     assert torch.equal(got, want)
     assert torch.equal(x_TH, want)
 
 
-def test_received_rows_break_the_graph_with_a_reason() -> None:
-    runner, info = runner_of("fp8_w8a8_channel")
+def test_deepep_dispatch_breaks_the_graph_with_a_reason() -> None:
+    runner, info = make_runner("fp8_w8a8_channel")
     x_RH = torch.randn(5, H).to(torch.float8_e4m3fn)
-    scale, (_, weights, ids) = torch.ones(5, 1), routed(5)
+    scale, (_, weights, ids) = torch.ones(5, 1), random_routed_inputs(5)
 
     def call(x_RH: torch.Tensor) -> torch.Tensor:
-        given = DeepEPNormalDispatchOutput(x_RH, scale, ids, weights)
-        return runner.run(given, info).hidden_states
+        dispatched = DeepEPNormalDispatchOutput(x_RH, scale, ids, weights)
+        return runner.run(dispatched, info).hidden_states
 
     want = call(x_RH)
     assert torch.equal(torch.compile(call, backend="eager")(x_RH), want)
@@ -363,38 +368,40 @@ def test_received_rows_break_the_graph_with_a_reason() -> None:
     with pytest.raises(
         torch._dynamo.exc.Unsupported, match="the format deepep_normal is not traced"
     ):
-        compiled(call)[0](x_RH)
+        compile_with_graphs(call)[0](x_RH)
 
 
 # ---------------------------------------------------------------------------------------- export
 
 
-def exported(kind: str) -> tuple[torch.nn.Module, Callable[[int], tuple[torch.Tensor, ...]]]:
+def make_module_to_export(
+    kind: str,
+) -> tuple[torch.nn.Module, Callable[[int], tuple[torch.Tensor, ...]]]:
     if kind == "MoeRunner":
-        return Runner("none"), routed
+        return ModelWithRunner("none"), random_routed_inputs
     if kind == "FusedMoE":
         sample = SAMPLES["scaled"]
-        return make_layer(sample, (1, 2)), lambda tokens: inputs(sample, tokens)
+        return make_layer(sample, (1, 2)), lambda tokens: random_inputs_of(sample, tokens)
     layer = EPMoE(E, K, H, I, torch.float32, tp_size=2, tp_rank=0, experts="TorchExperts")
     plain = Sample().plain
     layer.set_weights(mk.ExpertWeights(plain.w1[: E // 2], plain.w2[: E // 2]))
-    return layer, lambda tokens: inputs(Sample(), tokens)
+    return layer, lambda tokens: random_inputs_of(Sample(), tokens)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("kind", ["FusedMoE", "EPMoE", "MoeRunner"])
 def test_an_exported_program_runs_in_another_process(kind: str, strict: bool, tmp_path) -> None:
-    layer, made = exported(kind)
+    layer, make_inputs = make_module_to_export(kind)
     tokens = torch.export.Dim("tokens", min=2, max=4096)
-    shapes = tuple({0: tokens} for _ in made(9))
-    program = torch.export.export(layer, made(9), dynamic_shapes=shapes, strict=strict)
-    # A program of a MoeRunner keeps gradients, in whatever mode it was exported.
-    assert operators(program.graph)[-1] == (
+    shapes = tuple({0: tokens} for _ in make_inputs(9))
+    program = torch.export.export(layer, make_inputs(9), dynamic_shapes=shapes, strict=strict)
+    # An exported MoeRunner supports gradients, regardless of the grad mode during export.
+    assert our_operators(program.graph)[-1] == (
         "modular_kernel.experts" if kind == "MoeRunner" else EXPERTS
     )
-    given = made(21)
+    call_inputs = make_inputs(21)
     torch.export.save(program, tmp_path / "layer.pt2")
-    torch.save((given, layer(*given)), tmp_path / "given.pt")
+    torch.save((call_inputs, layer(*call_inputs)), tmp_path / "given.pt")
     lines = (
         "import sys, torch",
         "import modular_kernel.operators.experts",
@@ -405,10 +412,10 @@ def test_an_exported_program_runs_in_another_process(kind: str, strict: bool, tm
         "assert 'modular_kernel.layers.fused_moe' not in sys.modules",
         "assert torch.equal(found, want), (found - want).abs().max()",
     )
-    words = [sys.executable, "-c", "\n".join(lines)]
-    words += [str(tmp_path / "layer.pt2"), str(tmp_path / "given.pt")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", "\n".join(lines)]
+    command += [str(tmp_path / "layer.pt2"), str(tmp_path / "given.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 # ------------------------------------------------------------------------- the router's operator
@@ -436,7 +443,7 @@ def test_opcheck_of_route_passes(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"top_k": 2, "more": 1}', '{"top_k": 0}', '{"score": "softmax"}']
 )
-def test_bad_texts_of_a_router_are_refused(text: str) -> None:
+def test_invalid_router_texts_are_refused(text: str) -> None:
     arguments = (torch.zeros(3, E), None, None, None, [], text, False)
     with pytest.raises(mk.errors.ConfigurationError, match="router"):
         torch.ops.modular_kernel.route(*arguments)

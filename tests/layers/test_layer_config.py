@@ -1,5 +1,5 @@
-"""FusedMoE.from_config and load: sizes, scheme and router come from the checkpoint; contradictions
-are refused.
+"""FusedMoE.from_config and FusedMoE.load take sizes, scheme and router from the checkpoint, and
+refuse contradicting options.
 """
 
 import json
@@ -21,16 +21,16 @@ from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample, write
 
 E, H, I, K, T = 4, 128, 256, 2, 6  # noqa: E741 (intermediate)
-BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-KNOWN = sorted(FAMILIES.keys() & RULES.keys())
+MAX_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+FAMILIES_WITH_ROUTERS = sorted(FAMILIES.keys() & RULES.keys())
 
 
-def add_config_entries(folder: Path, **more: Any) -> None:
-    """Add entries to the part of config.json that describes the layer."""
+def add_config_entries(folder: Path, **entries: Any) -> None:
+    """Add entries to the section of config.json that describes the layer."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    home = config.get("text_config", config)
-    home.update(more)
+    section = config.get("text_config", config)
+    section.update(entries)
     path.write_text(json.dumps(config))
 
 
@@ -42,17 +42,19 @@ def exact_output(
 
 
 def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return float((got.double() - want).norm() / want.norm()) < BOUND[got.dtype]
+    return float((got.double() - want).norm() / want.norm()) < MAX_RELATIVE_ERROR[got.dtype]
 
 
-@pytest.mark.parametrize("without_tensors", [False, True])
-@pytest.mark.parametrize("family", KNOWN)
-def test_a_checkpoint_determines_its_layer(family: str, without_tensors: bool, tmp_path) -> None:
+@pytest.mark.parametrize("only_config", [False, True])
+@pytest.mark.parametrize("family", FAMILIES_WITH_ROUTERS)
+def test_from_config_takes_sizes_and_router_from_the_checkpoint(
+    family: str, only_config: bool, tmp_path
+) -> None:
     sample = write(tmp_path / "whole", family, "fp32", intermediate=I, layers=(1,))
     add_config_entries(tmp_path / "whole", n_group=2, topk_group=1)
     source = tmp_path / "whole"
-    if without_tensors:
-        source = tmp_path / "alone"
+    if only_config:
+        source = tmp_path / "config_only"
         source.mkdir()
         shutil.copy(tmp_path / "whole" / "config.json", source)
     layer = FusedMoE.from_config(source, 1, params_dtype="float32", experts="TorchExperts")
@@ -73,30 +75,30 @@ def test_a_checkpoint_determines_its_layer(family: str, without_tensors: bool, t
     assert is_close(layer(x.float(), logits), exact_output(sample, x, loaded.router, logits, bias))
 
 
-def test_shares_of_a_quantized_checkpoint_sum_to_the_whole_layer(tmp_path) -> None:
+def test_rank_outputs_of_a_quantized_checkpoint_sum_to_the_layer(tmp_path) -> None:
     sample = write(tmp_path, "qwen3_moe", "deepseek fp8", intermediate=I)
     add_config_entries(tmp_path, norm_topk_prob=True)
     logits, (x, *_) = torch.randn(T, E), sample.inputs(T)
     total = torch.zeros(T, H, dtype=torch.float64)
     for ep in range(2):
         for tp in range(2):
-            place = LayerParallel(ep=(ep, 2), tp=(tp, 2))
-            layer = FusedMoE.from_config(tmp_path, 0, parallel=place)
+            parallel = LayerParallel(ep=(ep, 2), tp=(tp, 2))
+            layer = FusedMoE.from_config(tmp_path, 0, parallel=parallel)
             layer.load(tmp_path)
             total += layer(x.bfloat16(), logits).double()
     want = exact_output(sample, x, RouterSpec(K, renormalize=True), logits, None)
     assert float((total - want).norm() / want.norm()) < 8e-2
 
 
-def test_another_router_can_be_given(tmp_path) -> None:
+def test_from_config_accepts_a_router_or_top_k(tmp_path) -> None:
     write(tmp_path, "deepseek_v4", "fp32", intermediate=I)
     with pytest.raises(ConfigurationError, match="router: got model_type 'deepseek_v4', whose"):
         FusedMoE.from_config(tmp_path)
-    own = Router(RouterSpec(K), H, E)
-    assert FusedMoE.from_config(tmp_path, router=own).router is own
-    given = FusedMoE.from_config(tmp_path, top_k=K)
-    assert given.router is None
-    assert given.layer_id is None
+    router = Router(RouterSpec(K), H, E)
+    assert FusedMoE.from_config(tmp_path, router=router).router is router
+    layer = FusedMoE.from_config(tmp_path, top_k=K)
+    assert layer.router is None
+    assert layer.layer_id is None
 
 
 def test_options_that_the_checkpoint_determines_are_refused(tmp_path) -> None:
@@ -116,49 +118,50 @@ def test_options_that_the_checkpoint_determines_are_refused(tmp_path) -> None:
 # ------------------------------------------------------------------------------------------ load
 
 
-def layer_with(router: RouterSpec | Router | None, **options: Any) -> FusedMoE:
-    given = {"top_k": K if router is None else None, "params_dtype": torch.float32}
-    return FusedMoE(E, H, I, 0, router=router, **given | options)
+def make_layer(router: RouterSpec | Router | None, **options: Any) -> FusedMoE:
+    defaults = {"top_k": K if router is None else None, "params_dtype": torch.float32}
+    return FusedMoE(E, H, I, 0, router=router, **defaults | options)
 
 
 def test_load_refuses_a_router_that_differs_from_the_checkpoint(tmp_path) -> None:
     write(tmp_path, "qwen3_moe", "fp32", intermediate=I)
     add_config_entries(tmp_path, norm_topk_prob=False)
-    documented = RouterSpec(K, renormalize=True)
+    renormalized = RouterSpec(K, renormalize=True)
     match = "router of the checkpoint: got renormalize=False, need renormalize=True, as in"
-    for router in (documented, Router(documented, H, E)):
-        layer = layer_with(router)
+    for router in (renormalized, Router(renormalized, H, E)):
+        layer = make_layer(router)
         with pytest.raises(ConfigurationError, match=match):
             layer.load(tmp_path)
-        assert bool(layer.w13_weight.isnan().all())  # nothing is taken in part
+        assert bool(layer.w13_weight.isnan().all())  # nothing was loaded
     for router in (RouterSpec(K), None):
-        layer_with(router).load(tmp_path)
+        make_layer(router).load(tmp_path)
     add_config_entries(tmp_path, norm_topk_prob=True)
-    layer_with(documented).load(tmp_path)
+    make_layer(renormalized).load(tmp_path)
 
 
 def test_load_compares_the_options_of_deepseek_routers(tmp_path) -> None:
     sample = write(tmp_path, "deepseek_v3", "fp32", intermediate=I)
     add_config_entries(tmp_path, n_group=2, topk_group=1)
-    typed = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalize": True}
+    router_options = {"groups": 2, "topk_groups": 1, "selection_bias": True, "renormalize": True}
     options = {"selection_bias": torch.zeros(E), "routed_scaling_factor": sample.scaling}
-    layer_with(RouterSpec(K, "sigmoid", **typed), **options).load(tmp_path)  # 1e-20 is no matter
-    for changes, match in (
+    # the checkpoint's eps of 1e-20 is ignored
+    make_layer(RouterSpec(K, "sigmoid", **router_options), **options).load(tmp_path)
+    for changed_options, match in (
         ({"group_score": "max"}, "got group_score='top2', need group_score='max'"),
         ({"topk_groups": 2}, "got groups=2, topk_groups=1, need groups=2, topk_groups=2"),
         ({"renormalize": False}, "renormalize=True, need renormalize=False"),
     ):
-        layer = layer_with(RouterSpec(K, "sigmoid", **typed | changes), **options)
+        layer = make_layer(RouterSpec(K, "sigmoid", **router_options | changed_options), **options)
         with pytest.raises(ConfigurationError, match=f"router of the checkpoint: .*{match}"):
             layer.load(tmp_path)
-    layer = layer_with(RouterSpec(K, "sigmoid", **typed), selection_bias=torch.zeros(E))
+    layer = make_layer(RouterSpec(K, "sigmoid", **router_options), selection_bias=torch.zeros(E))
     with pytest.raises(ConfigurationError, match=r"routed_scaling_factor of .*: got 2\.5"):
         layer.load(tmp_path)
 
 
-def test_an_unknown_router_is_not_compared(tmp_path) -> None:
+def test_load_does_not_compare_unknown_routers(tmp_path) -> None:
     sample = write(tmp_path, "deepseek_v4", "fp32", intermediate=I)
     options = {"activation": load_experts(tmp_path, 0).problem_fields["activation"]}
     options |= {"routed_scaling_factor": sample.scaling}
-    layer_with(RouterSpec(K, "sqrtsoftplus"), **options).load(tmp_path)
+    make_layer(RouterSpec(K, "sqrtsoftplus"), **options).load(tmp_path)
     assert load_experts(tmp_path, 0).router is None

@@ -1,6 +1,6 @@
 """Moving, casting, copying and saving a layer.
 
-The layer computes the same as before, up to rounding, or the operation raises an error.
+The operation either keeps the results up to rounding or raises an error.
 """
 
 import pickle
@@ -34,7 +34,10 @@ CASTS: dict[str, tuple[Callable[[torch.nn.Module], object], torch.dtype]] = {
     "float": (lambda layer: layer.float(), torch.float32),
     "to": (lambda layer: layer.to(torch.bfloat16), torch.bfloat16),
     "to both": (lambda layer: layer.to("cpu", torch.float16), torch.float16),
-    "a model's": (lambda layer: torch.nn.ModuleList([layer]).to(torch.float16), torch.float16),
+    "parent module's to": (
+        lambda layer: torch.nn.ModuleList([layer]).to(torch.float16),
+        torch.float16,
+    ),
 }
 QUANTIZED = (
     "int4_w4a16_group:group=8,zero_points=true",
@@ -64,12 +67,12 @@ def test_an_unquantized_layer_computes_in_the_dtype_that_it_was_cast_to(
     sample = Sample(FAMILIES["biased"], fields={"bias": bias})
     layer, (apply, dtype) = make_layer(sample), CASTS[cast]
     before = layer(sample.x_TH, sample.logits)
-    kept = layer.selection_bias.clone()
+    selection_bias_before = layer.selection_bias.clone()
     apply(layer)
     assert layer.problem.dtype is dtype
     assert {p.dtype for p in layer.parameters()} == {dtype}
-    assert layer.selection_bias.dtype is torch.float32  # rounded, it would choose other experts
-    assert torch.equal(layer.selection_bias, kept)
+    assert layer.selection_bias.dtype is torch.float32  # a rounded bias could select other experts
+    assert torch.equal(layer.selection_bias, selection_bias_before)
     got = layer(sample.x_TH.to(dtype), sample.logits)
     assert got.dtype is dtype
     assert relative_error(got, before.double()) < MAX_CAST_ERROR[dtype]
@@ -92,7 +95,7 @@ def test_quantized_tensors_are_not_cast(quant: str, cast: str, initial: torch.dt
             assert parameter.dtype is dtype
         elif parameter.dtype is before[name][0]:
             assert torch.equal(as_bytes(parameter), before[name][1])
-        else:  # bf16 scales are not supported with every dtype, and are then converted to float32
+        else:  # Some dtypes do not support bf16 scales; these scales are converted to float32.
             assert name.endswith("_scale")
             assert parameter.dtype is torch.float32
             old_scale = before[name][1].view(before[name][0]).float()
@@ -101,13 +104,14 @@ def test_quantized_tensors_are_not_cast(quant: str, cast: str, initial: torch.dt
     got = layer(sample.x_TH.to(dtype), sample.logits)
     assert relative_error(got, want.double()) < 0.1
     cast_sample = replace(sample, fields=sample.fields | {"dtype": dtype})
-    other = make_unloaded_layer(cast_sample)
-    other.set_weights(layer.weights())  # a new layer of this dtype accepts the converted tensors
+    new_layer = make_unloaded_layer(cast_sample)
+    # a new layer of this dtype accepts the converted weights
+    new_layer.set_weights(layer.weights())
     x_TH = cast_sample.x_TH
-    assert torch.equal(other(x_TH, sample.logits), layer(x_TH, sample.logits))
+    assert torch.equal(new_layer(x_TH, sample.logits), layer(x_TH, sample.logits))
 
 
-def test_a_layer_in_the_layout_of_its_checkpoint_is_not_cast() -> None:
+def test_casts_keep_dtypes_of_parameters_in_the_checkpoint_layout() -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
     layer = FusedMoE(E, H, I, top_k=K, quant_config=config, params_dtype=torch.float32, bias=True)
     before = {name: p.dtype for name, p in layer.named_parameters()}
@@ -131,7 +135,7 @@ def test_unsupported_dtypes_are_refused_before_anything_changes() -> None:
         layer(sample.x_TH, sample.logits)
 
 
-def test_a_cast_of_a_layer_with_an_exchange_is_refused() -> None:
+def test_casting_a_layer_with_an_exchange_is_refused() -> None:
     layer = make_layer(Sample())
     layer._exchange_kernel = object()
     with pytest.raises(
@@ -142,14 +146,14 @@ def test_a_cast_of_a_layer_with_an_exchange_is_refused() -> None:
     assert layer.w2_weight.dtype is torch.float32
 
 
-def test_a_router_s_selection_bias_is_not_cast() -> None:
+def test_the_selection_bias_of_a_router_is_not_cast() -> None:
     router = Router(RouterSpec(K, selection_bias=True), H, E)
     router.half()
     assert router.weight.dtype is torch.float16
     assert router.e_score_correction_bias.dtype is torch.float32
 
 
-def test_parameters_keep_the_attributes_that_engines_read() -> None:
+def test_moved_parameters_keep_their_weight_loader() -> None:
     layer = FusedMoE(E, H, I, top_k=K)
     moves: tuple[Callable[[], torch.nn.Module], ...] = (
         layer.half,
@@ -173,29 +177,29 @@ def make_unloaded_layer(sample: Sample, **options: Any) -> FusedMoE:
 
 @pytest.mark.parametrize("quant", ["none", *QUANTIZED])
 @pytest.mark.parametrize(
-    "load_by", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
+    "load_method", ["set_weights", "state_dict", "assign", "copy_", "data.copy_", "data"]
 )
-def test_a_layer_raises_until_it_is_loaded(quant: str, load_by: str) -> None:
+def test_a_layer_raises_until_it_is_loaded(quant: str, load_method: str) -> None:
     sample = Sample(fields={"quant": quant, "bias": True})
-    good, layer = make_layer(sample), make_unloaded_layer(sample)
-    want = good(sample.x_TH, sample.logits)
+    loaded, layer = make_layer(sample), make_unloaded_layer(sample)
+    want = loaded(sample.x_TH, sample.logits)
     for _ in range(2):
         with pytest.raises(
             StateError, match=r"weights: got nothing loaded into w.*or call mark_loaded"
         ):
             layer(sample.x_TH, sample.logits)
-    state = good.state_dict()
-    if load_by == "set_weights":
-        layer.set_weights(good.weights())
-    elif load_by in ("state_dict", "assign"):
-        layer.load_state_dict(state, assign=load_by == "assign")
+    state = loaded.state_dict()
+    if load_method == "set_weights":
+        layer.set_weights(loaded.weights())
+    elif load_method in ("state_dict", "assign"):
+        layer.load_state_dict(state, assign=load_method == "assign")
         assert not layer._unloaded
     for name, parameter in layer.named_parameters():
-        if load_by == "copy_":
+        if load_method == "copy_":
             parameter.copy_(state[name])
-        elif load_by == "data.copy_":
+        elif load_method == "data.copy_":
             parameter.data.copy_(state[name])
-        elif load_by == "data":
+        elif load_method == "data":
             parameter.data = state[name].clone()
     assert torch.equal(layer(sample.x_TH, sample.logits), want)
 
@@ -213,7 +217,7 @@ def test_missing_tensors_are_named() -> None:
         layer.prepare_weights()
 
 
-def test_the_state_of_an_unloaded_layer_loads_nothing() -> None:
+def test_loading_the_state_of_an_unloaded_layer_leaves_it_unloaded() -> None:
     sample = Sample()
     layer = make_unloaded_layer(sample)
     layer.load_state_dict(make_unloaded_layer(sample).state_dict())
@@ -221,7 +225,7 @@ def test_the_state_of_an_unloaded_layer_loads_nothing() -> None:
         layer(sample.x_TH, sample.logits)
 
 
-def test_intended_nan_can_be_marked_as_loaded() -> None:
+def test_weights_with_nan_can_be_marked_as_loaded() -> None:
     sample = Sample()
     layer, plain = make_unloaded_layer(sample), sample.plain
     layer.w13_weight.data.copy_(plain.w1)
@@ -231,15 +235,16 @@ def test_intended_nan_can_be_marked_as_loaded() -> None:
         layer(sample.x_TH, sample.logits)
     layer.mark_loaded()
     assert bool(layer(sample.x_TH, sample.logits).isnan().any())
-    layer = make_unloaded_layer(sample)  # set_weights does not look for NaN
+    # `set_weights` marks the layer as loaded, so NaN is accepted
+    layer = make_unloaded_layer(sample)
     layer.set_weights(ExpertWeights(plain.w1, plain.w2 * torch.nan))
     assert bool(layer(sample.x_TH, sample.logits).isnan().all())
 
 
-def test_a_layer_from_the_meta_device_raises_until_it_is_loaded() -> None:
-    """`to_empty` leaves all memory uninitialized, including that of the expert map."""
+def test_a_layer_moved_from_meta_raises_until_it_is_loaded() -> None:
+    """`to_empty` leaves all memory uninitialized, including the expert map."""
     sample = Sample(FAMILIES["biased"], fields={"bias": True})
-    good = make_layer(sample, (1, 2), (1, 2))
+    loaded = make_layer(sample, (1, 2), (1, 2))
     options = {"router": sample.router, "bias": True, "params_dtype": torch.float32}
     layer = FusedMoE(
         E, H, I, device="meta", selection_bias=torch.zeros(E, device="meta"),
@@ -248,11 +253,11 @@ def test_a_layer_from_the_meta_device_raises_until_it_is_loaded() -> None:
     layer.to_empty(device="cpu")
     with pytest.raises(StateError, match="nothing loaded into selection_bias"):
         layer(sample.x_TH, sample.logits)
-    layer.selection_bias.copy_(good.selection_bias)
+    layer.selection_bias.copy_(loaded.selection_bias)
     with pytest.raises(StateError, match="nothing loaded into w13_weight"):
         layer(sample.x_TH, sample.logits)
-    layer.load_state_dict(good.state_dict())
-    assert torch.equal(layer(sample.x_TH, sample.logits), good(sample.x_TH, sample.logits))
+    layer.load_state_dict(loaded.state_dict())
+    assert torch.equal(layer(sample.x_TH, sample.logits), loaded(sample.x_TH, sample.logits))
 
 
 @pytest.mark.parametrize("hash_routing", [False, True])
@@ -265,16 +270,16 @@ def test_a_router_raises_until_it_is_loaded(hash_routing: bool) -> None:
     missing = "tid2eid" if hash_routing else "e_score_correction_bias"
     with pytest.raises(StateError, match=f"nothing loaded into {missing}"):
         router(x_TH, token_ids)
-    good = Router(spec, H, E, vocabulary=4 if hash_routing else None)
-    good.weight.data.normal_()
+    loaded = Router(spec, H, E, vocabulary=4 if hash_routing else None)
+    loaded.weight.data.normal_()
     if hash_routing:
-        good.tid2eid.copy_(torch.arange(4 * K).view(4, K) % E)
+        loaded.tid2eid.copy_(torch.arange(4 * K).view(4, K) % E)
     else:
-        good.e_score_correction_bias.data.zero_()
-    router.load_state_dict(good.state_dict())
+        loaded.e_score_correction_bias.data.zero_()
+    router.load_state_dict(loaded.state_dict())
     assert not router._unloaded
-    for one, other in zip(router(x_TH, token_ids), good(x_TH, token_ids), strict=True):
-        assert torch.equal(one, other)
+    for got, want in zip(router(x_TH, token_ids), loaded(x_TH, token_ids), strict=True):
+        assert torch.equal(got, want)
 
 
 # ------------------------------------------------------------------------------- DTensors, copies
@@ -299,8 +304,8 @@ def test_dtensors_are_refused_by_name(placement, mesh) -> None:
     with pytest.raises(LayoutError, match=f"^router logits: {need}"):
         layer(sample.x_TH, logits)
     want = layer(sample.x_TH, sample.logits)
-    whole = layer.w2_weight.data
-    layer.w2_weight = torch.nn.Parameter(distribute_tensor(whole, mesh, [placement]), False)
+    plain_weight = layer.w2_weight.data
+    layer.w2_weight = torch.nn.Parameter(distribute_tensor(plain_weight, mesh, [placement]), False)
     with pytest.raises(LayoutError, match=f"w2_weight: {need}"):
         layer(sample.x_TH, sample.logits)
     torch.compiler.reset()
@@ -310,20 +315,20 @@ def test_dtensors_are_refused_by_name(placement, mesh) -> None:
     assert torch.equal(layer(sample.x_TH, sample.logits), want)
 
 
-def test_a_layer_with_groups_is_not_pickled(mesh) -> None:
+def test_layers_with_process_groups_cannot_be_pickled(mesh) -> None:
     layer = make_layer(Sample(), parallel=LayerParallel(ep_group=dist.group.WORLD))
     for copy in (deepcopy, pickle.dumps):
         with pytest.raises(UnsupportedError, match=r"torch\.save or copy of a layer: got ep_group"):
             copy(layer)
-    other = make_layer(Sample())
-    other.load_state_dict(layer.state_dict())
+    new_layer = make_layer(Sample())
+    new_layer.load_state_dict(layer.state_dict())
     assert torch.equal(
-        deepcopy(other)(Sample().x_TH, Sample().logits), layer(Sample().x_TH, Sample().logits)
+        deepcopy(new_layer)(Sample().x_TH, Sample().logits), layer(Sample().x_TH, Sample().logits)
     )
 
 
 def test_every_parameter_is_known_to_these_tests() -> None:
-    """A new parameter needs a decision whether casts of the layer convert it."""
+    """If this test fails, decide whether casts of the layer should convert the new parameter."""
     assert set(PARAMETERS.values()) - {"w13_weight", "w2_weight", "w13_bias", "w2_bias"} == {
         f"{matrix}_{kind}"
         for matrix in ("w13", "w2")

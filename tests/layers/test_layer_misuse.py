@@ -124,7 +124,7 @@ INT4_WITH_ZERO_POINTS = {
 
 
 def load(loader: ExpertLoader, module: torch.nn.Module, scale: float, up_scale: float) -> None:
-    """Load gate, up and down weights. `scale` is that of gate and down."""
+    """Load gate, up and down weights of one expert. `scale` is the scale of gate and down."""
     for shard, value in (("w1", scale), ("w3", up_scale), ("w2", scale)):
         matrix = "w2" if shard == "w2" else "w13"
         shape = (H, I) if shard == "w2" else (I, H)
@@ -169,11 +169,11 @@ def test_weights_of_a_layer_can_be_loaded_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "argument"),
     [((3, [1]), "load"), (([1.0], 3), "slots"), (([1.0], [1], "linear"), "old placement")],
 )
 def test_rebalance_refuses_arguments_of_wrong_types(
-    arguments: tuple[object, ...], what: str
+    arguments: tuple[object, ...], argument: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{what}: got"):
+    with pytest.raises(ConfigurationError, match=f"^{argument}: got"):
         rebalance(*arguments)

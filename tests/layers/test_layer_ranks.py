@@ -1,4 +1,4 @@
-"""FusedMoE over gloo ranks: EP x TP with process groups, with and without an exchange."""
+"""FusedMoE over gloo ranks: EP x TP process groups, with and without an exchange of tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,36 +38,40 @@ SAMPLE = Sample(FAMILIES["zero experts"], fields={"bias": True, "routed_scaling_
 
 
 @contextmanager
-def groups_of(rank: int, ep: int, tp: int) -> Iterator[tuple[Any, Any]]:
-    """Yield the EP and TP groups of this rank, where rank = ep_rank * tp + tp_rank. Collective.
+def make_groups(rank: int, ep: int, tp: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the EP and TP groups of this rank, where rank = ep_rank * tp + tp_rank.
 
-    The groups are destroyed afterwards, because gloo's thread of each polls 100 times per second.
+    All ranks must call this function. The groups are destroyed afterwards, because the thread of
+    each gloo group polls 100 times per second.
     """
-    mine = [None, None]
+    own_groups = [None, None]
     for tp_rank in range(tp):
         ranks = [ep_rank * tp + tp_rank for ep_rank in range(ep)]
         group = dist.new_group(ranks)
-        mine[0] = group if rank in ranks else mine[0]
+        own_groups[0] = group if rank in ranks else own_groups[0]
     for ep_rank in range(ep):
         ranks = [ep_rank * tp + tp_rank for tp_rank in range(tp)]
         group = dist.new_group(ranks)
-        mine[1] = group if rank in ranks else mine[1]
-    yield mine[0], mine[1]
-    for group in mine:
+        own_groups[1] = group if rank in ranks else own_groups[1]
+    yield own_groups[0], own_groups[1]
+    for group in own_groups:
         dist.destroy_process_group(group)
 
 
-def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: bool) -> float:
-    """Return the largest error of three calls of a layer that sums over ranks; one has no
-    tokens."""
+def sum_over_ranks(
+    rank: int, world: int, group: Any, split: tuple[int, int], partial: bool
+) -> float:
+    """Return the largest relative error of two calls of a layer that sums over ranks. A third call
+    has no tokens.
+    """
     ep, tp = split
-    with groups_of(rank, ep, tp) as (ep_group, tp_group):
+    with make_groups(rank, ep, tp) as (ep_group, tp_group):
 
         def shared(x_TH: torch.Tensor) -> torch.Tensor:
             return SAMPLE.shared(x_TH) / (world if partial else 1)
 
-        for whole in (group, None):
-            parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=whole)
+        for world_group in (group, None):
+            parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=world_group)
             assert parallel.ep == (rank // tp, ep)
             assert parallel.tp == (rank % tp, tp)
             layer = make_layer(
@@ -80,29 +84,29 @@ def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: b
             with prefer_torch_reference():
                 got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
                 assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
-        return max(relative_error(one, SAMPLE.expected_output(shared=True)) for one in got)
+        return max(relative_error(output, SAMPLE.expected_output(shared=True)) for output in got)
 
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
-def test_sums_over_groups_equal_the_whole(
+def test_sums_over_groups_equal_the_reference(
     rank_pool: Pool, split: tuple[int, int], partial: bool
 ) -> None:
-    errors = rank_pool(split[0] * split[1]).run(summed, split, partial)
+    errors = rank_pool(split[0] * split[1]).run(sum_over_ranks, split, partial)
     assert max(errors) < 1e-5
 
 
-def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, int]) -> float:
-    """Return the error of a layer with an exchange: each EP rank has its own tokens, TP ranks the
-    same.
+def run_exchange(rank: int, world: int, group: Any, part: str, split: tuple[int, int]) -> float:
+    """Return the relative error of a layer with an exchange. Each EP rank has its own tokens, which
+    all its TP ranks share.
     """
     ep, tp = split
-    with groups_of(rank, ep, tp) as (ep_group, tp_group):
+    with make_groups(rank, ep, tp) as (ep_group, tp_group):
         parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group)
-        order = []
+        shared_expert_calls = []
 
         def shared(x_TH: torch.Tensor) -> torch.Tensor:
-            order.append(len(x_TH))
+            shared_expert_calls.append(len(x_TH))
             return SAMPLE.shared(x_TH)
 
         layer = make_layer(
@@ -113,24 +117,28 @@ def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, in
             prepare_finalize=part,
             max_tokens=T,
         )
-        rows = slice(0, T) if part == REPLICATED else slice(rank // tp * 2, T - rank // tp)
+        tokens = slice(0, T) if part == REPLICATED else slice(rank // tp * 2, T - rank // tp)
         with prefer_torch_reference():
-            got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
-        assert order == [len(got)]
-        worst = relative_error(got, SAMPLE.expected_output(shared=True)[rows])
+            got = layer(SAMPLE.x_TH[tokens], SAMPLE.logits[tokens])
+        assert shared_expert_calls == [len(got)]
+        error = relative_error(got, SAMPLE.expected_output(shared=True)[tokens])
         layer.destroy()
-        return worst
+        return error
 
 
 @pytest.mark.parametrize("split", [(2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("part", [REPLICATED, ALL2ALL, GATHERED])
-def test_an_exchange_of_tokens(rank_pool: Pool, part: str, split: tuple[int, int]) -> None:
-    errors = rank_pool(split[0] * split[1]).run(exchanged, part, split)
+def test_exchanges_equal_the_reference(rank_pool: Pool, part: str, split: tuple[int, int]) -> None:
+    errors = rank_pool(split[0] * split[1]).run(run_exchange, part, split)
     assert max(errors) < 1e-5
 
 
-def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
-    """Return the results of calls with one token, with every expert on every rank."""
+def run_with_expert_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
+    """Call a layer four times with one token and all experts on every rank.
+
+    Return the largest relative error and the number of pairs (token, expert) that this rank
+    computed in each call.
+    """
     placement = rebalance([1.0] * E, [E] * world)
     sample = Sample(tokens=1)
     layer = FusedMoE(
@@ -139,34 +147,34 @@ def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
         placement=placement, max_tokens=1,
     )  # fmt: skip
     held = list(placement.slots[rank])
-    whole = sample.plain
-    layer.set_weights(ExpertWeights(whole.w1[held], whole.w2[held]))
+    all_experts = sample.plain
+    layer.set_weights(ExpertWeights(all_experts.w1[held], all_experts.w2[held]))
     part = layer._exchange_kernel.prepare_finalize
-    taken, local_tokens = [], part.local_tokens
+    pair_counts, local_tokens = [], part.local_tokens
 
-    def counted(call: Any, x: Any, scale: Any, slots_RK: torch.Tensor, weights: Any) -> Any:
-        taken.append(int((slots_RK >= 0).sum()))
+    def count_pairs(call: Any, x: Any, scale: Any, slots_RK: torch.Tensor, weights: Any) -> Any:
+        pair_counts.append(int((slots_RK >= 0).sum()))
         return local_tokens(call, x, scale, slots_RK, weights)
 
-    part.local_tokens = counted
+    part.local_tokens = count_pairs
     with prefer_torch_reference():
         got = [layer(sample.x_TH, sample.logits) for _ in range(4)]
     layer.destroy()
-    return max(relative_error(one, sample.expected_output()) for one in got), taken
+    return max(relative_error(output, sample.expected_output()) for output in got), pair_counts
 
 
-def test_the_pairs_of_one_token_are_distributed_over_copies(rank_pool: Pool) -> None:
-    """Three pairs on two ranks: two and one, and the reverse in the next call."""
-    results = rank_pool(2).run(with_copies)
-    assert max(worst for worst, _ in results) < 1e-5
-    first, second = (taken for _, taken in results)
+def test_pairs_of_one_token_are_distributed_over_copies(rank_pool: Pool) -> None:
+    """One rank computes two of the three pairs. It is the other rank in the next call."""
+    results = rank_pool(2).run(run_with_expert_copies)
+    assert max(error for error, _ in results) < 1e-5
+    first, second = (pair_counts for _, pair_counts in results)
     assert [a + b for a, b in zip(first, second, strict=True)] == [K] * 4
     assert sorted(first) == [1, 1, 2, 2]
     assert first[:2] == first[2:]
 
 
-def refused(rank: int, world: int, group: Any) -> list[str]:
-    told = []
+def refused_parallel_messages(rank: int, world: int, group: Any) -> list[str]:
+    messages = []
     for fields in (
         {"ep": (1 - rank, 2), "ep_group": group},
         {"group": group},
@@ -175,12 +183,12 @@ def refused(rank: int, world: int, group: Any) -> list[str]:
         try:
             LayerParallel(**fields)
         except ConfigurationError as raised:
-            told.append(str(raised))
-    return told
+            messages.append(str(raised))
+    return messages
 
 
 def test_ranks_that_contradict_their_groups_are_refused(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(refused)
+    first, second = rank_pool(2).run(refused_parallel_messages)
     assert first[0] == "ep: got (1, 2), need (0, 2), this rank's position in ep_group"
     assert second[0] == "ep: got (0, 2), need (1, 2), this rank's position in ep_group"
     assert first[1:] == [
@@ -189,8 +197,7 @@ def test_ranks_that_contradict_their_groups_are_refused(rank_pool: Pool) -> None
     ]
 
 
-def test_balance_of_a_layer() -> None:
-    """Balancing by the router's counted loads does not change the layer's output."""
+def test_a_rebalanced_layer_has_the_same_output() -> None:
     sample = Sample(tokens=40)
     routing = route(sample.logits, sample.router).routing
     load = [float(n) for n in count(routing.topk_ids_TK, E)]

@@ -79,7 +79,7 @@ def test_invalid_ranks_are_refused(fields: dict[str, Any], message: str) -> None
 
 def test_invalid_calls_are_refused() -> None:
     sample = Sample()
-    layer, given = make_layer(sample), make_layer(sample, router=None, top_k=K)
+    layer, unrouted = make_layer(sample), make_layer(sample, router=None, top_k=K)
     x_TH, logits = sample.x_TH, sample.logits
     weights, ids, _ = select_experts(logits, sample.router)
     cases: tuple[tuple[FusedMoE, tuple[Any, ...], dict[str, Any], type[InputError], str], ...] = (
@@ -90,42 +90,42 @@ def test_invalid_calls_are_refused() -> None:
         (layer, (x_TH,), {}, ConfigurationError, "routing: got NoneType, need the router's logits"),
         (layer, (x_TH, UninitializedParameter()), {}, DtypeError,
          "router logits: got an uninitialized parameter, need a tensor"),
-        (given, (x_TH, (UninitializedParameter(), ids)), {}, DtypeError,
+        (unrouted, (x_TH, (UninitializedParameter(), ids)), {}, DtypeError,
          "topk_weights: got an uninitialized parameter, need a tensor"),
         (layer, (x_TH, logits[:, :5]), {}, ShapeError, r"router logits: got \(7, 5\), need .* = 8"),
         (layer, (x_TH, logits[0, 0]), {}, ShapeError, r"router logits: got \(\)"),
         (layer, (x_TH, logits[:5]), {}, ShapeError, r"topk_weights: got \(5, 3\)"),
         (layer, (x_TH, logits), {"token_ids": ids[:, 0]}, ConfigurationError, "token_ids: got a"),
-        (given, (x_TH, logits), {}, ConfigurationError, "routing: got Tensor, need a Routing, or"),
-        (given, (x_TH, None), {}, ConfigurationError, "routing: got NoneType"),
-        (given, (x_TH, (weights,)), {}, ConfigurationError, "routing: got tuple"),
-        (given, (x_TH, (weights, None)), {}, DtypeError, "topk_ids: got NoneType, need a tensor"),
-        (given, (x_TH, (weights, ids[:, :2])), {}, ShapeError, r"got \(7, 3\) and \(7, 2\)"),
-        (given, (x_TH, (weights[:, :2], ids[:, :2])), {}, ShapeError, "topk_weights: got"),
-        (given, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
-        (given, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
-        (given, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
+        (unrouted, (x_TH, logits), {}, ConfigurationError, "routing: got Tensor, need a Routing, or"),
+        (unrouted, (x_TH, None), {}, ConfigurationError, "routing: got NoneType"),
+        (unrouted, (x_TH, (weights,)), {}, ConfigurationError, "routing: got tuple"),
+        (unrouted, (x_TH, (weights, None)), {}, DtypeError, "topk_ids: got NoneType, need a tensor"),
+        (unrouted, (x_TH, (weights, ids[:, :2])), {}, ShapeError, r"got \(7, 3\) and \(7, 2\)"),
+        (unrouted, (x_TH, (weights[:, :2], ids[:, :2])), {}, ShapeError, "topk_weights: got"),
+        (unrouted, (x_TH, (weights[:, :0], ids[:, :0])), {}, ShapeError, "with K of 1 or more"),
+        (unrouted, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
+        (unrouted, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
          "token_ids: got a tensor, need None, because the layer has no router"),
-        (given, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
+        (unrouted, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
     )  # fmt: skip
-    for one, arguments, options, kind, message in cases:
-        with pytest.raises(kind, match=message):
-            one(*arguments, **options)
+    for called_layer, arguments, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            called_layer(*arguments, **options)
 
 
 def test_invalid_weights_are_refused() -> None:
     sample = Sample(fields={"bias": True})
-    layer, good = make_layer(sample), rank_weights(sample, (0, 1), (0, 1))
+    layer, valid = make_layer(sample), rank_weights(sample, (0, 1), (0, 1))
     before = {name: p.clone() for name, p in layer.named_parameters()}
     for changes, message in (
-        ({"w1": good.w1[:4]}, r"w13_weight: got \(4, 96, 32\) float32, need \(e, 2I, H\) = "),
-        ({"w2": good.w2.half()}, r"w2_weight: got \(8, 32, 48\) float16, need"),
+        ({"w1": valid.w1[:4]}, r"w13_weight: got \(4, 96, 32\) float32, need \(e, 2I, H\) = "),
+        ({"w2": valid.w2.half()}, r"w2_weight: got \(8, 32, 48\) float16, need"),
         ({"b2": None}, r"w2_bias: got None, need \(e, H\) = \(8, 32\)"),
         ({"w1_scale": torch.ones(8)}, "w13_weight_scale: got a tensor, need None"),
-        ({"w2": good.w2.tolist()}, "w2_weight: got list, need a tensor"),
+        ({"w2": valid.w2.tolist()}, "w2_weight: got list, need a tensor"),
     ):
         with pytest.raises(InputError, match=message):
-            layer.set_weights(replace(good, **changes))
+            layer.set_weights(replace(valid, **changes))
     with pytest.raises(ConfigurationError, match="weights: got dict, need an ExpertWeights"):
         layer.set_weights({})  # type: ignore[arg-type]
     for name, parameter in layer.named_parameters():
@@ -158,10 +158,10 @@ def test_invalid_routers_are_refused() -> None:
 
 
 def test_failed_reduction_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*arguments: object, **options: object) -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("Connection closed by peer\nmore")
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", lost)
+    monkeypatch.setattr(torch.distributed, "all_reduce", fail)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
     with pytest.raises(CommunicationError, match=r"all-reduce of a layer: got Connection closed"):
         all_reduce(torch.zeros(2), (object(),))

@@ -1,4 +1,4 @@
-"""FusedMoEWithLoRA and LoRABackend: the base layer plus what adapters add."""
+"""FusedMoEWithLoRA and LoRABackend add the contributions of LoRA adapters to a base layer."""
 
 from dataclasses import replace
 
@@ -40,8 +40,8 @@ def test_layer_without_adapters_equals_the_base_layer(mode: str, halves: int) ->
     x, logits = make_call()
     want = layer(x, logits)
     assert torch.equal(adapted(x, logits), want)
-    nobody = manager.prepare_moe_lora_batch(ForwardBatch((None, None, None), STARTS), 3)
-    assert nobody is None
+    no_info = manager.prepare_moe_lora_batch(ForwardBatch((None, None, None), STARTS), 3)
+    assert no_info is None
     info = manager.prepare_moe_lora_batch(BATCH, 3)
     got = adapted(x, logits, moe_lora_info=info)
     assert torch.equal(got[4:9], want[4:9])
@@ -50,7 +50,6 @@ def test_layer_without_adapters_equals_the_base_layer(mode: str, halves: int) ->
 
 @pytest.mark.parametrize("halves", [1, 2])
 def test_merged_mode_equals_merged_weights(halves: int) -> None:
-    """Compared with an independent computation with weights + s B A."""
     layer = make_base_layer(routed_scaling_factor=1.5)
     adapted, manager = add_adapters(layer, "merged", halves)
     x, logits = make_call()
@@ -59,17 +58,17 @@ def test_merged_mode_equals_merged_weights(halves: int) -> None:
     weights = layer.weights()
     want = reference.float64_reference(x, weights, routing, layer.problem)
     for rows, rank, scaling in ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0)):
-        a = make_adapter(rank, rank, halves=halves)
-        a13, b13, a2, b2 = (getattr(a, f"lora_{name}").double() for name in NAMES)
-        first = torch.cat([
+        adapter = make_adapter(rank, rank, halves=halves)
+        a13, b13, a2, b2 = (getattr(adapter, f"lora_{name}").double() for name in NAMES)
+        delta_13 = torch.cat([
             b13[:, :I] @ a13[:, :rank], b13[:, I:] @ a13[:, -rank:]
         ], 1)  # fmt: skip
-        merged = ExpertWeights(weights.w1 + scaling * first, weights.w2 + scaling * (b2 @ a2))
+        merged = ExpertWeights(weights.w1 + scaling * delta_13, weights.w2 + scaling * (b2 @ a2))
         want[rows] = reference.float64_reference(x, merged, routing, layer.problem)[rows]
     assert float((got.double() - want).abs().max()) <= 2e-6 * float(want.abs().max())
 
 
-def test_parallel_mode_adds_only_the_branch() -> None:
+def test_parallel_mode_adds_the_branch_to_the_base_output() -> None:
     layer = make_base_layer(routed_scaling_factor=1.5)
     adapted, manager = add_adapters(layer, "parallel_delta", 1)
     x, logits = make_call()
@@ -79,12 +78,21 @@ def test_parallel_mode_adds_only_the_branch() -> None:
     routing = layer._route(x, logits, None, (12,)).routing
     want = layer(x, logits)
     for rows, rank, scaling in ((range(4), 5, 0.5), (range(9, 12), 3, 2.0)):
-        a = make_adapter(rank, rank)
-        for t in rows:
-            for weight, e in zip(routing.topk_weights_TK[t], routing.topk_ids_TK[t], strict=True):
-                gate, up = (a.lora_b13[e] @ (a.lora_a13[e] @ x[t])).chunk(2)
+        adapter = make_adapter(rank, rank)
+        for token in rows:
+            for weight, expert in zip(
+                routing.topk_weights_TK[token], routing.topk_ids_TK[token], strict=True
+            ):
+                gate, up = (adapter.lora_b13[expert] @ (adapter.lora_a13[expert] @ x[token])).chunk(
+                    2
+                )
                 h = torch.nn.functional.silu(gate) * up
-                want[t] += 1.5 * weight * scaling * (a.lora_b2[e] @ (a.lora_a2[e] @ h))
+                want[token] += (
+                    1.5
+                    * weight
+                    * scaling
+                    * (adapter.lora_b2[expert] @ (adapter.lora_a2[expert] @ h))
+                )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     assert info.lora_ranks.tolist() == [3, 5, 0]
     assert info.scalings.tolist() == [2.0, 0.5, 1.0]
@@ -108,13 +116,13 @@ def test_the_backend_uses_the_buffers_of_its_pool() -> None:
     run_moe_lora(x, ids, weights, info, *buffers, want)
     assert torch.equal(out, want)
     assert out.any()
-    _, other = add_adapters(make_base_layer(), "merged", 2)
+    _, merged_manager = add_adapters(make_base_layer(), "merged", 2)
     with pytest.raises(
         ConfigurationError, match="pool: got lora_a13 with 10 rows, lora_a2 with rank 5"
     ):
-        LoRABackend(other.pools[3])
+        LoRABackend(merged_manager.pools[3])
     with pytest.raises(ConfigurationError, match="mode: got merged, need parallel_delta"):
-        other.backend(3)
+        merged_manager.backend(3)
 
 
 def test_shared_experts_and_batches_of_tokens() -> None:
@@ -125,39 +133,42 @@ def test_shared_experts_and_batches_of_tokens() -> None:
     got = adapted(x.view(3, 4, H), logits.view(3, 4, E), moe_lora_info=info)
     assert torch.equal(got.view(12, H), adapted(x, logits, moe_lora_info=info))
     assert torch.equal(got.view(12, H)[4:9], layer(x, logits)[4:9])
-    flat = replace(info, weight_indices=torch.zeros(11).int(), seg_indptr=None)  # type: ignore[type-var]
+    wrong_info = replace(info, weight_indices=torch.zeros(11).int(), seg_indptr=None)  # type: ignore[type-var]
     with pytest.raises(ShapeError, match="weight_indices: got"):
-        adapted(x, logits, moe_lora_info=flat)
+        adapted(x, logits, moe_lora_info=wrong_info)
 
 
 def test_invalid_arguments_are_refused() -> None:
     layer = make_base_layer()
     problem = layer.problem
     shared = "adapters=2,rank=5,a13=shared"
-    for bad, lora in ((problem, "adapters=2,rank=5"), (replace(problem, activation="gelu"), shared),
-                      (replace(problem, activation="silu:interleaved=true"), shared)):  # fmt: skip
+    for wrong, lora in (
+        (problem, "adapters=2,rank=5"),
+        (replace(problem, activation="gelu"), shared),
+        (replace(problem, activation="silu:interleaved=true"), shared),
+    ):
         with pytest.raises(ConfigurationError, match="parallel_delta: got"):
-            LoRAManager(bad, lora, [3], mode="parallel_delta")
+            LoRAManager(wrong, lora, [3], mode="parallel_delta")
     for arguments in ((None, shared, [3]), (problem, 7, [3]), (problem, "none", [3])):
         with pytest.raises(ConfigurationError, match="got"):
             LoRAManager(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="mode: got 'both'"):
         LoRAManager(problem, shared, [3], mode="both")  # type: ignore[arg-type]
     manager = LoRAManager(problem, shared, [3])
-    own = MoELoRALayer(make_adapter(3, 0))
+    adapter = MoELoRALayer(make_adapter(3, 0))
     with pytest.raises(ConfigurationError, match="layer: got 5, need one of 3"):
-        manager.load("mine", {5: own})
+        manager.load("mine", {5: adapter})
     with pytest.raises(ConfigurationError, match="adapter 'mine': layer 3: got Adapter"):
-        manager.load("mine", {3: own.factors})  # type: ignore[dict-item]
+        manager.load("mine", {3: adapter.factors})  # type: ignore[dict-item]
     with pytest.raises(ConfigurationError, match="layer: got 4"):
         manager.prepare_moe_lora_batch(BATCH, 4)
-    for change in (lambda: manager.evict("a"), lambda: manager.prepare_moe_lora_batch(BATCH, 3)):
+    for call in (lambda: manager.evict("a"), lambda: manager.prepare_moe_lora_batch(BATCH, 3)):
         with pytest.raises(StateError, match="got not loaded, need a loaded adapter: none"):
-            change()
+            call()
     with pytest.raises(ConfigurationError, match="forward_batch: got None"):
         manager.prepare_moe_lora_batch(None, 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="scaling: got inf"):
-        MoELoRALayer(own.factors, float("inf"))
+        MoELoRALayer(adapter.factors, float("inf"))
     with pytest.raises(ConfigurationError, match="base_layer: got Linear"):
         FusedMoEWithLoRA(torch.nn.Linear(2, 2), manager)  # type: ignore[arg-type]
     other = FusedMoE(E, H, I, 9, top_k=K, **FLOATS)
@@ -173,8 +184,8 @@ def test_invalid_arguments_are_refused() -> None:
 def test_parts_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3])
-    over = replace(layer.problem.parallel, world_size=2)
-    monkeypatch.setattr(layer, "problem", replace(layer.problem, parallel=over))
+    over_two_ranks = replace(layer.problem.parallel, world_size=2)
+    monkeypatch.setattr(layer, "problem", replace(layer.problem, parallel=over_two_ranks))
     with pytest.raises(
         UnsupportedError, match="prepare_finalize: got a part that exchanges tokens"
     ):

@@ -1,5 +1,6 @@
-"""LoRAManager: slots of adapters over several layers, batches by adapter name, and what is
-refused."""
+"""LoRAManager assigns adapters to the same slots in several layers, builds batches by adapter name,
+and refuses invalid arguments.
+"""
 
 from typing import Any
 
@@ -18,13 +19,13 @@ from modular_kernel.errors import (
 from modular_kernel.layers.lora import ForwardBatch, FusedMoEWithLoRA, LoRAManager, MoELoRALayer
 
 
-def test_layers_without_the_adapter_are_zero_and_slots_agree() -> None:
+def test_layers_without_the_adapter_are_zero_and_have_the_same_slots() -> None:
     layer = make_base_layer()
     manager = LoRAManager(layer.problem, "adapters=2,rank=5", [3, 4])
     assert not manager.has_moe_lora
-    own = MoELoRALayer(make_adapter(4, 1, halves=2))
-    assert manager.load("one", {4: own}) == 0
-    assert manager.load("two", {3: own, 4: own}) == 1
+    adapter = MoELoRALayer(make_adapter(4, 1, halves=2))
+    assert manager.load("one", {4: adapter}) == 0
+    assert manager.load("two", {3: adapter, 4: adapter}) == 1
     assert manager.has_moe_lora
     third, fourth = (manager.prepare_moe_lora_batch(ForwardBatch(("one",), STARTS[:2]), n)
                      for n in (3, 4))  # fmt: skip
@@ -32,14 +33,14 @@ def test_layers_without_the_adapter_are_zero_and_slots_agree() -> None:
     assert fourth is not None
     assert (third.lora_ranks.tolist(), fourth.lora_ranks.tolist()) == ([0, 4], [4, 4])
     x, logits = make_call()
-    same = FusedMoEWithLoRA(layer, manager)(x[:4], logits[:4], moe_lora_info=third)
-    torch.testing.assert_close(same, layer(x[:4], logits[:4]))
+    got = FusedMoEWithLoRA(layer, manager)(x[:4], logits[:4], moe_lora_info=third)
+    torch.testing.assert_close(got, layer(x[:4], logits[:4]))
     ranks = fourth.lora_ranks
     manager.evict("one")
-    assert ranks.tolist() == [0, 4]  # in place: what a captured graph reads
-    assert manager.load("three", {3: own}) == 0
+    assert ranks.tolist() == [0, 4]  # written in place, because captured graphs read this tensor
+    assert manager.load("three", {3: adapter}) == 0
     with pytest.raises(CapacityError, match="'four'"):
-        manager.load("four", {3: own})
+        manager.load("four", {3: adapter})
 
 
 def test_an_error_in_one_layer_changes_no_layer() -> None:
@@ -53,25 +54,25 @@ def test_an_error_in_one_layer_changes_no_layer() -> None:
 
 
 @pytest.mark.parametrize("scaling", [2.0, 1.0])
-def test_the_scaling_is_part_of_both_b(scaling: float) -> None:
-    whole = make_adapter(3, 0)
-    folded = MoELoRALayer(whole, scaling).folded()
-    assert torch.equal(folded.lora_b13, whole.lora_b13 * scaling)
-    assert torch.equal(folded.lora_b2, whole.lora_b2 * scaling)
-    assert torch.equal(folded.lora_a13, whole.lora_a13)
+def test_folding_scales_both_b_matrices(scaling: float) -> None:
+    adapter = make_adapter(3, 0)
+    folded = MoELoRALayer(adapter, scaling).folded()
+    assert torch.equal(folded.lora_b13, adapter.lora_b13 * scaling)
+    assert torch.equal(folded.lora_b2, adapter.lora_b2 * scaling)
+    assert torch.equal(folded.lora_a13, adapter.lora_a13)
 
 
-def two_layers() -> LoRAManager:
+def make_manager_of_two_layers() -> LoRAManager:
     manager = LoRAManager(make_base_layer().problem, f"adapters=3,rank={R}", [3, 5])
     manager.load("a", {3: MoELoRALayer(make_adapter(3, 1, halves=2))})
     return manager
 
 
 def test_a_pool_changed_without_the_manager_is_detected() -> None:
-    manager, own = two_layers(), make_adapter(3, 2, halves=2)
-    manager.pools[5].load("mine", own)
+    manager, adapter = make_manager_of_two_layers(), make_adapter(3, 2, halves=2)
+    manager.pools[5].load("mine", adapter)
     with pytest.raises(StateError, match=r"slots by layer: got \{3: 1, 5: 2\}"):
-        manager.load("b", {3: MoELoRALayer(own)})
+        manager.load("b", {3: MoELoRALayer(adapter)})
     assert [dict(pool.slots) for pool in manager.pools.values()] == [{"a": 0}, {"a": 0, "mine": 1}]
     batch = ForwardBatch(("a",), torch.tensor([0, 12]))
     manager.prepare_moe_lora_batch(batch, 5)
@@ -82,14 +83,14 @@ def test_a_pool_changed_without_the_manager_is_detected() -> None:
 
 
 @pytest.mark.parametrize("layers", [3, [], [3, 3], "ab", [3, "4"], [True]])
-def test_layers_are_distinct_numbers(layers: Any) -> None:
+def test_layers_must_be_distinct_numbers(layers: Any) -> None:
     with pytest.raises(ConfigurationError, match="layer"):
         LoRAManager(make_base_layer().problem, "adapters=3,rank=5", layers)
 
 
 @pytest.mark.parametrize("name", [3, ["a"], None])
 def test_names_must_be_strings(name: Any) -> None:
-    manager = two_layers()
+    manager = make_manager_of_two_layers()
     with pytest.raises(ConfigurationError, match="name of an adapter"):
         manager.evict(name)
     with pytest.raises(ConfigurationError, match="layer"):
@@ -97,12 +98,12 @@ def test_names_must_be_strings(name: Any) -> None:
 
 
 @pytest.mark.parametrize("names", ["ab", None, ("a", 3), ("a", ["b"])])
-def test_a_batch_has_strings_or_none(names: Any) -> None:
+def test_lora_ids_must_be_strings_or_none(names: Any) -> None:
     with pytest.raises(ConfigurationError, match="lora_ids"):
         ForwardBatch(names, torch.tensor([0, 4, 12]))
 
 
-def test_a_batch_has_one_entry_per_sequence() -> None:
+def test_batches_have_one_entry_per_sequence() -> None:
     with pytest.raises(ShapeError, match=r"seg_indptr: got \(3,\), need \(2,\)"):
         ForwardBatch(("a",), torch.tensor([0, 4, 12]))
     with pytest.raises(DtypeError, match="seg_indptr: got list"):

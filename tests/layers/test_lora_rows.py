@@ -1,7 +1,9 @@
-"""The feature checklist of adapters, L1 to L23, names existing tests, and what they do not cover.
+"""The feature checklist of LoRA adapters, L1 to L23, names existing tests and gaps in their
+coverage.
 
-A row names tests as `file::function`. "The branch" is run_moe_lora, which adds adapters to the
-output of the experts; "merged" adapters are applied inside the experts, as they are trained.
+A row names tests as `file::function`. "The branch" is run_moe_lora, which adds the contribution of
+adapters to the output of the experts. "Merged" adapters are applied inside the experts, as they are
+trained.
 """
 
 import pytest
@@ -15,35 +17,35 @@ KERNELS = "interpreter/test_adapter_kernels"
 ROWS = {
     "L1": Row("the branch's delta, with the gated product", (
         f"{BRANCH}::test_staged_and_fused_equal_the_loop",
-        f"{LAYERS}::test_parallel_mode_adds_only_the_branch",
+        f"{LAYERS}::test_parallel_mode_adds_the_branch_to_the_base_output",
         f"{BRANCH}::test_branch_differs_from_merged_weights",
     )),
-    "L2": Row("four buffers of the largest rank, gate's rows first", (
+    "L2": Row("four buffers with the maximum rank, rows of gate first", (
         f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
         f"{REFUSED}::test_wrong_arguments_are_refused_by_name",
     )),
-    "L3": Row("ranks of slots: only so much is read, zero beyond", (
+    "L3": Row("ranks of slots: rows beyond the rank are not read", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
         f"{READS}::test_one_rank_for_all_experts_and_ranks_above_the_buffers",
     )),
     "L4": Row("scalings, once for each pair", (
-        f"{LAYERS}::test_parallel_mode_adds_only_the_branch",
-        f"{MANAGER}::test_the_scaling_is_part_of_both_b",
-    ), "merged has them in both B, as the rule has it"),
-    "L5": Row("adapters by sequence and by token; none changes nothing", (
+        f"{LAYERS}::test_parallel_mode_adds_the_branch_to_the_base_output",
+        f"{MANAGER}::test_folding_scales_both_b_matrices",
+    ), "merged adapters have the scaling folded into both B"),
+    "L5": Row("adapters by sequence and by token; rows without an adapter are unchanged", (
         f"{READS}::test_adapters_of_sequences_and_of_tokens",
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
         f"{EXACT}::test_tokens_get_the_slots_of_their_sequences",
         f"{EXACT}::test_rows_without_an_adapter_equal_the_layer_without_adapters",
     )),
-    "L6": Row("ids that are no expert's are skipped; ranks by expert", (
+    "L6": Row("invalid expert ids are skipped; ranks by expert", (
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
         f"{STEPS}::test_each_step_equals_its_float64_loop",
-    ), "merged has one rank a slot: rows beyond an expert's own are zero"),
+    ), "merged has one rank per slot: rows beyond the rank of an expert are zero"),
     "L7": Row("moe_lora_a_kernel", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
         "compile/test_moe_lora_compile::test_kernels_compile_without_violations",
-    ), "tiles of 16 pairs, up to 32 ranks, 128 bytes of depth: fp32 of 128 values spills"),
+    ), "tiles of 16 pairs, up to 32 ranks, 128 bytes of depth: fp32 spills at 128 values"),
     "L8": Row("moe_lora_gate_up_b_kernel", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
         "compile/test_moe_lora_compile::test_kernels_compile_without_violations",
@@ -51,8 +53,8 @@ ROWS = {
     "L9": Row("moe_lora_down_combine_kernel, in place", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
-    ), "A of down comes from one more launch of the first kernel, not again for each block of H; "
-       "tiles of 16 tokens, the least of tensor cores"),
+    ), "the product with A of down is one more launch of the first kernel, so it is not repeated "
+       "for each block of H; tiles of 16 tokens, the minimum of tensor cores"),
     "L10": Row("moe_lora_fused_kernel", (
         f"{STEPS}::test_the_fused_kernel",
         f"{BRANCH}::test_staged_and_fused_equal_the_loop",
@@ -76,7 +78,7 @@ ROWS = {
     )),
     "L15": Row("backend, prepare_moe_lora_batch, load and evict", (
         f"{LAYERS}::test_layer_without_adapters_equals_the_base_layer",
-        f"{MANAGER}::test_layers_without_the_adapter_are_zero_and_slots_agree",
+        f"{MANAGER}::test_layers_without_the_adapter_are_zero_and_have_the_same_slots",
         f"{POOL}::test_later_loads_reuse_the_same_memory",
     )),
     "L16": Row("pairs grouped by adapter and expert; others are not read", (
@@ -84,15 +86,15 @@ ROWS = {
         f"{READS}::test_other_adapters_and_experts_are_not_read",
         f"{EXACT}::test_a_call_without_adapters_equals_the_layer_without_adapters",
     )),
-    "L17": Row("a benchmark of the two configurations", (
-        "test_adapter_cost::test_the_branch_is_timed_in_its_two_configurations",
+    "L17": Row("a benchmark of two configurations", (
+        "test_adapter_cost::test_the_lora_branch_is_benchmarked_with_both_strategies",
         f"{BRANCH}::test_the_specified_configurations",
-    ), "no time of it is published"),
+    ), "no measured time is published"),
     "L18": Row("each step by itself, with a torch reference", (
         f"{STEPS}::test_each_step_equals_its_float64_loop",
         f"{STEPS}::test_the_fused_kernel",
     )),
-    "L19": Row("in place, the same object, other rows bit for bit", (
+    "L19": Row("in place, the same object, other rows bitwise unchanged", (
         f"{READS}::test_rows_without_an_adapter_or_an_expert_keep_their_bits",
         f"{LAYERS}::test_the_backend_uses_the_buffers_of_its_pool",
     )),
@@ -100,19 +102,19 @@ ROWS = {
         f"{REFUSED}::test_wrong_arguments_are_refused_by_name",
         f"{EXACT}::test_bad_tensors_are_refused_by_name_before_anything_runs",
     )),
-    "L21": Row("the choice can be seen and made", (
+    "L21": Row("the strategy can be queried and set", (
         f"{BRANCH}::test_auto_uses_the_implementation_that_it_reports",
         f"{BRANCH}::test_auto_runs_one_implementation",
-    ), "auto is calculated, and no crossover measured"),
-    "L22": Row("bytes of an adapter; a pool refuses with them", (
-        f"{POOL}::test_a_full_pool_states_the_bytes_that_it_needs",
-        f"{POOL}::test_a_pool_that_does_not_fit_states_its_bytes",
+    ), "auto is based on a calculation, not on a measured crossover"),
+    "L22": Row("bytes of an adapter, also in the error of a full pool", (
+        f"{POOL}::test_a_full_pool_states_the_bytes_of_a_slot",
+        f"{POOL}::test_a_pool_that_exceeds_memory_states_its_bytes",
         "test_lora_rows::test_bytes_of_deepseek_v3",
     )),
     "L23": Row("LoRABackend, LoRAManager, MoELoRALayer, FusedMoEWithLoRA", (
         f"{LAYERS}::test_layer_without_adapters_equals_the_base_layer",
         f"{LAYERS}::test_merged_mode_equals_merged_weights",
-        f"{SHARES}::test_shares_of_tp_ranks_add_up",
+        f"{SHARES}::test_tp_rank_outputs_sum_to_the_layer",
         f"{LAYERS}::test_invalid_arguments_are_refused",
     )),
 }  # fmt: skip

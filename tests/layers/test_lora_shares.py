@@ -1,4 +1,6 @@
-"""Layers with adapters on TP and EP ranks: outputs that add up, and how adapters are sharded."""
+"""Layers with LoRA adapters on TP and EP ranks: rank outputs sum to the output of the layer, and
+adapters are sharded like the weights.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,35 +32,46 @@ from modular_kernel.spec.lora import Adapter
 from modular_kernel.spec.quantization import QuantScheme
 
 
-def tp(layer: FusedMoE, rank: int, ranks: int) -> tuple[FusedMoE, slice, Callable[..., Any]]:
-    """Return one TP rank of a layer, with its shard of the weights."""
+def make_tp_rank(
+    layer: FusedMoE, rank: int, ranks: int
+) -> tuple[FusedMoE, slice, Callable[..., Any]]:
+    """Return one TP rank of a layer, its columns of the intermediate size, and a function that
+    shards adapters.
+    """
     split = split_intermediate(I, ranks, QuantScheme.parse("none"))
-    part = slice(*split.columns(rank))
-    its = make_base_layer(parallel=LayerParallel(tp=(rank, ranks)))
-    w, pad = layer.weights(), (0, split.width - (part.stop - part.start))
-    w1 = torch.nn.functional.pad(w.w1.unflatten(1, (2, I))[:, :, part], (0, 0, *pad))
-    w2 = torch.nn.functional.pad(w.w2[:, :, part], pad)
-    its.set_weights(ExpertWeights(w1.flatten(1, 2).contiguous(), w2.contiguous()))
-    return its, part, lambda a: a.share(rank, ranks)
+    columns = slice(*split.columns(rank))
+    rank_layer = make_base_layer(parallel=LayerParallel(tp=(rank, ranks)))
+    weights, pad = layer.weights(), (0, split.width - (columns.stop - columns.start))
+    w1 = torch.nn.functional.pad(weights.w1.unflatten(1, (2, I))[:, :, columns], (0, 0, *pad))
+    w2 = torch.nn.functional.pad(weights.w2[:, :, columns], pad)
+    rank_layer.set_weights(ExpertWeights(w1.flatten(1, 2).contiguous(), w2.contiguous()))
+    return rank_layer, columns, lambda adapter: adapter.share(rank, ranks)
 
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_shares_of_tp_ranks_add_up(mode: str, halves: int, ranks: int) -> None:
-    """B of w1 and A of w2 are sharded like the layer; the outputs of ranks add up to the whole."""
+def test_tp_rank_outputs_sum_to_the_layer(mode: str, halves: int, ranks: int) -> None:
+    """B of w1 and A of w2 are sharded like the weights."""
     layer = make_base_layer()
-    whole, manager = add_adapters(layer, mode, halves)
+    adapted, manager = add_adapters(layer, mode, halves)
     x, logits = make_call()
-    want = whole(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
+    want = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     got = torch.zeros_like(want)
     for rank in range(ranks):
-        its, _, share = tp(layer, rank, ranks)
+        rank_layer, _, shard_adapter = make_tp_rank(layer, rank, ranks)
         lora = str(manager.problem.adapters)
-        own = LoRAManager(its.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
-        for name, r, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-            own.load(name, {3: MoELoRALayer(share(make_adapter(r, r, halves=halves)), scaling)})
-        info = own.prepare_moe_lora_batch(BATCH, 3)
-        got += FusedMoEWithLoRA(its, own)(x, logits, moe_lora_info=info)
+        rank_manager = LoRAManager(rank_layer.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
+        for name, lora_rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
+            rank_manager.load(
+                name,
+                {
+                    3: MoELoRALayer(
+                        shard_adapter(make_adapter(lora_rank, lora_rank, halves=halves)), scaling
+                    )
+                },
+            )
+        info = rank_manager.prepare_moe_lora_batch(BATCH, 3)
+        got += FusedMoEWithLoRA(rank_layer, rank_manager)(x, logits, moe_lora_info=info)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -70,16 +83,19 @@ def test_an_adapter_is_sharded_like_its_weights() -> None:
     assert torch.equal(part.lora_a2, whole.lora_a2[:, :, 8:16])
     assert part.lora_a13 is whole.lora_a13
     assert part.lora_b2 is whole.lora_b2
-    one = whole.share(2, 3, gated=False)  # rows that alternate, or without a gate
-    assert torch.equal(one.lora_b13, whole.lora_b13[:, 32:])
+    # for activations without a gate or with interleaved rows
+    ungated = whole.share(2, 3, gated=False)
+    assert torch.equal(ungated.lora_b13, whole.lora_b13[:, 32:])
     with pytest.raises(ConfigurationError, match="tp: ranks: got 25, need at most 24"):
         whole.share(0, 25)
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("ranks", "quant"), [(5, "none"), (2, "nvfp4_w4a16")])
-def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str) -> None:
-    """Each rank has the columns of its weights; the last rank has fewer."""
+def test_padded_shards_of_adapters_are_padded_with_zeros(
+    gated: bool, ranks: int, quant: str
+) -> None:
+    """Each rank has the columns of its weights. The last rank has fewer columns than the others."""
     whole, split = (
         make_adapter(2, 0, halves=2),
         split_intermediate(I, ranks, QuantScheme.parse(quant)),
@@ -105,42 +121,46 @@ def test_a_padded_share_is_padded_with_zeros(gated: bool, ranks: int, quant: str
 
 
 @pytest.mark.parametrize(("mode", "halves"), [("merged", 2), ("parallel_delta", 1)])
-def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
-    """Every rank has all tokens, and half of the experts of the base layer and of the adapters."""
+def test_ep_rank_outputs_sum_to_the_layer(mode: str, halves: int) -> None:
+    """Every rank has all tokens, and half of the experts of both the base layer and the
+    adapters.
+    """
     layer = make_base_layer()
-    whole, manager = add_adapters(layer, mode, halves)
+    adapted, manager = add_adapters(layer, mode, halves)
     x, logits = make_call()
-    want = whole(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
+    want = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(BATCH, 3))
     got = torch.zeros_like(want)
     for rank in (0, 1):
-        here = slice(rank * 3, rank * 3 + 3)
-        its = make_base_layer(parallel=LayerParallel(ep=(rank, 2)))
-        w = layer.weights()
-        its.set_weights(ExpertWeights(w.w1[here].contiguous(), w.w2[here].contiguous()))
+        local = slice(rank * 3, rank * 3 + 3)
+        rank_layer = make_base_layer(parallel=LayerParallel(ep=(rank, 2)))
+        weights = layer.weights()
+        rank_layer.set_weights(
+            ExpertWeights(weights.w1[local].contiguous(), weights.w2[local].contiguous())
+        )
         lora = str(manager.problem.adapters)
-        own = LoRAManager(its.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
-        for name, r, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
-            every = vars(make_adapter(r, r, halves=halves))
-            mine = Adapter(**{name: each[here] for name, each in every.items()})
-            own.load(name, {3: MoELoRALayer(mine, scaling)})
-        info = own.prepare_moe_lora_batch(BATCH, 3)
-        got += FusedMoEWithLoRA(its, own)(x, logits, moe_lora_info=info)
+        rank_manager = LoRAManager(rank_layer.problem, lora, [3], mode=mode)  # type: ignore[arg-type]
+        for name, lora_rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
+            tensors = vars(make_adapter(lora_rank, lora_rank, halves=halves))
+            local_adapter = Adapter(**{name: tensor[local] for name, tensor in tensors.items()})
+            rank_manager.load(name, {3: MoELoRALayer(local_adapter, scaling)})
+        info = rank_manager.prepare_moe_lora_batch(BATCH, 3)
+        got += FusedMoEWithLoRA(rank_layer, rank_manager)(x, logits, moe_lora_info=info)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
-    """-1 does not select the last expert, and ids of E and above select none."""
-    its = fill_parameters(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
-    manager = LoRAManager(its.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
+    """The id -1 must not select the last expert. Ids of E and above select no expert."""
+    layer = fill_parameters(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
+    manager = LoRAManager(layer.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
     manager.load("a", {3: MoELoRALayer(make_adapter(3, 3, experts=3), 2.0)})
     x, _ = make_call()
     ids = torch.full((12, K), -1)
-    ids[:3, 0], ids[3:6, 0], ids[6:9, 0] = E, 1 << 40, 0  # the last: on the other rank
+    ids[:3, 0], ids[3:6, 0], ids[6:9, 0] = E, 1 << 40, 0  # expert 0 is on the other rank
     ids[9:, 1] = 5
     batch = ForwardBatch(("a",), torch.tensor([0, 12]))
     info = manager.prepare_moe_lora_batch(batch, 3)
     routing = (torch.ones(12, K), ids)
-    got, want = FusedMoEWithLoRA(its, manager)(x, routing, moe_lora_info=info), its(x, routing)
+    got, want = FusedMoEWithLoRA(layer, manager)(x, routing, moe_lora_info=info), layer(x, routing)
     assert torch.equal(got[:9], want[:9])
     assert bool((got[9:] != want[9:]).any(1).all())
 
@@ -150,9 +170,9 @@ def test_the_branch_of_an_ep_rank_skips_invalid_ids() -> None:
 )
 def test_sharding_requires_the_rows_of_w1(gated: bool, rows: int) -> None:
     whole = make_adapter(4, 0)
-    other = replace(whole, lora_b13=torch.zeros(E, rows, 4))
+    changed = replace(whole, lora_b13=torch.zeros(E, rows, 4))
     with pytest.raises(ShapeError, match=f"got {rows}, need .*gated={gated}"):
-        other.share(0, 2, gated=gated)
+        changed.share(0, 2, gated=gated)
 
 
 def test_sharding_requires_tensors() -> None:

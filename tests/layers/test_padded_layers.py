@@ -1,4 +1,6 @@
-"""Layers on tensor-parallel ranks with padded shards, loaded in every way."""
+"""Layers on tensor-parallel ranks whose shards of the intermediate size are padded, loaded in every
+way.
+"""
 
 from pathlib import Path
 
@@ -17,48 +19,54 @@ from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-# I of formats without groups, in which shares of 288 columns are equal.
+# Intermediate sizes of formats without quantization groups, chosen so that shards of 288 columns
+# would not be padded.
 WORDS = {"compressed int8, weights": 300}
 WORDS |= dict.fromkeys(("gptq, one group", "awq, one group", "compressed int4, channels"), 296)
 
 
-def size_of(kind: str) -> int:
-    plain = CHECKPOINT_FORMATS[kind].scheme.split(":")[0].endswith(("none", "tensor", "channel"))
-    return WORDS.get(kind, 290 if plain else 288)
+def intermediate_of(kind: str) -> int:
+    without_groups = (
+        CHECKPOINT_FORMATS[kind].scheme.split(":")[0].endswith(("none", "tensor", "channel"))
+    )
+    return WORDS.get(kind, 290 if without_groups else 288)
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_loading_tensor_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) -> None:
-    """Including the padding, although the parameters start with other values, as after
-    `to_empty`."""
-    size = size_of(kind)
+def test_padded_shards_loaded_by_tensor_equal_shards_loaded_from_files(
+    kind: str, tmp_path: Path
+) -> None:
+    """The parameters are filled with other values before loading, as after `to_empty`, so the
+    padding is checked, too.
+    """
+    size = intermediate_of(kind)
     write(tmp_path, "mixtral", kind, intermediate=size)
     tensors = load_file(tmp_path / "model.safetensors")
-    experts = {name: t for name, t in tensors.items() if ".experts." in name}
+    experts = {name: tp_rank for name, tp_rank in tensors.items() if ".experts." in name}
     format = format_of(CHECKPOINT_FORMATS[kind].config, depth=size)
     if format.scheme.static:  # gate and up share an input scale here
         for name in [n for n in experts if ".w3.input_scale" in n]:
             experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
     create = ExpertLoader.create_weights
 
-    class Dirty(ExpertLoader):
+    class LoaderWithFilledParameters(ExpertLoader):
         def create_weights(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:  # type: ignore[override]
             create(self, layer, dtype)
             for parameter in layer.parameters():
                 parameter.data.view(torch.uint8 if parameter.dim() else parameter.dtype).fill_(0x7F)
 
-    for t in range(4):
-        loader = Dirty(Share(4, 128, size, tp=(t, 4)), format)
+    for tp_rank in range(4):
+        loader = LoaderWithFilledParameters(Share(4, 128, size, tp=(tp_rank, 4)), format)
         dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
         got = loader.expert_weights(loaded_by_name(loader, experts, dtype))
-        loaded = mk.load_experts(tmp_path, 0, tp=(t, 4))
-        assert t < 3 or loader.share.padding
-        need = loaded.weights
-        for name, tensor in vars(need).items():
-            mine = getattr(got, name)
-            assert (mine is None) == (tensor is None), name
+        loaded = mk.load_experts(tmp_path, 0, tp=(tp_rank, 4))
+        assert tp_rank < 3 or loader.share.padding
+        want = loaded.weights
+        for name, tensor in vars(want).items():
+            got_tensor = getattr(got, name)
+            assert (got_tensor is None) == (tensor is None), name
             if tensor is not None and not name.startswith("a"):
-                assert torch.equal(mine.float(), tensor.float()), name
+                assert torch.equal(got_tensor.float(), tensor.float()), name
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -66,17 +74,17 @@ def test_loading_tensor_by_tensor_equals_loading_from_files(kind: str, tmp_path:
     "kind",
     ["mxfp4", "compressed nvfp4", "awq", "compressed int4, zero points", "deepseek fp8", "bf16"],
 )
-def test_outputs_of_ranks_add_up(kind: str, tp: int, tmp_path: Path) -> None:
+def test_rank_outputs_sum_to_the_layer(kind: str, tp: int, tmp_path: Path) -> None:
     size = {"bf16": 301, "compressed nvfp4": 304}.get(kind, 288)
     sample = write(tmp_path, "gpt_oss", kind, intermediate=size)
     x, weights, ids = sample.inputs(8)
-    total, held = torch.zeros_like(x), 0
-    for t in range(tp):
+    total, columns = torch.zeros_like(x), 0
+    for tp_rank in range(tp):
         layer = FusedMoE.from_config(
             tmp_path,
             0,
             params_dtype="float32",
-            parallel=LayerParallel(tp=(t, tp)),
+            parallel=LayerParallel(tp=(tp_rank, tp)),
             experts="TorchExperts",
             router=None,
             top_k=2,
@@ -86,17 +94,19 @@ def test_outputs_of_ranks_add_up(kind: str, tp: int, tmp_path: Path) -> None:
         line = next(text for text in layer.describe().splitlines() if text.startswith("TP rank"))
         count, width = int(line.split()[5]), layer.problem.intermediate
         padded = f", padded to {width}" if count < width else ""
-        assert line == f"TP rank {t} of {tp}: {count} of {size} intermediate columns{padded}"
-        held += count
+        assert line == f"TP rank {tp_rank} of {tp}: {count} of {size} intermediate columns{padded}"
+        columns += count
         total += layer(x.float(), (weights, ids)).double()
-    assert held == size
-    truth = sample.expected_output(x.float().double(), weights, ids)
+    assert columns == size
+    expected = sample.expected_output(x.float().double(), weights, ids)
     bound = CHECKPOINT_FORMATS[kind].bound if "fp8" in kind else 1e-5
-    assert float((total - truth).norm() / truth.norm()) <= bound
+    assert float((total - expected).norm() / expected.norm()) <= bound
 
 
 def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
-    """Through the parameters of a layer, without a step after loading; the padding stays 0."""
+    """The padding stays zero. Tensors are loaded with `weight_loader` alone, without
+    `process_weights_after_loading`.
+    """
     sample = write(tmp_path, "mixtral", "bf16", intermediate=301)
     experts = {
         name: t
@@ -117,24 +127,24 @@ def test_unquantized_layers_can_be_loaded_again(tmp_path: Path) -> None:
                 layer.weight_loader(param, tensor.float(), "weight", shard, int(expert))
         assert not any(parameter.isnan().any() for parameter in layer.parameters())
         total += layer(x.float(), (weights, ids)).double()
-    truth = sample.expected_output(x.float().double(), weights, ids)
-    assert float((total - truth).norm() / truth.norm()) <= 1e-5
+    expected = sample.expected_output(x.float().double(), weights, ids)
+    assert float((total - expected).norm() / expected.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
-def test_a_checkpoint_of_another_size_is_refused_although_its_shares_have_one_width(
+def test_checkpoints_of_another_size_with_equal_shard_width_are_refused(
     kind: str, tmp_path: Path
 ) -> None:
-    """By every rank, also by those whose own columns are the same."""
+    """Every rank refuses, also ranks whose columns are the same in both sizes."""
     sizes = {"bf16": (301, 303), "mxfp4": (288, 320)}[kind]
     for size in sizes:
         write(tmp_path / str(size), "mixtral", kind, intermediate=size)
-    for t in range(4):
+    for tp_rank in range(4):
         layer = FusedMoE.from_config(
-            tmp_path / str(sizes[0]), 0, parallel=LayerParallel(tp=(t, 4)), device="cpu"
+            tmp_path / str(sizes[0]), 0, parallel=LayerParallel(tp=(tp_rank, 4)), device="cpu"
         )
         before = layer.w13_weight
-        other = mk.load_experts(tmp_path / str(sizes[1]), 0, tp=(t, 4))
+        other = mk.load_experts(tmp_path / str(sizes[1]), 0, tp=(tp_rank, 4))
         assert other.problem_fields["intermediate"] == layer.problem.intermediate
         assert other.intermediate == sizes[1]
         message = f"intermediate_size of the checkpoint: got {sizes[1]}, need {sizes[0]}$"
@@ -146,19 +156,19 @@ def test_a_checkpoint_of_another_size_is_refused_although_its_shares_have_one_wi
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "fp8_w8a8_block", "int4_w4a16_group:group=64"])
 @pytest.mark.parametrize("size", [192, 290])
-def test_layers_quantized_while_loading(scheme: str, size: int, tmp_path: Path) -> None:
+def test_layers_can_be_quantized_while_loading(scheme: str, size: int, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "bf16", intermediate=size)
-    for t in range(2):
+    for tp_rank in range(2):
         layer = FusedMoE.from_config(
-            tmp_path, 0, quantize=scheme, parallel=LayerParallel(tp=(t, 2)), device="cpu"
+            tmp_path, 0, quantize=scheme, parallel=LayerParallel(tp=(tp_rank, 2)), device="cpu"
         )
         layer.load(tmp_path, quantize=scheme)
-        loaded = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
+        loaded = mk.load_experts(tmp_path, 0, tp=(tp_rank, 2), quantize=scheme)
         assert layer.problem.intermediate == loaded.problem_fields["intermediate"]
         assert torch.equal(layer.w13_weight.view(torch.uint8), loaded.weights.w1.view(torch.uint8))
 
 
-def test_destinations_of_a_padded_shard() -> None:
+def test_weight_destinations_of_a_padded_shard() -> None:
     share = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16")
     assert (share.width, share.columns, share.padding) == (96, (96, 160), 32)
     hidden = (0, 64)
@@ -168,6 +178,6 @@ def test_destinations_of_a_padded_shard() -> None:
     assert find_padding("w1", share) == ((64, 96), hidden)
     assert find_padding("w3", share) == ((160, 192), hidden)
     assert find_padding("w2", share) == (hidden, (64, 96))
-    mixed = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16", interleaved=True)
-    assert destination(0, "w13", mixed) == Move(0, (0, 128), hidden, (192, 320), hidden)
-    assert find_padding("w13", mixed) == ((128, 192), hidden)
+    interleaved = Share(2, 64, 288, tp=(1, 4), quant="mxfp4_w4a16", interleaved=True)
+    assert destination(0, "w13", interleaved) == Move(0, (0, 128), hidden, (192, 320), hidden)
+    assert find_padding("w13", interleaved) == ((128, 192), hidden)

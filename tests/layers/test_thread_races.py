@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_adapter_changes import at_once
+from test_adapter_changes import run_concurrently
 
 import modular_kernel as mk
 from modular_kernel.layers.fused_moe import FusedMoE
@@ -38,7 +38,7 @@ def check_at_once(call: Any, want: torch.Tensor, given: Any, turns: int) -> None
         for _ in range(turns):
             torch.testing.assert_close(call(*own), want[:tokens])
 
-    at_once(*(lambda n=n: run(n) for n in COUNTS))  # type: ignore[misc]
+    run_concurrently(*(lambda n=n: run(n) for n in COUNTS))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("experts", ["TorchExperts", "TritonExperts"])
@@ -68,7 +68,7 @@ def test_layers_are_composed_concurrently(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     given, found = random_inputs(PROBLEM, CPU), list[Any]()
     machine, options = Machine("cpu"), MeasurementOptions(budget=5.0)
-    at_once(*[lambda: found.append(compose(PROBLEM, machine, options=options))] * 4)
+    run_concurrently(*[lambda: found.append(compose(PROBLEM, machine, options=options))] * 4)
     want = found[0](*given)
     for kernel in found[1:]:
         torch.testing.assert_close(kernel(*given), want)
@@ -87,7 +87,7 @@ def test_the_first_calls_of_two_threads_share_the_count_of_invalid_ids(
         return zeros(*given, **options)
 
     monkeypatch.setattr(torch, "zeros", slow)
-    at_once(*[lambda: found.append(kernel.count_invalid_ids_on(CPU))] * 2)
+    run_concurrently(*[lambda: found.append(kernel.count_invalid_ids_on(CPU))] * 2)
     assert found[0] is found[1]
     found[0].fill_(3)
     assert kernel.invalid_ids == 3
