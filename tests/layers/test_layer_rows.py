@@ -30,7 +30,7 @@ ROWS = {
         "test_layers_bad_input::test_invalid_layer_arguments_are_refused",
     )),
     "A55": Row("weight_loader by shard and expert, TP x EP slices of the whole", (
-        f"{LOADING}::test_shards_are_slices_of_the_whole",
+        f"{LOADING}::test_shards_are_slices_of_the_weights",
         f"{LOADING}::test_destination_describes_a_slice",
         f"{LOADING}::test_tensors_of_another_layer_are_refused",
         "test_layer_loading::test_layers_are_loaded_tensor_by_tensor",
@@ -41,13 +41,13 @@ ROWS = {
         f"{LAYERS}::test_describe_states_where_experts_are",
     )),
     "A57": Row("TP: rows of w1 and w3, columns of w2, b2 once", (
-        f"{LOADING}::test_shards_are_slices_of_the_whole",
+        f"{LOADING}::test_shards_are_slices_of_the_weights",
         "test_checkpoint_shares::test_b2_is_nonzero_on_one_tp_rank_only",
         f"{LAYERS}::test_rank_outputs_sum_to_the_reference",
         f"{RANKS}::test_sums_over_groups_equal_the_reference",
     )),
     "A58": Row("scales by kind, and zero points", (
-        f"{LOADING}::test_every_format_equals_loading_from_files",
+        f"{LOADING}::test_loading_by_tensor_equals_loading_from_files",
         f"{LOADING}::test_input_scales_of_an_expert_must_be_equal",
         f"{LOADING}::test_a_scale_block_across_gate_and_up_is_refused",
         "test_layer_loading::test_input_scales_of_gate_and_up_must_be_equal",
@@ -95,7 +95,7 @@ ROWS = {
         f"{LOADING}::test_the_mapping_has_three_entries_per_expert",
     )),
     "E16": Row("weight_loader: experts of other ranks are skipped, a bad shard is refused", (
-        f"{LOADING}::test_shards_are_slices_of_the_whole",
+        f"{LOADING}::test_shards_are_slices_of_the_weights",
         f"{LOADING}::test_tensors_of_another_layer_are_refused",
     )),
     "E17": Row("scales of float8: one input scale, separate weight scales", (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_weight_loading import loaded_by_name
+from test_weight_loading import load_by_name
 
 import modular_kernel as mk
 from modular_kernel.checkpoints import format_of
@@ -58,7 +58,7 @@ def test_padded_shards_loaded_by_tensor_equal_shards_loaded_from_files(
     for tp_rank in range(4):
         loader = LoaderWithFilledParameters(Share(4, 128, size, tp=(tp_rank, 4)), format)
         dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
-        got = loader.expert_weights(loaded_by_name(loader, experts, dtype))
+        got = loader.expert_weights(load_by_name(loader, experts, dtype))
         loaded = mk.load_experts(tmp_path, 0, tp=(tp_rank, 4))
         assert tp_rank < 3 or loader.share.padding
         want = loaded.weights

@@ -27,7 +27,7 @@ path = make_path_fixture(module)
 DEEPSEEK = RouterSpec(
     4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
 )
-# Spec and number of experts: every score, order and way to choose.
+# Name -> (spec, number of experts). Every score, order and selection method occurs.
 SPECS: dict[str, tuple[RouterSpec, int]] = {
     "softmax": (RouterSpec(2), 8),
     "renormalized": (RouterSpec(8, renormalize=True), 60),
@@ -49,47 +49,47 @@ SPECS: dict[str, tuple[RouterSpec, int]] = {
     "32 in groups": (replace(DEEPSEEK, top_k=32, selection_bias=False), 128),
     "all 32": (RouterSpec(32, "sqrtsoftplus", selection_bias=True), 32),
 }
-CASES = ("plain", "ties", "equal", "nan", "most nan", "all nan", "infinite", "faint", "huge")
-BIASES = ("plain", "negative", "ties", "nan", "never")
+LOGIT_KINDS = ("plain", "ties", "equal", "nan", "most nan", "all nan", "infinite", "faint", "huge")
+BIAS_KINDS = ("plain", "negative", "ties", "nan", "never")
 
 
-def logits_of(case: str, columns: int, tokens: int = 7) -> torch.Tensor:
-    """Return logits of one kind, (tokens, columns)."""
+def make_logits(kind: str, columns: int, tokens: int = 7) -> torch.Tensor:
+    """Return logits of one of LOGIT_KINDS, (tokens, columns)."""
     logits = random_normal(tokens, columns, seed=columns) * 2
     token = torch.arange(tokens, device=DEVICE)[:, None]
-    place = torch.arange(columns, device=DEVICE)[None, :]
-    if case == "ties":
+    column = torch.arange(columns, device=DEVICE)[None, :]
+    if kind == "ties":
         return logits.round()
-    if case == "equal":
+    if kind == "equal":
         return torch.full_like(logits, -0.5)
-    if case == "nan":
-        return logits.masked_fill((place + token) % 3 == 0, torch.nan)
-    if case == "most nan":
-        return logits.masked_fill(place != token % columns, torch.nan)
-    if case == "all nan":
+    if kind == "nan":
+        return logits.masked_fill((column + token) % 3 == 0, torch.nan)
+    if kind == "most nan":
+        return logits.masked_fill(column != token % columns, torch.nan)
+    if kind == "all nan":
         return torch.full_like(logits, torch.nan)
-    if case == "infinite":
-        logits = logits.masked_fill((place + token) % 4 == 0, -torch.inf)
+    if kind == "infinite":
+        logits = logits.masked_fill((column + token) % 4 == 0, -torch.inf)
         logits[token[:, 0] % 5 == 1] = -torch.inf
-        return logits.masked_fill((place == 3) & (token % 2 == 0), torch.inf)
+        return logits.masked_fill((column == 3) & (token % 2 == 0), torch.inf)
     scales = {"plain": 1.0, "faint": 1e-3, "huge": 20.0}
-    return logits * scales[case] - (60 if case == "faint" else 0)
+    return logits * scales[kind] - (60 if kind == "faint" else 0)
 
 
-def bias_of(case: str, columns: int) -> torch.Tensor:
+def make_bias(kind: str, columns: int) -> torch.Tensor:
     bias = random_normal(columns, seed=7) * 0.3
-    if case == "negative":
+    if kind == "negative":
         return bias - 5
-    if case == "ties":
+    if kind == "ties":
         return torch.zeros_like(bias)
-    if case == "nan":
+    if kind == "nan":
         bias[::3] = torch.nan
-    if case == "never":
+    if kind == "never":
         bias[1:] = -torch.inf
     return bias
 
 
-def checked(
+def route_and_check(
     spec: RouterSpec, logits: torch.Tensor, tensors: RouterTensors, **options: Any
 ) -> Routed:
     routed = route(logits, spec, tensors, **options)
@@ -103,12 +103,12 @@ def checked(
 def test_route_equals_the_reference(name: str) -> None:
     spec, experts = SPECS[name]
     columns = spec.columns(experts)
-    # Groups of saturated scores are as good as each other in float32, not in float64.
+    # Groups with saturated scores tie in float32, but not in float64.
     saturates = spec.groups > 1 and spec.group_score == "top2" and spec.order == "score_first"
-    for case in CASES[:-1] if saturates else CASES:
-        for bias in BIASES if spec.selection_bias else BIASES[:1]:
-            given = bias_of(bias, columns) if spec.selection_bias else None
-            checked(spec, logits_of(case, columns), RouterTensors(given))
+    for logit_kind in LOGIT_KINDS[:-1] if saturates else LOGIT_KINDS:
+        for bias_kind in BIAS_KINDS if spec.selection_bias else BIAS_KINDS[:1]:
+            bias = make_bias(bias_kind, columns) if spec.selection_bias else None
+            route_and_check(spec, make_logits(logit_kind, columns), RouterTensors(bias))
 
 
 @pytest.mark.usefixtures("path")
@@ -121,7 +121,7 @@ def test_ties_select_the_lower_id() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_nan_is_never_chosen() -> None:
+def test_nan_logits_are_never_selected() -> None:
     logits = torch.tensor([[torch.nan, 1.0, torch.nan, 2.0]], device=DEVICE)
     routed = route(logits, RouterSpec(3))
     assert routed.routing.topk_ids_TK.tolist() == [[3, 1, -1]]
@@ -133,17 +133,17 @@ def test_nan_is_never_chosen() -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("order", ["score_first", "topk_first"])
-def test_nan_is_not_the_maximum_of_softmax(order: Any) -> None:
-    """Logits whose exponentials are 0 next to a logit of 0, and a NaN."""
+def test_softmax_ignores_nan_in_its_maximum(order: Any) -> None:
+    """If NaN counted as a logit of 0, the exponentials of the other logits would be 0."""
     logits = torch.tensor([[torch.nan, -200.0, -201.0]], device=DEVICE)
-    routed = checked(RouterSpec(2, order=order), logits, RouterTensors())
+    routed = route_and_check(RouterSpec(2, order=order), logits, RouterTensors())
     assert routed.routing.topk_ids_TK.tolist() == [[1, 2]]
     assert float(routed.routing.topk_weights_TK.sum()) == pytest.approx(1)
 
 
 @pytest.mark.usefixtures("path")
-def test_a_negative_biased_score_beats_excluded_groups() -> None:
-    """With zeros for experts of excluded groups, those would be chosen first."""
+def test_experts_of_excluded_groups_are_not_selected_over_negative_scores() -> None:
+    """If excluded experts had the score 0, they would be selected first."""
     spec = RouterSpec(2, "sigmoid", groups=2, topk_groups=1, selection_bias=True)
     bias = torch.tensor([-3.0, -3.0, -3.0, -4.0, -4.0, -4.0], device=DEVICE)
     routed = route(torch.zeros(1, 6, device=DEVICE), spec, RouterTensors(bias))
@@ -156,8 +156,8 @@ def test_a_negative_biased_score_beats_excluded_groups() -> None:
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_logit_and_id_dtypes(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
     spec = replace(DEEPSEEK, top_k=3)
-    wide = random_normal(5, 40, seed=2).to(dtype)  # rows of a wider tensor
-    routed = checked(
+    wide = random_normal(5, 40, seed=2).to(dtype)  # the logits are a slice of this
+    routed = route_and_check(
         spec, wide[:, :32], RouterTensors(random_normal(32).to(dtype)), ids_dtype=ids_dtype
     )
     assert routed.routing.topk_ids_TK.dtype == ids_dtype
@@ -171,11 +171,11 @@ def test_a_table_determines_the_experts(dtype: torch.dtype, order: Any) -> None:
     spec = RouterSpec(3, order=order, renormalize=order == "score_first", table=True)
     table = torch.stack([torch.randperm(8)[:3] for _ in range(11)])
     table[4, 1], table[5, 0], table[6, 2] = -1, 8, -7
-    words = torch.tensor([0, 10, 4, 5, 6, 11, -1, 2**31 - 1, 3])
-    logits = logits_of("plain", 8, len(words))
+    token_ids = torch.tensor([0, 10, 4, 5, 6, 11, -1, 2**31 - 1, 3])
+    logits = make_logits("plain", 8, len(token_ids))
     logits[8, int(table[3, 1])] = torch.nan
     tensors = RouterTensors(table_VK=table.to(dtype).to(DEVICE))
-    routed = checked(spec, logits, tensors, token_ids_T=words.to(dtype).to(DEVICE))
+    routed = route_and_check(spec, logits, tensors, token_ids_T=token_ids.to(dtype).to(DEVICE))
     ids = routed.routing.topk_ids_TK.tolist()
     assert ids[0] == table[0].tolist()
     assert (ids[2][1], ids[3][0], ids[4][2], ids[8][1]) == (-1, INVALID_ID, INVALID_ID, -1)
@@ -184,31 +184,35 @@ def test_a_table_determines_the_experts(dtype: torch.dtype, order: Any) -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("top_k", [17, 22, 32])
-def test_a_table_of_many_experts_per_token(top_k: int) -> None:
+def test_a_table_with_many_experts_per_token(top_k: int) -> None:
     table = torch.stack([torch.randperm(40)[:top_k] for _ in range(5)])
-    words = torch.tensor([4, 0, 2])
+    token_ids = torch.tensor([4, 0, 2])
     tensors = RouterTensors(table_VK=table.to(DEVICE))
     spec = RouterSpec(top_k, "sigmoid", renormalize=True, table=True)
-    routed = checked(spec, logits_of("plain", 40, 3), tensors, token_ids_T=words.to(DEVICE))
-    assert torch.equal(routed.routing.topk_ids_TK.long().cpu(), table[words])
+    routed = route_and_check(
+        spec, make_logits("plain", 40, 3), tensors, token_ids_T=token_ids.to(DEVICE)
+    )
+    assert torch.equal(routed.routing.topk_ids_TK.long().cpu(), table[token_ids])
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("top_k", "experts"), [(4, 6), (22, 36)])
 def test_zero_experts_are_summed_and_skipped(top_k: int, experts: int) -> None:
-    spec, logits = RouterSpec(top_k, zero_experts=4), logits_of("plain", experts + 4)
-    routed = checked(spec, logits, RouterTensors())
-    plain = route(logits, replace(spec, zero_experts=0)).routing
-    zero = plain.topk_ids_TK >= experts
-    assert zero.any()
-    assert torch.equal(routed.routing.topk_ids_TK, plain.topk_ids_TK.masked_fill(zero, -1))
-    want = (plain.topk_weights_TK * zero).sum(1)
+    spec, logits = RouterSpec(top_k, zero_experts=4), make_logits("plain", experts + 4)
+    routed = route_and_check(spec, logits, RouterTensors())
+    without_zero_experts = route(logits, replace(spec, zero_experts=0)).routing
+    is_zero_expert = without_zero_experts.topk_ids_TK >= experts
+    assert is_zero_expert.any()
+    assert torch.equal(
+        routed.routing.topk_ids_TK, without_zero_experts.topk_ids_TK.masked_fill(is_zero_expert, -1)
+    )
+    want = (without_zero_experts.topk_weights_TK * is_zero_expert).sum(1)
     assert torch.allclose(routed.identity_T, want, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("path")
-def test_zero_and_many_tokens() -> None:
-    """The larger number has several tokens per program, and a partial last program."""
+def test_zero_tokens_and_many_tokens() -> None:
+    """With 1037 tokens, each program has several tokens and the last program is partial."""
     spec, experts = SPECS["groups of 5"]
     routed = route(torch.empty(0, experts, device=DEVICE), spec)
     assert routed.routing.topk_ids_TK.shape == routed.routing.topk_weights_TK.shape == (0, 4)
@@ -217,17 +221,19 @@ def test_zero_and_many_tokens() -> None:
     for start in (0, 512, 1024):
         few = route(logits[start : start + 13], spec).routing
         assert torch.equal(few.topk_ids_TK, many.topk_ids_TK[start : start + 13])
-        # A GPU may add up another tile in another order.
+        # With another number of tokens, a GPU may use tiles with another order of summation.
         want = many.topk_weights_TK[start : start + 13]
         assert torch.allclose(few.topk_weights_TK, want, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.usefixtures("path")
-def test_the_largest_router() -> None:
+def test_routers_at_the_size_limits() -> None:
     spec = RouterSpec(32, "sqrtsoftplus", selection_bias=True, renormalize=True, zero_experts=512)
-    checked(spec, logits_of("plain", 1024, 3), RouterTensors(bias_of("plain", 1024)))
+    route_and_check(spec, make_logits("plain", 1024, 3), RouterTensors(make_bias("plain", 1024)))
     grouped = replace(DEEPSEEK, top_k=22, groups=8, topk_groups=4)
-    checked(grouped, logits_of("plain", 512, 3), RouterTensors(bias_of("negative", 512)))
+    route_and_check(
+        grouped, make_logits("plain", 512, 3), RouterTensors(make_bias("negative", 512))
+    )
 
 
 # ------------------------------------------------------------------------------------ bad input
@@ -268,7 +274,7 @@ BAD_SPECS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_SPECS, ids=str)
-def test_bad_specs(fields: dict[str, Any], message: str) -> None:
+def test_invalid_specs_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         RouterSpec(**{"top_k": 2} | fields)
 
@@ -296,14 +302,16 @@ def test_bad_specs(fields: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_experts_that_do_not_fit(fields: dict[str, Any], experts: int, message: str) -> None:
+def test_invalid_numbers_of_experts_are_refused(
+    fields: dict[str, Any], experts: int, message: str
+) -> None:
     spec = RouterSpec(**{"top_k": 2} | fields)
     with pytest.raises(ConfigurationError, match=message):
         route(torch.zeros(2, experts + spec.zero_experts), spec)
 
 
 BIASED, TABLED = RouterSpec(2, selection_bias=True), RouterSpec(2, table=True)
-LOGITS, TABLE, WORDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), torch.arange(3)
+LOGITS, TABLE, IDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), torch.arange(3)
 
 
 @pytest.mark.usefixtures("path")
@@ -330,19 +338,19 @@ LOGITS, TABLE, WORDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), 
         ((LOGITS, RouterSpec(2), RouterTensors(torch.zeros(4))), {}, ConfigurationError,
          "selection bias: got a tensor, need None"),
         ((LOGITS, TABLED, RouterTensors(None, TABLE)), {}, DtypeError, "token_ids: got NoneType"),
-        ((LOGITS, TABLED), {"token_ids_T": WORDS}, DtypeError, "router table: got NoneType"),
-        ((LOGITS, TABLED, RouterTensors(None, TABLE[:, :1])), {"token_ids_T": WORDS}, ShapeError,
+        ((LOGITS, TABLED), {"token_ids_T": IDS}, DtypeError, "router table: got NoneType"),
+        ((LOGITS, TABLED, RouterTensors(None, TABLE[:, :1])), {"token_ids_T": IDS}, ShapeError,
          r"router table: got \(5, 1\), need \(5, 2\)"),
-        ((LOGITS, TABLED, RouterTensors(None, TABLE[0])), {"token_ids_T": WORDS}, ShapeError,
+        ((LOGITS, TABLED, RouterTensors(None, TABLE[0])), {"token_ids_T": IDS}, ShapeError,
          "router table"),
-        ((LOGITS, TABLED, RouterTensors(None, TABLE.float())), {"token_ids_T": WORDS}, DtypeError,
+        ((LOGITS, TABLED, RouterTensors(None, TABLE.float())), {"token_ids_T": IDS}, DtypeError,
          "router table: got float32"),
-        ((LOGITS, TABLED, RouterTensors(None, TABLE)), {"token_ids_T": WORDS[:2]}, ShapeError,
+        ((LOGITS, TABLED, RouterTensors(None, TABLE)), {"token_ids_T": IDS[:2]}, ShapeError,
          r"token_ids: got \(2,\), need \(3,\)"),
-        ((LOGITS, RouterSpec(2)), {"token_ids_T": WORDS}, ConfigurationError, "token_ids: got a"),
+        ((LOGITS, RouterSpec(2)), {"token_ids_T": IDS}, ConfigurationError, "token_ids: got a"),
     ],
 )  # fmt: skip
-def test_bad_tensors(
+def test_invalid_tensors_are_refused(
     arguments: tuple[Any, ...], options: dict[str, Any], error: type[InputError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -350,34 +358,30 @@ def test_bad_tensors(
 
 
 def test_the_reference_detects_errors() -> None:
-    """Each kind of error, inserted into a correct result."""
-    spec, logits = RouterSpec(3, renormalize=True), logits_of("plain", 8)
-    good = route(logits, spec).routing
-    weights, ids = good.topk_weights_TK, good.topk_ids_TK
-    other = torch.where(ids[:, :1] == 7, 6, 7).to(ids.dtype)
+    spec, logits = RouterSpec(3, renormalize=True), make_logits("plain", 8)
+    correct = route(logits, spec).routing
+    weights, ids = correct.topk_weights_TK, correct.topk_ids_TK
+    wrong_id = torch.where(ids[:, :1] == 7, 6, 7).to(ids.dtype)
     for bad_weights, bad_ids in (
         (weights * 1.001, ids),
         (weights.flip(1), ids),
         (weights, ids.flip(1)),
         (weights, ids[:, :1].expand_as(ids)),
-        (weights, torch.cat([other, ids[:, 1:]], 1)),
+        (weights, torch.cat([wrong_id, ids[:, 1:]], 1)),
         (weights.masked_fill(ids == 0, torch.nan), ids),
         (weights, ids.masked_fill(ids == int(ids[0, 2]), -1)),
     ):
-        routing = replace(good, topk_weights_TK=bad_weights, topk_ids_TK=bad_ids)
+        routing = replace(correct, topk_weights_TK=bad_weights, topk_ids_TK=bad_ids)
         assert disagreements(Routed(routing), logits, spec)
 
 
-def test_gradients_and_freed_logits_are_refused() -> None:
-    """Logits that require gradients, including forward gradients, a bias that does, and freed
-    logits; nothing is launched.
-    """
+def test_gradients_and_tensors_without_memory_are_refused() -> None:
     spec = RouterSpec(2, "sigmoid", selection_bias=True)
     logits, bias = torch.randn(3, 8), torch.zeros(8)
     with torch.no_grad(), forward_ad.dual_level():
-        for dual in ((logits, True), (bias, False)):
-            given = forward_ad.make_dual(dual[0], torch.ones_like(dual[0]))
-            args = (given, RouterTensors(bias)) if dual[1] else (logits, RouterTensors(given))
+        for primal, is_logits in ((logits, True), (bias, False)):
+            dual = forward_ad.make_dual(primal, torch.ones_like(primal))
+            args = (dual, RouterTensors(bias)) if is_logits else (logits, RouterTensors(dual))
             with pytest.raises(UnsupportedError, match="with a forward gradient"):
                 route(args[0], spec, args[1])
     with pytest.raises(LayoutError, match="made by vmap, grad or jvp"):

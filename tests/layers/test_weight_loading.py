@@ -1,4 +1,6 @@
-"""Weights loaded tensor by tensor, as engines do, equal those of `load_experts`."""
+"""Weights loaded tensor by tensor, as inference engines do, equal weights loaded by
+`load_experts`.
+"""
 
 from itertools import product
 from pathlib import Path
@@ -21,20 +23,22 @@ from modular_kernel.layers.weight_loading import (
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
+EP_TP_SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
 
 
-def loaded_by_name(
-    loader: ExpertLoader,
+def load_by_name(
+    record_call: ExpertLoader,
     tensors: dict[str, torch.Tensor],
     dtype: torch.dtype,
     experts: int = 4,
     shards: "dict[str, str] | None" = None,
 ) -> torch.nn.Module:
-    """Load as an engine's load_weights does: map names and find parameters by them."""
+    """Load each tensor as `load_weights` of an engine's model does: map its name to a parameter and
+    call the parameter's `weight_loader`.
+    """
     layer = torch.nn.Module()
     layer.experts = torch.nn.Module()
-    loader.create_weights(layer.experts, dtype)
+    record_call.create_weights(layer.experts, dtype)
     parameters = dict(layer.named_parameters())
     mapping = make_expert_params_mapping("w1", "w2", "w3", experts)
     for name, prefix in (shards or {}).items():
@@ -42,53 +46,53 @@ def loaded_by_name(
     for name, tensor in tensors.items():
         for prefix, weight, expert, shard in mapping:
             if weight in name:
-                own = name[name.index("experts.") :].replace(weight, prefix)
+                parameter_name = name[name.index("experts.") :].replace(weight, prefix)
                 param = parameters[
-                    own.replace("weight_scale_inv", "weight_scale")
-                    if own not in parameters
-                    else own
+                    parameter_name.replace("weight_scale_inv", "weight_scale")
+                    if parameter_name not in parameters
+                    else parameter_name
                 ]
-                param.weight_loader(param, tensor, own, shard, expert)
+                param.weight_loader(param, tensor, parameter_name, shard, expert)
     return layer.experts
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_every_format_equals_loading_from_files(kind: str, tmp_path: Path) -> None:
+def test_loading_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
     format = format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
     for ep, tp in ((1, 1), (2, 2)):
-        for e, t in product(range(ep), range(tp)):
+        for ep_rank, t in product(range(ep), range(tp)):
             if format.scheme.static:  # gate and up share an input scale here
                 for name in [n for n in experts if ".w3.input_scale" in n]:
                     experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
-            share = Share(4, 128, 256, ep=(e, ep), tp=(t, tp))
-            loader = ExpertLoader(share, format)
+            share = Share(4, 128, 256, ep=(ep_rank, ep), tp=(t, tp))
+            record_call = ExpertLoader(share, format)
             dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
-            got = loader.expert_weights(loaded_by_name(loader, experts, dtype))
-            need = mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)).weights
-            for name, tensor in vars(need).items():
-                mine = getattr(got, name)
-                assert (mine is None) == (tensor is None), name
+            got = record_call.expert_weights(load_by_name(record_call, experts, dtype))
+            want = mk.load_experts(tmp_path, 0, ep=(ep_rank, ep), tp=(t, tp)).weights
+            for name, tensor in vars(want).items():
+                got_tensor = getattr(got, name)
+                assert (got_tensor is None) == (tensor is None), name
                 if tensor is not None and not name.startswith("a"):
-                    assert torch.equal(mine.float(), tensor.float()), name
-                    assert mine.dtype == tensor.dtype or name.endswith("_scale")
+                    assert torch.equal(got_tensor.float(), tensor.float()), name
+                    assert got_tensor.dtype == tensor.dtype or name.endswith("_scale")
             if format.scheme.static:
                 scales = [t for n, t in experts.items() if "w1.input_scale" in n]
                 assert float(got.a1_scale) == float(torch.stack(scales).max())
 
 
 def fuse_gate_and_up(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return gate and up of every expert as one matrix, which engines call w13."""
+    """Concatenate gate and up of every expert into one tensor, named w13 as in engines."""
     names = {alias: each for each in format.stored_tensors for alias in (each.name, *each.aliases)}
-    found = dict(tensors)
+    fused = dict(tensors)
     for name in [name for name in tensors if ".w1." in name]:
-        up, gate = found.pop(name.replace(".w1.", ".w3.")), found.pop(name)
+        up, gate = fused.pop(name.replace(".w1.", ".w3.")), fused.pop(name)
         axes = [dim.axis for dim in names[name.rpartition(".")[2]].dims]
-        both = torch.cat([gate, up], axes.index("N")) if "N" in axes else gate
-        found[name.replace(".w1.", ".w13.")] = both
-    return found
+        gate_up = torch.cat([gate, up], axes.index("N")) if "N" in axes else gate
+        fused[name.replace(".w1.", ".w13.")] = gate_up
+    return fused
 
 
 @pytest.mark.parametrize(
@@ -103,17 +107,17 @@ def fuse_gate_and_up(format: Format, tensors: dict[str, torch.Tensor]) -> dict[s
         "mxfp4",
     ],
 )
-def test_fused_gate_and_up_equals_two_matrices(kind: str, tmp_path: Path) -> None:
+def test_loading_fused_gate_and_up_equals_loading_both(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
-    format, found = format_of(CHECKPOINT_FORMATS[kind].config), []
-    for given in (experts, fuse_gate_and_up(format, experts)):
-        loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
-        layer = loaded_by_name(loader, given, torch.float32, shards={"w13": "w13_"})
-        found.append(loader.expert_weights(layer))
-    for name, tensor in vars(found[0]).items():
-        other = getattr(found[1], name)
+    format, loaded = format_of(CHECKPOINT_FORMATS[kind].config), []
+    for tensors_to_load in (experts, fuse_gate_and_up(format, experts)):
+        record_call = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
+        layer = load_by_name(record_call, tensors_to_load, torch.float32, shards={"w13": "w13_"})
+        loaded.append(record_call.expert_weights(layer))
+    for name, tensor in vars(loaded[0]).items():
+        other = getattr(loaded[1], name)
         assert tensor is other is None or torch.equal(tensor.float(), other.float()), name
 
 
@@ -127,34 +131,40 @@ def test_one_scale_for_interleaved_rows_is_refused(kind: str) -> None:
 
 def test_a_scale_block_across_gate_and_up_is_refused() -> None:
     format = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
-    loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
-    loader.create_weights(layer, torch.bfloat16)
+    record_call, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
+    record_call.create_weights(layer, torch.bfloat16)
     scale = torch.ones(3, 1)
     with pytest.raises(ConfigurationError, match="gate rows: got 192, need a multiple of 128"):
-        loader.weight_loader(layer.w13_weight_scale_inv, scale, "w13_weight_scale_inv", "w13", 0)
+        record_call.weight_loader(
+            layer.w13_weight_scale_inv, scale, "w13_weight_scale_inv", "w13", 0
+        )
 
 
-@pytest.mark.parametrize("grid", FULL)
-def test_shards_are_slices_of_the_whole(grid: tuple[int, int]) -> None:
-    ep, tp = grid
-    g = torch.Generator().manual_seed(0)
-    gate, up, down = (torch.randn(4, *s, generator=g) for s in ((32, 16), (32, 16), (16, 32)))
-    b1, b3, b2 = (torch.randn(4, n, generator=g) for n in (32, 32, 16))
+@pytest.mark.parametrize("sizes", EP_TP_SIZES)
+def test_shards_are_slices_of_the_weights(sizes: tuple[int, int]) -> None:
+    ep, tp = sizes
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (
+        torch.randn(4, *s, generator=generator) for s in ((32, 16), (32, 16), (16, 32))
+    )
+    b1, b3, b2 = (torch.randn(4, n, generator=generator) for n in (32, 32, 16))
     tensors = {}
     for i in range(4):
         for name, w, b in (("w1", gate, b1), ("w3", up, b3), ("w2", down, b2)):
             tensors[f"experts.{i}.{name}.weight"] = w[i]
             tensors[f"experts.{i}.{name}.bias"] = b[i]
-    for e, t in product(range(ep), range(tp)):
-        loader = ExpertLoader(Share(4, 16, 32, ep=(e, ep), tp=(t, tp)), bias=True)
-        layer = loaded_by_name(loader, tensors, torch.float32)
-        mine = slice(e * 4 // ep, (e + 1) * 4 // ep)
-        some = slice(t * 32 // tp, (t + 1) * 32 // tp)
-        assert torch.equal(layer.w13_weight, torch.cat([gate[mine, some], up[mine, some]], 1))
-        assert torch.equal(layer.w2_weight, down[mine, :, some])
-        assert torch.equal(layer.w13_bias, torch.cat([b1[mine, some], b3[mine, some]], 1))
-        assert torch.equal(layer.w2_bias, b2[mine] if t == 0 else torch.zeros(4 // ep, 16))
-        weights = loader.expert_weights(layer)
+    for ep_rank, tp_rank in product(range(ep), range(tp)):
+        record_call = ExpertLoader(Share(4, 16, 32, ep=(ep_rank, ep), tp=(tp_rank, tp)), bias=True)
+        layer = load_by_name(record_call, tensors, torch.float32)
+        local = slice(ep_rank * 4 // ep, (ep_rank + 1) * 4 // ep)
+        columns = slice(tp_rank * 32 // tp, (tp_rank + 1) * 32 // tp)
+        assert torch.equal(
+            layer.w13_weight, torch.cat([gate[local, columns], up[local, columns]], 1)
+        )
+        assert torch.equal(layer.w2_weight, down[local, :, columns])
+        assert torch.equal(layer.w13_bias, torch.cat([b1[local, columns], b3[local, columns]], 1))
+        assert torch.equal(layer.w2_bias, b2[local] if tp_rank == 0 else torch.zeros(4 // ep, 16))
+        weights = record_call.expert_weights(layer)
         assert weights.w1.data_ptr() == layer.w13_weight.data_ptr()
 
 
@@ -165,13 +175,18 @@ def test_transposed_storage_has_the_same_values() -> None:
         for i in range(2)
         for name in ("w1", "w2", "w3")
     }
-    plain, turned = ExpertLoader(share), ExpertLoader(share, transposed=True)
-    layers = [loaded_by_name(loader, tensors, torch.float32, 2) for loader in (plain, turned)]
+    plain, transposed = ExpertLoader(share), ExpertLoader(share, transposed=True)
+    layers = [
+        load_by_name(record_call, tensors, torch.float32, 2) for record_call in (plain, transposed)
+    ]
     assert layers[1].w13_weight.shape == (2, 16, 32)
     assert layers[1].w2_weight.shape == (2, 16, 16)
     for name in ("w1", "w2"):
-        own, other = plain.expert_weights(layers[0]), turned.expert_weights(layers[1])
-        assert torch.equal(getattr(own, name), getattr(other, name))
+        parameter_name, other = (
+            plain.expert_weights(layers[0]),
+            transposed.expert_weights(layers[1]),
+        )
+        assert torch.equal(getattr(parameter_name, name), getattr(other, name))
 
 
 def test_the_mapping_has_three_entries_per_expert() -> None:
@@ -195,28 +210,28 @@ def test_destination_describes_a_slice() -> None:
     assert destination(0, "w3", ungated) == Move(0, (0, 32), (0, 16), (0, 32), (0, 16))
     with pytest.raises(ConfigurationError, match="shard_id: got 'w1', need one of w2, w3"):
         destination(0, "w1", ungated)
-    every = [Share(7, 16, 32, ep=(r, 3)) for r in range(3)]
-    assert [[s.local_expert(e) for s in every] for e in range(7)] == [
+    shares = [Share(7, 16, 32, ep=(r, 3)) for r in range(3)]
+    assert [[s.local_expert(e) for s in shares] for e in range(7)] == [
         [0, -1, -1], [1, -1, -1], [2, -1, -1], [-1, 0, -1], [-1, 1, -1], [-1, -1, 0], [-1, -1, 1],
     ]  # fmt: skip
 
 
 def test_quant_methods_create_the_parameters() -> None:
-    layer, called = torch.nn.Module(), []
+    layer, loader_calls = torch.nn.Module(), []
 
-    def loader(*given: object) -> None:
-        called.append(given)
+    def record_call(*given: object) -> None:
+        loader_calls.append(given)
 
-    UnquantizedEPMoEMethod().create_weights(layer, 2, 64, 128, torch.bfloat16, loader)
+    UnquantizedEPMoEMethod().create_weights(layer, 2, 64, 128, torch.bfloat16, record_call)
     assert {n: (tuple(p.shape), p.dtype) for n, p in layer.named_parameters()} == {
         "w13_weight": ((2, 256, 64), torch.bfloat16),
         "w2_weight": ((2, 64, 128), torch.bfloat16),
     }
     layer.w13_weight.weight_loader(layer.w13_weight, None, "", "w1", 0)
-    assert len(called) == 1
+    assert len(loader_calls) == 1
     static = {"quant_method": "fp8", "activation_scheme": "static"}
     layer = torch.nn.Module()
-    Fp8EPMoEMethod(static).create_weights(layer, 2, 64, 128, torch.bfloat16, loader)
+    Fp8EPMoEMethod(static).create_weights(layer, 2, 64, 128, torch.bfloat16, record_call)
     assert {n: (tuple(p.shape), p.dtype, p.quant_method) for n, p in layer.named_parameters()} == {
         "w13_weight": ((2, 256, 64), torch.float8_e4m3fn, ""),
         "w2_weight": ((2, 64, 128), torch.float8_e4m3fn, ""),
@@ -249,35 +264,36 @@ def test_the_float8_method_accepts_the_tensors_of_ep_moe(config: object, scheme:
     assert str(Fp8EPMoEMethod(config).format.scheme) == scheme
 
 
-def static_loader() -> tuple[ExpertLoader, torch.nn.Module]:
+def make_static_fp8_loader() -> tuple[ExpertLoader, torch.nn.Module]:
     format = format_of({"quant_method": "fp8", "activation_scheme": "static"})
-    loader, layer = ExpertLoader(Share(2, 64, 128, ep=(0, 2)), format), torch.nn.Module()
-    loader.create_weights(layer, torch.bfloat16)
-    return loader, layer
+    record_call, layer = ExpertLoader(Share(2, 64, 128, ep=(0, 2)), format), torch.nn.Module()
+    record_call.create_weights(layer, torch.bfloat16)
+    return record_call, layer
 
 
 def test_input_scales_of_an_expert_must_be_equal() -> None:
-    loader, layer = static_loader()
+    record_call, layer = make_static_fp8_loader()
     param, name = layer.w13_input_scale, "experts.w13_input_scale"
-    loader.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
+    record_call.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
     with pytest.raises(WeightsError, match=r"input_scale: got 0\.75, need 0\.5"):
-        loader.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
-    loader.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
-    loader.weight_loader(param, torch.tensor(0.25), name, "w1", 1)  # of another rank
+        record_call.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
+    record_call.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
+    # expert 1 is on another rank
+    record_call.weight_loader(param, torch.tensor(0.25), name, "w1", 1)
     assert param.tolist() == [pytest.approx(0.5, abs=1e-5)]
     scale = layer.w13_weight_scale
-    loader.weight_loader(scale, torch.tensor(2.0), "w13_weight_scale", "w3", 0)
-    loader.weight_loader(scale, torch.tensor(3.0), "w13_weight_scale", "w1", 0)
+    record_call.weight_loader(scale, torch.tensor(2.0), "w13_weight_scale", "w3", 0)
+    record_call.weight_loader(scale, torch.tensor(3.0), "w13_weight_scale", "w1", 0)
     assert scale.tolist() == [[3.0, 2.0]]
 
 
 def test_missing_tensors_are_named() -> None:
-    loader, layer = static_loader()
+    record_call, layer = make_static_fp8_loader()
     with pytest.raises(WeightsError, match="no weight of w1, expert 0 and 8 more"):
-        loader.expert_weights(layer)
+        record_call.expert_weights(layer)
 
 
-BAD = {
+INVALID_TENSORS = {
     "shard": (("w4", "w13_weight", 0), ConfigurationError, "shard_id: got 'w4'"),
     "expert": (("w1", "w13_weight", 7), ConfigurationError, r"expert_id: got 7, need in \[0, 2\)"),
     "name": (("w1", "w13_qweight", 0), ConfigurationError, "weight_name: got 'w13_qweight'"),
@@ -285,27 +301,29 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_tensors_of_another_layer_are_refused(case: str) -> None:
-    (shard, name, expert), kind, words = BAD[case]
-    loader, layer = static_loader()
+    (shard, name, expert), error, message = INVALID_TENSORS[case]
+    record_call, layer = make_static_fp8_loader()
     before = layer.w13_weight.float().clone()
     weight = torch.ones(128, 64).to(torch.float8_e4m3fn)
-    with pytest.raises(kind, match=words):
-        loader.weight_loader(layer.w13_weight, weight, name, shard, expert)
+    with pytest.raises(error, match=message):
+        record_call.weight_loader(layer.w13_weight, weight, name, shard, expert)
     assert torch.equal(layer.w13_weight.float(), before)
 
 
-def test_shape_and_dtype_of_loaded_tensors() -> None:
-    loader, layer = static_loader()
+def test_tensors_of_wrong_shape_or_dtype_are_refused() -> None:
+    record_call, layer = make_static_fp8_loader()
     with pytest.raises(DtypeError, match="w13_weight: got bfloat16, need float8_e4m3fn"):
-        loader.weight_loader(
+        record_call.weight_loader(
             layer.w13_weight, torch.ones(128, 64).bfloat16(), "w13_weight", "w1", 0
         )
     with pytest.raises(ShapeError, match=r"w13_weight_scale: got \(128,\), need \(\)"):
-        loader.weight_loader(layer.w13_weight_scale, torch.ones(128), "w13_weight_scale", "w1", 0)
+        record_call.weight_loader(
+            layer.w13_weight_scale, torch.ones(128), "w13_weight_scale", "w1", 0
+        )
     weight = torch.ones(128, 64).to(torch.float8_e4m3fn)
     with pytest.raises(ShapeError, match="w13_weight: parameter"):
-        loader.weight_loader(layer.w2_weight, weight, "w13_weight", "w1", 0)
+        record_call.weight_loader(layer.w2_weight, weight, "w13_weight", "w1", 0)
     with pytest.raises(ConfigurationError, match="transposed"):
-        ExpertLoader(Share(2, 64, 128), loader.format, transposed=True)
+        ExpertLoader(Share(2, 64, 128), record_call.format, transposed=True)
