@@ -1,7 +1,8 @@
-"""Defects that only show where two axis values meet are detected by the cases of the full list.
+"""The cases of the full list detect defects that need a combination of two axis values.
 
-`test_matrix.py` checks that these pairs of values are covered. Here a defect that only changes
-problems with such a pair is applied to the source, and the cheapest cases with the pair run.
+`test_matrix.py` checks that these pairs of values are covered. Each test here applies a defect to
+the source that only changes problems with both values, and runs the cheapest cases with these
+values.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from modular_kernel.testing import Case
 from modular_kernel.testing.cases.lists import cases_for
 
 PREPARE = "MoEPrepareAndFinalizeNoEP"
-MAX_CASES = 4  # of a pair of values, the cheapest first
+MAX_CASES = 4  # cases to run for each pair of values, the cheapest first
 
 pytestmark = pytest.mark.skipif(
     this_machine().device == "cuda", reason="defects are applied to interpreted kernels"
@@ -38,10 +39,12 @@ class PairDefect:
         return self.name
 
 
-def cost(case: Case) -> int:
-    """Return a rough estimate of the relative run time of a case."""
-    p = case.problem
-    return p.tokens * p.top_k * (p.hidden + p.intermediate) + 1000 * p.experts
+def estimate_cost(case: Case) -> int:
+    problem = case.problem
+    return (
+        problem.tokens * problem.top_k * (problem.hidden + problem.intermediate)
+        + 1000 * problem.experts
+    )
 
 
 def has_several_chunks(problem: Problem) -> bool:
@@ -51,7 +54,9 @@ def has_several_chunks(problem: Problem) -> bool:
 PAIR_DEFECTS = (
     PairDefect(
         "quantized x chunks",
-        lambda p: p.scheme.activation_granularity == "group" and has_several_chunks(p),
+        lambda problem: (
+            problem.scheme.activation_granularity == "group" and has_several_chunks(problem)
+        ),
         SourceDefect(
             "every chunk uses the scales of the first",
             "modular_kernel/tensors.py",
@@ -62,7 +67,9 @@ PAIR_DEFECTS = (
     ),
     PairDefect(
         "zero points x interleaved",
-        lambda p: p.scheme.zero_points and p.scheme.packed and p.act.interleaved,
+        lambda problem: (
+            problem.scheme.zero_points and problem.scheme.packed and problem.act.interleaved
+        ),
         SourceDefect(
             "up reads the zero point of the wrong half of the byte",
             "experts/triton/kernels/gemm_tile_dispatch.py",
@@ -72,9 +79,9 @@ PAIR_DEFECTS = (
     ),
     PairDefect(
         "quantized x ragged I",
-        lambda p: (
-            p.scheme.activation_granularity in ("token", "group")
-            and p.hidden % 16 == 0 < p.intermediate % 16
+        lambda problem: (
+            problem.scheme.activation_granularity in ("token", "group")
+            and problem.hidden % 16 == 0 < problem.intermediate % 16
         ),
         SourceDefect(
             "columns after the last whole vector are not quantized",
@@ -86,7 +93,11 @@ PAIR_DEFECTS = (
     ),
     PairDefect(
         "bf16 x K >= 8",
-        lambda p: p.dtype is torch.bfloat16 and p.top_k >= 8 and p.combine is Combine.SUM,
+        lambda problem: (
+            problem.dtype is torch.bfloat16
+            and problem.top_k >= 8
+            and problem.combine is Combine.SUM
+        ),
         SourceDefect(
             "sums over a large top-k are rounded to 16 bits",
             "modular_kernel/ops/kernels/rows.py",
@@ -99,12 +110,12 @@ PAIR_DEFECTS = (
     ),
     PairDefect(
         "int4 x bias",
-        lambda p: (
-            p.scheme.packed
-            and p.scheme.weight == "uint4"
-            and p.bias
-            and 1 < p.e == p.experts
-            and p.dtype.itemsize == 2
+        lambda problem: (
+            problem.scheme.packed
+            and problem.scheme.weight == "uint4"
+            and problem.bias
+            and 1 < problem.e == problem.experts
+            and problem.dtype.itemsize == 2
         ),
         SourceDefect(
             "every expert with packed weights uses the bias of the first",
@@ -118,9 +129,13 @@ PAIR_DEFECTS = (
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize("pair", PAIR_DEFECTS, ids=str)
-def test_source_defect_is_detected(pair: PairDefect, tmp_path: Path) -> None:
-    listed = cases_for(PREPARE, pair.experts, this_machine()).cases
-    routed = [case for case in listed if case.problem.tokens and case.routing != "all_skipped"]
-    matching = sorted((case for case in routed if pair.matches(case.problem)), key=cost)
-    assert matching
-    assert findings(pair.defect, matching[:MAX_CASES], tmp_path)
+def test_defects_of_axis_pairs_are_detected(pair: PairDefect, tmp_path: Path) -> None:
+    all_cases = cases_for(PREPARE, pair.experts, this_machine()).cases
+    cases_with_pairs = [
+        case for case in all_cases if case.problem.tokens and case.routing != "all_skipped"
+    ]
+    matching_cases = sorted(
+        (case for case in cases_with_pairs if pair.matches(case.problem)), key=estimate_cost
+    )
+    assert matching_cases
+    assert findings(pair.defect, matching_cases[:MAX_CASES], tmp_path)

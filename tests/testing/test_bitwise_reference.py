@@ -1,4 +1,8 @@
-"""The check `one_rounding` finds a missing or extra rounding, which tolerances do not."""
+"""The check `one_rounding` detects missing and extra roundings, which tolerances miss.
+
+It compares an output bitwise with a reference that rounds where the experts class declares that it
+rounds.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -27,9 +31,9 @@ from modular_kernel.testing.verify.bitwise_reference import check_mismatches
 from modular_kernel.testing.verify.trial import Trial
 
 _NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
-_HALF = replace(BASE, dtype=torch.bfloat16)
-_INT4 = replace(_HALF, hidden=160, intermediate=96, quant="int4_w4a16_group:group=32")
-_FP8 = replace(_HALF, hidden=160, intermediate=96, quant="fp8_w8a8_channel")
+_BF16 = replace(BASE, dtype=torch.bfloat16)
+_INT4 = replace(_BF16, hidden=160, intermediate=96, quant="int4_w4a16_group:group=32")
+_FP8 = replace(_BF16, hidden=160, intermediate=96, quant="fp8_w8a8_channel")
 
 
 def _failures(
@@ -42,17 +46,17 @@ def _failures(
 @pytest.mark.parametrize(
     ("prepare", "experts", "problem", "change"),
     [
-        (_NO_EP, TorchExperts, _HALF, {"gate_up": False}),
-        (_NO_EP, TorchExperts, _HALF, {"rows": False}),
+        (_NO_EP, TorchExperts, _BF16, {"gate_up": False}),
+        (_NO_EP, TorchExperts, _BF16, {"rows": False}),
         (_NO_EP, TorchExperts, _INT4, {"weights": False}),
         (_NO_EP, TorchExperts, _FP8, {"gate_up": True}),
-        (_BATCHED, NaiveBatchedExperts, _HALF, {"rows": False}),
-        (_NO_EP, TritonExperts, _HALF, {"gate_up": True}),
-        (_NO_EP, TritonExperts, _HALF, {"rows": False}),
+        (_BATCHED, NaiveBatchedExperts, _BF16, {"rows": False}),
+        (_NO_EP, TritonExperts, _BF16, {"gate_up": True}),
+        (_NO_EP, TritonExperts, _BF16, {"rows": False}),
         (_NO_EP, TritonExperts, _INT4, {"weights": True}),
-        (_NO_EP, TritonExperts, replace(_HALF, tokens=1), {"rows": True}),
+        (_NO_EP, TritonExperts, replace(_BF16, tokens=1), {"rows": True}),
         (_BATCHED, BatchedTritonExperts, _INT4, {"weights": True}),
-        (_NO_EP, GroupedGemmExperts, _HALF, {"gate_up": True}),
+        (_NO_EP, GroupedGemmExperts, _BF16, {"gate_up": True}),
     ],
     ids=str,
 )
@@ -67,20 +71,24 @@ def test_wrong_declared_roundings_fail(
     """With one changed field of the declared roundings, only the check `one_rounding` fails."""
     declared = experts.roundings
 
-    def wrong(self: PermuteExpertsUnpermute, x_TH: torch.Tensor, weights: Any) -> Roundings:
+    def changed_roundings(
+        self: PermuteExpertsUnpermute, x_TH: torch.Tensor, weights: Any
+    ) -> Roundings:
         roundings = declared(self, x_TH, weights)
         assert roundings is not None
         return replace(roundings, **change)
 
     if problem is _FP8 and machine.device == "cuda":
         pytest.skip("not checked: tensor cores add products of fp8 with fewer bits")
-    monkeypatch.setattr(experts, "roundings", wrong)
+    monkeypatch.setattr(experts, "roundings", changed_roundings)
     failures = _failures(prepare, experts, problem, machine)
     assert failures
     assert [line for line in failures if not line.startswith("one_rounding: ")] == []
 
 
-def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_partial_sums_are_detected(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The product over the last 16 columns is rounded before it is added to the rest."""
 
     def multiply_split(
@@ -88,11 +96,11 @@ def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.Mo
     ) -> torch.Tensor:
         first, last = slice(None, -16), slice(-16, None)
         sums = [a[:, part].float() @ matrix[:, part].float().T for part in (first, last)]
-        value = sums[0] + sums[1].to(_HALF.dtype).float()
-        return value.to(_HALF.dtype) if is_final else value
+        value = sums[0] + sums[1].to(_BF16.dtype).float()
+        return value.to(_BF16.dtype) if is_final else value
 
     monkeypatch.setattr(mlp, "_multiply", multiply_split)
-    failures = _failures(_NO_EP, TorchExperts, _HALF, machine)
+    failures = _failures(_NO_EP, TorchExperts, _BF16, machine)
     assert any(failure.startswith("one_rounding: ") for failure in failures)
 
 
@@ -106,11 +114,11 @@ def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.Mo
         (_BATCHED, "BatchedTritonExperts"),
     ],
 )
-def test_rounded_router_weights_are_found_in_every_pairing(
+def test_rounded_router_weights_are_detected_in_every_pairing(
     prepare: str, experts: str, machine: Machine
 ) -> None:
     (mutant,) = ROUNDING_MUTANTS
-    case = Case(prepare, experts, _HALF)
+    case = Case(prepare, experts, _BF16)
     assert mutant.occurs(case, machine)
     failures = prove(case, machine, mutant.build).failures
     assert any(line.startswith("one_rounding: ") for line in failures)
@@ -120,19 +128,21 @@ def test_rounded_router_weights_are_found_in_every_pairing(
     assert [line for line in failures if not line.startswith(expected)] == []
 
 
-def test_bitwise_reference_with_rounded_reference_roundings_equals_the_rounded_reference() -> None:
+def test_bitwise_reference_with_all_roundings_equals_the_rounded_reference() -> None:
     inputs = make_inputs(_INT4, "skips", torch.device("cpu"))
     arguments = (inputs.x_TH, inputs.weights, inputs.routing, _INT4)
     roundings = Roundings(weights=True, gate_up=True)
     rounded_reference = reference.bitwise_reference(*arguments, roundings, input_weighted=False)
-    same = (rounded_reference.double() == reference.rounded_reference(*arguments)).double().mean()
+    equal_fraction = (
+        (rounded_reference.double() == reference.rounded_reference(*arguments)).double().mean()
+    )
     assert rounded_reference.dtype is torch.bfloat16
-    assert same > 0.97
+    assert equal_fraction > 0.97
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor"])
 def test_batched_references_equal_separate_references(quant: str) -> None:
-    """Each copy in a batch has its own scale per tensor and its own random perturbation."""
+    """Each element of a batch has its own per-tensor scale and its own random perturbation."""
     problem = replace(BASE, quant=quant, lora="adapters=3,rank=7")
     inputs = make_inputs(problem, "skips", torch.device("cpu"))
     arguments = inputs.x_TH, inputs.weights, inputs.routing, problem, Roundings()
@@ -143,12 +153,12 @@ def test_batched_references_equal_separate_references(quant: str) -> None:
             reference.bitwise_references(*arguments, input_weighted=False, generators=generators)
         )
 
-    separate = [each for seed in (0, 1, 2) for each in perturbed_references(seed)]
+    separate = [output for seed in (0, 1, 2) for output in perturbed_references(seed)]
     assert torch.equal(torch.stack(perturbed_references(0, 1, 2)), torch.stack(separate))
     assert not torch.equal(separate[1], separate[2])
 
 
-def test_check_shares_allows_few_differing_rows() -> None:
+def test_check_mismatches_allows_few_differing_rows() -> None:
     perturbed, roundings = torch.zeros(30), [Roundings()]
     few, many = torch.zeros(20), torch.zeros(20)
     few[:3], many[:4] = 0.9, 0.2
@@ -163,7 +173,7 @@ def test_check_shares_allows_few_differing_rows() -> None:
 
 
 def _detects_weight_change(trial: Trial, change: float) -> bool:
-    """Return whether router weights that are larger by the factor `1 + change` fail the check."""
+    """Return whether the check fails if router weights are multiplied by `1 + change`."""
     mismatches, perturbed_mismatches = [], []
     for sample in (trial.first, trial.second):
         (roundings,) = bitwise_reference.list_declared_roundings(trial, sample) or []
@@ -176,8 +186,8 @@ def _detects_weight_change(trial: Trial, change: float) -> bool:
         rows = bitwise_reference.find_comparable_rows(sample, expected)
         mismatches.append(bitwise_reference.mismatch_fraction(changed, expected)[rows])
         for perturbed in bitwise_reference.compute_perturbed_references(sample, roundings, 3)[1:]:
-            share = bitwise_reference.mismatch_fraction(perturbed, expected)
-            perturbed_mismatches.append(share[rows])
+            fraction = bitwise_reference.mismatch_fraction(perturbed, expected)
+            perturbed_mismatches.append(fraction[rows])
     return bool(
         list(
             bitwise_reference.check_mismatches(
@@ -190,7 +200,7 @@ def _detects_weight_change(trial: Trial, change: float) -> bool:
 @pytest.mark.cpu
 @pytest.mark.parametrize("quant", QUANT_SCHEMES)
 def test_smallest_detected_change_of_router_weights(quant: str) -> None:
-    """Check the numbers of docs/numerics.md for a scheme."""
+    """Check the numbers in docs/numerics.md."""
     for dtype, detected, missed in ((torch.bfloat16, 12, 14), (torch.float16, 15, 17)):
         problem = Problem(19, 160, 96, 5, 2, dtype=dtype, quant=quant)
         trial = Trial(Case(_NO_EP, "TorchExperts", problem), this_machine(device="cpu"))

@@ -1,4 +1,4 @@
-"""The bitwise reference over ranks uses the roundings of the rank that computes each row."""
+"""The bitwise reference over ranks applies the roundings of the rank that computes each row."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 
 MACHINE = this_machine(device="cpu")
-# Rank 0 passes three tokens and rank 1 passes one, but each receives two. With two rows the experts
+# Rank 0 has three tokens and rank 1 has one, but each receives two rows. For two rows, the experts
 # use a path that sums before it rounds.
 PROBLEM = Problem(
     tokens=4,
@@ -24,7 +24,7 @@ PROBLEM = Problem(
 
 
 @pytest.mark.cpu  # ranks on a CPU interpret the kernels
-def test_rounding_follows_the_received_rows() -> None:
+def test_roundings_depend_on_the_received_rows() -> None:
     case = RankCase("TorchAll2AllPrepareAndFinalize", "TritonExperts", PROBLEM, tokens=(3, 1))
     with RankPool(2) as pool:
         proof = prove_ranks(case, pool, MACHINE)

@@ -1,5 +1,5 @@
-"""Generated inputs of a case are reproducible, scaled so that errors are visible, and guarded at
-both ends.
+"""Generated inputs of a case are reproducible, scaled so that errors are visible, and surrounded by
+guard values.
 """
 
 from dataclasses import replace
@@ -32,19 +32,19 @@ from modular_kernel.validate import check_input, check_routing, check_weights
 CPU = torch.device("cpu")
 VARIANTS = list_axis_variants(BASE)
 ACTIVATIONS = tuple(dict.fromkeys(problem.act for problem, _ in VARIANTS))
-MANY = replace(BASE, tokens=200, hidden=128, intermediate=256)
+MANY_TOKENS = replace(BASE, tokens=200, hidden=128, intermediate=256)
 
 
-def made(problem: Problem, routing: str = "uniform", **options: object) -> Inputs:
+def make_cpu_inputs(problem: Problem, routing: str = "uniform", **options: object) -> Inputs:
     return make_inputs(problem, routing, CPU, **options)  # type: ignore[arg-type]
 
 
-def ids_of(routing: str, problem: Problem = BASE) -> torch.Tensor:
-    return made(problem, routing).routing.topk_ids_TK.long()
+def make_ids(routing: str, problem: Problem = BASE) -> torch.Tensor:
+    return make_cpu_inputs(problem, routing).routing.topk_ids_TK.long()
 
 
-def rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """Return the output of GEMM 2 for every pair, unweighted."""
+def unweighted_rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """Return the output of GEMM 2 for every pair (token, expert), without router weights."""
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
     return reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, unweighted)
 
@@ -52,31 +52,31 @@ def rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("problem", "routing"), VARIANTS, ids=[f"{p}-{r}" for p, r in VARIANTS])
 def test_inputs_fit_their_problem(problem: Problem, routing: str, strided: bool) -> None:
-    inputs = made(problem, routing, strided=strided)
+    inputs = make_cpu_inputs(problem, routing, strided=strided)
     check_input(inputs.x_TH, problem, "cpu")
     check_weights(inputs.weights, inputs.x_TH, problem)
     check_routing(inputs.routing, inputs.x_TH, problem)
     slots = inputs.routing.slots_T
-    named = [] if slots is None else sorted(set(slots.tolist()) - {-1})
+    used_slots = [] if slots is None else sorted(set(slots.tolist()) - {-1})
     ids = inputs.routing.topk_ids_TK
-    used = (ids >= 0) & (ids < problem.experts)
-    for name, tensor in inputs.tensors().items():  # adapters that no token names hold NaN
-        read = tensor[named] if name.startswith("lora_") else tensor
-        if name == "topk_weights":  # those of other pairs may be anything
-            read = tensor[used]
-        assert read.float().isfinite().all(), name
+    used_pairs = (ids >= 0) & (ids < problem.experts)
+    for name, tensor in inputs.tensors().items():
+        values = tensor[used_slots] if name.startswith("lora_") else tensor
+        if name == "topk_weights":  # weights of skipped pairs may have any value
+            values = tensor[used_pairs]
+        assert values.float().isfinite().all(), name
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
 def test_expert_rows_have_a_standard_deviation_of_about_one(act: object) -> None:
-    problem = replace(MANY, activation=act)
-    assert 0.8 < float(rows(problem, made(problem)).std()) < 1.25
+    problem = replace(MANY_TOKENS, activation=act)
+    assert 0.8 < float(unweighted_rows(problem, make_cpu_inputs(problem)).std()) < 1.25
 
 
 @pytest.mark.parametrize("act", [a for a in ACTIVATIONS if a.limit], ids=str)
 def test_activation_limits_clamp_many_values(act: object) -> None:
-    problem = replace(MANY, activation=act)
-    inputs = made(problem)
+    problem = replace(MANY_TOKENS, activation=act)
+    inputs = make_cpu_inputs(problem)
     values = inputs.x_TH.double() @ inputs.weights.w1[0].double().T
     limit = problem.act.limit
     assert limit is not None
@@ -85,30 +85,30 @@ def test_activation_limits_clamp_many_values(act: object) -> None:
 
 @pytest.mark.parametrize(("problem", "routing"), VARIANTS, ids=[f"{p}-{r}" for p, r in VARIANTS])
 def test_outputs_are_neither_tiny_nor_huge(problem: Problem, routing: str) -> None:
-    inputs = made(problem, routing)
+    inputs = make_cpu_inputs(problem, routing)
     out = reference.float64_reference(inputs.x_TH, inputs.weights, inputs.routing, problem).flatten(
         0, -2
     )
-    live = out[(out != 0).any(1)]
-    if len(live) >= 10:
-        assert 0.2 < float(live.std()) < 6
+    nonzero_rows = out[(out != 0).any(1)]
+    if len(nonzero_rows) >= 10:
+        assert 0.2 < float(nonzero_rows.std()) < 6
 
 
 def test_biases_change_the_output() -> None:
-    problem = replace(MANY, bias=True)
-    inputs = made(problem)
+    problem = replace(MANY_TOKENS, bias=True)
+    inputs = make_cpu_inputs(problem)
     for name in ("b1", "b2"):
         zero = torch.zeros_like(getattr(inputs.weights, name))
         weights = replace(inputs.weights, **{name: zero})
-        without = rows(problem, replace(inputs, weights=weights))
-        assert (without - rows(problem, inputs)).norm() > 0.1 * without.norm()
+        without_bias = unweighted_rows(problem, replace(inputs, weights=weights))
+        assert (without_bias - unweighted_rows(problem, inputs)).norm() > 0.1 * without_bias.norm()
 
 
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 def test_router_weights_are_positive_and_unequal(top_k: int, on_input: bool) -> None:
-    problem = replace(MANY, top_k=top_k, experts=9, apply_router_weight_on_input=on_input)
-    weights = made(problem).routing.topk_weights_TK
+    problem = replace(MANY_TOKENS, top_k=top_k, experts=9, apply_router_weight_on_input=on_input)
+    weights = make_cpu_inputs(problem).routing.topk_weights_TK
     assert weights.dtype == torch.float32
     assert bool((weights > 0).all())
     assert float((weights - 1).abs().median()) > 0.15
@@ -119,39 +119,43 @@ def test_router_weights_are_positive_and_unequal(top_k: int, on_input: bool) -> 
 
 def test_inputs_are_equal_only_for_equal_arguments() -> None:
     problem = replace(BASE, bias=True, expert_map=True)
-    one, two, other = made(problem), made(problem), made(problem, seed=1)
-    for name, tensor in one.tensors().items():
-        assert torch.equal(tensor, two.tensors()[name])
-        assert not torch.equal(tensor, other.tensors()[name])
-        assert tensor.data_ptr() != two.tensors()[name].data_ptr()
+    first, second, other_seed = (
+        make_cpu_inputs(problem),
+        make_cpu_inputs(problem),
+        make_cpu_inputs(problem, seed=1),
+    )
+    for name, tensor in first.tensors().items():
+        assert torch.equal(tensor, second.tensors()[name])
+        assert not torch.equal(tensor, other_seed.tensors()[name])
+        assert tensor.data_ptr() != second.tensors()[name].data_ptr()
 
 
-def test_a_strided_call_has_an_equivalent_expert_map() -> None:
-    """Any map entry outside the rows of the weights skips; the float64 reference computes the same
-    for both maps.
+def test_strided_inputs_have_an_equivalent_expert_map() -> None:
+    """Map entries outside the rows of the weights are replaced by other values that also mean
+    "skip".
     """
     problem = replace(BASE, experts=17, top_k=5, local_experts=3, expert_map=True)
-    plain, strided = made(problem), made(problem, strided=True)
+    plain, strided = make_cpu_inputs(problem), make_cpu_inputs(problem, strided=True)
     old, new = plain.weights.expert_map, strided.weights.expert_map
     assert old is not None
     assert new is not None
-    here = old >= 0
-    assert torch.equal(old[here], new[here])
-    away = set(new[~here].tolist())
-    assert not away & {0, 1, 2}
-    assert {3, -1, 10, -2, 2**31 - 1, -(2**31)} == away
+    is_local = old >= 0
+    assert torch.equal(old[is_local], new[is_local])
+    skip_values = set(new[~is_local].tolist())
+    assert not skip_values & {0, 1, 2}
+    assert {3, -1, 10, -2, 2**31 - 1, -(2**31)} == skip_values
     weights = replace(plain.weights, expert_map=new)
-    told = [
-        reference.float64_reference(plain.x_TH, each, plain.routing, problem)
-        for each in (plain.weights, weights)
+    outputs = [
+        reference.float64_reference(plain.x_TH, weights_with_map, plain.routing, problem)
+        for weights_with_map in (plain.weights, weights)
     ]
-    assert torch.equal(*told)
-    assert bool((told[0] != 0).any())
+    assert torch.equal(*outputs)
+    assert bool((outputs[0] != 0).any())
 
 
-def test_strided_means_views_of_the_same_values() -> None:
+def test_strided_inputs_are_views_of_the_same_values() -> None:
     problem = replace(BASE, bias=True)
-    plain, strided = made(problem), made(problem, strided=True)
+    plain, strided = make_cpu_inputs(problem), make_cpu_inputs(problem, strided=True)
     for name in ("x", "topk_weights", "topk_ids"):
         assert torch.equal(plain.tensors()[name].double(), strided.tensors()[name].double())
     assert strided.x_TH.stride() == (problem.hidden + 16, 1)
@@ -162,91 +166,102 @@ def test_strided_means_views_of_the_same_values() -> None:
 
 
 def test_uniform_experts_are_distinct_and_all_used() -> None:
-    ids = ids_of("uniform", MANY)
+    ids = make_ids("uniform", MANY_TOKENS)
     assert bool((ids[:, 0] != ids[:, 1]).all())
     assert set(ids.flatten().tolist()) == set(range(BASE.experts))
 
 
 def test_experts_repeat_if_top_k_exceeds_their_number() -> None:
-    ids = ids_of("uniform", replace(BASE, top_k=8))
+    ids = make_ids("uniform", replace(BASE, top_k=8))
     assert all(set(row) == set(range(BASE.experts)) for row in ids.tolist())
 
 
-def test_all_to_one_gives_k_experts_every_token() -> None:
-    ids = ids_of("all_to_one")
+def test_all_to_one_routes_every_token_to_the_same_experts() -> None:
+    ids = make_ids("all_to_one")
     assert len(ids.unique(dim=0)) == 1
     assert len(set(ids[0].tolist())) == BASE.top_k
 
 
 def test_all_to_one_selects_a_local_expert() -> None:
-    inputs = made(replace(BASE, expert_map=True, local_experts=1), "all_to_one")
+    inputs = make_cpu_inputs(replace(BASE, expert_map=True, local_experts=1), "all_to_one")
     assert inputs.weights.expert_map is not None
     assert int(inputs.weights.expert_map[inputs.routing.topk_ids_TK[0, 0].long()]) == 0
 
 
 def test_zipf_is_skewed() -> None:
-    counts = ids_of("zipf", replace(MANY, top_k=1, experts=16)).flatten().bincount(minlength=16)
+    counts = (
+        make_ids("zipf", replace(MANY_TOKENS, top_k=1, experts=16)).flatten().bincount(minlength=16)
+    )
     assert counts[0] > 4 * counts[8:].double().mean()
 
 
 def test_empty_experts_get_nothing() -> None:
-    assert set(ids_of("empty_experts", MANY).flatten().tolist()) == {0, 2, 4}
+    assert set(make_ids("empty_experts", MANY_TOKENS).flatten().tolist()) == {0, 2, 4}
 
 
 def test_duplicates_repeat_an_expert_in_a_row() -> None:
-    ids = ids_of("duplicates", replace(BASE, top_k=3))
+    ids = make_ids("duplicates", replace(BASE, top_k=3))
     distinct = [len(set(row)) for row in ids.tolist()]
     assert {1, 2, 3} <= set(distinct)
 
 
 def test_skips_include_a_token_with_all_pairs_skipped() -> None:
-    ids = ids_of("skips", replace(BASE, top_k=8))
+    ids = make_ids("skips", replace(BASE, top_k=8))
     assert (ids == -1).all(1).nonzero().flatten().tolist() == [BASE.tokens // 2]
-    assert bool((ids_of("skips") >= 0).all(1).any())
-    assert count_invalid_ids(made(BASE, "skips").routing, BASE) == 0
+    assert bool((make_ids("skips") >= 0).all(1).any())
+    assert count_invalid_ids(make_cpu_inputs(BASE, "skips").routing, BASE) == 0
 
 
-def test_all_skipped() -> None:
-    assert bool((ids_of("all_skipped") == -1).all())
+def test_all_skipped_has_no_valid_id() -> None:
+    assert bool((make_ids("all_skipped") == -1).all())
 
 
 def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
-    ids = ids_of("out_of_range")
-    low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
-    assert min(low, high) > 0
-    assert count_invalid_ids(made(BASE, "out_of_range").routing, BASE) == low + high
+    ids = make_ids("out_of_range")
+    low_bits, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
+    assert min(low_bits, high) > 0
+    assert count_invalid_ids(make_cpu_inputs(BASE, "out_of_range").routing, BASE) == low_bits + high
     assert int(ids.min()) == -(2**31)
     assert int(ids.max()) == 2**31 - 1
 
 
 @pytest.mark.parametrize("routing", ["skips", "all_skipped", "out_of_range"])
 def test_skipped_pairs_have_router_weights_that_would_change_the_output(routing: str) -> None:
-    inputs = made(BASE, routing)
+    inputs = make_cpu_inputs(BASE, routing)
     ids = inputs.routing.topk_ids_TK
     unused = (ids < 0) | (ids >= BASE.experts)
     weights = inputs.routing.topk_weights_TK[unused]
-    for of_kind in (weights.isnan(), weights == 7, weights == torch.inf, weights == -torch.inf):
-        assert bool(of_kind.any())
+    for is_kind in (weights.isnan(), weights == 7, weights == torch.inf, weights == -torch.inf):
+        assert bool(is_kind.any())
 
 
 @pytest.mark.parametrize("routing", ROUTING_KINDS)
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_every_kind_of_routing_for_few_tokens(routing: str, tokens: int) -> None:
-    assert made(BASE.with_tokens(tokens), routing).routing.topk_ids_TK.shape == (tokens, 2)
+    assert make_cpu_inputs(BASE.with_tokens(tokens), routing).routing.topk_ids_TK.shape == (
+        tokens,
+        2,
+    )
 
 
 def test_an_unknown_routing_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="routing: got sideways"):
-        made(BASE, "sideways")
+        make_cpu_inputs(BASE, "sideways")
 
 
 @pytest.mark.parametrize("local", [1, 3, 5])
 def test_expert_map_places_experts_at_random(local: int) -> None:
-    expert_map = made(replace(BASE, expert_map=True, local_experts=local)).weights.expert_map
+    expert_map = make_cpu_inputs(
+        replace(BASE, expert_map=True, local_experts=local)
+    ).weights.expert_map
     assert expert_map is not None
     assert sorted(expert_map.tolist()) == [-1] * (BASE.experts - local) + list(range(local))
     maps = {
-        tuple(made(replace(BASE, expert_map=True, local_experts=local), seed=s).weights.expert_map)
+        tuple(
+            make_cpu_inputs(
+                replace(BASE, expert_map=True, local_experts=local), seed=s
+            ).weights.expert_map
+        )
         for s in range(8)
     }
     assert len(maps) > 1
@@ -256,28 +271,28 @@ def test_expert_map_places_experts_at_random(local: int) -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (1, 3), (5, 96), (2, 3, 4)])
 def test_guard_values_surround_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.ones(shape, dtype=dtype)
-    inside = fenced(values)
-    assert torch.equal(inside, values)
-    assert inside.is_contiguous()
-    inside.zero_()
-    assert fences_intact(inside)
-    for offset in (inside.storage_offset() - 1, inside.storage_offset() + inside.numel()):
-        broken = fenced(values)
-        broken.as_strided((1,), (1,), offset).fill_(1)
-        assert not fences_intact(broken)
+    tensor = fenced(values)
+    assert torch.equal(tensor, values)
+    assert tensor.is_contiguous()
+    tensor.zero_()
+    assert fences_intact(tensor)
+    for offset in (tensor.storage_offset() - 1, tensor.storage_offset() + tensor.numel()):
+        overwritten = fenced(values)
+        overwritten.as_strided((1,), (1,), offset).fill_(1)
+        assert not fences_intact(overwritten)
 
 
 def test_reading_past_an_input_returns_guard_values() -> None:
-    seen = set()
+    guard_values = set()
     for seed in (0, 1, 2, 1000, 1001, 1002):
-        inputs = made(replace(BASE, bias=True), seed=seed)
+        inputs = make_cpu_inputs(replace(BASE, bias=True), seed=seed)
         for name in ("x", "w1", "w2", "b1", "b2", "topk_weights"):
             tensor = inputs.tensors()[name]
-            past = tensor.storage_offset() + tensor.numel()
-            found = float(tensor.as_strided((1,), (1,), past))
-            assert repr(found) == repr(choose_fill(seed).real)
-            seen.add(repr(found))
-    assert len(seen) == 3
+            offset = tensor.storage_offset() + tensor.numel()
+            value = float(tensor.as_strided((1,), (1,), offset))
+            assert repr(value) == repr(choose_fill(seed).real)
+            guard_values.add(repr(value))
+    assert len(guard_values) == 3
 
 
 def test_cases_differ_and_are_reproducible_by_name() -> None:
@@ -307,40 +322,45 @@ def test_a_command_lists_options_that_are_not_defaults() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block:block=48x64", "mxfp4_w4a16"])
 def test_layouts_are_views_of_the_same_values(quant: str, layout: str) -> None:
     problem = replace(BASE, quant=quant, dtype=torch.bfloat16)
-    plain, laid = made(problem), made(problem, variation=InputVariation(layout))
-    for name, tensor in laid.tensors().items():
+    plain, with_layout = (
+        make_cpu_inputs(problem),
+        make_cpu_inputs(problem, variation=InputVariation(layout)),
+    )
+    for name, tensor in with_layout.tensors().items():
         assert torch.equal(tensor.double(), plain.tensors()[name].double())
-    check_weights(laid.weights, laid.x_TH, problem)
-    w1 = laid.weights.w1
+    check_weights(with_layout.weights, with_layout.x_TH, problem)
+    w1 = with_layout.weights.w1
     assert w1.is_contiguous() is (layout in ("plain", "shifted"))
     assert w1.mT.is_contiguous() is (layout == "transposed")
     assert (w1.data_ptr() % 16 == 0) is (layout != "shifted")
-    assert laid.x_TH.is_contiguous() is (layout in ("plain", "shifted"))
+    assert with_layout.x_TH.is_contiguous() is (layout in ("plain", "shifted"))
 
 
 def test_ids_beyond_int32_equal_valid_ids_in_their_low_bits() -> None:
-    routing = made(MANY, "beyond_int32").routing
+    routing = make_cpu_inputs(MANY_TOKENS, "beyond_int32").routing
     ids = routing.topk_ids_TK
     assert ids.dtype == torch.int64
-    far = (ids < -(2**31)) | (ids >= 2**31)
-    low = ids[far].to(torch.int32)
-    assert bool(((low >= 0) & (low < MANY.experts)).any())
-    assert count_invalid_ids(routing, MANY) == int(far.sum()) > 0
+    beyond_int32 = (ids < -(2**31)) | (ids >= 2**31)
+    low_bits = ids[beyond_int32].to(torch.int32)
+    assert bool(((low_bits >= 0) & (low_bits < MANY_TOKENS.experts)).any())
+    assert count_invalid_ids(routing, MANY_TOKENS) == int(beyond_int32.sum()) > 0
     with pytest.raises(ConfigurationError, match="int64"):
-        made(replace(MANY, ids_dtype=torch.int32), "beyond_int32")
+        make_cpu_inputs(replace(MANY_TOKENS, ids_dtype=torch.int32), "beyond_int32")
 
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
-    # The peak of a token grows with its place: few tokens keep float16 finite.
-    problem = replace(MANY, dtype=dtype).with_tokens(8 if values == "peaks" else MANY.tokens)
-    if values == "ties":  # of activations that are quantized
+    # The peak of a token grows with its index, so float16 needs few tokens to stay finite.
+    problem = replace(MANY_TOKENS, dtype=dtype).with_tokens(
+        8 if values == "peaks" else MANY_TOKENS.tokens
+    )
+    if values == "ties":  # this kind requires quantized activations
         problem = replace(problem, quant="fp8_w8a8_channel")
-    faintest = values == "faint" and dtype is torch.float16
-    assert (find_unsupported_reason(problem, values) is not None) is faintest
-    inputs = made(problem, "uniform", variation=InputVariation(values=values))
-    if faintest:  # as the reason says
+    underflows = values == "faint" and dtype is torch.float16
+    assert (find_unsupported_reason(problem, values) is not None) is underflows
+    inputs = make_cpu_inputs(problem, "uniform", variation=InputVariation(values=values))
+    if underflows:  # all inputs underflow to zero
         assert not bool(inputs.x_TH.any())
         return
     rounded_reference = reference.rounded_reference(
@@ -361,10 +381,12 @@ def test_inputs_include_extreme_values(values: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("experts", [1, 2, 5])
-def test_router_weights_of_an_expert_never_cancel(experts: int) -> None:
+def test_signed_router_weights_of_an_expert_never_cancel(experts: int) -> None:
     """If E is smaller than K, all pairs of a token may have the same expert."""
-    problem = replace(MANY, experts=experts, top_k=16)
-    routing = made(problem, "duplicates", variation=InputVariation(values="signed")).routing
+    problem = replace(MANY_TOKENS, experts=experts, top_k=16)
+    routing = make_cpu_inputs(
+        problem, "duplicates", variation=InputVariation(values="signed")
+    ).routing
     for expert in range(experts):
         weights = routing.topk_weights_TK[routing.topk_ids_TK == expert]
         sign = -1.0 if expert % 3 == 1 else 1.0

@@ -14,13 +14,13 @@ PROBLEM = Problem(tokens=40, hidden=96, intermediate=32, experts=4, top_k=2, dty
 NOISE = 2e-3
 
 
-def noisy(exact: torch.Tensor, size: float, seed: int) -> torch.Tensor:
+def add_noise(exact: torch.Tensor, size: float, seed: int) -> torch.Tensor:
     """Return `exact` with a random relative error of `size`."""
     generator = torch.Generator().manual_seed(seed)
     return exact * (1 + size * torch.randn(exact.shape, dtype=torch.float64, generator=generator))
 
 
-def exact_TH(*shape: int) -> torch.Tensor:
+def random_exact_TH(*shape: int) -> torch.Tensor:
     shape = shape or (PROBLEM.tokens, PROBLEM.hidden)
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -28,12 +28,12 @@ def exact_TH(*shape: int) -> torch.Tensor:
 def compare_with_rounded_reference(
     out: torch.Tensor, exact: torch.Tensor, problem: Problem = PROBLEM
 ) -> Comparison:
-    return compare(out, exact, noisy(exact, NOISE, seed=2), problem)
+    return compare(out, exact, add_noise(exact, NOISE, seed=2), problem)
 
 
-def accurate(exact: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return `exact` with half the rounded reference's error, rounded to `dtype`."""
-    return noisy(exact, NOISE / 2, seed=3).to(dtype)
+def make_accurate_output(exact: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return `exact` with half of the rounded reference's error, rounded to `dtype`."""
+    return add_noise(exact, NOISE / 2, seed=3).to(dtype)
 
 
 def failure_text(comparison: Comparison) -> str:
@@ -42,30 +42,30 @@ def failure_text(comparison: Comparison) -> str:
 
 
 def test_output_as_exact_as_the_rounded_reference_passes() -> None:
-    exact = exact_TH()
-    comparison = compare_with_rounded_reference(accurate(exact), exact)
+    exact = random_exact_TH()
+    comparison = compare_with_rounded_reference(make_accurate_output(exact), exact)
     assert comparison.ok, comparison
     assert (
         0 < comparison.error <= comparison.bound == pytest.approx(MAX_ERROR_RATIO * NOISE, rel=0.1)
     )
 
 
-def test_exact_passes_and_has_no_error() -> None:
-    exact = exact_TH().bfloat16().double()
+def test_exact_output_passes_and_has_no_error() -> None:
+    exact = random_exact_TH().bfloat16().double()
     comparison = compare_with_rounded_reference(exact.bfloat16(), exact)
     assert comparison.ok
     assert comparison.error == comparison.worst_row == comparison.worst_value == 0
 
 
-def test_half_as_exact_as_the_rounded_reference_fails() -> None:
-    exact = exact_TH()
+def test_output_with_twice_the_error_of_the_rounded_reference_fails() -> None:
+    exact = random_exact_TH()
     assert "RMS" in failure_text(
-        compare_with_rounded_reference(noisy(exact, 2 * NOISE, seed=4).bfloat16(), exact)
+        compare_with_rounded_reference(add_noise(exact, 2 * NOISE, seed=4).bfloat16(), exact)
     )
 
 
-def test_zeros_fail() -> None:
-    exact = exact_TH()
+def test_zero_output_fails() -> None:
+    exact = random_exact_TH()
     assert compare_with_rounded_reference(
         torch.zeros_like(exact).bfloat16(), exact
     ).error == pytest.approx(1)
@@ -73,8 +73,10 @@ def test_zeros_fail() -> None:
 
 @pytest.mark.parametrize("factor", [0.99, 1.01, -1.0, 2.0])
 def test_a_wrong_factor_fails(factor: float) -> None:
-    exact = exact_TH()
-    assert "RMS" in failure_text(compare_with_rounded_reference(accurate(factor * exact), exact))
+    exact = random_exact_TH()
+    assert "RMS" in failure_text(
+        compare_with_rounded_reference(make_accurate_output(factor * exact), exact)
+    )
 
 
 def add_alternating(row: torch.Tensor, size: float) -> None:
@@ -84,22 +86,22 @@ def add_alternating(row: torch.Tensor, size: float) -> None:
 
 
 def test_one_bad_row_fails_and_is_named() -> None:
-    """An error of 1 % in one of 4000 rows is 2e-4 on average."""
+    """An error of 1 % in one of 4000 rows is only 2e-4 on average."""
     problem = PROBLEM.with_tokens(4000)
-    exact = exact_TH(4000, 96)
-    out = noisy(exact, NOISE / 2, seed=3)
+    exact = random_exact_TH(4000, 96)
+    out = add_noise(exact, NOISE / 2, seed=3)
     add_alternating(out[1234], 0.012)
     (text,) = compare_with_rounded_reference(out.bfloat16(), exact, problem).problems
     assert "of row 1234 >" in text
 
 
 def test_error_of_a_row_may_exceed_its_rounded_reference_error_by_a_quarter() -> None:
-    exact = exact_TH()
-    rounded_reference = noisy(exact, NOISE, seed=2)
+    exact = random_exact_TH()
+    rounded_reference = add_noise(exact, NOISE, seed=2)
     saturated = exact[7] * (1 + 20 * NOISE)
     rounded_reference[7] = saturated
     quantized = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
-    out = accurate(exact)
+    out = make_accurate_output(exact)
     out[7] = saturated.bfloat16()
     assert compare(out, exact, rounded_reference, quantized, rounding_error=1.0).ok
     assert "of row 7" in failure_text(
@@ -109,7 +111,7 @@ def test_error_of_a_row_may_exceed_its_rounded_reference_error_by_a_quarter() ->
     assert "of row 7" in failure_text(
         compare(out, exact, rounded_reference, quantized, rounding_error=1.0)
     )
-    # The bound of another row is not raised.
+    # A large error of the rounded reference in row 7 does not raise the bound of row 9.
     out[7], out[9] = saturated.bfloat16(), (exact[9] * (1 + 20 * NOISE)).bfloat16()
     assert "of row 9" in failure_text(
         compare(out, exact, rounded_reference, quantized, rounding_error=1.0)
@@ -119,17 +121,17 @@ def test_error_of_a_row_may_exceed_its_rounded_reference_error_by_a_quarter() ->
 def test_one_bad_value_fails_and_is_named() -> None:
     """One wrong value of 4096 raises the error of its row to less than four times the median."""
     problem = replace(PROBLEM, hidden=4096)
-    exact = exact_TH(40, 4096)
-    out = accurate(exact)
+    exact = random_exact_TH(40, 4096)
+    out = make_accurate_output(exact)
     out[7, 4095] -= float(exact.square().mean().sqrt()) * 0.4
     (text,) = compare_with_rounded_reference(out, exact, problem).problems
     assert "row 7 column 4095" in text
 
 
 def test_a_small_row_must_be_as_exact_as_a_large_one() -> None:
-    exact = exact_TH()
+    exact = random_exact_TH()
     exact[5] *= 1e-3
-    out = accurate(exact)
+    out = make_accurate_output(exact)
     assert compare_with_rounded_reference(out, exact).ok
     out[5] = 0
     assert "row 5" in failure_text(compare_with_rounded_reference(out, exact))
@@ -137,8 +139,8 @@ def test_a_small_row_must_be_as_exact_as_a_large_one() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_nonfinite_values_fail(value: float) -> None:
-    exact = exact_TH()
-    out = accurate(exact)
+    exact = random_exact_TH()
+    out = make_accurate_output(exact)
     out[3, 4] = value
     comparison = compare_with_rounded_reference(out, exact)
     assert comparison.error == torch.inf
@@ -151,9 +153,9 @@ def test_all_nan_in_float64_reference_and_output_fails() -> None:
 
 
 def test_rows_that_are_zero_must_be_zero() -> None:
-    exact = exact_TH()
+    exact = random_exact_TH()
     exact[[2, 9]] = 0
-    out = accurate(exact)
+    out = make_accurate_output(exact)
     assert compare_with_rounded_reference(out, exact).ok
     out[9, 0] = 1e-30
     expected = "1 rows are not zero although all of their pairs are skipped, the first is row 9"
@@ -162,9 +164,9 @@ def test_rows_that_are_zero_must_be_zero() -> None:
 
 def test_row_numbers_count_zero_rows() -> None:
     """Messages number rows among all rows, not among the nonzero ones."""
-    exact = exact_TH()
+    exact = random_exact_TH()
     exact[:7] = 0
-    out = noisy(exact, NOISE / 2, seed=3)
+    out = add_noise(exact, NOISE / 2, seed=3)
     add_alternating(out[20], 0.012)
     assert any(
         "of row 20 >" in problem
@@ -176,14 +178,14 @@ def test_row_numbers_count_zero_rows() -> None:
     assert "of row 30 column" in text
 
 
-def test_all_rows_zero() -> None:
+def test_zero_output_passes_only_if_the_reference_is_zero() -> None:
     exact = torch.zeros(40, 96, dtype=torch.float64)
     assert compare_with_rounded_reference(exact.bfloat16(), exact).ok
     assert not compare_with_rounded_reference(exact.bfloat16() + 1, exact).ok
 
 
 @pytest.mark.parametrize("combine", list(Combine))
-def test_no_tokens(combine: Combine) -> None:
+def test_output_without_tokens_passes(combine: Combine) -> None:
     problem = replace(PROBLEM, tokens=0, combine=combine)
     exact = torch.zeros(problem.output_shape, dtype=torch.float64)
     assert compare_with_rounded_reference(exact.bfloat16(), exact, problem).ok
@@ -191,9 +193,9 @@ def test_no_tokens(combine: Combine) -> None:
 
 def test_unreduced_top_k_is_compared_row_by_row() -> None:
     problem = replace(PROBLEM, combine=Combine.TOPK_WEIGHTED)
-    exact = exact_TH(40, 2, 96)
+    exact = random_exact_TH(40, 2, 96)
     exact[3, 1] = 0
-    out = accurate(exact)
+    out = make_accurate_output(exact)
     assert compare_with_rounded_reference(out, exact, problem).ok
     assert not compare_with_rounded_reference(out.flip(1), exact, problem).ok
     out[3, 1] = 1
@@ -201,32 +203,34 @@ def test_unreduced_top_k_is_compared_row_by_row() -> None:
 
 
 def test_wrong_shape_and_dtype_are_both_named() -> None:
-    exact = exact_TH()
+    exact = random_exact_TH()
     text = failure_text(compare_with_rounded_reference(exact[:, :95].float(), exact))
     assert "shape is (40, 95), should be (40, 96)" in text
     assert "dtype is float32, should be bfloat16" in text
 
 
-def test_wrong_number_of_tokens() -> None:
-    exact = exact_TH()
-    assert "shape" in failure_text(compare_with_rounded_reference(accurate(exact)[:39], exact))
+def test_wrong_number_of_tokens_fails() -> None:
+    exact = random_exact_TH()
+    assert "shape" in failure_text(
+        compare_with_rounded_reference(make_accurate_output(exact)[:39], exact)
+    )
 
 
-def test_float32_has_a_floor_of_eps() -> None:
-    """An error of the size of float32 rounding passes even where the rounded reference is exact."""
+def test_bound_of_float32_is_at_least_eps() -> None:
+    """An error of the size of float32 rounding passes even if the rounded reference is exact."""
     problem = replace(PROBLEM, dtype=torch.float32)
-    exact = exact_TH()
-    near = noisy(exact, 9e-7, seed=5).float()
-    far = noisy(exact, 1e-5, seed=5).float()
-    assert compare(near, exact, exact, problem).ok
-    assert not compare(far, exact, exact, problem).ok
+    exact = random_exact_TH()
+    within_bound = add_noise(exact, 9e-7, seed=5).float()
+    beyond_bound = add_noise(exact, 1e-5, seed=5).float()
+    assert compare(within_bound, exact, exact, problem).ok
+    assert not compare(beyond_bound, exact, exact, problem).ok
 
 
-def test_the_bound_follows_the_rounded_reference_alone() -> None:
+def test_the_bound_depends_only_on_the_rounded_reference() -> None:
     """An output with large errors does not raise its own bound."""
-    exact = exact_TH()
+    exact = random_exact_TH()
     bounds = {
-        compare_with_rounded_reference(noisy(exact, size, seed=6).bfloat16(), exact).bound
+        compare_with_rounded_reference(add_noise(exact, size, seed=6).bfloat16(), exact).bound
         for size in (0, 0.1, 1)
     }
     assert len(bounds) == 1

@@ -1,4 +1,4 @@
-"""`compare_by_group` compares huge and nonfinite tokens apart from ordinary ones."""
+"""`compare_by_group` compares huge and nonfinite tokens separately from ordinary tokens."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
 W8A8 = replace(PROBLEM, quant="fp8_w8a8_channel")
 
 
-def exact(values: str) -> torch.Tensor:
-    """Return an float64 reference output (T, H) in float64 for tokens with these values."""
+def make_exact_rows(values: str) -> torch.Tensor:
+    """Return a float64 reference output (T, H) for tokens with these values."""
     rows = torch.randn(12, PROBLEM.hidden, dtype=torch.float64)
     groups = assign_token_groups(values, 12)
     if values == "large":
@@ -25,15 +25,15 @@ def exact(values: str) -> torch.Tensor:
     return rows
 
 
-def problems_of(
+def find_problems(
     values: str, change: tuple[int, float], problem: object = PROBLEM
 ) -> tuple[str, ...]:
-    """Compare the rounded reference's rows after one of them was multiplied by a factor.
+    """Compare the rounded reference's rows after one row was multiplied by a factor.
 
-    `change` is that row and the factor. A row of NaN is set to the factor instead.
+    `change` is the row and the factor. A row of NaN is set to the factor instead.
     """
     torch.manual_seed(0)
-    expected = exact(values)
+    expected = make_exact_rows(values)
     rounded_reference = expected.to(torch.bfloat16).double()
     out = rounded_reference.to(torch.bfloat16)
     row, factor = change
@@ -43,23 +43,23 @@ def problems_of(
 
 @pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
 def test_rounded_reference_rows_pass(values: str) -> None:
-    assert problems_of(values, (1, 1.0)) == ()
+    assert find_problems(values, (1, 1.0)) == ()
 
 
 @pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
-def test_error_in_an_ordinary_row_is_problems_of(values: str) -> None:
-    assert problems_of(values, (1, 1.1)) != ()
-    assert problems_of(values, (1, torch.nan)) != ()
+def test_an_error_in_an_ordinary_row_is_found(values: str) -> None:
+    assert find_problems(values, (1, 1.1)) != ()
+    assert find_problems(values, (1, torch.nan)) != ()
 
 
 def test_large_rows_are_compared_with_large_rows() -> None:
-    (line, *_) = problems_of("large", (3, 1.1))
+    (line, *_) = find_problems("large", (3, 1.1))
     assert line.startswith("tokens of values=large: relative RMS error")
 
 
-def test_a_finite_value_must_be_right_where_the_rounded_reference_overflows() -> None:
+def test_finite_outputs_must_be_right_where_the_rounded_reference_overflows() -> None:
     torch.manual_seed(0)
-    expected = exact("large")
+    expected = make_exact_rows("large")
     expected[2] = 1e5 * torch.randn(PROBLEM.hidden, dtype=torch.float64)
     rounded_reference = expected.to(torch.bfloat16).double()
     rounded_reference[2] = torch.inf
@@ -72,8 +72,8 @@ def test_a_finite_value_must_be_right_where_the_rounded_reference_overflows() ->
         )
 
 
-def test_errors_of_overflowing_rows_are_bounded_by_another_call() -> None:
-    """`RoundingErrors` has the rounded reference's error in a call with ordinary tokens."""
+def test_overflowing_rows_are_bounded_by_the_error_of_ordinary_tokens() -> None:
+    """`RoundingErrors` holds the error that the rounded reference had with ordinary tokens."""
     torch.manual_seed(0)
     problem = W8A8.with_tokens(1)
     expected = torch.randn(1, problem.hidden, dtype=torch.float64)
@@ -87,6 +87,6 @@ def test_errors_of_overflowing_rows_are_bounded_by_another_call() -> None:
 
 
 def test_nan_token_must_stay_nan_with_quantized_activations() -> None:
-    assert "instead of nan" in problems_of("nan_token", (6, 1.0))[0]
-    assert "instead of nan" in problems_of("nan_token", (6, 1.0), W8A8)[0]
-    assert problems_of("inf_token", (6, 1.0)) == ()
+    assert "instead of nan" in find_problems("nan_token", (6, 1.0))[0]
+    assert "instead of nan" in find_problems("nan_token", (6, 1.0), W8A8)[0]
+    assert find_problems("inf_token", (6, 1.0)) == ()

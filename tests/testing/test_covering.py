@@ -1,4 +1,6 @@
-"""Covering arrays have every pair of a valid row, and a reason for each impossible pair."""
+"""A covering array contains every pair of axis values that a valid row can have, and gives a reason
+for each impossible pair.
+"""
 
 from collections.abc import Sequence
 from itertools import product
@@ -54,23 +56,26 @@ def all_rows(space: Space) -> list[Row]:
 
 def test_every_possible_pair_is_covered() -> None:
     array = covering_array(CONSTRAINED)
-    provable = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in all_rows(CONSTRAINED)))
-    drawn = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in array.rows))
-    assert drawn == provable
+    possible = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in all_rows(CONSTRAINED)))
+    covered = set().union(*(CONSTRAINED.list_covered_pairs(row) for row in array.rows))
+    assert covered == possible
     assert array.missing_pairs() == ()
     assert len(array.rows) < len(all_rows(CONSTRAINED)) / 4
 
 
-def test_rows_drawn_are_valid() -> None:
+def test_rows_are_valid_and_distinct() -> None:
     rows = covering_array(CONSTRAINED).rows
     assert [row for row in rows if rejections(row)] == []
     assert len(rows) == len(set(rows))
 
 
-def test_an_impossible_pair_has_its_reason() -> None:
+def test_impossible_pairs_have_a_reason() -> None:
     array = covering_array(CONSTRAINED)
     describe = CONSTRAINED.describe
-    reasons = {(describe(a), describe(b)): reason for (a, b), reason in array.impossible.items()}
+    reasons = {
+        (describe(first), describe(second)): reason
+        for (first, second), reason in array.impossible.items()
+    }
     assert reasons == {
         ("color=green", "size=4"): "[size] green needs a small size",
         ("color=green", "size=5"): "[size] green needs a small size",
@@ -83,7 +88,7 @@ def test_an_impossible_pair_has_its_reason() -> None:
     }
 
 
-def test_an_idle_row_covers_pairs_of_the_idle_value_only() -> None:
+def test_idle_rows_cover_only_pairs_with_the_idle_value() -> None:
     row = (3, 0, 0, 0, 0)
     idle_value = CONSTRAINED.value_ids(row)[0]
     assert {idle_value in pair for pair in CONSTRAINED.list_covered_pairs(row)} == {True}
@@ -91,11 +96,11 @@ def test_an_idle_row_covers_pairs_of_the_idle_value_only() -> None:
     assert len(CONSTRAINED.list_covered_pairs((0, 0, 0, 0, 0))) == 10
 
 
-def test_pairs_only_in_idle_rows_are_reported() -> None:
-    """Rows with a lid and three feet are idle, though neither value alone makes a row idle."""
+def test_pairs_that_occur_only_in_idle_rows_are_reported() -> None:
+    """A row with both a lid and three feet is idle, but neither value alone makes a row idle."""
     space = Space(AXES[1:], no_rejections, lambda row: not (row[2] == 1 and row[3] == 1), unit_cost)
     array = covering_array(space)
-    idle = {(space.describe(a), space.describe(b)) for a, b in array.idle_pairs}
+    idle = {(space.describe(first), space.describe(second)) for first, second in array.idle_pairs}
     assert idle == {("lid=True", "feet=3")}
     assert array.missing_pairs() == ()
 
@@ -110,8 +115,8 @@ def test_missing_pairs_are_reported() -> None:
 
 
 def test_equal_spaces_give_equal_rows() -> None:
-    again = Space(AXES, rejections, has_color, unit_cost)
-    assert covering_array(CONSTRAINED).rows == covering_array(again).rows
+    equal_space = Space(AXES, rejections, has_color, unit_cost)
+    assert covering_array(CONSTRAINED).rows == covering_array(equal_space).rows
 
 
 def test_the_default_row_may_be_invalid() -> None:
@@ -125,15 +130,14 @@ def test_the_default_row_may_be_invalid() -> None:
     assert all(row[1] and row[3] for row in array.rows)
 
 
-def test_a_space_without_a_valid_row_has_none() -> None:
+def test_a_space_without_valid_rows_has_no_rows() -> None:
     array = covering_array(Space(AXES, lambda _row: ("[never] no",), is_computed, unit_cost))
     assert array.rows == ()
     assert set(array.impossible.values()) == {"[never] no"}
 
 
 @pytest.mark.parametrize("expensive", [0, 5])
-def test_expensive_values_are_in_few_rows(expensive: int) -> None:
-    """They are in no more rows than their pairs need, which lowers the total cost."""
+def test_expensive_values_are_in_as_few_rows_as_possible(expensive: int) -> None:
     axes = (*AXES, Axis("weight", tuple(range(6))))
 
     def cost(row: Row) -> float:

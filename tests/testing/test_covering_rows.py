@@ -1,4 +1,4 @@
-"""`covering_rows.draw` covers every pair of values that is accepted, and every refusal rule."""
+"""`covering_rows.draw` covers every valid pair of axis values and every rule that refuses a row."""
 
 from itertools import combinations, product
 
@@ -19,14 +19,16 @@ UNEVEN = Refusal(
     "size",
     (lambda v: v["ranks"] > 1, lambda v: v["size"] % v["ranks"] != 0),
 )
-CUT = Refusal("cut", ShapeError, "kind", (one_of("kind", "flat"), one_of("ranks", 2, 3)))
+FLAT_OVER_RANKS = Refusal(
+    "cut", ShapeError, "kind", (one_of("kind", "flat"), one_of("ranks", 2, 3))
+)
 
 
-def absent(values: Values) -> tuple[str, ...]:
+def list_impossible(values: Values) -> tuple[str, ...]:
     return ("flat has no bias",) if values["kind"] == "flat" and values["bias"] else ()
 
 
-DRAWN = draw(AXES, (UNEVEN, CUT), absent)
+DRAWN = draw(AXES, (UNEVEN, FLAT_OVER_RANKS), list_impossible)
 
 
 def all_values() -> list[Values]:
@@ -35,34 +37,40 @@ def all_values() -> list[Values]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def pairs(values: Values) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+def pairs_of(values: Values) -> set[tuple[tuple[str, object], tuple[str, object]]]:
     return set(combinations(values.items(), 2))
 
 
 def test_accepted_rows_cover_every_valid_pair() -> None:
-    valid = [v for v in all_values() if not (UNEVEN.applies(v) or CUT.applies(v) or absent(v))]
-    possible = set().union(*map(pairs, valid))
-    assert set().union(*map(pairs, DRAWN.accepted)) == possible
+    valid = [
+        v
+        for v in all_values()
+        if not (UNEVEN.applies(v) or FLAT_OVER_RANKS.applies(v) or list_impossible(v))
+    ]
+    possible = set().union(*map(pairs_of, valid))
+    assert set().union(*map(pairs_of, DRAWN.accepted)) == possible
     assert all(values in valid for values in DRAWN.accepted)
     assert DRAWN.unmet() == []
 
 
 def test_each_refused_row_breaks_one_rule() -> None:
-    for rule, other in ((UNEVEN, CUT), (CUT, UNEVEN)):
+    for rule, other in ((UNEVEN, FLAT_OVER_RANKS), (FLAT_OVER_RANKS, UNEVEN)):
         only_this_rule = [
-            v for v in all_values() if rule.applies(v) and not other.applies(v) and not absent(v)
+            v
+            for v in all_values()
+            if rule.applies(v) and not other.applies(v) and not list_impossible(v)
         ]
         drawn = [values for refusal, values in DRAWN.refused if refusal is rule]
         assert all(values in only_this_rule for values in drawn)
-        seen = {item for values in drawn for item in values.items()}
-        assert seen == {item for values in only_this_rule for item in values.items()}
+        covered = {item for values in drawn for item in values.items()}
+        assert covered == {item for values in only_this_rule for item in values.items()}
 
 
 def test_a_rule_without_rows_is_reported() -> None:
     never = Refusal(
         "never", ConfigurationError, "", (one_of("kind", "plain"), one_of("kind", "flat"))
     )
-    assert draw(AXES, (UNEVEN, never), absent).unmet() == ["never"]
+    assert draw(AXES, (UNEVEN, never), list_impossible).unmet() == ["never"]
 
 
 def test_impossible_pairs_have_their_reason() -> None:
@@ -77,5 +85,5 @@ def test_impossible_pairs_have_their_reason() -> None:
 
 def test_rows_without_a_rule_are_a_covering_array() -> None:
     drawn = draw(AXES, ())
-    assert set().union(*map(pairs, drawn.accepted)) == set().union(*map(pairs, all_values()))
+    assert set().union(*map(pairs_of, drawn.accepted)) == set().union(*map(pairs_of, all_values()))
     assert drawn.refused == ()

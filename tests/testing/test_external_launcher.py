@@ -1,4 +1,6 @@
-"""`mk` commands started on every rank by a launcher such as torchrun, and its variables."""
+"""`mk` commands that a launcher such as torchrun starts on every rank, and the variables that the
+launcher sets.
+"""
 
 import json
 import os
@@ -15,15 +17,15 @@ from modular_kernel.testing.ranks.external_launcher import LaunchedRanks
 from modular_kernel.testing.ranks.pool import RankError
 
 PAIR = ("--pf-type", "ReplicatedEPPrepareAndFinalize", "--experts-type", "TorchExperts")
-ONE = ("--one", "--tokens", "3", "--dtype", "float32")
+ONE_CASE = ("--one", "--tokens", "3", "--dtype", "float32")
 
 
 def launch(
-    *words: str, ranks: int = 2, ranks_per_host: int = 1, rank_1_words: str = ""
+    *arguments: str, ranks: int = 2, ranks_per_host: int = 1, rank_1_arguments: str = ""
 ) -> list[tuple[int, str, str]]:
-    """Run `mk` on every rank as a launcher does: return exit code, stdout and stderr by rank.
+    """Run `mk` on every rank as a launcher does. Return exit code, stdout and stderr by rank.
 
-    Rank 1 gets `rank_1_words` as additional arguments.
+    Rank 1 gets `rank_1_arguments` in addition.
     """
     port = str(free_port())
     processes = []
@@ -39,9 +41,9 @@ def launch(
             MK_HOST_ID=f"host{rank // ranks_per_host}",
             CUDA_VISIBLE_DEVICES="",
         )
-        command = [sys.executable, "-m", "modular_kernel", *words]
+        command = [sys.executable, "-m", "modular_kernel", *arguments]
         if rank == 1:
-            command += rank_1_words.split()
+            command += rank_1_arguments.split()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen(command, env=environment, **pipes))
     results = []
@@ -51,8 +53,8 @@ def launch(
     return results
 
 
-def test_a_case_runs_once_over_both_hosts_and_rank_0_reports() -> None:
-    first, second = launch("test", *PAIR, *ONE, "--json", "-")
+def test_only_rank_0_reports_a_case_over_two_hosts() -> None:
+    first, second = launch("test", *PAIR, *ONE_CASE, "--json", "-")
     assert (first[0], second[0]) == (0, 0), (first, second)
     record = json.loads(first[1])
     assert (record["world_size"], record["hosts"], record["backend"]) == (2, 2, "gloo")
@@ -71,16 +73,16 @@ def test_a_shared_memory_part_is_refused_over_two_hosts() -> None:
     assert results[1][1] == ""
 
 
-def test_another_world_size_is_a_usage_error_on_every_rank() -> None:
+def test_a_wrong_world_size_is_a_usage_error_on_every_rank() -> None:
     results = launch("check", *PAIR, "--world-size", "4")
     assert [status for status, _, _ in results] == [2, 2]
-    need = "need 2, the WORLD_SIZE of the launcher"
-    assert need in results[0][2]
+    message = "need 2, the WORLD_SIZE of the launcher"
+    assert message in results[0][2]
     assert results[1][2].startswith("rank 1: error: --world-size: got 4")
 
 
 def test_different_commands_on_ranks_are_a_usage_error() -> None:
-    results = launch("test", *PAIR, *ONE, rank_1_words="--seed 7")
+    results = launch("test", *PAIR, *ONE_CASE, rank_1_arguments="--seed 7")
     assert [status for status, _, _ in results] == [2, 2]
     for _, _, error in results:
         assert "commands of ranks: got rank 0: " in error
@@ -89,7 +91,7 @@ def test_different_commands_on_ranks_are_a_usage_error() -> None:
 
 
 def test_a_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 hosts the store: without it, the connection of rank 1 times out."""
+    """Rank 0 hosts the store, so the connection of rank 1 times out without it."""
     port = str(free_port())
     set_launcher_variables(monkeypatch, VARIABLES | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     monkeypatch.setenv("MASTER_PORT", port)
@@ -154,7 +156,7 @@ def test_invalid_launcher_variables_are_refused(
         read_launcher()
 
 
-def test_a_local_rank_is_below_the_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_must_be_below_local_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     set_launcher_variables(monkeypatch, VARIABLES | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"})
     with pytest.raises(ConfigurationError, match=r"LOCAL_RANK: got 3, need in \[0, 2\)"):
         read_launcher()

@@ -1,4 +1,4 @@
-"""Fault scenarios, in which ranks disagree about a call: parts pass them, defective parts fail.
+"""Parts pass fault scenarios, in which ranks disagree about a call, and defective parts fail them.
 
 The scenarios are listed in `modular_kernel.testing.cases.scenario_names`.
 """
@@ -34,8 +34,8 @@ BY_HOSTS = "HostThenRankPrepareAndFinalize"
 pool = make_ranks_fixture(2)
 
 
-def case_of(part: str, fault: str) -> RankCase:
-    """Return the first case of a PrepareAndFinalize part, with that scenario."""
+def make_case(part: str, fault: str) -> RankCase:
+    """Return the first case of a PrepareAndFinalize part, with the given fault."""
     return replace(rank_cases_for(part, "TorchExperts", CPU, 2).cases[0], fault=fault)
 
 
@@ -50,34 +50,39 @@ PASSING = [
 
 @pytest.mark.parametrize(("part", "fault"), PASSING)
 def test_every_rank_gets_the_expected_error(pool: RankPool, part: str, fault: str) -> None:
-    assert prove_ranks(case_of(part, fault), pool, checks=(check_faults,)).failures == ()
+    assert prove_ranks(make_case(part, fault), pool, checks=(check_faults,)).failures == ()
 
 
-# The parts below only support one combine, so a change of it is left out.
+# The parts below support only one combine, so changes of combine are left out.
 CHANGES = tuple(changes for changes in PROBLEM_CHANGES if "combine" not in changes)
 
 
 @pytest.mark.parametrize("part", [BY_HOSTS, SYMMETRIC, REPLICATED])
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))
-def test_a_change_without_effect_is_left_out(
+def test_no_error_is_expected_if_rank_1_does_not_differ(
     pool: RankPool, part: str, changes: dict[str, Any]
 ) -> None:
-    """Rank 1 is not expected to differ if the problem already has the changed value."""
-    case = case_of(part, "misunderstood")
-    case = replace(case, problem=replace(case.problem, **changes))  # rank 1 makes the same change
+    """The scenario changes the problem of rank 1. Here the problem has the changed value
+    already.
+    """
+    case = make_case(part, "misunderstood")
+    # the scenario changes rank 1 to the same value
+    case = replace(case, problem=replace(case.problem, **changes))
     assert prove_ranks(case, pool, checks=(check_faults,)).failures == ()
 
 
 def skip_layer_numbers(case: Case, machine: Machine, poison: bool, group: object) -> Any:
     kernel = build_kernel(case, machine, poison, group)
     manager: Any = kernel.prepare_finalize.manager
-    count = manager.next_layer
-    manager.next_layer = lambda: count() + 1
+    next_layer = manager.next_layer
+    manager.next_layer = lambda: next_layer() + 1
     return kernel
 
 
 def report_no_abandoned_call(case: Case, machine: Machine, poison: bool, group: object) -> Any:
-    """A rank does not report that it abandoned a call: the others wait until their timeout."""
+    """Build a kernel whose ranks do not report an abandoned call, so other ranks wait until the
+    timeout.
+    """
     with use_timeout(2.0):
         kernel = build_kernel(case, machine, poison, group)
     kernel.prepare_finalize.abandon = lambda error: None
@@ -108,13 +113,13 @@ def record_no_host_memory(case: Case, machine: Machine, poison: bool, group: obj
 def drop_record(
     case: Case, machine: Machine, poison: bool, group: object, *, step_and_phase: str
 ) -> Any:
-    """The manager's records lack one phase of one step."""
+    """Build a kernel whose records lack one phase of one step."""
     kernel = build_kernel(case, machine, poison, group)
     records: Any = kernel.prepare_finalize.manager.last_calls  # type: ignore[attr-defined]
-    every_line = records.json_lines
+    all_json_lines = records.json_lines
     records.json_lines = lambda: "".join(
         line
-        for line in every_line().splitlines(keepends=True)
+        for line in all_json_lines().splitlines(keepends=True)
         if step_and_phase not in step_phase(line)
     )
     return kernel
@@ -176,7 +181,7 @@ def test_a_part_with_a_wrong_report_fails(
     fault: str,
     message: str,
 ) -> None:
-    case = case_of(part, fault)
+    case = make_case(part, fault)
     failures = prove_ranks(case, pool, build=build, checks=(check_faults,), timeout=40).failures
     assert any(message in failure for failure in failures), failures
 
@@ -195,6 +200,6 @@ def test_full_lists_have_every_supported_scenario() -> None:
 
 def test_an_unknown_scenario_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="fault: got 'lost', need one of misunderstood"):
-        case_of(ALL2ALL, "lost")
-    assert str(case_of(ALL2ALL, "late")).endswith("-linear-late")
-    assert case_of(ALL2ALL, "late").options()["fault"] == "late"
+        make_case(ALL2ALL, "lost")
+    assert str(make_case(ALL2ALL, "late")).endswith("-linear-late")
+    assert make_case(ALL2ALL, "late").options()["fault"] == "late"

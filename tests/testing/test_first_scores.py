@@ -1,4 +1,6 @@
-"""The page of mutation scores shows fresh samples: first scores and scores after study."""
+"""The page of mutation scores shows fresh samples: first scores, and scores after study of the
+survivors.
+"""
 
 import json
 from pathlib import Path
@@ -10,16 +12,18 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import render_markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 
-NOTHING = Path("nothing")
+MISSING_PATH = Path("nothing")
 
 
-def record(part: str, seed: str, killed: int, equivalent: int, survived: int) -> dict[str, Any]:
+def make_record(
+    part: str, seed: str, killed: int, equivalent: int, survived: int
+) -> dict[str, Any]:
     """Return the fields of a record of `mk test --mutate PART --save` that the page reads.
 
-    Mutants have the numbers 0, 1, ...: the killed ones first, then the survivors.
+    Mutants have the numbers 0, 1, ...: first the killed ones, then the survivors.
     """
     proof = {"proof": "bits", "problems": 2000, "reason": "A placeholder."}
-    proven = [{"id": f"{part}e{i}", "place": "m:1", "operator": "sign", **proof}
+    equivalents = [{"id": f"{part}e{i}", "place": "m:1", "operator": "sign", **proof}
               for i in range(equivalent)]  # fmt: skip
     survivors = [{"id": f"{part}{i}", "place": "m:2", "operator": "clamp"}
                  for i in range(killed, killed + survived)]  # fmt: skip
@@ -32,50 +36,55 @@ def record(part: str, seed: str, killed: int, equivalent: int, survived: int) ->
         "killed": killed,
         "died": {f"{part}{i}": "numeric" for i in range(killed)},
         "score": round(killed / (killed + survived), 4),
-        "equivalent": proven,
+        "equivalent": equivalents,
         "survivors": survivors,
     }
 
 
-STUDIED = (record("KeepTopK", "0.2.0", 126, 22, 2), record("TorchExperts", "0.2.0", 122, 23, 5))
-FIRST = (record("TorchExperts", "fresh-1", 40, 4, 16),)
-AFTER = (record("TorchExperts", "fresh-1", 50, 4, 6),)
+STUDIED = (
+    make_record("KeepTopK", "0.2.0", 126, 22, 2),
+    make_record("TorchExperts", "0.2.0", 122, 23, 5),
+)
+FIRST = (make_record("TorchExperts", "fresh-1", 40, 4, 16),)
+AFTER = (make_record("TorchExperts", "fresh-1", 50, 4, 6),)
 
 
-def page(
+def render_page(
     first: tuple[dict[str, Any], ...],
     after: tuple[dict[str, Any], ...] = (),
-    notes: Path = NOTHING,
+    notes: Path = MISSING_PATH,
 ) -> str:
-    return render_markdown(mutation_document(STUDIED, NOTHING, notes, (), first, after), figures="")
+    return render_markdown(
+        mutation_document(STUDIED, MISSING_PATH, notes, (), first, after), figures=""
+    )
 
 
-def rows_of(text: str, start: str) -> list[list[str]]:
+def table_rows(text: str, start: str) -> list[list[str]]:
     lines = (line for line in text.splitlines() if line.startswith(f"| {start} |"))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_first_scores_have_a_table_and_an_overall_line() -> None:
-    text = page(FIRST)
-    studied, fresh = rows_of(text, "`TorchExperts`")
+def test_first_scores_are_shown_in_a_table_and_a_summary() -> None:
+    text = render_page(FIRST)
+    studied, fresh = table_rows(text, "`TorchExperts`")
     assert studied[-1] == "96.1%"
     assert fresh == ["`TorchExperts`", "60", "4", "40", "71.4%", "", ""]
-    assert rows_of(text, "all") == [["all", "60", "4", "40", "71.4%", "", ""]]
-    flat = " ".join(text.split())
-    assert "**First scores of 1 part: 40 of 56 mutants killed, 71.4%**, of 60 sampled." in flat
-    assert "**No fresh sample yet for 1 of 2 scores:** `KeepTopK`." in flat
+    assert table_rows(text, "all") == [["all", "60", "4", "40", "71.4%", "", ""]]
+    unwrapped = " ".join(text.split())
+    assert "**First scores of 1 part: 40 of 56 mutants killed, 71.4%**, of 60 sampled." in unwrapped
+    assert "**No fresh sample yet for 1 of 2 scores:** `KeepTopK`." in unwrapped
 
 
-def test_scores_after_study_are_beside_the_first_ones() -> None:
-    text = page(FIRST, AFTER)
-    assert rows_of(text, "`TorchExperts`")[1][-3:] == ["71.4%", "50", "89.3%"]
-    assert rows_of(text, "all")[0][-3:] == ["71.4%", "50", "89.3%"]
+def test_scores_after_study_are_shown_beside_first_scores() -> None:
+    text = render_page(FIRST, AFTER)
+    assert table_rows(text, "`TorchExperts`")[1][-3:] == ["71.4%", "50", "89.3%"]
+    assert table_rows(text, "all")[0][-3:] == ["71.4%", "50", "89.3%"]
 
 
 def test_several_fresh_samples_are_summed() -> None:
-    """A sample that was not tested again counts with its first result."""
-    text = page((*FIRST, record("KeepTopK", "fresh-1", 30, 0, 10)), AFTER)
-    assert rows_of(text, "all") == [["all", "100", "4", "70", "72.9%", "80", "83.3%"]]
+    """A sample that was not tested again counts with its first score."""
+    text = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 0, 10)), AFTER)
+    assert table_rows(text, "all") == [["all", "100", "4", "70", "72.9%", "80", "83.3%"]]
     assert "70 of 96 mutants killed, 72.9%**, of 100 sampled" in " ".join(text.split())
     assert "No fresh sample yet" not in text
 
@@ -83,44 +92,44 @@ def test_several_fresh_samples_are_summed() -> None:
 def test_every_survivor_of_a_first_run_is_listed(tmp_path: Path) -> None:
     notes = tmp_path / "notes.json"
     notes.write_text(json.dumps({"TorchExperts40": "No case has groups.", "fresh": "Drawn today."}))
-    text = page(FIRST, AFTER, notes)
-    assert rows_of(text, "`TorchExperts40`")[0][-2:] == ["killed", "No case has groups."]
-    assert rows_of(text, "`TorchExperts55`")[0][-2:] == ["survives", "Not reviewed yet."]
+    text = render_page(FIRST, AFTER, notes)
+    assert table_rows(text, "`TorchExperts40`")[0][-2:] == ["killed", "No case has groups."]
+    assert table_rows(text, "`TorchExperts55`")[0][-2:] == ["survives", "Not reviewed yet."]
     assert len([line for line in text.splitlines() if "| clamp |" in line]) == 16 + 2 + 5
     assert "Drawn today." in text
-    assert rows_of(page(FIRST), "`TorchExperts40`")[0][-2] == "not tested again"
+    assert table_rows(render_page(FIRST), "`TorchExperts40`")[0][-2] == "not tested again"
 
 
 def test_every_exclusion_is_listed_with_its_proof_and_reason() -> None:
-    text = page((*FIRST, record("KeepTopK", "fresh-1", 30, 1, 10)))
-    for ident in (*(f"TorchExpertse{i}" for i in range(4)), "KeepTopKe0"):
-        (row,) = rows_of(text, f"`{ident}`")
+    text = render_page((*FIRST, make_record("KeepTopK", "fresh-1", 30, 1, 10)))
+    for mutant_id in (*(f"TorchExpertse{i}" for i in range(4)), "KeepTopKe0"):
+        (row,) = table_rows(text, f"`{mutant_id}`")
         assert row[-2:] == ["2000 problems", "A placeholder."]
 
 
-def test_without_first_scores_the_page_does_not_name_them() -> None:
-    assert "first score" not in page(()).lower()
-    assert "fresh sample" not in page(()).lower()
+def test_the_page_without_first_scores_does_not_mention_them() -> None:
+    assert "first score" not in render_page(()).lower()
+    assert "fresh sample" not in render_page(()).lower()
 
 
 def test_a_first_score_with_the_seed_of_the_studied_sample_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"seed: got 0\.2\.0, need another seed"):
-        page((record("TorchExperts", "0.2.0", 40, 4, 16),))
+        render_page((make_record("TorchExperts", "0.2.0", 40, 4, 16),))
     with pytest.raises(ConfigurationError, match="first score of TritonExperts: got no score"):
-        page((record("TritonExperts", "fresh-1", 40, 4, 16),))
+        render_page((make_record("TritonExperts", "fresh-1", 40, 4, 16),))
 
 
 @pytest.mark.parametrize(
     "after",
     [
-        record("TorchExperts", "fresh-2", 50, 4, 6),
-        record("TorchExperts", "fresh-1", 50, 4, 7),
-        record("KeepTopK", "fresh-1", 50, 4, 6),
+        make_record("TorchExperts", "fresh-2", 50, 4, 6),
+        make_record("TorchExperts", "fresh-1", 50, 4, 7),
+        make_record("KeepTopK", "fresh-1", 50, 4, 6),
     ],
 )
 def test_a_score_after_study_of_another_sample_is_refused(after: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="after study: got another sample, need the seed"):
-        page(FIRST, (after,))
+        render_page(FIRST, (after,))
 
 
 def test_first_scores_are_read_from_a_separate_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fuzzing finds nothing in this tree, and finds defects that are patched in."""
+"""Fuzzing finds nothing in the unmodified code, and finds defects that tests patch in."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -61,7 +61,7 @@ from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 pytestmark = pytest.mark.cpu
 
-PLAIN, INTERPRETED = 1880, 120
+PLAIN_COUNT, INTERPRETED_COUNT = 1880, 120
 
 
 def test_docs_have_the_number_of_changes() -> None:
@@ -71,34 +71,34 @@ def test_docs_have_the_number_of_changes() -> None:
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
 def test_fuzzing_finds_nothing(interpreted: bool) -> None:
-    count = INTERPRETED if interpreted else PLAIN
+    count = INTERPRETED_COUNT if interpreted else PLAIN_COUNT
     report = isolated_runs.run(tree_hash(), range(-1, count), interpreted=interpreted)
     assert not report.findings, "\n".join(report.lines())
     assert sum(report.counts.values()) == count
-    # Most configurations must not be refused.
+    # Enough configurations must be accepted and computed.
     assert report.counts[CORRECT] > count // 10
-    # Targets with a small share may not be drawn: run them separately.
+    # Targets that are drawn rarely may be missing, so run them separately.
     drawn = {target for target, _ in report.by_target}
     expected = {target.name for target in TARGETS if target.launches or not interpreted}
     assert drawn <= expected
     for name in sorted(expected - drawn):
-        rare = isolated_runs.run(tree_hash(), range(3), interpreted=interpreted, only=name)
-        assert not rare.findings, "\n".join(rare.lines())
-        assert sum(rare.counts.values()) == 3
+        rare_report = isolated_runs.run(tree_hash(), range(3), interpreted=interpreted, only=name)
+        assert not rare_report.findings, "\n".join(rare_report.lines())
+        assert sum(rare_report.counts.values()) == 3
 
 
-def test_every_field_of_a_problem_gets_junk() -> None:
+def test_every_field_of_a_problem_has_junk_values() -> None:
     assert set(specs.FIELDS) == {field.name for field in fields(Problem)}
 
 
 @pytest.fixture(autouse=True)
-def _mostly_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw problems as if kernels were not interpreted, which is faster."""
+def _draw_problems_as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw problems as if kernels were compiled, because interpreted kernels are slow."""
     monkeypatch.setattr(random_problems, "current_machine", lambda: Machine("cpu"))
 
 
-def _kinds(name: str, limit: int = 400) -> set[str]:
-    """Return the outcome kinds of `limit` configurations, or up to the first bad one."""
+def _outcome_kinds(name: str, limit: int = 400) -> set[str]:
+    """Return the outcome kinds of `limit` configurations, or of all up to the first failure."""
     target_property = TargetProperty(TARGETS[NAMES.index(name)])
     kinds = set[str]()
     for number in range(limit):
@@ -109,11 +109,11 @@ def _kinds(name: str, limit: int = 400) -> set[str]:
     return kinds
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _accept(*_: Any, **__: Any) -> None:
     """A check that accepts everything."""
 
 
-def _input_error(*_: Any, **__: Any) -> Any:
+def _raise_input_error(*_: Any, **__: Any) -> Any:
     raise InputError("x", got="something", need="something else")
 
 
@@ -123,25 +123,25 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         "changed_call",
         validate,
         "check_strided",
-        _nothing,
+        _accept,
         (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
     ),
     (
         "changed_call",
         validate,
         "check_routing",
-        _nothing,
+        _accept,
         (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
     ),
     (
         "changed_call",
         validate,
         "check_weights",
-        _nothing,
+        _accept,
         (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
     ),
-    ("changed_call", validate, "check_no_overlap", _nothing, (INVALID_ACCEPTED,)),
-    ("problem_fields", problem, "check_fields", _nothing, (UNTYPED_ERROR, INVALID_ACCEPTED)),
+    ("changed_call", validate, "check_no_overlap", _accept, (INVALID_ACCEPTED,)),
+    ("problem_fields", problem, "check_fields", _accept, (UNTYPED_ERROR, INVALID_ACCEPTED)),
     (
         "stored_files",
         tile_files,
@@ -151,7 +151,7 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
     ),
     ("stored_files", cache_file, "_is_line", lambda *_: True, (UNTYPED_ERROR, WRONG_RESULT)),
     ("stored_files", config_file, "_find_model_config", lambda _, config: config, (UNTYPED_ERROR,)),
-    ("composed_call", autotune, "expect", _nothing, (UNTYPED_ERROR, INVALID_ACCEPTED)),
+    ("composed_call", autotune, "expect", _accept, (UNTYPED_ERROR, INVALID_ACCEPTED)),
     (
         "checkpoints",
         slices.LayerSource,
@@ -159,12 +159,12 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
         lambda _: {},
         (UNTYPED_ERROR, WRONG_RESULT, INVALID_ACCEPTED),
     ),
-    ("checkpoints", slices.LayerSource, "_check_no_others", _nothing, (INVALID_ACCEPTED,)),
+    ("checkpoints", slices.LayerSource, "_check_no_others", _accept, (INVALID_ACCEPTED,)),
     (
         "checkpoints",
         matrix_layout.StoredTensor,
         "check",
-        _nothing,
+        _accept,
         (UNTYPED_ERROR, WRONG_RESULT),
     ),
     ("checkpoints", safetensors_files, "_library_errors", lambda: (KeyError,), (UNTYPED_ERROR,)),
@@ -176,7 +176,7 @@ REMOVED_CHECKS: tuple[tuple[str, Any, str, Callable[..., Any], tuple[str, ...]],
     REMOVED_CHECKS,
     ids=[f"{patch[0]}-{patch[2]}" for patch in REMOVED_CHECKS],
 )
-def test_a_removed_check_is_found(
+def test_a_removed_check_is_detected(
     target: str,
     module: Any,
     name: str,
@@ -186,17 +186,16 @@ def test_a_removed_check_is_found(
 ) -> None:
     monkeypatch.setattr(module, name, replacement)
     limit = 4000 if target == "stored_files" else 400
-    assert _kinds(target, limit) & set(kinds)
+    assert _outcome_kinds(target, limit) & set(kinds)
 
 
 @pytest.mark.parametrize("invalid_row", [1, 2**31 - 1])
-def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(invalid_row: int) -> None:
-    """Values of an expert_map may be past the last row of the weights."""
+def test_a_pair_whose_expert_is_mapped_past_the_last_row_is_skipped(invalid_row: int) -> None:
     problem = Problem(2, 8, 8, 2, 1, dtype=torch.float32, local_experts=1, expert_map=True)
     inputs = random_problems.make_inputs(problem, InputChoices())
     ids = torch.tensor([[0], [1]], dtype=torch.int32)
-    table = torch.tensor([0, invalid_row], dtype=torch.int32)
-    weights, x_TH = replace(inputs.weights, expert_map=table), torch.ones(2, 8)
+    expert_map = torch.tensor([0, invalid_row], dtype=torch.int32)
+    weights, x_TH = replace(inputs.weights, expert_map=expert_map), torch.ones(2, 8)
     routing = Routing(torch.ones(2, 1), ids)
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
     assert IndependentReference(problem, x_TH, weights, routing).find_mismatch(out) == ""
@@ -204,32 +203,32 @@ def test_a_pair_whose_expert_is_mapped_to_no_row_is_skipped(invalid_row: int) ->
     assert not out[1].any()
 
 
-def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_using_weights_of_the_next_expert_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = mlp._get_matrix
 
     def next_expert(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
         return original(weights, name, (expert + 1) % problem.e, problem)
 
     monkeypatch.setattr(mlp, "_get_matrix", next_expert)
-    assert WRONG_RESULT in _kinds("right_call")
+    assert WRONG_RESULT in _outcome_kinds("right_call")
 
 
-def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_points_off_by_one_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = packed_words.interleave_nibbles
 
     def off_by_one(words: torch.Tensor) -> torch.Tensor:
-        return original(words) ^ 0x11111111  # the lowest bit of every value
+        return original(words) ^ 0x11111111  # flips the lowest bit of every value
 
     monkeypatch.setattr(packed_words, "interleave_nibbles", off_by_one)
-    assert WRONG_RESULT in _kinds("importers")
+    assert WRONG_RESULT in _outcome_kinds("importers")
 
 
-def test_a_wrong_awq_column_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_awq_column_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gptq_awq, "_AWQ_ORDER", tuple(range(8)))
-    assert WRONG_RESULT in _kinds("importers")
+    assert WRONG_RESULT in _outcome_kinds("importers")
 
 
-def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapping_gate_and_up_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = expert_names.LayerLayout.projections
 
     def swapped(layer: expert_names.LayerLayout, expert: int) -> Any:
@@ -237,20 +236,20 @@ def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return first[::-1], second
 
     monkeypatch.setattr(expert_names.LayerLayout, "projections", swapped)
-    assert WRONG_RESULT in _kinds("checkpoints")
+    assert WRONG_RESULT in _outcome_kinds("checkpoints")
 
 
-def test_the_slice_of_another_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_the_slice_of_another_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     original = loading._make_reader
 
     def first_rank(source: Any, problem: Problem, request: Any, columns: Any) -> Any:
         return original(source, problem, request, (0, columns[1] - columns[0]))
 
     monkeypatch.setattr(loading, "_make_reader", first_rank)
-    assert WRONG_RESULT in _kinds("checkpoints")
+    assert WRONG_RESULT in _outcome_kinds("checkpoints")
 
 
-def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
+def test_a_composed_layer_without_candidates_beyond_its_measurement_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     original = autotune.find_candidates
@@ -259,24 +258,26 @@ def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
         return original(problem, machine, sizes[:-1] or sizes, **options)
 
     monkeypatch.setattr(autotune, "find_candidates", without_last)
-    assert {WRONG_RESULT, UNTYPED_ERROR} & _kinds("composed_call")
+    assert {WRONG_RESULT, UNTYPED_ERROR} & _outcome_kinds("composed_call")
 
 
-def test_one_target_can_be_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_target_can_be_selected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "s", "--count", "30", "--target", "stored_files"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("seed s, plain: 30 configurations: ")
     assert [line.partition(":")[0] for line in lines[1:]] == ["stored_files"]
 
 
-def test_an_input_error_after_validation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _input_error)
-    assert LATE_ERROR in _kinds("right_call")
+def test_an_input_error_after_validation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _raise_input_error)
+    assert LATE_ERROR in _outcome_kinds("right_call")
 
 
-def test_an_exception_through_the_command_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncaught_exception_of_the_command_line_is_detected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(problem.Parallel, "place", lambda *_: 1 / 0)
-    assert UNTYPED_ERROR in _kinds("command_line")
+    assert UNTYPED_ERROR in _outcome_kinds("command_line")
 
 
 STUB = """
@@ -290,7 +291,7 @@ for number in range(int(sys.argv[2]), int(sys.argv[3])):
 """
 
 
-def test_a_crash_and_a_hang_do_not_end_the_run(
+def test_a_crash_and_a_hang_do_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fuzz_stub.py").write_text(STUB)
@@ -308,27 +309,29 @@ def test_a_crash_and_a_hang_do_not_end_the_run(
     assert lines[-1].startswith("stub: 3 right, 0 typed error")
 
 
-def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seed_and_number_determine_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     first, again = (run_configuration("s", 7) for _ in range(2))
     assert first == again
     assert main(["--seed", "s", "--only", "7"]) == 0
     assert "seed s, plain: 1 configurations: " in capsys.readouterr().out
 
 
-def test_a_command_line_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checking_a_command_line_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     outcome = command_line.check_command_line(["list", "--json", "named"])
     assert outcome.kind == CORRECT
     assert list(tmp_path.iterdir()) == []
 
 
-def _above_ten(number: int) -> FuzzOutcome:
+def _fail_above_ten(number: int) -> FuzzOutcome:
     return FuzzOutcome(WRONG_RESULT if number > 10 else CORRECT, str(number))
 
 
 def test_a_failure_is_saved_and_shrunk() -> None:
     database = InMemoryExampleDatabase()
-    target = Target("above_ten", 1, st.integers(0, 1000), _above_ten)
+    target = Target("above_ten", 1, st.integers(0, 1000), _fail_above_ten)
     rng, target_property = Random(0), TargetProperty(target, database)
     while target_property.run(rng).kind == CORRECT:
         pass
@@ -338,19 +341,21 @@ def test_a_failure_is_saved_and_shrunk() -> None:
 
 
 def test_explicit_examples_run_first() -> None:
-    target = Target("above_ten", 1, st.integers(0, 5), _above_ten, examples=(3, 12))
+    target = Target("above_ten", 1, st.integers(0, 5), _fail_above_ten, examples=(3, 12))
     (failure,) = TargetProperty(target).failures()
     assert failure == FuzzOutcome(WRONG_RESULT, "12")
 
 
 def test_a_target_without_failures_has_none_saved() -> None:
-    target = Target("above_ten", 1, st.integers(0, 5), _above_ten, examples=(3,))
+    target = Target("above_ten", 1, st.integers(0, 5), _fail_above_ten, examples=(3,))
     assert list(TargetProperty(target, InMemoryExampleDatabase()).failures()) == []
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_channel"])
-def test_the_tolerance_includes_the_error_of_a_scale_that_rows_share(quant: str) -> None:
-    """One scale for all rows rounds the activations of a small row beside a large one to zero."""
+def test_the_tolerance_includes_the_error_of_scales_shared_by_rows(quant: str) -> None:
+    """With one scale for all rows, the activations of a small row next to a large row are rounded
+    to zero.
+    """
     problem = Problem(2, 32, 32, 2, 1, dtype=torch.float32, quant=quant)
     inputs = random_problems.make_inputs(problem, InputChoices())
     x_TH, weights = torch.ones(2, 32), inputs.weights
@@ -359,7 +364,8 @@ def test_the_tolerance_includes_the_error_of_a_scale_that_rows_share(quant: str)
     out = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)(x_TH, weights, routing)
     float64_reference = IndependentReference(problem, x_TH, weights, routing)
     assert float64_reference.find_mismatch(out) == ""
-    # The large row is not affected, and neither is a small one with a scale of its own.
+    # The tolerance of the large row is not raised, nor the tolerance of a small row with its own
+    # scale.
     out[0] *= 1.6
     assert "1 of 2 rows differ" in float64_reference.find_mismatch(out)
     if quant == "fp8_w8a8_channel":

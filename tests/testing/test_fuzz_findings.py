@@ -1,4 +1,6 @@
-"""Inputs that fuzzing found raise typed errors: each once raised another exception."""
+"""Inputs that fuzzing found: each raised an untyped exception once and must now raise a typed
+error.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +31,7 @@ def test_count_invalid_ids_on_refuses_an_invalid_device(device: Any) -> None:
         samples.make_torch_kernel().count_invalid_ids_on(device)
 
 
-def _nested() -> torch.Tensor:
+def _make_nested_tensor() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)])
 
 
@@ -40,7 +42,7 @@ def _nested() -> torch.Tensor:
 )
 def test_nested_tensors_are_refused(call: Callable[[torch.Tensor], object]) -> None:
     with pytest.raises(LayoutError, match="nested"):
-        call(_nested())
+        call(_make_nested_tensor())
 
 
 def test_quantized_tensors_are_refused() -> None:
@@ -50,7 +52,7 @@ def test_quantized_tensors_are_refused() -> None:
 
 
 @pytest.mark.parametrize("experts", [{}, 2.0, [4], "4"])
-def test_a_number_of_experts_to_place_is_checked(experts: Any) -> None:
+def test_placing_an_invalid_number_of_experts_is_refused(experts: Any) -> None:
     with pytest.raises(ConfigurationError, match="experts"):
         Parallel(2).place(experts)
 
@@ -61,8 +63,8 @@ def test_uninitialized_parameters_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(public_functions._CALLS))
-def test_recipes_without_junk_run(name: str) -> None:
-    """Without junk, a recipe must not raise: otherwise it could not find anything."""
+def test_calls_without_junk_arguments_do_not_fail(name: str) -> None:
+    """A call that fails without junk could not detect failures caused by junk."""
     outcome = public_functions.check_public_function(JunkCall(name, []))
     missing_files = ("load_experts", "FusedMoE.load", "FusedMoE.from_config", "AdapterPool.evict")
     expected = "typed error" if name in missing_files else "right"

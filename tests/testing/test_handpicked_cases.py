@@ -1,4 +1,4 @@
-"""Handpicked cases pass, and each fails with the source defects that it was added for."""
+"""Handpicked cases pass, and each detects the source defects for which it was added."""
 
 from pathlib import Path
 
@@ -23,25 +23,26 @@ needs_interpreter = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("case", HANDPICKED, ids=str)
-def test_handpicked_case_is_proven(case: Case, machine: Machine) -> None:
+def test_handpicked_cases_pass(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
     assert proof.passed, str(proof)
 
 
 def test_handpicked_cases_are_in_the_full_list(machine: Machine) -> None:
-    listed = cases_for(*PAIR, machine).cases
-    assert set(HANDPICKED) <= set(listed)
-    assert len(set(listed)) == len(listed)
+    all_cases = cases_for(*PAIR, machine).cases
+    assert set(HANDPICKED) <= set(all_cases)
+    assert len(set(all_cases)) == len(all_cases)
 
 
-def test_one_element_per_tensor_is_proven(machine: Machine) -> None:
-    """The values are compared although a last dimension of 1 may have any stride."""
+def test_tensors_of_one_element_are_compared(machine: Machine) -> None:
+    """A last dimension of size 1 may have any stride, so it could be skipped by mistake."""
     problem = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, dtype=torch.bfloat16)
     proof = prove(Case(*PAIR, problem), machine)
     assert proof.passed, str(proof)
 
 
-# A defect of TorchExperts' operations, and words of which each case that detects it has one.
+# Defects of the operations of TorchExperts. Each detecting case contains one of the words in its
+# name.
 QUANTIZATION_DEFECTS = (
     (
         SourceDefect(
@@ -170,14 +171,14 @@ QUANTIZATION_DEFECTS = (
 
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-SINGLE = "experts/triton/gemv/kernels/gate_up.py"
-PACKED_DOWN = "experts/triton/gemv_w4/kernels/down.py"
-# A defect of TritonExperts, and a word of the one case that detects it.
+GEMV_GATE_UP = "experts/triton/gemv/kernels/gate_up.py"
+GEMV_W4_DOWN = "experts/triton/gemv_w4/kernels/down.py"
+# Defects of TritonExperts. The word is part of the name of the only case that detects the defect.
 TRITON_DEFECTS = (
     (
         SourceDefect(
             "the scales of up start at a block boundary",
-            SINGLE,
+            GEMV_GATE_UP,
             "((scale_row + up_row_offset) // GROUP_N) * stride_bsn",
             "(scale_row // GROUP_N + up_row_offset // GROUP_N) * stride_bsn",
         ),
@@ -186,7 +187,7 @@ TRITON_DEFECTS = (
     (
         SourceDefect(
             "up uses the zero points of gate",
-            SINGLE,
+            GEMV_GATE_UP,
             "up_zero_point_ptrs = zero_point_ptr + (scale_row + up_row_offset) * stride_bzn",
             "up_zero_point_ptrs = zero_point_ptr + scale_row * stride_bzn",
         ),
@@ -240,7 +241,7 @@ TRITON_DEFECTS = (
     (
         SourceDefect(
             "router weights are ignored with one warp per pair",
-            PACKED_DOWN,
+            GEMV_W4_DOWN,
             "if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 0:",
             "if HAS_ROUTER_WEIGHTS and WARPS_PER_PAIR > 1:",
         ),
@@ -249,7 +250,7 @@ TRITON_DEFECTS = (
     (
         SourceDefect(
             "biases are ignored where pairs do not divide the warps evenly",
-            PACKED_DOWN,
+            GEMV_W4_DOWN,
             "if HAS_BIAS and WARPS_PER_PAIR > 0:",
             "if HAS_BIAS:",
         ),
@@ -267,7 +268,7 @@ TRITON_DEFECTS = (
     (
         SourceDefect(
             "warps without a block read past the end",
-            PACKED_DOWN,
+            GEMV_W4_DOWN,
             "valid = valid & (block < BLOCKS)",
             "valid = valid",
         ),
@@ -276,7 +277,7 @@ TRITON_DEFECTS = (
     (
         SourceDefect(
             "every block of packed weights is multiplied by the first block of h",
-            PACKED_DOWN,
+            GEMV_W4_DOWN,
             "        h = load_pairs(pairs_ptr, pair, valid, chunk, SIZE_K, CHUNKS * HALVES, "
             "SCALE_SLOTS)\n"
             "    barrier",
@@ -326,7 +327,7 @@ def test_repeated_quantization_groups_are_detected(tmp_path: Path) -> None:
 
 @needs_interpreter
 def test_unmarked_padding_is_detected(tmp_path: Path) -> None:
-    """Uninitialized ids must include valid row numbers: kernels ignore those out of range."""
+    """Kernels ignore ids out of range, so the uninitialized ids must include valid row numbers."""
     defect = SourceDefect(
         "the first padding row of a block is not marked",
         "modular_kernel/ops/kernels/align.py",

@@ -1,4 +1,6 @@
-"""The ledger, `tests/must_run.txt`: how many cases each pairing must prove on each machine kind."""
+"""The ledger `tests/must_run.txt` states how many cases each pairing must pass on each kind of
+machine.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -27,19 +29,19 @@ MACHINES = {
 PAIR = ("SomePrepare", "SomeExperts")
 
 
-def counts_on(machine: Machine) -> Counter[tuple[str, str]]:
+def count_cases(machine: Machine) -> Counter[tuple[str, str]]:
     """Return the number of cases for `machine` by pairing."""
     pairs = pairings(machine)
     return Counter({pair: len(cases_for(*pair, machine).cases) for pair in pairs})
 
 
-def counts_over_ranks(machine: Machine, world_size: int) -> Counter[tuple[str, str]]:
+def count_rank_cases(machine: Machine, world_size: int) -> Counter[tuple[str, str]]:
     """Return the number of cases over `world_size` ranks by pairing."""
     pairs = rank_pairings(machine, world_size)
     return Counter({p: len(rank_cases_for(*p, machine, world_size).cases) for p in pairs})
 
 
-def proof(machine: Machine, *, passed: bool = True) -> Proof:
+def make_proof(machine: Machine, *, passed: bool = True) -> Proof:
     failures = () if passed else ("numeric: wrong",)
     return Proof(Case(*PAIR, BASE), machine, 0.0, 0.0, failures, 0.0)
 
@@ -47,25 +49,25 @@ def proof(machine: Machine, *, passed: bool = True) -> Proof:
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_cases_cover_the_ledger(kind: str) -> None:
     """There are at least as many cases as the ledger requires. Other tests prove them."""
-    assert list_unmet_entries(LEDGER, counts_on(MACHINES[kind]), kind) == ()
+    assert list_unmet_entries(LEDGER, count_cases(MACHINES[kind]), kind) == ()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
 def test_rank_cases_cover_the_ledger(kind: str, world_size: int) -> None:
     machine = MACHINES[kind]
-    over_ranks = machine_kind(machine, world_size)
-    assert any(entry.machine == over_ranks for entry in LEDGER)
-    counts = counts_over_ranks(machine, world_size)
-    assert list_unmet_entries(LEDGER, counts, over_ranks) == ()
+    kind_over_ranks = machine_kind(machine, world_size)
+    assert any(entry.machine == kind_over_ranks for entry in LEDGER)
+    counts = count_rank_cases(machine, world_size)
+    assert list_unmet_entries(LEDGER, counts, kind_over_ranks) == ()
 
 
 def test_cases_of_this_machine_cover_the_ledger(machine: Machine) -> None:
-    assert list_unmet_entries(LEDGER, counts_on(machine), machine_kind(machine)) == ()
+    assert list_unmet_entries(LEDGER, count_cases(machine), machine_kind(machine)) == ()
 
 
 @pytest.mark.parametrize("kind", MACHINE_KINDS)
-def test_kinds_of_machine(kind: str) -> None:
+def test_each_kind_of_machine_has_ledger_entries(kind: str) -> None:
     assert machine_kind(MACHINES[kind]) == kind
     assert any(entry.machine == kind for entry in LEDGER)
 
@@ -79,21 +81,21 @@ def test_a_pairing_with_fewer_cases_is_reported() -> None:
     assert list_unmet_entries(ledger, Counter(), "cuda") == ()
 
 
-def test_a_pairing_without_a_line_is_reported() -> None:
+def test_a_pairing_without_an_entry_is_reported() -> None:
     (line,) = list_unmet_entries((), Counter({PAIR: 1}), "cpu")
     assert "no line in the ledger" in line
 
 
-def test_only_proofs_that_passed_count() -> None:
+def test_only_passed_proofs_are_counted() -> None:
     ledger = parse_ledger("cpu SomePrepare SomeExperts 2")
     machine = MACHINES["cpu"]
-    assert check_proofs(ledger, [proof(machine), proof(machine)]) == ()
-    assert check_proofs(ledger, [proof(machine), proof(machine, passed=False)]) != ()
-    # Proofs of another kind of machine do not count.
-    assert check_proofs(ledger, [proof(machine), proof(MACHINES["cuda"])]) != ()
+    assert check_proofs(ledger, [make_proof(machine), make_proof(machine)]) == ()
+    assert check_proofs(ledger, [make_proof(machine), make_proof(machine, passed=False)]) != ()
+    # Proofs of another kind of machine are not counted.
+    assert check_proofs(ledger, [make_proof(machine), make_proof(MACHINES["cuda"])]) != ()
 
 
-def test_comments_and_blank_lines() -> None:
+def test_comments_and_blank_lines_are_ignored() -> None:
     text = "# a comment\n\n  cuda A B 7  # and another\n"
     (entry,) = parse_ledger(text)
     assert (entry.machine, entry.pairing, entry.cases) == ("cuda", ("A", "B"), 7)

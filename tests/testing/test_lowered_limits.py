@@ -1,4 +1,6 @@
-"""Calls with strided tensors run with lowered limits, which change tiles but not results."""
+"""Verification runs the calls with strided tensors with lowered limits, which change tile sizes but
+not results.
+"""
 
 import importlib
 
@@ -27,7 +29,9 @@ def test_limits_are_lowered_and_restored(module_name: str, name: str) -> None:
         assert getattr(module, name) == default
 
 
-def test_second_call_has_streamed_tiles_and_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_with_lowered_limits_has_streamed_tiles_and_equal_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = Problem(
         6, 128, 64, experts=2, top_k=1, dtype=torch.bfloat16, quant="fp8_w8a8_block:block=32x32"
     )

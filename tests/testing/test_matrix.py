@@ -1,8 +1,8 @@
-"""Proves a share of the cases of every pairing in the catalog on this machine.
+"""Proves a subset of the cases of every pairing in the catalog on this machine.
 
-Each experts part is tested on the smoke cases and half of the others with the first
-PrepareAndFinalize that it supports. With every other one, it is tested on the smoke cases and one
-in 36 of the others. `make verify` proves all cases.
+With the first PrepareAndFinalize that it supports, each experts part is tested on the smoke cases
+and half of the other cases. With every other PrepareAndFinalize, it is tested on the smoke cases
+and one in 36 of the other cases. `make verify` proves all cases.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from modular_kernel.testing.cases.pairwise import draw_pairwise_cases
 
 MACHINE = this_machine()
 PAIRINGS = computed_once("pairings", lambda: pairings(MACHINE))
-PROVEN = computed_once("proven", lambda: selected_cases(PAIRINGS, MACHINE, tree_hash()))
-CASES = [case for cases in PROVEN.values() for case in cases]
+SELECTED_CASES = computed_once("proven", lambda: selected_cases(PAIRINGS, MACHINE, tree_hash()))
+CASES = [case for cases in SELECTED_CASES.values() for case in cases]
 
 
 @pytest.mark.budget(quick=40.0, rest=120.0)
@@ -30,23 +30,23 @@ def test_case_is_proven(case: Case, machine: Machine) -> None:
 
 
 def test_every_experts_part_is_proven_on_about_half_of_its_cases() -> None:
-    largest_share = {
+    largest_fraction = {
         experts: max(
             len(cases) / len(draw_pairwise_cases(*pair, MACHINE)[1])
-            for pair, cases in PROVEN.items()
+            for pair, cases in SELECTED_CASES.items()
             if pair[1] == experts
         )
         for _, experts in PAIRINGS
     }
-    assert largest_share
-    assert min(largest_share.values()) > 0.4  # cases are selected by hash
+    assert largest_fraction
+    assert min(largest_fraction.values()) > 0.4  # cases are selected by hash
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
 def test_every_two_axis_values_are_covered(
     pairing: tuple[str, str], record_property: Callable[[str, object], None]
 ) -> None:
-    """Each pair of values of two axes is in a case or impossible for a reason."""
+    """Each pair of values of two axes occurs in a case or is impossible for a stated reason."""
     array, cases = draw_pairwise_cases(*pairing, MACHINE)
     assert array.missing_pairs() == ()
     assert array.idle_pairs == frozenset()
@@ -56,11 +56,11 @@ def test_every_two_axis_values_are_covered(
     record_property("cases", len(cases))
     record_property("pairs met", len(array.covered_pairs))
     describe = array.space.describe
-    for (a, b), reason in array.impossible.items():
-        record_property(f"impossible: {describe(a)}, {describe(b)}", reason)
+    for (first, second), reason in array.impossible.items():
+        record_property(f"impossible: {describe(first)}, {describe(second)}", reason)
 
 
-MISSED_PAIRS = (
+PREVIOUSLY_MISSED_PAIRS = (
     ("quant=fp8_w8a8_block", "chunks=ragged"),
     ("quant=int4_w4a16_group:group=32,zero_points=true", "interleaved=True"),
     ("quant=int8_w8a16_group:group=32,zero_points=true", "interleaved=True"),
@@ -72,12 +72,13 @@ MISSED_PAIRS = (
 )
 
 
-@pytest.mark.parametrize("pair", MISSED_PAIRS, ids=" ".join)
+@pytest.mark.parametrize("pair", PREVIOUSLY_MISSED_PAIRS, ids=" ".join)
 def test_previously_missed_pairs_are_covered(pair: tuple[str, str]) -> None:
-    """Previous lists missed defects in these pairs of values."""
+    """Defects that need one of these pairs were not detected by earlier case lists."""
     array, _ = draw_pairwise_cases("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
     assert pair in {
-        (array.space.describe(a), array.space.describe(b)) for a, b in array.covered_pairs
+        (array.space.describe(first), array.space.describe(second))
+        for first, second in array.covered_pairs
     }
 
 

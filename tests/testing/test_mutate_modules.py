@@ -1,4 +1,4 @@
-"""tools/mutate_modules.py, which tests mutants of a set of modules with pytest."""
+"""Tests of tools/mutate_modules.py, which runs pytest on mutants of a set of modules."""
 
 import importlib.util
 import json
@@ -15,12 +15,11 @@ from modular_kernel.testing.mutation.scope import find_file
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "modular_kernel.spec.lora"
 DETECTING = "tests/layers/test_adapters.py::test_maximum_ranks_and_adapters"
-SEQUENCES = "tests/layers/test_adapters.py::test_tokens_get_the_slots_of_their_sequences"
+COVERING = "tests/layers/test_adapters.py::test_tokens_get_the_slots_of_their_sequences"
 NOT_DETECTING = "tests/layers/test_adapters.py::test_the_text_form_round_trips[]"
 
 
 def load_tool() -> ModuleType:
-    """Import the tool as a module."""
     spec = importlib.util.spec_from_file_location(
         "mutate_modules", ROOT / "tools/mutate_modules.py"
     )
@@ -36,35 +35,39 @@ tool = load_tool()
 
 
 def first_mutant(line: str) -> Mutant:
-    """Return the first mutant whose changed line is `line`."""
+    """Return the first mutant that changes a line to `line`."""
     path = find_file(MODULE)
     assert path is not None
     return next(m for m in mutants_of(MODULE, path) if f"\n+{line}" in m.diff())
 
 
-def scope_of(mutant: Mutant, tests: tuple[str, ...]) -> object:
-    """Return a scope with one mutant and tests that execute its lines, the fastest first."""
+def make_scope(mutant: Mutant, tests: tuple[str, ...]) -> object:
+    """Return a scope with one mutant and tests that all execute its lines, the fastest test
+    first.
+    """
     lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
     scope_tests = tuple(tool.Test(name, 1.0 + i, lines) for i, name in enumerate(tests))
     return tool.Scope("adapters", (), (mutant,), scope_tests, Coverage({}, ()))
 
 
 def test_a_mutant_is_killed_by_the_test_that_detects_it() -> None:
-    wider = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
-    outcome = tool.run_mutant(wider, scope_of(wider, (NOT_DETECTING, DETECTING)))
+    changed_limits = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    outcome = tool.run_mutant(
+        changed_limits, make_scope(changed_limits, (NOT_DETECTING, DETECTING))
+    )
     assert (outcome.status, outcome.finding, outcome.num_cases) == (
         "killed",
         f"test: {DETECTING}",
         2,
     )
-    outcome = tool.run_mutant(wider, scope_of(wider, (NOT_DETECTING,)))
+    outcome = tool.run_mutant(changed_limits, make_scope(changed_limits, (NOT_DETECTING,)))
     assert (outcome.status, outcome.num_cases) == ("survived", 1)
 
 
 def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
-    broken = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
+    not_importable = first_mutant("MAX_ADAPTERS, MAX_RANK = 65537, 256")
     outcome = tool.run_mutant(
-        broken, scope_of(broken, ("tests/layers/test_adapters.py::no_such_test",))
+        not_importable, make_scope(not_importable, ("tests/layers/test_adapters.py::no_such_test",))
     )
     assert (outcome.status, outcome.finding) == ("killed", "import: pytest ended with 4")
 
@@ -81,8 +84,8 @@ def test_executed_lines_are_recorded_per_test(monkeypatch: pytest.MonkeyPatch) -
     path = find_file(MODULE)
     assert path is not None
     monkeypatch.setattr(tool, "_MAX_TEST_S", 60.0)
-    loading, tests = tool.cover_tests({str(path)}, {MODULE}, [SEQUENCES, DETECTING], [DETECTING])
-    assert [test.name for test in tests] == [SEQUENCES]
+    loading, tests = tool.cover_tests({str(path)}, {MODULE}, [COVERING, DETECTING], [DETECTING])
+    assert [test.name for test in tests] == [COVERING]
     mutant = next(m for m in mutants_of(MODULE, path) if "right=True" in m.diff())
     assert mutant.first in tests[0].lines[str(path)]
     assert mutant.first not in loading[str(path)]

@@ -1,4 +1,6 @@
-"""`mk test --mutate`: scores, survivors, equivalent mutants, usage errors, page of scores."""
+"""`mk test --mutate`: scores, survivors, equivalent mutants, usage errors, and the page of
+scores.
+"""
 
 import json
 import subprocess
@@ -30,40 +32,42 @@ from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Edit
 
 ROOT = Path(__file__).resolve().parents[2]
-# adapters.json is of modules that pytest tests (tools/mutate_modules.py), not of a part. Folders
-# hold the records of fresh samples.
+# adapters.json belongs to tools/mutate_modules.py, not to a part. The subfolders hold records of
+# fresh samples.
 RECORDS = [
     path for path in sorted((ROOT / "docs/mutation").rglob("*.json")) if path.stem != "adapters"
 ]
 
-# The part of the tutorial with an additional unused variable.
-LINE = "        problem, routing = self.problem, tokens.routing\n"
-UNUSED = "        unused = 40\n"
-PACKAGE = tutorial_parts().replace(LINE, LINE + UNUSED)
+# The part of the tutorial, with an unused variable added.
+FIRST_LINE = "        problem, routing = self.problem, tokens.routing\n"
+UNUSED_LINE = "        unused = 40\n"
+PACKAGE = tutorial_parts().replace(FIRST_LINE, FIRST_LINE + UNUSED_LINE)
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the PYTHONPATH with the package of the tutorial."""
+    """Install the package of the tutorial in a folder on PYTHONPATH, and return the folder."""
     install(tmp_path, "my_moe", PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return tmp_path
 
 
-def mutate(*words: str) -> tuple[int, Any]:
-    """Run `mk test --mutate MyExperts` in a new process: return its exit code and JSON record."""
+def run_mutate(*options: str) -> tuple[int, Any]:
+    """Run `mk test --mutate MyExperts` in a new process. Return its exit code and JSON record."""
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MyExperts")
     command = [sys.executable, "-m", "modular_kernel", "test", "--mutate", "MyExperts", *pair]
-    words = ("--level", "smoke", "--json", *words)
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    options = ("--level", "smoke", "--json", *options)
+    result = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.stdout, result.stderr
+    return result.returncode, json.loads(result.stdout)
 
 
 @pytest.mark.cpu  # mutants run in forked processes
 @pytest.mark.share(4)
 @pytest.mark.slow
-def test_mutants_of_a_third_party_part(site: Path) -> None:
+def test_mutants_of_a_third_party_part_are_scored(site: Path) -> None:
     unused, wrong_dtype = (
         next(m for m in mutants_of("my_moe", site / "my_moe/__init__.py") if line in m.diff())
         for line in (
@@ -71,7 +75,7 @@ def test_mutants_of_a_third_party_part(site: Path) -> None:
             "+        total = torch.zeros(output.shape, dtype=torch.bfloat16",
         )
     )
-    code, record = mutate("--only", unused.ident, "--save", str(site / "scores"))
+    code, record = run_mutate("--only", unused.ident, "--save", str(site / "scores"))
     assert (code, record["put_in"], record["killed"], record["score"]) == (1, 1, 0, 0)
     assert record == json.loads((site / "scores/MyExperts.json").read_text(encoding="utf-8"))
     (survivor,) = record["survivors"]
@@ -81,27 +85,27 @@ def test_mutants_of_a_third_party_part(site: Path) -> None:
     assert "-        unused = 40\n+        unused = 41" in survivor["diff"]
     pair = "--pf-type MoEPrepareAndFinalizeNoEP --experts-type MyExperts --level smoke"
     assert survivor["command"] == f"mk test --mutate MyExperts --only {unused.ident} {pair}"
-    code, record = mutate("--only", wrong_dtype.ident)
+    code, record = run_mutate("--only", wrong_dtype.ident)
     assert (code, record["killed"], record["survivors"]) == (0, 1, [])
-    code, bits = mutate("--only", unused.ident, "--bits", "12")
-    assert (code, bits) == (0, {"id": unused.ident, "problems": 12, "differing": None})
-    code, bits = mutate("--only", wrong_dtype.ident, "--bits", "12")
+    code, bits_options = run_mutate("--only", unused.ident, "--bits", "12")
+    assert (code, bits_options) == (0, {"id": unused.ident, "problems": 12, "differing": None})
+    code, bits_options = run_mutate("--only", wrong_dtype.ident, "--bits", "12")
     assert code == 1
-    assert bits["problems"] < 12
-    assert bits["differing"].startswith("mk test --one ")
-    code, record = mutate("--mutants", "6")
+    assert bits_options["problems"] < 12
+    assert bits_options["differing"].startswith("mk test --one ")
+    code, record = run_mutate("--mutants", "6")
     assert record["put_in"] == 6 == record["killed"] + len(record["survivors"])
     assert record["killed"] >= 2
     assert record["executed"] > 50
     assert record["mutants"] == (
         record["executed"] + sum(record["apart"].values()) + sum(record["not_executed"].values())
     )
-    code, other = mutate("--mutants", "6", "--sample-seed", "another")
+    code, other = run_mutate("--mutants", "6", "--sample-seed", "another")
     assert (record["seed"], other["seed"]) == (default_seed(), "another")
-    assert identities(other) != identities(record)
+    assert mutant_ids(other) != mutant_ids(record)
 
 
-def identities(record: dict[str, Any]) -> set[str]:
+def mutant_ids(record: dict[str, Any]) -> set[str]:
     return {*record["died"], *(survivor["id"] for survivor in record["survivors"])}
 
 
@@ -126,23 +130,29 @@ def test_the_page_shows_every_survivor_and_refuses_an_invalid_file(tmp_path: Pat
         read_scores(tmp_path)
 
 
-def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> None:
+def test_equivalents_have_a_proof_a_reason_and_parts(tmp_path: Path) -> None:
     parts = {part.name for part in load_catalog().parts}
-    for ident, why in EQUIVALENTS.items():
+    for ident, equivalent in EQUIVALENTS.items():
         assert len(ident) == 8
-        assert len(why.reason) > 20
-        assert why.forms if why.proof == "code" else why.problems >= MIN_PROBLEMS
-        assert set(why.parts) <= parts
-        for part in why.parts or ("TorchExperts",):
-            assert find_equivalent(ident, part) is why
-    limited = next(iter(i for i, why in EQUIVALENTS.items() if why.parts), None)
-    if limited is not None:
-        assert find_equivalent(limited, "DeepEPHTPrepareAndFinalize") is None
+        assert len(equivalent.reason) > 20
+        assert (
+            equivalent.forms if equivalent.proof == "code" else equivalent.problems >= MIN_PROBLEMS
+        )
+        assert set(equivalent.parts) <= parts
+        for part in equivalent.parts or ("TorchExperts",):
+            assert find_equivalent(ident, part) is equivalent
+    limited_to_parts = next(
+        iter(i for i, equivalent in EQUIVALENTS.items() if equivalent.parts), None
+    )
+    if limited_to_parts is not None:
+        assert find_equivalent(limited_to_parts, "DeepEPHTPrepareAndFinalize") is None
     assert find_equivalent("no such", "TorchExperts") is None
 
 
 def test_every_equivalent_is_still_a_mutant_of_its_parts() -> None:
-    """A changed line has other mutants: its old equivalents must be removed from the file."""
+    """If a line changes, its mutants change, so its old equivalents must be removed from the
+    file.
+    """
     catalog = load_catalog()
     parts_of: dict[str, set[str]] = {}  # module -> parts
     paths: dict[str, Path] = {}
@@ -150,14 +160,14 @@ def test_every_equivalent_is_still_a_mutant_of_its_parts() -> None:
         for module, path in modules_of(part, catalog).items():
             parts_of.setdefault(module, set()).add(part)
             paths[module] = path
-    left = dict(EQUIVALENTS)
+    remaining = dict(EQUIVALENTS)
     for module, path in paths.items():
         for mutant in mutants_of(module, path):
-            why = left.pop(mutant.ident, None)
-            assert why is None or set(why.parts) <= parts_of[module], mutant.ident
-        if not left:
+            equivalent = remaining.pop(mutant.ident, None)
+            assert equivalent is None or set(equivalent.parts) <= parts_of[module], mutant.ident
+        if not remaining:
             break
-    assert sorted(left) == []
+    assert sorted(remaining) == []
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: "/".join(path.parts[-2:]))
@@ -171,27 +181,29 @@ def test_equivalents_of_a_record_are_reviewed(path: Path) -> None:
 
 @pytest.mark.share(4)
 def test_compiled_code_shows_whether_a_kernel_changed(tmp_path: Path) -> None:
-    """A mutant outside a kernel is refused: compiled code does not show it."""
+    """A mutant outside a kernel is refused, because compiled code does not show its change."""
     path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
     module = "modular_kernel.ops.kernels.zero_padding"
 
-    def replacement(old: str, new: str) -> Mutant:
+    def make_mutant(old: str, new: str) -> Mutant:
         text = path.read_text(encoding="utf-8")
         start, line = text.index(old), text[: text.index(old)].count("\n") + 1
         edit = Edit("by hand", start, start + len(old), new)
         return Mutant("by hand", module, path, edit, line, line)
 
-    equivalent = replacement(
+    equivalent = make_mutant(
         "range(0, hidden_size, BLOCK_HIDDEN)", "range(0, hidden_size, -(-BLOCK_HIDDEN // 1))"
     )
     assert same_code([equivalent]).proven
     # Replace the operator only, as the `compare` mutation operator does.
     path_text = path.read_text(encoding="utf-8")
-    at = path_text.index("columns < hidden_size") + len("columns ")
-    line = path_text.count("\n", 0, at) + 1
-    real = same_code([Mutant("", module, path, Edit("compare", at, at + 1, "<="), line, line)])
-    assert real.differing >= 1
-    assert not real.proven
+    offset = path_text.index("columns < hidden_size") + len("columns ")
+    line = path_text.count("\n", 0, offset) + 1
+    changed_code = same_code(
+        [Mutant("", module, path, Edit("compare", offset, offset + 1, "<="), line, line)]
+    )
+    assert changed_code.differing >= 1
+    assert not changed_code.proven
     module_path = tmp_path / "module.py"
     module_path.write_text("COUNT = 4\n", encoding="utf-8")
     outside = Mutant("by hand", "module", module_path, Edit("constant", 8, 9, "5"), 1, 1)
@@ -216,13 +228,13 @@ def test_drawn_problems_cover_every_case_and_mutant() -> None:
     for number in (0, 1):
         assert sum(number in mutant_numbers for _, mutant_numbers in problems) >= 40
     first_two = {replace(case.problem, tokens=1) for case in cases[:2]}
-    of_second = [case for case, mutant_numbers in problems if 1 in mutant_numbers]
-    assert {replace(case.problem, tokens=1) for case in of_second} == first_two
+    cases_of_mutant_1 = [case for case, mutant_numbers in problems if 1 in mutant_numbers]
+    assert {replace(case.problem, tokens=1) for case in cases_of_mutant_1} == first_two
 
 
 @pytest.mark.share(3)
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ("--mutate", "NoSuchExperts"),
         ("--mutate", "TorchExperts", "--one"),
@@ -237,34 +249,34 @@ def test_drawn_problems_cover_every_case_and_mutant() -> None:
         ("--sample-seed", "a"),
     ],
 )
-def test_bad_usage_exits_with_2(words: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "modular_kernel", "test", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
+def test_usage_errors_exit_with_2(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "modular_kernel", "test", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("bits", [(), ("--bits", "3")])
-def test_an_unknown_mutant_is_refused_before_any_case_runs(bits: tuple[str, ...]) -> None:
-    named = ("--mutate", "TorchExperts", "--only", "nosuch", *bits)
+@pytest.mark.parametrize("bits_options", [(), ("--bits", "3")])
+def test_an_unknown_mutant_is_refused_before_any_case_runs(bits_options: tuple[str, ...]) -> None:
+    named = ("--mutate", "TorchExperts", "--only", "nosuch", *bits_options)
     command = [sys.executable, "-m", "modular_kernel", "test", *named]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=40
     )
-    assert done.returncode == 2
-    assert "--only: got 'nosuch', need the identity of one of the" in done.stderr
+    assert result.returncode == 2
+    assert "--only: got 'nosuch', need the identity of one of the" in result.stderr
 
 
-def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
+def test_the_page_names_parts_without_a_score(tmp_path: Path) -> None:
     score = json.loads((ROOT / "docs/mutation/TorchExperts.json").read_text(encoding="utf-8"))
-    nothing = tmp_path / "absent.json"
+    missing = tmp_path / "absent.json"
     page = render_markdown(
-        mutation_document((score,), nothing, nothing, ("KeepTopK", "TorchExperts")), figures=""
+        mutation_document((score,), missing, missing, ("KeepTopK", "TorchExperts")), figures=""
     )
     assert "**No score yet, 1 of 2 parts:** `KeepTopK`." in page.replace("\n", " ")
     page = render_markdown(
-        mutation_document((score,), nothing, nothing, ("TorchExperts",)), figures=""
+        mutation_document((score,), missing, missing, ("TorchExperts",)), figures=""
     )
     assert "No score yet" not in page
 

@@ -1,4 +1,4 @@
-"""Which cases a mutant runs, in which order, and which results of other runs are reused."""
+"""The cases that a mutant runs, their order, and results of other runs that are reused."""
 
 import importlib
 from pathlib import Path
@@ -21,20 +21,20 @@ from modular_kernel.testing.mutation.record import record_of, recorded_kills
 from modular_kernel.testing.mutation.run_mutant import KillHistory
 
 
-def test_lines_of_an_import_are_separate_from_lines_of_calls(
+def test_lines_executed_by_an_import_are_separate_from_lines_of_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines that run at import are not attributed to the case that happens to import the module."""
+    """Otherwise a case would be credited with the lines of modules that it imports first."""
     path = tmp_path / "imported_late.py"
     path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with trace_lines({str(path)}) as (called, loaded):
         importlib.import_module("imported_late").g()
-    assert loaded[str(path)] - {0} == {1, 2, 5, 8}  # 0: where a module starts
+    assert loaded[str(path)] - {0} == {1, 2, 5, 8}  # line 0 is the start of a module
     assert called[str(path)] == {8, 9}
 
 
-PRIVATE = """_SIZE = 4
+MODULE_WITH_CONSTANTS = """_SIZE = 4
 _BOTH = 8
 _TWICE: int = 2 * _BOTH
 PUBLIC = 16
@@ -52,10 +52,10 @@ def g(size=_TWICE):
 """
 
 
-def test_a_private_constant_is_covered_by_its_readers(tmp_path: Path) -> None:
-    """A public constant, or one read at import, is covered by the import."""
+def test_private_constants_are_covered_by_their_readers(tmp_path: Path) -> None:
+    """Public constants and constants that are read at import are covered by the import."""
     path = tmp_path / "module.py"
-    path.write_text(PRIVATE, encoding="utf-8")
+    path.write_text(MODULE_WITH_CONSTANTS, encoding="utf-8")
     readers = {m.first: m.readers for m in mutants_of("module", path)}
     assert readers[1] == ((9, 10),)
     assert {readers[line] for line in (2, 3, 4, 8, 11)} == {None}
@@ -63,8 +63,8 @@ def test_a_private_constant_is_covered_by_its_readers(tmp_path: Path) -> None:
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 8, 11}, {8, 10})
     covered = [
-        CaseCoverage(case, 1.0, "", {str(path): frozenset(each)})
-        for case, each in zip(cases, lines, strict=False)
+        CaseCoverage(case, 1.0, "", {str(path): frozenset(executed)})
+        for case, executed in zip(cases, lines, strict=False)
     ]
     coverage = Coverage({str(path): frozenset({1, 2, 3, 4})}, tuple(covered))
     assert coverage.executing(mutant) == (covered[1],)
@@ -76,8 +76,8 @@ def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
     cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
     lines = ({1, 2}, {1, 2}, {1, 2, 3}, {2})
     covered = [
-        CaseCoverage(case, seconds, "", {str(mutant.path): frozenset(each)})
-        for case, seconds, each in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
+        CaseCoverage(case, seconds, "", {str(mutant.path): frozenset(executed)})
+        for case, seconds, executed in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
     ]
     history = KillHistory()
     assert [c.seconds for c in history.order(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
@@ -98,15 +98,15 @@ def test_a_mutant_killed_by_a_shared_case_runs_once(
         executed.append(mutant)
         return MutantOutcome(mutant, "killed", "numeric: far off", coverage.cases[0].case)
 
-    def part(name: str, case: Case) -> Survey:
+    def make_survey(name: str, case: Case) -> Survey:
         lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
         coverage = Coverage({}, (CaseCoverage(case, 1.0, "", lines),))
         return Survey(name, (pair,), "smoke", (mutant,), coverage)
 
     monkeypatch.setattr("modular_kernel.testing.mutation.score.run_mutant", kill)
-    known: dict[str, MutantOutcome] = {}
+    known_outcomes: dict[str, MutantOutcome] = {}
     scores = [
-        mutation_score(part(name, case), known_outcomes=known)
+        mutation_score(make_survey(name, case), known_outcomes=known_outcomes)
         for name, case in (("One", first), ("Two", first), ("Three", second))
     ]
     assert [outcome.shared for score in scores for outcome in score.outcomes] == ["", "One", ""]
@@ -115,18 +115,18 @@ def test_a_mutant_killed_by_a_shared_case_runs_once(
     assert [record["shared"] for record in records] == [0, 1, 0]
     assert records[0]["died"] == {mutant.ident: "numeric"}
     # A later run reuses a record of the same cases.
-    assert recorded_kills(records[0], part("One", first)) == records[0]["died"]
-    assert recorded_kills(records[0], part("Two", first)) == {}
-    again = mutation_score(part("One", first), recorded=records[0]["died"])
-    assert record_of(again)["killed_by"] == {"numeric": 1}
+    assert recorded_kills(records[0], make_survey("One", first)) == records[0]["died"]
+    assert recorded_kills(records[0], make_survey("Two", first)) == {}
+    rerun = mutation_score(make_survey("One", first), recorded=records[0]["died"])
+    assert record_of(rerun)["killed_by"] == {"numeric": 1}
     assert len(executed) == 2
     assert MutantOutcome.from_record(mutant, "hang").killed
 
 
-def test_an_interrupted_run_keeps_its_results(
+def test_recorded_kills_run_first_and_progress_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded kills come first, and `on_progress` gets the score after every mutant."""
+    """`on_progress` gets the score after every mutant, so an interrupted run keeps its results."""
     mutants = tuple(mutants_in(tmp_path, KERNEL).values())
     case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
     lines = {str(mutants[0].path): frozenset(range(1, 99))}

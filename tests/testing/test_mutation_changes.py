@@ -1,4 +1,6 @@
-"""Source mutants: changed lines, mutated modules, samples, and mutants no CPU test can detect."""
+"""Source mutants: changed lines, mutated modules, samples, and mutants that no test on a CPU can
+detect.
+"""
 
 from pathlib import Path
 
@@ -36,7 +38,7 @@ from modular_kernel.testing.mutation.scope import modules_of
         ("constant", "total = tl.minimum(total, 8.75)"),
     ],
 )
-def test_kernel_mutants(tmp_path: Path, operator: str, line: str) -> None:
+def test_operators_mutate_a_kernel(tmp_path: Path, operator: str, line: str) -> None:
     assert (operator, line) in mutants_in(tmp_path, KERNEL)
 
 
@@ -82,11 +84,11 @@ def test_every_mutant_is_valid_python_and_has_a_unique_identity() -> None:
         compile(mutant.text(), "mutant", "exec")
 
 
-def test_modules_of_a_part() -> None:
+def test_modules_of_a_part_include_its_kernels_and_operations() -> None:
     mutants = modules_of("TritonExperts", load_catalog())
     assert {
         "experts.triton.contiguous",
-        "experts.triton.aligned.kernels.grouped_gemm",  # imported late
+        "experts.triton.aligned.kernels.grouped_gemm",  # imported when the kernel is launched
         "experts.triton.gemv_tma.kernels.pipeline",
         "modular_kernel.ops.align",
         "modular_kernel.ops.kernels.align",
@@ -102,27 +104,29 @@ def test_modules_of_a_part() -> None:
         modules_of("NoSuchExperts", load_catalog())
 
 
-def test_a_sample_depends_on_the_seed_only(tmp_path: Path) -> None:
-    every = tuple(mutants_in(tmp_path, KERNEL).values())
-    first = draw_sample(every, 9, "1.0")
+def test_samples_depend_only_on_the_seed(tmp_path: Path) -> None:
+    all_mutants = tuple(mutants_in(tmp_path, KERNEL).values())
+    first = draw_sample(all_mutants, 9, "1.0")
     assert len(first) == 9
-    assert first == draw_sample(every[::-1], 9, "1.0")
-    assert first != draw_sample(every, 9, "1.1")
-    assert draw_sample(every, None, "1.0") == every
+    assert first == draw_sample(all_mutants[::-1], 9, "1.0")
+    assert first != draw_sample(all_mutants, 9, "1.1")
+    assert draw_sample(all_mutants, None, "1.0") == all_mutants
 
 
-def test_offsets_of_32_bits_are_undetectable(tmp_path: Path) -> None:
+def test_mutants_with_32_bit_offsets_are_undetectable(tmp_path: Path) -> None:
     mutants = mutants_in(tmp_path, KERNEL)
     assert (
         find_undetectable_reason(mutants["64 bits lost", "row = tl.program_id(0)"])
         == OFFSETS_REASON
     )
     assert find_undetectable_reason(mutants["clamp", "total = (total)"]) is None
-    released = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
-    assert {find_undetectable_reason(mutant) for mutant in released.values()} == {RELEASE_REASON}
+    version_mutants = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
+    assert {find_undetectable_reason(mutant) for mutant in version_mutants.values()} == {
+        RELEASE_REASON
+    }
 
 
-ASSEMBLER = """
+MODULE_WITH_ASSEMBLER = """
 import triton
 
 
@@ -137,10 +141,10 @@ def kernel(out_ptr):
 """
 
 
-def test_assembler_is_undetectable(tmp_path: Path) -> None:
+def test_mutants_of_assembler_are_undetectable(tmp_path: Path) -> None:
     """The interpreter does not execute assembler."""
     path = tmp_path / "module.py"
-    path.write_text(ASSEMBLER, encoding="utf-8")
+    path.write_text(MODULE_WITH_ASSEMBLER, encoding="utf-8")
     mutants = {
         mutant.first: find_undetectable_reason(mutant) for mutant in mutants_of("module", path)
     }

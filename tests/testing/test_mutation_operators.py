@@ -1,4 +1,4 @@
-"""Mutation operators skip changes without an effect, and new axis values come first."""
+"""Mutation operators skip changes without effect, and cases with new axis values run first."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from modular_kernel.testing.mutation.cpu_undetectable import DEVICE_REASON, find
 from modular_kernel.testing.mutation.run_mutant import KillHistory, list_axes
 
 
-def test_tail_mutants_round_divisions_up(tmp_path: Path) -> None:
+def test_the_tail_operator_rounds_divisions_up(tmp_path: Path) -> None:
     text = KERNEL.replace("range(0, 4)", "range(0, columns // BLOCK)")
     in_kernel = [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
     assert in_kernel == ["for step in range(0, (columns + (BLOCK) - 1) // (BLOCK)):"]
@@ -24,7 +24,7 @@ def test_tail_mutants_round_divisions_up(tmp_path: Path) -> None:
     assert in_function == ["return -(-(columns) // (block))"]
 
 
-def test_durations_become_zero_or_a_thousand_times_longer(tmp_path: Path) -> None:
+def test_constants_in_seconds_become_zero_or_a_thousand_times_longer(tmp_path: Path) -> None:
     text = "_GRACE_S = 1.5\nLIMIT = 1.5\n"
     mutants = {line for operator, line in mutants_in(tmp_path, text) if operator == "constant"}
     assert mutants == {"_GRACE_S = 0.0", "_GRACE_S = 1500.0", "LIMIT = 1.875"}
@@ -48,14 +48,14 @@ def test_loop_order_is_changed_where_it_matters(tmp_path: Path, body: str, chang
     assert "loop" in operators
 
 
-def test_gpu_branches_are_undetectable(tmp_path: Path) -> None:
+def test_mutants_of_gpu_branches_are_undetectable(tmp_path: Path) -> None:
     text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
     mutants = mutants_in(tmp_path, text).values()
     reasons = {mutant.first: find_undetectable_reason(mutant) for mutant in mutants}
     assert reasons == {2: DEVICE_REASON, 3: None}
 
 
-def test_transfers_to_a_device_are_undetectable(tmp_path: Path) -> None:
+def test_mutants_of_device_transfers_are_undetectable(tmp_path: Path) -> None:
     text = "def f(self, x, y):\n    a = x.to(self.device)\n    b = x.to(y.dtype)\n    return a, b\n"
     mutants = mutants_in(tmp_path, text)
     reasons = {m.first: find_undetectable_reason(m) for m in mutants.values()}
@@ -63,14 +63,14 @@ def test_transfers_to_a_device_are_undetectable(tmp_path: Path) -> None:
     assert {operator for operator, _ in mutants} == {"cast lost"}
 
 
-def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path: Path) -> None:
+def test_cases_with_new_axis_values_run_before_cheaper_cases(tmp_path: Path) -> None:
     mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
     case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
     large = replace(case, problem=case.problem.with_tokens(40 * case.problem.tokens + 129))
     lines = {str(mutant.path): frozenset({mutant.first})}
     covered = [
-        CaseCoverage(each, seconds, "", lines)
-        for each, seconds in ((case, 1.0), (replace(case, seed=1), 2.0), (large, 9.0))
+        CaseCoverage(covered_case, seconds, "", lines)
+        for covered_case, seconds in ((case, 1.0), (replace(case, seed=1), 2.0), (large, 9.0))
     ]
     assert [c.seconds for c in KillHistory().order(mutant, covered)] == [1.0, 9.0, 2.0]
     assert list_axes(case) == list_axes(replace(case, seed=1))

@@ -1,4 +1,4 @@
-"""Source mutants of parts over ranks, which are applied in new rank processes."""
+"""Source mutants of parts over ranks, which are applied in new processes of the ranks."""
 
 import json
 from dataclasses import replace
@@ -27,9 +27,9 @@ from modular_kernel.testing.mutation.record import reproducer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "prepare_finalize.collectives.all_gather"
-FILE = "prepare_finalize/collectives/all_gather.py"
+MODULE_FILE = "prepare_finalize/collectives/all_gather.py"
 PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
-BATCHED = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
+BATCHED_PAIR = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
 SYMMETRIC = "SymmMemPrepareAndFinalize"
 BY_HOSTS = "HostThenRankPrepareAndFinalize"
 BACKEND = OverRanks(2)
@@ -37,15 +37,15 @@ BACKEND = OverRanks(2)
 
 @pytest.fixture(scope="module")
 def coverage() -> Coverage:
-    """The coverage of three smoke cases: the first two and the last."""
-    full = BACKEND.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
+    """Return the coverage of three smoke cases: the first two and the last."""
+    full = BACKEND.cover({MODULE: ROOT / MODULE_FILE}, (PAIR,), "smoke")
     assert full.error == ""
     assert len(full.cases) == 13
     return replace(full, cases=(*full.cases[:2], full.cases[-1]))
 
 
-def replacement(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
-    """Return a mutant that replaces `old` by `new`. `folder` is for temporary files."""
+def make_mutant(old: str, new: str, folder: Path, file: str = MODULE_FILE) -> Mutant:
+    """Return a mutant that replaces `old` with `new`. `folder` is used for temporary files."""
     defect_file = folder / "defect.json"
     entry = {"what": "a change", "file": file, "old": old, "new": new}
     defect_file.write_text(json.dumps([entry]), encoding="utf-8")
@@ -53,13 +53,13 @@ def replacement(old: str, new: str, folder: Path, file: str = FILE) -> Mutant:
     return defect.mutant
 
 
-def run_replacement(old: str, new: str, coverage: Coverage, folder: Path) -> MutantOutcome:
-    """Run the cases with the mutant that replaces `old` by `new`."""
-    return run_mutant(replacement(old, new, folder), coverage, (PAIR,), "smoke", backend=BACKEND)
+def run_mutant_on_cases(old: str, new: str, coverage: Coverage, folder: Path) -> MutantOutcome:
+    """Run the cases with the mutant that replaces `old` with `new`."""
+    return run_mutant(make_mutant(old, new, folder), coverage, (PAIR,), "smoke", backend=BACKEND)
 
 
 def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
-    outcome = run_replacement(
+    outcome = run_mutant_on_cases(
         "in partial_sums.view(world, -1, hidden):",
         "in partial_sums.view(world, -1, hidden)[:-1]:",
         coverage,
@@ -71,26 +71,28 @@ def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Pat
 
 
 def test_a_rank_that_skips_an_exchange_is_a_hang(coverage: Coverage, tmp_path: Path) -> None:
-    outcome = run_replacement(
+    outcome = run_mutant_on_cases(
         "        if max_tokens:\n", "        if max_tokens and manager.rank:\n", coverage, tmp_path
     )
     assert outcome.status == "hang", outcome
     assert outcome.seconds < 25
 
 
-def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
+def test_a_rank_that_exits_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
     exit_lines = "        if manager.rank:\n            import os\n            os._exit(3)\n"
-    outcome = run_replacement(
+    outcome = run_mutant_on_cases(
         "        if max_tokens:\n", f"{exit_lines}        if max_tokens:\n", coverage, tmp_path
     )
     assert outcome.status == "crash", outcome
     assert "exit code 3" in outcome.finding
 
 
-def test_ranks_run_a_case_that_this_process_refuses() -> None:
-    """A mutant may weaken a rule, so only the ranks decide whether the case is refused."""
+def test_ranks_decide_whether_a_case_is_refused() -> None:
+    """A mutant may weaken a rule, so the case must reach the ranks even if this process refuses
+    it.
+    """
     machine = this_machine(device="cpu")
-    case, verdict = rank_cases_for(*BATCHED, machine, 2, "full").refused[0]
+    case, verdict = rank_cases_for(*BATCHED_PAIR, machine, 2, "full").refused[0]
     assert not verdict.ok
     with Ranks(2, None) as ranks:
         failure, _ = ranks.first_failure(case, machine)
@@ -100,24 +102,24 @@ def test_ranks_run_a_case_that_this_process_refuses() -> None:
 
 
 def test_an_equivalent_mutant_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
-    outcome = run_replacement(
+    outcome = run_mutant_on_cases(
         "max_tokens = max(metadata.tokens_W)",
         "max_tokens = max(*metadata.tokens_W)",
         coverage,
         tmp_path,
     )
     assert (outcome.status, outcome.num_cases, outcome.differing) == ("survived", 3, 0)
-    mutant = replacement(
+    mutant = make_mutant(
         "max_tokens = max(metadata.tokens_W)", "max_tokens = max(*metadata.tokens_W)", tmp_path
     )
     assert compare_bits([mutant], coverage, 4, backend=BACKEND).problems >= 4
-    survey_of_one = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, BACKEND)
-    assert "--world-size 2 --pf-type" in reproducer(outcome, survey_of_one)
+    survey_of_mutant = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, BACKEND)
+    assert "--world-size 2 --pf-type" in reproducer(outcome, survey_of_mutant)
 
 
 def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_path: Path) -> None:
     old = "            out.copy_(sum_TH)"
-    mutant = replacement(old, f"{old}\n            out.mul_(1 + self.manager.rank / 256)", tmp_path)
+    mutant = make_mutant(old, f"{old}\n            out.mul_(1 + self.manager.rank / 256)", tmp_path)
     bits = compare_bits([mutant], coverage, 4, backend=BACKEND)
     assert isinstance(bits.differing, RankCase)
 
@@ -165,10 +167,10 @@ def test_bitwise_comparison_finds_a_change_on_one_rank(coverage: Coverage, tmp_p
          "shared-slot", "host-memory-not-destroyed", "failure-board-timeout", "polling",
          "history-length", "partial-hosts", "unused-adapter-rows"],
 )  # fmt: skip
-def test_fault_scenarios_find_a_defective_part(
+def test_fault_scenarios_detect_defective_parts(
     part: str, file: str, old: str, new: str, finding: str, tmp_path: Path
 ) -> None:
-    mutant = replacement(old, new, tmp_path, f"prepare_finalize/{file}.py")
+    mutant = make_mutant(old, new, tmp_path, f"prepare_finalize/{file}.py")
     faults = {"32) & 0xFFFFFF": "late", "layer: int = 0": "broken-off", "received and": "stays-out",
               "_MIN_GRACE_S": "late", "self.device": "late"}  # fmt: skip
     fault = next((faults[line] for line in faults if line in old), "misunderstood")
@@ -191,10 +193,10 @@ def test_drawn_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
     assert {first for first, _ in tokens} == {0, 1, 2, 3, 4, 5}
 
 
-def test_a_refused_valid_case_kills(coverage: Coverage, tmp_path: Path) -> None:
+def test_refusing_a_valid_case_kills_the_mutant(coverage: Coverage, tmp_path: Path) -> None:
     arguments = "CONTIGUOUS, padding="
     changed = "CONTIGUOUS, world_sizes=(3, None), padding="
-    outcome = run_replacement(arguments, changed, coverage, tmp_path)
+    outcome = run_mutant_on_cases(arguments, changed, coverage, tmp_path)
     assert outcome.status == "refused"
     assert outcome.finding.startswith("3 valid cases, first AllGatherReduceScatter")
 
@@ -207,7 +209,9 @@ def test_a_refused_valid_case_kills(coverage: Coverage, tmp_path: Path) -> None:
         ("DeepEPHTPrepareAndFinalize", 2, "over 2 ranks"),
     ],
 )
-def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
+def test_parts_without_cases_for_a_world_size_are_refused(
+    part: str, world_size: int, need: str
+) -> None:
     backend = OneProcess() if world_size == 1 else OverRanks(world_size)
     with pytest.raises(ConfigurationError, match=need):
         survey(part, level="smoke", backend=backend)

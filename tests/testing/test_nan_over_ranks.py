@@ -1,6 +1,6 @@
-"""The NaN rule over ranks: outputs are NaN exactly where they depend on a NaN, on every rank.
+"""The NaN rule over ranks: on every rank, an output is NaN exactly where it depends on a NaN.
 
-Tests every quantization scheme with every exchange that does not need Triton, interpreted and in
+Covers every quantization scheme with every exchange that does not need Triton, interpreted and in
 plain torch. Each call has NaN in one argument, and in all values of unused experts and adapters.
 """
 
@@ -36,14 +36,19 @@ def test_every_argument_has_a_call() -> None:
     """Every scheme has calls with biases, and some schemes have calls with adapters."""
     for exchange in EXCHANGES:
         for quant in SCHEME_NAMES:
-            plain = next(cases(exchange, quant))
-            assert {"x", "topk_weights", "b1", "b2"} <= set(plain[1])
-            assert plain[1] == list_nan_arguments(plain[0])
-        adapted = {n for q in SCHEME_NAMES for _, names in cases(exchange, q) for n in names}
-        assert {"lora_a13", "lora_b13", "lora_a2", "lora_b2"} <= adapted
+            problem_and_names = next(cases(exchange, quant))
+            assert {"x", "topk_weights", "b1", "b2"} <= set(problem_and_names[1])
+            assert problem_and_names[1] == list_nan_arguments(problem_and_names[0])
+        all_names = {
+            argument
+            for scheme_name in SCHEME_NAMES
+            for _, names in cases(exchange, scheme_name)
+            for argument in names
+        }
+        assert {"lora_a13", "lora_b13", "lora_a2", "lora_b2"} <= all_names
 
 
-def test_unused_experts_are_nan_and_used_ones_are_not() -> None:
+def test_only_unused_experts_are_filled_with_nan() -> None:
     problem = Problem(2, 64, 64, 8, 2, torch.float32, quant="fp8_w8a16_channel", bias=True)
     inputs = make_inputs(problem, "uniform", torch.device("cpu"), variation=InputVariation())
     used = set(inputs.routing.topk_ids_TK.flatten().tolist())

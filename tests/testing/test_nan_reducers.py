@@ -1,7 +1,8 @@
-"""The NaN rule in reducers: NaN in the row or router weight of a pair reaches its token only.
+"""The NaN rule in reducers: NaN in the row or router weight of a pair reaches only its token.
 
-Tests every reducer, weighted and unweighted. Values that no pair reads are always NaN: rows and
-weights of skipped pairs and of experts on other ranks, and unused batched rows.
+A pair is a token and one of its experts. Covers every reducer, weighted and unweighted. Values that
+no pair reads are always NaN: rows and weights of skipped pairs and of experts on other ranks, and
+unused rows of batches.
 """
 
 from collections.abc import Callable
@@ -23,27 +24,27 @@ from topk_reduce import (
 path = make_path_fixture(module)
 
 T, K, H, E, C = 4, 3, 48, 5, 6
-# Experts 0 to 4 are on this rank, 5 and 6 on others. Token 3 has no pair on this rank.
+# Experts 0 to 4 are on this rank, 5 and 6 on other ranks. Token 3 has no pair on this rank.
 IDS = torch.tensor([[0, 1, 2], [3, -1, 4], [4, 6, 0], [-1, 5, -1]], dtype=torch.int32)
 LOCAL = (IDS >= 0) & (IDS < E)
 SCALE = 1.5
 KEEP = {"weighted": KeepTopK(weighted=True), "unweighted": KeepTopK(weighted=False)}
 
 
-def routing() -> DispatchedRouting:
-    """Return a routing with an expert map of seven experts, five of them on this rank."""
-    table = torch.arange(7, dtype=torch.int32)
-    table[E:] = -1
+def make_routing() -> DispatchedRouting:
+    """Return a routing with an expert map: five of seven experts are on this rank."""
+    expert_map = torch.arange(7, dtype=torch.int32)
+    expert_map[E:] = -1
     invalid = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    ids, table = IDS.to(DEVICE), table.to(DEVICE)
-    return DispatchedRouting(None, ids, IdSpace.GLOBAL, 7, table, invalid)
+    ids, expert_map = IDS.to(DEVICE), expert_map.to(DEVICE)
+    return DispatchedRouting(None, ids, IdSpace.GLOBAL, 7, expert_map, invalid)
 
 
-def weights() -> torch.Tensor:
+def make_weights() -> torch.Tensor:
     return (random_normal(T, K, seed=1).abs() + 0.5).masked_fill(~LOCAL.to(DEVICE), torch.nan)
 
 
-def batched_rows() -> tuple[torch.Tensor, torch.Tensor]:
+def make_batched_rows() -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows (e, C, H), NaN where unused, and the row index of each pair."""
     row_of_pair, counts = torch.full((T, K), -1, dtype=torch.int32), [0] * E
     for t, k in LOCAL.nonzero().tolist():
@@ -56,41 +57,39 @@ def batched_rows() -> tuple[torch.Tensor, torch.Tensor]:
     return rows.view(E, C, H), row_of_pair.to(DEVICE)
 
 
-def by_token(weighted: bool) -> ExpertRows:
+def make_token_rows(weighted: bool) -> ExpertRows:
     """Return rows (T, K, H), NaN for pairs that are skipped or on other ranks."""
     rows = random_normal(T, K, H, seed=2).masked_fill(~LOCAL.to(DEVICE)[..., None], torch.nan)
-    return ExpertRows(rows, None, weights() if weighted else None, SCALE, routing(), E)
+    return ExpertRows(rows, None, make_weights() if weighted else None, SCALE, make_routing(), E)
 
 
-def by_expert(weighted: bool) -> ExpertRows:
-    """Return batched rows, NaN where unused."""
-    rows, row_of_pair = batched_rows()
-    return ExpertRows(rows, row_of_pair, weights() if weighted else None, SCALE)
+def make_expert_batches(weighted: bool) -> ExpertRows:
+    rows, row_of_pair = make_batched_rows()
+    return ExpertRows(rows, row_of_pair, make_weights() if weighted else None, SCALE)
 
 
 # Name -> (reducer, its input, whether it sums).
 REDUCERS = {
-    "contiguous": (TopKWeightAndReduceContiguous(), by_token, True),
-    "naive batched": (TopKWeightAndReduceNaiveBatched(), by_expert, True),
-    "top-k of tokens, weighted": (KEEP["weighted"], by_token, False),
-    "top-k of tokens": (KEEP["unweighted"], by_token, False),
-    "top-k of batches, weighted": (KEEP["weighted"], by_expert, False),
-    "top-k of batches": (KEEP["unweighted"], by_expert, False),
+    "contiguous": (TopKWeightAndReduceContiguous(), make_token_rows, True),
+    "naive batched": (TopKWeightAndReduceNaiveBatched(), make_expert_batches, True),
+    "top-k of tokens, weighted": (KEEP["weighted"], make_token_rows, False),
+    "top-k of tokens": (KEEP["unweighted"], make_token_rows, False),
+    "top-k of batches, weighted": (KEEP["weighted"], make_expert_batches, False),
+    "top-k of batches": (KEEP["unweighted"], make_expert_batches, False),
 }
 
 
-def make_row(expert_rows: ExpertRows, t: int, k: int) -> torch.Tensor:
-    """Return a view of the row of a pair."""
+def row_of_pair(expert_rows: ExpertRows, t: int, k: int) -> torch.Tensor:
     if expert_rows.row_of_pair_TK is None:
         return expert_rows.rows[t, k]
     return expert_rows.rows.view(-1, H)[int(expert_rows.row_of_pair_TK[t, k])]
 
 
-def exact(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> torch.Tensor:
-    """Return the output in float64 from the local pairs only."""
+def expected_output(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> torch.Tensor:
+    """Return the float64 output, computed from the local pairs only."""
     out = torch.zeros(T, K, H, dtype=torch.float64)
     for t, k in LOCAL.nonzero().tolist():
-        value = make_row(expert_rows, t, k).cpu().double()
+        value = row_of_pair(expert_rows, t, k).cpu().double()
         if weighted:
             weight = (
                 1.0
@@ -103,14 +102,16 @@ def exact(expert_rows: ExpertRows, *, sums: bool, weighted: bool) -> torch.Tenso
 
 
 def check(name: str, weighted: bool, set_nan: Callable[[ExpertRows], None]) -> torch.Tensor:
-    """Reduce rows changed by `set_nan`, compare with `exact`, and return where that is NaN."""
+    """Reduce rows that `set_nan` changes and compare with `expected_output`. Return where it is
+    NaN.
+    """
     reducer, make, sums = REDUCERS[name]
     expert_rows = make(weighted)
     set_nan(expert_rows)
     out = torch.full((T, H) if sums else (T, K, H), torch.nan, device=DEVICE)
     reducer.apply(expert_rows, out)
-    scaled = reducer.weighted if isinstance(reducer, KeepTopK) else True
-    expected = exact(expert_rows, sums=sums, weighted=scaled)
+    is_weighted = reducer.weighted if isinstance(reducer, KeepTopK) else True
+    expected = expected_output(expert_rows, sums=sums, weighted=is_weighted)
     assert torch.equal(out.cpu().isnan(), expected.isnan())
     torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     return expected.isnan()
@@ -127,9 +128,9 @@ def test_unread_rows_and_weights_do_not_reach_the_output(name: str, weighted: bo
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", REDUCERS)
-def test_a_row_reaches_its_token_in_its_columns(name: str, weighted: bool) -> None:
+def test_nan_in_a_row_reaches_only_its_token_and_column(name: str, weighted: bool) -> None:
     def set_nan(expert_rows: ExpertRows) -> None:
-        make_row(expert_rows, 1, 2)[H // 3] = torch.nan
+        row_of_pair(expert_rows, 1, 2)[H // 3] = torch.nan
 
     is_nan = check(name, weighted, set_nan)
     assert is_nan[1].any()
@@ -138,7 +139,7 @@ def test_a_row_reaches_its_token_in_its_columns(name: str, weighted: bool) -> No
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("name", REDUCERS)
-def test_a_weight_reaches_all_columns_where_it_is_read(name: str) -> None:
+def test_nan_in_a_weight_reaches_all_columns_if_weights_are_used(name: str) -> None:
     def set_nan(expert_rows: ExpertRows) -> None:
         assert expert_rows.topk_weights_TK is not None
         expert_rows.topk_weights_TK[2, 0] = torch.nan
@@ -148,7 +149,7 @@ def test_a_weight_reaches_all_columns_where_it_is_read(name: str) -> None:
     assert int(is_nan.sum()) == (H if reads_weights else 0)
 
 
-def test_rows_that_are_summed_already_are_copied() -> None:
+def test_the_noop_reducer_copies_nan() -> None:
     rows, out = random_normal(T, H, seed=2), torch.zeros(T, H, device=DEVICE)
     rows[2, 5] = torch.nan
     TopKWeightAndReduceNoOp().apply(ExpertRows(rows, None, None, 1.0), out)

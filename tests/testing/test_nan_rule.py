@@ -32,16 +32,16 @@ from modular_kernel.testing.verify.compare_nan import compare_with_nan
 
 CPU = torch.device("cpu")
 PAIRS = local_pairs(this_machine())
-# A GPU runs more.
-INTERPRETING = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
-INTERPRETED_PAIRS = local_pairs(INTERPRETING)
+# On a machine with a GPU, PAIRS has more parts, so the list for a CPU is separate.
+CPU_WITH_INTERPRETER = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
+INTERPRETED_PAIRS = local_pairs(CPU_WITH_INTERPRETER)
 PROBLEM = Problem(4, 64, 64, 8, 2, torch.float32)
 
 
 def test_all_schemes_and_parts_that_run_here_are_covered() -> None:
-    here, anywhere = ({experts for _, experts in pairs} for pairs in (PAIRS, INTERPRETED_PAIRS))
-    assert len(anywhere) == 5
-    assert anywhere <= here
+    tested, on_a_cpu = ({experts for _, experts in pairs} for pairs in (PAIRS, INTERPRETED_PAIRS))
+    assert len(on_a_cpu) == 5
+    assert on_a_cpu <= tested
     assert len(SCHEME_NAMES) == 22
 
 
@@ -57,22 +57,22 @@ def test_nan_rule_holds_with_interpreted_kernels(
 
 
 def test_nan_rule_holds_in_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a process without the interpreter, where operations run in torch."""
+    """Runs in a process without the interpreter, in which operations run in torch."""
     program = ["env", "-u", "TRITON_INTERPRET", sys.executable, "tests/helpers/nan_matrix.py"]
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(program, cwd=root, capture_output=True, text=True, check=False)
+    result = subprocess.run(program, cwd=root, capture_output=True, text=True, check=False)
     with capsys.disabled():
-        sys.stdout.write(f"\nplain torch: {done.stdout}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        sys.stdout.write(f"\nplain torch: {result.stdout}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == [
         "MoEPrepareAndFinalizeNoEP x TorchExperts",
         "BatchedPrepareAndFinalize x NaiveBatchedExperts",
     ]
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true"])
-def test_the_gemv_path_adds_nothing_for_skipped_pairs(quant: str) -> None:
-    """The common scale of all pairs may be NaN, and zero times NaN is not zero."""
+def test_the_gemv_path_ignores_nan_for_skipped_pairs(quant: str) -> None:
+    """The scale that all pairs share may be NaN. Multiplying it by zero would give NaN."""
     machine, counts = this_machine(), Counts()
     pair = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
     problem = replace(supported_problems(pair, quant, machine, 64)[0], tokens=6)
@@ -84,24 +84,30 @@ def test_the_gemv_path_adds_nothing_for_skipped_pairs(quant: str) -> None:
 
 
 def test_every_scheme_has_cases_for_each_of_its_arguments() -> None:
-    """With many tokens; cases of few tokens have the arguments that affect only their own rows."""
-    seen: dict[str, set[str]] = {}
+    """Only cases with many tokens count. Cases with few tokens have NaN only in arguments that
+    affect single rows.
+    """
+    arguments_by_scheme: dict[str, set[str]] = {}
     for problem, nan in list_nan_problems():
         assert set(split_names(nan)) <= set(list_nan_arguments(problem))
         if problem.tokens > 2:
-            seen.setdefault(problem.quant, set()).update(split_names(nan))
-    assert set(seen) == set(SCHEME_NAMES)
-    for quant, names in seen.items():
+            arguments_by_scheme.setdefault(problem.quant, set()).update(split_names(nan))
+    assert set(arguments_by_scheme) == set(SCHEME_NAMES)
+    for quant, names in arguments_by_scheme.items():
         assert set(list_nan_arguments(replace(PROBLEM, quant=quant, bias=True))) <= names, quant
 
 
 @pytest.mark.parametrize("pair", INTERPRETED_PAIRS, ids=" x ".join)
-def test_lists_have_nan_cases_of_each_scheme_that_a_part_takes(pair: tuple[str, str]) -> None:
-    cases = [case for case in list_handpicked_cases(*pair, INTERPRETING) if case.variation.nan]
-    supported_problems = {
-        q for q in SCHEME_NAMES if check(*pair, replace(cases[0].problem, quant=q), INTERPRETING).ok
+def test_lists_have_nan_cases_of_each_supported_scheme(pair: tuple[str, str]) -> None:
+    cases = [
+        case for case in list_handpicked_cases(*pair, CPU_WITH_INTERPRETER) if case.variation.nan
+    ]
+    supported_schemes = {
+        quant
+        for quant in SCHEME_NAMES
+        if check(*pair, replace(cases[0].problem, quant=quant), CPU_WITH_INTERPRETER).ok
     }
-    assert supported_problems <= {case.problem.quant for case in cases}
+    assert supported_schemes <= {case.problem.quant for case in cases}
 
 
 def test_skipped_pairs_and_tokens_have_nan() -> None:
@@ -120,7 +126,7 @@ def test_integer_arguments_have_no_nan_cases() -> None:
         make_inputs(problem, "uniform", CPU, variation=InputVariation(nan="w1"))
 
 
-def test_one_scale_for_all_tokens_has_separate_calls() -> None:
+def test_scales_shared_by_all_tokens_get_separate_calls() -> None:
     static = group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor:static=true"))
     assert static[1:] == ("a1_scale", "a2_scale")
     assert group_nan_arguments(replace(PROBLEM, quant="fp8_w8a8_tensor"))[1:] == (
@@ -141,13 +147,13 @@ def test_lost_and_spreading_nan_are_detected() -> None:
     assert "1 values in 1 rows lost a NaN" in str(
         compare_with_nan(lost, exact, rounded_reference, PROBLEM)
     )
-    for harmed in (spread, wrong):
-        assert not compare_with_nan(harmed, exact, rounded_reference, PROBLEM).ok
+    for changed in (spread, wrong):
+        assert not compare_with_nan(changed, exact, rounded_reference, PROBLEM).ok
 
 
 @pytest.mark.parametrize("scheme", ["int8_w8a8_channel", "fp8_w8a8_block", "fp8_w8a8_tensor"])
 def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
-    """The scale represents the NaN, because integer codes cannot."""
+    """Integer codes cannot represent NaN, so the scale must."""
     values = torch.randn(3, 256)
     values[1, 200] = torch.nan
     _, scale = quantize_values(values, QuantScheme.parse(scheme))
@@ -155,8 +161,8 @@ def test_computed_scale_of_nan_is_nan(scheme: str) -> None:
     assert rows == ([True] if len(scale) == 1 else [False, True, False])
 
 
-# Parts over libraries that take no bias or need wider layers than those of `list_nan_problems`.
-# Remove a scheme from here, and from docs/numerics.md, when its cases exist.
+# These parts use libraries that do not support biases or that need larger layers than those of
+# `list_nan_problems`. Remove a scheme here and in docs/numerics.md when it gets cases.
 SCHEMES_WITHOUT_NAN_CASES = {
     "BatchedCutlassExpertsFP4": {"nvfp4_w4a4"},
     "BatchedCutlassExpertsFP8": {"fp8_w8a8_channel", "fp8_w8a8_tensor:static=true"},
@@ -173,7 +179,7 @@ SCHEMES_WITHOUT_NAN_CASES = {
 
 def test_parts_without_nan_cases_are_known() -> None:
     """docs/numerics.md lists these parts."""
-    found: dict[str, set[str]] = {}
+    missing_by_part: dict[str, set[str]] = {}
     catalog = load_catalog()
     parts = [part for part in catalog.parts if part.kind == "experts"]
     packages = {name for part in parts for name in part.cls.requires.packages}
@@ -182,15 +188,15 @@ def test_parts_without_nan_cases_are_known() -> None:
             machine = Machine("cuda", arch, frozenset({*packages, "triton"}))
             missing = schemes_without_nan_cases(part.name, machine)
             if missing:
-                found.setdefault(part.name, set()).update(missing)
-    assert found == SCHEMES_WITHOUT_NAN_CASES
+                missing_by_part.setdefault(part.name, set()).update(missing)
+    assert missing_by_part == SCHEMES_WITHOUT_NAN_CASES
 
 
 def schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
-    """Return the schemes that a part supports in some layer without a NaN case."""
+    """Return the schemes that a part supports for some layer, but for which no case has NaN."""
     missing = set[str]()
     for prepare in ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"):
-        taken = {
+        supported = {
             quant
             for quant in SCHEME_NAMES
             for size in (64, 256)
@@ -201,6 +207,6 @@ def schemes_without_nan_cases(experts: str, machine: Machine) -> set[str]:
                 machine,
             ).ok
         }
-        cases = list_handpicked_cases(prepare, experts, machine) if taken else ()
-        missing |= taken - {case.problem.quant for case in cases if case.variation.nan}
+        cases = list_handpicked_cases(prepare, experts, machine) if supported else ()
+        missing |= supported - {case.problem.quant for case in cases if case.variation.nan}
     return missing

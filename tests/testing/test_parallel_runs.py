@@ -1,4 +1,6 @@
-"""`prove_all` with several workers: proofs as with one, errors, and no leftover processes."""
+"""`prove_all` with several workers gives the same proofs as one worker, reports errors and leaves
+no processes behind.
+"""
 
 import os
 import signal
@@ -30,14 +32,16 @@ class ExitingCase(Case):
 
 def test_two_workers_prove_the_same_as_one(machine: Machine) -> None:
     cases = cases_for(*PAIR, machine, "smoke").cases[:6]
-    one, two = (list(prove_all(cases, machine, workers)) for workers in (1, 2))
-    assert [proof.case for proof in two] == list(cases)
+    with_one_worker, with_two_workers = (
+        list(prove_all(cases, machine, workers)) for workers in (1, 2)
+    )
+    assert [proof.case for proof in with_two_workers] == list(cases)
     first, second = (
         [(proof.case, proof.error, proof.bound, proof.failures) for proof in proofs]
-        for proofs in (one, two)
+        for proofs in (with_one_worker, with_two_workers)
     )
     assert first == second
-    assert all(proof.passed for proof in two)
+    assert all(proof.passed for proof in with_two_workers)
 
 
 def test_a_worker_that_exits_is_an_error_with_its_case(
@@ -58,7 +62,7 @@ def test_a_worker_that_exits_is_an_error_with_its_case(
     assert run_mk(capsys, "test", *TORCH_PAIR).code == 70
 
 
-# Two workers that each run a case of 600 seconds. Prints their process ids after SECONDS.
+# Two workers each run a case of 600 seconds. The program prints their process ids after SECONDS.
 LONG_RUN = """
 import multiprocessing, signal, threading, time
 from modular_kernel.testing import Case
@@ -84,10 +88,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("number", "seconds"), [(signal.SIGINT, 0.2), (signal.SIGINT, 6.0), (signal.SIGKILL, 6.0)]
+    ("signal_number", "seconds"),
+    [(signal.SIGINT, 0.2), (signal.SIGINT, 6.0), (signal.SIGKILL, 6.0)],
 )
-def test_workers_exit_with_their_parent(number: signal.Signals, seconds: float) -> None:
-    """Ctrl-C reaches the whole process group, of which only the parent prints a traceback."""
+def test_workers_exit_with_their_parent(signal_number: signal.Signals, seconds: float) -> None:
+    """Ctrl-C reaches the whole process group, but only the parent prints a traceback."""
     command = [sys.executable, "-c", LONG_RUN.replace("SECONDS", str(seconds))]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, process_group=0) as parent:
@@ -95,10 +100,10 @@ def test_workers_exit_with_their_parent(number: signal.Signals, seconds: float) 
         assert parent.stderr is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2
-        if number is signal.SIGINT:
-            os.killpg(parent.pid, number)
+        if signal_number is signal.SIGINT:
+            os.killpg(parent.pid, signal_number)
         else:
-            parent.send_signal(number)
+            parent.send_signal(signal_number)
         try:
             parent.wait(30)
         except subprocess.TimeoutExpired:
@@ -107,11 +112,11 @@ def test_workers_exit_with_their_parent(number: signal.Signals, seconds: float) 
         deadline = time.monotonic() + 60
         while any(map(is_running, workers)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        left = [pid for pid in workers if is_running(pid)]
-        for pid in left:
+        remaining = [pid for pid in workers if is_running(pid)]
+        for pid in remaining:
             os.kill(pid, signal.SIGKILL)
-        assert left == []
-        assert parent.stderr.read().count("Traceback") == (number is signal.SIGINT)
+        assert remaining == []
+        assert parent.stderr.read().count("Traceback") == (signal_number is signal.SIGINT)
 
 
 def is_running(pid: int) -> bool:
@@ -123,7 +128,6 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_part_that_cannot_be_constructed_fails_its_case(machine: Machine) -> None:
-    """An exception of the constructor is a failure of that case, and the other cases still run."""
     case = cases_for(*PAIR, machine, "smoke").cases[0]
 
     def build(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
@@ -166,5 +170,5 @@ def test_workers_are_refused_with_options_that_need_one_process(
 ) -> None:
     run = run_mk(capsys, "test", *TORCH_PAIR, "--workers", *options)
     assert run.code == 2
-    need = "no --one, --mutate or --world-size"
-    assert f"--workers: got {options[0]}, need {need}" in run.err
+    expected = "no --one, --mutate or --world-size"
+    assert f"--workers: got {options[0]}, need {expected}" in run.err

@@ -1,4 +1,7 @@
-"""Every public function with tensor arguments refuses tensors that it cannot read."""
+"""Every public function with tensor arguments refuses tensors that it cannot read.
+
+A recipe is a valid example call of a public function.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +17,7 @@ from torch.autograd import forward_ad
 from modular_kernel.errors import InputError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-JUNK = (3, "evil", None, object(), [1.0], {"a": 1})
+NON_TENSORS = (3, "evil", None, object(), [1.0], {"a": 1})
 
 
 def test_every_public_function_has_a_recipe() -> None:
@@ -28,9 +31,9 @@ def test_every_public_function_has_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_call_succeeds(name: str) -> None:
+def test_example_calls_succeed(name: str) -> None:
     call = RECIPES[name]()
-    # These always launch kernels: they have no torch path.
+    # These functions have no torch path, so they always launch kernels.
     if name.startswith("experts.compat."):
         call = _on_device(call)
     with torch.no_grad():
@@ -88,10 +91,10 @@ DEFECTS: dict[str, Callable[[Call, str, torch.Tensor], None]] = {
 }
 
 
-def _cases(name: str) -> Iterator[tuple[str, str]]:
+def _tensors_and_defects(name: str) -> Iterator[tuple[str, str]]:
     call = RECIPES[name]()
     for path, tensor in call.tensors().items():
-        # Only `prepare` writes this counter: reducers do not read it.
+        # Reducers do not read this counter; only `prepare` writes it.
         if path.endswith("invalid_ids"):
             continue
         for defect in DEFECTS:
@@ -103,9 +106,9 @@ def _cases(name: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_tensor_that_cannot_be_read_is_refused(name: str) -> None:
+def test_tensors_that_cannot_be_read_are_refused(name: str) -> None:
     findings: list[str] = []
-    for path, defect in _cases(name):
+    for path, defect in _tensors_and_defects(name):
         if defect == "freed" and f"{path} shrunk: accepted" in findings:
             continue  # the call would read freed memory
         call = RECIPES[name]()  # the previous call's memory may be freed
@@ -121,26 +124,26 @@ def test_a_tensor_that_cannot_be_read_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_value_that_is_no_tensor_is_refused(name: str) -> None:
+def test_values_that_are_not_tensors_are_refused(name: str) -> None:
     findings, call = [], RECIPES[name]()
     for path in call.tensors():
-        for junk in JUNK:
+        for value in NON_TENSORS:
             try:
                 with torch.no_grad():
-                    call(path, junk)
-                if junk is not None and not path.endswith("invalid_ids"):
-                    findings.append(f"{path} = {junk!r}: accepted")
+                    call(path, value)
+                if value is not None and not path.endswith("invalid_ids"):
+                    findings.append(f"{path} = {value!r}: accepted")
             except InputError:
                 pass
             except Exception as error:  # noqa: BLE001  (all of them are findings)
-                findings.append(f"{path} = {junk!r}: {type(error).__name__} {str(error)[:80]}")
+                findings.append(f"{path} = {value!r}: {type(error).__name__} {str(error)[:80]}")
     assert not findings, "\n".join(findings)
 
 
-WRITTEN = [name for name, recipe in RECIPES.items() if recipe().written]
+CALLS_WITH_OUTPUTS = [name for name, recipe in RECIPES.items() if recipe().written]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", CALLS_WITH_OUTPUTS)
 def test_overlapping_output_and_input_are_refused(name: str) -> None:
     findings = []
     written, tensors = RECIPES[name]().written, RECIPES[name]().tensors()
@@ -150,10 +153,12 @@ def test_overlapping_output_and_input_are_refused(name: str) -> None:
             continue
         out, read = call.tensors()[path], call.tensors()[other]
         memory = torch.zeros(max(out.nbytes, read.nbytes), dtype=torch.uint8)
-        read_here = memory[: read.nbytes].view(read.dtype).view(read.shape)
-        read_here.copy_(read)
-        out_here = memory[: out.nbytes].view(out.dtype).view(out.shape)
-        overlapping = Call(call.function, _replace_two(call, path, out_here, other, read_here))
+        input_view = memory[: read.nbytes].view(read.dtype).view(read.shape)
+        input_view.copy_(read)
+        output_view = memory[: out.nbytes].view(out.dtype).view(out.shape)
+        overlapping = Call(
+            call.function, _replace_two_arguments(call, path, output_view, other, input_view)
+        )
         try:
             with torch.no_grad():
                 overlapping()
@@ -163,7 +168,7 @@ def test_overlapping_output_and_input_are_refused(name: str) -> None:
     assert not findings, "\n".join(findings)
 
 
-def _replace_two(
+def _replace_two_arguments(
     call: Call, path: str, value: torch.Tensor, other: str, other_value: torch.Tensor
 ) -> dict[str, object]:
     """Return the arguments of a call with two tensors replaced."""

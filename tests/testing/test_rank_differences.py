@@ -1,4 +1,6 @@
-"""The report on a defective part over ranks names what differs: counts, rows, weights, output."""
+"""The report on a defective part over ranks names what differs from the reference: counts, rows,
+router weights or output.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,7 +89,7 @@ class RollsReceivedRows(_ChangesTokens):
 
 
 class HalvesWeights(SumOverRanks):
-    """Halves the router weights in prepare, and so for finalize as well."""
+    """Halves the router weights in prepare, which finalize uses, too."""
 
     requires = SumOverRanks.requires
 
@@ -97,8 +99,6 @@ class HalvesWeights(SumOverRanks):
 
 
 class DoublesOutput(SumOverRanks):
-    """DoublesOutput the output."""
-
     requires = SumOverRanks.requires
 
     def finalize(self, expert_output, *, handle, reduce, out):
@@ -117,7 +117,7 @@ class RollsOutput(SumOverRanks):
 
 
 class IgnoresPlacement(SumOverRanks):
-    """Uses the linear placement whatever the problem's placement is."""
+    """Uses the linear placement, regardless of the problem's placement."""
 
     requires = SumOverRanks.requires
 
@@ -130,7 +130,7 @@ class IgnoresPlacement(SumOverRanks):
         return replace(tokens, routing=replace(tokens.routing, topk_ids_TK=ids_TK)), handle
 
 
-def case_of(part: type[PrepareAndFinalize]) -> RankCase:
+def make_case(part: type[PrepareAndFinalize]) -> RankCase:
     """Return an unquantized case with tokens on both ranks and a linear placement."""
     cases = rank_cases_for(part, "TorchExperts", MACHINE, 2).cases
     return next(
@@ -166,7 +166,7 @@ def case_of(part: type[PrepareAndFinalize]) -> RankCase:
 def test_the_difference_is_reported(
     part: type[PrepareAndFinalize], text: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    proof = prove_ranks(case_of(part), rank_pool(2), MACHINE)
+    proof = prove_ranks(make_case(part), rank_pool(2), MACHINE)
     (line,) = [failure for failure in proof.failures if " differs in " in failure]
     assert text in line, proof.failures
     assert "\n" not in line
@@ -175,7 +175,7 @@ def test_the_difference_is_reported(
 def test_an_ignored_placement_is_reported(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    case = case_of(IgnoresPlacement)
+    case = make_case(IgnoresPlacement)
     round_robin = Parallel(2, Placement.round_robin(case.problem.experts, 2))
     case = replace(case, problem=replace(case.problem, parallel=round_robin))
     (line,) = (
@@ -188,7 +188,7 @@ def test_an_ignored_placement_is_reported(
 
 
 def test_a_correct_part_has_no_differences(rank_pool: Callable[[int], RankPool]) -> None:
-    proof = prove_ranks(case_of(SumOverRanks), rank_pool(2), MACHINE)
+    proof = prove_ranks(make_case(SumOverRanks), rank_pool(2), MACHINE)
     assert proof.failures == ()
 
 
@@ -216,10 +216,10 @@ def test_quantized_rows_are_compared_by_their_values(factor: float, expected: st
 
 
 def test_parts_need_a_linear_placement_by_default() -> None:
-    declared = replace(SumOverRanks.requires, linear_placement=True)
-    default = type(declared)(activation_format=declared.activation_format, reduces=declared.reduces)
+    requires = replace(SumOverRanks.requires, linear_placement=True)
+    default = type(requires)(activation_format=requires.activation_format, reduces=requires.reduces)
     assert default.linear_placement
-    part = type("DefaultPlacement", (SumOverRanks,), {"requires": declared})
+    part = type("DefaultPlacement", (SumOverRanks,), {"requires": requires})
     problem = Problem(8, 64, 32, 4, 2, parallel=Parallel(2, Placement.round_robin(4, 2)))
     rules = [r.rule for r in judge(part, TorchExperts, problem, MACHINE).rejections]
     assert rules == ["placement"]
@@ -237,10 +237,12 @@ PAIRS = (
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0])
-def test_dispatch_of_the_package_equals_the_reference(
+def test_dispatch_of_correct_parts_equals_the_reference(
     pair: tuple[str, str], rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """Covers dispatch to all ranks and to some, by token and by pair, quantized and unquantized."""
+    """Covers dispatch to all ranks and to some ranks, by token and by pair (token, expert),
+    quantized and unquantized.
+    """
     cases = rank_cases_for(*pair, MACHINE, 2).cases
     unquantized = [case for case in cases if not case.problem.scheme.quantized][:4]
     quantized = [case for case in cases if case.problem.scheme.quantizes_activations][:4]

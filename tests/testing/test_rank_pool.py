@@ -1,4 +1,6 @@
-"""RankPool: results by rank, errors that name the failed rank, and runs after a failure."""
+"""RankPool returns results by rank, raises errors that name the failed rank, and works again after
+a failure.
+"""
 
 import os
 import signal
@@ -38,25 +40,25 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def failure(pool: RankPool, *task: object, timeout: float = 60) -> RankError:
-    """Run a task that must fail and return the error."""
+def run_failing_task(pool: RankPool, *task: object, timeout: float = 60) -> RankError:
+    """Run a task that must fail. Return the error."""
     with pytest.raises(RankError) as caught:
         pool.run(*task, timeout=timeout)  # type: ignore[arg-type]
     return caught.value
 
 
-def test_results_come_by_rank(pool: RankPool) -> None:
+def test_results_are_ordered_by_rank(pool: RankPool) -> None:
     assert pool.run(samples.total, 3) == [(0, 2, 3.0), (1, 2, 3.0)]
     assert pool.run(samples.pair_up) == [[], [1.0]]
 
 
-def test_four_ranks() -> None:
+def test_a_pool_of_four_ranks() -> None:
     with RankPool(4) as four:
         assert four.run(samples.total, 1) == [(rank, 4, 6.0) for rank in range(4)]
         assert four.run(samples.pair_up)[3] == [1.0] * 3 + [3.0] * 3
 
 
-def test_processes_persist_with_the_settings_of_this_one(pool: RankPool) -> None:
+def test_processes_persist_and_have_the_settings_of_the_parent(pool: RankPool) -> None:
     first, second = pool.run(samples.facts), pool.run(samples.facts)
     assert first == second
     assert tuple(pid for pid, *_ in first) == pool.pids
@@ -65,17 +67,17 @@ def test_processes_persist_with_the_settings_of_this_one(pool: RankPool) -> None
     assert [tuple(rest) for _, *rest in first] == [expected] * 2
 
 
-def test_tensors_travel_by_value(pool: RankPool) -> None:
+def test_tensors_are_passed_by_value(pool: RankPool) -> None:
     sent = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    zeros, same = pool.run(samples.tensors, sent)
+    zeros, received = pool.run(samples.tensors, sent)
     assert not zeros.any()
-    assert torch.equal(same, sent)
+    assert torch.equal(received, sent)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, rank: int) -> None:
+def test_an_exception_names_its_rank_and_has_its_traceback(pool: RankPool, rank: int) -> None:
     pids = pool.run(samples.facts)
-    error = failure(pool, samples.fail, rank, "quite wrong")
+    error = run_failing_task(pool, samples.fail, rank, "quite wrong")
     assert isinstance(error, ModularKernelError)
     assert error.rank == rank
     assert list(error.failures) == [rank]
@@ -88,7 +90,7 @@ def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, r
 
 def test_ranks_blocked_by_a_failed_rank_are_stopped(pool: RankPool) -> None:
     start = time.monotonic()
-    error = failure(pool, samples.fail, 1, "meet")
+    error = run_failing_task(pool, samples.fail, 1, "meet")
     assert time.monotonic() - start < 20
     assert error.rank == 1
     assert "did not answer after another rank failed" in error.failures[0]
@@ -96,15 +98,15 @@ def test_ranks_blocked_by_a_failed_rank_are_stopped(pool: RankPool) -> None:
 
 
 def test_failures_are_ordered_by_time(pool: RankPool) -> None:
-    error = failure(pool, samples.fail_one_after_the_other)
+    error = run_failing_task(pool, samples.fail_one_after_the_other)
     assert list(error.failures) == [1, 0]
     assert "raised first" in error.failures[1]
 
 
-def test_a_killed_rank(pool: RankPool) -> None:
+def test_a_killed_rank_is_reported_and_restarted(pool: RankPool) -> None:
     pool.run(samples.facts)
     before = pool.pids
-    error = failure(pool, samples.die, 1, signal.SIGKILL)
+    error = run_failing_task(pool, samples.die, 1, signal.SIGKILL)
     assert error.failures[1] == "died: killed by signal SIGKILL"
     pool.run(samples.facts)
     assert not set(before) & set(pool.pids)
@@ -112,13 +114,13 @@ def test_a_killed_rank(pool: RankPool) -> None:
 
 
 def test_a_crash_has_a_stack_trace(pool: RankPool) -> None:
-    error = failure(pool, samples.die, 1, signal.SIGSEGV)
+    error = run_failing_task(pool, samples.die, 1, signal.SIGSEGV)
     first, *trace = error.failures[1].splitlines()
     assert first == "died: killed by signal SIGSEGV"
     assert "in die" in "\n".join(trace)
 
 
-def test_a_death_comes_before_the_errors_it_caused() -> None:
+def test_a_died_rank_is_listed_before_the_errors_that_it_caused() -> None:
     error = RankError(
         {2: "Traceback: peer gone", 0: "Traceback: peer gone", 1: "died: exit code 3"}, {}
     )
@@ -127,49 +129,49 @@ def test_a_death_comes_before_the_errors_it_caused() -> None:
     assert str(error).startswith("rank 1: died")
 
 
-def test_a_rank_that_ends_its_process(pool: RankPool) -> None:
-    error = failure(pool, samples.leave)
+def test_a_rank_that_exits_is_reported(pool: RankPool) -> None:
+    error = run_failing_task(pool, samples.leave)
     assert (error.rank, error.failures[0]) == (0, "died: exit code 3")
     assert error.results == {1: None}
 
 
-def test_a_rank_killed_between_runs(pool: RankPool) -> None:
+def test_a_rank_killed_between_runs_is_reported(pool: RankPool) -> None:
     pool.run(samples.facts)
     os.kill(pool.pids[0], signal.SIGKILL)
-    error = failure(pool, samples.total, 1)
+    error = run_failing_task(pool, samples.total, 1)
     assert (error.rank, error.failures[0]) == (0, "died: killed by signal SIGKILL")
 
 
 def test_a_hang_has_a_stack_trace(pool: RankPool) -> None:
     start = time.monotonic()
-    error = failure(pool, samples.hang, 0, 60, timeout=3)
+    error = run_failing_task(pool, samples.hang, 0, 60, timeout=3)
     assert time.monotonic() - start < 20
     assert list(error.failures) == [0]
     assert error.failures[0].startswith("did not answer\n")
     assert "in oversleep" in error.failures[0]
 
 
-def test_a_stopped_rank(pool: RankPool) -> None:
-    error = failure(pool, samples.die, 0, signal.SIGSTOP, timeout=3)
+def test_a_stopped_rank_is_reported_without_a_stack_trace(pool: RankPool) -> None:
+    error = run_failing_task(pool, samples.die, 0, signal.SIGSTOP, timeout=3)
     assert set(error.failures) == {0, 1}
     assert error.failures[0].endswith("(no stack trace: the process does not handle signals)")
     assert "barrier" in error.failures[1]
 
 
-def test_a_result_that_cannot_be_pickled(pool: RankPool) -> None:
-    error = failure(pool, samples.unpicklable, 1)
+def test_results_that_cannot_be_pickled_are_errors(pool: RankPool) -> None:
+    error = run_failing_task(pool, samples.unpicklable, 1)
     assert list(error.failures) == [1]
     assert "pickle" in str(error)
 
 
-def test_a_result_that_cannot_be_unpickled(pool: RankPool) -> None:
-    error = failure(pool, samples.unloadable, 0)
+def test_results_that_cannot_be_unpickled_are_errors(pool: RankPool) -> None:
+    error = run_failing_task(pool, samples.unloadable, 0)
     assert list(error.failures) == [0]
     assert "cannot be unpickled" in str(error)
     assert "not a number" in str(error)
 
 
-def test_a_function_that_cannot_be_pickled_is_refused(pool: RankPool) -> None:
+def test_functions_that_cannot_be_pickled_are_refused(pool: RankPool) -> None:
     with pytest.raises(ConfigurationError, match="a picklable function"):
         pool.run(lambda *_: None)
 
@@ -190,11 +192,11 @@ def test_close_removes_processes_and_files() -> None:
         pool.run(samples.facts)
 
 
-def test_a_failure_in_the_with_block_leaves_nothing() -> None:
+def test_a_failure_in_the_with_block_leaves_no_process_or_file() -> None:
     with RankPool(2) as pool:
         pool.run(samples.facts)
         pids, folder = pool.pids, Path(str(pool._folder and pool._folder.name))
-        failure(pool, samples.hang, 1, 60, timeout=2)
+        run_failing_task(pool, samples.hang, 1, 60, timeout=2)
         assert not any(is_running(pid) for pid in pids)
     assert not folder.exists()
 
@@ -214,20 +216,22 @@ def test_invalid_arguments_are_refused() -> None:
         RankPool(0)
     with pytest.raises(ConfigurationError, match="backend: got mpi"):
         RankPool(2, "mpi")  # type: ignore[arg-type]
-    for block in (0, 3, 8):
-        with pytest.raises(ConfigurationError, match=f"{block}, need a divisor of the 4 ranks"):
-            RankPool(4, ranks_per_host=block)
+    for ranks_per_host in (0, 3, 8):
+        with pytest.raises(
+            ConfigurationError, match=f"{ranks_per_host}, need a divisor of the 4 ranks"
+        ):
+            RankPool(4, ranks_per_host=ranks_per_host)
     with pytest.raises(ConfigurationError, match="GPUs: got"):
         RankPool(torch.cuda.device_count() + 1, "nccl")
 
 
-def test_another_triton_interpret_is_refused(
+def test_a_different_triton_interpret_is_refused(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run(samples.facts)
     with monkeypatch.context() as patch, RankPool(2) as other:
         patch.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
-        assert "TRITON_INTERPRET: got" in str(failure(other, samples.facts))
+        assert "TRITON_INTERPRET: got" in str(run_failing_task(other, samples.facts))
 
 
 KILLED_PROGRAM = """
@@ -241,8 +245,8 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_pool_whose_process_is_killed_leaves_nothing(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_pool_whose_parent_is_killed_leaves_no_files(tmp_path: Path, signal_number: int) -> None:
     tests = Path(__file__).parents[1]
     paths = f"PYTHONPATH={tests / 'helpers'}:{tests.parent}"
     command = ["env", f"TMPDIR={tmp_path}", paths, sys.executable, "-c", KILLED_PROGRAM]
@@ -250,7 +254,7 @@ def test_a_pool_whose_process_is_killed_leaves_nothing(tmp_path: Path, number: i
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         assert list(tmp_path.iterdir())
-        process.send_signal(number)
+        process.send_signal(signal_number)
     deadline = time.monotonic() + 30
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)

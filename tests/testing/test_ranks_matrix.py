@@ -1,6 +1,6 @@
 """Proves cases of every valid pairing over two and four ranks, on the CPU with gloo.
 
-The Triton interpreter is slow, so parts with Triton kernels only run a few different cases.
+The Triton interpreter is slow, so parts with Triton kernels run only a few cases that differ much.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,39 +29,40 @@ from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import RankTrial, prove_ranks
 
 MACHINE = this_machine(device="cpu")
-WORLDS = (2, 4)
-# World size -> names of the cases of parts with Triton kernels: together they have each placement,
-# an uneven number of experts, and ranks without tokens.
+WORLD_SIZES = (2, 4)
+# World size -> parts of the names of the cases that run for parts with Triton kernels. Together
+# they have each placement, an uneven number of experts, and ranks without tokens.
 _FEW_CASES = {2: ("uniform-7", "skips", "out_of_range"), 4: ("duplicates",)}
 
 Pool = Callable[[int], RankPool]
 
 
-def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelection:
-    """Return the cases of a pairing that run in this file, and all refused ones."""
+def select_cases(prepare_finalize: str, experts: str, world_size: int) -> RankSelection:
+    """Return the cases of a pairing that run in this file, and all refused cases."""
     every_case = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
     catalog = load_catalog()
-    # Between ranks the batched part equals the other all-to-all, so four ranks test little more.
+    # The batched part communicates in the same way as the other all-to-all part, so four ranks test
+    # little more.
     is_interpreted = catalog.prepare_finalize(prepare_finalize).requires.triton
     has_few_cases = world_size == 4 and (experts == "NaiveBatchedExperts" or is_interpreted)
     if not (catalog.experts(experts).requires.triton or has_few_cases):
         return every_case
-    few = [
+    few_cases = [
         next(case for case in every_case.cases if word in f"{case.routing}-{case.tokens[0]}")
         for word in _FEW_CASES[world_size]
     ]
-    return RankSelection(tuple(few), every_case.refused)
+    return RankSelection(tuple(few_cases), every_case.refused)
 
 
 PAIRINGS = computed_once(
-    "rank-pairings", lambda: {world: rank_pairings(MACHINE, world) for world in WORLDS}
+    "rank-pairings", lambda: {world: rank_pairings(MACHINE, world) for world in WORLD_SIZES}
 )
 SELECTIONS = computed_once(
     "rank-cases",
-    lambda: [selection(*pair, world) for world in WORLDS for pair in PAIRINGS[world]],
+    lambda: [select_cases(*pair, world) for world in WORLD_SIZES for pair in PAIRINGS[world]],
 )
-CASES = [case for each in SELECTIONS for case in each.cases]
-REFUSED = [pair for each in SELECTIONS for pair in each.refused]
+CASES = [case for selection in SELECTIONS for case in selection.cases]
+REFUSED = [pair for selection in SELECTIONS for pair in selection.refused]
 
 
 @pytest.mark.budget(quick=15.0, rest=60.0)
@@ -75,7 +76,7 @@ def test_refused_cases_have_a_reason() -> None:
     assert [str(case) for case, verdict in REFUSED if not verdict.rejections] == []
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_cases_cover_placements_and_idle_ranks(world_size: int) -> None:
     pairs = PAIRINGS[world_size]
     assert len({pf for pf, _ in pairs}) >= 3
@@ -86,23 +87,23 @@ def test_cases_cover_placements_and_idle_ranks(world_size: int) -> None:
     assert any(len(set(map(len, case.problem.placement.slots))) > 1 for case in cases)
 
 
-def smoke_case(name: str, number: int = 0, world_size: int = 2) -> RankCase:
+def make_smoke_case(name: str, number: int = 0, world_size: int = 2) -> RankCase:
     """Return a smoke case of a part of `minimal_rank_parts`."""
     part = getattr(parts, name)
     return rank_cases_for(part, "TorchExperts", MACHINE, world_size).cases[number]
 
 
-def proof_of(name: str, rank_pool: Pool, number: int = 0) -> Proof:
-    return prove_ranks(smoke_case(name, number), rank_pool(2), MACHINE)
+def prove_smoke_case(name: str, rank_pool: Pool, number: int = 0) -> Proof:
+    return prove_ranks(make_smoke_case(name, number), rank_pool(2), MACHINE)
 
 
 @pytest.mark.parametrize("number", range(8))
 def test_the_simplest_part_is_proven(number: int, rank_pool: Pool) -> None:
-    proof = proof_of("SumOverRanks", rank_pool, number)
+    proof = prove_smoke_case("SumOverRanks", rank_pool, number)
     assert proof.passed, str(proof)
 
 
-def test_a_part_with_few_shapes_gets_cases_of_its_shapes(rank_pool: Pool) -> None:
+def test_a_part_that_supports_few_shapes_gets_cases_of_these_shapes(rank_pool: Pool) -> None:
     selected = rank_cases_for(parts.SupportsFewShapes, "TorchExperts", MACHINE, 2)
     default = rank_cases_for(parts.SumOverRanks, "TorchExperts", MACHINE, 2)
     assert len(selected.cases) == len(default.cases)
@@ -124,10 +125,14 @@ def test_replaced_cases_are_reported() -> None:
     assert describe_changes(first.problem, replacements[first].problem) == (
         "hidden 48 -> 256, experts 5 -> 6, dtype torch.float32 -> torch.bfloat16"
     )
-    # Cases refused for other reasons than their shape have no replacement.
+    # Cases that are refused for reasons other than their shape have no replacement.
     for case, verdict in selected.refused:
         if case not in replacements:
-            assert {each.rule for each in verdict.rejections} - {"hidden", "dtype", "placement"}
+            assert {selection.rule for selection in verdict.rejections} - {
+                "hidden",
+                "dtype",
+                "placement",
+            }
 
 
 def test_cases_refused_for_other_reasons_are_not_replaced() -> None:
@@ -135,8 +140,8 @@ def test_cases_refused_for_other_reasons_are_not_replaced() -> None:
     assert (selected.cases, selected.replacements) == ((), ())
 
 
-def test_a_missing_reduction_is_found_on_each_rank(rank_pool: Pool) -> None:
-    proof = proof_of("OmitsReduction", rank_pool)
+def test_a_missing_reduction_is_detected_on_each_rank(rank_pool: Pool) -> None:
+    proof = prove_smoke_case("OmitsReduction", rank_pool)
     assert not proof.passed
     for rank in range(2):
         assert any(line.startswith(f"rank {rank}: numeric: ") for line in proof.failures)
@@ -145,7 +150,7 @@ def test_a_missing_reduction_is_found_on_each_rank(rank_pool: Pool) -> None:
 
 
 def test_a_rank_that_raises_is_named_first(rank_pool: Pool) -> None:
-    proof = proof_of("RaisesOnRankOne", rank_pool)
+    proof = prove_smoke_case("RaisesOnRankOne", rank_pool)
     first, second = proof.failures
     assert first == "rank 1: numeric: raised ValueError: only here"
     assert second.startswith("rank 0: did not answer after another rank failed\n")
@@ -153,14 +158,16 @@ def test_a_rank_that_raises_is_named_first(rank_pool: Pool) -> None:
     assert proof.error == float("inf")
 
 
-def test_counting_an_invalid_id_on_two_ranks_is_found(rank_pool: Pool) -> None:
+def test_counting_an_invalid_id_on_two_ranks_is_detected(rank_pool: Pool) -> None:
     numbers = range(
         len(rank_cases_for(parts.CountsInvalidIdsTwice, "TorchExperts", MACHINE, 2).cases)
     )
     (number,) = (
-        n for n in numbers if smoke_case("CountsInvalidIdsTwice", n).routing == "out_of_range"
+        case_number
+        for case_number in numbers
+        if make_smoke_case("CountsInvalidIdsTwice", case_number).routing == "out_of_range"
     )
-    proof = proof_of("CountsInvalidIdsTwice", rank_pool, number)
+    proof = prove_smoke_case("CountsInvalidIdsTwice", rank_pool, number)
     assert proof.failures
     assert all("invalid_ids: counted" in failure for failure in proof.failures)
 
@@ -210,7 +217,7 @@ def check_replay_inputs(trial: RankTrial) -> Iterator[str]:
         yield "the same values"
 
 
-def test_a_graph_over_ranks_is_replayed_on_other_values(rank_pool: Pool) -> None:
+def test_graph_replays_over_ranks_get_other_values(rank_pool: Pool) -> None:
     cases = rank_cases_for("TorchAll2AllPrepareAndFinalize", "TorchExperts", MACHINE, 2).cases
     proof = prove_ranks(cases[0], rank_pool(2), MACHINE, checks=[check_replay_inputs])
     assert proof.passed, str(proof)
@@ -222,17 +229,17 @@ def test_proving_a_refused_pairing_raises(rank_pool: Pool) -> None:
     with pytest.raises(IncompatibleError, match="world_size"):
         prove_ranks(case, rank_pool(2), MACHINE)
     with pytest.raises(ConfigurationError, match="the pool: got 4 ranks, need 2 ranks"):
-        prove_ranks(smoke_case("SumOverRanks"), RankPool(4), MACHINE)
+        prove_ranks(make_smoke_case("SumOverRanks"), RankPool(4), MACHINE)
 
 
 @pytest.mark.parametrize("tokens", [(4,), (4, 5), (4, 4, 4)])
-def test_a_case_has_tokens_for_each_rank_and_no_more_than_its_problem(tokens: object) -> None:
+def test_tokens_of_a_case_must_match_its_ranks_and_problem(tokens: object) -> None:
     problem = Problem(4, 32, 32, 8, 2, parallel=Parallel(2))
     with pytest.raises(ConfigurationError, match="tokens"):
         RankCase("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, tokens=tokens)  # type: ignore[arg-type]
 
 
-def test_replicated_input_is_the_same_on_all_ranks() -> None:
+def test_replicated_input_requires_equal_tokens_on_all_ranks() -> None:
     problem = Problem(4, 32, 32, 8, 2, parallel=Parallel(2))
     with pytest.raises(ConfigurationError, match="replicated input"):
         RankCase(parts.SumOverRanks, "TorchExperts", problem, tokens=(4, 3))  # type: ignore[arg-type]

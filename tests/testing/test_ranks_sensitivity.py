@@ -1,4 +1,4 @@
-"""Tests the tests over ranks: each mutant of `RANK_MUTANTS` is killed in every pairing.
+"""The cases over ranks detect defects: each mutant of `RANK_MUTANTS` is killed in every pairing.
 
 `test_ranks_matrix` proves the same cases without a mutant.
 """
@@ -38,7 +38,8 @@ FOUR_RANK_MUTANTS = (
     "contribution_twice",
     "idle_rank_rests",
 )
-# Parts with replicated input exchange no counts, and all ranks have the same number of tokens.
+# Parts with replicated input exchange no counts, and their ranks all have the same tokens, so these
+# mutants do not occur.
 NEEDS_OWN_TOKENS = ("peer_counts_swapped", "idle_rank_rests")
 # With four ranks on one host, the combine of this part does not read the counts of other ranks.
 UNREAD_COUNTS = "HostThenRankPrepareAndFinalize", "peer_counts_swapped"
@@ -55,8 +56,8 @@ Pool = Callable[[int], RankPool]
 
 
 @pytest.fixture(scope="module")
-def proven() -> dict[Case, str | None]:
-    """Cases that were proven without a mutant, and their first failure."""
+def known_failures() -> dict[Case, str | None]:
+    """Return a cache of the cases that were run without a mutant, with their first failure."""
     return dict.fromkeys(CASES)
 
 
@@ -68,8 +69,9 @@ def can_occur(pairing: tuple[str, str], mutant: RankMutant) -> bool:
 def pairings_with_mutants(world_size: int) -> list[object]:
     """Return the pairings and mutants to test, as pytest parameters.
 
-    On two ranks, pairings with TorchExperts have every mutant that can occur, others only those of
-    INTERPRETED_MUTANTS. On four ranks, only TorchExperts with FOUR_RANK_MUTANTS is tested.
+    On two ranks, pairings with TorchExperts have every mutant that can occur, and other pairings
+    have only those in INTERPRETED_MUTANTS. On four ranks, only TorchExperts with FOUR_RANK_MUTANTS
+    is tested.
     """
     pairs = [
         (pairing, mutant)
@@ -83,10 +85,13 @@ def pairings_with_mutants(world_size: int) -> list[object]:
     return [pytest.param(*pair, id=f"{'+'.join(pair[0])}-{pair[1].name}") for pair in pairs]
 
 
-def survivors(
-    pairing: tuple[str, str], mutant: RankMutant, pool: RankPool, proven: dict[Case, str | None]
+def list_survivors(
+    pairing: tuple[str, str],
+    mutant: RankMutant,
+    pool: RankPool,
+    known_failures: dict[Case, str | None],
 ) -> list[str]:
-    kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], known_failures=proven)
+    kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], known_failures=known_failures)
     assert kills, "no case has the mutant"
     return [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason]
 
@@ -94,26 +99,34 @@ def survivors(
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(2))
 def test_mutant_is_killed_on_two_ranks(
-    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
+    pairing: tuple[str, str],
+    mutant: RankMutant,
+    rank_pool: Pool,
+    known_failures: dict[Case, str | None],
 ) -> None:
-    assert survivors(pairing, mutant, rank_pool(2), proven) == []
+    assert list_survivors(pairing, mutant, rank_pool(2), known_failures) == []
 
 
 @pytest.mark.share(6)
 @pytest.mark.parametrize(("pairing", "mutant"), pairings_with_mutants(4))
 def test_mutant_is_killed_on_four_ranks(
-    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
+    pairing: tuple[str, str],
+    mutant: RankMutant,
+    rank_pool: Pool,
+    known_failures: dict[Case, str | None],
 ) -> None:
-    assert survivors(pairing, mutant, rank_pool(4), proven) == []
+    assert list_survivors(pairing, mutant, rank_pool(4), known_failures) == []
 
 
 @pytest.mark.cpu  # its kernels are interpreted
-def test_a_change_of_unread_values_is_neither_killed_nor_survived(
-    rank_pool: Pool, proven: dict[Case, str | None]
+def test_a_mutant_of_unread_values_has_no_effect(
+    rank_pool: Pool, known_failures: dict[Case, str | None]
 ) -> None:
     (mutant,) = (each for each in RANK_MUTANTS if each.name == UNREAD_COUNTS[1])
     pair = UNREAD_COUNTS[0], "TorchExperts"
-    (kill,) = sensitivity_ranks(*pair, rank_pool(4), mutants=[mutant], known_failures=proven)
+    (kill,) = sensitivity_ranks(
+        *pair, rank_pool(4), mutants=[mutant], known_failures=known_failures
+    )
     assert kill.no_effect_reason == "what it changes is never read", str(kill)
     assert (kill.ok, kill.killed_by) == (True, None)
 
@@ -130,7 +143,7 @@ class Outer(Handle):
     rows_TK: torch.Tensor
 
 
-def test_effects_record_reads() -> None:
+def test_reads_of_changed_values_are_recorded() -> None:
     original = Outer(Inner((1, 2), 7), torch.arange(3))
     copy = replace(original, inner=replace(original.inner), rows_TK=original.rows_TK.clone())
     effect.record_effect("defect", Effect.NONE)
@@ -149,10 +162,10 @@ def test_effects_record_reads() -> None:
     assert effect.pop_effect("defect") is Effect.USED
     assert changed.rows_TK.tolist() == [2, 0, 1]
     assert effect.pop_effect("defect") is Effect.USED
-    assert effect.pop_effect("not recorded") is Effect.USED  # e.g. the rank has died
+    assert effect.pop_effect("not recorded") is Effect.USED  # for example because the rank died
 
 
-def test_a_failure_without_an_effect_is_unsound() -> None:
+def test_a_failure_of_a_mutant_without_effect_is_not_ok() -> None:
     case = CASES[0]
     kill = CallMutantResult.from_effect("defect", case, None, "numeric: far off", Effect.NONE)
     assert not kill.ok
@@ -163,7 +176,7 @@ def test_a_failure_without_an_effect_is_unsound() -> None:
     assert not CallMutantResult.from_effect("defect", case, None, None, Effect.USED).ok
 
 
-def test_defects_occur_exactly_where_they_can() -> None:
+def test_mutants_occur_in_every_pairing_in_which_they_can() -> None:
     for pairing in PAIRINGS[2]:
         cases = rank_cases_for(*pairing, MACHINE, 2).cases
         for mutant in RANK_MUTANTS:
@@ -173,19 +186,20 @@ def test_defects_occur_exactly_where_they_can() -> None:
 def test_mutant_names_are_unique() -> None:
     names = [mutant.name for mutant in RANK_MUTANTS]
     assert len(names) == len(set(names)) >= 8
-    interpreted = {name for few in INTERPRETED_MUTANTS.values() for name in few}
+    interpreted = {name for mutant_names in INTERPRETED_MUTANTS.values() for name in mutant_names}
     assert {*FOUR_RANK_MUTANTS, *NEEDS_OWN_TOKENS, *interpreted} <= set(names)
     assert all(mutant.description for mutant in RANK_MUTANTS)
 
 
-def test_a_defect_is_found_on_the_receiving_rank(rank_pool: Pool) -> None:
+def test_a_defect_is_detected_on_the_receiving_rank(rank_pool: Pool) -> None:
     pairing = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
     case = rank_cases_for(*pairing, MACHINE, 2).cases[0]
     proof = prove_ranks(case, rank_pool(2), MACHINE, partial(build_mutant, "contribution_twice"))
     assert any(failure.startswith("rank 0: numeric: ") for failure in proof.failures)
 
 
-# Mutants on the last rank only: the mutant, the routing of the case, and the check that fails.
+# Mutants that are applied to the last rank only: (mutant, routing of the case, check that must
+# fail).
 LAST_RANK_MUTANTS = (
     ("workspace_overrun", "uniform", "red_zones"),
     ("output_overrun", "uniform", "out_given"),
@@ -204,7 +218,7 @@ LAST_RANK_MUTANTS = (
 
 
 @pytest.mark.parametrize(("name", "routing", "check"), LAST_RANK_MUTANTS)
-def test_a_defect_of_one_rank_is_found_on_that_rank(
+def test_a_defect_of_one_rank_is_detected_on_that_rank(
     name: str, routing: str, check: str, rank_pool: Pool
 ) -> None:
     pairing = "AllGatherReduceScatterPrepareAndFinalize", "TorchExperts"
@@ -218,14 +232,16 @@ def test_a_defect_of_one_rank_is_found_on_that_rank(
 
 @dataclass(frozen=True)
 class PeerMemoryHandle(Handle):
-    """A handle with flags in shared memory and offsets of the memory of other ranks."""
+    """A handle with flags in shared memory and offsets of other ranks' memory."""
 
     flags_W: torch.Tensor
     deltas_W: torch.Tensor
 
 
 def test_swapped_counts_keep_addresses_valid() -> None:
-    """Offsets of other ranks' memory are swapped, and the flags stay in the same memory."""
+    """The mutant swaps the offsets of other ranks' memory, but the flags must stay in the same
+    memory.
+    """
     (mutant,) = (each for each in RANK_MUTANTS if each.name == "peer_counts_swapped")
     problem = Problem(tokens=4, hidden=48, intermediate=80, experts=4, top_k=2)
     last = replace(problem, parallel=Parallel(world_size=2, rank=1))

@@ -1,4 +1,6 @@
-"""The check `reducer_results` accepts every reducer, and detects defects in sums and skips."""
+"""The check `reducer_results` accepts every reducer, and detects defects in sums and in skipped
+pairs.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -41,10 +43,10 @@ def test_reducers_pass(reducer: TopKWeightAndReduce) -> None:
 
 
 @pytest.mark.parametrize("reducer", REDUCERS[2::2], ids=lambda reducer: type(reducer).__name__)
-def test_sums_in_another_order_are_found(
+def test_sums_in_another_order_are_detected(
     reducer: TopKWeightAndReduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums are those of a kernel that adds from the last pair to the first."""
+    """The patched kernel adds from the last pair of a token to the first."""
 
     def sum_reversed(
         rows: torch.Tensor,
@@ -57,12 +59,14 @@ def test_sums_in_another_order_are_found(
     ) -> None:
         pairs = ids["row_source_ptr"]
         if source == "ids":
-            table = ids["expert_map_ptr"].long()
-            local = torch.where(pairs < len(table), table[pairs.clamp(0, len(table) - 1)], -1)
-            keep = (pairs >= 0) & (local >= 0) & (local < ids["num_local_experts"])
+            expert_map = ids["expert_map_ptr"].long()
+            local_ids = torch.where(
+                pairs < len(expert_map), expert_map[pairs.clamp(0, len(expert_map) - 1)], -1
+            )
+            is_kept = (pairs >= 0) & (local_ids >= 0) & (local_ids < ids["num_local_experts"])
         else:
-            keep, rows = pairs >= 0, rows[pairs.clamp(min=0)]
-        values = (rows * weights[..., None]).masked_fill(~keep[..., None], 0.0)
+            is_kept, rows = pairs >= 0, rows[pairs.clamp(min=0)]
+        values = (rows * weights[..., None]).masked_fill(~is_kept[..., None], 0.0)
         total = torch.zeros_like(out)
         for k in reversed(range(values.shape[1])):
             total += values[:, k]

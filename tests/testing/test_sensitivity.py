@@ -1,4 +1,5 @@
-"""Tests the tests: every mutant of `MUTANTS` is killed in every pairing in which it can occur.
+"""The cases detect defects: every mutant of `MUTANTS` is killed in every pairing in which it can
+occur.
 
 `test_matrix` proves the same cases without a mutant.
 """
@@ -26,8 +27,8 @@ LOCAL_MUTANTS = [mutant for mutant in MUTANTS if mutant.device in (None, MACHINE
 
 
 @pytest.fixture(scope="module")
-def proven() -> dict[Case, str | None]:
-    """Cases that were proven without a mutant, and their first failure."""
+def known_failures() -> dict[Case, str | None]:
+    """Return a cache of the cases that were run without a mutant, with their first failure."""
     return dict.fromkeys(CASES)
 
 
@@ -35,17 +36,24 @@ def proven() -> dict[Case, str | None]:
 @pytest.mark.parametrize("mutant", LOCAL_MUTANTS, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
 def test_mutant_is_killed(
-    pairing: tuple[str, str], mutant: CallMutant, machine: Machine, proven: dict[Case, str | None]
+    pairing: tuple[str, str],
+    mutant: CallMutant,
+    machine: Machine,
+    known_failures: dict[Case, str | None],
 ) -> None:
-    # One case per mutant: `mk test --sensitivity` runs two.
-    kills = sensitivity(*pairing, machine, mutants=[mutant], cases_each=1, known_failures=proven)
+    # One case per mutant saves time. `mk test --sensitivity` runs two.
+    kills = sensitivity(
+        *pairing, machine, mutants=[mutant], cases_each=1, known_failures=known_failures
+    )
     assert [str(kill) for kill in kills if not kill.ok or kill.no_effect_reason] == []
 
 
 def test_every_mutant_occurs_in_some_pairing(machine: Machine) -> None:
     cases = [case for pair in PAIRINGS for case in cases_by_axes(*pair, machine).cases]
     assert [
-        m.name for m in LOCAL_MUTANTS if not any(m.occurs(case, machine) for case in cases)
+        mutant.name
+        for mutant in LOCAL_MUTANTS
+        if not any(mutant.occurs(case, machine) for case in cases)
     ] == []
 
 
@@ -55,14 +63,13 @@ def test_mutant_names_are_unique() -> None:
     assert all(mutant.description for mutant in MUTANTS)
 
 
-def proof_with(name: str, machine: Machine) -> Proof:
-    """Prove the base case with one mutant."""
+def prove_with_mutant(name: str, machine: Machine) -> Proof:
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
     return prove(Case(*PAIR, BASE), machine, build=mutant.build)
 
 
-def test_a_failure_names_the_check_the_error_and_how_to_repeat_it(machine: Machine) -> None:
-    proof = proof_with("zeros", machine)
+def test_a_failure_names_the_check_the_error_and_the_command(machine: Machine) -> None:
+    proof = prove_with_mutant("zeros", machine)
     assert not proof.passed
     assert proof.error == pytest.approx(1)
     assert proof.failures[0].startswith("numeric: relative RMS error 1.00e+00")
@@ -74,12 +81,13 @@ def test_a_failure_names_the_check_the_error_and_how_to_repeat_it(machine: Machi
 
 def test_every_failed_check_is_reported(machine: Machine) -> None:
     checks = {
-        failure.split(":")[0] for failure in proof_with("last_token_unwritten", machine).failures
+        failure.split(":")[0]
+        for failure in prove_with_mutant("last_token_unwritten", machine).failures
     }
     assert {"numeric", "numeric_planned", "numeric_strided"} <= checks
 
 
-def test_a_part_that_raises_has_failed(machine: Machine) -> None:
+def test_a_part_that_raises_fails(machine: Machine) -> None:
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "empty_call_fails")
     proof = prove(Case(*PAIR, BASE.with_tokens(0)), machine, build=mutant.build)
     assert "numeric: raised RuntimeError: a launch with an empty grid" in proof.failures
@@ -87,7 +95,7 @@ def test_a_part_that_raises_has_failed(machine: Machine) -> None:
 
 
 def test_an_overrun_is_reported_once(machine: Machine) -> None:
-    failures = proof_with("workspace_overrun", machine).failures
+    failures = prove_with_mutant("workspace_overrun", machine).failures
     assert failures[0].startswith("red_zones: written past the end of workspace buffers")
     assert len(failures) == 1
 

@@ -1,4 +1,8 @@
-"""Checks with a simulated group of six ranks: our managers pass them, defective ones fail."""
+"""Checks with a simulated group of six ranks: the managers of this package pass, and defective
+managers fail.
+
+A manager holds the communication state of a part over ranks.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,46 +31,47 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class OtherManager(TorchGroup):
-    """A manager of another package."""
+    """A manager that another package defines."""
 
 
 class OtherPart(TorchAll2AllPrepareAndFinalize):
-    """A part of another package."""
+    """A part that another package defines."""
 
     manager_class = OtherManager
 
 
-def context_of(part: Any) -> Any:
+def make_context(part: Any) -> Any:
     return SimpleNamespace(part=part, rank=0, is_faulty_rank=False, peers=())
 
 
-OURS = context_of(TorchAll2AllPrepareAndFinalize)
+BUILTIN_CONTEXT = make_context(TorchAll2AllPrepareAndFinalize)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    """A process group of one rank."""
+def one_rank_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def patch(target: object, name: str, value: Any) -> Patch:
+def make_patch(target: object, name: str, value: Any) -> Patch:
     return lambda monkeypatch: monkeypatch.setattr(target, name, value)
 
 
-def skip_reported_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = failure_log.find_culprits
+def double_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_culprits = failure_log.find_culprits
 
-    def find_others(rank: int, world_size: int, records: Any, timeout_s: float) -> Any:
-        return find(rank, world_size, records, 2 * timeout_s)
+    def find_with_doubled_timeout(
+        rank: int, world_size: int, records: Any, timeout_s: float
+    ) -> Any:
+        return find_culprits(rank, world_size, records, 2 * timeout_s)
 
-    monkeypatch.setattr(torch_group, "find_culprits", find_others)
+    monkeypatch.setattr(torch_group, "find_culprits", find_with_doubled_timeout)
 
 
 def test_managers_report_the_ranks_that_failed() -> None:
     manager = TorchGroup()
-    checks = [*failure_scenarios.check_simulated_failures(OURS, manager)]
+    checks = [*failure_scenarios.check_simulated_failures(BUILTIN_CONTEXT, manager)]
     assert len(checks) == 17
     assert [outcome for outcome, _ in checks] == [expected for _, expected in checks]
     manager.destroy()
@@ -75,38 +80,40 @@ def test_managers_report_the_ranks_that_failed() -> None:
 @pytest.mark.parametrize(
     ("defect", "outcome"),
     [
-        pytest.param(skip_reported_ranks, "failed too", id="a longer timeout"),
-        pytest.param(patch(torch_group, "clear_frames", id), "freed: False", id="kept frames"),
+        pytest.param(double_timeout, "failed too", id="a longer timeout"),
+        pytest.param(make_patch(torch_group, "clear_frames", id), "freed: False", id="kept frames"),
         pytest.param(
-            patch(TorchGroup, "_wait_for_culprits", lambda _self, failure: failure),
+            make_patch(TorchGroup, "_wait_for_culprits", lambda _self, failure: failure),
             "the backend failed",
             id="threads that do not wait",
         ),
         pytest.param(
-            patch(TorchGroup, "_unreachable_ranks", lambda _self, rank: (rank,)),
+            make_patch(TorchGroup, "_unreachable_ranks", lambda _self, rank: (rank,)),
             "(0,) the group's store",
             id="one unreachable rank",
         ),
         pytest.param(
-            patch(TorchGroup, "abort", lambda _self, _error: None), "failed: False", id="no abort"
+            make_patch(TorchGroup, "abort", lambda _self, _error: None),
+            "failed: False",
+            id="no abort",
         ),
     ],
 )
-def test_a_manager_with_a_defect_fails(
+def test_managers_with_a_defect_fail(
     monkeypatch: pytest.MonkeyPatch, defect: Patch, outcome: str
 ) -> None:
     manager = TorchGroup()
     defect(monkeypatch)
-    checks = [*failure_scenarios.check_simulated_failures(OURS, manager)]
+    checks = [*failure_scenarios.check_simulated_failures(BUILTIN_CONTEXT, manager)]
     monkeypatch.undo()
     manager.destroy()
     assert any(outcome in got and got != expected for got, expected in checks)
 
 
-def test_hosts_are_found_in_the_order_of_their_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_ordered_by_their_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for manager in (TorchGroup(), SymmetricGroup()):
-        found = simulated_host_scenarios._find_hosts(manager)
-        assert found == f"{simulated_host_scenarios._HOSTS}; readable 0 2 5"
+        description = simulated_host_scenarios._find_hosts(manager)
+        assert description == f"{simulated_host_scenarios._HOSTS}; readable 0 2 5"
         with monkeypatch.context() as defect:
             defect.setattr(hosts, "_lowest_peer", lambda rank, _readable: rank)
             assert simulated_host_scenarios._find_hosts(manager).startswith("6 ranks on 6 hosts")
@@ -117,18 +124,18 @@ def test_hosts_are_found_in_the_order_of_their_first_rank(monkeypatch: pytest.Mo
 def test_files_are_stale_after_a_minute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: float
 ) -> None:
-    # A folder of its own, because other processes remove the stale files of the shared one.
+    # Use a separate folder, because other processes remove stale files from the shared one.
     for module in (memory_files, hosts):
         monkeypatch.setattr(module, "SHARED_MEMORY_DIR", tmp_path)
     monkeypatch.setattr(simulated_host_scenarios, "_SHARED_MEMORY", tmp_path)
-    ((outcome, expected),) = simulated_host_scenarios._check_stale_files(OURS)
+    ((outcome, expected),) = simulated_host_scenarios._check_stale_files(BUILTIN_CONTEXT)
     assert outcome == expected
     monkeypatch.setattr(memory_files, "_MIN_STALE_AGE_S", seconds)
-    ((outcome, expected),) = simulated_host_scenarios._check_stale_files(OURS)
+    ((outcome, expected),) = simulated_host_scenarios._check_stale_files(BUILTIN_CONTEXT)
     assert outcome != expected
 
 
-def test_words_of_kernels_become_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_words_of_kernels_become_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = SymmetricGroup()
     checks = [*memory_scenarios._check_status_words(manager)]
     assert [outcome for outcome, _ in checks] == [expected for _, expected in checks]
@@ -138,7 +145,7 @@ def test_words_of_kernels_become_errors(monkeypatch: pytest.MonkeyPatch) -> None
     manager.destroy()
 
 
-def test_a_mapping_that_fails_is_a_communication_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_mapping_is_a_communication_error(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = SymmetricGroup()
     outcome = memory_scenarios._allocate_with_error(manager, manager)
     assert outcome.startswith("(0, 'construct', 0, 0, 0, ()) exchange between ranks: got the map")
@@ -146,10 +153,10 @@ def test_a_mapping_that_fails_is_a_communication_error(monkeypatch: pytest.Monke
     assert memory_scenarios._allocate_with_error(manager, manager).startswith("AttributeError")
 
 
-def test_checks_of_our_own_classes_skip_other_packages() -> None:
+def test_checks_of_builtin_classes_skip_other_packages() -> None:
     assert is_builtin(TorchGroup)
     assert not is_builtin(OtherManager)
-    other = context_of(OtherPart)
+    other = make_context(OtherPart)
     manager = TorchGroup()
     for checks in (
         failure_scenarios.check_simulated_failures(other, manager),
@@ -163,5 +170,5 @@ def test_checks_of_our_own_classes_skip_other_packages() -> None:
         manager_scenarios.check_threads_ended(other, ()),
     ):
         assert list(checks) == []
-    assert len([*manager_scenarios.check_manager_arguments(OURS)]) == 6
+    assert len([*manager_scenarios.check_manager_arguments(BUILTIN_CONTEXT)]) == 6
     manager.destroy()

@@ -1,6 +1,6 @@
-"""Defects that previous lists of cases did not detect each fail a case of today's lists.
+"""Source defects that earlier case lists missed are each detected by a case of the current lists.
 
-Executed lines and covered pairs of values do not show that a list detects a maximum that ignores
+Executed lines and covered pairs of values do not show whether a list detects a maximum that ignores
 NaN, an unread weight, a wrong rounding mode or a missing threshold.
 """
 
@@ -14,7 +14,7 @@ from source_defect_runs import SourceDefect, findings
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases.lists import cases_for
 
-STANDARD, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+STANDARD_FORMAT, BATCHED_FORMAT = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 QUANTIZE = "modular_kernel/ops/kernels/quantize.py"
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class ListedDefect:
-    """A defect that the cases with every one of `words` in their names must detect."""
+    """A defect that the cases whose names contain all of `words` must detect."""
 
     defect: SourceDefect
     prepare_finalize: str
@@ -37,14 +37,14 @@ class ListedDefect:
 
 
 DEFECTS = (
-    ListedDefect(  # unwritten rows are NaN, which a maximum that ignores NaN would miss
+    ListedDefect(  # unwritten rows are NaN, so a maximum that ignores NaN would not detect this
         SourceDefect(
             "rows without a token change the scale of the tensor",
             "experts/triton/batched.py",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=valid_rows)",
             "quantize_rows(h_eCI.flatten(0, 1), scheme, out=out, valid_rows=None)",
         ),
-        BATCHED,
+        BATCHED_FORMAT,
         "BatchedTritonExperts",
         ("quant=fp8_w8a8_tensor-bias",),
     ),
@@ -57,7 +57,7 @@ DEFECTS = (
             "        value = value * tl.load(router_weights_ptr + pair)\n"
             "    tl.store(out_ptr + pair",
         ),
-        STANDARD,
+        STANDARD_FORMAT,
         "TorchExperts",
         ("combine=topk_weighted",),
     ),
@@ -68,7 +68,7 @@ DEFECTS = (
             "up_tile *= tl.load(zero_point_ptr + 1)",
             "up_tile *= tl.load(zero_point_ptr)",
         ),
-        STANDARD,
+        STANDARD_FORMAT,
         "TritonExperts",
         ("T7-H128-I64", "nvfp4_w4a16-bias"),
     ),
@@ -79,7 +79,7 @@ DEFECTS = (
             "if start >= lora_rank:",
             "if start >= 0:",
         ),
-        STANDARD,
+        STANDARD_FORMAT,
         "TritonExperts",
         ("rank=80",),
     ),
@@ -90,7 +90,7 @@ DEFECTS = (
             "value = (value + 12582912.0) - 12582912.0",
             "value = tl.floor(value + 0.5)",
         ),
-        STANDARD,
+        STANDARD_FORMAT,
         "GroupedGemmExperts",
         ("quant=int8_w8a8_channel", "ties"),
     ),
@@ -102,7 +102,7 @@ DEFECTS = (
             "    if not ROUND_TO_INT:\n        value = value * 1.0000005\n"
             "    if ROUND_TO_INT:\n        # Adding",
         ),
-        STANDARD,
+        STANDARD_FORMAT,
         "GroupedGemmExperts",
         ("quant=fp8_w8a8_tensor-bias", "ties"),
     ),
@@ -119,9 +119,14 @@ DEFECTS = (
             words,
         )
         for name, prepare_finalize, experts, words in (
-            ("contiguous", STANDARD, "TorchExperts", ("T0-",)),
-            ("keep_topk", STANDARD, "TorchExperts", ("combine=topk_weighted",)),
-            ("naive_batched", BATCHED, "NaiveBatchedExperts", ("T7-", "quant=fp8_w8a8_tensor")),
+            ("contiguous", STANDARD_FORMAT, "TorchExperts", ("T0-",)),
+            ("keep_topk", STANDARD_FORMAT, "TorchExperts", ("combine=topk_weighted",)),
+            (
+                "naive_batched",
+                BATCHED_FORMAT,
+                "NaiveBatchedExperts",
+                ("T7-", "quant=fp8_w8a8_tensor"),
+            ),
         )
     ),
     ListedDefect(  # pairs times the LoRA rank exceed _MAX_SMALL_U, and hidden is large
@@ -131,7 +136,7 @@ DEFECTS = (
             "if num_pairs * a.shape[2] <= _MAX_SMALL_U and not problem.batch_invariant:",
             "if num_pairs * a.shape[2] <= _MAX_SMALL_U:",
         ),
-        STANDARD,
+        STANDARD_FORMAT,
         "TritonExperts",
         ("T35-H160", "batch_invariant", "rank=80"),
         "full",
@@ -140,10 +145,12 @@ DEFECTS = (
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("listed", DEFECTS, ids=str)
-def test_source_defect_is_detected_by_its_cases(listed: ListedDefect, tmp_path: Path) -> None:
-    pairing = listed.prepare_finalize, listed.experts
-    every_case = cases_for(*pairing, this_machine(), listed.level).cases
-    cases = [case for case in every_case if all(word in str(case) for word in listed.words)]
+@pytest.mark.parametrize("listed_defect", DEFECTS, ids=str)
+def test_source_defect_is_detected_by_its_cases(
+    listed_defect: ListedDefect, tmp_path: Path
+) -> None:
+    pairing = listed_defect.prepare_finalize, listed_defect.experts
+    all_cases = cases_for(*pairing, this_machine(), listed_defect.level).cases
+    cases = [case for case in all_cases if all(word in str(case) for word in listed_defect.words)]
     assert cases
-    assert findings(listed.defect, cases, tmp_path)
+    assert findings(listed_defect.defect, cases, tmp_path)

@@ -1,4 +1,6 @@
-"""The soak test over ranks finds wrong outputs, leaks and exceptions on any rank."""
+"""The soak test over ranks (many random calls of one layer) detects wrong outputs, leaks and
+exceptions on any rank.
+"""
 
 import random
 from collections.abc import Callable
@@ -41,7 +43,7 @@ class Faulty(TorchAll2AllPrepareAndFinalize):
 
 
 class Leaks(Faulty):
-    """Leaks 48 MiB, which the allocator always gets from the system."""
+    """Leaks 48 MiB. The allocator always gets a block of this size from the system."""
 
     def fail(self):
         self.kept = torch.ones(12 << 20)
@@ -76,15 +78,15 @@ def test_the_time_limit_stops_all_ranks_at_the_same_step(rank_pool: Pool) -> Non
     assert 0.3 <= first.seconds < 3
 
 
-def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
+def test_a_wrong_row_on_one_rank_is_found(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(run_soak, replace(SHORT, part=WrongLastRow, steps=10_000))
     assert first.findings == ()
-    assert first.steps == second.steps < 1000  # stops after five findings
+    assert first.steps == second.steps < 1000  # the soak test stops after five findings
     assert second.findings[0].startswith(f"step {BAD_STEP}")
     assert "1 rows exceed the bound for rows" in second.findings[0]
 
 
-def test_memory_that_grows(rank_pool: Pool) -> None:
+def test_a_memory_leak_is_found(rank_pool: Pool) -> None:
     job = replace(SHORT, part=Leaks, rss_bytes=16 << 20)
     first, second = rank_pool(2).run(run_soak, job)
     assert first.findings == ()
@@ -99,7 +101,7 @@ def test_an_exception_is_reported_with_its_step(rank_pool: Pool) -> None:
 
 @pytest.fixture
 def sources() -> list[SoakInputSource]:
-    """The input sources of both ranks."""
+    """Return the input sources of both ranks."""
     return [
         SoakInputSource(
             Problem(8, 32, 16, 8, 2, parallel=Parallel(2, rank=rank)),
@@ -115,20 +117,22 @@ def sources() -> list[SoakInputSource]:
 def test_ranks_draw_slices_of_the_same_inputs(sources: list[SoakInputSource]) -> None:
     sizes = []
     for _ in range(50):
-        first, second = (each.draw_inputs() for each in sources)
+        first, second = (source.draw_inputs() for source in sources)
         assert torch.equal(first.global_inputs.x_TH, second.global_inputs.x_TH)
         assert first.tokens_W == second.tokens_W
         assert torch.equal(torch.cat([first.x_TH, second.x_TH]), first.global_inputs.x_TH)
         sizes += first.tokens_W
-        redrawn, _ = (each.draw_inputs(first.tokens_W) for each in sources)
+        redrawn, _ = (source.draw_inputs(first.tokens_W) for source in sources)
         assert redrawn.tokens_W == first.tokens_W
         first.refill(redrawn)
         assert torch.equal(first.x_TH, redrawn.global_inputs.x_TH[redrawn.local_tokens])
     assert set(sizes) == set(range(9))
-    assert any(int((inputs.routing.topk_ids_TK == -1).sum()) for inputs in _draw_many(sources[0]))
+    assert any(
+        int((inputs.routing.topk_ids_TK == -1).sum()) for inputs in _draw_repeatedly(sources[0])
+    )
 
 
-def _draw_many(source: SoakInputSource) -> list[SoakInputs]:
+def _draw_repeatedly(source: SoakInputSource) -> list[SoakInputs]:
     return [source.draw_inputs() for _ in range(20)]
 
 
@@ -138,22 +142,28 @@ def test_compare_with_float64_reference_finds_wrong_rows(sources: list[SoakInput
     problem = sources[0].problem
     inputs = sources[0].draw_inputs((5, 3))
     correct = compute_rounded_reference(inputs.global_inputs, problem)[:5].to(problem.dtype)
-    share, wrong = compare_with_float64_reference(inputs, correct, problem)
-    assert (share < 0.6, wrong) == (True, "")
-    for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
+    error_ratio, wrong = compare_with_float64_reference(inputs, correct, problem)
+    assert (error_ratio < 0.6, wrong) == (True, "")
+    for corrupt in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
         out = correct.clone()
-        spoil(out)
+        corrupt(out)
         assert compare_with_float64_reference(inputs, out, problem)[1]
     assert compare_with_float64_reference(inputs, correct[:4], problem)[1]
-    many = replace(problem, tokens=64)
+    larger_problem = replace(problem, tokens=64)
     source = SoakInputSource(
-        many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
+        larger_problem,
+        torch.device("cpu"),
+        random.Random(3),
+        replicated=False,
+        ids_dtype=torch.int64,
     )
     many_inputs = source.draw_inputs((64, 0))
-    out = compute_rounded_reference(many_inputs.global_inputs, many).to(many.dtype)
-    assert compare_with_float64_reference(many_inputs, out, many)[1] == ""
-    out[9] *= 1.04  # a small share of the output
-    assert compare_with_float64_reference(many_inputs, out, many)[1].endswith(
+    out = compute_rounded_reference(many_inputs.global_inputs, larger_problem).to(
+        larger_problem.dtype
+    )
+    assert compare_with_float64_reference(many_inputs, out, larger_problem)[1] == ""
+    out[9] *= 1.04  # a small part of the output
+    assert compare_with_float64_reference(many_inputs, out, larger_problem)[1].endswith(
         "1 rows exceed the bound for rows"
     )
     swapped = correct[[1, 0, 2, 3, 4]]

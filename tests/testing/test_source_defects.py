@@ -1,4 +1,6 @@
-"""tools/source_defects.json, the handwritten defects, and the tool that runs tests with them."""
+"""Tests of the handwritten defects in tools/source_defects.json and of the tool that runs tests
+with them.
+"""
 
 import ast
 import importlib.util
@@ -14,12 +16,12 @@ from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.mutant_outcome import MutantOutcome
 
 ROOT = Path(__file__).resolve().parents[2]
-LIST = ROOT / "tools/source_defects.json"
+DEFECTS_FILE = ROOT / "tools/source_defects.json"
 
 
 def test_every_defect_can_be_applied() -> None:
-    """A commit that changes a line with a defect must update or remove the defect."""
-    defects = read_defects(LIST, ROOT)
+    """A change of a line that a defect replaces must update or remove the defect."""
+    defects = read_defects(DEFECTS_FILE, ROOT)
     assert len({defect.description for defect in defects}) == len(defects) >= 75
     for defect in defects:
         ast.parse(defect.mutant.text())
@@ -27,24 +29,26 @@ def test_every_defect_can_be_applied() -> None:
         assert defect.mutant.diff()
 
 
-def test_an_invalid_entry_is_reported(tmp_path: Path) -> None:
+def test_invalid_entries_are_reported(tmp_path: Path) -> None:
     (tmp_path / "part.py").write_text("x = 1\ny = (\n    1,\n    2,\n)\n", encoding="utf-8")
     defect_file = tmp_path / "defects.json"
 
-    def read(old: str, file: str = "part.py") -> tuple[int, int]:
+    def read_lines_of_defect(old: str, file: str = "part.py") -> tuple[int, int]:
         entry = {"file": file, "old": old, "new": "3", "what": "one"}
         defect_file.write_text(json.dumps([entry]), encoding="utf-8")
         (defect,) = read_defects(defect_file, tmp_path)
         return defect.mutant.first, defect.mutant.last
 
-    assert read("2") == (2, 5)  # the whole statement
+    assert read_lines_of_defect("2") == (2, 5)  # the whole statement
     for old, file in (("1", "part.py"), ("7", "part.py"), ("x", "other.py")):
         with pytest.raises(ConfigurationError, match="one"):
-            read(old, file)
+            read_lines_of_defect(old, file)
 
 
 def test_defects_missed_by_full_have_results_of_the_ops_tests() -> None:
-    """docs/mutation-scores.md has the number of defects that those tests detect."""
+    """The page states how many of the defects that level full misses are detected by the tests of
+    operations.
+    """
     record = json.loads((ROOT / "docs/source-defects.json").read_text(encoding="utf-8"))
     missed = [result for result in record.values() if not result["full"].startswith("killed")]
     assert missed
@@ -55,7 +59,6 @@ def test_defects_missed_by_full_have_results_of_the_ops_tests() -> None:
 
 
 def load_tool() -> Any:
-    """Import tools/source_defects.py as a module."""
     spec = importlib.util.spec_from_file_location(
         "source_defects", ROOT / "tools/source_defects.py"
     )
@@ -70,12 +73,12 @@ def load_tool() -> Any:
     ("names", "result"),
     [([], "survived"), (["E"], "survived"), (["Other"], "killed by x in P x E")],
 )
-def test_a_kill_of_a_previous_run_is_not_reused(
+def test_kills_of_previous_runs_are_not_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], result: str
 ) -> None:
-    """Case lists change: a defect killed by a previous list may survive the current one."""
+    """Case lists change, so a defect that a previous list killed may survive the current one."""
     tool = load_tool()
-    (defect, *_) = read_defects(LIST, ROOT)
+    (defect, *_) = read_defects(DEFECTS_FILE, ROOT)
     monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
     monkeypatch.setattr(tool, "pairings", lambda *_: [("P", "E"), ("P", "Other")])
     no_coverage = Coverage({}, (), "")
@@ -90,24 +93,26 @@ def test_tests_that_fail_without_a_defect_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = load_tool()
-    first, second = read_defects(LIST, ROOT)[:2]
+    first, second = read_defects(DEFECTS_FILE, ROOT)[:2]
     monkeypatch.setattr(tool, "RECORD", tmp_path / "record.json")
     record = {
         first.description: {"full": "survived"},
         second.description: {"full": "killed by x", "tests": "survived"},
     }
 
-    def killed_by_tests(mutant: object) -> str:
+    def report_killed_by_tests(mutant: object) -> str:
         return "killed by tests/ops/test_ops_x.py::test_y"
 
-    monkeypatch.setattr(tool, "test_outcome", killed_by_tests)
+    monkeypatch.setattr(tool, "test_outcome", report_killed_by_tests)
     with pytest.raises(RuntimeError, match="without a defect: killed by tests/ops/test_ops_x"):
         tool.run_tests([first, second], record)
     without_defect = {None: "survived"}
     monkeypatch.setattr(
-        tool, "test_outcome", lambda mutant: without_defect.get(mutant, killed_by_tests(mutant))
+        tool,
+        "test_outcome",
+        lambda mutant: without_defect.get(mutant, report_killed_by_tests(mutant)),
     )
     tool.run_tests([first, second], record)
-    kept = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert kept[first.description]["tests"].startswith("killed by tests/ops/test_ops_x")
-    assert "tests" not in kept[second.description]
+    saved = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert saved[first.description]["tests"].startswith("killed by tests/ops/test_ops_x")
+    assert "tests" not in saved[second.description]

@@ -1,4 +1,4 @@
-"""Invalid values in the store raise a typed error or are ignored."""
+"""Invalid values in the store of a process group raise a typed error or are ignored."""
 
 import time
 
@@ -34,10 +34,10 @@ def test_invalid_failures_are_ignored(garbage: bytes) -> None:
     }
 
 
-def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str]:
-    """Construct two managers with an invalid attempt number of rank 0; return their errors.
+def collect_errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str]:
+    """Set an invalid attempt number of rank 0, construct two managers, and return their errors.
 
-    Afterwards, restore the attempt number, and check that a layer works.
+    Afterwards, restore the attempt number and check that a layer works.
     """
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     key = "modular_kernel/attempts/0"
@@ -66,6 +66,8 @@ def errors_of_invalid_attempts(rank: int, world: int, group: object) -> list[str
 
 def test_invalid_attempt_numbers_raise() -> None:
     with RankPool(2) as pool:
-        for errors in pool.run(errors_of_invalid_attempts):
+        for errors in pool.run(collect_errors_of_invalid_attempts):
             assert len(errors) == 2
-            assert all("b'seven' as modular_kernel/attempts/0, not a number" in e for e in errors)
+            assert all(
+                "b'seven' as modular_kernel/attempts/0, not a number" in error for error in errors
+            )

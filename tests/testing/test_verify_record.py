@@ -1,4 +1,6 @@
-"""tools/verify_record.py, which writes the record of `make verify`, and the committed record."""
+"""Tests of tools/verify_record.py, which writes the record of `make verify`, and of the committed
+record.
+"""
 
 import json
 import subprocess
@@ -12,7 +14,7 @@ PROGRAM = ROOT / "tools" / "verify_record.py"
 RECORD = ROOT / "docs" / "verified.json"
 
 
-def run(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
+def run_program(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
     files = [folder / f"verified-{number}.json" for number, _ in enumerate(texts, 1)]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text, encoding="utf-8")
@@ -23,20 +25,20 @@ def run(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize("ok", [True, False])
 def test_the_record_has_the_commit_the_versions_and_the_runs(tmp_path: Path, ok: bool) -> None:
     runs = [{"ok": True, "pairs": [{"cases": 3}]}, {"ok": ok, "world_size": 2, "pairs": []}]
-    done = run("0a1b2c", tmp_path, *map(json.dumps, runs))
-    assert done.returncode == 0, done.stderr
-    written = json.loads(done.stdout)
+    result = run_program("0a1b2c", tmp_path, *map(json.dumps, runs))
+    assert result.returncode == 0, result.stderr
+    written = json.loads(result.stdout)
     assert written["commit"] == "0a1b2c"
     assert set(written["versions"]) == {"torch", "triton", "numpy"}
     assert written["ok"] is ok
     assert written["runs"] == runs
-    assert json.loads(run("0a1b2c", tmp_path).stdout)["ok"] is False
+    assert json.loads(run_program("0a1b2c", tmp_path).stdout)["ok"] is False
 
 
 def test_an_invalid_record_is_refused(tmp_path: Path) -> None:
-    done = run("0a1b2c", tmp_path, json.dumps({"ok": True}), "no case was run")
-    assert done.returncode != 0
-    assert done.stdout == ""
+    result = run_program("0a1b2c", tmp_path, json.dumps({"ok": True}), "no case was run")
+    assert result.returncode != 0
+    assert result.stdout == ""
 
 
 def test_the_committed_record_passed() -> None:
@@ -44,6 +46,7 @@ def test_the_committed_record_passed() -> None:
     assert len(written["commit"]) == 40
     assert written["ok"]
     assert [run.get("world_size", 1) for run in written["runs"]] == [1, 2]
-    for each in written["runs"]:
-        assert len(each["pairs"]) >= 5
-        assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in each["pairs"])
+    for recorded_run in written["runs"]:
+        pairs = recorded_run["pairs"]
+        assert len(pairs) >= 5
+        assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in pairs)
