@@ -1,4 +1,4 @@
-"""Structure of the repository: imports, import cycles, packages, and sizes of files."""
+"""Structure of the repository: imports, import cycles, packages and file lengths."""
 
 import ast
 import subprocess
@@ -15,34 +15,41 @@ PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 PARTS = PACKAGES[1:]
 MAX_PUBLIC_NAMES = 22
 
-# What a part brings in when it is built, never when it is imported.
-VENDORS = {"cutlass", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "triton_kernels"}
-OTHERS = {"transformers", "matplotlib", "vllm", "sglang"}
+# Libraries that a part imports in its constructor, never when its module is imported.
+VENDOR_LIBRARIES = {
+    "cutlass",
+    "deep_ep",
+    "deep_gemm",
+    "flashinfer",
+    "pplx_kernels",
+    "triton_kernels",
+}
+OPTIONAL_LIBRARIES = {"transformers", "matplotlib", "vllm", "sglang"}
 
 
 def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that `statement` loads in a new interpreter."""
     program = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_import_loads_no_vendor_library(package: str) -> None:
-    assert loaded_by(f"import {package}") & (VENDORS | OTHERS) == set()
+    assert loaded_by(f"import {package}") & (VENDOR_LIBRARIES | OPTIONAL_LIBRARIES) == set()
 
 
 def test_core_loads_no_triton() -> None:
-    by_torch = loaded_by("import torch")  # a build of torch may load triton by itself
+    modules_of_torch = loaded_by("import torch")  # some builds of torch load triton
     every_name = "from modular_kernel import *"
-    assert (loaded_by(every_name) - by_torch) & {"triton", "transformers"} == set()
+    assert (loaded_by(every_name) - modules_of_torch) & {"triton", "transformers"} == set()
 
 
 def test_core_loads_no_part() -> None:
@@ -81,7 +88,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").is_file()] == []
 
 
-def test_test_folders_are_no_packages_and_file_names_are_unique() -> None:
+def test_test_folders_are_not_packages_and_file_names_are_unique() -> None:
     """`tests/experts/__init__.py` would shadow the package `experts`."""
     tests = ROOT / "tests"
     assert list(tests.rglob("__init__.py")) == []
@@ -95,17 +102,17 @@ def test_setup_py_has_all_metadata_and_no_logic() -> None:
     assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_triton_kernels_are_launched_by_launch_only() -> None:
+def test_triton_kernels_are_launched_only_by_launch() -> None:
     """Plans cannot replay launches that bypass `modular_kernel.replay.launch`."""
-    found = []
+    launches = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             calls = (n.func for n in nodes if isinstance(n, ast.Call))
             kernels = (f.value for f in calls if isinstance(f, ast.Subscript))
             names = {ast.unparse(kernel) for kernel in kernels}
-            found += [(path.name, name) for name in names if name.endswith("kernel")]
-    assert found == [("launch.py", "kernel")]
+            launches += [(path.name, name) for name in names if name.endswith("kernel")]
+    assert launches == [("launch.py", "kernel")]
 
 
 def test_cute_kernels_do_not_postpone_annotations() -> None:
@@ -124,59 +131,73 @@ def test_public_names_differ_from_submodules() -> None:
 
 
 def _imported_modules() -> set[tuple[str, str]]:
-    """Return (module, imported module) for our packages, without imports for type checkers."""
+    """Return pairs (module, imported module) of this repository's packages. Imports under
+    TYPE_CHECKING are ignored.
+    """
     files = {}
     for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         files[name] = file
-    found = set()
+    imports = set()
     for name, file in files.items():
-        waiting: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
-        while waiting:
-            node = waiting.pop()
+        pending: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+        while pending:
+            node = pending.pop()
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                 continue
-            waiting += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
             if isinstance(node, ast.Import):
-                found |= {(name, alias.name) for alias in node.names}
+                imports |= {(name, alias.name) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                below = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {(name, one if one in files else str(node.module)) for one in below}
-    return {(user, used) for user, used in found if used in files and used != user}
+                candidates = {f"{node.module}.{alias.name}" for alias in node.names}
+                imports |= {
+                    (name, candidate if candidate in files else str(node.module))
+                    for candidate in candidates
+                }
+    return {(user, used) for user, used in imports if used in files and used != user}
 
 
 def _modules_in_cycles(pairs: set[tuple[str, str]]) -> set[str]:
-    """Return the modules in import cycles, by repeatedly removing modules without imports."""
+    """Return the modules in import cycles.
+
+    Removes imports of modules that import nothing, and imports by modules that are not imported,
+    until none remain.
+    """
     while True:
         users, used = {user for user, _ in pairs}, {used for _, used in pairs}
-        kept = {pair for pair in pairs if pair[1] in users and pair[0] in used}
-        if kept == pairs:
+        remaining = {pair for pair in pairs if pair[1] in users and pair[0] in used}
+        if remaining == pairs:
             return users
-        pairs = kept
+        pairs = remaining
 
 
 def test_files_and_sibling_folders_have_no_import_cycles() -> None:
-    """Imports inside functions count, too."""
-    found = _imported_modules()
-    assert _modules_in_cycles(found) == set()
-    between: dict[str, set[tuple[str, str]]] = {}
-    for user, used in found:
-        mine, other = user.split("."), used.split(".")
-        same = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), None)
-        # Folders alone: what has something below the place where the two part.
-        if same is not None and min(len(mine), len(other)) > same + 1:
-            pair = ".".join(mine[: same + 1]), ".".join(other[: same + 1])
-            between.setdefault(".".join(mine[:same]), set()).add(pair)
+    """Includes imports inside functions."""
+    imports = _imported_modules()
+    assert _modules_in_cycles(imports) == set()
+    imports_of_siblings: dict[str, set[tuple[str, str]]] = {}
+    for user, used in imports:
+        user_parts, used_parts = user.split("."), used.split(".")
+        num_common = next(
+            (i for i, (a, b) in enumerate(zip(user_parts, used_parts, strict=False)) if a != b),
+            None,
+        )
+        # Compare folders, not two files in the same folder.
+        if num_common is not None and min(len(user_parts), len(used_parts)) > num_common + 1:
+            pair = ".".join(user_parts[: num_common + 1]), ".".join(used_parts[: num_common + 1])
+            imports_of_siblings.setdefault(".".join(user_parts[:num_common]), set()).add(pair)
     assert {
         where: _modules_in_cycles(pairs)
-        for where, pairs in between.items()
+        for where, pairs in imports_of_siblings.items()
         if _modules_in_cycles(pairs)
     } == {}
 
 
 def test_files_have_at_most_1000_lines() -> None:
-    """A longer file does more than one thing. Tests are exempt."""
-    listed = (path for path in ROOT.rglob("*.py") if "tests" not in path.relative_to(ROOT).parts)
-    files = [p for p in listed if p.relative_to(ROOT).parts[0] in (*PACKAGES, "tools", "examples")]
+    """A longer file probably has more than one purpose. Tests are exempt."""
+    non_tests = (path for path in ROOT.rglob("*.py") if "tests" not in path.relative_to(ROOT).parts)
+    files = [
+        p for p in non_tests if p.relative_to(ROOT).parts[0] in (*PACKAGES, "tools", "examples")
+    ]
     lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in files}
     assert {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > 1000} == {}

@@ -1,4 +1,6 @@
-"""tools/cpu_isa.py, which `make test-isa` uses to run a command under every CPU instruction set."""
+"""Tests of tools/cpu_isa.py, which `make test-isa` uses to run a command under every CPU
+instruction set.
+"""
 
 import subprocess
 import sys
@@ -42,9 +44,9 @@ def test_instruction_sets_follow_from_cpu_flags(
     tool: ModuleType, flags: set[str], present: list[str]
 ) -> None:
     text = f"processor\t: 0\nflags\t\t: fpu {' '.join(flags)}\nprocessor\t: 1\nflags\t\t: other\n"
-    found, missing = tool.split_isas(tool.cpu_flags(text))
-    assert found == present
-    assert sorted([*found, *missing]) == sorted(name for name, *_ in tool.ISAS)
+    present_isas, missing = tool.split_isas(tool.cpu_flags(text))
+    assert present_isas == present
+    assert sorted([*present_isas, *missing]) == sorted(name for name, *_ in tool.ISAS)
     assert all(set(needed) & flags == set() for needed in missing.values())
     assert tool.cpu_flags("processor : 0\nFeatures : asimd bf16\n") == frozenset()
 
@@ -56,8 +58,8 @@ def test_environment_limits_the_instruction_set(tool: ModuleType) -> None:
         assert "TRITON_INTERPRET" not in env
 
 
-def run_tool(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), *words]
+def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -68,12 +70,12 @@ def test_command_runs_under_each_instruction_set(tool: ModuleType, code: int) ->
     program = (
         f"import os; print('in', os.environ.get('ONEDNN_MAX_CPU_ISA')); raise SystemExit({code})"
     )
-    done = run_tool("--", sys.executable, "-c", program)
-    assert done.returncode == int(bool(code)), done.stderr
-    lines = done.stdout.splitlines()
+    result = run_tool("--", sys.executable, "-c", program)
+    assert result.returncode == int(bool(code)), result.stderr
+    lines = result.stdout.splitlines()
     assert [line[3:] for line in lines if line.startswith("in ")] == (present or ["None"])
     assert [line.split()[1] for line in lines if line.startswith("lacks: ")] == list(missing)
-    assert "oneDNN uses unknown" not in done.stdout
+    assert "oneDNN uses unknown" not in result.stdout
     assert any(line.startswith("failed under") for line in lines) is bool(code)
 
 

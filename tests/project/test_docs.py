@@ -21,23 +21,32 @@ PAGES = sorted(
     [ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
 )  # tests/project/test_readme.py: the README
 BLOCKS = [block for page in [ROOT / "README.md", *PAGES] for block in blocks_of(page)]
-RUN = sorted({b.page for b in BLOCKS if b.reason is None and b.language in LANGUAGES} & set(PAGES))
-# Pages that were written around what they show.
-SHOWN = ("add-a-part.md", "choose.md", "compose.md", "concepts.md", "errors.md", "profiling.md")
+PAGES_WITH_CODE = sorted(
+    {b.page for b in BLOCKS if b.reason is None and b.language in LANGUAGES} & set(PAGES)
+)
+# Pages whose purpose is their code, so some blocks must run.
+PAGES_ABOUT_CODE = (
+    "add-a-part.md",
+    "choose.md",
+    "compose.md",
+    "concepts.md",
+    "errors.md",
+    "profiling.md",
+)
 
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
     """Return a function that runs `mk` in this process."""
 
-    return lambda *words: run_mk(capsys, *words)[:2]
+    return lambda *arguments: run_mk(capsys, *arguments)[:2]
 
 
 def test_pages_with_code_are_tested() -> None:
-    assert {DOCS / name for name in SHOWN} <= set(RUN)
+    assert {DOCS / name for name in PAGES_ABOUT_CODE} <= set(PAGES_WITH_CODE)
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
 def test_page_runs(page: Path, mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page(page, mk)
@@ -46,8 +55,8 @@ def test_page_runs(page: Path, mk: Mk, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_block_that_is_not_run_has_a_reason(block: Block) -> None:
     directive = block.language.startswith("{")
-    known = directive or block.language in (*LANGUAGES, "diff", "toml", "json")
-    assert known, "a fence is python, console, toml, json, diff or a directive"
+    is_known = directive or block.language in (*LANGUAGES, "diff", "toml", "json")
+    assert is_known, "a fence is python, console, toml, json, diff or a directive"
     assert block.reason is None or len(block.reason.split()) >= 3, "no reason"
     if block.language == "python":
         compile(block.text, str(block), "exec")
@@ -74,8 +83,8 @@ def test_blocks_share_a_namespace_and_errors_have_page_lines(tmp_path: Path) -> 
     page = write_page(tmp_path, text + "\n```python\n\nassert b == 3\n```\n")
     with pytest.raises(AssertionError) as caught:
         run_page(page, make_printing_mk(""))
-    last = caught.traceback[-1]
-    assert (last.path, last.lineno + 1) == (page, 15)
+    failing_frame = caught.traceback[-1]
+    assert (failing_frame.path, failing_frame.lineno + 1) == (page, 15)
 
 
 def test_block_with_a_reason_is_not_run(tmp_path: Path) -> None:
@@ -98,12 +107,12 @@ def test_shown_output_must_be_printed_in_order(
     tmp_path: Path, shown: str, fault: str | None
 ) -> None:
     page = write_page(tmp_path, f"```console\n$ mk list\n{shown}\n```\n")
-    printed: Callable[[], object] = lambda: run_page(page, make_printing_mk("one\ntwo  x\nthree\n"))  # noqa: E731
+    run: Callable[[], object] = lambda: run_page(page, make_printing_mk("one\ntwo  x\nthree\n"))  # noqa: E731
     if fault is None:
-        printed()
+        run()
         return
     with pytest.raises(AssertionError, match=fault):
-        printed()
+        run()
 
 
 def test_failing_command_needs_a_shown_exit_status(tmp_path: Path) -> None:
@@ -114,16 +123,16 @@ def test_failing_command_needs_a_shown_exit_status(tmp_path: Path) -> None:
     run_page(page, make_printing_mk("", code=1))
 
 
-# ------------------------------------------------------------------------------------ other facts
+# ---------------------------------------------------------------------------------- other checks
 
 
-def test_stages_are_described() -> None:
+def test_all_profiling_stages_are_documented() -> None:
     text = (DOCS / "profiling.md").read_text(encoding="utf-8")
     assert [name for name in STAGES if f"| `{name.removeprefix('mk::')}` |" not in text] == []
 
 
 def test_packages_of_the_site_are_pinned() -> None:
-    """They are installed without dependency resolution, so each needs an exact version."""
+    """They are installed without dependency resolution, so each package needs an exact version."""
     lines = (ROOT / "constraints-docs.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert {"Sphinx", "myst-parser", "furo"} <= set(pins)
@@ -131,34 +140,41 @@ def test_packages_of_the_site_are_pinned() -> None:
 
 
 def test_first_column_of_tables_is_sticky() -> None:
-    """The support matrix has 22 columns, of which a page shows five."""
+    """The support matrix has 22 columns, but a page shows only five."""
     style = (DOCS / "_static" / "custom.css").read_text(encoding="utf-8")
     rules = dict(re.findall(r"([^{}]+)\{([^{}]*)\}", style))
-    (named,) = (body for of, body in rules.items() if "th:first-child" in of and "left: 0" in body)
-    assert "position: sticky" in named
-    assert "background:" in named  # else what is scrolled shows through
+    (first_column,) = (
+        body
+        for selector, body in rules.items()
+        if "th:first-child" in selector and "left: 0" in body
+    )
+    assert "position: sticky" in first_column
+    # without a background, scrolled cells would be visible behind it
+    assert "background:" in first_column
 
 
 def test_every_page_is_in_the_index() -> None:
-    """Sphinx requires it, by name or by pattern."""
+    """Sphinx requires each page to be listed, by name or by pattern."""
     contents = [DOCS / "index.md", DOCS / "api.md"]
     lines = [line for page in contents for line in page.read_text("utf-8").splitlines()]
-    named = {path for line in lines for path in DOCS.glob(f"{line}.md") if line}
-    assert sorted(set(DOCS.rglob("*.md")) - named) == [DOCS / "index.md"]
+    indexed = {path for line in lines for path in DOCS.glob(f"{line}.md") if line}
+    assert sorted(set(DOCS.rglob("*.md")) - indexed) == [DOCS / "index.md"]
 
 
 def test_api_reference_contains_all_public_names() -> None:
-    """It is read from the source, so names must be listed with the module that defines them."""
-    found: set[str] = set()
+    """The reference is generated from the source, so names must be listed with the module that
+    defines them.
+    """
+    documented: set[str] = set()
     for block in (block for page in (DOCS / "api").glob("*.md") for block in blocks_of(page)):
         for line in block.text.splitlines():
             module, _, names = line.partition(":")
             for name in names.split(","):
-                thing = getattr(import_module(module), name.strip())
-                assert thing.__module__ == module, f"{name} is defined in {thing.__module__}"
-                assert thing.__doc__, f"{module}.{name} has no docstring"
-                found.add(name.strip())
-    assert set(modular_kernel.__all__) - found == set()
+                member = getattr(import_module(module), name.strip())
+                assert member.__module__ == module, f"{name} is defined in {member.__module__}"
+                assert member.__doc__, f"{module}.{name} has no docstring"
+                documented.add(name.strip())
+    assert set(modular_kernel.__all__) - documented == set()
 
 
 # ---------------------------------------------------------------------------- the API reference
@@ -168,21 +184,21 @@ def test_api_reference_contains_all_public_names() -> None:
 def directive(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return the module of the API directive, without Sphinx."""
     for name in ("docutils", "sphinx.application", "sphinx.pycode", "sphinx.util.docutils"):
-        stand_in = ModuleType(name)
-        stand_in.__dict__.update(
+        fake_module = ModuleType(name)
+        fake_module.__dict__.update(
             nodes=SimpleNamespace(Node=object, Element=object, TextElement=object),
             Sphinx=object,
             SphinxDirective=object,
             ModuleAnalyzer=object,
         )
-        monkeypatch.setitem(sys.modules, name, stand_in)
+        monkeypatch.setitem(sys.modules, name, fake_module)
     monkeypatch.syspath_prepend(str(DOCS))
     yield import_module("api_directive")
     monkeypatch.delitem(sys.modules, "api_directive")
 
 
 def test_docstring_example_is_fenced(directive: ModuleType) -> None:
-    """Without a fence, Markdown shows `>>>` as nested quotations."""
+    """Without a fence, Markdown would show `>>>` as nested quotations."""
     name = "modular_kernel.catalog"
     text = "\n\n".join(directive.described(name, directive.source_of(name), ["check"]))
     (example,) = re.findall(r"^```pycon\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
@@ -196,7 +212,7 @@ def test_build_is_offline_and_nitpicky() -> None:
     assert "\nnitpicky = True " in text
     inventories = re.findall(r'"(inventories/\w+\.inv)"', text)
     assert len(inventories) == text.count('("https://') == 2
-    for name in inventories:  # without an inventory Sphinx would fetch one
+    for name in inventories:  # without a local inventory, Sphinx would download one
         lines = (DOCS / name).read_text(encoding="utf-8").splitlines()
         assert lines[0] == "# Sphinx inventory version 1"
         assert lines[3:] == sorted(set(lines[3:]))
@@ -219,8 +235,8 @@ def test_published_site_lists_all_versions(tmp_path: Path, monkeypatch: pytest.M
     assert (site / "0.9.0/index.html").read_text(encoding="utf-8") == "new"
     page = (site / "index.html").read_text(encoding="utf-8")
     assert page.index("0.10.0/index.html") < page.index("0.9.0/index.html")
-    stated = (ROOT / "setup.py").read_text(encoding="utf-8")
-    assert f'version="{publish.version_of_checkout()}"' in stated
+    setup_text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f'version="{publish.version_of_checkout()}"' in setup_text
 
 
 def test_docstring_arguments_become_a_list(directive: ModuleType) -> None:
@@ -232,5 +248,5 @@ def test_docstring_arguments_become_a_list(directive: ModuleType) -> None:
 
 
 def test_smart_quotes_are_off() -> None:
-    """Sphinx would otherwise curl quotes, and turn `--` of options into dashes."""
+    """Otherwise Sphinx would curl quotes and turn `--` of options into dashes."""
     assert "\nsmartquotes = False\n" in (DOCS / "conf.py").read_text(encoding="utf-8")

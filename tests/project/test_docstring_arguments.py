@@ -26,7 +26,7 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# Values of a field that the docstring of a class explains in the form of a description.
+# Classes whose docstring explains the values of a field in the form of descriptions.
 VALUES = {"Family": {"plain", "ungated", "oai", "clamp_before", "clamp_after"}}
 
 # Lower case, or a constexpr in upper case. Words such as `Raises` are prose.
@@ -38,7 +38,7 @@ _RESULT = re.compile(r"\b(?i:returns?|yields?|prints?)\b([^.]*)")
 
 
 def paragraphs(docstring: str) -> Iterator[str]:
-    """Yield the paragraphs and list items of a docstring, each on one line, without code."""
+    """Yield the paragraphs and list items of a docstring as single lines, without code."""
     for block in re.split(r"\n\s*\n", docstring):
         lines: list[str] = []
         for line in block.splitlines():
@@ -47,7 +47,7 @@ def paragraphs(docstring: str) -> Iterator[str]:
                 yield " ".join(lines)
                 lines = []
             lines.append(_ITEM.sub("", line.strip(), count=1) if starts_item else line.strip())
-        if not block.startswith("    "):  # an indented block is code, or a table
+        if not block.startswith("    "):  # an indented block is code or a table
             yield " ".join(lines)
 
 
@@ -64,12 +64,12 @@ def described_names(docstring: str) -> list[str]:
 
 def arguments_of(function: Function) -> set[str]:
     args = function.args
-    every = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
-    return {arg.arg for arg in every if arg is not None} - {"self", "cls"}
+    all_arguments = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+    return {arg.arg for arg in all_arguments if arg is not None} - {"self", "cls"}
 
 
 def unknown_arguments(function: Function) -> list[str]:
-    """Return the names that the docstring of a function describes, and that are no arguments."""
+    """Return the described names that are not arguments of the function."""
     docstring = ast.get_docstring(function) or ""
     arguments = arguments_of(function)
     returns_value = not (
@@ -121,9 +121,9 @@ def classes_by_name(sources: list[Path]) -> dict[str, list[ast.ClassDef]]:
 
 
 def unknown_fields(cls: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> list[str]:
-    """Return the names that the docstring of a class describes, and that it does not have.
+    """Return the described names that are not attributes of the class.
 
-    classes: definitions by name, in which bases are looked up.
+    classes: definitions by name, used to look up base classes.
     """
     names = attributes_of(cls) | VALUES.get(cls.name, set())
     pending, seen = list(cls.bases), {cls.name}
@@ -193,7 +193,7 @@ def test_classes_describe_their_fields() -> None:
         ("f() -> None", "Count. calls: their number.", ["calls"]),
     ],
 )
-def test_unknown_arguments_are_found(signature: str, docstring: str, unknown: list[str]) -> None:
+def test_unknown_arguments_are_detected(signature: str, docstring: str, unknown: list[str]) -> None:
     function = first_function(f"def {signature}:\n    {docstring!r}")
     assert unknown_arguments(function) == unknown
 
@@ -209,7 +209,7 @@ def test_unknown_arguments_are_found(signature: str, docstring: str, unknown: li
         ("", "def width(self): ...", "A layer. width: a method. height: none.", ["height"]),
     ],
 )
-def test_unknown_fields_are_found(
+def test_unknown_fields_are_detected(
     bases: str, body: str, docstring: str, unknown: list[str]
 ) -> None:
     source = f"class Base:\n    depth: int\n\nclass C({bases}):\n    {docstring!r}\n    {body}"

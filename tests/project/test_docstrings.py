@@ -1,4 +1,4 @@
-"""Examples in docstrings run, and return what they show."""
+"""Examples in docstrings run and return the values that they show."""
 
 import doctest
 from importlib import import_module
@@ -23,18 +23,18 @@ def modules_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_pass(name: str) -> None:
-    failed, tried = doctest.testmod(import_module(name))
-    assert tried > 0
+    failed, attempted = doctest.testmod(import_module(name))
+    assert attempted > 0
     assert failed == 0
 
 
 def test_public_functions_have_examples() -> None:
-    shown = set(modules_with_examples())
+    with_examples = set(modules_with_examples())
     assert {
         "modular_kernel.catalog",
         "modular_kernel.spec.problem",
         "modular_kernel.spec.placement",
-    } <= shown
+    } <= with_examples
 
 
 def test_wrong_example_is_detected(capsys: pytest.CaptureFixture[str]) -> None:

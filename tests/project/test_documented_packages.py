@@ -1,5 +1,5 @@
-"""The packages, extras and parts that `mk doctor`, pyproject.toml and docs name exist in the
-catalog and source.
+"""Packages, extras and parts that `mk doctor`, setup.py and the documentation name exist in the
+catalog and the source.
 """
 
 import ast
@@ -13,8 +13,8 @@ from modular_kernel.cli import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
-TOOLS = {"test", "dev"}  # extras for those who work on this package
-# Distribution -> what is imported, where they differ.
+TOOLS = {"test", "dev"}  # extras for development of this package
+# Distribution -> name of the imported package, if they differ.
 IMPORTED_AS = {
     "ml-dtypes": "ml_dtypes",
     "nvidia-cutlass-dsl": "nvidia_cutlass_dsl",
@@ -22,28 +22,29 @@ IMPORTED_AS = {
 }
 PARTS = {part.name for part in load_catalog().parts if part.origin.startswith("modular-kernel ")}
 ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
-# In the docs of this package, but another's: classes of the tutorial and of the projects compared.
-THEIRS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts"}
+# Parts that the documentation names but that are not in the catalog: classes of the tutorial and of
+# other projects.
+FOREIGN_PARTS = {"MyExperts", "MyPrepare", "FP8Experts", "LoadedExperts"}
 NAME = re.compile(
     r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
 )
 
 
-def imported() -> set[str]:
+def imported_packages() -> set[str]:
     """Return the top-level names that the packages import anywhere."""
-    found: set[str] = set()
+    names: set[str] = set()
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Import):
-                    found |= {alias.name.split(".")[0] for alias in node.names}
+                    names |= {alias.name.split(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                    found.add(node.module.split(".")[0])
-    return found
+                    names.add(node.module.split(".")[0])
+    return names
 
 
-def expanded(name: str) -> list[str]:
-    """Expand braces: DeepEP{HT,LL}X -> DeepEPHTX, DeepEPLLX."""
+def expand_braces(name: str) -> list[str]:
+    """Expand braces, for example DeepEP{HT,LL}X to DeepEPHTX and DeepEPLLX."""
     match = re.search(r"\{([\w,]+)\}", name)
     if match is None:
         return [name]
@@ -51,33 +52,33 @@ def expanded(name: str) -> list[str]:
 
 
 def test_packages_of_doctor_are_needed_by_a_part_or_imported() -> None:
-    """A package that no part needs must be imported somewhere, because doctor states what it is
-    used for.
+    """Doctor states what each package is used for, so a package that no part needs must be
+    imported.
     """
     needed = collect_packages(load_catalog())
-    extras = set(doctor._EXTRA_PACKAGES)
-    assert extras & needed == set(), "the catalog says it already"
-    assert extras <= imported()
+    extra_packages = set(doctor._EXTRA_PACKAGES)
+    assert extra_packages & needed == set(), "the catalog has these packages already"
+    assert extra_packages <= imported_packages()
 
 
-def extras() -> dict[str, list[str]]:
+def read_extras() -> dict[str, list[str]]:
     (call,) = (
         node
         for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
     )
     (value,) = (word.value for word in call.keywords if word.arg == "extras_require")
-    found: dict[str, list[str]] = ast.literal_eval(value)
-    return found
+    extras_by_name: dict[str, list[str]] = ast.literal_eval(value)
+    return extras_by_name
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("extra", sorted(set(extras()) - TOOLS))
+@pytest.mark.parametrize("extra", sorted(set(read_extras()) - TOOLS))
 def test_packages_of_extras_are_needed_by_a_part_or_imported(extra: str) -> None:
-    wanted = imported() | collect_packages(load_catalog())
-    for requirement in extras()[extra]:
+    used_packages = imported_packages() | collect_packages(load_catalog())
+    for requirement in read_extras()[extra]:
         name = re.split(r"[<>=;\s\[]", requirement)[0]
-        assert IMPORTED_AS.get(name, name) in wanted
+        assert IMPORTED_AS.get(name, name) in used_packages
 
 
 def test_extras_that_the_docs_name_exist() -> None:
@@ -85,31 +86,34 @@ def test_extras_that_the_docs_name_exist() -> None:
         text = path.read_text(encoding="utf-8")
         named = set(re.findall(r"the `(\w+)` extra", text))
         named |= {
-            w
+            extra
             for words in re.findall(r"modular-kernel\[([\w,]+)\]|'?\.\[([\w,]+)\]", text)
-            for each in words
-            for w in each.split(",")
-            if w
+            for names in words
+            for extra in names.split(",")
+            if extra
         }
-        assert named <= set(extras()), path
+        assert named <= set(read_extras()), path
 
 
-def test_the_table_of_parts_is_the_catalog() -> None:
+def test_the_table_of_parts_equals_the_catalog() -> None:
     text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
     table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = [
-        name for row in rows for word in re.findall(r"`([^`]+)`", row) for name in expanded(word)
+        name
+        for row in rows
+        for word in re.findall(r"`([^`]+)`", row)
+        for name in expand_braces(word)
     ]
     assert len(rows) > 10
     assert sorted(named) == sorted(PARTS)
 
 
-def test_the_docs_name_parts_that_exist() -> None:
-    seen = 0
+def test_parts_that_the_docs_name_exist() -> None:
+    num_names = 0
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         for word in NAME.findall(path.read_text(encoding="utf-8")):
-            names = set(expanded(word))
-            seen += len(names)
-            assert names <= PARTS | ABSTRACT | THEIRS, f"{path.name}: {names - PARTS}"
-    assert seen > 40
+            names = set(expand_braces(word))
+            num_names += len(names)
+            assert names <= PARTS | ABSTRACT | FOREIGN_PARTS, f"{path.name}: {names - PARTS}"
+    assert num_names > 40

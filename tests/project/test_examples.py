@@ -1,4 +1,4 @@
-"""The programs and notebooks of examples/ run, and print the expected text."""
+"""The programs and notebooks in examples/ run and print the expected text."""
 
 import json
 import runpy
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# Program -> what it prints, at the least.
+# Program -> texts that its output must contain.
 EXPECTED_TEXTS = {
     "compose_and_check.py": ["(16, 64)", "the same within 1e-4", "plan: the same bits"],
     "in_a_transformers_model.py": ["as with transformers' own experts"],
@@ -18,7 +18,7 @@ EXPECTED_TEXTS = {
     "two_ranks.py": ["rank 0 of 2", "rank 1 of 2", "as on one rank"],
     "why_not.py": ["NoEP x TritonExperts\n", "format: got", "raises IncompatibleError"],
 }
-STARTS_PROCESSES = {"two_ranks.py"}  # starts others, which import the main module
+STARTS_PROCESSES = {"two_ranks.py"}  # starts processes, which import the main module
 
 
 def test_every_example_is_tested() -> None:
@@ -42,11 +42,11 @@ def test_example_runs(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
         torch.set_default_device(None)
-    printed, noise = capfd.readouterr()
+    printed, error_output = capfd.readouterr()
     assert [text for text in EXPECTED_TEXTS[name] if text not in printed] == []
-    assert "USDT:" not in noise
-    made = [path.name for path in tmp_path.iterdir()]
-    assert made == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
+    assert "USDT:" not in error_output
+    created = [path.name for path in tmp_path.iterdir()]
+    assert created == (["layer.trace.json"] if name == "profile_to_a_trace.py" else [])
 
 
 def test_trace_folder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,17 +63,17 @@ def test_trace_folder_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", sorted(STARTS_PROCESSES))
 def test_example_with_processes_runs(name: str, tmp_path: Path) -> None:
-    words = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(
-        words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    command = [sys.executable, str(EXAMPLES / name)]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert [text for text in EXPECTED_TEXTS[name] if text not in done.stdout] == []
+    assert result.returncode == 0, result.stderr
+    assert [text for text in EXPECTED_TEXTS[name] if text not in result.stdout] == []
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
-def test_notebook_outputs_equal_the_stored_ones(path: Path) -> None:
-    """Numbers may differ. `python tools/run_notebook.py` stores new outputs."""
+def test_notebook_outputs_equal_the_stored_outputs(path: Path) -> None:
+    """Numbers may differ. `python tools/run_notebook.py` stores the new outputs."""
     import torch
 
     tool = runpy.run_path(str(EXAMPLES.parent / "tools" / "run_notebook.py"))

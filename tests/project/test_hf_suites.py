@@ -1,4 +1,6 @@
-"""tools/hf_suites: every case has an outcome, and wrong results of our parts are detected."""
+"""Tests of tools/hf_suites, which compares our parts with Hugging Face libraries: every case has an
+outcome, and wrong results of our parts are detected.
+"""
 
 import sys
 from dataclasses import replace
@@ -22,7 +24,7 @@ from modular_kernel.integrations.transformers.register import Registration
 
 NAN = float("nan")
 CALL = classes.Call("TorchExperts", torch.float32, 11, "no_grad")
-CHANNEL = {
+CHANNEL_CONFIG = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
     "quantization_status": "compressed",
@@ -43,7 +45,7 @@ CHANNEL = {
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "end"),
+    ("ours", "theirs", "expected"),
     [
         (1e-3, 1e-3, Outcome.AGREE),
         (2e-2, 1e-3, Outcome.OURS),
@@ -53,37 +55,37 @@ CHANNEL = {
         (2e-2, 2e-2, Outcome.OURS),
     ],
 )
-def test_float64_attributes_a_mismatch_to_a_side(ours, theirs, end) -> None:
-    assert judge_errors(ours, theirs, 1e-2)[0] is end
+def test_float64_attributes_a_mismatch_to_a_side(ours, theirs, expected) -> None:
+    assert judge_errors(ours, theirs, 1e-2)[0] is expected
 
 
 def test_counts_include_every_case() -> None:
-    cases = [Case("one", str(end), end, "why") for end in Outcome] * 2 + [
+    cases = [Case("one", str(outcome), outcome, "why") for outcome in Outcome] * 2 + [
         Case("other", "x", Outcome.AGREE)
     ]
-    found = summary(cases)
-    assert found["suites"]["one"]["total"] == 2 * len(Outcome)
-    assert found["suites"]["other"] == {
+    counts = summary(cases)
+    assert counts["suites"]["one"]["total"] == 2 * len(Outcome)
+    assert counts["suites"]["other"] == {
         **dict.fromkeys(map(str, Outcome), 0),
         "agree": 1,
         "total": 1,
     }
-    assert {row["cases"] for row in found["reasons"]} == {2}
-    assert len(found["bad"]) == 4
+    assert {row["cases"] for row in counts["reasons"]} == {2}
+    assert len(counts["bad"]) == 4
 
 
 def test_bad_case_sets_exit_code_1(monkeypatch) -> None:
-    for end in Outcome:
-        ends = Case("one", "x", end), Case("one", "y", Outcome.AGREE)
-        monkeypatch.setattr(program, "_classes", lambda _, ends=ends: ends)
-        assert program.main(["classes"]) == int(end in (Outcome.OURS, Outcome.RAW))
+    for outcome in Outcome:
+        cases = Case("one", "x", outcome), Case("one", "y", Outcome.AGREE)
+        monkeypatch.setattr(program, "_classes", lambda _, cases=cases: cases)
+        assert program.main(["classes"]) == int(outcome in (Outcome.OURS, Outcome.RAW))
 
 
 def test_suite_without_usable_cases_is_bad() -> None:
     absent = Case("packer", "x", Outcome.NOT_USABLE, "ModuleNotFoundError: datasets")
-    found = summary([absent, absent, Case("other", "x", Outcome.AGREE)])
-    assert found["bad"] == ["packer: no case could be used: ModuleNotFoundError: datasets"]
-    assert [(row["why"], row["cases"]) for row in found["reasons"]] == [(absent.why, 2)]
+    counts = summary([absent, absent, Case("other", "x", Outcome.AGREE)])
+    assert counts["bad"] == ["packer: no case could be used: ModuleNotFoundError: datasets"]
+    assert [(row["why"], row["cases"]) for row in counts["reasons"]] == [(absent.why, 2)]
 
 
 def _experts_class(name: str) -> type[torch.nn.Module]:
@@ -106,15 +108,15 @@ def test_defective_part_is_detected_in_a_class(monkeypatch, name) -> None:
     ours = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="suites_test")
     forward = Registration.forward
 
-    def off(self, *given, **more):
-        return forward(self, *given, **more) * (1 + 1e-4)
+    def forward_slightly_off(self, *args, **kwargs):
+        return forward(self, *args, **kwargs) * (1 + 1e-4)
 
-    def raising(self, *given, **more):
+    def raise_error(self, *args, **kwargs):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(Registration, "forward", off)
+    monkeypatch.setattr(Registration, "forward", forward_slightly_off)
     assert classes.case(_experts_class(name), CALL, ours).outcome is Outcome.OURS
-    monkeypatch.setattr(Registration, "forward", raising)
+    monkeypatch.setattr(Registration, "forward", raise_error)
     assert classes.case(_experts_class(name), CALL, ours).outcome is Outcome.RAW
 
 
@@ -126,10 +128,10 @@ def _pack(weight: torch.Tensor, _: torch.Generator) -> packed.Packed:
     return packed.Packed(tensors, truth, truth.float(), weight)
 
 
-def _outcome(make, config=CHANNEL) -> Outcome:
-    ends = {c.outcome for c in packed.cases(iter([packed.Packer("one", "x", config, make)]))}
-    (end,) = ends
-    return end
+def _outcome(make, config=CHANNEL_CONFIG) -> Outcome:
+    outcomes = {c.outcome for c in packed.cases(iter([packed.Packer("one", "x", config, make)]))}
+    (outcome,) = outcomes
+    return outcome
 
 
 def test_packed_matrix_and_its_layer_agree() -> None:
@@ -137,31 +139,31 @@ def test_packed_matrix_and_its_layer_agree() -> None:
 
 
 def test_packed_mismatch_is_attributed_to_a_side() -> None:
-    def theirs_is_off(weight, g):
-        made = _pack(weight, g)
-        return replace(made, their_values=made.their_values * 1.01)
+    def pack_with_wrong_theirs(weight, generator):
+        matrix = _pack(weight, generator)
+        return replace(matrix, their_values=matrix.their_values * 1.01)
 
-    def ours_is_off(weight, g):
-        made = _pack(weight, g)
-        return replace(made, expected=made.expected.roll(1, 0))
+    def pack_with_wrong_ours(weight, generator):
+        matrix = _pack(weight, generator)
+        return replace(matrix, expected=matrix.expected.roll(1, 0))
 
-    def raises(weight, g):
+    def raise_error(weight, generator):
         raise ValueError("no such group")
 
-    assert _outcome(theirs_is_off) is Outcome.THEIRS
-    assert _outcome(ours_is_off) is Outcome.OURS
-    assert _outcome(raises) is Outcome.NOT_USABLE
-    assert _outcome(_pack, CHANNEL | {"format": "marlin-24"}) is Outcome.REFUSED
+    assert _outcome(pack_with_wrong_theirs) is Outcome.THEIRS
+    assert _outcome(pack_with_wrong_ours) is Outcome.OURS
+    assert _outcome(raise_error) is Outcome.NOT_USABLE
+    assert _outcome(_pack, CHANNEL_CONFIG | {"format": "marlin-24"}) is Outcome.REFUSED
 
 
 def test_defective_import_is_detected(monkeypatch) -> None:
     merge = packed.merge
 
-    def upside_down(*given):
-        made = merge(*given)
-        return replace(made, w=made.w.view(torch.uint8).flip(0).view(made.w.dtype))
+    def merge_and_flip_rows(*given):
+        merged = merge(*given)
+        return replace(merged, w=merged.w.view(torch.uint8).flip(0).view(merged.w.dtype))
 
-    monkeypatch.setattr(packed, "merge", upside_down)
+    monkeypatch.setattr(packed, "merge", merge_and_flip_rows)
     assert _outcome(_pack) is Outcome.OURS
     monkeypatch.setattr(packed, "merge", None)
     assert _outcome(_pack) is Outcome.RAW
@@ -173,38 +175,38 @@ def test_wrong_layer_output_is_detected(monkeypatch) -> None:
     assert _outcome(_pack) is Outcome.OURS
 
 
-def _line(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
+def _test_record(outcome: str, ran: int = 1, why: str = "") -> dict[str, object]:
     return {"outcome": outcome, "why": why, "ran": ran}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "end"),
+    ("theirs", "ours", "expected"),
     [
-        (_line("passed"), _line("passed"), Outcome.AGREE),
-        (_line("passed"), _line("passed", 0), Outcome.NOT_REACHED),
-        (_line("failed"), _line("failed"), Outcome.NOT_USABLE),
-        (_line("skipped"), _line("skipped"), Outcome.NOT_USABLE),
-        (None, _line("passed"), Outcome.NOT_USABLE),
-        (_line("passed"), None, Outcome.RAW),
-        (_line("passed"), _line("lost"), Outcome.RAW),
-        (_line("passed"), _line("skipped"), Outcome.OURS),
-        (_line("passed"), _line("failed", why="E AssertionError"), Outcome.OURS),
+        (_test_record("passed"), _test_record("passed"), Outcome.AGREE),
+        (_test_record("passed"), _test_record("passed", 0), Outcome.NOT_REACHED),
+        (_test_record("failed"), _test_record("failed"), Outcome.NOT_USABLE),
+        (_test_record("skipped"), _test_record("skipped"), Outcome.NOT_USABLE),
+        (None, _test_record("passed"), Outcome.NOT_USABLE),
+        (_test_record("passed"), None, Outcome.RAW),
+        (_test_record("passed"), _test_record("lost"), Outcome.RAW),
+        (_test_record("passed"), _test_record("skipped"), Outcome.OURS),
+        (_test_record("passed"), _test_record("failed", why="E AssertionError"), Outcome.OURS),
         (
-            _line("passed"),
-            _line("failed", why="E modular_kernel.errors.UnsupportedError: x"),
+            _test_record("passed"),
+            _test_record("failed", why="E modular_kernel.errors.UnsupportedError: x"),
             Outcome.REFUSED,
         ),
         (
-            _line("passed"),
-            _line("failed", why="E modular_kernel.errors.CorruptionError: x"),
+            _test_record("passed"),
+            _test_record("failed", why="E modular_kernel.errors.CorruptionError: x"),
             Outcome.OURS,
         ),
     ],
 )
-def test_upstream_test_counts_only_if_it_passes_without_ours(theirs, ours, end) -> None:
+def test_upstream_tests_count_only_if_they_pass_without_our_parts(theirs, ours, expected) -> None:
     sides = ({} if side is None else {"a::b": side} for side in (theirs, ours))
     (case,) = upstream.judge(*sides)
-    assert case.outcome is end
+    assert case.outcome is expected
 
 
 def test_failed_comparison_is_attributed_by_float64() -> None:
@@ -215,12 +217,12 @@ def test_failed_comparison_is_attributed_by_float64() -> None:
     assert upstream.by_errors(case, errors | {"modular_kernel": NAN}).outcome is Outcome.OURS
 
 
-def test_nan_error_is_the_largest(monkeypatch) -> None:
+def test_nan_is_the_maximum_error(monkeypatch) -> None:
     from hf_suites import float64_errors
 
-    for found in ([NAN, 1.0], [1.0, NAN]):
+    for errors in ([NAN, 1.0], [1.0, NAN]):
         largest = dict[str, float]()
-        for error in found:
+        for error in errors:
             float64_errors.update_maximum(largest, "ours", error)
         assert largest["ours"] != largest["ours"]
     float64_errors.update_maximum(largest := {"ours": 1.0}, "ours", 2.0)
@@ -231,37 +233,37 @@ def test_nan_error_is_the_largest(monkeypatch) -> None:
 def test_nan_gradient_is_detected() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     experts = torch.nn.ParameterList([weight])
-    end = [
+    outcomes = [
         classes._compare_gradients(experts, ours, 2 * weight, torch.float32)[0]
         for ours in (2 * weight, 3 * weight, weight * NAN)
     ]
-    assert end == [Outcome.AGREE, Outcome.OURS, Outcome.OURS]
+    assert outcomes == [Outcome.AGREE, Outcome.OURS, Outcome.OURS]
 
 
-@pytest.mark.parametrize(("text", "ends"), [("def test_forward(): pass", True), (None, False)])
-def test_failed_pytest_run_is_no_result(tmp_path, text, ends) -> None:
-    """A missing file ends pytest before any case runs. The folder for outcomes is created."""
+@pytest.mark.parametrize(("text", "succeeds"), [("def test_forward(): pass", True), (None, False)])
+def test_failed_pytest_run_raises(tmp_path, text, succeeds) -> None:
+    """Pytest exits before any case if the file is missing. The folder for outcomes is created."""
     if text is not None:
         (tmp_path / "test_one.py").write_text(text)
-    into = tmp_path / "new/folder/ours.jsonl"
-    call = tmp_path, Path(torch.__file__).parents[1], ["test_one.py"], "theirs", into
-    if not ends:
+    output_file = tmp_path / "new/folder/ours.jsonl"
+    arguments = tmp_path, Path(torch.__file__).parents[1], ["test_one.py"], "theirs", output_file
+    if not succeeds:
         with pytest.raises(RuntimeError, match="got exit code 4 on side theirs"):
-            upstream.run(*call)
+            upstream.run(*arguments)
         return
-    upstream.run(*call)
-    assert '"outcome": "passed"' in into.read_text()
+    upstream.run(*arguments)
+    assert '"outcome": "passed"' in output_file.read_text()
 
 
 def test_test_file_without_cases_is_reported_as_a_case(tmp_path) -> None:
-    lines = upstream.ResultFolder(tmp_path)
-    lines.path_of("theirs").write_text(
+    result_folder = upstream.ResultFolder(tmp_path)
+    result_folder.path_of("theirs").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
         '{"case": "half::test_generate", "outcome": "passed", "why": "", "ran": 0}\n'
     )
-    lines.path_of("ours").write_text(
+    result_folder.path_of("ours").write_text(
         '{"case": "f::test_generate", "outcome": "passed", "why": "", "ran": 3}\n'
     )
-    lines.finish(["f", "g"])
-    ends = {case.name: case.outcome for case in lines.outcomes()}
-    assert ends == {"f::test_generate": Outcome.AGREE, "g": Outcome.NOT_USABLE}
+    result_folder.finish(["f", "g"])
+    outcomes = {case.name: case.outcome for case in result_folder.outcomes()}
+    assert outcomes == {"f::test_generate": Outcome.AGREE, "g": Outcome.NOT_USABLE}

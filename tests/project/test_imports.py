@@ -1,4 +1,6 @@
-"""Importing the packages and judging pairings load no torch, kernels or other packages early."""
+"""Importing the packages and judging pairings loads no torch, kernels or other packages that are
+not needed yet.
+"""
 
 import os
 import subprocess
@@ -10,7 +12,7 @@ import pytest
 
 from modular_kernel.settings import make_child_environment
 
-# Costs more than a tenth of a second each, and judges nothing.
+# Packages that take more than a tenth of a second to import and are not needed to judge pairings.
 SLOW_IMPORTS = (
     "triton",
     "ml_dtypes",
@@ -26,24 +28,24 @@ SLOW_IMPORTS = (
 
 
 def loaded_modules(code: str) -> set[str]:
-    """Return the modules that a new process has loaded after `code`."""
-    ends = "\nimport sys\nprint(*sys.modules)"
-    # With the interpreter on, triton itself imports it.
-    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", code + ends]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(done.stdout.splitlines()[-1].split())
+    """Return the modules that a new process has loaded after it ran `code`."""
+    print_modules = "\nimport sys\nprint(*sys.modules)"
+    # If the interpreter is on, importing triton loads it.
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", code + print_modules]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(result.stdout.splitlines()[-1].split())
 
 
-def test_import_of_the_package_loads_nothing() -> None:
-    """Except for the hook that waits for an import of transformers."""
+def test_import_of_the_package_loads_only_the_import_hook() -> None:
+    """The hook waits for an import of transformers."""
     found = loaded_modules("import modular_kernel")
     assert {"torch", "triton", "numpy"} & found == set()
-    own = {name for name in found if name.startswith("modular_kernel.")}
-    assert own == {"modular_kernel.utils", "modular_kernel.utils.after_import"}
+    own_modules = {name for name in found if name.startswith("modular_kernel.")}
+    assert own_modules == {"modular_kernel.utils", "modular_kernel.utils.after_import"}
 
 
 def test_help_does_not_load_torch() -> None:
-    """Verbs import torch in their functions."""
+    """Verbs import torch inside their functions."""
     found = loaded_modules(
         "from modular_kernel.cli.main import make_application; make_application()"
     )
@@ -56,12 +58,12 @@ def test_judging_does_not_load_slow_imports() -> None:
         "mk.check_all(problem, mk.Machine('cuda', (9, 0)))\n"
         "mk.check('MoEPrepareAndFinalizeNoEP', 'TritonExperts', problem)"
     )
-    found, of_torch = loaded_modules(judge), loaded_modules("import torch")
+    found, modules_of_torch = loaded_modules(judge), loaded_modules("import torch")
     assert "experts.triton.contiguous" in found
-    assert [name for name in SLOW_IMPORTS if name in found - of_torch] == []
+    assert [name for name in SLOW_IMPORTS if name in found - modules_of_torch] == []
 
 
-# Packages that measure or test, which a judgment does not need.
+# Packages for measurements and tests, which are not needed to judge pairings.
 MEASURING_PACKAGES = (
     "testing",
     "bench",
@@ -75,7 +77,7 @@ MEASURING_PACKAGES = (
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["list"],
         ["check", "--arch", "9.0"],
@@ -85,10 +87,10 @@ MEASURING_PACKAGES = (
     ],
     ids=" ".join,
 )
-def test_judging_verbs_load_no_kernels_and_no_measuring_packages(words: list[str]) -> None:
-    run = f"from modular_kernel.cli.main import run\ntry: run({words})\nexcept SystemExit: pass"
-    found, of_torch = loaded_modules(run), loaded_modules("import torch")
-    assert [name for name in SLOW_IMPORTS if name in found - of_torch] == []
+def test_judging_verbs_load_no_kernels_and_no_measuring_packages(arguments: list[str]) -> None:
+    run = f"from modular_kernel.cli.main import run\ntry: run({arguments})\nexcept SystemExit: pass"
+    found, modules_of_torch = loaded_modules(run), loaded_modules("import torch")
+    assert [name for name in SLOW_IMPORTS if name in found - modules_of_torch] == []
     assert [name for name in found if "kernels" in name.split(".")] == []
     packages = {name.split(".")[1] for name in found if name.startswith("modular_kernel.")}
     assert {"cli", "compatibility"} <= packages
@@ -96,22 +98,23 @@ def test_judging_verbs_load_no_kernels_and_no_measuring_packages(words: list[str
 
 
 def test_judging_verbs_load_only_click_and_rich() -> None:
-    """In addition to the packages that torch loads.
-
-    Every further package slows down every command.
+    """Packages that torch loads are not counted. Every further package would slow down every
+    command.
     """
     run = "from modular_kernel.cli.main import run\ntry: run(['{}'])\nexcept SystemExit: pass"
-    of_torch = loaded_modules("import torch")
+    modules_of_torch = loaded_modules("import torch")
     ours = {"modular_kernel", "experts", "prepare_finalize", "topk_reduce"}
     for verb in ("list", "check", "plan"):
-        more = loaded_modules(run.format(verb)) - of_torch
-        packages = {name.partition(".")[0] for name in more} - set(sys.stdlib_module_names) - ours
+        additional = loaded_modules(run.format(verb)) - modules_of_torch
+        packages = (
+            {name.partition(".")[0] for name in additional} - set(sys.stdlib_module_names) - ours
+        )
         private = {name for name in packages if name.startswith("_")}
         assert packages - private <= {"click", "rich"}
 
 
 def test_judging_verbs_disable_garbage_collection() -> None:
-    """Collecting would take longer than judging. A process that continues has it enabled again."""
+    """Collection would take longer than judging. A process that continues has it enabled again."""
     code = (
         "import gc\nseen, until, enable = [], [], gc.enable\n"
         "gc.enable = lambda: (until.append(len(seen)), enable())\n"
@@ -128,12 +131,13 @@ def test_listing_models_loads_no_torch() -> None:
     assert loaded_modules(run) & {"torch", "numpy", *SLOW_IMPORTS} == set()
 
 
-# Seconds of processor time beyond torch's import, and as a share of it where a machine is slow.
-JUDGING_SECONDS, JUDGING_SHARE = 0.5, 0.4
+# Limits of the processor time beyond the import of torch, in seconds and, for slow machines, as a
+# fraction of the import time.
+MAX_JUDGING_S, MAX_JUDGING_FRACTION = 0.5, 0.4
 
 
 def test_judging_verbs_are_fast(tmp_path: Path) -> None:
-    """The minimum of five runs with cached bytecode, compared with the time of importing torch."""
+    """Compares the minimum of five runs with cached bytecode with the time to import torch."""
     verbs = [["models"], ["list"], ["check"], ["check", "--model", "mixtral-8x7b"], ["plan"]]
     environment = make_child_environment(interpreted=False)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -143,9 +147,9 @@ def test_judging_verbs_are_fast(tmp_path: Path) -> None:
         cpu_seconds(program, environment)
     best = [float("inf")] * len(programs)
     for _ in range(5):
-        found = [cpu_seconds(program, environment) for program in programs]
-        best = [min(pair) for pair in zip(best, found, strict=True)]
-        limit = best[0] + max(JUDGING_SECONDS, JUDGING_SHARE * best[0])
+        seconds = [cpu_seconds(program, environment) for program in programs]
+        best = [min(pair) for pair in zip(best, seconds, strict=True)]
+        limit = best[0] + max(MAX_JUDGING_S, MAX_JUDGING_FRACTION * best[0])
         if max(best[1:]) <= limit:
             return
     pytest.fail(f"torch takes {best[0]:.2f} s, {verbs} take {best[1:]}, the limit is {limit:.2f} s")

@@ -1,4 +1,5 @@
-"""tools/leave_one_out.py: launches of a layer if its tuned file is missing, and their times.
+"""Tests of tools/leave_one_out.py, which measures the launches of a layer if its tuned file is
+missing.
 
 The tool compares three launches: "tuned" is from the layer's file, "neighbors" from the files of
 similar layers, and "regimes" from the heuristics.
@@ -18,7 +19,7 @@ from modular_kernel.spec.problem import Problem
 from modular_kernel.tuning.search import Refusal
 
 FILE = Path(__file__).parents[2] / "tools" / "leave_one_out.py"
-BLOCK_NS = (128, 256, 64)  # block_n of GEMM 2 in three launches, which FakeBench times
+BLOCK_NS = (128, 256, 64)  # block_n of GEMM 2 in three launches, see FakeBench
 LAYERS = ("mixtral", "mixtral_tp2", "dsv3_tp8")
 
 
@@ -28,14 +29,14 @@ def tool() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
 def configs(tool: ModuleType, tmp_path: Path) -> Path:
-    """Write the tuned files of three layers."""
+    """Copy the tuned files of three layers to a temporary folder and return it."""
     inner = tmp_path / "triton_3_6_0"
     inner.mkdir()
     for sizes in ("E=8,N=14336", "E=8,N=7168", "E=256,N=256"):
@@ -45,22 +46,26 @@ def configs(tool: ModuleType, tmp_path: Path) -> Path:
 
 
 def test_layer_without_a_file_uses_the_nearest_layer(tool: ModuleType, configs: Path) -> None:
-    found = tool.cases(LAYERS, ["none"], [16, 4096], configs)
-    assert [(case.layer, case.problem.tokens) for case in found] == [
+    timed_cases = tool.cases(LAYERS, ["none"], [16, 4096], configs)
+    assert [(case.layer, case.problem.tokens) for case in timed_cases] == [
         (layer, tokens) for layer in LAYERS for tokens in (16, 4096)
     ]
-    own = {(case.layer, case.problem.tokens): case.tuned for case in found}
-    by = {(case.layer, case.problem.tokens): case for case in found}
-    assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
-    assert by["mixtral", 16].neighbors == own["mixtral_tp2", 16]
-    assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
-    assert by["dsv3_tp8", 16].origin == "heuristics", "no tuned layer is similar enough"
-    assert by["dsv3_tp8", 16].neighbors == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
+    tuned = {(case.layer, case.problem.tokens): case.tuned for case in timed_cases}
+    case_of = {(case.layer, case.problem.tokens): case for case in timed_cases}
+    assert case_of["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
+    assert case_of["mixtral", 16].neighbors == tuned["mixtral_tp2", 16]
+    assert case_of["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
+    assert case_of["dsv3_tp8", 16].origin == "heuristics", "no tuned layer is similar enough"
+    assert (
+        case_of["dsv3_tp8", 16].neighbors
+        == case_of["dsv3_tp8", 16].regimes
+        != tuned["dsv3_tp8", 16]
+    )
     assert tool.cases(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], (
         "no layer has a tuned file for this scheme"
     )
-    alone = tool.cases(["mixtral"], ["none"], [16])
-    assert alone[0].tuned == own["mixtral", 16], "the tuned files in the package"
+    with_all_files = tool.cases(["mixtral"], ["none"], [16])
+    assert with_all_files[0].tuned == tuned["mixtral", 16], "the tuned files in the package"
 
 
 def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
@@ -70,9 +75,11 @@ def test_equal_launches_share_a_time(tool: ModuleType, configs: Path) -> None:
     assert row["us"] == {"tuned": 10.0, "neighbors": 15.0, "regimes": 15.0}
     (result,) = tool.results([row])
     assert (result.neighbors, result.regimes) == (1.5, 1.5)
-    same = tool.TimedCase(case.layer, case.problem, case.tuned, case.tuned, case.tuned, "regimes")
-    assert same.choices == [case.tuned]
-    (result,) = tool.results([same.record({})])
+    equal_case = tool.TimedCase(
+        case.layer, case.problem, case.tuned, case.tuned, case.tuned, "regimes"
+    )
+    assert equal_case.choices == [case.tuned]
+    (result,) = tool.results([equal_case.record({})])
     assert (result.neighbors, result.regimes) == (1.0, 1.0)
 
 
@@ -85,7 +92,10 @@ class FakeBench:
     def compare(self, tokens: int, choices: list[MoEConfig]) -> dict[MoEConfig, float | Refusal]:
         assert tokens in self.tokens
         microseconds = {choice: choice.gemm2.block_n for choice in choices}
-        return {c: Refusal("wrong") if us == 64 else us * 1e-6 for c, us in microseconds.items()}
+        return {
+            c: Refusal("wrong") if times_us == 64 else times_us * 1e-6
+            for c, times_us in microseconds.items()
+        }
 
 
 class FakeCompiler:
@@ -113,40 +123,42 @@ def test_only_different_launches_are_timed(
     monkeypatch.setattr(tool, "Compiler", FakeCompiler)
     FakeCompiler.submitted.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
-    one, two, wrong = (
+    first, second, wrong = (
         MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
         for n in BLOCK_NS
     )
-    found = [
-        tool.TimedCase("a", problem, one, two, one, "x"),
-        tool.TimedCase("a", problem.with_tokens(64), one, one, one, "x"),
-        tool.TimedCase("b", problem, one, wrong, one, "x"),
-        tool.TimedCase("c", problem, two, two, two, "x"),
+    timed_cases = [
+        tool.TimedCase("a", problem, first, second, first, "x"),
+        tool.TimedCase("a", problem.with_tokens(64), first, first, first, "x"),
+        tool.TimedCase("b", problem, first, wrong, first, "x"),
+        tool.TimedCase("c", problem, second, second, second, "x"),
     ]
-    kept: list[list[dict[str, object]]] = []
-    num_missing = tool.time_cases(found, 1e9, lambda rows: kept.append(list(rows)))
+    saved: list[list[dict[str, object]]] = []
+    num_missing = tool.time_cases(timed_cases, 1e9, lambda rows: saved.append(list(rows)))
     assert num_missing == 1, "the case with a wrong output has no time"
     assert "wrong" in capsys.readouterr().err
-    us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
-    timed = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
-    assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
-    assert FakeCompiler.submitted == [one, two, one, wrong]
-    assert tool.time_cases(found, -1.0, kept.append) == 3, (
+    times_us = {(row["layer"], row["tokens"]): row["us"] for row in saved[-1]}
+    expected_us = {"tuned": 128.0, "neighbors": 256.0, "regimes": 128.0}
+    assert times_us == {("a", 16): expected_us, ("a", 64): {}, ("c", 16): {}}
+    assert FakeCompiler.submitted == [first, second, first, wrong]
+    assert tool.time_cases(timed_cases, -1.0, saved.append) == 3, (
         "after the deadline, layers with different launches are skipped"
     )
-    assert [row["layer"] for row in kept[-1]] == ["c"]
+    assert [row["layer"] for row in saved[-1]] == ["c"]
 
 
 def make_row(layer: str, tokens: int, neighbors: float, regimes: float) -> dict[str, object]:
-    us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "regimes": 10.0 * regimes}
-    return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": us}
+    times_us = {"tuned": 10.0, "neighbors": 10.0 * neighbors, "regimes": 10.0 * regimes}
+    return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": times_us}
 
 
-def test_report(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_report_has_totals_and_slowest_cases(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     # The tool writes cases with equal launches first, without times.
-    equal_launches = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
+    equal_case = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
     rows = [
-        equal_launches,
+        equal_case,
         make_row("two", 16, 1.21, 1.0),
         make_row("two", 1, 1.3, 1.0),
         make_row("one", 16, 0.9, 1.44),
@@ -159,10 +171,10 @@ def test_report(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture)
     assert any("Tiles differ in 3 of 4 cases" in line for line in text)
     assert any(line.endswith("Measured today with this.") for line in text)
     assert "Raw rows: `record.json`." in text
-    total = next(line for line in text if line.startswith("| all |"))
-    assert total == "| all | 4 | 2 of 4, 50.0% | 1.091 | 1.30 | 3 of 4, 75.0% | 1.095 | 1.44 |"
-    one = text.index("| one | none |  | 0.90 | 1.00 |")
-    assert text[one + 1] == "| two | none | 1.30 | 1.21 |  |"
+    total_line = next(line for line in text if line.startswith("| all |"))
+    assert total_line == "| all | 4 | 2 of 4, 50.0% | 1.091 | 1.30 | 3 of 4, 75.0% | 1.095 | 1.44 |"
+    row_index = text.index("| one | none |  | 0.90 | 1.00 |")
+    assert text[row_index + 1] == "| two | none | 1.30 | 1.21 |  |"
     assert text[-2:] == [
         "- two none, 1 token: 1.30 x, tiles of E=8, K=2",
         "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2",

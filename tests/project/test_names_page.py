@@ -1,4 +1,4 @@
-"""All names in docs/names.md exist."""
+"""All names in docs/names.md exist, and names that it calls the same are the same."""
 
 import re
 from importlib import import_module

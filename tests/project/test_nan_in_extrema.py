@@ -1,4 +1,4 @@
-"""No kernel takes a minimum or maximum that could drop a NaN, unless a comment states why none
+"""Kernels take no minimum or maximum that could drop a NaN, unless a comment states why no NaN
 occurs.
 
 `tl.maximum`, `tl.max`, their equivalents in Gluon, and `fmax` of CuTe return the operand that is a
@@ -15,12 +15,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("modular_kernel", "experts", "prepare_finalize", "topk_reduce")
-DROPPING = frozenset(
+DROPPING_FUNCTIONS = frozenset(
     {"max", "min", "maximum", "minimum", "clamp", "argmax", "argmin", "sort", "topk"}
 )
-DROPPING |= {"fmax", "fmin", "fmaxf", "fminf", "atomic_max", "atomic_min", "red_max", "red_min"}
-DROPPING |= {"atomic_fmax", "atomic_fmin"}
-PTX: tuple[str, ...] = (
+DROPPING_FUNCTIONS |= {
+    "fmax",
+    "fmin",
+    "fmaxf",
+    "fminf",
+    "atomic_max",
+    "atomic_min",
+    "red_max",
+    "red_min",
+}
+DROPPING_FUNCTIONS |= {"atomic_fmax", "atomic_fmin"}
+DROPPING_PTX: tuple[str, ...] = (
     "max.f32",
     "min.f32",
     "max.f16",
@@ -30,18 +39,21 @@ PTX: tuple[str, ...] = (
     "max.ftz",
     "min.ftz",
 )
-PTX += (".relu",)  # of fma and cvt: a NaN becomes NaN or 0, by the instruction
-JITTED = re.compile(r"^@(triton|gluon|cute)\.(jit|kernel)", re.MULTILINE)
-REASON = "# NaN-free: "
+# suffix of fma and cvt; it turns NaN into NaN or 0, depending on the instruction
+DROPPING_PTX += (".relu",)
+JIT_DECORATOR = re.compile(r"^@(triton|gluon|cute)\.(jit|kernel)", re.MULTILINE)
+REASON_COMMENT = "# NaN-free: "
 
 
-def kernels() -> tuple[Path, ...]:
-    """Return every kernel module, and every other module with a jitted function."""
-    found = (p for name in PACKAGES for p in sorted((ROOT / name).rglob("*.py")))
-    return tuple(p for p in found if "kernels" in p.parts[:-1] or JITTED.search(p.read_text()))
+def kernel_modules() -> tuple[Path, ...]:
+    """Return all kernel modules, and all other modules with a jitted function."""
+    paths = (p for name in PACKAGES for p in sorted((ROOT / name).rglob("*.py")))
+    return tuple(
+        p for p in paths if "kernels" in p.parts[:-1] or JIT_DECORATOR.search(p.read_text())
+    )
 
 
-def _name(call: ast.Call) -> tuple[str, ...]:
+def _called_name(call: ast.Call) -> tuple[str, ...]:
     """Return the dotted name of the called function, or () if there is none."""
     parts, node = list[str](), call.func
     while isinstance(node, ast.Attribute):
@@ -52,21 +64,23 @@ def _name(call: ast.Call) -> tuple[str, ...]:
     return (node.id, *reversed(parts))
 
 
-def _drops(node: ast.AST) -> str:
+def _dropping_operation(node: ast.AST) -> str:
     """Return the operation in `node` that can drop a NaN, or ""."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return next((code for code in PTX if code in node.value), "")
+        return next((code for code in DROPPING_PTX if code in node.value), "")
     if not isinstance(node, ast.Call):
         return ""
-    name = _name(node)
-    keeps = any(
+    name = _called_name(node)
+    keeps_nan = any(
         k.arg == "propagate_nan" and ast.unparse(k.value).endswith("PropagateNan.ALL")
         for k in node.keywords
     )
-    return ".".join(name) if len(name) > 1 and name[-1] in DROPPING and not keeps else ""
+    return (
+        ".".join(name) if len(name) > 1 and name[-1] in DROPPING_FUNCTIONS and not keeps_nan else ""
+    )
 
 
-def unreasoned(text: str) -> Iterator[str]:
+def statements_without_reason(text: str) -> Iterator[str]:
     """Yield the statements of a source that can drop a NaN without a comment."""
     lines = text.splitlines()
     tree = ast.parse(text)
@@ -80,43 +94,48 @@ def unreasoned(text: str) -> Iterator[str]:
     }
     parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
-        what = "" if id(node) in docs else _drops(node)
-        if not what:
+        operation = "" if id(node) in docs else _dropping_operation(node)
+        if not operation:
             continue
         statement: ast.AST = node
         while not isinstance(statement, ast.stmt):
             statement = parents[id(statement)]
-        # Of a loop or a condition: its header alone.
+        # For a loop or condition, only its header counts.
         body = getattr(statement, "body", None)
         last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
         assert last is not None
-        near = lines[statement.lineno - 1 : last]
+        nearby_lines = lines[statement.lineno - 1 : last]
         if statement.lineno > 1 and lines[statement.lineno - 2].lstrip().startswith("#"):
-            near.append(lines[statement.lineno - 2])
-        if not any(REASON in line and line.split(REASON)[1].strip() for line in near):
-            yield f"line {getattr(node, 'lineno', 0)}: {what}"
+            nearby_lines.append(lines[statement.lineno - 2])
+        if not any(
+            REASON_COMMENT in line and line.split(REASON_COMMENT)[1].strip()
+            for line in nearby_lines
+        ):
+            yield f"line {getattr(node, 'lineno', 0)}: {operation}"
 
 
-@pytest.mark.parametrize("path", kernels(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", kernel_modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_extremum_keeps_nan_or_has_a_comment(path: Path) -> None:
-    assert list(unreasoned(path.read_text())) == []
+    assert list(statements_without_reason(path.read_text())) == []
 
 
 def test_kernels_are_found() -> None:
-    names = {path.relative_to(ROOT).parts[0] for path in kernels()}
+    names = {path.relative_to(ROOT).parts[0] for path in kernel_modules()}
     assert {"modular_kernel", "experts", "prepare_finalize"} <= names
-    assert len(kernels()) > 50
+    assert len(kernel_modules()) > 50
 
 
 def test_a_removed_comment_is_detected() -> None:
-    """Each comment is needed: without it the statement is reported."""
+    """Also checks that every comment is needed."""
     removed = 0
-    for path in kernels():
+    for path in kernel_modules():
         lines = path.read_text().splitlines()
-        for at, line in enumerate(lines):
-            if REASON in line:
-                without = [*lines[:at], line.split("#")[0], *lines[at + 1 :]]
-                assert list(unreasoned("\n".join(without))), f"{path}:{at + 1}: needless"
+        for index, line in enumerate(lines):
+            if REASON_COMMENT in line:
+                without = [*lines[:index], line.split("#")[0], *lines[index + 1 :]]
+                assert list(statements_without_reason("\n".join(without))), (
+                    f"{path}:{index + 1}: comment is not needed"
+                )
                 removed += 1
     assert removed > 20
 
@@ -138,8 +157,8 @@ def test_a_removed_comment_is_detected() -> None:
         "for i in range(tl.max(a, 0)):\n    x = 1  # NaN-free: of another statement",
     ],
 )
-def test_operations_that_drop_nan_are_found(line: str) -> None:
-    assert list(unreasoned(line)) != []
+def test_operations_that_drop_nan_are_detected(line: str) -> None:
+    assert list(statements_without_reason(line)) != []
 
 
 @pytest.mark.parametrize(
@@ -154,4 +173,4 @@ def test_operations_that_drop_nan_are_found(line: str) -> None:
     ],
 )
 def test_operations_that_keep_nan_are_accepted(line: str) -> None:
-    assert list(unreasoned(line)) == []
+    assert list(statements_without_reason(line)) == []

@@ -1,4 +1,4 @@
-"""The check of the newest triton accepts known regressions only."""
+"""The check of kernels with the newest triton accepts only known regressions."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def compile_result(*entries: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("top_k", [1, 8, 9, 32])
 def test_known_spill_is_accepted_for_any_top_k(top_k: int) -> None:
-    """It depends on the number of warps only."""
+    """The spill depends only on the number of warps."""
     assert errors(compile_result(make_entry(SPILL, config={"TOP_K": top_k}))) == []
 
 

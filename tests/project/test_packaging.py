@@ -1,4 +1,4 @@
-"""The wheel: four typed packages, the `mk` command, entry points and requirements."""
+"""The wheel contains four typed packages, the `mk` command, entry points and requirements."""
 
 import ast
 import configparser
@@ -26,19 +26,19 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 def build_wheel(source: Path, out: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--no-index", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
         cwd=source,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    """Build the wheel of a copy of the tree in which tests and tools look like packages."""
+    """Build the wheel of a copy of the tree in which tests, tools and docs look like packages."""
     source = tmp_path_factory.mktemp("source")
     for package in PACKAGES:
         shutil.copytree(
@@ -54,12 +54,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
     out = tmp_path_factory.mktemp("wheel")
     build_wheel(source, out)
     (path,) = out.glob("*.whl")
-    with zipfile.ZipFile(path) as opened:
-        yield opened
+    with zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def build_context() -> list[str]:
-    """Return the files that .dockerignore lets an image see; it excludes all others."""
+    """Return the files that .dockerignore includes in the build context. It excludes all others."""
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert lines[0] == "*"
     return [line[1:] for line in lines if line.startswith("!")]
@@ -82,8 +82,8 @@ def test_docker_build_context_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_
 
 
 def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    _, *targets = re.split(r"^FROM ", text, flags=re.M)
+    is_text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    _, *targets = re.split(r"^FROM ", is_text, flags=re.M)
     names = [re.match(r"\S+ AS (\w+)\n", target) for target in targets]
     assert [name and name[1] for name in names] == ["base", "cpu", "cuda"]
     for target in targets[1:]:
@@ -93,7 +93,7 @@ def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
         copied = re.findall(r"^COPY (\S+) ", target, re.M)
         assert set(copied) <= {".", *build_context()}
         assert 'ENTRYPOINT ["mk"]\nCMD ["demo"]\n' in target
-    hosts = set(re.findall(r"https?://([^/\s]+)", text))
+    hosts = set(re.findall(r"https?://([^/\s]+)", is_text))
     assert hosts == {"download.pytorch.org"}, "images and packages come from the usual places"
 
 
@@ -109,8 +109,8 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
 
 
 def test_wheel_contains_only_the_four_packages(wheel: zipfile.ZipFile) -> None:
-    tops = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" not in name}
-    assert tops == PACKAGES
+    top_level = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" not in name}
+    assert top_level == PACKAGES
 
 
 def test_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
@@ -126,21 +126,21 @@ def test_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile) -> No
 
 def changelog_versions() -> list[str]:
     """Return the released versions, newest first. Each must have a date."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    heads = [head for head in re.findall(r"^## (.*)$", text, re.M) if head != "[Unreleased]"]
+    is_text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = [head for head in re.findall(r"^## (.*)$", is_text, re.M) if head != "[Unreleased]"]
     dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
     assert None not in dated, heads
-    return [found[1] for found in dated if found]
+    return [match[1] for match in dated if match]
 
 
-# Of the text of each release, as it was made.
+# Digest of the text of each release when it was published.
 RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": "8805e91bfb94f5e4"}
 
 
 def test_changelog_of_releases_is_unchanged() -> None:
-    """Changes after a release belong to the section Unreleased."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^## ", text, flags=re.M)
+    """Later changes belong in the section Unreleased."""
+    is_text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", is_text, flags=re.M)
     heads = [section.partition("\n")[0] for section in sections]
     assert heads == ["[Unreleased]", *RELEASED]
     digests = [hashlib.sha256(f"## {section}".encode()).hexdigest()[:16] for section in sections]
@@ -152,7 +152,7 @@ def test_changelog_of_releases_is_unchanged() -> None:
 def test_installed_wheel_runs_the_checkpoints_of_the_demo(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
-    """Without the source tree, and without transformers."""
+    """The wheel runs without the source tree and without transformers."""
     wheel.extractall(tmp_path)
     program = (
         "import sys",
@@ -165,17 +165,17 @@ def test_installed_wheel_runs_the_checkpoints_of_the_demo(
         "rows = list(demo_checkpoints.run_checkpoints([pair], 'cpu'))",
         "assert len(rows) == 4 and all(row.ok for row in rows), rows",
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "\n".join(program), str(tmp_path), str(ROOT)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
-def test_metadata(metadata: Message) -> None:
+def test_metadata_has_name_version_and_extras(metadata: Message) -> None:
     assert metadata["Name"] == "modular-kernel"
     assert metadata["Version"] == changelog_versions()[0]
     assert metadata["Requires-Python"] == ">=3.11"
@@ -183,7 +183,7 @@ def test_metadata(metadata: Message) -> None:
 
 
 def test_description_has_no_relative_links(metadata: Message) -> None:
-    """Package indexes show the description without the files."""
+    """Package indexes show the description without the repository."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     description = str(metadata.get_payload())
     targets = re.findall(r"\]\(([^)]*)\)", readme)
@@ -192,15 +192,15 @@ def test_description_has_no_relative_links(metadata: Message) -> None:
     assert linked == [target for target in targets if target.startswith("https://")]
     assert "](" not in re.sub(r"\]\(https://[^)]*\)", "", description)
     assert "<img" not in description
-    for text in re.findall(r"(?<!!)\[([^\]]+)\]\(docs/", readme):
-        assert text in description
+    for is_text in re.findall(r"(?<!!)\[([^\]]+)\]\(docs/", readme):
+        assert is_text in description
 
 
-def test_run_time_requirements(metadata: Message) -> None:
-    plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
-    names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}
+def test_run_time_requirements_are_complete(metadata: Message) -> None:
+    requirements = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
+    names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in requirements}
     assert names == {"torch", "numpy", "triton", "click", "rich", "safetensors", "jinja2"}
-    (triton,) = (requirement for requirement in plain if requirement.startswith("triton"))
+    (triton,) = (requirement for requirement in requirements if requirement.startswith("triton"))
     assert "platform_system" in triton
 
 
@@ -211,12 +211,12 @@ def pinned_versions(name: str) -> dict[str, str]:
 
 
 def test_oldest_and_newest_triton_are_tested(metadata: Message) -> None:
-    """`make test` has the oldest minor release, `make test-triton` the newest."""
+    """`make test` uses the oldest minor release, `make test-triton` the newest."""
     (need,) = (r for r in metadata.get_all("Requires-Dist", []) if r.startswith("triton"))
-    least, most = (re.search(rf"{sign}3\.(\d+)", need) for sign in (">=", "<"))
-    assert least is not None
-    assert most is not None
-    minors = range(int(least[1]), int(most[1]))
+    oldest_match, newest_match = (re.search(rf"{sign}3\.(\d+)", need) for sign in (">=", "<"))
+    assert oldest_match is not None
+    assert newest_match is not None
+    minors = range(int(oldest_match[1]), int(newest_match[1]))
     oldest, newest = (pinned_versions(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
     assert oldest == ["3", str(minors[0])]
     assert newest == ["3", str(minors[-1])]
@@ -231,32 +231,36 @@ def test_oldest_transformers_is_tested(metadata: Message) -> None:
 
 
 def test_cutlass_extra_is_tested(metadata: Message) -> None:
-    """`make test-cutlass` installs all its packages, in releases that the extra allows."""
-    wanted = [r for r in metadata.get_all("Requires-Dist", []) if 'extra == "cutlass"' in r]
-    found = pinned_versions("cutlass")
-    least = {re.split(r"[<>=;,\s]", r)[0]: re.search(r">=([\d.]+)", r)[1] for r in wanted}  # type: ignore[index]
-    assert least.keys() <= found.keys()
-    assert found["nvidia-cutlass-dsl"].startswith(least["nvidia-cutlass-dsl"][:3])
+    """`make test-cutlass` installs all packages of the extra, in releases that the extra allows."""
+    requirements = [r for r in metadata.get_all("Requires-Dist", []) if 'extra == "cutlass"' in r]
+    pinned = pinned_versions("cutlass")
+    min_versions = {
+        re.split(r"[<>=;,\s]", r)[0]: re.search(r">=([\d.]+)", r)[1] for r in requirements
+    }  # type: ignore[index]
+    assert min_versions.keys() <= pinned.keys()
+    assert pinned["nvidia-cutlass-dsl"].startswith(min_versions["nvidia-cutlass-dsl"][:3])
 
 
 def test_vllm_extra_is_tested(metadata: Message) -> None:
-    """The plugin has a module for its version."""
-    (wanted,) = (r for r in metadata.get_all("Requires-Dist", []) if 'extra == "vllm"' in r)
-    least = re.search(r">=([\d.]+)", wanted)
-    assert least is not None
+    """The plugin has a module for the version that is tested."""
+    (requirement,) = (r for r in metadata.get_all("Requires-Dist", []) if 'extra == "vllm"' in r)
+    min_version = re.search(r">=([\d.]+)", requirement)
+    assert min_version is not None
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     tested = re.search(r"^VLLM_VERSION \?= ([\d.]+)$", makefile, re.MULTILINE)
     assert tested is not None
-    assert tested[1].startswith(f"{least[1]}.")
-    assert tuple(map(int, least[1].split("."))) in MODULE_BY_VERSION
+    assert tested[1].startswith(f"{min_version[1]}.")
+    assert tuple(map(int, min_version[1].split("."))) in MODULE_BY_VERSION
 
 
 def test_no_requirement_is_a_url(metadata: Message) -> None:
-    """Such packages cannot be uploaded, and resolving any extra builds the source."""
+    """Packages with such requirements cannot be uploaded, and resolving any extra would build the
+    source.
+    """
     assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []
 
 
-def test_entry_points(wheel: zipfile.ZipFile) -> None:
+def test_entry_points_are_complete(wheel: zipfile.ZipFile) -> None:
     parser = configparser.ConfigParser()
     parser.read_string(read_dist_info(wheel, "entry_points.txt"))
     assert dict(parser["console_scripts"]) == {"mk": "modular_kernel.cli.main:run"}
@@ -269,7 +273,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
     assert dict(parser["vllm.general_plugins"]) == plugins
 
 
-def test_wheel_carries_the_license(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_the_license(wheel: zipfile.ZipFile) -> None:
     (path,) = (n for n in wheel.namelist() if n.endswith("/LICENSE"))
     assert "Apache License" in wheel.read(path).decode()
 
@@ -282,10 +286,10 @@ def test_wheel_carries_the_license(wheel: zipfile.ZipFile) -> None:
         ("/tmp/torch-2.13.0+cpu-cp311.whl", ["/tmp/torch-2.13.0+cpu-cp311.whl"], False),
     ],
 )
-def test_make_warns_of_cuda_if_pip_selects_the_build(
+def test_make_warns_about_cuda_if_no_cpu_build_is_found(
     tmp_path: Path, torch_given: str, installs: list[str], warns: bool
 ) -> None:
-    """Runs `make demo TORCH=...` with a pip that finds no CPU-only build."""
+    """Runs the target of `make demo TORCH=...` with a pip that finds no CPU-only build."""
     log, python = tmp_path / "log", tmp_path / "bin" / "python"
     (tmp_path / ".made-by-make").touch()
     python.parent.mkdir()
@@ -293,28 +297,30 @@ def test_make_warns_of_cuda_if_pip_selects_the_build(
         f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *torch==*+cpu*) exit 1;; esac\n'
     )
     python.chmod(0o755)
-    words = ["make", f"VENV={tmp_path}", f"TORCH={torch_given}", f"PYTHON={sys.executable}"]
-    done = subprocess.run(
-        [*words, f"{tmp_path}/.installed"], cwd=ROOT, capture_output=True, text=True, check=True
+    command = ["make", f"VENV={tmp_path}", f"TORCH={torch_given}", f"PYTHON={sys.executable}"]
+    result = subprocess.run(
+        [*command, f"{tmp_path}/.installed"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    asked = [line.split()[-1] for line in log.read_text().splitlines()]
-    assert [word for word in asked if "torch" in word] == installs
-    assert ("gigabytes of CUDA" in done.stdout) is warns
+    requested = [line.split()[-1] for line in log.read_text().splitlines()]
+    assert [word for word in requested if "torch" in word] == installs
+    assert ("gigabytes of CUDA" in result.stdout) is warns
 
 
 def strings_of(path: Path) -> Iterator[str]:
-    """Yield every string of a module except docstrings; those of verbs are their help."""
+    """Yield every string of a module except docstrings. Docstrings of commands are included,
+    because they are help texts.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     holders = ast.Module if path.parent.name == "cli" else ast.Module | ast.ClassDef | FUNCTION
     bodies = [node.body[0] for node in ast.walk(tree) if isinstance(node, holders) and node.body]
     docstrings = {id(first.value) for first in bodies if isinstance(first, ast.Expr)}
     for node in ast.walk(tree):
-        text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if text and id(node) not in docstrings:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings:
             yield " ".join(node.value.split())
 
 
-# What they say goes into pages of the docs, keys of records there, or stands above records.
+# Strings of these files end up in the documentation, where the repository is available.
 IN_DOCS = ("mutation_page.py", "cpu_undetectable.py", "benchmarks.py")
 
 
@@ -325,5 +331,7 @@ def test_messages_about_repository_files_say_so() -> None:
         for path in (ROOT / package).rglob("*.py"):
             if path.name in IN_DOCS:
                 continue
-            for text in filter(outside.search, strings_of(path)):
-                assert "source tree" in text or "a checkout" in text, f"{path.name}: {text[-200:]}"
+            for is_text in filter(outside.search, strings_of(path)):
+                assert "source tree" in is_text or "a checkout" in is_text, (
+                    f"{path.name}: {is_text[-200:]}"
+                )

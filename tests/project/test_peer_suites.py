@@ -1,4 +1,6 @@
-"""tools/peer_suites.py: cases extracted from other projects' tests, attributed mismatches."""
+"""Tests of tools/peer_suites.py, which extracts cases from the tests of other projects and
+attributes mismatches to our part or to their reference.
+"""
 
 import importlib.util
 import json
@@ -79,7 +81,7 @@ def checkout(tool: ModuleType, tmp_path: Path) -> Path:
 
 
 def fake_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
-    """Return the suite of the fake project's layers, whose reference is wrong unless factor is
+    """Return the suite of the fake project's layers. Its reference is wrong unless `factor` is
     1.
     """
     from peer_suites_lib.checkout import Source
@@ -89,15 +91,23 @@ def fake_layer_suite(checkout: Path, factor: float = 1.0) -> Any:
     source = Source(checkout, "test_fake.py", {"FACTOR": factor})
     reference: Any = source.function("torch_moe")
     check = LayerCheck(
-        lambda layer, given: reference(
-            given.x, given.weights.w1, given.weights.w2, given.score, layer.top_k
+        lambda layer, inputs: reference(
+            inputs.x, inputs.weights.w1, inputs.weights.w2, inputs.score, layer.top_k
         ),
         Tolerance(5e-2, 0.1),
     )
 
-    def case(p: Any) -> Any:
+    def case(parameters: Any) -> Any:
         return check(
-            Layer(p["m"], p["k"], p["n"], p["e"], p["topk"], p["dtype"], scale=(1, 0.3, 0.3))
+            Layer(
+                parameters["m"],
+                parameters["k"],
+                parameters["n"],
+                parameters["e"],
+                parameters["topk"],
+                parameters["dtype"],
+                scale=(1, 0.3, 0.3),
+            )
         )
 
     return Suite("fake", "layers", lambda: source.grid("test_moe"), case)
@@ -109,17 +119,20 @@ def test_grids_and_functions_are_extracted_without_importing(checkout: Path) -> 
     source = Source(checkout, "test_fake.py", {"FACTOR": 1.0})
     grid = list(source.grid("test_moe"))
     assert len(grid) == 8
-    assert {tuple(p[key] for key in ("m", "k", "n")) for p in grid} == {(3, 64, 32), (2, 32, 64)}
-    assert {p["topk"] for p in grid} == {1, 2}
-    assert {p["dtype"] for p in grid} == {torch.bfloat16, torch.float32}
+    assert {tuple(parameters[key] for key in ("m", "k", "n")) for parameters in grid} == {
+        (3, 64, 32),
+        (2, 32, 64),
+    }
+    assert {parameters["topk"] for parameters in grid} == {1, 2}
+    assert {parameters["dtype"] for parameters in grid} == {torch.bfloat16, torch.float32}
     rows = list(source.class_grid("TestRows", "M", "widths"))
     assert rows == [{"M": m, "widths": w} for m in (1, 5) for w in (32, 48)]
-    for what in (lambda: list(source.grid("test_big")), lambda: source.function("absent")):
+    for read in (lambda: list(source.grid("test_big")), lambda: source.function("absent")):
         with pytest.raises(UnreadableError):
-            what()
+            read()
 
 
-def test_agreeing_parts(tool: ModuleType, checkout: Path) -> None:
+def test_correct_parts_agree(tool: ModuleType, checkout: Path) -> None:
     tally = tool.run_suite(fake_layer_suite(checkout), 100)
     assert tally.outcomes == {"agree": 8}
     assert not tally.failed
@@ -129,35 +142,37 @@ def test_agreeing_parts(tool: ModuleType, checkout: Path) -> None:
     }  # fmt: skip
 
 
-def test_wrong_reference_is_attributed_to_them(tool: ModuleType, checkout: Path) -> None:
+def test_wrong_reference_is_attributed_to_the_other_project(
+    tool: ModuleType, checkout: Path
+) -> None:
     tally = tool.run_suite(fake_layer_suite(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: theirs": 8}
     assert not tally.failed
 
 
-@pytest.mark.parametrize("broken", ["TorchExperts", "GroupedGemmExperts"])
-def test_defective_part_is_attributed_to_us(
+@pytest.mark.parametrize("defective_part", ["TorchExperts", "GroupedGemmExperts"])
+def test_defective_part_is_attributed_to_this_project(
     tool: ModuleType,
     checkout: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    broken: str,
+    defective_part: str,
 ) -> None:
     from peer_suites_lib import layers
 
-    sound = layers.make_kernel
+    original = layers.make_kernel
 
-    def kernel_of(prepare: str, experts: str, problem: Any, **options: Any) -> Any:
-        kernel = sound(prepare, experts, problem, **options)
-        return (lambda *given: kernel(*given) * 1.2) if experts == broken else kernel
+    def make_kernel_with_defect(prepare: str, experts: str, problem: Any, **options: Any) -> Any:
+        kernel = original(prepare, experts, problem, **options)
+        return (lambda *inputs: kernel(*inputs) * 1.2) if experts == defective_part else kernel
 
-    monkeypatch.setattr(layers, "make_kernel", kernel_of)
+    monkeypatch.setattr(layers, "make_kernel", make_kernel_with_defect)
     monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [fake_layer_suite(root)]})
     record = tmp_path / "record.json"
     assert tool.main(["--fake", str(checkout), "--out", str(record)]) == 1
-    kept = json.loads(record.read_text())
-    assert kept["outcomes"] == {"mismatch: ours": 8}
-    assert all(broken in why for why in kept["suites"]["fake layers"]["reasons"])
+    saved = json.loads(record.read_text())
+    assert saved["outcomes"] == {"mismatch: ours": 8}
+    assert all(defective_part in why for why in saved["suites"]["fake layers"]["reasons"])
 
 
 def test_every_case_is_counted(
@@ -172,57 +187,61 @@ def test_every_case_is_counted(
         call_reference,
     )
 
-    def check(p: Any) -> CaseOutcome:
-        return p["what"]()
+    def check(parameters: Any) -> CaseOutcome:
+        return parameters["what"]()
 
-    def raising(error: Exception) -> Any:
+    def make_raiser(error: Exception) -> Any:
         def what() -> CaseOutcome:
             raise error
 
         return what
 
     def reference() -> CaseOutcome:
-        call_reference(raising(ZeroDivisionError("theirs")))
+        call_reference(make_raiser(ZeroDivisionError("theirs")))
         raise AssertionError
 
-    kinds = [
+    behaviors = [
         lambda: CaseOutcome("agree", key=1), lambda: CaseOutcome("agree", key=1),
-        raising(ShapeError("x", got="(1,)", need="(2,)")), raising(MissingError("a thing")),
-        raising(SkippedError("too large")), reference, raising(IndexError("ours")),
+        make_raiser(ShapeError("x", got="(1,)", need="(2,)")), make_raiser(MissingError("a thing")),
+        make_raiser(SkippedError("too large")), reference, make_raiser(IndexError("ours")),
     ]  # fmt: skip
-    suite = Suite("fake", "all", lambda: iter([{"what": kind} for kind in kinds]), check)
-    many = Suite("fake", "many", lambda: iter([{"what": kinds[3]}] * 9), check)
-    monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [suite, many]})
+    suite = Suite(
+        "fake", "all", lambda: iter([{"what": behavior} for behavior in behaviors]), check
+    )
+    larger_suite = Suite("fake", "many", lambda: iter([{"what": behaviors[3]}] * 9), check)
+    monkeypatch.setattr(tool, "PROJECTS", {"fake": lambda root: [suite, larger_suite]})
     record = tmp_path / "record.json"
     assert tool.main(["--fake", "x", "--max-cases", "7", "--out", str(record)]) == 1
-    kept = json.loads(record.read_text())
-    assert kept["suites"]["fake all"]["outcomes"] == {
+    saved = json.loads(record.read_text())
+    assert saved["suites"]["fake all"]["outcomes"] == {
         "agree": 1, "the same after shrinking": 1, "refused": 1, "feature missing": 1,
         "skipped by their test": 1, "their reference raises": 1, "raw exception": 1,
     }  # fmt: skip
-    assert kept["suites"]["fake many"]["outcomes"] == {
+    assert saved["suites"]["fake many"]["outcomes"] == {
         "feature missing": 7, "left out of the sample": 2,
     }  # fmt: skip
-    assert kept["cases"] == len(kinds) + 9
-    assert set(kept["outcomes"]) <= set(OUTCOMES)
-    # A suite that is run again takes its own place.
+    assert saved["cases"] == len(behaviors) + 9
+    assert set(saved["outcomes"]) <= set(OUTCOMES)
+    # If a suite runs again, its new results replace the old ones.
     assert tool.main(["--fake", "x", "--only", "many", "--out", str(record)]) == 0
-    kept = json.loads(record.read_text())
-    assert kept["cases"] == len(kinds) + 9
-    assert kept["suites"]["fake many"]["outcomes"] == {"feature missing": 9}
+    saved = json.loads(record.read_text())
+    assert saved["cases"] == len(behaviors) + 9
+    assert saved["suites"]["fake many"]["outcomes"] == {"feature missing": 9}
     other = tmp_path / "other.json"
     assert tool.main(["--add", str(record), "--out", str(other), "--commits", "fake=abc"]) == 0
-    assert json.loads(other.read_text()) == kept | {"checkouts": {"fake": "abc"}}
+    assert json.loads(other.read_text()) == saved | {"checkouts": {"fake": "abc"}}
 
 
-def test_part_as_wrong_as_the_reference_is_attributed_to_us(
+def test_part_as_wrong_as_the_reference_is_attributed_to_this_project(
     tool: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peer_suites_lib import layers
 
-    sound = layers.make_kernel
+    original = layers.make_kernel
     monkeypatch.setattr(
-        layers, "make_kernel", lambda *a, **options: lambda *call: sound(*a, **options)(*call) * 1.5
+        layers,
+        "make_kernel",
+        lambda *a, **options: lambda *call: original(*a, **options)(*call) * 1.5,
     )
     tally = tool.run_suite(fake_layer_suite(checkout, factor=1.5), 100)
     assert tally.outcomes == {"mismatch: ours": 8}
@@ -233,19 +252,19 @@ def test_corrupted_memory_is_a_raw_exception(
 ) -> None:
     from peer_suites_lib import layers
 
-    def spoils(*given: Any, **options: Any) -> Any:
+    def raise_corruption_error(*inputs: Any, **options: Any) -> Any:
         raise CorruptionError("a kernel wrote behind its output")
 
-    monkeypatch.setattr(layers, "make_kernel", spoils)
+    monkeypatch.setattr(layers, "make_kernel", raise_corruption_error)
     assert tool.run_suite(fake_layer_suite(checkout), 100).outcomes == {"raw exception": 8}
 
 
 def test_failure_of_a_repeated_case_is_reported(tool: ModuleType) -> None:
     from peer_suites_lib.outcomes import CaseOutcome, Suite
 
-    ends = [CaseOutcome(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
-    grid = [{"what": end} for end in ends]
-    suite = Suite("fake", "again", lambda: iter(grid), lambda p: p["what"])
+    outcomes = [CaseOutcome(outcome, key=1) for outcome in ("agree", "mismatch: ours", "agree")]
+    grid = [{"what": outcome} for outcome in outcomes]
+    suite = Suite("fake", "again", lambda: iter(grid), lambda parameters: parameters["what"])
     tally = tool.run_suite(suite, 100)
     assert tally.outcomes == {"agree": 1, "mismatch: ours": 1, "the same after shrinking": 1}
     assert tally.failed
@@ -267,15 +286,15 @@ def test_router_mismatches_are_attributed(
     scaled = routers.check_router(case, lambda x, _: (pick(x, 2)[0] * 1.1, pick(x, 2)[1]))
     assert scaled.outcome == "mismatch: theirs"
 
-    def broken(logits: torch.Tensor, *others: Any) -> None:
+    def route_flipped(logits: torch.Tensor, *others: Any) -> None:
         route_ref(logits.flip(1), *others)
 
-    def no_numbers(*given: Any) -> None:
-        route_ref(*given)
-        given[-1].routing.topk_weights_TK[0] = torch.nan
+    def route_to_nan(*inputs: Any) -> None:
+        route_ref(*inputs)
+        inputs[-1].routing.topk_weights_TK[0] = torch.nan
 
-    for each in (broken, no_numbers):
-        monkeypatch.setattr(routers, "route_ref", each)
+    for defective_route in (route_flipped, route_to_nan):
+        monkeypatch.setattr(routers, "route_ref", defective_route)
         assert routers.check_router(case, lambda x, _: pick(x, 2)).outcome == "mismatch: ours"
 
 
@@ -289,38 +308,42 @@ def test_quantizer_mismatches_are_attributed(
     x = row_operations.normal_rows(3, 40, torch.bfloat16)
     assert row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row, "").outcome == "agree"
 
-    def twice(part: torch.Tensor) -> Any:
-        q, scale = per_row(part)
+    def per_row_with_wrong_scale(rows: torch.Tensor) -> Any:
+        q, scale = per_row(rows)
         return q, scale * 1.1
 
-    found = row_operations.check_quantizer(x, "fp8_w8a8_channel", twice, "")
-    assert found.outcome == "mismatch: theirs"
-    sound = row_operations.quantize_values
+    result = row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row_with_wrong_scale, "")
+    assert result.outcome == "mismatch: theirs"
+    original = row_operations.quantize_values
     monkeypatch.setattr(
-        row_operations, "quantize_values", lambda *given: (sound(*given)[0], sound(*given)[1] * 1.1)
+        row_operations,
+        "quantize_values",
+        lambda *inputs: (original(*inputs)[0], original(*inputs)[1] * 1.1),
     )
-    found = row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row, "")
-    assert found.outcome == "mismatch: ours"
+    result = row_operations.check_quantizer(x, "fp8_w8a8_channel", per_row, "")
+    assert result.outcome == "mismatch: ours"
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "fp8_w8a8_tensor", "int8_w8a8_channel"])
-def test_too_large_scale_is_attributed_to_us(
+def test_too_large_scale_is_attributed_to_this_project(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, quant: str
 ) -> None:
-    """Its codes are as close to the values as others, but in steps that are too large."""
+    """The codes are as close to the values as with a smaller scale, but the quantization steps are
+    too large.
+    """
     from peer_suites_lib import row_operations
 
-    sound = row_operations.quantize_values
+    original = row_operations.quantize_values
 
-    def reference(part: torch.Tensor) -> Any:
-        return sound(part.float(), row_operations.QuantScheme.parse(quant))
+    def reference(rows: torch.Tensor) -> Any:
+        return original(rows.float(), row_operations.QuantScheme.parse(quant))
 
     x = row_operations.normal_rows(3, 40, torch.bfloat16)
     assert row_operations.check_quantizer(x, quant, reference, "").outcome == "agree"
     monkeypatch.setattr(
         row_operations,
         "quantize_values",
-        lambda x, scheme: sound(x, scheme, sound(x, scheme)[1] * 1.7),
+        lambda x, scheme: original(x, scheme, original(x, scheme)[1] * 1.7),
     )
     assert row_operations.check_quantizer(x, quant, reference, "").outcome == "mismatch: ours"
 
@@ -334,7 +357,7 @@ def test_compare_with_exact_attributes_differences(tool: ModuleType) -> None:
     assert compare_with_exact(near, far, exact, tight, 2e-3).outcome == "mismatch: theirs"
     assert compare_with_exact(far, near, exact, tight, 5e-2).outcome == "mismatch: roundings"
     assert compare_with_exact(far, near, exact, tight, 2e-3).outcome == "mismatch: ours"
-    # A tolerance wider than the numbers hides nothing.
+    # A tolerance that exceeds the differences hides nothing.
     assert compare_with_exact(far, near, exact, wide, 2e-3).outcome == "mismatch: ours"
     assert compare_with_exact(far, far, exact, tight, 2e-3).outcome == "mismatch: ours"
     for other in (near, near * torch.nan, near * 2):
@@ -359,5 +382,5 @@ def test_alignment_mismatches_are_attributed(tool: ModuleType) -> None:
         (right[0], torch.tensor([0, 1, 2]), right[2]),
         (*right[:2], torch.tensor([8])),
     ):
-        found = row_operations.check_align(ids, 2, 4, lambda _, wrong=wrong: wrong, "")
-        assert found.outcome == "mismatch: theirs"
+        result = row_operations.check_align(ids, 2, 4, lambda _, wrong=wrong: wrong, "")
+        assert result.outcome == "mismatch: theirs"

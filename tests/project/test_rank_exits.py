@@ -1,11 +1,13 @@
-"""Ranks that exit without destroying their manager exit cleanly."""
+"""Ranks that exit without destroying their manager (the communication state of a part) exit
+cleanly.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A thread of gloo's has tensors to free, and waits for the GIL until the interpreter ends.
+# At exit, a thread of gloo has tensors to free and waits for the GIL, which the main thread holds.
 HOLDS_GIL_AT_EXIT = """
 import sys, time
 import torch, torch.distributed as dist
@@ -33,11 +35,11 @@ def run_python(*command: str) -> subprocess.CompletedProcess[str]:
 
 def test_pending_exchanges_do_not_abort_at_exit(tmp_path: Path) -> None:
     for attempt in range(3):
-        done = run_python("-c", HOLDS_GIL_AT_EXIT, str(tmp_path / f"store-{attempt}"))
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        result = run_python("-c", HOLDS_GIL_AT_EXIT, str(tmp_path / f"store-{attempt}"))
+        assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
 def test_ranks_exit_cleanly_without_destroy() -> None:
-    done = run_python("tools/rank_exits.py", "--starts", "5", "--lanes", "2")
-    assert done.stdout == "5 starts of 2 ranks, 0 findings\n", done.stderr
-    assert done.returncode == 0
+    result = run_python("tools/rank_exits.py", "--starts", "5", "--lanes", "2")
+    assert result.stdout == "5 starts of 2 ranks, 0 findings\n", result.stderr
+    assert result.returncode == 0

@@ -1,4 +1,4 @@
-"""The README: its examples run, and its numbers are those of the records."""
+"""The examples in the README run, and its numbers equal the records."""
 
 import json
 import re
@@ -15,8 +15,8 @@ README = PAGE.read_text(encoding="utf-8")
 KINDS = ("prepare_finalize", "experts", "topk_reduce")
 
 
-def refuse_commands(*words: str) -> tuple[int, str]:
-    raise AssertionError(f"a command in the README is not run: {words}")
+def refuse_commands(*arguments: str) -> tuple[int, str]:
+    raise AssertionError(f"a command in the README is not run: {arguments}")
 
 
 def test_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +42,11 @@ def test_table_of_commands_is_complete() -> None:
     from modular_kernel.cli.main import VERBS
 
     table = PAGE.with_name("docs") / "command-line.md"
-    shown = re.findall(r"^\| `mk (\w+)", table.read_text(encoding="utf-8"), re.M)
-    assert set(shown) == set(VERBS)
+    listed = re.findall(r"^\| `mk (\w+)", table.read_text(encoding="utf-8"), re.M)
+    assert set(listed) == set(VERBS)
 
 
-def test_numbers_of_proofs_equal_the_records() -> None:
+def test_numbers_in_the_readme_equal_the_records() -> None:
     docs = PAGE.with_name("docs")
     record = json.loads((docs / "verified.json").read_text(encoding="utf-8"))
     cases = sum(pair["cases"] for run in record["runs"] for pair in run["pairs"])
@@ -60,10 +60,10 @@ def test_numbers_of_proofs_equal_the_records() -> None:
     stated = re.findall(r"(\d+) of (\d+) parts have a score,.*?: (\d+) to\s+100 % of those", README)
     assert stated == [(str(len(scores)), str(len(names)), str(int(100 * min(scores.values()))))]
     assert max(scores.values()) == 1
-    first = [
+    fresh_records = [
         json.loads(path.read_text(encoding="utf-8")) for path in docs.glob("mutation/first/*.json")
     ]
-    killed = sum(record["killed"] for record in first)
-    counted = sum(record["put_in"] - len(record["equivalent"]) for record in first)
-    stated_first = re.findall(r"Fresh samples of\s+(\d+) parts.*?: (\d+) of\s+(\d+)", README, re.S)
-    assert stated_first == [(str(len(first)), str(killed), str(counted))]
+    killed = sum(record["killed"] for record in fresh_records)
+    num_mutants = sum(record["put_in"] - len(record["equivalent"]) for record in fresh_records)
+    stated_fresh = re.findall(r"Fresh samples of\s+(\d+) parts.*?: (\d+) of\s+(\d+)", README, re.S)
+    assert stated_fresh == [(str(len(fresh_records)), str(killed), str(num_mutants))]
