@@ -1,4 +1,6 @@
-"""Imported 8-bit GPTQ weights, fp8 weights with per-tensor scales, and mxfp4 weights of gpt-oss."""
+"""Imports of 8-bit GPTQ weights, fp8 weights with per-tensor scales, and mxfp4 weights of
+gpt-oss.
+"""
 
 from dataclasses import replace
 
@@ -25,91 +27,100 @@ from modular_kernel.tensors import ExpertWeights
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 
-# GPTQ of 8 bits
+# 8-bit GPTQ
 
 
 def pack_bytes(values: list[int]) -> int:
-    """Return four bytes as a signed int32, the first one in the lowest bits."""
+    """Return four bytes as a signed int32, with the first byte in the lowest bits."""
     value = sum(byte << (8 * place) for place, byte in enumerate(values))
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def pack_gptq(values: torch.Tensor, less: int = 0) -> torch.Tensor:
-    """Pack (M, C), 0 to 255, into int32 (C / 4, M), four values of a row in each.
+def pack_gptq(values: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Pack (M, C) values from 0 to 255 into int32 (C / 4, M), four values of a row per word.
 
-    less: subtracted from each value.
+    offset: subtracted from each value.
     """
-    v = (values - less).tolist()
-    words = [[pack_bytes(row[c : c + 4]) for row in v] for c in range(0, values.shape[1], 4)]
+    shifted = (values - offset).tolist()
+    words = [
+        [pack_bytes(row[column : column + 4]) for row in shifted]
+        for column in range(0, values.shape[1], 4)
+    ]
     return torch.tensor(words, dtype=torch.int32)
 
 
 def random_groups(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor, ...]:
-    """Return values (N, K) and zero points (N, G), 0 to 255, and scales (N, G)."""
-    g = torch.Generator().manual_seed(1)
+    """Return values (N, K) and zero points (N, G), both from 0 to 255, and scales (N, G)."""
+    generator = torch.Generator().manual_seed(1)
     groups = -(-depth // group)
-    values = torch.randint(0, 256, (rows, depth), generator=g)
-    zeros = torch.randint(1, 256, (rows, groups), generator=g)
-    return values, zeros, torch.rand(rows, groups, generator=g) + 0.5
+    values = torch.randint(0, 256, (rows, depth), generator=generator)
+    zeros = torch.randint(1, 256, (rows, groups), generator=generator)
+    return values, zeros, torch.rand(rows, groups, generator=generator) + 0.5
 
 
-@pytest.mark.parametrize(("group", "less"), [(8, 1), (8, 0), (32, 1), (-1, 1)])
-def test_imported_int8_values_equal_the_packed_values(group: int, less: int) -> None:
-    wide = 32 if group == -1 else group
-    values, zeros, scales = random_groups(group=wide)
-    # qzeros (G, N / 4): the zero points of four rows in each word.
-    qzeros = pack_gptq(zeros.T.contiguous(), less).T
-    made = from_gptq(
-        pack_gptq(values), scales.T, qzeros, group=group, minus_one=bool(less), bits=8
+@pytest.mark.parametrize(("group", "offset"), [(8, 1), (8, 0), (32, 1), (-1, 1)])
+def test_imported_int8_values_equal_the_packed_values(group: int, offset: int) -> None:
+    group_size = 32 if group == -1 else group
+    values, zeros, scales = random_groups(group=group_size)
+    # qzeros (G, N / 4): each word has the zero points of four rows.
+    qzeros = pack_gptq(zeros.T.contiguous(), offset).T
+    imported = from_gptq(
+        pack_gptq(values), scales.T, qzeros, group=group, minus_one=bool(offset), bits=8
     )  # fmt: skip
-    assert made.w.dtype == torch.uint8
-    assert torch.equal(made.w.int(), values.int())
-    assert made.zero_point is not None
-    assert torch.equal(made.zero_point.int(), zeros.int())
-    assert (made.group, made.depth, made.per_byte) == (wide, 32, 1)
-    assert made.quant == f"int8_w8a16_group:group={wide},zero_points=true"
-    want = (values - zeros.repeat_interleave(wide, 1)) * scales.repeat_interleave(wide, 1)
-    torch.testing.assert_close(dequantized(made), want)
+    assert imported.w.dtype == torch.uint8
+    assert torch.equal(imported.w.int(), values.int())
+    assert imported.zero_point is not None
+    assert torch.equal(imported.zero_point.int(), zeros.int())
+    assert (imported.group, imported.depth, imported.per_byte) == (group_size, 32, 1)
+    assert imported.quant == f"int8_w8a16_group:group={group_size},zero_points=true"
+    want = (values - zeros.repeat_interleave(group_size, 1)) * scales.repeat_interleave(
+        group_size, 1
+    )
+    torch.testing.assert_close(dequantized(imported), want)
 
 
 def test_from_gptq_decodes_known_8_bit_words() -> None:
-    """An int32 has k = 0 to 3 of a row, lowest byte first; stored zero points are one less."""
+    """An int32 word has k = 0 to 3 of a row, with the lowest byte first. Stored zero points are
+    decreased by one.
+    """
     qweight = torch.tensor([[0x04030201, -1, 0, 0]], dtype=torch.int32)
     qzeros = torch.tensor([[pack_bytes([127, 0, 1, 254])]], dtype=torch.int32)
-    made = from_gptq(qweight, torch.full((1, 4), 2.0), qzeros, group=4, bits=8)
-    assert made.w.tolist() == [[1, 2, 3, 4], [255] * 4, [0] * 4, [0] * 4]
-    assert made.zero_point is not None
-    assert made.zero_point[:, 0].tolist() == [128, 1, 2, 255]
-    assert dequantized(made)[1].tolist() == [508.0] * 4
+    imported = from_gptq(qweight, torch.full((1, 4), 2.0), qzeros, group=4, bits=8)
+    assert imported.w.tolist() == [[1, 2, 3, 4], [255] * 4, [0] * 4, [0] * 4]
+    assert imported.zero_point is not None
+    assert imported.zero_point[:, 0].tolist() == [128, 1, 2, 255]
+    assert dequantized(imported)[1].tolist() == [508.0] * 4
 
 
 def test_int8_without_zero_points_is_offset_by_128() -> None:
     values, zeros, scales = random_groups()
     qzeros = pack_gptq(torch.full_like(zeros, 128).T.contiguous(), 1).T
-    made = from_gptq(pack_gptq(values), scales.T, qzeros, group=8, bits=8)
-    bare = drop_zero_points(made)
-    assert bare.zero_point is None
-    assert bare.quant == "int8_w8a16_group:group=8"
-    assert torch.equal(dequantized(bare), dequantized(made))
-    wrong = from_gptq(
+    imported = from_gptq(pack_gptq(values), scales.T, qzeros, group=8, bits=8)
+    without_zero_points = drop_zero_points(imported)
+    assert without_zero_points.zero_point is None
+    assert without_zero_points.quant == "int8_w8a16_group:group=8"
+    assert torch.equal(dequantized(without_zero_points), dequantized(imported))
+    other_zero_points = from_gptq(
         pack_gptq(values), scales.T, pack_gptq(zeros.T.contiguous(), 1).T, group=8, bits=8
     )
     with pytest.raises(WeightsError, match=r"zero_point: got a zero point of .*, need 128"):
-        drop_zero_points(wrong)
+        drop_zero_points(other_zero_points)
 
 
 def test_int8_groups_and_shards_keep_values() -> None:
     values, zeros, scales = random_groups(rows=8, depth=64, group=64)
-    made = from_gptq(
+    imported = from_gptq(
         pack_gptq(values), scales.T, pack_gptq(zeros.T.contiguous(), 1).T, group=64, bits=8
     )
-    whole = dequantized(made)
-    assert torch.equal(dequantized(regroup(made, 32)), whole)
+    values_before = dequantized(imported)
+    assert torch.equal(dequantized(regroup(imported, 32)), values_before)
     for rank in range(2):
-        share = slice(rank * 32, (rank + 1) * 32)
-        assert torch.equal(dequantized(shard_columns(made, rank, 2)), whole[:, share])
-        assert torch.equal(dequantized(shard_rows(made, rank, 2)), whole[rank * 4 : rank * 4 + 4])
-        assert shard_rows(made, rank, 2).bits == 8
+        columns = slice(rank * 32, (rank + 1) * 32)
+        assert torch.equal(dequantized(shard_columns(imported, rank, 2)), values_before[:, columns])
+        assert torch.equal(
+            dequantized(shard_rows(imported, rank, 2)), values_before[rank * 4 : rank * 4 + 4]
+        )
+        assert shard_rows(imported, rank, 2).bits == 8
 
 
 def test_invalid_8_bit_tensors_are_refused() -> None:
@@ -121,36 +132,36 @@ def test_invalid_8_bit_tensors_are_refused() -> None:
         from_gptq(torch.zeros(0, 8, dtype=torch.int32), scales.T, None, group=-1)
     with pytest.raises(ConfigurationError, match="bits: got 3, need 4 or 8"):
         from_gptq(pack_gptq(values), scales.T, qzeros, group=8, bits=3)
-    # Read as 4 bits, there would be twice as many columns, which the scales contradict.
+    # If read as 4-bit values, there would be twice as many columns, which the scales contradict.
     with pytest.raises(ShapeError, match=r"scales: got \(4, 8\), need .* = \(8, 8\)"):
         from_gptq(pack_gptq(values), scales.T, None, group=8)
-    wrapped = torch.full((4, 2), -1, dtype=torch.int32)
+    all_ones = torch.full((4, 2), -1, dtype=torch.int32)
     with pytest.raises(WeightsError, match="qzeros: got a stored 255, need at most 254"):
-        from_gptq(pack_gptq(values), scales.T, wrapped, group=8, bits=8)
+        from_gptq(pack_gptq(values), scales.T, all_ones, group=8, bits=8)
 
 
 # fp8 with per-tensor scales
 
 
-def fp8_gate_up() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w1 (2, 8, 16) in fp8, and scales of the gate and up rows of each expert."""
+def make_fp8_gate_up() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w1 (2, 8, 16) in fp8, and the scales of the gate and up rows of each expert."""
     w = (torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2)) * 100).to(FP8)
     return w, torch.tensor([[0.5, 0.125], [0.01, 0.03]])
 
 
 def test_merge_scales_uses_the_larger_scale() -> None:
-    w, scales = fp8_gate_up()
-    made, scale = merge_scales(w, scales)
+    w, scales = make_fp8_gate_up()
+    imported, scale = merge_scales(w, scales)
     assert scale.tolist() == scales.amax(1).tolist()
-    assert made.dtype == FP8
-    # The rows of the larger scale keep their bits.
-    assert torch.equal(made.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
-    assert torch.equal(made.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
+    assert imported.dtype == FP8
+    # Rows with the larger scale keep their bits.
+    assert torch.equal(imported.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
+    assert torch.equal(imported.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
     # Multiplying by 1/4 is exact except for subnormals; multiplying by 1/3 rounds.
-    got = made.float() * scale[:, None, None]
+    got = imported.float() * scale[:, None, None]
     want = w.float() * scales.repeat_interleave(4, 1)[:, :, None]
     error = (got - want).abs()
-    step = 2.0**-9 * scale[:, None, None]  # at least half a step of subnormals
+    step = 2.0**-9 * scale[:, None, None]  # at least half the step between subnormals
     assert bool((error <= torch.maximum(want.abs() / 15.9, step)).all())
     assert float(error[0, 4:].max()) <= float(step[0])
     assert float(error[1, :4].max()) > 0
@@ -158,34 +169,39 @@ def test_merge_scales_uses_the_larger_scale() -> None:
 
 def test_merge_scales_accepts_one_or_three_scales_per_expert() -> None:
     w = torch.ones(1, 6, 2).to(FP8)
-    made, scale = merge_scales(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
+    imported, scale = merge_scales(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
     assert scale.tolist() == [4.0]
     assert scale.dtype == torch.float32
-    assert made.float()[0, :, 0].tolist() == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5]
-    same, scale = merge_scales(w, torch.tensor([[3.0]]))
-    assert torch.equal(same.view(torch.uint8), w.view(torch.uint8))
+    assert imported.float()[0, :, 0].tolist() == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5]
+    unchanged, scale = merge_scales(w, torch.tensor([[3.0]]))
+    assert torch.equal(unchanged.view(torch.uint8), w.view(torch.uint8))
     assert scale.tolist() == [3.0]
 
 
 def test_merged_scales_are_accepted_as_a_layer() -> None:
-    w, scales = fp8_gate_up()
+    w, scales = make_fp8_gate_up()
     w1, w1_scale = merge_scales(w, scales)
-    static = static_scale(torch.tensor([[0.5], [0.25]]))
-    assert static.tolist() == [0.5]
+    input_scale = static_scale(torch.tensor([[0.5], [0.25]]))
+    assert input_scale.tolist() == [0.5]
     w2 = torch.ones(2, 16, 4).to(FP8)
     weights = ExpertWeights(
-        w1, w2, w1_scale=w1_scale, w2_scale=torch.ones(2), a1_scale=static, a2_scale=static
+        w1,
+        w2,
+        w1_scale=w1_scale,
+        w2_scale=torch.ones(2),
+        a1_scale=input_scale,
+        a2_scale=input_scale,
     )
     problem = Problem(1, 16, 4, 2, 1, quant="fp8_w8a8_tensor:static=true")
     check_weights_quantized(weights, problem, CPU)
-    flat = channel_scale(torch.ones(2, 8, 1, dtype=torch.bfloat16))
-    channels = replace(weights, w1_scale=flat, w2_scale=channel_scale(torch.ones(2, 16)),
+    row_scale = channel_scale(torch.ones(2, 8, 1, dtype=torch.bfloat16))
+    channels = replace(weights, w1_scale=row_scale, w2_scale=channel_scale(torch.ones(2, 16)),
                        a1_scale=None, a2_scale=None)  # fmt: skip
     check_weights_quantized(channels, replace(problem, quant="fp8_w8a8_channel"), CPU)
 
 
 def test_invalid_scales_are_refused() -> None:
-    w, scales = fp8_gate_up()
+    w, scales = make_fp8_gate_up()
     with pytest.raises(DtypeError, match="w: got bfloat16, need float8_e4m3fn"):
         merge_scales(w.bfloat16(), scales)
     with pytest.raises(ShapeError, match=r"w: got \(8, 16\), need \(e, N, K\)"):
@@ -194,10 +210,10 @@ def test_invalid_scales_are_refused() -> None:
         with pytest.raises(ShapeError, match=r"scale: got .* S dividing N = 8"):
             merge_scales(w, torch.ones(shape))
     for value in (0.0, -1.0, float("nan"), float("inf")):
-        bad = torch.tensor([[1.0, 1.0], [1.0, value]])
+        invalid_scales = torch.tensor([[1.0, 1.0], [1.0, value]])
         for make in (lambda s: merge_scales(w, s), channel_scale, static_scale):
             with pytest.raises(WeightsError, match=f"got {value}, need finite numbers above 0"):
-                make(bad)
+                make(invalid_scales)
     with pytest.raises(DtypeError, match="scale: got int32, need a floating dtype"):
         merge_scales(w, torch.ones(2, 2, dtype=torch.int32))
     with pytest.raises(ShapeError, match=r"scale: got \(2, 8, 2\), need \(e, N, 1\) or"):
@@ -210,7 +226,7 @@ def test_invalid_scales_are_refused() -> None:
 
 
 def test_from_gpt_oss_decodes_known_blocks() -> None:
-    """Row 0 has codes 1 and 2 (0.5 and 1) with a scale of 2, and code 7 (6) with 1/2."""
+    """Row 0 has the codes 1 and 2 (0.5 and 1) with scale 2, and the code 7 (6) with scale 1/2."""
     blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
     blocks[0, 0, 0, 0], blocks[0, 0, 1, 15] = 0x21, 0xF7
     scales = torch.tensor([[[128, 126], [127, 127]]], dtype=torch.uint8)

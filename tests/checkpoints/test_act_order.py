@@ -1,6 +1,7 @@
-"""Act-order weights (GPTQ's desc_act): columns sorted by group, rows of w1 sorted to match w2.
+"""Act-order weights (GPTQ's desc_act): columns are sorted by group, and rows of w1 are sorted to
+match the columns of w2.
 
-Sorted weights must represent the same values as the unsorted ones; parts that cannot gather columns
+Sorted weights must represent the same values as unsorted weights. Parts that cannot gather columns
 of x refuse them.
 """
 
@@ -37,27 +38,30 @@ BASE = Problem(tokens=5, hidden=96, intermediate=64, experts=3, top_k=2, quant=I
 def make_act_order_weights(**changes: Any) -> tuple[ExpertWeights, ExpertWeights, Problem]:
     """Return unquantized weights, the same weights in the act-order scheme, and the problem."""
     problem = replace(BASE, **changes)
-    g = torch.Generator().manual_seed(0)
-    plain = ExpertWeights(
-        torch.randn(3, problem.w1_rows, 96, generator=g), torch.randn(3, 96, 64, generator=g)
+    generator = torch.Generator().manual_seed(0)
+    unchecked_kernel = ExpertWeights(
+        torch.randn(3, problem.w1_rows, 96, generator=generator),
+        torch.randn(3, 96, 64, generator=generator),
     )
-    return plain, quantize_weights(plain, problem), problem
+    return unchecked_kernel, quantize_weights(unchecked_kernel, problem), problem
 
 
 def test_quantizer_sorts_columns_by_magnitude() -> None:
     """Each expert has its own permutation, in which every column occurs once."""
-    plain, weights, problem = make_act_order_weights()
+    unchecked_kernel, weights, problem = make_act_order_weights()
     assert weights.w1_order is not None
     assert torch.equal(weights.w1_order.sort(1).values, torch.arange(96).expand(3, 96).int())
     assert not torch.equal(weights.w1_order[0], weights.w1_order[1])
-    largest = plain.w1.abs().amax(1).gather(1, weights.w1_order.long())
-    assert (largest.diff(dim=1) <= 0).all()
-    error = (dequantize_weights(weights, "w1", problem) - plain.w1).abs().max()
-    assert error < plain.w1.abs().max() / 7
+    sorted_maxima = unchecked_kernel.w1.abs().amax(1).gather(1, weights.w1_order.long())
+    assert (sorted_maxima.diff(dim=1) <= 0).all()
+    error = (dequantize_weights(weights, "w1", problem) - unchecked_kernel.w1).abs().max()
+    assert error < unchecked_kernel.w1.abs().max() / 7
     # With another order, the same codes represent other weights.
-    there = torch.arange(96).int().expand(3, 96).contiguous()
-    other = dequantize_weights(replace(weights, w1_order=there), "w1", problem)
-    assert (other - plain.w1).abs().max() > 1
+    identity_order = torch.arange(96).int().expand(3, 96).contiguous()
+    with_identity_order = dequantize_weights(
+        replace(weights, w1_order=identity_order), "w1", problem
+    )
+    assert (with_identity_order - unchecked_kernel.w1).abs().max() > 1
 
 
 def test_argsort_by_group_refuses_unequal_groups() -> None:
@@ -85,9 +89,9 @@ def test_invalid_w1_order_is_refused(
     check_weights_quantized(weights, problem, CPU)
     with pytest.raises(error, match=need):
         check_weights_quantized(replace(weights, w1_order=value), problem, CPU)
-    other = replace(problem, quant=INT4.replace("act_order", "group"))
+    with_identity_order = replace(problem, quant=INT4.replace("act_order", "group"))
     with pytest.raises(WeightsError, match="w1_order: got a tensor, need None"):
-        check_weights_quantized(weights, other, CPU)
+        check_weights_quantized(weights, with_identity_order, CPU)
 
 
 def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
@@ -100,18 +104,20 @@ def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:
     want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
     wrong = replace(weights, w1_order=order)
     assert torch.equal(dequantize_weights(wrong, "w1", problem), want)
-    some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(DEVICE, problem.dtype)
-    both = move_tensors(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
-    plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
-    exact = float64_reference(some, wrong, both, problem)
-    assert exact.norm() > 0
-    difference = plain(some, wrong, both).double() - exact
-    assert difference.norm() < 0.02 * exact.norm()
+    random_x = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(
+        DEVICE, problem.dtype
+    )
+    routing = move_tensors(mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5)), DEVICE)
+    unchecked_kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    expected = float64_reference(random_x, wrong, routing, problem)
+    assert expected.norm() > 0
+    difference = unchecked_kernel(random_x, wrong, routing).double() - expected
+    assert difference.norm() < 0.02 * expected.norm()
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, checked=True)
-    x_TH = torch.zeros_like(some)
-    kernel(x_TH, weights, both)
+    x_TH = torch.zeros_like(random_x)
+    kernel(x_TH, weights, routing)
     with pytest.raises(WeightsError, match=r"w1_order: got 2 values, the first 96 at \(0, 5\)"):
-        kernel(x_TH, wrong, both)
+        kernel(x_TH, wrong, routing)
 
 
 @pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
@@ -121,8 +127,8 @@ def test_only_the_aligned_path_supports_act_order(text: str) -> None:
     assert "quant" in {rejection.rule for rejection in verdict.rejections}
 
 
-def test_adapters_are_refused() -> None:
-    """The sorted rows of w1 are not in the order in which an adapter was trained."""
+def test_adapters_with_act_order_are_refused() -> None:
+    """Adapters were trained with the original order of the rows of w1."""
     pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
     assert mk.check(*pair, BASE).ok
     verdict = mk.check(*pair, replace(BASE, lora="adapters=2,rank=8"))
@@ -144,37 +150,42 @@ def test_loaded_values_equal_the_checkpoint(kind: str, family: str, tmp_path: Pa
     for expert in range(len(w1)):
         gate, up = w1[expert].chunk(2)
         true_gate, true_up = sample.w1[expert].chunk(2)
-        place = torch.cdist(gate, true_gate).argmin(1)
-        assert torch.equal(place.sort().values, torch.arange(len(gate)))
-        torch.testing.assert_close(gate, true_gate[place], rtol=1e-6, atol=1e-12)
-        torch.testing.assert_close(up, true_up[place], rtol=1e-6, atol=1e-12)
-        torch.testing.assert_close(w2[expert], sample.w2[expert][:, place], rtol=1e-6, atol=1e-12)
+        row_order = torch.cdist(gate, true_gate).argmin(1)
+        assert torch.equal(row_order.sort().values, torch.arange(len(gate)))
+        torch.testing.assert_close(gate, true_gate[row_order], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(up, true_up[row_order], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(
+            w2[expert], sample.w2[expert][:, row_order], rtol=1e-6, atol=1e-12
+        )
     assert output_error(sample, loaded) <= ACT_ORDER_FORMATS[kind].bound
 
 
 def test_ep_rank_has_the_orders_of_its_experts(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "gptq, act-order")
-    whole = mk.load_experts(tmp_path, 0).weights
+    all_experts = mk.load_experts(tmp_path, 0).weights
     for rank in (0, 1):
-        own, two = mk.load_experts(tmp_path, 0, ep=(rank, 2)).weights, slice(2 * rank, 2 * rank + 2)
-        assert torch.equal(own.w1_order, whole.w1_order[two])
-        assert torch.equal(own.w1, whole.w1[two])
+        rank_weights, local = (
+            mk.load_experts(tmp_path, 0, ep=(rank, 2)).weights,
+            slice(2 * rank, 2 * rank + 2),
+        )
+        assert torch.equal(rank_weights.w1_order, all_experts.w1_order[local])
+        assert torch.equal(rank_weights.w1, all_experts.w1[local])
 
 
-def test_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+def test_tensor_parallelism_with_act_order_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "gptq, act-order")
     with pytest.raises(ConfigurationError, match="tp: ranks: got 2, need 1: act-order scatters"):
         mk.load_experts(tmp_path, 0, tp=(0, 2))
 
 
-def test_loading_tensor_by_tensor_is_refused() -> None:
+def test_loading_act_order_tensor_by_tensor_is_refused() -> None:
     config = ACT_ORDER_FORMATS["gptq, act-order"].config
     assert format_of(config).scheme.act_order
     with pytest.raises(ConfigurationError, match=r"act_order.* use `load_experts` for"):
         FusedMoE(4, 128, 256, top_k=2, quant_config=config)
 
 
-def test_layer_accepts_loaded_weights(tmp_path: Path) -> None:
+def test_layers_accept_loaded_act_order_weights(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "gptq, act-order, zero points")
     loaded = mk.load_experts(tmp_path, 0)
     scheme = ACT_ORDER_FORMATS["gptq, act-order, zero points"].scheme

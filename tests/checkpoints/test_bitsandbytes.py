@@ -1,4 +1,6 @@
-"""bitsandbytes: nf4 and fp4 are dequantized as by its kernels, bit for bit; int8 codes are kept."""
+"""bitsandbytes: nf4 and fp4 weights are dequantized bit for bit as by its kernels, and int8 codes
+are kept.
+"""
 
 import json
 from pathlib import Path
@@ -29,10 +31,11 @@ from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 EXPERTS = "model.layers.0.block_sparse_moe.experts"
 QUANT_STATE = "weight.quant_state.bitsandbytes__nf4"
-DOUBLE_QUANTIZED = BLOCK_FORMATS["nf4, double"].config  # nf4 codes, absmax quantized again
-# (hidden, intermediate). A block has 64 values, and a byte has two. With the first sizes, each row
-# consists of whole blocks. With the next ones, a block may contain the end of a row and the
-# beginning of the next row. With the odd sizes, so may a byte.
+# nf4 codes whose absmax values are quantized, too
+DOUBLE_QUANTIZED = BLOCK_FORMATS["nf4, double"].config
+# (hidden, intermediate). A block has 64 values and a byte has two. With the first sizes, each row
+# consists of whole blocks. With the second and third sizes, a block can contain the end of one row
+# and the beginning of the next. With the odd sizes, a byte can, too.
 SIZES = ((128, 256), (96, 160), (80, 24), (81, 27))
 
 
@@ -62,24 +65,24 @@ def test_loaded_values_equal_the_dequantized_codes(
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("format_name", BLOCK_FORMATS)
-def test_rank_shares_equal_slices_of_the_whole(
+def test_rank_shares_equal_slices_of_all_weights(
     format_name: str, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes reads of a few rows, which begin and end within blocks and bytes."""
+    """The limit of values per read is lowered, so reads begin and end within blocks and bytes."""
     hidden, intermediate = sizes
     write(tmp_path, "mixtral", format_name, hidden=hidden, intermediate=intermediate)
-    whole = mk.load_experts(tmp_path, 0).weights
+    all_weights = mk.load_experts(tmp_path, 0).weights
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)
     for ep_rank in range(2):
         for tp_rank in range(3):
-            part = mk.load_experts(tmp_path, 0, ep=(ep_rank, 2), tp=(tp_rank, 3))
-            (first, last), width = part.columns, part.problem_fields["intermediate"]
+            share = mk.load_experts(tmp_path, 0, ep=(ep_rank, 2), tp=(tp_rank, 3))
+            (first, last), width = share.columns, share.problem_fields["intermediate"]
             experts = slice(2 * ep_rank, 2 * ep_rank + 2)
-            w1 = part.weights.w1.unflatten(1, (2, width))[:, :, : last - first]
-            want = whole.w1[experts].unflatten(1, (2, intermediate))[:, :, first:last]
+            w1 = share.weights.w1.unflatten(1, (2, width))[:, :, : last - first]
+            want = all_weights.w1[experts].unflatten(1, (2, intermediate))[:, :, first:last]
             assert torch.equal(w1, want)
-            w2 = part.weights.w2[..., : last - first]
-            assert torch.equal(w2, whole.w2[experts, :, first:last])
+            w2 = share.weights.w2[..., : last - first]
+            assert torch.equal(w2, all_weights.w2[experts, :, first:last])
 
 
 @pytest.mark.parametrize("format_name", BLOCK_FORMATS)
@@ -99,7 +102,7 @@ def test_merge_accepts_a_single_matrix(format_name: str, tmp_path: Path) -> None
 
 
 def test_int8_codes_are_kept(tmp_path: Path) -> None:
-    """The stored SCB of a row is 127 times its scale."""
+    """bitsandbytes stores `SCB`, which is 127 times the scale of a row."""
     sample = write(tmp_path, "mixtral", "bitsandbytes int8")
     loaded = mk.load_experts(tmp_path, 0)
     stored = load_file(tmp_path / "model.safetensors")
@@ -110,9 +113,8 @@ def test_int8_codes_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format_name", ["nf4, double", "bitsandbytes int8"])
 def test_experts_without_quant_states_are_unquantized(format_name: str, tmp_path: Path) -> None:
-    """transformers 5 does not quantize experts that are stored in one parameter.
-
-    The config.json does not list these experts among the modules that are not quantized.
+    """transformers 5 does not quantize experts that are stored in a single parameter. Its
+    config.json does not list them among the modules that are not quantized.
     """
     sample = write(tmp_path, "qwen3_moe", "bf16")
     config = (BLOCK_FORMATS | CHECKPOINT_FORMATS)[format_name].config
@@ -161,8 +163,8 @@ def test_check_and_layer_accept_an_nf4_checkpoint(
     layer.load(tmp_path)
     x, weights, ids = sample.inputs(24)
     y = layer(x.bfloat16(), (weights, ids)).double()
-    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
-    assert (y - truth).norm() / truth.norm() <= 1e-2
+    expected = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (y - expected).norm() / expected.norm() <= 1e-2
 
 
 def test_quantize_uses_the_float32_values(tmp_path: Path) -> None:
@@ -171,8 +173,8 @@ def test_quantize_uses_the_float32_values(tmp_path: Path) -> None:
     quantized = mk.load_experts(tmp_path, 0, quantize="int8_w8a16_group:group=32")
     exact = mk.load_experts(tmp_path, 0, dtype="float32").weights.w2
     values = dequantize_weights(quantized.weights, "w2", quantized.problem(1))
-    step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-    assert bool(((values - exact).unflatten(-1, (-1, 32)).abs() <= 0.52 * step).all())
+    quantization_step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    assert bool(((values - exact).unflatten(-1, (-1, 32)).abs() <= 0.52 * quantization_step).all())
     assert "nf4 (bitsandbytes; dequantized), quantized to int8" in repr(quantized)
 
 

@@ -1,8 +1,9 @@
-"""Pairs of checkpoint features: formats, biases, rank shares, several files, and module names.
+"""Combinations of two checkpoint features: formats, biases, rank shares, several files, and module
+names.
 
-A feature that works alone can fail in combination: act-order moves rows of w1, and must then move
-the elements of b1. Each expert's output is compared with float64, so the order of rows does not
-matter.
+Features that work alone can fail in combination: for example, act-order moves rows of w1, and must
+then also move the elements of b1. Each expert's output is compared with float64, so the order of
+rows does not matter.
 """
 
 import re
@@ -24,10 +25,17 @@ from modular_kernel.testing.checkpoints.published_formats import (
 )
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
-EXPERTS, HIDDEN, WIDTH = 4, 128, 256
-ALL = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS
-PLAIN = ("bf16", "gptq", "gptq, zero points", "awq", "compressed int4", "deepseek fp8")
-FORMATS = (*PLAIN, *ACT_ORDER_FORMATS)
+EXPERTS, HIDDEN, INTERMEDIATE = 4, 128, 256
+FORMAT_SAMPLES = CHECKPOINT_FORMATS | ACT_ORDER_FORMATS
+GROUP_ORDER_FORMATS = (
+    "bf16",
+    "gptq",
+    "gptq, zero points",
+    "awq",
+    "compressed int4",
+    "deepseek fp8",
+)
+FORMATS = (*GROUP_ORDER_FORMATS, *ACT_ORDER_FORMATS)
 PROJECTION = re.compile(r"(.*experts\.(\d+)\.(\w+))\.(weight|qweight|weight_packed)$")
 AXES = (
     Axis("kind", FORMATS),
@@ -46,8 +54,8 @@ def values_of_row(row: Row) -> dict[str, Any]:
 
 def reasons_to_refuse(row: Row) -> tuple[str, ...]:
     values = values_of_row(row)
-    ordered = values["kind"] in ACT_ORDER_FORMATS and values["tp"] > 1
-    return ("a share of sorted columns",) if ordered else ()
+    splits_sorted_columns = values["kind"] in ACT_ORDER_FORMATS and values["tp"] > 1
+    return ("a share of sorted columns",) if splits_sorted_columns else ()
 
 
 ARRAY = covering_array(Space(AXES, reasons_to_refuse, lambda _row: True, lambda _row: 1.0))
@@ -56,14 +64,16 @@ BIASES: dict[tuple[int, str], torch.Tensor] = {}
 
 
 def add_biases(tensors: Tensors) -> None:
-    """Give each projection of each expert a random bias, and store it in BIASES."""
+    """Give each projection of each expert a random bias, and record it in BIASES."""
     BIASES.clear()
-    g = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7)
     for name in list(tensors):
-        if found := PROJECTION.match(name):
-            base, expert, projection = found.group(1), int(found.group(2)), found.group(3)
-            down = projection in ("w2", "down_proj")
-            bias = torch.randn(HIDDEN if down else WIDTH, generator=g).to(torch.bfloat16)
+        if match := PROJECTION.match(name):
+            base, expert, projection = match.group(1), int(match.group(2)), match.group(3)
+            is_down = projection in ("w2", "down_proj")
+            bias = torch.randn(HIDDEN if is_down else INTERMEDIATE, generator=generator).to(
+                torch.bfloat16
+            )
             tensors[f"{base}.bias"] = BIASES[expert, projection_of(projection)] = bias
 
 
@@ -76,19 +86,23 @@ def expert_output(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, b1: Any, b2: Any
 ) -> torch.Tensor:
     """Return the float64 output of one expert."""
-    both = x @ w1.T + (0 if b1 is None else b1.double())
-    gate, up = both.chunk(2, 1)
+    gate_up = x @ w1.T + (0 if b1 is None else b1.double())
+    gate, up = gate_up.chunk(2, 1)
     return torch.nn.functional.silu(gate) * up @ w2.T + (0 if b2 is None else b2.double())
 
 
 def expert_outputs(loaded: LoadedExperts, x: torch.Tensor) -> list[torch.Tensor]:
     """Return the output of each expert of a rank's share."""
-    (w1, w2), w = dequantized_weights(loaded), loaded.weights
+    (w1, w2), weights = dequantized_weights(loaded), loaded.weights
     return [
         expert_output(
-            x, w1[e], w2[e], None if w.b1 is None else w.b1[e], None if w.b2 is None else w.b2[e]
+            x,
+            w1[expert],
+            w2[expert],
+            None if weights.b1 is None else weights.b1[expert],
+            None if weights.b2 is None else weights.b2[expert],
         )
-        for e in range(len(w1))
+        for expert in range(len(w1))
     ]
 
 
@@ -105,7 +119,8 @@ def test_rows_cover_every_pair_of_values() -> None:
 def test_expert_outputs_equal_the_checkpoint(
     row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In published families, only those that fuse gate and up have biases. Here every family may.
+    # Published families have biases only if they fuse gate and up. Here every family can have
+    # biases.
     family = replace(FAMILIES[row["family"]], bias=row["bias"])
     monkeypatch.setitem(FAMILIES, row["family"], family)
     sample = write(
@@ -120,21 +135,26 @@ def test_expert_outputs_equal_the_checkpoint(
     per_rank = EXPERTS // row["ep"]
     for rank in range(row["ep"]):
         total: list[Any] = [0] * per_rank
-        for share in range(row["tp"]):
-            loaded = mk.load_experts(tmp_path, 0, ep=(rank, row["ep"]), tp=(share, row["tp"]))
+        for tp_rank in range(row["tp"]):
+            loaded = mk.load_experts(tmp_path, 0, ep=(rank, row["ep"]), tp=(tp_rank, row["tp"]))
             assert loaded.problem_fields["bias"] == row["bias"]
             total = [a + b for a, b in zip(total, expert_outputs(loaded, x), strict=True)]
         for local, got in enumerate(total):
-            e = rank * per_rank + local
+            expert = rank * per_rank + local
             b1 = b2 = None
             if row["bias"]:
-                b1, b2 = torch.cat([BIASES[e, "gate"], BIASES[e, "up"]]), BIASES[e, "down"]
-            want = expert_output(x, sample.w1[e], sample.w2[e], b1, b2)
-            assert float((got - want).norm() / want.norm()) <= max(1e-5, ALL[row["kind"]].bound)
+                b1, b2 = (
+                    torch.cat([BIASES[expert, "gate"], BIASES[expert, "up"]]),
+                    BIASES[expert, "down"],
+                )
+            want = expert_output(x, sample.w1[expert], sample.w2[expert], b1, b2)
+            assert float((got - want).norm() / want.norm()) <= max(
+                1e-5, FORMAT_SAMPLES[row["kind"]].bound
+            )
 
 
 def test_unsorted_bias_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of w1 are sorted but b1 is not: tests of each feature alone passed with this defect."""
+    """If w1 is sorted but b1 is not, tests of the single features pass."""
     from modular_kernel.checkpoints import loading
     from modular_kernel.checkpoints.fusing import sort_w1_rows as sort
 

@@ -1,4 +1,6 @@
-"""Which files of a folder are read or refused, and how names on the Hub are resolved."""
+"""The files of a checkpoint folder that are read or refused, and names of models on the Hugging
+Face Hub.
+"""
 
 import json
 import shutil
@@ -26,7 +28,7 @@ def scaled_tensors(path: Path, factor: float) -> dict[str, torch.Tensor]:
 
 
 def test_model_safetensors_takes_precedence(tmp_path: Path) -> None:
-    """Over an index, and over other files with the same or other tensor names."""
+    """It takes precedence over indices and over other files."""
     write(tmp_path, seed=1)
     want = mk.load_experts(tmp_path, 0).weights
     other = scaled_tensors(tmp_path / FILE, 2.0)
@@ -36,7 +38,7 @@ def test_model_safetensors_takes_precedence(tmp_path: Path) -> None:
     for index in (INDEX, "other.safetensors.index.json"):
         (tmp_path / index).write_text(json.dumps({"weight_map": weight_map}))
     assert torch.equal(mk.load_experts(tmp_path, 0).weights.w1, want.w1)
-    # A path to a file or an index selects that one.
+    # A path to a file or to an index selects that file.
     for path in ("another.safetensors", INDEX, "consolidated.safetensors"):
         assert torch.equal(mk.load_experts(tmp_path / path, 0).weights.w1, 2 * want.w1)
 
@@ -57,13 +59,13 @@ def test_single_other_index_is_read_and_several_are_refused(tmp_path: Path) -> N
     (tmp_path / "consolidated.safetensors.index.json").write_text("{}")
     want = mk.load_experts(tmp_path, 0).weights
     shutil.copy(tmp_path / "a.safetensors.index.json", tmp_path / "b.safetensors.index.json")
-    words = (
+    message = (
         "got a.safetensors.index.json and b.safetensors.index.json, need model.safetensors.index"
     )
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=message):
         mk.load_experts(tmp_path, 0)
-    one = mk.load_experts(tmp_path / "b.safetensors.index.json", 0)
-    assert torch.equal(one.weights.w1, want.w1)
+    from_index = mk.load_experts(tmp_path / "b.safetensors.index.json", 0)
+    assert torch.equal(from_index.weights.w1, want.w1)
 
 
 def test_duplicate_tensor_without_an_index_is_refused(tmp_path: Path) -> None:
@@ -81,15 +83,15 @@ def test_duplicate_tensor_without_an_index_is_refused(tmp_path: Path) -> None:
 
 def test_missing_files_of_an_index_are_listed(tmp_path: Path) -> None:
     write(tmp_path, shards=3, layers=(0, 1))
-    kept = tmp_path / "model-00002-of-00003.safetensors"
+    kept_file = tmp_path / "model-00002-of-00003.safetensors"
     for path in tmp_path.glob("model-*.safetensors"):
-        if path != kept:
+        if path != kept_file:
             path.unlink()
-    words = (
+    message = (
         "got no model-00001-of-00003.safetensors, model-00003-of-00003.safetensors, of 3 files "
         "that the index lists, need these files: complete the download, or remove a stale index"
     )
-    with pytest.raises(WeightsError, match=words):
+    with pytest.raises(WeightsError, match=message):
         mk.load_experts(tmp_path, 0)
 
 
@@ -107,7 +109,9 @@ def test_missing_files_of_other_layers_are_ignored(tmp_path: Path) -> None:
 
 
 def test_safetensors_take_precedence_over_gguf(tmp_path: Path) -> None:
-    """A GGUF file that is alone is read by its metadata, even if there is a config.json."""
+    """A folder with only a GGUF file is read by the file's metadata, even if there is a
+    config.json.
+    """
     write(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
     assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
@@ -118,9 +122,8 @@ def test_safetensors_take_precedence_over_gguf(tmp_path: Path) -> None:
 
 
 def make_hub_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the snapshot folder of a model in a cache like that of huggingface_hub.
-
-    The test must not connect to the network.
+    """Return the snapshot folder of a model in a local cache like that of huggingface_hub, so that
+    the test needs no network.
     """
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
@@ -138,8 +141,8 @@ def test_hub_name_is_resolved_in_the_local_cache(
     want = mk.load_experts(snapshot, 0).weights
     assert torch.equal(mk.load_experts(NAME, 0).weights.w1, want.w1)
     assert FusedMoE.from_config(NAME, 0, top_k=2).num_experts == 4
-    words = f"got 'other/{NAME[11:]}': no such file or folder.*need .*hf download other/"
-    with pytest.raises(ConfigurationError, match=words):
+    message = f"got 'other/{NAME[11:]}': no such file or folder.*need .*hf download other/"
+    with pytest.raises(ConfigurationError, match=message):
         mk.load_experts(f"other/{NAME[11:]}", 0)
 
 

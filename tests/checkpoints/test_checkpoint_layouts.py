@@ -1,4 +1,4 @@
-"""Layouts: the names, shapes and order in which each model family stores the weights of experts."""
+"""Layouts: names, shapes and order of the expert weights that each model family stores."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORM
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 
-# These families cover every kind of experts class in transformers. When transformers saves a model
-# of another family in FAMILIES, it renames the tensors.
+# These families cover every kind of experts class in transformers. For other families in FAMILIES,
+# `save_pretrained` of transformers renames the tensors.
 SAVED_FAMILIES = (
     "aria_text",
     "deepseek_v3",
@@ -92,15 +92,15 @@ STACKED_FORMATS = ("deepseek fp8", "fp8 tensor, dynamic", "fp8 tensor, static", 
 
 
 @pytest.mark.parametrize("kind", STACKED_FORMATS)
-def test_stacked_modules_load_like_separate_ones(kind: str, tmp_path: Path) -> None:
+def test_stacked_modules_load_like_separate_modules(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "stacked", "step3p5", kind)
     write(tmp_path / "each", "mixtral", kind)
-    stacked, each = (mk.load_experts(tmp_path / name, 0) for name in ("stacked", "each"))
-    assert stacked.bytes_read == each.bytes_read
-    for name, tensor in vars(each.weights).items():
-        same = getattr(stacked.weights, name)
-        assert (same is None) == (tensor is None)
-        assert tensor is None or torch.equal(same.float(), tensor.float())
+    stacked, separate = (mk.load_experts(tmp_path / name, 0) for name in ("stacked", "each"))
+    assert stacked.bytes_read == separate.bytes_read
+    for name, tensor in vars(separate.weights).items():
+        stacked_tensor = getattr(stacked.weights, name)
+        assert (stacked_tensor is None) == (tensor is None)
+        assert tensor is None or torch.equal(stacked_tensor.float(), tensor.float())
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_stacked_modules_load_like_separate_ones(kind: str, tmp_path: Path) -> N
     [("llama4_text", ""), ("gpt_oss", "mlp.experts"), ("gpt_oss", "mlp.experts.experts")],
 )
 def test_fused_families_may_be_stored_per_expert(family: str, block: str, tmp_path: Path) -> None:
-    """Quantizers split fused experts into a module for each projection of each expert."""
+    """Quantizers split fused experts into one module per projection and expert."""
     sample = write(tmp_path, "mixtral", "compressed int4")
     prefix = f"model.layers.0.{block}"
     if family == "llama4_text":
@@ -120,26 +120,26 @@ def test_fused_families_may_be_stored_per_expert(family: str, block: str, tmp_pa
             _, expert, projection, kind = name.rsplit(".", 3)
             tensors[f"{prefix}.{expert}.{names[projection]}.{kind}"] = tensor
     if family == "gpt_oss":
-        for e in range(4):
-            tensors[f"{prefix}.{e}.gate_proj.bias"] = torch.full((256,), 1.0)
-            tensors[f"{prefix}.{e}.up_proj.bias"] = torch.full((256,), 2.0)
-            tensors[f"{prefix}.{e}.down_proj.bias"] = torch.zeros(128)
+        for index in range(4):
+            tensors[f"{prefix}.{index}.gate_proj.bias"] = torch.full((256,), 1.0)
+            tensors[f"{prefix}.{index}.up_proj.bias"] = torch.full((256,), 2.0)
+            tensors[f"{prefix}.{index}.down_proj.bias"] = torch.zeros(128)
     config = SAMPLES[family].config(family, (4, 2, 256, 128))
     config["quantization_config"] = CHECKPOINT_FORMATS["compressed int4"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     loaded = mk.load_experts(tmp_path, 0)
     assert not loaded.problem_fields["activation"].interleaved
-    packed = torch.cat([packed_gate_up(tensors, prefix, e) for e in range(4)])
+    packed = torch.cat([packed_gate_up(tensors, prefix, index) for index in range(4)])
     assert torch.equal(loaded.weights.w1.flatten(0, 1), packed)
     if family == "gpt_oss":
         assert loaded.weights.b1[0].tolist() == [1.0] * 256 + [2.0] * 256
     assert sample.w1.shape == (4, 512, 128)
 
 
-def packed_gate_up(tensors: dict[str, torch.Tensor], prefix: str, e: int) -> torch.Tensor:
+def packed_gate_up(tensors: dict[str, torch.Tensor], prefix: str, expert: int) -> torch.Tensor:
     """Return the packed words of gate and up of one expert."""
-    pair = [tensors[f"{prefix}.{e}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
+    pair = [tensors[f"{prefix}.{expert}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
     return torch.cat(pair).view(torch.uint8)
 
 
@@ -147,15 +147,15 @@ def make_small_model(transformers: Any, name: str) -> Any:
     """Return a tiny model of the family in which every layer has experts."""
     family, config = FAMILIES[name], transformers.CONFIG_MAPPING[name]()
     sizes = {family.experts: 4, family.top_k: 2, family.intermediate: 48, family.hidden: 64}
-    own = {key: n for keys, n in sizes.items() for key in keys.split()}
-    for key, value in {**SMALL_CONFIG, "intermediate_size": 48, **own}.items():
+    sizes_by_key = {key: n for keys, n in sizes.items() for key in keys.split()}
+    for key, value in {**SMALL_CONFIG, "intermediate_size": 48, **sizes_by_key}.items():
         if hasattr(config, key):
             setattr(config, key, value)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
-    auto = transformers.AutoModelForCausalLM
-    known = type(config) in auto._model_mapping
-    return (auto if known else transformers.AutoModel).from_config(config)
+    auto_model = transformers.AutoModelForCausalLM
+    is_causal_lm = type(config) in auto_model._model_mapping
+    return (auto_model if is_causal_lm else transformers.AutoModel).from_config(config)
 
 
 @pytest.mark.parametrize("family", SAVED_FAMILIES)

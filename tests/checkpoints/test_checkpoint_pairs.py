@@ -1,8 +1,8 @@
-"""Every pair of checkpoint features: correct values, or a documented refusal.
+"""Every pair of checkpoint features gives correct values or a documented refusal.
 
-Features are formats and their options, file layouts, biases, rank shares and placements. A feature
-that works alone can fail in combination: act-order moves rows of w1, and must then move the
-elements of b1.
+Features are formats and their options, file layouts, biases, rank shares and placements. Features
+that work alone can fail in combination: for example, act-order moves rows of w1, and must then also
+move the elements of b1. A row is one combination of feature values.
 """
 
 from dataclasses import replace
@@ -25,16 +25,13 @@ from modular_kernel.models.families import FAMILIES
 from modular_kernel.spec.placement import Placement
 
 TOKENS = 9
-# Bounds of the summed output's error: by the layer's dtype, and with 8-bit activations.
-BOUNDS, W8A8_BOUND = {None: 1e-2, "float32": 1e-5}, 8e-2
+# Maximum relative error of the summed output, by dtype of the layer and for 8-bit activations.
+MAX_ERRORS, MAX_W8A8_ERROR = {None: 1e-2, "float32": 1e-5}, 8e-2
 
 
 @pytest.fixture
 def written(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """Write the checkpoint of a row.
-
-    The family is patched to have biases or not, as the row says.
-    """
+    """Write the checkpoint of a row. The family is patched to have biases only if the row does."""
     family = row["family"]
     monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], bias=row["bias"]))
     if row["pieces"]:
@@ -42,7 +39,7 @@ def written(row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return write_row(tmp_path, row)
 
 
-def placement_of(row: dict[str, Any]) -> Any:
+def make_placement(row: dict[str, Any]) -> Any:
     if row["placement"] == "round_robin":
         return Placement.round_robin(EXPERTS, row["ep"])
     if row["placement"] == "reversed":
@@ -57,7 +54,7 @@ def load_rank(folder: Path, row: dict[str, Any], e: int, t: int) -> LoadedExpert
         ep=(e, row["ep"]),
         tp=(t, row["tp"]),
         dtype=row["dtype"],
-        placement=placement_of(row),
+        placement=make_placement(row),
         quantize_inputs=row["inputs"],
     )
 
@@ -71,37 +68,40 @@ def summed_output_error(loaded: list[LoadedExperts], written: Written, **fields:
     x, weights, ids = written.sample.inputs(TOKENS)
     total = torch.zeros_like(x)
     for rank in loaded:
-        problem, held = rank.partial(TOKENS, **fields)
+        problem, rank_weights = rank.partial(TOKENS, **fields)
         kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
         with prefer_torch_reference():
-            total += kernel(x.to(problem.dtype), held, mk.Routing(weights, ids)).double()
+            total += kernel(x.to(problem.dtype), rank_weights, mk.Routing(weights, ids)).double()
     x = x.to(loaded[0].problem_fields["dtype"]).double()
     want = written.sample.expected_output(x, weights, ids)
     return float((total - want).norm() / want.norm())
 
 
 def check_values(loaded: list[LoadedExperts], written: Written, row: dict[str, Any]) -> None:
-    """Compare the dequantized weights of each expert, whose rows act-order may have moved."""
+    """Compare the dequantized weights of each expert. Act-order may have moved their rows."""
     method, layout = METHODS[row["method"]], LAYOUTS[row["family"]]
     w1, w2 = written.sample.w1, written.sample.w2
     for rank in loaded:
         projections = 2 if layout.gated else 1
         rows = torch.arange(*rank.columns)
         got_w1, got_w2 = without_padding(rank, projections)
-        # The scales of gate and up are merged: the half with the smaller scale is rounded again.
+        # The scales of gate and up are merged into the larger one, so the half with the smaller
+        # scale is rounded again.
         rounded = method.scales == "tensor" and not method.weight_only
-        near = 2.0**-4 if rounded and layout.gated and not layout.fused else 1e-6
+        rtol = 2.0**-4 if rounded and layout.gated and not layout.fused else 1e-6
         for slot, e in enumerate(rank.placement.slots[rank.ep[0]]):
             order = column_order(got_w2[slot], w2[e][:, rows]) if row["act-order"] else None
-            place = rows if order is None else rows[order]
-            both = torch.cat([place + i * row["intermediate"] for i in range(projections)])
-            atol = 1e-3 if near > 1e-3 else 1e-12
-            torch.testing.assert_close(got_w1[slot], w1[e][both], rtol=near, atol=atol)
-            torch.testing.assert_close(got_w2[slot], w2[e][:, place], rtol=1e-6, atol=1e-12)
+            source_rows = rows if order is None else rows[order]
+            gate_up_rows = torch.cat(
+                [source_rows + i * row["intermediate"] for i in range(projections)]
+            )
+            atol = 1e-3 if rtol > 1e-3 else 1e-12
+            torch.testing.assert_close(got_w1[slot], w1[e][gate_up_rows], rtol=rtol, atol=atol)
+            torch.testing.assert_close(got_w2[slot], w2[e][:, source_rows], rtol=1e-6, atol=1e-12)
 
 
 def without_padding(rank: LoadedExperts, projections: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w1 and w2 without the padding of this rank's share, all of which must be 0."""
+    """Return w1 and w2 without the padding of this rank's share. All padding must be 0."""
     count = rank.columns[1] - rank.columns[0]
     w1, w2 = dequantized_weights(rank)
     parts = w1.unflatten(1, (projections, -1))
@@ -111,14 +111,16 @@ def without_padding(rank: LoadedExperts, projections: int) -> tuple[torch.Tensor
 
 
 def column_order(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Return which column of `want` each column of `got` is, a permutation."""
+    """Return the column of `want` that each column of `got` equals. The result is a permutation."""
     order = torch.cdist(got.T.contiguous(), want.T.contiguous()).argmin(1)
     assert sorted(order.tolist()) == list(range(len(order)))
     return order
 
 
 def check_input_scales(loaded: list[LoadedExperts], written: Written) -> None:
-    """Compare static activation scales: one for all experts, or in nvfp4 one for each expert."""
+    """Compare static activation scales. nvfp4 has one per expert, other schemes one for all
+    experts.
+    """
     for rank in loaded:
         weights = rank.weights
         if weights.a1_scale is None:
@@ -159,8 +161,8 @@ def test_accepted_combination_has_the_values_of_its_files(
     check_values(loaded, written, row)
     check_input_scales(loaded, written)
     assert {rank.problem_fields["bias"] for rank in loaded} == {row["bias"]}
-    if not row["inputs"]:  # the cases of parts test 4-bit activations
-        bound = BOUNDS[row["dtype"]] if METHODS[row["method"]].weight_only else W8A8_BOUND
+    if not row["inputs"]:  # other tests cover 4-bit activations
+        bound = MAX_ERRORS[row["dtype"]] if METHODS[row["method"]].weight_only else MAX_W8A8_ERROR
         assert summed_output_error(loaded, written) <= bound
 
 

@@ -1,4 +1,6 @@
-"""Rank shares of a checkpoint: outputs add up to the whole, and bytes and memory are bounded."""
+"""Rank shares of a checkpoint: rank outputs sum to the output of the layer, and bytes read and
+memory are bounded.
+"""
 
 import json
 import subprocess
@@ -22,11 +24,11 @@ from modular_kernel.testing.checkpoints.formats import fp8_block
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
-GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))  # numbers of (EP ranks, TP ranks)
-# Schemes in which a rank computes activation scales from its share only. The sum of outputs then
-# differs from the output of one rank by quantization errors. In per-channel schemes, a scale covers
-# a row, and each TP rank has a part of the row in GEMM 2. In the per-tensor scheme, a scale covers
-# all rows of a rank.
+EP_TP_SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))  # numbers of (EP ranks, TP ranks)
+# In these schemes, a rank computes activation scales only from its share, so the sum of outputs
+# differs from the output of a single rank by quantization errors. In per-channel schemes, a scale
+# covers a row, but each TP rank has only a part of the row in GEMM 2. In the per-tensor scheme, a
+# scale covers all rows of a rank.
 PER_CHANNEL_SCHEMES, PER_TENSOR_SCHEME = (
     ("fp8_w8a8_channel", "int8_w8a8_channel"),
     "fp8_w8a8_tensor",
@@ -59,34 +61,34 @@ def expert_bytes(sample: Sample) -> int:
     total = 0
     for path in sample.folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
                 if not name.endswith(("weight_shape", "layernorm.weight")):
                     total += file.get_tensor(name).nbytes
     return total
 
 
-@pytest.mark.share(3)  # a run of the suite has about a third of the parameters
+@pytest.mark.share(3)  # each run selects about a third of the parameters
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
-def test_rank_outputs_and_weights_add_up_to_the_whole(kind: str, tmp_path: Path) -> None:
+def test_rank_outputs_sum_to_the_layer_and_shares_concatenate(kind: str, tmp_path: Path) -> None:
     sample = write(
         tmp_path, FAMILY_BY_FORMAT.get(kind, "mixtral"), kind, intermediate=512, shards=2
     )
-    whole = summed_outputs(sample, load_all_ranks(sample, (1, 1), "float32"))
-    truth, scheme = sample.expected_output(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
+    one_rank_output = summed_outputs(sample, load_all_ranks(sample, (1, 1), "float32"))
+    expected, scheme = sample.expected_output(*sample.inputs(16)), CHECKPOINT_FORMATS[kind].scheme
     w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
     size = expert_bytes(sample)
-    for ep, tp in GRIDS:
+    for ep, tp in EP_TP_SIZES:
         loaded = load_all_ranks(sample, (ep, tp), "float32")
         y = summed_outputs(sample, loaded)
         if scheme == PER_TENSOR_SCHEME or (tp > 1 and scheme in PER_CHANNEL_SCHEMES):
-            assert float((y - truth).norm() / truth.norm()) <= CHECKPOINT_FORMATS[kind].bound
+            assert float((y - expected).norm() / expected.norm()) <= CHECKPOINT_FORMATS[kind].bound
         else:
-            assert float((y - whole).norm() / whole.norm()) <= 1e-5
+            assert float((y - one_rank_output).norm() / one_rank_output.norm()) <= 1e-5
         assert len({str(vars(rank.weights)["a2_scale"]) for rank in loaded}) == 1
         for rank in loaded:
             assert rank.bytes_read <= 1.05 * size / (ep * tp)
             assert (rank.ep[1], rank.tp[1]) == (ep, tp)
-        # The concatenated shares equal the whole bit for bit.
+        # The concatenated shares equal all weights bit for bit.
         parts = [dequantized_weights(rank) for rank in loaded]
         rows = [
             [p[0].unflatten(1, (2, -1)) for p in parts[i : i + tp]] for i in range(0, ep * tp, tp)
@@ -98,19 +100,19 @@ def test_rank_outputs_and_weights_add_up_to_the_whole(kind: str, tmp_path: Path)
 
 def test_bytes_read_counts_actual_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = write(tmp_path, "mixtral", "bf16")
-    seen, read = [], TensorFiles.read
+    reads, original_read = [], TensorFiles.read
 
-    def counted(self: TensorFiles, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        tensor = read(self, name, box)
-        seen.append((name, tensor.nbytes))
+    def read_and_count(self: TensorFiles, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        tensor = original_read(self, name, box)
+        reads.append((name, tensor.nbytes))
         return tensor
 
-    monkeypatch.setattr(TensorFiles, "read", counted)
+    monkeypatch.setattr(TensorFiles, "read", read_and_count)
     loaded = mk.load_experts(tmp_path, 0, ep=(1, 4))
-    assert {name.split(".")[5] for name, _ in seen} == {"1"}
+    assert {name.split(".")[5] for name, _ in reads} == {"1"}
     summary = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
     assert repr(loaded) == f"LoadedExperts({summary})"
-    assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
+    assert loaded.bytes_read == sum(n for _, n in reads) == expert_bytes(sample) // 4
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
@@ -119,14 +121,14 @@ def test_reading_in_pieces_gives_equal_weights(
 ) -> None:
     family = "step3p5" if kind == "deepseek fp8" else FAMILY_BY_FORMAT.get(kind, "mixtral")
     sample = write(tmp_path, family, kind, intermediate=512)
-    whole = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    in_one_read = mk.load_experts(tmp_path, 0, tp=(1, 2))
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
-    pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
-    for name, tensor in vars(whole.weights).items():
-        same = getattr(pieces.weights, name)
-        assert (same is None) == (tensor is None)
-        assert tensor is None or torch.equal(same.float(), tensor.float())
-    assert pieces.bytes_read <= 1.05 * expert_bytes(sample) / 2
+    in_pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    for name, tensor in vars(in_one_read.weights).items():
+        other_tensor = getattr(in_pieces.weights, name)
+        assert (other_tensor is None) == (tensor is None)
+        assert tensor is None or torch.equal(other_tensor.float(), tensor.float())
+    assert in_pieces.bytes_read <= 1.05 * expert_bytes(sample) / 2
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
@@ -172,27 +174,26 @@ def test_scale_tiles_are_split_to_fit_a_share(
 
 
 def test_scale_tile_across_gate_and_up_is_split(tmp_path: Path) -> None:
-    """The rows of gate and up are fused into 2I rows before they are divided into fp8 blocks.
-
+    """In this format, gate and up are fused into 2I rows before they are divided into fp8 blocks.
     If I is not a multiple of the block size, one block has rows of both gate and up.
     """
-    g = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     sample = write(tmp_path, "mistral4", "bf16", intermediate=192)
-    at, make = "model.layers.0.mlp.experts", fp8_block(torch.float32)
-    both = [make(384, 128, g, 1.0) for _ in range(4)]
-    down = [make(128, 192, g, 1.0) for _ in range(4)]
+    prefix, make = "model.layers.0.mlp.experts", fp8_block(torch.float32)
+    gate_up = [make(384, 128, generator, 1.0) for _ in range(4)]
+    down = [make(128, 192, generator, 1.0) for _ in range(4)]
     tensors = {}
-    for name, matrices in (("gate_up_proj", both), ("down_proj", down)):
-        tensors[f"{at}.{name}"] = torch.stack([m.tensors["weight"] for m in matrices])
+    for name, matrices in (("gate_up_proj", gate_up), ("down_proj", down)):
+        tensors[f"{prefix}.{name}"] = torch.stack([m.tensors["weight"] for m in matrices])
         scales = torch.stack([m.tensors["weight_scale_inv"] for m in matrices])
-        tensors[f"{at}.{name}_scale_inv"] = scales
+        tensors[f"{prefix}.{name}_scale_inv"] = scales
     save_file(tensors, tmp_path / "model.safetensors")
     config = sample.config | {"quantization_config": CHECKPOINT_FORMATS["deepseek fp8"].config}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for tp in (1, 2, 3):
         parts = [dequantized_weights(rank) for rank in load_all_ranks(sample, (1, tp))]
         w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
-        torch.testing.assert_close(w1, torch.stack([m.values for m in both]), rtol=1e-6, atol=0)
+        torch.testing.assert_close(w1, torch.stack([m.values for m in gate_up]), rtol=1e-6, atol=0)
 
 
 def test_placements_select_the_experts_of_a_rank(tmp_path: Path) -> None:
@@ -207,8 +208,8 @@ def test_placements_select_the_experts_of_a_rank(tmp_path: Path) -> None:
     assert loaded[1].partial(8)[1].expert_map.tolist() == [-1, 0, -1, 1]
 
 
-# A program that loads one rank's share with limited memory. It limits its data segment to the
-# present size, plus the size of the mapped checkpoint files, plus sys.argv[2] bytes.
+# Loads one rank's share with limited memory. The data segment is limited to its current size, plus
+# the size of the mapped checkpoint files, plus sys.argv[2] bytes.
 _LOAD_SHARE = """
 import resource, sys
 from pathlib import Path
@@ -229,7 +230,7 @@ print(sum(t.nbytes for t in vars(loaded.weights).values() if t is not None))
 @pytest.mark.share(3)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
-def test_peak_memory_is_the_share_plus_one_matrix(kind: str, tmp_path: Path) -> None:
+def test_peak_memory_is_at_most_the_share_plus_one_matrix(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind, experts=4, hidden=1024, intermediate=2048)
     write(tmp_path / "warm", "mixtral", kind)
 
@@ -239,7 +240,7 @@ def test_peak_memory_is_the_share_plus_one_matrix(kind: str, tmp_path: Path) -> 
 
     bits = {"bf16": 16, "awq": 4}[kind]
     share_bytes = 4 * 3 * 1024 * 2048 * bits // 8 // 2
-    # Loading unpacks one matrix to int32, and makes a reordered copy.
+    # Loading unpacks one matrix to int32 and makes a reordered copy of it.
     matrix_bytes = 1024 * 2048 * 2 * 4
     loaded = load_with(share_bytes + share_bytes // 8 + matrix_bytes)
     assert loaded.returncode == 0, loaded.stderr[-500:]

@@ -1,7 +1,7 @@
 """Tiny checkpoints of every format load with the values that their files encode, and stay packed.
 
-None of the libraries that write these formats may be imported. For each format, a test injects a
-defect to prove that its error bound detects one.
+The libraries that write these formats must not be imported. For each format, a test injects a
+defect to prove that the error bound of the format detects it.
 """
 
 import sys
@@ -29,7 +29,7 @@ PACKER_LIBRARIES = (
     "modelopt",
 )
 REFERENCE_PARTS = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-# The model family with published checkpoints in a format. Tests use Mixtral for other formats.
+# The model family that has published checkpoints in a format. For other formats, tests use Mixtral.
 FAMILY_BY_FORMAT = {
     "deepseek fp8": "deepseek_v3",
     "deepseek fp8, UE8M0": "deepseek_v3",
@@ -55,26 +55,30 @@ def write_checkpoint(
 
 
 def output_error(sample: Sample, loaded: LoadedExperts) -> float:
-    """Return the relative error of the layer's output against float64."""
+    """Return the relative error of the layer's output compared with float64."""
     x, weights, ids = sample.inputs(24)
     problem = loaded.problem(24)
     kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
     y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(weights, ids))
-    truth = sample.expected_output(x.to(problem.dtype).double(), weights, ids)
-    return float((y.double() - truth).norm() / truth.norm())
+    expected = sample.expected_output(x.to(problem.dtype).double(), weights, ids)
+    return float((y.double() - expected).norm() / expected.norm())
 
 
 def dequantized_weights(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w1, with gate rows first, and w2, both in float64."""
-    scheme, w, found = QuantScheme.parse(loaded.problem_fields["quant"]), loaded.weights, []
+    """Return w1, with gate rows first, and w2 in float64."""
+    scheme, weights, matrices = (
+        QuantScheme.parse(loaded.problem_fields["quant"]),
+        loaded.weights,
+        [],
+    )
     for name in ("w1", "w2"):
-        stored = getattr(w, name)
+        stored = getattr(weights, name)
         if scheme.quantized:
-            stored = dequantize_weights(w, name, loaded.problem(1))
-        found.append(stored.double())
+            stored = dequantize_weights(weights, name, loaded.problem(1))
+        matrices.append(stored.double())
     if loaded.problem_fields["activation"].interleaved:
-        found[0] = torch.cat([found[0][:, 0::2], found[0][:, 1::2]], 1)
-    return found[0], found[1]
+        matrices[0] = torch.cat([matrices[0][:, 0::2], matrices[0][:, 1::2]], 1)
+    return matrices[0], matrices[1]
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
@@ -89,9 +93,10 @@ def test_output_error_is_within_the_bound(kind: str, tmp_path: Path) -> None:
 def test_dequantized_weights_equal_the_checkpoint(kind: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, kind)
     w1, w2 = dequantized_weights(mk.load_experts(tmp_path, 0))
-    # The scales of gate and up are merged: the half with the smaller scale is rounded again.
-    near = 2.0**-4 if CHECKPOINT_FORMATS[kind].scheme.startswith("fp8_w8a8_tensor") else 1e-6
-    torch.testing.assert_close(w1, sample.w1, rtol=near, atol=1e-3 if near > 1e-3 else 1e-12)
+    # The scales of gate and up are merged into the larger one, so the half with the smaller scale
+    # is rounded again.
+    rtol = 2.0**-4 if CHECKPOINT_FORMATS[kind].scheme.startswith("fp8_w8a8_tensor") else 1e-6
+    torch.testing.assert_close(w1, sample.w1, rtol=rtol, atol=1e-3 if rtol > 1e-3 else 1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
 
 
@@ -106,7 +111,7 @@ def test_packed_weights_are_not_expanded(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "scales"),
+    ("kind", "dtype", "scale_dtype"),
     [
         ("gptq", torch.bfloat16, torch.float16),
         ("gptq", torch.float32, torch.float32),
@@ -116,29 +121,28 @@ def test_packed_weights_are_not_expanded(kind: str, tmp_path: Path) -> None:
     ],
 )
 def test_integer_scales_keep_their_16_bit_dtype(
-    kind: str, dtype: torch.dtype, scales: torch.dtype, tmp_path: Path
+    kind: str, dtype: torch.dtype, scale_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Whatever 16-bit dtype the layer has.
-
-    If a file mixes both 16-bit dtypes, scales become float32, which represents either.
+    """Scales keep the dtype of the file if the layer has a 16-bit dtype. If a file mixes both
+    16-bit dtypes, scales become float32, which represents both exactly.
     """
 
-    def mix(tensors: Tensors) -> None:
+    def mix_scale_dtypes(tensors: Tensors) -> None:
         name = next(name for name in tensors if name.endswith(".scales"))
         tensors[name] = tensors[name].bfloat16()
 
-    given = ("gptq", mix) if kind == "mixed" else (kind, None)
-    write_checkpoint(tmp_path, *given)
+    kind_and_change = ("gptq", mix_scale_dtypes) if kind == "mixed" else (kind, None)
+    write_checkpoint(tmp_path, *kind_and_change)
     loaded = mk.load_experts(tmp_path, 0, dtype=dtype)
     assert loaded.weights.w1_scale is not None
     assert loaded.weights.w2_scale is not None
-    assert {loaded.weights.w1_scale.dtype, loaded.weights.w2_scale.dtype} == {scales}
-    whole = dequantized_weights(mk.load_experts(tmp_path, 0, dtype=torch.float32))
-    for got, want in zip(dequantized_weights(loaded), whole, strict=True):
+    assert {loaded.weights.w1_scale.dtype, loaded.weights.w2_scale.dtype} == {scale_dtype}
+    in_float32 = dequantized_weights(mk.load_experts(tmp_path, 0, dtype=torch.float32))
+    for got, want in zip(dequantized_weights(loaded), in_float32, strict=True):
         assert torch.equal(got, want)
 
 
-# Stacks of all experts stored as (e, K, N), with one scale for all experts or one per row.
+# All experts of a projection stacked as (e, K, N), with one scale for all experts or one per row.
 TRANSPOSED_FORMATS = [
     (family, kind)
     for family in ("llama4_text", "gpt_oss")
@@ -149,9 +153,8 @@ TRANSPOSED_FORMATS = [
 
 @pytest.mark.parametrize(("family", "kind"), TRANSPOSED_FORMATS)
 def test_transposed_stacks_are_loaded(family: str, kind: str, tmp_path: Path) -> None:
-    """Transposed stacks load as a whole and in shares of ranks, which are columns of the files.
-
-    The error of shifted weights exceeds the bound.
+    """They are loaded as a whole and in shares of ranks, which are columns in the files. If rows
+    are shifted, the error exceeds the bound.
     """
     sample, bound = write(tmp_path, family, kind), FUSED_FORMATS[kind].bound
     loaded = mk.load_experts(tmp_path, 0)
@@ -161,31 +164,30 @@ def test_transposed_stacks_are_loaded(family: str, kind: str, tmp_path: Path) ->
     torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
     for ep, tp in ((2, 1), (1, 2), (2, 2)):
-        whole = loaded.bytes_read / (ep * tp)
+        max_bytes = loaded.bytes_read / (ep * tp)
         grid = [[mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)) for t in range(tp)]
                 for e in range(ep)]  # fmt: skip
         parts = [[dequantized_weights(each) for each in row] for row in grid]
         rows = [torch.cat([w.unflatten(1, (2, -1)) for w, _ in row], 2) for row in parts]
         assert torch.equal(torch.cat(rows).flatten(1, 2), w1)
         assert torch.equal(torch.cat([torch.cat([w for _, w in row], 2) for row in parts]), w2)
-        assert all(each.bytes_read <= 1.05 * whole for row in grid for each in row)
+        assert all(each.bytes_read <= 1.05 * max_bytes for row in grid for each in row)
 
-    def other_rows(tensors: Tensors) -> None:
+    def shift_rows(tensors: Tensors) -> None:
         endings = ("gate_up_proj_weight_scale", "gate_up_proj")
         for name in [n for n in tensors if n.endswith(endings) and tensors[n].dim() == 3]:
             tensors[name] = tensors[name].roll(8, 2)
 
-    other = write(tmp_path / "other", family, kind, change=other_rows)
-    assert output_error(other, mk.load_experts(other.folder, 0)) > 1.5 * bound
+    shifted = write(tmp_path / "other", family, kind, change=shift_rows)
+    assert output_error(shifted, mk.load_experts(shifted.folder, 0)) > 1.5 * bound
 
 
-# Defects that exceed a bound
+# Defects whose error exceeds the bound
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scales", ".scale", ".SCB")
 
 
 def exchange_gate_and_up_scales(tensors: Tensors) -> None:
-    """Exchange the scales of gate and up of every expert."""
     for gate, up in (("w1", "w3"), ("gate_proj", "up_proj")):
         for name in [n for n in tensors if f".{gate}." in n and n.endswith(SCALE_NAMES)]:
             other = name.replace(f".{gate}.", f".{up}.")
@@ -196,7 +198,6 @@ def exchange_gate_and_up_scales(tensors: Tensors) -> None:
 
 
 def shift_zero_points(tensors: Tensors) -> None:
-    """Decrease every zero point by one."""
     for name in [n for n in tensors if n.endswith(("qzeros", "weight_zero_point"))]:
         tensors[name] -= 0x11111111
 
@@ -206,8 +207,8 @@ def drop_tile(loaded: LoadedExperts) -> LoadedExperts:
     scheme = QuantScheme.parse(loaded.problem_fields["quant"])
     w1 = loaded.weights.w1.clone()
     columns = 64 if scheme.packed else 128
-    middle = {"uint4": 0x88, "uint8": 0x80}.get(scheme.weight, 0)
-    w1[:, :128, :columns] = torch.tensor(middle).to(w1.dtype)
+    zero_code = {"uint4": 0x88, "uint8": 0x80}.get(scheme.weight, 0)
+    w1[:, :128, :columns] = torch.tensor(zero_code).to(w1.dtype)
     return replace(loaded, weights=replace(loaded.weights, w1=w1))
 
 

@@ -1,4 +1,6 @@
-"""Variants of formats: mxfp8, fp8 of FBGEMM, ModelOpt and Quark, AutoRound packings, E8M0."""
+"""Variants of checkpoint formats: mxfp8, fp8 of FBGEMM, ModelOpt and Quark, packings of AutoRound,
+and E8M0 scales.
+"""
 
 import json
 import re
@@ -37,7 +39,9 @@ def rewrite_tensors(folder: Path, change: Any) -> None:
 
 
 def test_fbgemm_scales_of_llama4_load_in_transformers_shapes(tmp_path: Path) -> None:
-    """Scales are (e, 1, 2I) for gate_up (e, K, N), and (e, H, 1) for down."""
+    """transformers stores scales (e, 1, 2I) for gate_up (e, K, N), and scales (e, H, 1) for
+    down.
+    """
 
     def reshape(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("down_proj_weight_scale")]:
@@ -65,19 +69,19 @@ def test_nan_e8m0_scale_is_refused(kind: str, tmp_path: Path) -> None:
         name = next(name for name in tensors if ".2." in name and "scale" in name and "up" in name)
         tensors[name].view(torch.uint8)[0, 0] = 255
 
-    families = {"mxfp4, E8M0 dtype": "gpt_oss"}
-    if kind in families:
+    family_by_kind = {"mxfp4, E8M0 dtype": "gpt_oss"}
+    if kind in family_by_kind:
 
         def set_nan(tensors: Tensors) -> None:
             name = next(name for name in tensors if name.endswith("gate_up_proj_scales"))
             tensors[name].view(torch.uint8)[2, 0, 0] = 255
 
-    write(tmp_path, families.get(kind, "qwen3_moe"), kind, change=set_nan)
+    write(tmp_path, family_by_kind.get(kind, "qwen3_moe"), kind, change=set_nan)
     with pytest.raises(WeightsError, match=r"scale: got (nan|255)"):
         mk.load_experts(tmp_path, 0)
 
 
-def test_size_1_dimensions_are_squeezed_in_scales_only(tmp_path: Path) -> None:
+def test_dimensions_of_size_1_are_squeezed_only_in_scales(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", "modelopt fp8 block, weights")
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
     rewrite_tensors(tmp_path, lambda t: t.update({name: t[name][:, None]}))
@@ -90,12 +94,12 @@ def test_size_1_dimensions_are_squeezed_in_scales_only(tmp_path: Path) -> None:
         mk.load_experts(tmp_path, 0)
 
 
-def test_uint8_scales_are_accepted_for_mxfp8_only(tmp_path: Path) -> None:
-    def to_bytes(tensors: Tensors) -> None:
+def test_uint8_scales_are_accepted_only_for_mxfp8(tmp_path: Path) -> None:
+    def make_uint8_scales(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("scale_inv")]:
             tensors[name] = torch.full(tensors[name].shape, 120, dtype=torch.uint8)
 
-    write(tmp_path, "qwen3_moe", "qwen3 fp8", change=to_bytes)
+    write(tmp_path, "qwen3_moe", "qwen3 fp8", change=make_uint8_scales)
     with pytest.raises(DtypeError, match="weight_scale_inv: got uint8"):
         mk.load_experts(tmp_path, 0)
 
@@ -135,19 +139,19 @@ def test_unsupported_auto_round_variants_are_refused(config: dict[str, Any], mes
 
 
 def test_auto_round_extra_config_sets_symmetry_in_awq_packing(tmp_path: Path) -> None:
-    """AutoRound's extra_config has the key `sym`, whose name in AWQ is zero_point."""
-    other = {"model.layers.0.mlp.experts": {"sym": False}}
-    config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": other}
+    """AutoRound's extra_config has the key `sym`. AWQ calls this option `zero_point`."""
+    expert_options = {"model.layers.0.mlp.experts": {"sym": False}}
+    config = AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": expert_options}
     sample = write(tmp_path, "qwen3_moe", "auto-round, AWQ")
-    text = sample.config | {"quantization_config": config}
-    (tmp_path / "config.json").write_text(json.dumps(text))
+    model_config = sample.config | {"quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(model_config))
     loaded = mk.load_experts(tmp_path, 0)
     assert str(loaded.format) == "int4_w4a16_group:group=64,zero_points=true (awq)"
     assert inspect(tmp_path).problem_fields["quant"] == loaded.problem_fields["quant"]
 
 
 def quark_mxfp4_config(**changes: Any) -> dict[str, Any]:
-    """Return Quark's config of mxfp4, with other options of weights."""
+    """Return Quark's config of mxfp4 with changed options of weights."""
     config = json.loads(json.dumps(CHECKPOINT_FORMATS["quark mxfp4"].config))
     config["global_quant_config"]["weight"] |= changes
     return config
@@ -199,7 +203,7 @@ QUARK_PTPC = CHECKPOINT_FORMATS["quark fp8, channels"].config
 
 
 def quark_ptpc_config(weight_axis: int | None, input_axis: int | None) -> dict[str, Any]:
-    """Return Quark's config of fp8 per channel and token (PTPC), with the axes of its scales."""
+    """Return Quark's config of fp8 per channel and token (PTPC) with these axes of its scales."""
     config = json.loads(json.dumps(QUARK_PTPC))
     for name, axis in (("weight", weight_axis), ("input_tensors", input_axis)):
         config["global_quant_config"][name]["ch_axis"] = axis
@@ -222,7 +226,7 @@ def test_quark_scale_axes_are_accepted(axes: tuple[int | None, int | None]) -> N
     ],
 )
 def test_quark_scales_along_another_axis_are_refused(config: Any, message: str) -> None:
-    """For a square matrix, the shape of the scales would not show the mistake."""
+    """The shape of the scales would not reveal the wrong axis of a square matrix."""
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
 
@@ -240,17 +244,28 @@ def test_quark_scales_along_another_axis_are_refused(config: Any, message: str) 
     ],
 )
 def test_quark_options_that_differ_between_experts_need_module_names(name: str) -> None:
-    """`format_of` has one format for all experts, `QuantizationMap` has that of each module."""
+    """`format_of` returns one format for all experts. `QuantizationMap` has the format of each
+    module.
+    """
     options = QUARK_PTPC["global_quant_config"]  # type: ignore[index]
     config = quark_mxfp4_config() | {"layer_quant_config": {name: options}}
     message = re.escape(f"layer_quant_config has {name!r}, need the same options for all experts")
     with pytest.raises(ConfigurationError, match=message):
         format_of(config)
-    same = quark_mxfp4_config()
-    assert format_of(same | {"layer_quant_config": {name: same["global_quant_config"]}})
-    others = {"*self_attn*": options, "model.layers.?.mlp.shared_expert.*": options}
+    global_options = quark_mxfp4_config()
+    assert format_of(
+        global_options | {"layer_quant_config": {name: global_options["global_quant_config"]}}
+    )
+    options_of_other_modules = {
+        "*self_attn*": options,
+        "model.layers.?.mlp.shared_expert.*": options,
+    }
     assert (
-        str(format_of(quark_mxfp4_config() | {"layer_quant_config": others}).scheme)
+        str(
+            format_of(
+                quark_mxfp4_config() | {"layer_quant_config": options_of_other_modules}
+            ).scheme
+        )
         == "mxfp4_w4a16"
     )
     config["layer_quant_config"] = {name.replace("down_proj", "up_proj"): options}
@@ -279,22 +294,26 @@ def test_quark_layers_may_have_different_formats(tmp_path: Path) -> None:
             torch.testing.assert_close(w1, samples[layer].w1, rtol=1e-6, atol=1e-12)
 
 
-def test_expert_dtype_applies_to_experts_only(tmp_path: Path) -> None:
-    """It is a key of config.json or of its quantization_config. Other modules have fp8 blocks."""
+def test_expert_dtype_applies_only_to_experts(tmp_path: Path) -> None:
+    """`expert_dtype` is a key of config.json or of its quantization_config. Other modules have fp8
+    blocks.
+    """
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    for inside, beside in ((None, "fp4"), ("fp4", None)):
-        config = quantization | ({} if inside is None else {"expert_dtype": inside})
-        formats = QuantizationMap(config, expert_dtype=beside)
-        expert = formats.format_of("layers.0.ffn.experts.3.w1")
-        assert str(expert) == "mxfp4_w4a16 (fp8)"
+    for in_quantization_config, in_config in ((None, "fp4"), ("fp4", None)):
+        config = quantization | (
+            {} if in_quantization_config is None else {"expert_dtype": in_quantization_config}
+        )
+        formats = QuantizationMap(config, expert_dtype=in_config)
+        expert_format = formats.format_of("layers.0.ffn.experts.3.w1")
+        assert str(expert_format) == "mxfp4_w4a16 (fp8)"
         for module in ("layers.0.attn.wq_a", "layers.0.ffn.shared_experts.w1"):
             assert str(formats.format_of(module)) == "fp8_w8a8_block (fp8)"
     write(tmp_path, "deepseek_v4", "deepseek fp4")
-    text = json.loads((tmp_path / "config.json").read_text())
-    del text["quantization_config"]["expert_dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(text | {"expert_dtype": "fp4"}))
+    model_config = json.loads((tmp_path / "config.json").read_text())
+    del model_config["quantization_config"]["expert_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(model_config | {"expert_dtype": "fp4"}))
     assert mk.load_experts(tmp_path, 0).problem_fields["quant"] == "mxfp4_w4a16"
-    (tmp_path / "config.json").write_text(json.dumps(text))
+    (tmp_path / "config.json").write_text(json.dumps(model_config))
     with pytest.raises(ShapeError, match=r"w1.weight: got \(256, 64\), need \(256, 128\)"):
         mk.load_experts(tmp_path, 0)
 
@@ -307,7 +326,9 @@ def test_expert_dtype_applies_to_experts_only(tmp_path: Path) -> None:
 def test_stacked_families_may_be_stored_per_expert(
     family: str, block: str, kind: str, tmp_path: Path
 ) -> None:
-    """llm-compressor writes a module per expert. Values, scheme and shares must be correct."""
+    """llm-compressor writes one module per expert. Values, scheme and rank shares must be
+    correct.
+    """
     names = replace(FAMILIES[family], names=per_expert_modules(block))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, family, names)
@@ -315,8 +336,8 @@ def test_stacked_families_may_be_stored_per_expert(
     assert f"model.layers.0.{block}.3.down_proj." in " ".join(
         load_file(tmp_path / "model.safetensors")
     )
-    half = mk.load_experts(tmp_path, 0, ep=(1, 2))
-    for loaded, first in ((mk.load_experts(tmp_path, 0), 0), (half, 2)):
+    second_ep_rank = mk.load_experts(tmp_path, 0, ep=(1, 2))
+    for loaded, first in ((mk.load_experts(tmp_path, 0), 0), (second_ep_rank, 2)):
         quant = str(loaded.problem_fields["quant"])
         assert str(QuantScheme.parse(quant)) == CHECKPOINT_FORMATS[kind].scheme
         for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
@@ -355,7 +376,7 @@ REFUSED_CASES = [
 
 
 @pytest.mark.parametrize(("config", "meaning", "nearest"), REFUSED_CASES)
-def test_error_of_a_refused_method_explains_it_and_names_an_alternative(
+def test_errors_of_refused_methods_explain_them_and_name_an_alternative(
     config: dict[str, str], meaning: str, nearest: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -1,4 +1,4 @@
-"""`format_of`, `fit_scheme` and `merge` give the weights that `load_experts` loads."""
+"""`format_of`, `fit_scheme` and `merge` return the same weights that `load_experts` loads."""
 
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,28 @@ from modular_kernel.errors import (
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-AT = "model.layers.0.block_sparse_moe.experts"
+EXPERTS_PREFIX = "model.layers.0.block_sparse_moe.experts"
 Projection = dict[str, torch.Tensor]
 
 
 def stacked_projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projection]:
-    """Return the stacked tensors (E, ...) of w1 (gate), w3 (up) and w2 by name."""
-    found = {}
+    """Return the stacked tensors (E, ...) of w1 (gate), w3 (up) and w2, by name of the projection
+    and of the tensor.
+    """
+    projections = {}
     for name in ("w1", "w3", "w2"):
-        own: Projection = {}
+        stacks: Projection = {}
         for stored in format_of(CHECKPOINT_FORMATS[kind].config, depth=192).stored_tensors:
-            each = [
-                tensors.get(f"{AT}.{e}.{name}.{alias}")
+            tensors_of_experts = [
+                tensors.get(f"{EXPERTS_PREFIX}.{expert}.{name}.{alias}")
                 for alias in (stored.name, *stored.aliases)
-                for e in range(4)
+                for expert in range(4)
             ]
-            given = [tensor for tensor in each if tensor is not None]
-            if given:
-                own[stored.name] = torch.stack(given)
-        found[name] = own
-    return found
+            existing = [tensor for tensor in tensors_of_experts if tensor is not None]
+            if existing:
+                stacks[stored.name] = torch.stack(existing)
+        projections[name] = stacks
+    return projections
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_FORMATS)
@@ -46,53 +48,53 @@ def test_merge_of_stacks_and_single_matrices_equals_load_experts(kind: str, tmp_
     write(tmp_path, "mixtral", kind, intermediate=192)
     loaded = mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / "model.safetensors")
-    format, own = (
+    format, projections = (
         format_of(CHECKPOINT_FORMATS[kind].config, depth=192),
         stacked_projections(tensors, kind),
     )
     scheme = fit_scheme(format, 192)
     assert str(scheme) == loaded.problem_fields["quant"]
     dtype = loaded.problem_fields["dtype"]
-    w1 = merge(format, [own["w1"], own["w3"]], dtype, scheme=scheme)
-    w2 = merge(format, [own["w2"]], dtype, scheme=scheme)
+    w1 = merge(format, [projections["w1"], projections["w3"]], dtype, scheme=scheme)
+    w2 = merge(format, [projections["w2"]], dtype, scheme=scheme)
     for name, matrix in (("w1", w1), ("w2", w2)):
         assert torch.equal(matrix.w.float(), getattr(loaded.weights, name).float())
         for field in ("scale", "zero_point", "global_scale"):
-            mine, need = getattr(matrix, field), getattr(loaded.weights, f"{name}_{field}")
-            assert (mine is None) == (need is None)
-            assert need is None or torch.equal(mine.float(), need.float())
-            assert need is None or mine.dtype in (torch.float32, need.dtype)
+            got, want = getattr(matrix, field), getattr(loaded.weights, f"{name}_{field}")
+            assert (got is None) == (want is None)
+            assert want is None or torch.equal(got.float(), want.float())
+            assert want is None or got.dtype in (torch.float32, want.dtype)
         if scheme.static:
             assert matrix.a_scale.shape == (4,)
             assert float(matrix.a_scale.max()) == float(
                 getattr(loaded.weights, f"a{name[1]}_scale")
             )
-    for e in range(4):  # one at a time
-        single = [{n: t[e] for n, t in own[name].items()} for name in ("w1", "w3")]
-        one = merge(format, single, dtype, scheme=scheme)
-        assert torch.equal(one.w.float(), w1.w[e].float())
-        assert w1.scale is None or torch.equal(one.scale.float(), w1.scale[e].float())
+    for expert in range(4):  # a single expert per call
+        single = [{n: t[expert] for n, t in projections[name].items()} for name in ("w1", "w3")]
+        merged = merge(format, single, dtype, scheme=scheme)
+        assert torch.equal(merged.w.float(), w1.w[expert].float())
+        assert w1.scale is None or torch.equal(merged.scale.float(), w1.scale[expert].float())
 
 
 def test_merge_returns_views_if_nothing_is_rearranged(tmp_path: Path) -> None:
     for kind in ("mxfp4", "deepseek fp8", "compressed int4"):
         write(tmp_path, "mixtral", kind)
-        own = stacked_projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
-        first = next(iter(own.values()))
-        made = merge(format_of(CHECKPOINT_FORMATS[kind].config), [own], torch.bfloat16)
-        assert made.w.data_ptr() == first.data_ptr()
+        down = stacked_projections(load_file(tmp_path / "model.safetensors"), kind)["w2"]
+        first = next(iter(down.values()))
+        merged = merge(format_of(CHECKPOINT_FORMATS[kind].config), [down], torch.bfloat16)
+        assert merged.w.data_ptr() == first.data_ptr()
 
 
 def test_str_of_a_format_has_scheme_and_method() -> None:
     assert str(format_of(None)) == "none"
-    told = {str(format_of(kind.config, depth=256)) for kind in CHECKPOINT_FORMATS.values()}
+    texts = {str(format_of(kind.config, depth=256)) for kind in CHECKPOINT_FORMATS.values()}
     assert {
         "fp8_w8a8_block (fp8)",
         "int4_w4a16_group:group=64 (gptq)",
         "mxfp4_w4a16 (mxfp4)",
         "nvfp4_w4a16 (modelopt; activations stay in 16 bits)",
         "nvfp4_w4a16 (compressed-tensors; activations stay in 16 bits)",
-    } <= told
+    } <= texts
     with pytest.raises(ConfigurationError, match=r"config\.json: quantization_config"):
         format_of([])
 
@@ -112,16 +114,16 @@ def test_str_of_a_format_has_scheme_and_method() -> None:
 def test_fit_scheme_divides_tiles_to_fit_shares(
     kind: str, intermediate: int, world: int, gated: bool, scheme: str
 ) -> None:
-    found = fit_scheme(
+    fitted = fit_scheme(
         format_of(CHECKPOINT_FORMATS[kind].config), intermediate, world=world, gated=gated
     )
-    assert str(found) == scheme
+    assert str(fitted) == scheme
 
 
 def packed_tensors(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str, Any]:
-    words = torch.randint(-(2**31), 2**31, (rows, depth // 8), dtype=torch.int64)
+    message = torch.randint(-(2**31), 2**31, (rows, depth // 8), dtype=torch.int64)
     return {
-        "weight_packed": words.to(torch.int32),
+        "weight_packed": message.to(torch.int32),
         "weight_scale": torch.rand(rows, groups),
         "weight_zero_point": torch.zeros(rows // 8, groups, dtype=torch.int32),
         "group": depth // groups,
@@ -129,19 +131,21 @@ def packed_tensors(rows: int = 8, depth: int = 64, groups: int = 2) -> dict[str,
 
 
 def test_from_compressed_tensors_decodes_a_known_word() -> None:
-    """Value k of a word is in bits 4k to 4k + 3, offset by 8; zero points are packed along rows."""
-    given = packed_tensors()
-    given["weight_packed"][0, 0] = 0x76543210
-    given["weight_zero_point"][0] = 0x76543210
-    made = from_compressed_tensors(**given)
-    assert made.w[0, :4].tolist() == [0x10, 0x32, 0x54, 0x76]
-    assert made.zero_point.tolist() == [[0x10, 0x10], [0x32, 0x32], [0x54, 0x54], [0x76, 0x76]]
-    assert made.quant == "int4_w4a16_group:group=32,zero_points=true"
-    whole = from_compressed_tensors(**packed_tensors(groups=1) | {"group": -1})
-    assert whole.group == 64
+    """Value k of a word is in bits 4k to 4k + 3, with an offset of 8. Zero points are packed along
+    rows.
+    """
+    arguments = packed_tensors()
+    arguments["weight_packed"][0, 0] = 0x76543210
+    arguments["weight_zero_point"][0] = 0x76543210
+    imported = from_compressed_tensors(**arguments)
+    assert imported.w[0, :4].tolist() == [0x10, 0x32, 0x54, 0x76]
+    assert imported.zero_point.tolist() == [[0x10, 0x10], [0x32, 0x32], [0x54, 0x54], [0x76, 0x76]]
+    assert imported.quant == "int4_w4a16_group:group=32,zero_points=true"
+    one_group = from_compressed_tensors(**packed_tensors(groups=1) | {"group": -1})
+    assert one_group.group == 64
 
 
-INVALID_CASES: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
+INVALID_TENSORS: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
     "dtype": ({"weight_packed": torch.zeros(8, 8)}, DtypeError, "weight_packed: got float32"),
     "scale": ({"weight_scale": torch.rand(8, 3)}, ShapeError, r"weight_scale: got \(8, 3\)"),
     "scale dtype": (
@@ -160,34 +164,36 @@ INVALID_CASES: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 }
 
 
-def test_whole_row_group_fits_any_share() -> None:
-    """50 columns have no divisor above 31, but a group of a whole row can be cut anywhere."""
+def test_groups_of_a_whole_row_fit_any_share() -> None:
+    """No divisor of 50 columns is a supported group size, but a group of a whole row can be cut
+    anywhere.
+    """
     format = format_of(CHECKPOINT_FORMATS["awq, one group"].config, depth=100)
     assert fit_scheme(format, 100, world=2).group == (100,)
 
 
-@pytest.mark.parametrize("case", INVALID_CASES)
+@pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_from_compressed_tensors_refuses_invalid_tensors(case: str) -> None:
-    change, kind, words = INVALID_CASES[case]
-    with pytest.raises(kind, match=words):
+    change, error, message = INVALID_TENSORS[case]
+    with pytest.raises(error, match=message):
         from_compressed_tensors(**packed_tensors() | change)
 
 
 def test_merge_refuses_missing_extra_and_misshapen_tensors() -> None:
-    block = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
+    block_format = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
     weight, scale = torch.zeros(192, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
     gate = {"weight": weight, "weight_scale_inv": scale}
     with pytest.raises(
         WeightsError, match="got no weight_scale_inv, need weight, weight_scale_inv"
     ):
-        merge(block, [{"weight": weight}], torch.bfloat16)
+        merge(block_format, [{"weight": weight}], torch.bfloat16)
     with pytest.raises(WeightsError, match="got unexpected bias"):
-        merge(block, [gate | {"bias": scale}], torch.bfloat16)
+        merge(block_format, [gate | {"bias": scale}], torch.bfloat16)
     with pytest.raises(ShapeError, match=r"weight_scale_inv: got \(3, 1\), need \(2, 1\)"):
-        merge(block, [gate | {"weight_scale_inv": torch.ones(3, 1)}], torch.bfloat16)
+        merge(block_format, [gate | {"weight_scale_inv": torch.ones(3, 1)}], torch.bfloat16)
     with pytest.raises(
         ShapeError, match=r"192 rows of blocks of 128, need a multiple of the block"
     ):
-        merge(block, [gate, gate], torch.bfloat16)
+        merge(block_format, [gate, gate], torch.bfloat16)
     with pytest.raises(ShapeError, match=r"weight: got \(128,\), need 2 dimensions"):
-        merge(block, [gate | {"weight": weight[0]}], torch.bfloat16)
+        merge(block_format, [gate | {"weight": weight[0]}], torch.bfloat16)

@@ -26,8 +26,8 @@ from modular_kernel.text import format_layers
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 INT4, INT8 = "int4_w4a16_group:group=32", "int8_w8a16_group:group=32"
-# Maps the GGUF types of gate, up and down to the scheme that they are loaded in.
-TYPES: dict[tuple[str, str, str], str] = {
+# GGUF types of (gate, up, down) -> the scheme in which they are loaded.
+SCHEME_BY_TYPES: dict[tuple[str, str, str], str] = {
     ("Q4_0", "Q4_0", "Q4_0"): INT4,
     ("Q8_0", "Q8_0", "Q8_0"): INT8,
     ("Q4_0", "Q4_0", "Q8_0"): INT8,
@@ -77,31 +77,31 @@ def output_error(sample: Sample, loaded: LoadedExperts, experts: str = PAIR[1]) 
     machine = this_machine(device="cpu")
     kernel = mk.make_kernel(PAIR[0], experts, loaded.problem(24), machine=machine)
     y = kernel(x.to(loaded.problem(1).dtype), loaded.weights, mk.Routing(weights, ids)).double()
-    truth = sample.expected_output(x.to(loaded.problem(1).dtype).double(), weights, ids)
-    return float((y - truth).norm() / truth.norm())
+    expected = sample.expected_output(x.to(loaded.problem(1).dtype).double(), weights, ids)
+    return float((y - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("types", TYPES, ids=" ".join)
+@pytest.mark.parametrize("types", SCHEME_BY_TYPES, ids=" ".join)
 def test_loaded_values_equal_the_blocks(types: tuple[str, str, str], tmp_path: Path) -> None:
     sample = write_gguf(tmp_path / "m.gguf", types=types)
     loaded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
-    assert str(loaded.problem_fields["quant"]) == TYPES[types]
+    assert str(loaded.problem_fields["quant"]) == SCHEME_BY_TYPES[types]
     for name, exact in (("w1", sample.w1), ("w2", sample.w2)):
-        # Code times scale is exact in float32; types that add an offset round the sum.
+        # The product of code and scale is exact in float32. Types that add an offset round the sum.
         rtol = 2.0**-23 if {*types} & TYPES_WITH_OFFSETS else 0
         torch.testing.assert_close(
             dequantized(loaded, name), exact, rtol=rtol, atol=2e-8 * (rtol > 0)
         )
     rounded = mk.load_experts(tmp_path / "m.gguf", 0, dtype="bfloat16")
-    if TYPES[types] == "none":
+    if SCHEME_BY_TYPES[types] == "none":
         assert torch.equal(rounded.weights.w1, loaded.weights.w1.bfloat16())  # rounded once
     else:
         assert torch.equal(rounded.weights.w1, loaded.weights.w1)
         assert torch.equal(dequantized(rounded, "w1"), dequantized(loaded, "w1"))
-    if "int" in TYPES[types]:
-        is_product = any(name.startswith("IQ") and name != "IQ4_NL" for name in types)
-        need = torch.float32 if is_product else torch.float16
-        assert rounded.weights.w1_scale.dtype is need
+    if "int" in SCHEME_BY_TYPES[types]:
+        has_product_scales = any(name.startswith("IQ") and name != "IQ4_NL" for name in types)
+        scale_dtype = torch.float32 if has_product_scales else torch.float16
+        assert rounded.weights.w1_scale.dtype is scale_dtype
     assert output_error(sample, rounded) <= 1e-2
     assert output_error(sample, loaded) <= 1e-5
 
@@ -136,7 +136,7 @@ def test_metadata_determines_sizes_and_router(architecture: str, tmp_path: Path)
     ids=" ".join,
 )
 def test_kernels_accept_negative_scales(types: tuple[str, str, str], tmp_path: Path) -> None:
-    """llama.cpp's Q4_0 has negative scales; those of other quantizers are positive."""
+    """Q4_0 of llama.cpp has negative scales. Other quantizers write only positive scales."""
     sample = write_gguf(tmp_path / "m.gguf", types=types)
     loaded = mk.load_experts(tmp_path / "m.gguf", 0)
     scale = loaded.weights.w1_scale
@@ -154,7 +154,7 @@ def test_multi_token_prediction_layers_are_reported_separately(tmp_path: Path) -
     assert str(mk.load_experts(path, 1).problem_fields["quant"]) == INT8
 
 
-def test_deepseek2_softmax_router_is_that_of_deepseek_v2(tmp_path: Path) -> None:
+def test_softmax_routers_of_deepseek2_equal_deepseek_v2(tmp_path: Path) -> None:
     changes = {"expert_gating_func": 1, "expert_weights_norm": False}
     metadata = {f"deepseek2.{key}": value for key, value in changes.items()}
     write_gguf(tmp_path / "m.gguf", "deepseek2", ("Q8_0",) * 3, metadata=metadata)
@@ -166,38 +166,43 @@ def test_deepseek2_softmax_router_is_that_of_deepseek_v2(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "types", [t for t in TYPES if len(set(t)) > 1 or t[0] != "F32"], ids=" ".join
+    "types",
+    [tp_rank for tp_rank in SCHEME_BY_TYPES if len(set(tp_rank)) > 1 or tp_rank[0] != "F32"],
+    ids=" ".join,
 )
-def test_rank_shares_equal_slices_of_the_whole(
+def test_rank_shares_equal_slices_of_all_weights(
     types: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For EP and TP ranks, also if read a few rows at a time.
-
-    Shares of I cut blocks of 256 values.
+    """The limit of values per read is lowered, so few rows are read at a time. Shares of I cut
+    blocks of 256 values.
     """
     write_gguf(tmp_path / "m.gguf", types=types)
-    whole = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
+    all_experts = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32")
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 12)
-    full = {name: dequantized(whole, name) for name in ("w1", "w2")}
+    all_values = {name: dequantized(all_experts, name) for name in ("w1", "w2")}
     down = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_down_exps.weight"]
-    for e in range(2):
-        for t in range(3):
-            part = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32", ep=(e, 2), tp=(t, 3))
-            (first, last), width = part.columns, part.problem_fields["intermediate"]
-            experts = slice(2 * e, 2 * e + 2)
-            w1 = dequantized(part, "w1").unflatten(1, (2, width))[:, :, : last - first]
-            assert torch.equal(w1, full["w1"][experts].unflatten(1, (2, 256))[:, :, first:last])
-            w2 = dequantized(part, "w2")
-            assert torch.equal(w2[..., : last - first], full["w2"][experts, :, first:last])
+    for ep_rank in range(2):
+        for tp_rank in range(3):
+            share = mk.load_experts(
+                tmp_path / "m.gguf", 0, dtype="float32", ep=(ep_rank, 2), tp=(tp_rank, 3)
+            )
+            (first, last), width = share.columns, share.problem_fields["intermediate"]
+            experts = slice(2 * ep_rank, 2 * ep_rank + 2)
+            w1 = dequantized(share, "w1").unflatten(1, (2, width))[:, :, : last - first]
+            assert torch.equal(
+                w1, all_values["w1"][experts].unflatten(1, (2, 256))[:, :, first:last]
+            )
+            w2 = dequantized(share, "w2")
+            assert torch.equal(w2[..., : last - first], all_values["w2"][experts, :, first:last])
             assert not w2[..., last - first :].any()
-            cuts_blocks = down.type.values == 256  # of w2: each rank reads all of them
-            assert part.bytes_read < whole.bytes_read * (0.5 if cuts_blocks else 0.3)
+            cuts_blocks = down.type.values == 256  # each rank must then read all blocks of w2
+            assert share.bytes_read < all_experts.bytes_read * (0.5 if cuts_blocks else 0.3)
 
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("fused", [False, True])
 def test_fused_tensors_and_split_files_are_read(files: int, fused: bool, tmp_path: Path) -> None:
-    """Gate and up may be one tensor, and a model may be split over several files in a folder."""
+    """Gate and up can be one tensor, and a model can be split over several files in a folder."""
     sample = write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3, fused=fused, files=files)
     for path in (tmp_path, *tmp_path.iterdir()):
         loaded = mk.load_experts(path, 0)
@@ -209,15 +214,15 @@ def test_fused_tensors_and_split_files_are_read(files: int, fused: bool, tmp_pat
             mk.load_experts(tmp_path, 0)
 
 
-MIXED = {1: ("Q4_K", "Q4_K", "Q6_K"), 2: ("Q4_0",) * 3, 3: ("Q4_0",) * 3, 5: ("F16",) * 3}
+MIXED_TYPES = {1: ("Q4_K", "Q4_K", "Q6_K"), 2: ("Q4_0",) * 3, 3: ("Q4_0",) * 3, 5: ("F16",) * 3}
 
 
 def test_layers_may_have_different_types(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """llama-quantize writes such files: it gives some layers more bits."""
+    """llama-quantize writes such files, because it gives some layers more bits."""
     path = tmp_path / "m.gguf"
-    write_gguf(path, types=MIXED)
+    write_gguf(path, types=MIXED_TYPES)
     report = inspect(path)
     assert {group.layers: str(group.format) for group in report.groups} == {
         (1,): "Q4_K and Q6_K (gguf; dequantized)",
@@ -229,11 +234,11 @@ def test_layers_may_have_different_types(
     with pytest.raises(ConfigurationError, match="one with experts: 1 to 3, 5"):
         mk.load_experts(path, 0)
     pair = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
-    ended = run_mk(capsys, "check", *pair, "--model", str(path))
-    assert (ended.code, ended.out.count("valid")) == (0, 3)
-    assert f"{format_layers((2, 3))} in {INT4} (gguf)" in ended.out
-    ended = run_mk(capsys, "plan", "--model", str(path), "--quant", INT4, "--world-size", "1")
-    assert ended.code == 0, ended.err
+    result = run_mk(capsys, "check", *pair, "--model", str(path))
+    assert (result.code, result.out.count("valid")) == (0, 3)
+    assert f"{format_layers((2, 3))} in {INT4} (gguf)" in result.out
+    result = run_mk(capsys, "plan", "--model", str(path), "--quant", INT4, "--world-size", "1")
+    assert result.code == 0, result.err
 
 
 def test_layer_loads_a_gguf_file(tmp_path: Path) -> None:
@@ -243,8 +248,8 @@ def test_layer_loads_a_gguf_file(tmp_path: Path) -> None:
     assert str(layer.problem.quant) == INT4
     x, weights, ids = sample.inputs(24)
     y = layer(x.bfloat16(), (weights, ids)).double()
-    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
-    assert (y - truth).norm() / truth.norm() <= 1e-2
+    expected = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (y - expected).norm() / expected.norm() <= 1e-2
 
 
 def test_dequantized_types_can_be_quantized_while_loading(tmp_path: Path) -> None:
@@ -252,8 +257,8 @@ def test_dequantized_types_can_be_quantized_while_loading(tmp_path: Path) -> Non
     loaded = mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT8)
     exact = mk.load_experts(tmp_path / "m.gguf", 0, dtype="float32").weights.w2.double()
     step = exact.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
-    error_of = (dequantized(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
-    assert bool((error_of <= 0.52 * step).all())
+    error = (dequantized(loaded, "w2") - exact).unflatten(-1, (-1, 32)).abs()
+    assert bool((error <= 0.52 * step).all())
     write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
     with pytest.raises(ConfigurationError, match="need unquantized files"):
         mk.load_experts(tmp_path / "m.gguf", 0, quantize=INT4)
@@ -269,7 +274,7 @@ def test_loading_tensor_by_tensor_refuses_blocks(tmp_path: Path) -> None:
 
 
 def test_config_argument_overrides_sizes_and_dtype(tmp_path: Path) -> None:
-    """The tensor types still come from the file."""
+    """The types of tensors are still read from the file."""
     write_gguf(tmp_path / "m.gguf", types=("Q8_0",) * 3)
     config = (
         '{"model_type": "qwen3_moe", "hidden_size": 256, "moe_intermediate_size": 256,'
@@ -282,7 +287,7 @@ def test_config_argument_overrides_sizes_and_dtype(tmp_path: Path) -> None:
     assert str(loaded.problem_fields["quant"]) == INT8
 
 
-def test_safetensors_take_precedence_and_two_gguf_models_are_refused(tmp_path: Path) -> None:
+def test_folders_with_two_gguf_models_are_refused(tmp_path: Path) -> None:
     for name in ("a-Q4_0.gguf", "b-Q8_0.gguf", "mmproj-F16.gguf"):
         write_gguf(tmp_path / name)
     with pytest.raises(ConfigurationError, match=r"a-Q4_0\.gguf and b-Q8_0\.gguf, need the path"):
@@ -331,7 +336,7 @@ def test_invalid_metadata_and_tensors_are_refused(case: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"),
+    ("kind", "byte_offset"),
     [
         ("Q8_0", 0),
         ("Q4_K", 0),
@@ -345,56 +350,56 @@ def test_invalid_metadata_and_tensors_are_refused(case: str, tmp_path: Path) -> 
         ("TQ1_0", 52),
     ],
 )
-def test_nan_scale_of_a_block_is_refused(kind: str, place: int, tmp_path: Path) -> None:
-    """place: byte offset of a float16 value in a block."""
+def test_nan_scale_of_a_block_is_refused(kind: str, byte_offset: int, tmp_path: Path) -> None:
+    """byte_offset: position of a float16 scale in a block."""
     write_gguf(tmp_path / "m.gguf", types=(kind,) * 3)
     info = read_header(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"]
     data = bytearray((tmp_path / "m.gguf").read_bytes())
-    data[info.offset + place : info.offset + place + 2] = b"\xff\x7f"
+    data[info.offset + byte_offset : info.offset + byte_offset + 2] = b"\xff\x7f"
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(WeightsError, match=r"blk.0.*got nan, need finite numbers"):
         mk.load_experts(tmp_path / "m.gguf", 0)
 
 
-def header_with(*changes: tuple[int, bytes]) -> bytes:
-    """Return a header without tensors, with bytes replaced at some offsets."""
+def make_header(*changes: tuple[int, bytes]) -> bytes:
+    """Return a header without tensors, with bytes replaced at the given offsets."""
     data = bytearray(file_bytes({"general.architecture": "qwen3moe"}, {}))
-    for place, replacement in changes:
-        data[place : place + len(replacement)] = replacement
+    for byte_offset, replacement in changes:
+        data[byte_offset : byte_offset + len(replacement)] = replacement
     return bytes(data)
 
 
 HUGE = struct.pack("<Q", 1 << 60)
 KEY = struct.pack("<Q", 1) + b"k"
-HEAD = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + KEY
-ONE = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY  # one tensor
+HEAD_KV = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + KEY
+HEAD_T = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY  # without a tensor description
 INVALID_HEADERS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "got 0 bytes"),
-    "magic": (header_with((0, b"GGML")), "the first bytes b'GGML'"),
-    "version 1": (header_with((4, struct.pack("<I", 1))), "version 1, need version 2 or 3"),
-    "big-endian": (header_with((4, struct.pack(">I", 3))), "a big-endian file"),
-    "tensors": (header_with((8, HUGE)), f"{1 << 60} tensors, need a complete file"),
-    "entries": (header_with((16, HUGE)), f"{1 << 60} entries of metadata"),
-    "key": (header_with((24, HUGE)), f"a name of {1 << 60} bytes"),
-    "type of value": (HEAD + struct.pack("<IQ", 77, 0), "k of type 77"),
-    "text": (HEAD + struct.pack("<I", 8) + HUGE, f"a name of {1 << 60} bytes"),
-    "array": (HEAD + struct.pack("<II", 9, 0) + HUGE, f"{1 << 60} items of k"),
-    "array of strings": (HEAD + struct.pack("<II", 9, 8) + HUGE, f"{1 << 60} items of k"),
+    "magic": (make_header((0, b"GGML")), "the first bytes b'GGML'"),
+    "version 1": (make_header((4, struct.pack("<I", 1))), "version 1, need version 2 or 3"),
+    "big-endian": (make_header((4, struct.pack(">I", 3))), "a big-endian file"),
+    "tensors": (make_header((8, HUGE)), f"{1 << 60} tensors, need a complete file"),
+    "entries": (make_header((16, HUGE)), f"{1 << 60} entries of metadata"),
+    "key": (make_header((24, HUGE)), f"a name of {1 << 60} bytes"),
+    "type of value": (HEAD_KV + struct.pack("<IQ", 77, 0), "k of type 77"),
+    "text": (HEAD_KV + struct.pack("<I", 8) + HUGE, f"a name of {1 << 60} bytes"),
+    "array": (HEAD_KV + struct.pack("<II", 9, 0) + HUGE, f"{1 << 60} items of k"),
+    "array of strings": (HEAD_KV + struct.pack("<II", 9, 8) + HUGE, f"{1 << 60} items of k"),
     "long string of many": (
-        HEAD + struct.pack("<IIQ", 9, 8, 5000) + HUGE + bytes(8 * 5000), "end in the header"),
+        HEAD_KV + struct.pack("<IIQ", 9, 8, 5000) + HUGE + bytes(8 * 5000), "end in the header"),
     "nested arrays": (
-        HEAD + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "k of type 9"),
-    "truncated": (header_with()[:40], "complete file"),
+        HEAD_KV + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 40, "k of type 9"),
+    "truncated": (make_header()[:40], "complete file"),
     "twice": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
         + (KEY + struct.pack("<IB", 0, 1)) * 2 + bytes(9), "k twice"),
-    "dimensions": (ONE + struct.pack("<I", 9) + bytes(40), "k of 9 dimensions"),
-    "no rows": (ONE + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(9), r"k of shape \(0,\)"),
-    "overflow": (ONE + struct.pack("<IQQQQIQ", 4, *[1 << 20] * 4, 0, 0), "k of shape"),
-    "partial block": (ONE + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
-    "unknown type": (ONE + struct.pack("<IQIQ", 1, 32, 99, 0) + bytes(9), "k of type 99"),
-    "offset": (ONE + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
-    "past the end": (ONE + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
+    "dimensions": (HEAD_T + struct.pack("<I", 9) + bytes(40), "k of 9 dimensions"),
+    "no rows": (HEAD_T + struct.pack("<IQIQ", 1, 0, 0, 0) + bytes(9), r"k of shape \(0,\)"),
+    "overflow": (HEAD_T + struct.pack("<IQQQQIQ", 4, *[1 << 20] * 4, 0, 0), "k of shape"),
+    "partial block": (HEAD_T + struct.pack("<IQIQ", 1, 33, 2, 0) + bytes(9), "whole blocks of 32"),
+    "unknown type": (HEAD_T + struct.pack("<IQIQ", 1, 32, 99, 0) + bytes(9), "k of type 99"),
+    "offset": (HEAD_T + struct.pack("<IQIQ", 1, 32, 0, 3) + bytes(999), "k at 3, need a multiple"),
+    "past the end": (HEAD_T + struct.pack("<IQIQ", 1, 32, 0, 1 << 40) + bytes(999), "k up to byte"),
     "tensor twice": (
         b"GGUF" + struct.pack("<IQQ", 3, 2, 0)
         + (KEY + struct.pack("<IQIQ", 1, 1, 0, 0)) * 2 + bytes(99), "k twice"),
@@ -403,7 +408,7 @@ INVALID_HEADERS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("case", INVALID_HEADERS)
 def test_invalid_header_is_refused(case: str, tmp_path: Path) -> None:
-    """Counts are checked against the size of the file before memory is allocated."""
+    """Counts must be compared with the file size before memory is allocated."""
     data, message = INVALID_HEADERS[case]
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(WeightsError, match=message) as caught:
@@ -411,11 +416,17 @@ def test_invalid_header_is_refused(case: str, tmp_path: Path) -> None:
     assert "m.gguf" in str(caught.value)
 
 
-def test_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", hidden=32, intermediate=32)
     data = (tmp_path / "m.gguf").read_bytes()
-    start = min(info.offset for info in read_header(tmp_path / "m.gguf").tensors.values())
-    cuts = [*range(0, 400, 7), *range(400, start, 997), start, len(data) - 32, len(data) - 1]
+    tensors_start = min(info.offset for info in read_header(tmp_path / "m.gguf").tensors.values())
+    cuts = [
+        *range(0, 400, 7),
+        *range(400, tensors_start, 997),
+        tensors_start,
+        len(data) - 32,
+        len(data) - 1,
+    ]
     for cut in cuts:
         (tmp_path / "cut.gguf").write_bytes(data[:cut])
         with pytest.raises(WeightsError, match=r"cut\.gguf"):

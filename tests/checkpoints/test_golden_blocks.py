@@ -1,4 +1,6 @@
-"""Golden files of bitsandbytes, gguf and torchao decode to the values of those libraries."""
+"""Golden files written by bitsandbytes, gguf and torchao decode to the values that these libraries
+compute.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS
 FOLDER = Path(__file__).parents[1] / "helpers" / "golden"
 BITSANDBYTES = load_file(FOLDER / "bitsandbytes.safetensors")
 GGUF = load_file(FOLDER / "gguf.safetensors")
-# Maps the prefix of tensors in torchao.safetensors to the format with the same options.
+# Prefix of tensors in torchao.safetensors -> the format with the same options.
 TORCHAO = {
     "int4": "torchao int4",
     "int8": "torchao int8",
@@ -35,8 +37,10 @@ TORCHAO = {
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4_double", "fp4", "fp4_double"])
-def test_bitsandbytes_values_equal_those_of_the_library(kind: str) -> None:
-    """Rows of 72 values in blocks of 64. With double quantization, codes are stored as bf16."""
+def test_bitsandbytes_values_equal_the_library(kind: str) -> None:
+    """The file has rows of 72 values in blocks of 64. With double quantization, codes are stored as
+    bf16.
+    """
     tensors = {
         name.partition("/")[2]: tensor
         for name, tensor in BITSANDBYTES.items()
@@ -54,13 +58,13 @@ def test_golden_file_has_every_quantized_gguf_type() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted({*SUPPORTED_TYPES} - {*FLOAT_TYPES}))
-def test_gguf_values_equal_those_of_the_library(kind: str) -> None:
+def test_gguf_values_equal_the_library(kind: str) -> None:
     blocks, want = GGUF[f"{kind}/blocks"], GGUF[f"{kind}/unpacked"]
     assert torch.equal(dequantize_blocks(kind, blocks), want)
 
 
 @pytest.mark.parametrize("kind", TORCHAO)
-def test_torchao_values_equal_those_of_the_library(kind: str) -> None:
+def test_torchao_values_equal_the_library(kind: str) -> None:
     with safe_open(FOLDER / "torchao.safetensors", "pt") as file:
         names = [name for name in file.keys() if name.startswith(f"{kind}.")]  # noqa: SIM118
         tensors = {name.partition(".")[2]: file.get_tensor(name) for name in names}
@@ -68,14 +72,15 @@ def test_torchao_values_equal_those_of_the_library(kind: str) -> None:
     want, format = tensors.pop("unpacked"), format_of(TORCHAO_FORMATS[TORCHAO[kind]].config)
     assert format.torchao is not None
     check_metadata("file", metadata, f"{kind}._weight_qdata", (24, 128), format.torchao)
-    made = merge(format, [tensors], torch.float32)
+    merged = merge(format, [tensors], torch.float32)
     if format.dequantized:
-        assert torch.equal(made.w, want)
+        assert torch.equal(merged.w, want)
         return
-    assert made.scale is not None
-    got = dequantize(made.w[None], made.scale[None], None, format.scheme)[0]
-    if made.global_scale is not None:  # a product of three factors, rounded in another order
-        torch.testing.assert_close(got * made.global_scale, want, rtol=2.0**-22, atol=0)
+    assert merged.scale is not None
+    got = dequantize(merged.w[None], merged.scale[None], None, format.scheme)[0]
+    # the library multiplies three factors in another order, so rounding differs
+    if merged.global_scale is not None:
+        torch.testing.assert_close(got * merged.global_scale, want, rtol=2.0**-22, atol=0)
         return
     assert torch.equal(got, want)
 

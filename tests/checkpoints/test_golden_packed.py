@@ -1,4 +1,6 @@
-"""Golden files of compressed-tensors, ModelOpt and GPTQModel decode to those libraries' values."""
+"""Golden files written by compressed-tensors, ModelOpt and GPTQModel decode to the values that
+these libraries compute.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +30,13 @@ CONFIGS: dict[str, Any] = {
     "gptq_order_zeros": _GPTQ,
     "gptq_order_int8": _GPTQ | {"bits": 8},
 }
-NVFP4 = ("compressed_nvfp4", "modelopt_nvfp4")
+NVFP4_KINDS = ("compressed_nvfp4", "modelopt_nvfp4")
 
 
 def tensors_of_kind(kind: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a kind by their names in the format."""
     named = (name.split(".") for name in GOLDEN)
-    return {tensor: GOLDEN[f"{of}.{tensor}"] for of, tensor in named if of == kind}
+    return {tensor: GOLDEN[f"{prefix}.{tensor}"] for prefix, tensor in named if prefix == kind}
 
 
 def test_every_golden_tensor_is_tested() -> None:
@@ -42,38 +44,40 @@ def test_every_golden_tensor_is_tested() -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_packed_weights_equal_those_of_the_library(kind: str) -> None:
-    """Equal bit for bit in the dtype that the library returns, as w2 of one expert."""
+def test_packed_weights_equal_the_library(kind: str) -> None:
+    """They are equal bit for bit in the dtype that the library returns. The matrix is w2 of one
+    expert.
+    """
     tensors = tensors_of_kind(kind)
     want = tensors.pop("unpacked")
     tensors.pop("original", None)
     format = format_of(CONFIGS[kind])
     if format.scheme.weight == "uint4":  # groups of 32 in the file
         format = format.with_scheme(replace(format.scheme, group=(32,)))
-    made = merge(format, [tensors], torch.bfloat16)
+    merged = merge(format, [tensors], torch.bfloat16)
     problem = Problem(1, 24, 96, 1, 1, quant=str(format.scheme), activation="relu2")
-    fields = {"w2": made.w, "w2_scale": made.scale, "w2_zero_point": made.zero_point}
-    fields |= {"w2_global_scale": made.global_scale}
-    given = {name: tensor[None] for name, tensor in fields.items() if tensor is not None}
-    weights = ExpertWeights(w1=given["w2"], **given)
+    fields = {"w2": merged.w, "w2_scale": merged.scale, "w2_zero_point": merged.zero_point}
+    fields |= {"w2_global_scale": merged.global_scale}
+    w2_tensors = {name: tensor[None] for name, tensor in fields.items() if tensor is not None}
+    weights = ExpertWeights(w1=w2_tensors["w2"], **w2_tensors)
     for name, spec in weight_specs(problem).items():
-        assert name.startswith("w1") or given[name].shape == spec.shape
+        assert name.startswith("w1") or w2_tensors[name].shape == spec.shape
     got = dequantize_weights(weights, "w2", problem)[0]
-    if made.order is not None:
-        assert made.order.tolist() != list(range(96))
-        got = torch.empty_like(got).index_copy_(1, made.order.long(), got)
-    rounded = torch.float16 if "gptq" in kind else torch.bfloat16
-    assert torch.equal(got.to(rounded), want.to(rounded))
-    if rounded is torch.bfloat16 and want.dtype is torch.float32:
+    if merged.order is not None:
+        assert merged.order.tolist() != list(range(96))
+        got = torch.empty_like(got).index_copy_(1, merged.order.long(), got)
+    compared_dtype = torch.float16 if "gptq" in kind else torch.bfloat16
+    assert torch.equal(got.to(compared_dtype), want.to(compared_dtype))
+    if compared_dtype is torch.bfloat16 and want.dtype is torch.float32:
         torch.testing.assert_close(got, want, rtol=2.0**-22, atol=0)
 
 
-@pytest.mark.parametrize("kind", NVFP4)
-def test_nvfp4_quantizer_equals_that_of_the_library(kind: str) -> None:
+@pytest.mark.parametrize("kind", NVFP4_KINDS)
+def test_nvfp4_quantizer_equals_the_library(kind: str) -> None:
     tensors = tensors_of_kind(kind)
-    whole = tensors.get("weight_scale_2")
-    inverse = tensors["weight_global_scale"] if whole is None else 1 / whole
+    global_scale = tensors.get("weight_scale_2")
+    inverse = tensors["weight_global_scale"] if global_scale is None else 1 / global_scale
     codes, scale = nvfp4.quantize(tensors["original"], inverse)
-    packed = tensors["weight_packed" if whole is None else "weight"]
+    packed = tensors["weight_packed" if global_scale is None else "weight"]
     assert torch.equal(codes, unpack_pairs(packed, 1))
     assert torch.equal(scale.view(torch.uint8), tensors["weight_scale"].view(torch.uint8))

@@ -1,4 +1,6 @@
-"""Invalid checkpoints raise typed errors that name the file, the key, what was got and needed."""
+"""Invalid checkpoints raise typed errors that name the file and the key, the value found and the
+value needed.
+"""
 
 import os
 import sys
@@ -15,7 +17,7 @@ from modular_kernel.checkpoints import safetensors_files as files_module
 from modular_kernel.errors import ConfigurationError, DeviceError, InputError
 from modular_kernel.testing.checkpoints.samples import write
 
-# Cases that file headers do not show: the error is raised after reading a tensor.
+# The headers of files do not show these errors, so they are raised after reading a tensor.
 DETECTED_IN_VALUES = (
     "a scale of NaN",
     "a group scale of infinity",
@@ -34,49 +36,49 @@ DETECTED_IN_VALUES = (
 def test_invalid_checkpoint_is_refused(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Errors that file headers show are raised before any tensor is read."""
+    """Errors that file headers show must be raised before any tensor is read."""
     make, error_type, message = INVALID_CHECKPOINTS[case]
     make(tmp_path)
-    read = list[str]()
+    names_read = list[str]()
     monkeypatch.setattr(
-        files_module.TensorFiles, "read", record_reads(read, files_module.TensorFiles.read)
+        files_module.TensorFiles, "read", record_reads(names_read, files_module.TensorFiles.read)
     )
     with pytest.raises(error_type, match=message) as raised:
         mk.load_experts(tmp_path, 0)
     assert type(raised.value) is error_type
     assert raised.value.got is not None
     assert raised.value.need is not None
-    assert bool(read) == (case in DETECTED_IN_VALUES)
+    assert bool(names_read) == (case in DETECTED_IN_VALUES)
 
 
-def record_reads(seen: list[str], read: Any) -> Any:
-    """Wrap `TensorFiles.read` so that the names of the tensors it reads are appended to `seen`."""
+def record_reads(names: list[str], original_read: Any) -> Any:
+    """Wrap `TensorFiles.read` so that it appends the names of tensors to `names`."""
 
-    def call(self: Any, name: str, box: Any) -> torch.Tensor:
-        seen.append(name)
-        found: torch.Tensor = read(self, name, box)
-        return found
+    def read_and_record(self: Any, name: str, box: Any) -> torch.Tensor:
+        names.append(name)
+        tensor: torch.Tensor = original_read(self, name, box)
+        return tensor
 
-    return call
+    return read_and_record
 
 
-@pytest.mark.parametrize("what", ["fifo", "folder", "missing", "loop"])
-def test_non_regular_file_is_refused(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_kind", ["fifo", "folder", "missing", "loop"])
+def test_non_regular_file_is_refused(file_kind: str, tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / FILE
     path.unlink()
-    if what == "fifo":
+    if file_kind == "fifo":
         os.mkfifo(path)
-    elif what == "folder":
+    elif file_kind == "folder":
         path.mkdir()
-    elif what == "loop":
+    elif file_kind == "loop":
         path.symlink_to(path)
     with pytest.raises(InputError, match=str(tmp_path)):
-        mk.load_experts(path if what == "missing" else tmp_path, 0)
+        mk.load_experts(path if file_kind == "missing" else tmp_path, 0)
 
 
 def test_symbolic_link_is_followed(tmp_path: Path) -> None:
-    """The cache of the Hugging Face Hub contains links to files elsewhere."""
+    """The cache of the Hugging Face Hub contains links to other files."""
     write(tmp_path / "blobs")
     (tmp_path / "snapshot").mkdir()
     for name in (FILE, "config.json"):
@@ -100,7 +102,7 @@ def test_error_lists_layers_and_prefixes_with_experts(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / FILE)
     other = {n.replace("model.", "mtp."): t.clone() for n, t in tensors.items()}
     save_file(tensors | other, tmp_path / FILE)
-    mk.load_experts(tmp_path, 3)  # "model." is preferred over "mtp."
+    mk.load_experts(tmp_path, 3)  # "model." takes precedence over "mtp."
     save_file(
         {n.replace("model.", "other."): t for n, t in tensors.items()} | other, tmp_path / FILE
     )
@@ -109,7 +111,7 @@ def test_error_lists_layers_and_prefixes_with_experts(tmp_path: Path) -> None:
     assert mk.load_experts(tmp_path, 3, prefix="mtp.").weights.w1.shape == (4, 512, 128)
 
 
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+INVALID_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"ep": (2, 2)}, r"ep: rank: got 2, need in \[0, 2\)"),
     "tp": ({"tp": (-1, 2)}, "tp: rank: got -1"),
     "ranks": ({"ep": (0, 0)}, "ep: ranks: got 0"),
@@ -124,12 +126,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.parametrize("case", INVALID_ARGUMENTS)
 def test_invalid_arguments_are_refused(case: str, tmp_path: Path) -> None:
     write(tmp_path)
-    given, words = ARGUMENTS[case]
-    with pytest.raises(ConfigurationError, match=words):
-        mk.load_experts(tmp_path, 0, **given)
+    arguments, message = INVALID_ARGUMENTS[case]
+    with pytest.raises(ConfigurationError, match=message):
+        mk.load_experts(tmp_path, 0, **arguments)
     with pytest.raises(ConfigurationError, match="checkpoint: got 7"):
         mk.load_experts(7, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"layer: got 0.5"):

@@ -1,4 +1,4 @@
-"""Mistral's own format: names of consolidated files, and the layer that params.json describes."""
+"""The format of Mistral: names in consolidated files, and layers described by params.json."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
-MOE = {
+MOE_ENTRIES = {
     "expert_parallel": 1,
     "expert_model_parallel": 1,
     "route_every_n": 1,
@@ -32,8 +32,8 @@ MOE = {
     "num_shared_experts": 1,
 }
 FP8 = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
-# Maps a format to the quantization entry of params.json.
-KINDS: dict[str, Any] = {
+# Format -> the quantization entry of params.json.
+QUANTIZATION_BY_FORMAT: dict[str, Any] = {
     "bf16": None,
     "fp8 tensor, static": FP8,
     "fp8 tensor, dynamic": FP8 | {"qscheme_act": "NO_SCALES"},
@@ -44,12 +44,12 @@ MISTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def write_consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
-    """Write a checkpoint of DeepSeek-V3, whose layers are the same, with the names of Mistral."""
+    """Write a checkpoint of DeepSeek-V3, which has the same layers, with Mistral's names."""
     sample = write(folder, "deepseek_v3", kind, layers=(1,))
     renamed = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         name = name.removeprefix("model.").replace("mlp.experts.", "experts.")
-        name = re.sub(r"(gate|up|down)_proj", lambda found: MISTRAL_NAMES[found[0]], name)
+        name = re.sub(r"(gate|up|down)_proj", lambda match: MISTRAL_NAMES[match[0]], name)
         if kind.startswith("fp8"):
             name = name.replace("weight_scale", "qscale_weight").replace(
                 "input_scale", "qscale_act"
@@ -62,20 +62,24 @@ def write_consolidated(folder: Path, kind: str, **entries: Any) -> Sample:
     (folder / "consolidated.safetensors.index.json").write_text(index)
     (folder / "model.safetensors").unlink()
     (folder / "config.json").unlink()
-    params = {"dim": 128, "n_layers": 2, "hidden_dim": 512, "moe": MOE, "vocab_size": 8}
-    params |= {} if KINDS[kind] is None else {"quantization": KINDS[kind]}
+    params = {"dim": 128, "n_layers": 2, "hidden_dim": 512, "moe": MOE_ENTRIES, "vocab_size": 8}
+    params |= (
+        {}
+        if QUANTIZATION_BY_FORMAT[kind] is None
+        else {"quantization": QUANTIZATION_BY_FORMAT[kind]}
+    )
     (folder / "params.json").write_text(json.dumps(params | entries))
     return sample
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", QUANTIZATION_BY_FORMAT)
 def test_loaded_values_equal_the_files(kind: str, tmp_path: Path) -> None:
     sample = write_consolidated(tmp_path, kind)
     loaded = mk.load_experts(tmp_path, 1, dtype="bfloat16")
     assert str(loaded.problem_fields["quant"]) == CHECKPOINT_FORMATS[kind].scheme
     w1, w2 = dequantized_weights(loaded)
-    near = 2.0**-4 if "tensor" in kind else 1e-6  # gate and up share a scale
-    torch.testing.assert_close(w1, sample.w1, rtol=near, atol=1e-3 if near > 1e-3 else 1e-12)
+    rtol = 2.0**-4 if "tensor" in kind else 1e-6  # gate and up get one merged scale, which rounds
+    torch.testing.assert_close(w1, sample.w1, rtol=rtol, atol=1e-3 if rtol > 1e-3 else 1e-12)
     torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
     assert output_error(sample, loaded) <= CHECKPOINT_FORMATS[kind].bound
     assert inspect(tmp_path).layers == (1,)
@@ -101,8 +105,8 @@ def test_layer_and_check_accept_params_json(
     layer.load(tmp_path)
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
     for model in (tmp_path, tmp_path / "params.json"):
-        ended = run_mk(capsys, "check", *pair, "--model", str(model))
-        assert ended.code == 0, ended
+        result = run_mk(capsys, "check", *pair, "--model", str(model))
+        assert result.code == 0, result
     loaded = mk.load_experts(
         tmp_path / "consolidated.safetensors.index.json", 1, config=tmp_path / "params.json"
     )
@@ -119,16 +123,34 @@ INVALID_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "dense": ({"moe": None}, "no moe: a dense model"),
     "no object": ({"moe": 1}, "moe = 1"),
     "no size": (
-        {"moe": {k: v for k, v in MOE.items() if k != "expert_hidden_dim"}},
+        {"moe": {k: v for k, v in MOE_ENTRIES.items() if k != "expert_hidden_dim"}},
         "no moe.expert_hidden_dim",
     ),
     "no width": ({"dim": None}, "no dim"),
-    "every other layer": ({"moe": MOE | {"route_every_n": 2}}, "moe.route_every_n = 2, need 1"),
-    "groups": ({"moe": MOE | {"num_expert_groups": 8}}, "moe.num_expert_groups = 8, need 1"),
-    "bias": ({"moe": MOE | {"use_load_balancing_bias": True}}, "use_load_balancing_bias = True"),
-    "renormalization": ({"moe": MOE | {"renorm_strategy": "LOGITS"}}, "renorm_strategy = LOGITS"),
-    "unknown": ({"moe": MOE | {"expert_offset": 3}}, "moe.expert_offset = 3, need no such entry"),
-    "experts": ({"moe": MOE | {"num_experts": "4"}}, "n_routed_experts = 4, need an integer"),
+    "every other layer": (
+        {"moe": MOE_ENTRIES | {"route_every_n": 2}},
+        "moe.route_every_n = 2, need 1",
+    ),
+    "groups": (
+        {"moe": MOE_ENTRIES | {"num_expert_groups": 8}},
+        "moe.num_expert_groups = 8, need 1",
+    ),
+    "bias": (
+        {"moe": MOE_ENTRIES | {"use_load_balancing_bias": True}},
+        "use_load_balancing_bias = True",
+    ),
+    "renormalization": (
+        {"moe": MOE_ENTRIES | {"renorm_strategy": "LOGITS"}},
+        "renorm_strategy = LOGITS",
+    ),
+    "unknown": (
+        {"moe": MOE_ENTRIES | {"expert_offset": 3}},
+        "moe.expert_offset = 3, need no such entry",
+    ),
+    "experts": (
+        {"moe": MOE_ENTRIES | {"num_experts": "4"}},
+        "n_routed_experts = 4, need an integer",
+    ),
     "format": ({"quantization": {"qformat_weight": "int8"}}, "qformat_weight = int8"),
     "scheme": ({"quantization": FP8 | {"qscheme_act": "ROW"}}, "quantization.qscheme_act = ROW"),
     "no format": ({"quantization": {"bits": 4}}, "quantization with bits"),

@@ -1,4 +1,4 @@
-"""Checkpoints whose layers have different formats: each layer loads in its own format."""
+"""Checkpoints whose layers have different formats: each layer is loaded in its own format."""
 
 import json
 from pathlib import Path
@@ -26,8 +26,8 @@ LAYERS = [(name, layer) for name, (kinds, _) in MIXED.items() for layer in kinds
 def relative_error(sample: Sample, call: Any) -> float:
     x, weights, ids = sample.inputs(24)
     y = call(x.bfloat16(), mk.Routing(weights, ids))
-    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
-    return float((y.double() - truth).norm() / truth.norm())
+    expected_output = sample.expected_output(x.bfloat16().double(), weights, ids)
+    return float((y.double() - expected_output).norm() / expected_output.norm())
 
 
 def make_call(loaded: Any) -> Any:
@@ -39,7 +39,7 @@ def make_call(loaded: Any) -> Any:
 def test_each_layer_is_within_the_bound_of_its_format(
     name: str, layer: int, tmp_path: Path
 ) -> None:
-    """Loaded as a whole and in shares by `load_experts`, and by `FusedMoE`."""
+    """Each layer is loaded as a whole and in rank shares by `load_experts`, and by `FusedMoE`."""
     kinds, quantization = MIXED[name]
     sample, expected = write_mixed(tmp_path, kinds, quantization)[layer], kinds[layer]
     loaded = mk.load_experts(tmp_path, layer)
@@ -52,11 +52,11 @@ def test_each_layer_is_within_the_bound_of_its_format(
     x, weights, ids = sample.inputs(24)
     for rank in range(2):
         share = mk.load_experts(tmp_path, layer, ep=(rank, 2))
-        problem, own = share.partial(24)
+        problem, rank_weights = share.partial(24)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
-        total += kernel(x.bfloat16(), own, mk.Routing(weights, ids)).double()
-    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
-    assert (total - truth).norm() / truth.norm() <= bound
+        total += kernel(x.bfloat16(), rank_weights, mk.Routing(weights, ids)).double()
+    expected_output = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (total - expected_output).norm() / expected_output.norm() <= bound
 
     module = FusedMoE.from_config(tmp_path, layer, top_k=2, experts="TorchExperts")
     module.load(tmp_path)
@@ -71,12 +71,14 @@ def test_config_json_alone_determines_the_schemes(name: str, tmp_path: Path) -> 
     kinds, quantization = MIXED[name]
     write_mixed(tmp_path, kinds, quantization)
     report = inspect(tmp_path)
-    told = {
+    schemes_by_layer = {
         layer: str(QuantScheme.parse(group.problem_fields["quant"]))
         for group in report.groups
         for layer in group.layers
     }
-    assert told == {layer: CHECKPOINT_FORMATS[kind].scheme for layer, kind in kinds.items()}
+    assert schemes_by_layer == {
+        layer: CHECKPOINT_FORMATS[kind].scheme for layer, kind in kinds.items()
+    }
     tensors = load_file(tmp_path / "model.safetensors")
     assert report.nbytes == sum(t.nbytes for n, t in tensors.items() if "experts" in n)
     assert report.layers == tuple(kinds)
@@ -91,7 +93,6 @@ def test_config_json_alone_determines_the_schemes(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_layer_number_is_required_if_formats_differ(name: str, tmp_path: Path) -> None:
-    """For a folder of files as well as for a config.json."""
     kinds, quantization = MIXED[name]
     write_mixed(tmp_path, kinds, quantization)
     with pytest.raises(ConfigurationError, match=r"layer: got None, and several formats \(layer"):
@@ -111,12 +112,12 @@ def test_layer_number_is_optional_if_formats_are_equal(tmp_path: Path) -> None:
 FUSED_CASES = [("AWQ and bf16", 0), ("fp8, excluded layers", 1)]
 
 
-@pytest.mark.parametrize(("name", "fused"), FUSED_CASES)
-def test_layers_may_have_different_layouts(name: str, fused: int, tmp_path: Path) -> None:
-    """transformers stores unquantized experts in one tensor, and quantized ones in modules."""
+@pytest.mark.parametrize(("name", "fused_layer"), FUSED_CASES)
+def test_layers_may_have_different_layouts(name: str, fused_layer: int, tmp_path: Path) -> None:
+    """transformers stores unquantized experts in one tensor, and quantized experts in modules."""
     kinds, quantization = MIXED[name]
     samples = write_mixed(tmp_path, kinds, quantization)
-    fuse_experts(tmp_path, fused)
+    fuse_experts(tmp_path, fused_layer)
     for layer, kind in kinds.items():
         bound = CHECKPOINT_FORMATS[kind].bound
         loaded = mk.load_experts(tmp_path, layer)
@@ -130,7 +131,7 @@ def test_layers_may_have_different_layouts(name: str, fused: int, tmp_path: Path
         assert error <= bound
 
 
-def test_config_without_the_entries_of_layers_is_refused(tmp_path: Path) -> None:
+def test_config_without_entries_of_some_layers_is_refused(tmp_path: Path) -> None:
     """Without the entries of layers 1 to 3, their tensors are not the expected ones."""
     kinds, quantization = MIXED["GPTQ, dynamic"]
     write_mixed(tmp_path, kinds, quantization)
@@ -144,7 +145,7 @@ def test_config_without_the_entries_of_layers_is_refused(tmp_path: Path) -> None
 
 
 def test_config_argument_replaces_config_json(tmp_path: Path) -> None:
-    """With `config=`, a layer can be loaded that config.json describes wrongly."""
+    """`config=` allows loading a layer that config.json describes wrongly."""
     sample = write_mixed(tmp_path, {0: "awq", 1: "bf16"}, AWQ)[1]
     with pytest.raises(WeightsError, match=r"no .*1.mlp.experts.0.gate_proj.qweight"):
         mk.load_experts(tmp_path, 1)
@@ -162,13 +163,13 @@ def test_partly_quantized_experts_are_refused(tmp_path: Path) -> None:
         rf"experts of layer 1: got int4\S+ \(awq\) of {EXPERTS.format(1)}.0.gate_proj and none of "
         rf"{excluded} \(modules_to_not_convert has '{excluded}'\), need one format"
     )
-    for read in (
+    for load in (
         lambda: mk.load_experts(tmp_path, 1),
         lambda: inspect(tmp_path),
         lambda: FusedMoE.from_config(tmp_path, 1, top_k=2),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            read()
+            load()
     assert mk.load_experts(tmp_path, 0)
 
 
@@ -198,14 +199,14 @@ def test_hf_quant_config_json_of_modelopt_is_read(tmp_path: Path) -> None:
     assert mk.load_experts(tmp_path, 1).problem_fields["quant"] == "none"
 
 
-# Layers for multi-token prediction (MTP), which follow the layers of the model
+# Multi-token prediction (MTP) layers, which follow the layers of the model
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
 def test_unquantized_mtp_layer_is_loaded(listed: bool, tmp_path: Path) -> None:
-    """Quantizers skip multi-token prediction (MTP) layers, often without listing them."""
-    lists = {"modules_to_not_convert": ["model.layers.2"]} if listed else {}
-    samples = write_mixed(tmp_path, {0: "awq", 1: "awq", 2: "bf16"}, AWQ | lists, num_layers=2)
+    """Quantizers skip MTP layers, often without listing them."""
+    exclusions = {"modules_to_not_convert": ["model.layers.2"]} if listed else {}
+    samples = write_mixed(tmp_path, {0: "awq", 1: "awq", 2: "bf16"}, AWQ | exclusions, num_layers=2)
     report = inspect(tmp_path)
     assert report.layers == (0, 1)
     assert report.mtp_layers == ((2, "unquantized"),)
@@ -213,7 +214,7 @@ def test_unquantized_mtp_layer_is_loaded(listed: bool, tmp_path: Path) -> None:
     for layer, kind in ((1, "awq"), (2, "bf16")):
         loaded = mk.load_experts(tmp_path, layer)
         assert relative_error(samples[layer], make_call(loaded)) <= CHECKPOINT_FORMATS[kind].bound
-    # If it is a layer of the model itself, it must be listed.
+    # An unquantized layer of the model itself must be listed.
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(config))
     if listed:

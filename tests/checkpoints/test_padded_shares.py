@@ -1,8 +1,8 @@
 """Padded shares of tensor-parallel ranks: sums, codes and scales, zeros in the padding, and bytes
 read.
 
-The layers are small versions of gpt-oss, with interleaved rows or split projections, biases and
-swiglu_oai. I is not a multiple of the number of ranks times the group.
+The layers are small versions of gpt-oss with biases and swiglu_oai, with interleaved rows or split
+projections. I is not a multiple of the number of ranks times the group size.
 """
 
 from dataclasses import replace
@@ -24,9 +24,9 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS, FUSED_FORMATS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
-# The intermediate size for each format. Groups have 32, 64 or 128 columns, and the last one may be
-# partial. Packed words have 4 or 8 values.
-CASES = {
+# Format -> intermediate size. Groups have 32, 64 or 128 columns, and the last group can be partial.
+# Packed words have 4 or 8 values.
+INTERMEDIATE_BY_FORMAT = {
     "mxfp4": 288,
     "compressed mxfp4": 288,
     "modelopt nvfp4, fused": 304,
@@ -47,7 +47,7 @@ FORMATS = CHECKPOINT_FORMATS | FUSED_FORMATS
 
 
 def padded_sample(sample: Sample, rank: LoadedExperts) -> Sample:
-    """Return the sample with one rank's weights, including the padding, in float64."""
+    """Return the sample with one rank's weights, including their padding, in float64."""
     w1, w2 = dequantized_weights(rank)
     b1, b2 = rank.weights.b1.double(), rank.weights.b2.double()
     if rank.problem_fields["activation"].interleaved:
@@ -63,39 +63,41 @@ def split_gate_up(rank: LoadedExperts, rows: torch.Tensor) -> torch.Tensor:
 
 
 def codes_and_scales(rank: LoadedExperts) -> dict[str, torch.Tensor]:
-    """Return codes, scales and zero points per weight: (E, 2, I, H) of w1, (E, H, I) of w2."""
-    scheme, found = QuantScheme.parse(rank.problem_fields["quant"]), {}
+    """Return codes, scales and zero points of each weight: (E, 2, I, H) for w1, (E, H, I) for
+    w2.
+    """
+    scheme, tensors = QuantScheme.parse(rank.problem_fields["quant"]), {}
     for name in ("w1", "w2"):
         w, scale = getattr(rank.weights, name), getattr(rank.weights, f"{name}_scale")
-        zero = getattr(rank.weights, f"{name}_zero_point")
-        found[name] = unpack_pairs(w, 2) if scheme.packed else w
-        rows, depth = found[name].shape[1:]
+        zero_point = getattr(rank.weights, f"{name}_zero_point")
+        tensors[name] = unpack_pairs(w, 2) if scheme.packed else w
+        rows, depth = tensors[name].shape[1:]
         if scale is not None:
             scale = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-            found[f"{name}_scale"] = expand_scales(scale.float(), scheme, rows, depth)
-            found[f"{name}_scale"] = found[f"{name}_scale"].expand(-1, rows, depth)
-        if zero is not None:
-            zero = unpack_pairs(zero, 1) if scheme.packed else zero
-            found[f"{name}_zero_point"] = expand_scales(zero.float(), scheme, rows, depth)
+            tensors[f"{name}_scale"] = expand_scales(scale.float(), scheme, rows, depth)
+            tensors[f"{name}_scale"] = tensors[f"{name}_scale"].expand(-1, rows, depth)
+        if zero_point is not None:
+            zero_point = unpack_pairs(zero_point, 1) if scheme.packed else zero_point
+            tensors[f"{name}_zero_point"] = expand_scales(zero_point.float(), scheme, rows, depth)
     return {
-        name: split_gate_up(rank, t) if name.startswith("w1") else t for name, t in found.items()
+        name: split_gate_up(rank, t) if name.startswith("w1") else t for name, t in tensors.items()
     }
 
 
 @pytest.mark.parametrize("tp", RANKS)
-@pytest.mark.parametrize("kind", CASES)
-def test_padded_shares_add_up_to_the_whole(kind: str, tp: int, tmp_path: Path) -> None:
-    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+@pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
+def test_outputs_of_padded_shares_sum_to_the_layer(kind: str, tp: int, tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
     (whole,), loaded = (
         load_all_ranks(sample, (1, 1), "float32"),
         load_all_ranks(sample, (1, tp), "float32"),
     )
     (width,) = {rank.problem_fields["intermediate"] for rank in loaded}
-    assert width * tp > CASES[kind]  # padded
+    assert width * tp > INTERMEDIATE_BY_FORMAT[kind]
 
     # Each column of I is on exactly one rank, and all ranks have the same problem.
-    held = [column for rank in loaded for column in range(*rank.columns)]
-    assert held == list(range(CASES[kind]))
+    columns = [column for rank in loaded for column in range(*rank.columns)]
+    assert columns == list(range(INTERMEDIATE_BY_FORMAT[kind]))
     assert len({str(rank.problem(8)) for rank in loaded}) == 1
 
     # In float64, outputs of padded shares sum to the output of the whole layer.
@@ -105,28 +107,28 @@ def test_padded_shares_add_up_to_the_whole(kind: str, tp: int, tmp_path: Path) -
     got = torch.stack(terms).sum(0)
     assert float((got - want).norm() / want.norm()) <= 1e-14
 
-    # The same with kernels. With fp8, the activations of a share may have other scales.
+    # Check the same with kernels. With fp8, the activations of a share can have other scales.
     y, y_whole = summed_outputs(sample, loaded), summed_outputs(sample, [whole])
     if QuantScheme.parse(loaded[0].problem_fields["quant"]).quantizes_activations:
-        truth = sample.expected_output(*sample.inputs(16))
-        assert float((y - truth).norm() / truth.norm()) <= FORMATS[kind].bound
+        expected = sample.expected_output(*sample.inputs(16))
+        assert float((y - expected).norm() / expected.norm()) <= FORMATS[kind].bound
     else:
         assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("tp", RANKS)
-@pytest.mark.parametrize("kind", CASES)
-def test_codes_and_scales_equal_those_of_the_files(kind: str, tp: int, tmp_path: Path) -> None:
-    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+@pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
+def test_codes_and_scales_equal_the_files(kind: str, tp: int, tmp_path: Path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
     whole = codes_and_scales(mk.load_experts(tmp_path, 0))
     for rank in load_all_ranks(sample, (1, tp)):
-        own, (first, last) = codes_and_scales(rank), rank.columns
-        assert own.keys() == whole.keys()
-        for name, tensor in own.items():
-            axis = 2  # I, of w1 as of w2
-            real = tensor.narrow(axis, 0, last - first)
-            stored = whole[name].narrow(axis, first, last - first)
-            assert torch.equal(real.contiguous().view(torch.uint8), _bytes(stored)), name
+        rank_tensors, (first, last_rank) = codes_and_scales(rank), rank.columns
+        assert rank_tensors.keys() == whole.keys()
+        for name, tensor in rank_tensors.items():
+            axis = 2  # the axis of I in both w1 and w2
+            without_padding = tensor.narrow(axis, 0, last_rank - first)
+            stored = whole[name].narrow(axis, first, last_rank - first)
+            assert torch.equal(without_padding.contiguous().view(torch.uint8), _bytes(stored)), name
             if name.endswith("_scale"):
                 assert tensor.isfinite().all()
 
@@ -136,52 +138,56 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tp", RANKS)
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
 def test_padding_is_zero(kind: str, tp: int, tmp_path: Path) -> None:
-    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
-    number_of_padded = 0
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
+    num_padded = 0
     for rank in load_all_ranks(sample, (1, tp)):
         count = rank.columns[1] - rank.columns[0]
-        scheme, own, (w1, w2) = (
+        scheme, tensors, (w1, w2) = (
             rank.problem(1).scheme,
             codes_and_scales(rank),
             dequantized_weights(rank),
         )
         padding = w1.unflatten(1, (2, -1))[:, :, count:], w2[..., count:]
-        assert all(not each.any() for each in padding)
+        assert all(not values.any() for values in padding)
         assert not split_gate_up(rank, rank.weights.b1)[:, :, count:].any()
-        for name in ("w1", "w2"):  # codes are 0, or the zero point: not the scale makes it zero
-            codes = own[name].float()
-            middle = torch.tensor(float(IMPLICIT_ZERO_POINT.get(scheme.weight, 0)))
-            zero = own.get(f"{name}_zero_point", middle).expand_as(codes)
-            assert torch.equal(codes[:, :, count:], zero[:, :, count:]) or name == "w1"
-            assert torch.equal(codes[..., count:, :], zero[..., count:, :]) or name == "w2"
-        number_of_padded += padding[0].numel()
-    assert number_of_padded
+        # the codes equal the zero point, so the padding is 0 for any scale
+        for name in ("w1", "w2"):
+            codes = tensors[name].float()
+            implicit_zero_point = torch.tensor(float(IMPLICIT_ZERO_POINT.get(scheme.weight, 0)))
+            zero_point = tensors.get(f"{name}_zero_point", implicit_zero_point).expand_as(codes)
+            assert torch.equal(codes[:, :, count:], zero_point[:, :, count:]) or name == "w1"
+            assert torch.equal(codes[..., count:, :], zero_point[..., count:, :]) or name == "w2"
+        num_padded += padding[0].numel()
+    assert num_padded
 
 
 @pytest.mark.parametrize("tp", RANKS)
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", INTERMEDIATE_BY_FORMAT)
 def test_rank_reads_only_its_share(kind: str, tp: int, tmp_path: Path) -> None:
-    sample = write(tmp_path, "gpt_oss", kind, intermediate=CASES[kind])
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
     size, loaded = expert_bytes(sample), load_all_ranks(sample, (1, tp))
     for rank in loaded:
-        share = (rank.columns[1] - rank.columns[0]) / CASES[kind]
-        order = 4 * 2 * 128 * 4 if kind.startswith("gptq") else 0  # g_idx of w1, of all columns
-        assert rank.bytes_read <= 1.08 * size * share + order  # some scales and the first rank's b2
-    if kind in ("mxfp4", "compressed mxfp4", "bf16"):  # where nothing belongs to two ranks
+        fraction = (rank.columns[1] - rank.columns[0]) / INTERMEDIATE_BY_FORMAT[kind]
+        # g_idx of w1 has all columns
+        order_bytes = 4 * 2 * 128 * 4 if kind.startswith("gptq") else 0
+        # a margin for shared scales and b2 of the first rank
+        assert rank.bytes_read <= 1.08 * size * fraction + order_bytes
+    # formats in which no tensor element is read by two ranks
+    if kind in ("mxfp4", "compressed mxfp4", "bf16"):
         assert sum(rank.bytes_read for rank in loaded) == size
 
 
-@pytest.mark.parametrize("grid", [(2, 2), (2, 4), (2, 8), (4, 4)])
-def test_ep_and_tp_ranks_combine(grid: tuple[int, int], tmp_path: Path) -> None:
-    """grid: numbers of EP and of TP ranks."""
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (2, 8), (4, 4)])
+def test_ep_and_tp_ranks_combine(sizes: tuple[int, int], tmp_path: Path) -> None:
+    """sizes: numbers of EP ranks and TP ranks."""
     sample = write(tmp_path, "gpt_oss", "mxfp4", intermediate=288)
     whole, loaded = (
         load_all_ranks(sample, (1, 1), "float32"),
-        load_all_ranks(sample, grid, "float32"),
+        load_all_ranks(sample, sizes, "float32"),
     )
-    assert len(loaded) == grid[0] * grid[1]
+    assert len(loaded) == sizes[0] * sizes[1]
     y, y_whole = summed_outputs(sample, loaded), summed_outputs(sample, whole)
     assert float((y - y_whole).norm() / y_whole.norm()) <= 1e-5
     assert sum(rank.bytes_read for rank in loaded) == expert_bytes(sample)
@@ -193,18 +199,20 @@ def test_reading_a_padded_matrix_in_pieces_gives_equal_weights(
     sample = write(tmp_path, "mixtral", "awq", intermediate=288)
     whole = load_all_ranks(sample, (1, 4))
     monkeypatch.setattr("modular_kernel.checkpoints.loading._VALUES_PER_STEP", 1 << 11)
-    for rank, pieces in zip(whole, load_all_ranks(sample, (1, 4)), strict=True):
+    for rank, in_pieces in zip(whole, load_all_ranks(sample, (1, 4)), strict=True):
         for name, tensor in vars(rank.weights).items():
-            assert tensor is None or torch.equal(getattr(pieces.weights, name), tensor), name
+            assert tensor is None or torch.equal(getattr(in_pieces.weights, name), tensor), name
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int4_w4a16_group:group=64,zero_points=true",
                                     "fp8_w8a8_block:block=128x128", "nvfp4_w4a16"])  # fmt: skip
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "nemotron_h"])
-def test_shares_quantized_while_loading_have_the_scales_of_the_whole(
+def test_shares_quantized_while_loading_have_the_scales_of_the_layer(
     family: str, scheme: str, tmp_path: Path
 ) -> None:
-    """Scale tiles are those of the whole layer, so all ranks together have its codes."""
+    """Each rank has the tiles of the whole layer's scales, so all ranks together have the layer's
+    codes.
+    """
     sample = write(tmp_path, family, "bf16", intermediate=290)
     exact = mk.load_experts(tmp_path, 0)
     problem = replace(exact.problem(1), quant=scheme)
@@ -215,17 +223,18 @@ def test_shares_quantized_while_loading_have_the_scales_of_the_whole(
     w1 = w1.unflatten(1, (parts, -1))
     for t in range(2):
         rank = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
-        first, last = rank.columns
+        first, last_rank = rank.columns
         got_w1, got_w2 = dequantized_weights(rank)
-        got_w1, count = got_w1.unflatten(1, (parts, -1)), last - first
-        if not problem.scheme.matrix_scales:  # of nvfp4, a matrix has a scale of its share
-            # The whole layer has blocks of gate and up rows; the ranks' end with the gate rows.
-            mixed = family == "mixtral" and problem.scheme.granularity == "block"
-            assert mixed or torch.equal(got_w1[:, :, :count], w1[:, :, first:last])
-            assert torch.equal(got_w2[..., :count], w2[..., first:last])
+        got_w1, count = got_w1.unflatten(1, (parts, -1)), last_rank - first
+        if not problem.scheme.matrix_scales:  # in nvfp4, each share has its own matrix scale
+            # In the whole layer, blocks can have rows of both gate and up. In a rank, blocks end
+            # with the gate rows.
+            has_mixed_blocks = family == "mixtral" and problem.scheme.granularity == "block"
+            assert has_mixed_blocks or torch.equal(got_w1[:, :, :count], w1[:, :, first:last_rank])
+            assert torch.equal(got_w2[..., :count], w2[..., first:last_rank])
         assert not got_w1[:, :, count:].any()
         assert not got_w2[..., count:].any()
-    assert sample.w2.shape[2] == last
+    assert sample.w2.shape[2] == last_rank
 
 
 @pytest.mark.parametrize(
@@ -251,7 +260,7 @@ def test_more_ranks_than_groups_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("intermediate", "ranks_", "quant", "split"),
+    ("intermediate", "num_ranks", "quant", "expected"),
     [
         (2880, 2, "mxfp4_w4a16", IntermediateSplit(2880, 2, 1440, 1440)),
         (2880, 4, "mxfp4_w4a16", IntermediateSplit(2880, 4, 32, 736)),
@@ -263,19 +272,20 @@ def test_more_ranks_than_groups_are_refused(
         (200, 4, "int8_w8a8_channel", IntermediateSplit(200, 4, 50, 50)),
         (20, 3, "none", IntermediateSplit(20, 3, 8, 8)),
         (3, 3, "none", IntermediateSplit(3, 3, 1, 1)),
-        (48, 4, "mxfp4_w4a16", IntermediateSplit(48, 4, 12, 12)),  # not of stored weights
+        # for a scheme without stored weights of this size
+        (48, 4, "mxfp4_w4a16", IntermediateSplit(48, 4, 12, 12)),
     ],
 )
 def test_split_intermediate_of_published_models(
-    intermediate: int, ranks_: int, quant: str, split: IntermediateSplit
+    intermediate: int, num_ranks: int, quant: str, expected: IntermediateSplit
 ) -> None:
-    assert split_intermediate(intermediate, ranks_, QuantScheme.parse(quant)) == split
+    assert split_intermediate(intermediate, num_ranks, QuantScheme.parse(quant)) == expected
 
 
 def test_every_split_covers_the_intermediate_dimension() -> None:
-    """Shares consist of whole groups; none is empty, and none exceeds the width of a share."""
-    seen = 0
-    for kind in CASES:
+    """Shares consist of whole groups. No share is empty or exceeds the width of a share."""
+    num_splits = 0
+    for kind in INTERMEDIATE_BY_FORMAT:
         for intermediate in range(64, 520, 24):
             format = format_of(FORMATS[kind].config, depth=520)
             for world in (1, 2, 3, 5, 8):
@@ -285,28 +295,27 @@ def test_every_split_covers_the_intermediate_dimension() -> None:
                     continue
                 split = split_intermediate(intermediate, world, scheme)
                 shares = [split.columns(rank) for rank in range(world)]
-                assert [first for first, _ in shares[1:]] == [last for _, last in shares[:-1]]
+                assert [first for first, _ in shares[1:]] == [
+                    last_rank for _, last_rank in shares[:-1]
+                ]
                 assert (shares[0][0], shares[-1][1]) == (0, intermediate)
-                assert all(0 < last - first <= split.width for first, last in shares)
+                assert all(0 < last_rank - first <= split.width for first, last_rank in shares)
                 assert split.is_padded == (split.width * world > intermediate)
-                whole = (scheme.group[-1:] or (1,))[0] >= intermediate
-                if world > 1 and not whole:
+                has_whole_row_groups = (scheme.group[-1:] or (1,))[0] >= intermediate
+                if world > 1 and not has_whole_row_groups:
                     assert all(first % size == 0 for first, _ in shares for size in scheme.group)
                     assert all(split.width % size == 0 for size in scheme.group)
-                seen += 1
-    assert seen > 500
+                num_splits += 1
+    assert num_splits > 500
 
 
 def test_padding_of_a_partial_group_uses_its_zero_point(tmp_path: Path) -> None:
-    """The last group of w2 has its own zero point.
-
-    The padding must have that code to represent 0.
-    """
+    """The last group of w2 has its own zero point, so padding with this code represents 0."""
     write(tmp_path, "mixtral", "compressed int4, zero points", intermediate=160)
-    last = mk.load_experts(tmp_path, 0, tp=(1, 2))
-    assert last.columns == (128, 160)
-    codes = codes_and_scales(last)
+    last_rank = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    assert last_rank.columns == (128, 160)
+    codes = codes_and_scales(last_rank)
     zero = codes["w2_zero_point"][..., :64]
     assert (zero != 8).any()
     assert torch.equal(codes["w2"][..., 32:64].float(), zero[..., 32:])
-    assert not dequantized_weights(last)[1][..., 32:].any()
+    assert not dequantized_weights(last_rank)[1][..., 32:].any()

@@ -1,4 +1,4 @@
-"""Adapters written by PEFT load with the products B A that PEFT computes."""
+"""LoRA adapters written by PEFT are loaded with the same products B A that PEFT computes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,38 +15,42 @@ from modular_kernel.errors import ConfigurationError, WeightsError
 DELTAS = load_file(GOLDEN / "deltas.safetensors")
 GPT_OSS = replace(PROBLEM, activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true")
 PROBLEMS = {"transposed": GPT_OSS}
-RANKS = {"fused": 5, "transposed": 3, "converted": 4, "down": 4, "modules": 5}
+RANK_BY_KIND = {"fused": 5, "transposed": 3, "converted": 4, "down": 4, "modules": 5}
 
 
 def peft_deltas(kind: str, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return PEFT's own deltas of w1 and w2 in float64, with rows in the order of the problem."""
-    of = {name.partition(".")[2]: DELTAS[name].double() for name in DELTAS if name.startswith(kind)}
-    if "w1" in of:
-        return torch.cat([of["w1"], of["w3"]], 1), of["w2"]
-    w1, w2 = of.get("gate_up_proj", torch.zeros(E, 2 * I, H).double()), of["down_proj"]
+    """Return the float64 deltas of w1 and w2 that PEFT computed, with rows in the order of the
+    problem.
+    """
+    deltas = {
+        name.partition(".")[2]: DELTAS[name].double() for name in DELTAS if name.startswith(kind)
+    }
+    if "w1" in deltas:
+        return torch.cat([deltas["w1"], deltas["w3"]], 1), deltas["w2"]
+    w1, w2 = deltas.get("gate_up_proj", torch.zeros(E, 2 * I, H).double()), deltas["down_proj"]
     return (w1.mT, w2.mT) if interleaved else (w1, w2)
 
 
 @pytest.mark.parametrize("shared", ["", ",a13=shared"])
-@pytest.mark.parametrize("kind", RANKS)
-def test_products_equal_those_of_peft(kind: str, shared: str) -> None:
+@pytest.mark.parametrize("kind", RANK_BY_KIND)
+def test_products_equal_peft(kind: str, shared: str) -> None:
     problem = PROBLEMS.get(kind, PROBLEM)
     problem = replace(problem, lora=problem.lora + shared)  # type: ignore[operator]
     adapter = load_adapter(GOLDEN / kind, 1, problem)
-    # A shared A contains the ranks of gate (5) and up (3) one after the other.
-    assert adapter.lora_a2.shape[1] == (8 if shared and kind == "modules" else RANKS[kind])
+    # A shared A is the concatenation of gate (rank 5) and up (rank 3).
+    assert adapter.lora_a2.shape[1] == (8 if shared and kind == "modules" else RANK_BY_KIND[kind])
     got, want = products(adapter, problem), peft_deltas(kind, problem.act.interleaved)
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+    for got_delta, want_delta in zip(got, want, strict=True):
+        torch.testing.assert_close(got_delta, want_delta, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("shared", ["", ",a13=shared"])
 def test_separate_gate_and_up_are_interleaved_like_w1(shared: str) -> None:
     problem = replace(GPT_OSS, lora=f"adapters=2,rank=8{shared}")
-    first, _ = products(load_adapter(GOLDEN / "modules", 1, problem), problem)
+    got, _ = products(load_adapter(GOLDEN / "modules", 1, problem), problem)
     want, _ = peft_deltas("modules", interleaved=False)
-    torch.testing.assert_close(first[:, 0::2], want[:, :I], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(first[:, 1::2], want[:, I:], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(got[:, 0::2], want[:, :I], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(got[:, 1::2], want[:, I:], rtol=1e-5, atol=1e-7)
 
 
 def test_smaller_ranks_are_padded_and_b_includes_the_scaling() -> None:
@@ -70,15 +74,17 @@ def test_untargeted_projections_are_zero() -> None:
 
 @pytest.mark.parametrize("kind", ["fused", "modules"])
 def test_ep_ranks_load_their_experts(kind: str) -> None:
-    whole = load_adapter(GOLDEN / kind, 1, PROBLEM)
+    all_experts = load_adapter(GOLDEN / kind, 1, PROBLEM)
     share = replace(PROBLEM, parallel=mk.Parallel(2, "linear", 1))
     partial = replace(PROBLEM, local_experts=2, expert_map=True)
     for got in (
         load_adapter(GOLDEN / kind, 1, share),
         load_adapter(GOLDEN / kind, 1, partial, ep=(1, 2)),
     ):
-        for mine, theirs in zip(products(got, share), products(whole, PROBLEM), strict=True):
-            assert torch.equal(mine, theirs[2:])
+        for got_delta, want_delta in zip(
+            products(got, share), products(all_experts, PROBLEM), strict=True
+        ):
+            assert torch.equal(got_delta, want_delta[2:])
     with pytest.raises(ConfigurationError, match="ep: got 4 experts on rank 0 of 1, need 2"):
         load_adapter(GOLDEN / kind, 1, partial)
 
@@ -91,19 +97,23 @@ def test_equal_factors_are_shared_if_the_problem_shares_them(tmp_path: Path) -> 
     for name in ("w1.lora_A", "w3.lora_A", "w2.lora_B", "w1.lora_B", "w3.lora_B", "w2.lora_A"):
         shape = {"w1.lora_A": (3, H), "w3.lora_A": (3, H), "w2.lora_B": (H, 3), "w2.lora_A": (3, I)}
         for layer in (0, 1):
-            one = torch.randn(shape.get(name, (I, 3)))
-            for e in range(E):
-                own = one if name in ("w1.lora_A", "w3.lora_A", "w2.lora_B") else one * (e + 1)
+            factor = torch.randn(shape.get(name, (I, 3)))
+            for expert in range(E):
+                expert_factor = (
+                    factor
+                    if name in ("w1.lora_A", "w3.lora_A", "w2.lora_B")
+                    else factor * (expert + 1)
+                )
                 block = EXPERT.replace("layers.1", f"layers.{layer}")
-                folder.tensors[f"{block}.{e}.{name}.weight"] = own.clone()
-    shared, apart = folder.load(problem), folder.load()
+                folder.tensors[f"{block}.{expert}.{name}.weight"] = expert_factor.clone()
+    shared, separate = folder.load(problem), folder.load()
     assert len(shared.lora_a13) == len(shared.lora_b2) == 1
-    for got, want in zip(products(shared, problem), products(apart, PROBLEM), strict=True):
+    for got, want in zip(products(shared, problem), products(separate, PROBLEM), strict=True):
         assert torch.equal(got, want)
-    second = folder.load(replace(problem, parallel=mk.Parallel(2, "linear", 1)))
-    assert torch.equal(second.lora_a13, shared.lora_a13)
-    assert torch.equal(second.lora_b13, shared.lora_b13[2:])
-    assert torch.equal(second.lora_a2, shared.lora_a2[2:])
-    assert torch.equal(second.lora_b2, shared.lora_b2)
+    second_ep_rank = folder.load(replace(problem, parallel=mk.Parallel(2, "linear", 1)))
+    assert torch.equal(second_ep_rank.lora_a13, shared.lora_a13)
+    assert torch.equal(second_ep_rank.lora_b13, shared.lora_b13[2:])
+    assert torch.equal(second_ep_rank.lora_a2, shared.lora_a2[2:])
+    assert torch.equal(second_ep_rank.lora_b2, shared.lora_b2)
     with pytest.raises(WeightsError, match="lora_a13 that differs between experts"):
         load_adapter(GOLDEN / "modules", 1, problem)

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT: the error on an option beyond plain LoRA names the field."""
+"""adapter_config.json of PEFT: options beyond plain LoRA are refused by field name."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ def test_layers_outside_layers_to_transform_are_zero(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="got no tensor of layer 7"):
         folder.load(layer=7)
     folder.config["layers_to_transform"] = [0, 1]
-    empty = folder.load(layer=7)
-    assert empty.lora_a2.shape == (E, 1, I)
-    assert not empty.lora_a2.any()
+    zero_adapter = folder.load(layer=7)
+    assert zero_adapter.lora_a2.shape == (E, 1, I)
+    assert not zero_adapter.lora_a2.any()
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,16 @@ def test_layers_to_transform_with_a_module_pattern_is_refused(tmp_path: Path) ->
         folder.load()
 
 
-@pytest.mark.parametrize(("layers", "mine"), [(1, True), ([1], True), ([0], False), ([], True)])
+@pytest.mark.parametrize(
+    ("layers", "is_adapted"), [(1, True), ([1], True), ([0], False), ([], True)]
+)
 def test_empty_layers_to_transform_means_all_layers(
-    tmp_path: Path, layers: object, mine: bool
+    tmp_path: Path, layers: object, is_adapted: bool
 ) -> None:
     """PEFT also applies adapters with an empty list to all layers."""
     folder = AdapterFolder(tmp_path, "modules")
     folder.config["layers_to_transform"] = layers
-    if mine:
+    if is_adapted:
         assert folder.load().lora_a2.any()
         return
     with pytest.raises(WeightsError, match="layers_to_transform"):

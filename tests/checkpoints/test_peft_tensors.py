@@ -1,4 +1,4 @@
-"""Tensors of PEFT adapters whose names or shapes do not fit the problem are refused."""
+"""Tensors of PEFT adapters whose names or shapes do not match the problem are refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_error_lists_at_most_four_unknown_names(tmp_path: Path) -> None:
 def test_names_longer_than_512_characters_are_refused(tmp_path: Path) -> None:
     folder = AdapterFolder(tmp_path, "down")
     longest = max(map(len, folder.tensors))
-    for length, taken in ((512, True), (513, False)):
+    for length, accepted in ((512, True), (513, False)):
         model = "model" + "l" * (length - longest)
         tensors = {
             key.replace("model.layers", f"{model}.layers"): value
@@ -46,7 +46,7 @@ def test_names_longer_than_512_characters_are_refused(tmp_path: Path) -> None:
         }
         assert max(map(len, tensors)) == length
         folder.tensors = tensors
-        if taken:
+        if accepted:
             assert torch.equal(
                 folder.load().lora_a2, load_adapter(GOLDEN / "down", 1, PROBLEM).lora_a2
             )
@@ -137,12 +137,12 @@ def test_mixed_layouts_are_refused(tmp_path: Path) -> None:
             folder.tensors[f"{BLOCK}.{expert}.gate_proj.lora_{side}.weight"] = torch.zeros(shape)
     with pytest.raises(WeightsError, match="gate and up both fused and separate"):
         folder.load()
-    twice = AdapterFolder(tmp_path / "twice", "down")
+    duplicated = AdapterFolder(tmp_path / "twice", "down")
     for side in "AB":
-        value = twice.tensors[f"{BLOCK}.lora_{side}.weight"]
-        twice.tensors[f"{BLOCK}.base_layer.lora_{side}.weight"] = value.clone()
+        value = duplicated.tensors[f"{BLOCK}.lora_{side}.weight"]
+        duplicated.tensors[f"{BLOCK}.base_layer.lora_{side}.weight"] = value.clone()
     with pytest.raises(WeightsError, match="down once more"):
-        twice.load()
+        duplicated.load()
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 24}, {"intermediate": 6}, {"experts": 8}])
@@ -154,9 +154,8 @@ def test_sizes_of_another_base_model_are_refused(kind: str, sizes: dict[str, int
 
 
 def test_ambiguous_fused_factors_need_the_peft_version(tmp_path: Path) -> None:
-    """Up to PEFT 0.18, A of a fused weight had its rows.
-
-    If H = I, the shapes do not show the layout.
+    """Up to PEFT 0.18, A of a fused weight had the rows of the weight. If H = I, the shapes do not
+    reveal the layout.
     """
     problem = replace(PROBLEM, intermediate=H)
     folder = AdapterFolder(tmp_path, "down")
@@ -179,11 +178,11 @@ def test_problem_without_adapters_is_refused() -> None:
 def test_values_outside_the_problem_dtype_are_refused(tmp_path: Path) -> None:
     folder = AdapterFolder(tmp_path, "down")
     folder.config["lora_alpha"] = 1e7
-    half = replace(PROBLEM, dtype=torch.float16)
+    half_problem = replace(PROBLEM, dtype=torch.float16)
     assert folder.load().lora_b2.isfinite().all()
     with pytest.raises(WeightsError, match=r"lora_B.weight: got values .* in torch.float16"):
-        folder.load(half)
+        folder.load(half_problem)
     folder.config["lora_alpha"] = 8
     folder.tensors |= {k: 1e7 * a for k, a in folder.tensors.items() if "lora_A" in k}
     with pytest.raises(WeightsError, match=r"lora_A.weight: got values .* in torch.float16"):
-        folder.load(half)
+        folder.load(half_problem)

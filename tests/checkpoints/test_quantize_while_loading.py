@@ -1,4 +1,4 @@
-"""Unquantized files that are quantized while loading: equal to `quantize_weights`, bit for bit."""
+"""Unquantized files that are quantized while loading give the same bits as `quantize_weights`."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import write
 
-# Every scheme without static activation scales, with tiles that do and do not divide I = 192.
+# Every scheme without static activation scales. The tiles of some do not divide I = 192.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
@@ -44,7 +44,8 @@ SCHEMES = (
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",
 )
-# Layouts: a module per expert; stacks (E, K, N), interleaved, with biases; (E K, N); ungated.
+# Layouts in this order: one module per expert; stacks (E, K, N), interleaved, with biases; (E K,
+# N); without a gate.
 FAMILIES = ("mixtral", "gpt_oss", "dbrx", "nemotron_h")
 
 
@@ -57,23 +58,27 @@ def assert_equal_weights(got: ExpertWeights, want: ExpertWeights) -> None:
             assert torch.equal(as_bytes(other), as_bytes(tensor)), name
 
 
-def tp_share(whole: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
-    """Return the weights of a whole layer that a TP rank has, padded with zeros."""
+def tp_share(layer: LoadedExperts, rank: LoadedExperts) -> ExpertWeights:
+    """Return a TP rank's share of a layer's weights, padded with zeros."""
     (first, last), width = rank.columns, rank.problem_fields["intermediate"]
-    w, act = whole.weights, rank.problem(1).act
-    parts = 2 if act.gated else 1
+    weights, act = layer.weights, rank.problem(1).act
+    num_projections = 2 if act.gated else 1
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
-        sizes = (-1, parts) if act.interleaved else (parts, -1)
+    def slice_rows(tensor: torch.Tensor) -> torch.Tensor:
+        sizes = (-1, num_projections) if act.interleaved else (num_projections, -1)
         split = tensor.unflatten(1, sizes).movedim(1 if act.interleaved else 2, -1)
         padded = torch.nn.functional.pad(split[..., first:last], (0, width - (last - first)))
         return padded.movedim(-1, 1 if act.interleaved else 2).flatten(1, 2)
 
-    w2 = torch.nn.functional.pad(w.w2[..., first:last], (0, width - (last - first)))
-    b1, b2 = (None, None) if w.b1 is None or w.b2 is None else (rows(w.b1), w.b2.clone())
+    w2 = torch.nn.functional.pad(weights.w2[..., first:last], (0, width - (last - first)))
+    b1, b2 = (
+        (None, None)
+        if weights.b1 is None or weights.b2 is None
+        else (slice_rows(weights.b1), weights.b2.clone())
+    )
     if b2 is not None and rank.tp[0]:
         b2.zero_()
-    return ExpertWeights(rows(w.w1).contiguous(), w2.contiguous(), b1=b1, b2=b2)
+    return ExpertWeights(slice_rows(weights.w1).contiguous(), w2.contiguous(), b1=b1, b2=b2)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,31 +96,36 @@ def test_loaded_weights_equal_quantize_weights(
     family: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, family, "bf16", intermediate=192)
-    monkeypatch.setattr(expert_pieces, "_VALUES_PER_PIECE", 1 << 13)  # several pieces
-    whole = mk.load_experts(tmp_path, 0)
+    # so that several pieces are read
+    monkeypatch.setattr(expert_pieces, "_VALUES_PER_PIECE", 1 << 13)
+    unquantized = mk.load_experts(tmp_path, 0)
     for tp in ((0, 1), (1, 2)):
         loaded = mk.load_experts(tmp_path, 0, tp=tp, quantize=scheme)
         problem = loaded.problem(1)
         assert problem.quant == str(problem.scheme)
-        assert_equal_weights(loaded.weights, quantize_weights(tp_share(whole, loaded), problem))
-        bias = 0 if whole.weights.b2 is None or tp[0] == 0 else whole.weights.b2.nbytes
+        assert_equal_weights(
+            loaded.weights, quantize_weights(tp_share(unquantized, loaded), problem)
+        )
+        bias_bytes = (
+            0 if unquantized.weights.b2 is None or tp[0] == 0 else unquantized.weights.b2.nbytes
+        )
         columns = loaded.columns[1] - loaded.columns[0]
-        assert loaded.bytes_read * 192 == (whole.bytes_read - bias) * columns
+        assert loaded.bytes_read * 192 == (unquantized.bytes_read - bias_bytes) * columns
 
 
 def test_values_of_the_files_are_rounded_once(tmp_path: Path) -> None:
-    """They are not rounded to the layer's dtype first."""
+    """They must not be rounded to the dtype of the layer first."""
     write(tmp_path, "mixtral", "fp32")
     loaded = mk.load_experts(tmp_path, 0, dtype="bfloat16", quantize="int8_w8a16_group:group=32")
     assert loaded.problem(1).dtype is torch.bfloat16
-    plain = mk.load_experts(tmp_path, 0, dtype="float32").weights
-    assert_equal_weights(loaded.weights, quantize_weights(plain, loaded.problem(1)))
+    unquantized = mk.load_experts(tmp_path, 0, dtype="float32").weights
+    assert_equal_weights(loaded.weights, quantize_weights(unquantized, loaded.problem(1)))
     rounded = mk.load_experts(tmp_path, 0, dtype="bfloat16").weights
     assert not torch.equal(quantize_weights(rounded, loaded.problem(1)).w1, loaded.weights.w1)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_w8a8_block:block=128x128", "int4_w4a16_group:group=64"])
-def test_shares_of_whole_tiles_have_the_scales_of_the_whole(scheme: str, tmp_path: Path) -> None:
+def test_shares_of_whole_tiles_have_the_scales_of_the_layer(scheme: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
     whole = mk.load_experts(tmp_path, 0, dtype="float32", quantize=scheme)
     parts = [
@@ -123,15 +133,16 @@ def test_shares_of_whole_tiles_have_the_scales_of_the_whole(scheme: str, tmp_pat
     ]
     scales = [vars(part.weights)["w2_scale"] for part in parts]
     assert torch.equal(torch.cat(scales, 2), vars(whole.weights)["w2_scale"])
-    halves = [vars(part.weights)["w1_scale"].unflatten(1, (2, -1)) for part in parts]
-    assert torch.equal(torch.cat(halves, 2).flatten(1, 2), vars(whole.weights)["w1_scale"])
+    w1_scales = [vars(part.weights)["w1_scale"].unflatten(1, (2, -1)) for part in parts]
+    assert torch.equal(torch.cat(w1_scales, 2).flatten(1, 2), vars(whole.weights)["w1_scale"])
     y = summed_outputs(sample, [whole])
     assert float((summed_outputs(sample, parts) - y).norm() / y.norm()) <= 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["fp8_w8a8_tensor", "fp8_w8a16_channel"])
-def test_shares_may_have_their_own_scales(scheme: str, tmp_path: Path) -> None:
-    """If a scale covers weights of several ranks, each rank computes its own."""
+def test_ranks_compute_their_own_scales_if_a_scale_covers_several_ranks(
+    scheme: str, tmp_path: Path
+) -> None:
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
     bound = CHECKPOINT_FORMATS["fp8 tensor, dynamic"].bound
     assert output_error(sample, mk.load_experts(tmp_path, 0, quantize=scheme)) <= bound
@@ -140,10 +151,10 @@ def test_shares_may_have_their_own_scales(scheme: str, tmp_path: Path) -> None:
         for e in (0, 1)
         for t in (0, 1)
     ]
-    truth = sample.expected_output(*sample.inputs(16))
-    assert float((summed_outputs(sample, loaded) - truth).norm() / truth.norm()) <= bound
-    plain = load_all_ranks(sample, (2, 2))
-    assert [rank.bytes_read for rank in loaded] == [rank.bytes_read for rank in plain]
+    expected = sample.expected_output(*sample.inputs(16))
+    assert float((summed_outputs(sample, loaded) - expected).norm() / expected.norm()) <= bound
+    unquantized = load_all_ranks(sample, (2, 2))
+    assert [rank.bytes_read for rank in loaded] == [rank.bytes_read for rank in unquantized]
 
 
 REFUSED_CASES: dict[str, tuple[str, Any, str]] = {
@@ -163,11 +174,11 @@ REFUSED_CASES: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED_CASES)
 def test_unsupported_schemes_and_quantized_files_are_refused(case: str, tmp_path: Path) -> None:
-    kind, scheme, words = REFUSED_CASES[case]
+    kind, scheme, message = REFUSED_CASES[case]
     write(tmp_path, "mixtral", kind)
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=message):
         mk.load_experts(tmp_path, 0, quantize=scheme)
-    with pytest.raises(ConfigurationError, match=words):
+    with pytest.raises(ConfigurationError, match=message):
         FusedMoE.from_config(tmp_path, 0, quantize=scheme)
 
 
@@ -175,9 +186,8 @@ def test_unsupported_schemes_and_quantized_files_are_refused(case: str, tmp_path
     "kind", ["fp8 tensor, static", "fp8 tensor, dynamic", "modelopt fp8", "compressed fp8 tensor"]
 )
 def test_per_tensor_fp8_loads_per_channel_without_rounding(kind: str, tmp_path: Path) -> None:
-    """Gate and up have separate scales.
-
-    The per-tensor scheme merges them, and rounds values again.
+    """Gate and up have separate scales. The per-tensor scheme would merge the scales and round
+    values again.
     """
     sample = write(tmp_path, "mixtral", kind)
     loaded = mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_channel")
@@ -193,9 +203,9 @@ def test_per_tensor_fp8_loads_per_channel_without_rounding(kind: str, tmp_path: 
     assert output_error(sample, loaded) < output_error(sample, rounded_again)
     for tp in (1, 2):
         parts = load_tp_ranks(tmp_path, tp)
-        truth = sample.expected_output(*sample.inputs(16))
+        expected = sample.expected_output(*sample.inputs(16))
         y = summed_outputs(sample, parts)
-        assert float((y - truth).norm() / truth.norm()) <= CHECKPOINT_FORMATS[kind].bound
+        assert float((y - expected).norm() / expected.norm()) <= CHECKPOINT_FORMATS[kind].bound
     with pytest.raises(ConfigurationError, match="need unquantized files"):
         mk.load_experts(tmp_path, 0, quantize="fp8_w8a8_block")
 
@@ -218,14 +228,14 @@ def test_layer_is_created_and_loaded_in_the_scheme(scheme: str, tmp_path: Path) 
     sample = write(tmp_path, "mixtral", "bf16", intermediate=256)
     x, weights, ids = sample.inputs(6)
     for tp in range(2):
-        place = LayerParallel(tp=(tp, 2))
-        layer = FusedMoE.from_config(tmp_path, 0, quantize=scheme, top_k=2, parallel=place)
+        parallel = LayerParallel(tp=(tp, 2))
+        layer = FusedMoE.from_config(tmp_path, 0, quantize=scheme, top_k=2, parallel=parallel)
         assert str(layer.problem.scheme) == scheme
         layer.load(tmp_path, quantize=scheme)
         loaded = mk.load_experts(tmp_path, 0, tp=(tp, 2), quantize=scheme)
-        problem, held = loaded.partial(6)
+        problem, rank_weights = loaded.partial(6)
         kernel = mk.make_kernel(*REFERENCE_PARTS, problem, machine=this_machine(device="cpu"))
-        want = kernel(x.bfloat16(), held, mk.Routing(weights, ids))
+        want = kernel(x.bfloat16(), rank_weights, mk.Routing(weights, ids))
         assert torch.equal(layer(x.bfloat16(), (weights, ids)), want)
     with pytest.raises(ConfigurationError, match="quant of the checkpoint: got none, need"):
         layer.load(tmp_path)
@@ -245,37 +255,43 @@ BITS_OF_SCHEME = {"fp8_w8a8_tensor": 8, "int4_w4a16_act_order": 4, "mxfp4_w4a16:
 
 @pytest.mark.parametrize("scheme", BITS_OF_SCHEME)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_peak_memory_is_the_weights_plus_one_matrix(scheme: str, tp: int, tmp_path: Path) -> None:
-    """Counts allocations by torch only; the files are memory-mapped."""
+def test_peak_memory_is_at_most_the_weights_plus_one_matrix(
+    scheme: str, tp: int, tmp_path: Path
+) -> None:
+    """Counts only allocations by torch. The files are memory-mapped."""
     write(tmp_path, "mixtral", "bf16", experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE)
     peak, loaded = measure_peak_bytes(tmp_path, scheme, tp)
-    kept = sum(tensor.nbytes for tensor in vars(loaded.weights).values() if tensor is not None)
-    values = EXPERTS * 3 * HIDDEN * INTERMEDIATE // tp
+    weight_bytes = sum(
+        tensor.nbytes for tensor in vars(loaded.weights).values() if tensor is not None
+    )
+    num_values = EXPERTS * 3 * HIDDEN * INTERMEDIATE // tp
     assert (
-        values * BITS_OF_SCHEME[scheme] // 8 <= kept <= 1.2 * values * BITS_OF_SCHEME[scheme] // 8
+        num_values * BITS_OF_SCHEME[scheme] // 8
+        <= weight_bytes
+        <= 1.2 * num_values * BITS_OF_SCHEME[scheme] // 8
     )
     matrix = 2 * HIDDEN * INTERMEDIATE * torch.bfloat16.itemsize  # w1 of an expert in the file
-    assert kept <= peak <= kept + matrix
+    assert weight_bytes <= peak <= weight_bytes + matrix
 
 
 def measure_peak_bytes(folder: Path, scheme: str, tp: int) -> tuple[int, LoadedExperts]:
     """Return the maximum number of bytes that torch's CPU allocator held during a load."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         loaded = mk.load_experts(folder, 0, tp=(0, tp), quantize=scheme)
-    assert recorded.profiler is not None
-    # Each event is an allocation or a release. The mapped file counts as an allocation of its size.
+    assert profiler.profiler is not None
+    # Each event is an allocation or a release. Mapping the file counts as an allocation of its
+    # size.
     mapped = (folder / "model.safetensors").stat().st_size
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert any(event.nbytes() == mapped for event in events)
-    held = peak = 0
+    current = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += 0 if abs(event.nbytes()) == mapped else event.nbytes()
-        peak = max(peak, held)
+        current += 0 if abs(event.nbytes()) == mapped else event.nbytes()
+        peak = max(peak, current)
     return peak, loaded
 
 
 def test_missing_tensor_is_reported_before_reading(tmp_path: Path) -> None:
-    """The error is the same as without `quantize`."""
     sample = write(tmp_path, "mixtral", "bf16")
     save_file({"model.norm.weight": torch.ones(4)}, sample.folder / "model.safetensors")
     with pytest.raises(ConfigurationError, match="no experts"):

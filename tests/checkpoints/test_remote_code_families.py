@@ -1,4 +1,6 @@
-"""Model families with remote code (trust_remote_code), and LongCat with its zero experts."""
+"""Model families with remote code (trust_remote_code), and LongCat, which has zero experts: experts
+that return their input.
+"""
 
 import json
 from pathlib import Path
@@ -51,7 +53,7 @@ def write_checkpoint(folder: Path, family: str, kind: str) -> Sample:
 @pytest.mark.parametrize("kind", ["bf16", "compressed fp8 channel", "compressed int4"])
 @pytest.mark.parametrize("family", REMOTE_CODE_FAMILIES)
 def test_loaded_values_equal_the_files(family: str, kind: str, tmp_path: Path) -> None:
-    """The layer is loaded as a whole and in shares of EP and TP ranks."""
+    """The layer is loaded as a whole and as the share of an EP and TP rank."""
     sample = write_checkpoint(tmp_path, family, kind)
     assert inspect(tmp_path).layers == (0,)
     for ep, tp in (((0, 1), (0, 1)), ((1, 2), (1, 2))):
@@ -77,28 +79,28 @@ def test_layer_output_equals_float64(family: str, tmp_path: Path) -> None:
     sample = write_checkpoint(tmp_path, family, "fp32")
     layer = FusedMoE.from_config(tmp_path, 0, params_dtype="float32", experts="TorchExperts")
     layer.load(tmp_path)
-    zero = 3 if family == "longcat_flash" else 0
-    x, logits = sample.inputs(24)[0], torch.randn(24, 4 + zero)
+    num_zero_experts = 3 if family == "longcat_flash" else 0
+    x, logits = sample.inputs(24)[0], torch.randn(24, 4 + num_zero_experts)
     scores = logits.double().softmax(-1)
-    bias = torch.zeros(4 + zero)
-    if zero:
-        bias = torch.linspace(0, 0.2, 4 + zero)
+    bias = torch.zeros(4 + num_zero_experts)
+    if num_zero_experts:
+        bias = torch.linspace(0, 0.2, 4 + num_zero_experts)
         layer.selection_bias.copy_(bias)
     ids = (scores + bias.double()).topk(2).indices
     weights = scores.gather(1, ids)
-    own = weights.masked_fill(ids >= 4, 0)
-    truth = sample.expected_output(x, own, ids.clamp(max=3))
-    # A zero expert returns its input, to which the routed scaling factor applies as well.
-    truth += (weights - own).sum(1, keepdim=True) * sample.scaling * x
-    if zero:
+    weights_of_experts = weights.masked_fill(ids >= 4, 0)
+    expected_output = sample.expected_output(x, weights_of_experts, ids.clamp(max=3))
+    # A zero expert returns its input, and the routed scaling factor applies to it, too.
+    expected_output += (weights - weights_of_experts).sum(1, keepdim=True) * sample.scaling * x
+    if num_zero_experts:
         assert bool((ids >= 4).any())
     y = layer(x.float(), logits)
-    torch.testing.assert_close(y.double(), truth, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y.double(), expected_output, rtol=1e-4, atol=1e-4)
     assert CHECKPOINT_FORMATS["fp32"].config is None
 
 
-def test_longcat_output_equals_that_of_transformers(tmp_path: Path) -> None:
-    """With the router and the zero experts of transformers on the same weights."""
+def test_longcat_output_equals_transformers(tmp_path: Path) -> None:
+    """Uses the router and the zero experts of transformers with the same weights."""
     modeling = pytest.importorskip("transformers.models.longcat_flash.modeling_longcat_flash")
     sample = write_checkpoint(tmp_path, "longcat_flash", "fp32")
     config = SimpleNamespace(
@@ -131,27 +133,26 @@ def test_unsupported_zero_experts_are_refused(tmp_path: Path) -> None:
 
 
 def clamped_output(sample: Sample, limit: float | None, x: torch.Tensor, *routing: Any) -> Any:
-    """Return the layer's output in float64.
-
-    The limit bounds silu(gate) from above, and up on both sides.
+    """Return the float64 output of the layer. The limit bounds silu(gate) from above, and up from
+    both sides.
     """
     weights, ids = routing
     y = torch.zeros_like(x)
-    for t, k in ((t, k) for t in range(len(x)) for k in range(ids.shape[1])):
-        gate, up = (sample.w1[ids[t, k]] @ x[t]).chunk(2)
+    for token, slot in ((token, slot) for token in range(len(x)) for slot in range(ids.shape[1])):
+        gate, up = (sample.w1[ids[token, slot]] @ x[token]).chunk(2)
         gate = torch.nn.functional.silu(gate)
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        y[t] += weights[t, k].double() * (sample.w2[ids[t, k]] @ (gate * up))
+        y[token] += weights[token, slot].double() * (sample.w2[ids[token, slot]] @ (gate * up))
     return y * sample.scaling
 
 
 def test_step3p5_layers_have_their_own_activation_limits(tmp_path: Path) -> None:
-    """In `load_experts`, `FusedMoE` and the report; the published config has no hidden_act."""
+    """Checks `load_experts`, `FusedMoE` and the report. The published config has no hidden_act."""
     samples = {}
     for layer in (0, 1, 2):
-        part = tmp_path / f"part{layer}"
-        samples[layer] = write(part, "step3p5", "fp32", layers=(layer,), seed=layer)
+        part_folder = tmp_path / f"part{layer}"
+        samples[layer] = write(part_folder, "step3p5", "fp32", layers=(layer,), seed=layer)
     tensors = {
         name: tensor
         for layer in samples
@@ -162,28 +163,28 @@ def test_step3p5_layers_have_their_own_activation_limits(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors")
     limits = {0: None, 1: 0.7, 2: None}
-    truths = {}
+    expected_outputs = {}
     for layer, sample in samples.items():
         x, weights, ids = sample.inputs(8)
-        truths[layer] = clamped_output(sample, limits[layer], x, weights, ids)
+        expected_outputs[layer] = clamped_output(sample, limits[layer], x, weights, ids)
         loaded = mk.load_experts(tmp_path, layer)
         problem = loaded.problem(8)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
         got = kernel(x.float(), loaded.weights, mk.Routing(weights, ids)).double()
-        torch.testing.assert_close(got, truths[layer], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected_outputs[layer], rtol=1e-4, atol=1e-4)
         module = FusedMoE.from_config(
             tmp_path, layer, top_k=2, params_dtype="float32", experts="TorchExperts"
         )
         module.load(tmp_path)
         got = module(x.float(), (weights, ids)).double()
-        torch.testing.assert_close(got, truths[layer], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected_outputs[layer], rtol=1e-4, atol=1e-4)
     x, weights, ids = samples[1].inputs(8)
     unlimited = clamped_output(samples[1], None, x, weights, ids)
-    assert float((unlimited - truths[1]).norm() / truths[1].norm()) > 0.01
+    assert float((unlimited - expected_outputs[1]).norm() / expected_outputs[1].norm()) > 0.01
     report = inspect(tmp_path)
     activations = {group.layers: str(group.problem_fields["activation"]) for group in report.groups}
     assert activations == {(0, 2): "silu", (1,): "swiglu_clamp_after:limit=0.7"}
     with pytest.raises(ConfigurationError, match=r"swiglu_limits.*need one limit for every layer"):
         FusedMoE.from_config(tmp_path / "config.json", top_k=2)
-    alone = FusedMoE.from_config(tmp_path / "config.json", 1, top_k=2)
-    assert str(alone.problem.act) == "swiglu_clamp_after:limit=0.7"
+    layer_1 = FusedMoE.from_config(tmp_path / "config.json", 1, top_k=2)
+    assert str(layer_1.problem.act) == "swiglu_clamp_after:limit=0.7"

@@ -1,4 +1,6 @@
-"""torchao: tensors of its subclasses load with their values, and invalid files are refused."""
+"""torchao: tensors of its subclasses are loaded with their values, and invalid files are
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -40,7 +42,7 @@ from modular_kernel.testing.checkpoints.torchao import (
     tiled,
 )
 
-AT = "model.layers.0.mlp.experts"
+EXPERTS_PREFIX = "model.layers.0.mlp.experts"
 
 
 def stack_with_old_names(tensors: Tensors) -> None:
@@ -57,13 +59,13 @@ LAYOUTS = {
 
 
 def change_metadata(folder: Path, **entries: str | None) -> None:
-    """Replace entries of a file's metadata; None removes an entry."""
+    """Replace entries of a file's metadata. The value None removes an entry."""
     path = folder / "model.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     metadata |= {key.replace("__", "."): value for key, value in entries.items()}
-    kept = {key: value for key, value in metadata.items() if value is not None}
-    save_file(load_file(path), path, kept)
+    remaining = {key: value for key, value in metadata.items() if value is not None}
+    save_file(load_file(path), path, remaining)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -73,10 +75,10 @@ def test_loaded_values_equal_the_files(kind: str, layout: str, tmp_path: Path) -
     loaded = mk.load_experts(tmp_path, 0, dtype="float32")
     assert str(loaded.problem_fields["quant"]) == TORCHAO_FORMATS[kind].scheme
     w1, w2 = dequantized_weights(loaded)
-    # Products are exact in float64; int4 adds a zero point in float32.
-    near = {"rtol": 2.0**-22, "atol": 2.0**-26 if "int4" in kind else 0}
-    torch.testing.assert_close(w1, sample.w1, **near)
-    torch.testing.assert_close(w2, sample.w2, **near)
+    # Products are exact in float64. int4 adds a zero point in float32.
+    tolerances = {"rtol": 2.0**-22, "atol": 2.0**-26 if "int4" in kind else 0}
+    torch.testing.assert_close(w1, sample.w1, **tolerances)
+    torch.testing.assert_close(w2, sample.w2, **tolerances)
     assert output_error(sample, mk.load_experts(tmp_path, 0)) <= TORCHAO_FORMATS[kind].bound
 
 
@@ -88,26 +90,30 @@ def test_loaded_values_equal_the_files(kind: str, layout: str, tmp_path: Path) -
         *("torchao nvfp4", "torchao mxfp8", "torchao mxfp4"),
     ],
 )
-def test_rank_shares_equal_slices_of_the_whole(
+def test_rank_shares_equal_slices_of_all_weights(
     kind: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tensors are read a few rows at a time, and in shares that cut groups of 64 columns."""
+    """The limit of values per read is lowered, so few rows are read at a time. Shares cut groups of
+    64 columns.
+    """
     write(tmp_path, "qwen3_moe", kind, intermediate=192, change=LAYOUTS[layout])
-    whole = dequantized_weights(mk.load_experts(tmp_path, 0, dtype="float32"))
+    all_weights = dequantized_weights(mk.load_experts(tmp_path, 0, dtype="float32"))
     monkeypatch.setattr(loading, "_VALUES_PER_STEP", 1 << 10)
-    for e in range(2):
-        for t in range(2):
-            part = mk.load_experts(tmp_path, 0, ep=(e, 2), tp=(t, 2), dtype="float32")
-            (first, last), width = part.columns, part.problem_fields["intermediate"]
-            w1, w2 = dequantized_weights(part)
-            experts = slice(2 * e, 2 * e + 2)
+    for ep_rank in range(2):
+        for tp_rank in range(2):
+            share = mk.load_experts(tmp_path, 0, ep=(ep_rank, 2), tp=(tp_rank, 2), dtype="float32")
+            (first, last), width = share.columns, share.problem_fields["intermediate"]
+            w1, w2 = dequantized_weights(share)
+            experts = slice(2 * ep_rank, 2 * ep_rank + 2)
             rows = w1.unflatten(1, (2, width))[:, :, : last - first]
-            assert torch.equal(rows, whole[0][experts].unflatten(1, (2, 192))[:, :, first:last])
-            assert torch.equal(w2[..., : last - first], whole[1][experts, :, first:last])
+            assert torch.equal(
+                rows, all_weights[0][experts].unflatten(1, (2, 192))[:, :, first:last]
+            )
+            assert torch.equal(w2[..., : last - first], all_weights[1][experts, :, first:last])
 
 
 @pytest.mark.parametrize("columns", [(0, 128), (64, 192), (32, 96), (32, 160), (0, 30), (70, 90)])
-def test_dequantize_int4_of_partial_groups(columns: tuple[int, int]) -> None:
+def test_dequantize_int4_accepts_partial_groups(columns: tuple[int, int]) -> None:
     make, (first, last) = TORCHAO_FORMATS["torchao int4"].make, columns
     stored = make(8, 192, torch.Generator().manual_seed(0), 1.0)
     groups = slice(first // 64, -(-last // 64))
@@ -125,8 +131,8 @@ def test_int4_is_rounded_once(tmp_path: Path) -> None:
     exact, rounded = mk.load_experts(tmp_path, 0, dtype="float32"), mk.load_experts(tmp_path, 0)
     assert torch.equal(rounded.weights.w1, exact.weights.w1.bfloat16())
     assert "int4 (torchao; dequantized)" in str(inspect(tmp_path))
-    to_int8 = mk.load_experts(tmp_path, 0, quantize="int8_w8a16_group:group=32")
-    assert "int4 (torchao; dequantized), quantized to int8" in repr(to_int8)
+    quantized_to_int8 = mk.load_experts(tmp_path, 0, quantize="int8_w8a16_group:group=32")
+    assert "int4 (torchao; dequantized), quantized to int8" in repr(quantized_to_int8)
 
 
 @pytest.mark.parametrize("kind", TORCHAO_FORMATS)
@@ -134,12 +140,12 @@ def test_merge_accepts_a_single_matrix(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "qwen3_moe", kind)
     loaded, tensors = mk.load_experts(tmp_path, 0), load_file(tmp_path / "model.safetensors")
     format = format_of(TORCHAO_FORMATS[kind].config)
-    base = f"{AT}.2.down_proj."
-    own = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
-    merged = merge(format, [own], torch.bfloat16, scheme=loaded.problem(1).scheme)
+    base = f"{EXPERTS_PREFIX}.2.down_proj."
+    matrix = {n.removeprefix(base): t for n, t in tensors.items() if n.startswith(base)}
+    merged = merge(format, [matrix], torch.bfloat16, scheme=loaded.problem(1).scheme)
     assert torch.equal(merged.w, loaded.weights.w2[2])
     with pytest.raises(WeightsError, match="no _weight_scale"):
-        merge(format, [{n: t for n, t in own.items() if n != "_weight_scale"}], torch.bfloat16)
+        merge(format, [{n: t for n, t in matrix.items() if n != "_weight_scale"}], torch.bfloat16)
     with pytest.raises(ConfigurationError, match=r"quant_config: got .*torchao"):
         ExpertLoader(Share(4, 128, 256), format)
 
@@ -150,8 +156,8 @@ def test_layer_output_is_within_the_bound(tmp_path: Path) -> None:
     layer.load(tmp_path)
     x, weights, ids = sample.inputs(24)
     y = layer(x.bfloat16(), (weights, ids)).double()
-    truth = sample.expected_output(x.bfloat16().double(), weights, ids)
-    assert (y - truth).norm() / truth.norm() <= 8e-2
+    expected = sample.expected_output(x.bfloat16().double(), weights, ids)
+    assert (y - expected).norm() / expected.norm() <= 8e-2
 
 
 def test_sharded_files_have_metadata(tmp_path: Path) -> None:
@@ -163,7 +169,9 @@ def test_sharded_files_have_metadata(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["torchao int4", "torchao int8", "torchao fp8"])
 def test_experts_without_scales_are_unquantized(kind: str, tmp_path: Path) -> None:
-    """transformers 5 quantizes parameters only by name, and has no metadata for the others."""
+    """transformers 5 quantizes parameters only if they are named, and writes no metadata for other
+    parameters.
+    """
     sample = write(tmp_path, "qwen3_moe", "bf16")
     quantization = {"quantization_config": TORCHAO_FORMATS[kind].config}
     (tmp_path / "config.json").write_text(json.dumps(sample.config | quantization))
@@ -176,7 +184,9 @@ EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj"
 
 
 def test_module_names_select_the_options() -> None:
-    """Exact names precede regular expressions, which precede the default, in any order."""
+    """Exact names take precedence over regular expressions, and these over the default, regardless
+    of their order.
+    """
     fp8 = options("Float8WeightOnlyConfig")
     names = {
         "_default": INT8,
@@ -221,7 +231,7 @@ def test_parameters_are_quantized_by_name(tmp_path: Path) -> None:
     assert str(layer.problem.scheme) == "int8_w8a16_channel"
 
 
-Q, P = "experts__0__down_proj__weight", "model__layers__0__mlp__"
+WEIGHT_KEY, LAYER_KEY = "experts__0__down_proj__weight", "model__layers__0__mlp__"
 INVALID_METADATA: dict[str, tuple[str, str | None, str]] = {
     "none": ("torchao int8", None, "metadata of .*down_proj.weight: got no entry, need the JSON"),
     "no JSON": ("torchao int8", "{", "got no JSON"),
@@ -298,31 +308,31 @@ INVALID_METADATA: dict[str, tuple[str, str | None, str]] = {
 def test_metadata_that_contradicts_the_config_is_refused(case: str, tmp_path: Path) -> None:
     kind, text, message = INVALID_METADATA[case]
     write(tmp_path, "qwen3_moe", kind)
-    change_metadata(tmp_path, **{P + Q: text})
+    change_metadata(tmp_path, **{LAYER_KEY + WEIGHT_KEY: text})
     with pytest.raises(WeightsError, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "model.safetensors" in str(caught.value)
 
 
 def set_weight_tensor(name: str, tensor: torch.Tensor) -> Any:
-    def change(tensors: Tensors) -> None:
-        tensors[f"{AT}.1.down_proj._weight_{name}"] = tensor
+    def replace_by_nvfp4(tensors: Tensors) -> None:
+        tensors[f"{EXPERTS_PREFIX}.1.down_proj._weight_{name}"] = tensor
 
-    return change
+    return replace_by_nvfp4
 
 
 def set_stacked_tensor(name: str, tensor: torch.Tensor) -> Any:
-    def change(tensors: Tensors) -> None:
+    def replace_by_nvfp4(tensors: Tensors) -> None:
         stack_experts(tensors)
-        tensors[f"{AT}._down_proj_{name}"] = tensor
+        tensors[f"{EXPERTS_PREFIX}._down_proj_{name}"] = tensor
 
-    return change
+    return replace_by_nvfp4
 
 
 INVALID_TENSORS: dict[str, tuple[str, Any, type[InputError], str]] = {
     "no scale": (
         "torchao int8",
-        lambda tensors: tensors.pop(f"{AT}.1.down_proj._weight_scale"),
+        lambda tensors: tensors.pop(f"{EXPERTS_PREFIX}.1.down_proj._weight_scale"),
         WeightsError,
         "no .*1.down_proj._weight_scale",
     ),
@@ -402,7 +412,7 @@ INVALID_TENSORS: dict[str, tuple[str, Any, type[InputError], str]] = {
     ),
     "no scale of the matrix": (
         "torchao nvfp4",
-        lambda tensors: tensors.pop(f"{AT}.1.down_proj._weight_per_tensor_scale"),
+        lambda tensors: tensors.pop(f"{EXPERTS_PREFIX}.1.down_proj._weight_per_tensor_scale"),
         WeightsError,
         "no .*1.down_proj._weight_per_tensor_scale",
     ),
@@ -424,8 +434,8 @@ INVALID_TENSORS: dict[str, tuple[str, Any, type[InputError], str]] = {
 @pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_invalid_tensors_are_refused(case: str, tmp_path: Path) -> None:
     """The error names the file, the tensor, the value found and the value needed."""
-    kind, change, error_type, message = INVALID_TENSORS[case]
-    write(tmp_path, "qwen3_moe", kind, change=change)
+    kind, replace_by_nvfp4, error_type, message = INVALID_TENSORS[case]
+    write(tmp_path, "qwen3_moe", kind, change=replace_by_nvfp4)
     with pytest.raises(error_type, match=message) as caught:
         mk.load_experts(tmp_path, 0)
     assert "down_proj" in str(caught.value)
@@ -572,11 +582,13 @@ def test_blocked_scales_are_unblocked(rows: int, columns: int) -> None:
     stored, depth = tiled(scale), 16 * columns
     assert tuple(stored.shape) == spec.shape(rows, depth)
     assert torch.equal(spec.unblock(stored, (0, rows), (0, depth)), scale)
-    both = torch.stack([stored, stored])
-    assert torch.equal(spec.unblock(both, (0, rows), (0, depth))[1], scale)
+    stacked_scales = torch.stack([stored, stored])
+    assert torch.equal(spec.unblock(stacked_scales, (0, rows), (0, depth))[1], scale)
     for first, last in ((0, 1), (rows // 2, rows), (rows - 1, rows), (rows // 3, rows // 2 + 1)):
-        part = stored[spec.stored_slices((first, last), depth)]
-        assert torch.equal(spec.unblock(part, (first, last), (16, 32)), scale[first:last, 1:2])
+        stored_rows = stored[spec.stored_slices((first, last), depth)]
+        assert torch.equal(
+            spec.unblock(stored_rows, (first, last), (16, 32)), scale[first:last, 1:2]
+        )
 
 
 @pytest.mark.parametrize(
@@ -587,9 +599,11 @@ def test_blocked_scales_are_unblocked(rows: int, columns: int) -> None:
     ],
 )
 def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: Path) -> None:
-    """Parameters are (K, N), and torchao's blocks are along the last dimension."""
+    """Parameters of these families are (K, N), and torchao's blocks are along the last
+    dimension.
+    """
 
-    def change(tensors: Tensors) -> None:
+    def replace_by_nvfp4(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("_proj")]:
             codes = tensors.pop(name).to(torch.uint8)[..., ::2].contiguous()
             module, _, parameter = name.rpartition(".")
@@ -597,7 +611,7 @@ def test_blocks_along_the_rows_are_refused(family: str, message: str, tmp_path: 
             scale = torch.ones(codes.shape[0], 32, 16).to(torch.float8_e4m3fn)
             tensors[f"{module}._{parameter}_scale"] = scale
 
-    sample = write(tmp_path, family, "bf16", change=change)
+    sample = write(tmp_path, family, "bf16", change=replace_by_nvfp4)
     quantization = TORCHAO_FORMATS["torchao nvfp4"].config
     text = json.dumps(sample.config | {"quantization_config": quantization})
     (tmp_path / "config.json").write_text(text)
@@ -610,11 +624,13 @@ def test_unsupported_name_patterns_are_refused() -> None:
         QuantizationMap(config(by_name({r"re:(?=a).*": INT8})))
 
 
-def test_sample_metadata_equals_that_of_torchao() -> None:
-    """For a parameter of torchao 0.18, without the keys that are not read."""
+def test_metadata_of_samples_equals_torchao() -> None:
+    """The expected metadata is that of a parameter in torchao 0.18, without keys that are not
+    read.
+    """
     tensors = {"model.layers.0.mlp.experts._down_proj_qdata": torch.ones(4, 64, 96)}
-    found = metadata_of(config(by_name({EXPERTS: INT8})), tensors)
-    assert json.loads(found["model.layers.0.mlp.experts.down_proj"]) == {
+    metadata = metadata_of(config(by_name({EXPERTS: INT8})), tensors)
+    assert json.loads(metadata["model.layers.0.mlp.experts.down_proj"]) == {
         "_type": "Int8Tensor",
         "_data": {"act_quant_kwargs": None, "block_size": [1, 1, 96]},
     }
