@@ -1,4 +1,4 @@
-"""Weights that kernels prepare themselves on first use."""
+"""Weights that kernels prepare (repack) automatically on first use."""
 
 import gc
 import logging
@@ -35,72 +35,78 @@ launched = make_launched_fixture()
 
 @pytest.fixture(name="prepared_counts", autouse=True)
 def prepared_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the calls of GroupedW4Path.prepare, which makes the tensors for its kernel."""
+    """Append an item for each call of GroupedW4Path.prepare, which makes the tensors for its
+    kernel.
+    """
     counts = list[int]()
     prepare = GroupedW4Path.prepare
 
-    def counted(self: GroupedW4Path, *args: Any) -> None:
+    def count_and_prepare(self: GroupedW4Path, *args: Any) -> None:
         counts.append(len(counts))
         prepare(self, *args)
 
-    monkeypatch.setattr(GroupedW4Path, "prepare", counted)
+    monkeypatch.setattr(GroupedW4Path, "prepare", count_and_prepare)
     return counts
 
 
-def auto_kernel(auto: bool | None = True, tokens: int = 40) -> tuple[FusedMoEModularKernel, Inputs]:
+def make_auto_kernel(
+    auto: bool | None = True, tokens: int = 40
+) -> tuple[FusedMoEModularKernel, Inputs]:
     problem = replace(MXFP4, tokens=tokens)
     return make_kernel(*PAIR, problem, auto_prepare=auto), make_inputs(problem, "uniform", CPU)
 
 
-def test_weights_are_prepared_once_for_all_kernels_plans_and_equal_weights(
+def test_weights_are_prepared_once_for_all_kernels_and_plans(
     launched: list[int], prepared_counts: list[int]
 ) -> None:
-    kernel, i = auto_kernel()
-    other, _ = auto_kernel(tokens=64)
+    kernel, inputs = make_auto_kernel()
+    other, _ = make_auto_kernel(tokens=64)
     plan = kernel.plan()
-    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i,
-                      kernel.prepare_weights(i.weights))  # fmt: skip
+    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), inputs,
+                      kernel.prepare_weights(inputs.weights))  # fmt: skip
     launched.clear(), prepared_counts.clear()
-    for weights in (i.weights, i.weights, replace(i.weights)):
+    for weights in (inputs.weights, inputs.weights, replace(inputs.weights)):
         for run in (kernel, plan, other):
-            assert torch.equal(run(i.x_TH, weights, i.routing), expected)
+            assert torch.equal(run(inputs.x_TH, weights, inputs.routing), expected)
     for run in (kernel, other):
-        assert torch.equal(run.start(i.x_TH, i.weights, i.routing).finish(), expected)
+        assert torch.equal(
+            run.start(inputs.x_TH, inputs.weights, inputs.routing).finish(), expected
+        )
     assert prepared_counts == [0]
     assert launched == [32] * 22
     nbytes = sum(spec.nbytes for spec in kernel.experts.prepared_specs().values())
     assert AUTO_PREPARED.held_bytes()[CPU] >= nbytes
 
 
-def test_a_cpu_and_a_kernel_without_preparation_use_weights_as_loaded(
+def test_weights_are_used_as_loaded_on_a_cpu_and_without_auto_prepare(
     launched: list[int], prepared_counts: list[int]
 ) -> None:
     for auto in (None, False):
-        kernel, i = auto_kernel(auto)
-        call_kernel(kernel, i)
+        kernel, inputs = make_auto_kernel(auto)
+        call_kernel(kernel, inputs)
     assert not prepared_counts
 
 
 @pytest.mark.parametrize("name", ["w1", "w1_scale", "w2", "w2_scale"])
-def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
+def test_weights_are_prepared_again_after_an_in_place_write(
     name: str, prepared_counts: list[int]
 ) -> None:
-    kernel, i = auto_kernel()
+    kernel, inputs = make_auto_kernel()
     plan = kernel.plan()
-    call_kernel(kernel, i)
-    bound = kernel.known_weights.lookup(i.weights, CPU)
+    call_kernel(kernel, inputs)
+    bound = kernel.known_weights.lookup(inputs.weights, CPU)
     assert bound is not None
     assert bound.prepared is not None
     tiles = bound.prepared.w1_tiles
-    tensor: torch.Tensor = getattr(i.weights, name)
+    tensor: torch.Tensor = getattr(inputs.weights, name)
     tensor[0] = tensor[1].clone()
     manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
-    expected = call_kernel(manual, i, kernel.prepare_weights(i.weights))
+    expected = call_kernel(manual, inputs, kernel.prepare_weights(inputs.weights))
     prepared_counts.clear()
     for run in (plan, kernel):
-        assert torch.equal(run(i.x_TH, i.weights, i.routing), expected)
+        assert torch.equal(run(inputs.x_TH, inputs.weights, inputs.routing), expected)
     assert prepared_counts == [0]
-    bound = kernel.known_weights.lookup(i.weights, CPU)
+    bound = kernel.known_weights.lookup(inputs.weights, CPU)
     assert bound is not None
     assert bound.prepared is not None
     assert bound.prepared.w1_tiles is tiles
@@ -109,15 +115,15 @@ def test_weights_are_prepared_again_after_a_write_in_the_same_memory(
 def test_prepared_tensors_are_freed_with_the_weights() -> None:
     gc.collect()
     before = AUTO_PREPARED.held_bytes().get(CPU, 0)
-    kernel, i = auto_kernel()
-    call_kernel(kernel, i)
-    alias = i.weights.w1[:1]
-    held = AUTO_PREPARED.held_bytes()[CPU]
-    assert held > before
-    gone = weakref.ref(next(reversed(AUTO_PREPARED._entries.values())).tensors["w1_tiles"])
-    del i
+    kernel, inputs = make_auto_kernel()
+    call_kernel(kernel, inputs)
+    alias = inputs.weights.w1[:1]
+    held_bytes = AUTO_PREPARED.held_bytes()[CPU]
+    assert held_bytes > before
+    tiles_ref = weakref.ref(next(reversed(AUTO_PREPARED._entries.values())).tensors["w1_tiles"])
+    del inputs
     gc.collect()
-    assert gone() is None  # at once, since w2 and the scales are gone
+    assert tiles_ref() is None  # freed although a view of w1 is alive
     assert AUTO_PREPARED.held_bytes().get(CPU, 0) == before
     del alias
 
@@ -125,8 +131,8 @@ def test_prepared_tensors_are_freed_with_the_weights() -> None:
 def test_weights_stay_as_loaded_if_memory_is_short(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
-    kernel, i = auto_kernel()
-    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
+    kernel, inputs = make_auto_kernel()
+    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), inputs)
     launched.clear()
 
     def fail(*_: object) -> dict[str, torch.Tensor]:
@@ -134,13 +140,13 @@ def test_weights_stay_as_loaded_if_memory_is_short(
 
     monkeypatch.setattr(prepared, "allocate_prepared", fail)
     with caplog.at_level(logging.WARNING, "modular_kernel.weights"):
-        assert torch.equal(call_kernel(kernel, i), expected)
-        assert torch.equal(call_kernel(kernel, i), expected)
+        assert torch.equal(call_kernel(kernel, inputs), expected)
+        assert torch.equal(call_kernel(kernel, inputs), expected)
     assert [record.getMessage().startswith("4-bit weights stay as loaded")
             for record in caplog.records] == [True]  # fmt: skip
 
 
-def test_a_gpu_keeps_a_fifth_of_its_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparing_keeps_a_fifth_of_gpu_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
     gib, experts = 1 << 30, TritonExperts(MXFP4)
     specs, weights = experts.prepared_specs(), make_inputs(MXFP4, "uniform", CPU).weights
     nbytes = sum(spec.nbytes for spec in specs.values())
@@ -149,13 +155,13 @@ def test_a_gpu_keeps_a_fifth_of_its_memory_free(monkeypatch: pytest.MonkeyPatch)
     assert weights.w1_tiles is None
 
 
-def test_threads_prepare_once(prepared_counts: list[int]) -> None:
-    kernel, i = auto_kernel()
+def test_concurrent_threads_prepare_once(prepared_counts: list[int]) -> None:
+    kernel, inputs = make_auto_kernel()
     barrier, outputs = threading.Barrier(4), list[torch.Tensor]()
 
     def run() -> None:
         barrier.wait()
-        outputs.append(call_kernel(kernel, i))
+        outputs.append(call_kernel(kernel, inputs))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
@@ -166,46 +172,46 @@ def test_threads_prepare_once(prepared_counts: list[int]) -> None:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-def test_a_pickled_kernel_keeps_the_option() -> None:
-    kernel, _ = auto_kernel()
+def test_pickled_kernels_keep_auto_prepare() -> None:
+    kernel, _ = make_auto_kernel()
     assert pickle.loads(pickle.dumps(kernel)).auto_prepare is True
 
 
-def test_loading_a_state_prepares_weights_at_once(
+def test_load_state_dict_prepares_weights(
     monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
 ) -> None:
-    layer, i = make_prepared_layer()
+    layer, inputs = make_prepared_layer()
     monkeypatch.setattr(auto_prepare.WeightPreparer, "is_enabled_on", lambda *_: True)
-    layer(i.x_TH, i.routing)
+    layer(inputs.x_TH, inputs.routing)
     assert prepared_counts == [0]
     state = {name: tensor.roll(1, 0) for name, tensor in layer.state_dict().items()}
     layer.load_state_dict(state)
     assert prepared_counts == [0, 1]
-    got = layer(i.x_TH, i.routing)
+    got = layer(inputs.x_TH, inputs.routing)
     assert prepared_counts == [0, 1]
     other, _ = make_prepared_layer()
     other.load_state_dict(state)
     other.prepare_weights()
-    assert torch.equal(got, other(i.x_TH, i.routing))
+    assert torch.equal(got, other(inputs.x_TH, inputs.routing))
 
 
 def test_weights_first_used_in_a_capture_are_prepared_by_the_next_call(
     monkeypatch: pytest.MonkeyPatch, prepared_counts: list[int]
 ) -> None:
-    kernel, i = auto_kernel()
+    kernel, inputs = make_auto_kernel()
     with pytest.MonkeyPatch.context() as capture:
         for module in (auto_prepare, recording):
             capture.setattr(module, "can_keep_buffers", lambda _: False)
-        call_kernel(kernel, i)
-        call_kernel(kernel, i)
+        call_kernel(kernel, inputs)
+        call_kernel(kernel, inputs)
     assert not prepared_counts
-    call_kernel(kernel, i)
-    call_kernel(kernel, i)
+    call_kernel(kernel, inputs)
+    call_kernel(kernel, inputs)
     assert prepared_counts == [0]
 
 
-def on_buffer(weights: ExpertWeights, buffer: bytearray) -> ExpertWeights:
-    """Return the weights as views of a new storage on `buffer`, whose bytes are kept."""
+def make_views_of_buffer(weights: ExpertWeights, buffer: bytearray) -> ExpertWeights:
+    """Return the weights as views of a new storage on `buffer`, without writing to it."""
     flat, start, views = torch.frombuffer(buffer, dtype=torch.uint8), 0, {}
     for name in ("w1", "w1_scale", "w2", "w2_scale"):
         tensor = getattr(weights, name)
@@ -214,58 +220,60 @@ def on_buffer(weights: ExpertWeights, buffer: bytearray) -> ExpertWeights:
     return replace(weights, **views)
 
 
-def test_another_storage_at_the_same_address_is_distinguished(
+def test_a_different_storage_at_the_same_address_is_detected(
     prepared_counts: list[int],
 ) -> None:
-    """An address can be reused while a storage is alive if it was resized to 0."""
-    kernel, i = auto_kernel()
-    buffer = bytearray(4 * sum(t.nbytes for t in vars(i.weights).values() if t is not None) + 1024)
-    first = on_buffer(i.weights, buffer)
-    second = on_buffer(i.weights, buffer)
+    """If a storage is resized to 0, its address can be reused while it is alive."""
+    kernel, inputs = make_auto_kernel()
+    buffer = bytearray(
+        4 * sum(t.nbytes for t in vars(inputs.weights).values() if t is not None) + 1024
+    )
+    first = make_views_of_buffer(inputs.weights, buffer)
+    second = make_views_of_buffer(inputs.weights, buffer)
     for weights, shift in ((first, 0), (second, 1)):
         for name in ("w1", "w1_scale", "w2", "w2_scale"):
-            getattr(weights, name).data.copy_(getattr(i.weights, name).roll(shift, 0))
-        call_kernel(kernel, i, weights)
+            getattr(weights, name).data.copy_(getattr(inputs.weights, name).roll(shift, 0))
+        call_kernel(kernel, inputs, weights)
     assert prepared_counts == [0, 1]
     manual = make_kernel(*PAIR, kernel.problem, auto_prepare=False)
-    expected = call_kernel(manual, i, kernel.prepare_weights(second))
-    assert torch.equal(call_kernel(kernel, i, second), expected)
+    expected = call_kernel(manual, inputs, kernel.prepare_weights(second))
+    assert torch.equal(call_kernel(kernel, inputs, second), expected)
 
 
 def test_a_concurrent_write_during_a_call_is_not_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel, i = auto_kernel()
+    kernel, inputs = make_auto_kernel()
     plan, check = kernel.plan(), validate.check_routing
 
     def write_and_check(*arguments: Any) -> None:
-        assert i.weights.w1_scale is not None
-        i.weights.w1_scale.mul_(1)
+        assert inputs.weights.w1_scale is not None
+        inputs.weights.w1_scale.mul_(1)
         check(*arguments)
 
     monkeypatch.setattr(validate, "check_routing", write_and_check)
-    assert plan(i.x_TH, i.weights, i.routing).isfinite().all()
+    assert plan(inputs.x_TH, inputs.weights, inputs.routing).isfinite().all()
 
 
-def test_memory_that_runs_out_while_preparing_leaves_the_weights_as_loaded(
+def test_weights_stay_as_loaded_if_preparing_runs_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel, i = auto_kernel()
-    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), i)
+    kernel, inputs = make_auto_kernel()
+    expected = call_kernel(make_kernel(*PAIR, kernel.problem, auto_prepare=False), inputs)
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(GroupedW4Path, "prepare", fail)
-    assert torch.equal(call_kernel(kernel, i), expected)
+    assert torch.equal(call_kernel(kernel, inputs), expected)
 
 
-def test_no_tensors_accumulate_if_a_source_is_replaced() -> None:
-    kernel, i = auto_kernel()
+def test_prepared_tensors_do_not_accumulate_if_weights_are_replaced() -> None:
+    kernel, inputs = make_auto_kernel()
     registry: dict[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
     counts = []
     for _ in range(4):
-        call_kernel(kernel, i, replace(i.weights, w1=i.weights.w1.clone()))
+        call_kernel(kernel, inputs, replace(inputs.weights, w1=inputs.weights.w1.clone()))
         gc.collect()
         counts.append((len(registry), len(AUTO_PREPARED._entries)))
     assert counts[1:] == counts[:-1]

@@ -1,4 +1,6 @@
-"""Quantization schemes of other packages: declared, loaded, refused, computed and verified."""
+"""Quantization schemes defined by other packages: declaration, loading, refusals, computation and
+verification.
+"""
 
 import logging
 import subprocess
@@ -45,7 +47,7 @@ from modular_kernel.testing.stress.fuzz import independent_reference
 from modular_kernel.testing.verify.one_process import prove
 
 FOUR_BITS = (0.0, *(2.0**-e for e in range(8)), *(-(2.0**-e) for e in range(7)))
-# Neither ordered nor symmetric; a value occurs twice.
+# Neither ordered nor symmetric, and one value occurs twice.
 EIGHT_BITS = (3.0, *((code - 100) / 64 for code in range(1, 256)))
 CASES = ({"tokens": 1},)
 SCHEMES = (
@@ -66,15 +68,17 @@ def clear_caches() -> None:
 
 @pytest.fixture
 def _schemes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make SCHEMES known, as if a package provided them."""
-    loaded = ExternalSchemes(tuple(ExternalScheme(each, "them (them:SCHEMES)") for each in SCHEMES))
+    """Make SCHEMES available as if a package provided them."""
+    loaded = ExternalSchemes(
+        tuple(ExternalScheme(scheme, "them (them:SCHEMES)") for scheme in SCHEMES)
+    )
     clear_caches()
     monkeypatch.setattr(external_schemes, "_load_all", lambda _names: loaded)
     yield
     clear_caches()
 
 
-def problem_of(quant: str, **changes: Any) -> Problem:
+def make_problem(quant: str, **changes: Any) -> Problem:
     fields: dict[str, Any] = {"tokens": 7, "hidden": 136, "intermediate": 72, "experts": 3}
     return Problem(**{**fields, "top_k": 2, "quant": quant, **changes})
 
@@ -117,7 +121,7 @@ def random_weights(problem: Problem) -> ExpertWeights:
         ({"cases": ("tokens",)}, "need a tuple of mappings from Problem fields"),
     ],
 )
-def test_an_incomplete_scheme_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_schemes_are_refused(changes: dict[str, Any], message: str) -> None:
     fields: dict[str, Any] = {"name": "mine", "values": FOUR_BITS, "granularity": "group"}
     with pytest.raises(ConfigurationError) as caught:
         TableScheme(**{**fields, "group": (32,), "cases": CASES, **changes})
@@ -137,7 +141,7 @@ def test_values_are_rounded_to_float32() -> None:
         ({"top_k": 0}, "top_k: got 0"),
     ],
 )
-def test_a_case_that_is_no_problem_is_refused(
+def test_cases_that_are_not_problems_are_refused(
     changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = replace(SCHEMES[0], cases=(changes,))
@@ -163,7 +167,7 @@ OFFERED: dict[str, object] = {
 
 @pytest.fixture
 def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make the entry points that the test's parameter `names` lists known."""
+    """Make the entry points available that the test's parameter `names` lists."""
     names = request.node.callspec.params["names"]
     entries = [EntryPoint(name, f"{__name__}:OFFERED.{name}", GROUP) for name in names]
     monkeypatch.setattr(external_schemes, "entry_points", lambda *, group: entries)
@@ -179,7 +183,7 @@ def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 @pytest.mark.usefixtures("_offered")
 @pytest.mark.parametrize(
-    ("names", "asked", "error", "message"),
+    ("names", "requested", "error", "message"),
     [
         (["first", "second"], "four_group", DuplicatePartError, "OFFERED.first"),
         (["first", "second"], "four_group", DuplicatePartError, "OFFERED.second"),
@@ -190,11 +194,11 @@ def _offered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         (["other"], "four_block:group=64", ConfigurationError, "need no options"),
     ],
 )
-def test_an_unusable_scheme_is_a_typed_error(
-    names: list[str], asked: str, error: type[Exception], message: str
+def test_unusable_schemes_raise_typed_errors(
+    names: list[str], requested: str, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
-        QuantScheme.parse(asked)
+        QuantScheme.parse(requested)
     assert type(caught.value) is error
     assert message in str(caught.value)
     if "other" in names:
@@ -203,7 +207,9 @@ def test_an_unusable_scheme_is_a_typed_error(
 
 @pytest.mark.usefixtures("_offered")
 @pytest.mark.parametrize("names", [["built_in"]])
-def test_a_built_in_name_stays_ours(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_schemes_with_a_built_in_name_are_not_used(
+    names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, logger="modular_kernel.parts"):
         (broken,) = quantization.load_external_schemes().broken
     assert "need another name: there is a built-in scheme with this one" in broken.error
@@ -211,35 +217,35 @@ def test_a_built_in_name_stays_ours(names: list[str], caplog: pytest.LogCaptureF
     assert not QuantScheme.parse("mxfp4_w4a16").external
 
 
-ASKS = """
+USE_OF_OWN_SCHEME = """
 from modular_kernel import Problem
 Problem(tokens=1, hidden=32, intermediate=32, experts=1, top_k=1, quant="my_scheme")
 """
 
 
-@pytest.mark.parametrize("first", ["the scheme", "the part"])
-def test_a_package_that_asks_for_its_own_scheme_does_not_wait(
-    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("imported_by", ["the scheme", "the part"])
+def test_a_package_that_uses_its_scheme_during_import_does_not_deadlock(
+    imported_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_new(tmp_path, "scheme", "my_scheme")
     with (tmp_path / "my_scheme/scheme.py").open("a", encoding="utf-8") as file:
-        file.write(ASKS)
+        file.write(USE_OF_OWN_SCHEME)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    started = time.monotonic()
-    if first == "the scheme":
+    start = time.monotonic()
+    if imported_by == "the scheme":
         code, refused = mk("check", "--quant", "my_scheme")
         assert code == 2
         assert refused["error"]["type"] == "BrokenPartError"
         assert refused["error"]["got"].startswith("ConfigurationError: quant: got my_scheme")
     else:
-        # Its module is being imported, and has SCHEMES already.
+        # When the part's module is imported, SCHEMES exists already.
         code, listed = mk("list")
         assert code == 0
-        assert [each["scheme"]["name"] for each in listed["schemes"]] == ["my_scheme"]
-    assert time.monotonic() - started < 50, "waited for MK_IMPORT_TIMEOUT_S"
+        assert [scheme["scheme"]["name"] for scheme in listed["schemes"]] == ["my_scheme"]
+    assert time.monotonic() - start < 50, "waited for MK_IMPORT_TIMEOUT_S"
 
 
-def test_the_packages_of_mk_new_are_listed_and_a_broken_one_is_not_used(
+def test_mk_list_shows_external_and_broken_schemes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_new(tmp_path, "scheme", "my_scheme")
@@ -270,8 +276,8 @@ def test_the_packages_of_mk_new_are_listed_and_a_broken_one_is_not_used(
 
 @pytest.mark.usefixtures("_schemes")
 @pytest.mark.parametrize("quant", NAMES)
-def test_weights_become_the_nearest_values(quant: str) -> None:
-    problem = problem_of(quant)
+def test_weights_are_rounded_to_the_nearest_values(quant: str) -> None:
+    problem = make_problem(quant)
     weights = random_weights(problem)
     stored = quantize_weights(weights, problem)
     scheme = problem.scheme
@@ -280,25 +286,25 @@ def test_weights_become_the_nearest_values(quant: str) -> None:
         rounded = dequantize_weights(stored, name, problem)
         codes = getattr(stored, name)
         codes = unpack_pairs(codes, 2) if scheme.packed else codes
-        # The scale of each weight, from weights whose code has the value 1.
+        # Dequantizing the code of 1.0 gives the scale of each weight.
         ones = torch.full_like(codes, scheme.values.index(1.0))
         packed_ones = ones[..., ::2] * 0x11 if scheme.packed else ones
         scales = dequantize(packed_ones, scale, None, scheme)
         candidates = torch.tensor(sorted(set(scheme.values))) * scales[..., None]
         nearest = (w[..., None] - candidates).abs().amin(-1)
         torch.testing.assert_close((w - rounded).abs(), nearest, rtol=1e-5, atol=1e-6)
-        largest = max(map(abs, scheme.values))
-        assert (w.abs() <= scales * largest * (1 + 1e-6)).all()
+        max_value = max(map(abs, scheme.values))
+        assert (w.abs() <= scales * max_value * (1 + 1e-6)).all()
         assert torch.equal(codes.unique(), codes.unique().clamp(max=len(scheme.values) - 1))
 
 
 @pytest.mark.usefixtures("_schemes")
 @pytest.mark.parametrize("quant", NAMES)
-def test_the_reference_and_the_independent_reference_decode_the_same_weights(quant: str) -> None:
-    problem = problem_of(quant)
+def test_all_references_decode_the_same_weights(quant: str) -> None:
+    problem = make_problem(quant)
     specs = weight_specs(problem)
     generator = torch.Generator().manual_seed(1)
-    # Every code occurs, not only those that quantization returns.
+    # Use random codes, because quantization does not return all of them.
     stored = {
         name: torch.randint(0, 256, specs[name].shape, dtype=torch.uint8, generator=generator)
         for name in ("w1", "w2")
@@ -309,19 +315,19 @@ def test_the_reference_and_the_independent_reference_decode_the_same_weights(qua
     }
     weights = ExpertWeights(**stored, **scales)
     for name in ("w1", "w2"):
-        ours = dequantize_weights(weights, name, problem).double()
-        by_independent_reference = independent_reference.dequantize_matrix(
+        dequantized = dequantize_weights(weights, name, problem).double()
+        independent = independent_reference.dequantize_matrix(
             stored[name], scales[f"{name}_scale"], None, problem
         )
-        torch.testing.assert_close(ours, by_independent_reference, rtol=1e-6, atol=0)
+        torch.testing.assert_close(dequantized, independent, rtol=1e-6, atol=0)
         for expert in range(problem.e):
             exact = dequantize_matrix(weights, name, expert, problem, torch.float64)
-            torch.testing.assert_close(ours[expert], exact, rtol=1e-6, atol=0)
+            torch.testing.assert_close(dequantized[expert], exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.usefixtures("_schemes")
-def test_a_nan_makes_the_weights_that_share_its_scale_nan() -> None:
-    problem = problem_of("four_group")
+def test_nan_makes_all_weights_with_its_scale_nan() -> None:
+    problem = make_problem("four_group")
     weights = random_weights(problem)
     weights.w1[1, 3, 40] = torch.nan
     is_nan = dequantize_weights(quantize_weights(weights, problem), "w1", problem).isnan()
@@ -331,7 +337,7 @@ def test_a_nan_makes_the_weights_that_share_its_scale_nan() -> None:
 
 @pytest.mark.usefixtures("_schemes")
 def test_bytes_count_codes_and_scales() -> None:
-    four, eight = problem_of("four_group"), problem_of("eight_tensor")
+    four, eight = make_problem("four_group"), make_problem("eight_tensor")
     weights = (2 + 1) * four.hidden * four.intermediate
     assert expert_bytes(four, four.scheme) == weights * (4 + 16 / 32) / 8
     assert expert_bytes(eight, eight.scheme) == weights
@@ -339,13 +345,13 @@ def test_bytes_count_codes_and_scales() -> None:
 
 
 @pytest.mark.usefixtures("_schemes")
-def test_only_parts_that_declare_it_run_a_scheme() -> None:
-    problem, machine = problem_of("four_group"), Machine("cuda", (9, 0), frozenset({"triton"}))
+def test_only_parts_that_declare_support_run_a_scheme() -> None:
+    problem, machine = make_problem("four_group"), Machine("cuda", (9, 0), frozenset({"triton"}))
     assert check("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine).ok
     assert check("BatchedPrepareAndFinalize", "NaiveBatchedExperts", problem, machine).ok
     refused = check("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine)
     assert [r.rule for r in refused.rejections] == ["quant"]
-    odd = problem_of("four_group", hidden=33)
+    odd = make_problem("four_group", hidden=33)
     refused = check("MoEPrepareAndFinalizeNoEP", "TorchExperts", odd, machine)
     assert [r.rule for r in refused.rejections] == ["packing"]
 
@@ -360,15 +366,15 @@ def test_only_parts_that_declare_it_run_a_scheme() -> None:
     ],
     ids=" x ".join,
 )
-def test_the_torch_parts_compute_it(quant: str, pair: tuple[str, str]) -> None:
-    proof = prove(Case(*pair, problem_of(quant, bias=True), "skips"))
+def test_torch_parts_pass_cases_of_each_scheme(quant: str, pair: tuple[str, str]) -> None:
+    proof = prove(Case(*pair, make_problem(quant, bias=True), "skips"))
     assert proof.passed, str(proof)
 
 
 @pytest.mark.usefixtures("_schemes")
 @pytest.mark.parametrize("quant", ["four_group", "eight_group"])
 def test_padding_of_a_share_is_zero(quant: str, tmp_path: Path) -> None:
-    """The code of 0 is not 0 in the table of 256 values."""
+    """In the table of 256 values, the code of the value 0 is not 0."""
     write(tmp_path, "mixtral", "bf16", intermediate=104)
     shares = [load_experts(tmp_path, 0, tp=(rank, 2), quantize=quant) for rank in range(2)]
     assert any(
@@ -407,7 +413,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("defect", ["none", *DEFECTS])
-def test_the_smoke_cases_notice_a_defect_of_its_part(
+def test_smoke_cases_detect_defects_of_an_external_part(
     defect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_new(tmp_path, "scheme", "my_scheme")
@@ -428,7 +434,7 @@ def test_the_smoke_cases_notice_a_defect_of_its_part(
 
 @pytest.mark.usefixtures("_offered")
 @pytest.mark.parametrize("names", [["first"]])
-def test_no_scheme_is_known_before_its_module_defines_it(
+def test_schemes_of_a_module_being_imported_are_not_known(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules[__name__]
@@ -437,5 +443,5 @@ def test_no_scheme_is_known_before_its_module_defines_it(
         importing.setattr(module.__spec__, "_initializing", True, raising=False)
         importing.delattr(module, "OFFERED")
         assert external_schemes.external_schemes(()).usable == ()
-    (known,) = external_schemes.external_schemes(()).usable
-    assert known.name == SCHEMES[0].name
+    (scheme,) = external_schemes.external_schemes(()).usable
+    assert scheme.name == SCHEMES[0].name

@@ -1,4 +1,6 @@
-"""The kernel for few rows and 4-bit weights, verified with blocks of 8 and of 16 rows."""
+"""The Triton kernel for few rows and 4-bit weights (path aligned_w4), verified with blocks of 8 and
+16 rows.
+"""
 
 import json
 from collections.abc import Callable
@@ -33,7 +35,7 @@ _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _PATHS = ("aligned", "aligned_w4")
 _INT4 = "int4_w4a16_group"
 _REPACKED = "mxfp4_w4a16:repacked=true"
-# Widths that are no multiple of a block, depths that are no multiple of a step.
+# The widths are not multiples of a block, and the depths not multiples of a step.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
 _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
@@ -78,18 +80,18 @@ def test_cases_are_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocks = set[int]()
-    monkeypatch.setattr(AlignedW4Path, "multiply", _noting(blocks))
+    monkeypatch.setattr(AlignedW4Path, "multiply", _record_block_m(blocks))
     problem = replace(_BASE, **changes)
     case = Case(_NO_EP, "TritonExperts", problem, routing)
-    # Few tokens have a path of their own, without this kernel.
+    # Without the override, calls with few tokens would use another path.
     with override_config(aligned_w4_config.default_config(problem, problem.tokens)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
     assert blocks == {block_m}
 
 
-# Every number that a file, an override or `mk tune` may change, at its edges.
-_FORCED = (
+# Every number that a tuned file, an override or `mk tune` can change, at its limits.
+_EXTREME_LAUNCHES = (
     (AlignedW4Config(8, 32, 32, 2, 1), f"{_INT4}:group=64,zero_points=true"),
     (AlignedW4Config(8, 64, 64, 8, 4, 96), "mxfp4_w4a16"),
     (AlignedW4Config(16, 128, 128, 1, 2, 255), f"{_INT4}:group=64,zero_points=true"),
@@ -97,27 +99,27 @@ _FORCED = (
 )
 
 
-@pytest.mark.parametrize(("config", "quant"), _FORCED, ids=str)
-def test_an_override_reaches_the_launch(
+@pytest.mark.parametrize(("config", "quant"), _EXTREME_LAUNCHES, ids=str)
+def test_overrides_reach_the_launch(
     config: AlignedW4Config, quant: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch_steps = list[AlignedW4Config]()
+    launches = list[AlignedW4Config]()
     multiply = AlignedW4Path.multiply
 
-    def noting(self: AlignedW4Path, *args: Any) -> None:
-        launch_steps.append(args[2])
+    def record_and_multiply(self: AlignedW4Path, *args: Any) -> None:
+        launches.append(args[2])
         multiply(self, *args)
 
-    monkeypatch.setattr(AlignedW4Path, "multiply", noting)
+    monkeypatch.setattr(AlignedW4Path, "multiply", record_and_multiply)
     problem = replace(_BASE, tokens=2, quant=quant, hidden=64, intermediate=128, experts=3)
     with override_config(MoEConfig(config, config, "aligned_w4")):
         proof = prove(Case(_NO_EP, "TritonExperts", problem, "uniform"), machine)
     assert proof.passed, str(proof)
-    assert set(launch_steps) == {config}
+    assert set(launches) == {config}
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "field_name"),
     [
         ({"block_m": 32}, "block_m"),
         ({"block_n": 8}, "block_n"),
@@ -130,17 +132,17 @@ def test_an_override_reaches_the_launch(
     ],
     ids=str,
 )
-def test_invalid_launches_are_refused(change: dict[str, int], named: str) -> None:
-    good = AlignedW4Config(8, 64, 128, 2, 3)
-    broken = MoEConfig(replace(good, **change), replace(good, **change), "aligned_w4")
+def test_invalid_launches_are_refused(change: dict[str, int], field_name: str) -> None:
+    valid = AlignedW4Config(8, 64, 128, 2, 3)
+    broken = MoEConfig(replace(valid, **change), replace(valid, **change), "aligned_w4")
     with (
         override_config(broken),
-        pytest.raises(ConfigurationError, match=f"override_config.*GEMM 1 {named}"),
+        pytest.raises(ConfigurationError, match=f"override_config.*GEMM 1 {field_name}"),
     ):
         choose_config(_BASE, 4, _PATHS)
 
 
-def test_a_tile_of_another_path_is_refused() -> None:
+def test_tiles_of_another_path_are_refused() -> None:
     tile = LaunchConfig(16, 64, 128, 1, 4, 3)
     with (
         override_config(MoEConfig(tile, tile, "aligned_w4")),
@@ -149,17 +151,17 @@ def test_a_tile_of_another_path_is_refused() -> None:
         choose_config(_BASE, 4, _PATHS)
 
 
-def _noting(blocks: set[int]) -> Callable[..., None]:
+def _record_block_m(blocks: set[int]) -> Callable[..., None]:
     multiply = AlignedW4Path.multiply
 
-    def noting(self: AlignedW4Path, *args: Any) -> None:
+    def record_and_multiply(self: AlignedW4Path, *args: Any) -> None:
         blocks.add(args[2].block_m)
         multiply(self, *args)
 
-    return noting
+    return record_and_multiply
 
 
-def test_supported_problems() -> None:
+def test_supports_returns_whether_a_problem_is_supported() -> None:
     assert aligned_w4_config.supports(_BASE)
     assert aligned_w4_config.supports(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
     assert aligned_w4_config.supports(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
@@ -168,65 +170,64 @@ def test_supported_problems() -> None:
         {"quant": "none"},
         {"quant": "int8_w8a16_group:group=32"},
         {"dtype": torch.float32},
-        {"hidden": 176},  # 5.5 products of 32
+        {"hidden": 176},  # not a multiple of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
     ):
         assert not aligned_w4_config.supports(replace(_BASE, **changes)), changes
 
 
-def test_misaligned_weights_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same output."""
+def test_misaligned_weights_use_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=3)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     weights = quantize_weights(plain, problem)
     blocks = set[int]()
-    monkeypatch.setattr(AlignedW4Path, "multiply", _noting(blocks))
+    monkeypatch.setattr(AlignedW4Path, "multiply", _record_block_m(blocks))
     expected = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, weights, routing)
     assert blocks == {8}
     blocks.clear()
     storage = torch.empty(weights.w1.numel() + 1, dtype=torch.uint8, device=device)
     shifted = storage[1:].view_as(weights.w1).copy_(weights.w1)
-    moved = replace(weights, w1=shifted)
-    found = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, moved, routing)
+    misaligned = replace(weights, w1=shifted)
+    output = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, misaligned, routing)
     assert not blocks
-    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(output.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_more_rows_take_taller_blocks() -> None:
+def test_more_rows_use_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     assert aligned_w4_config.choose_block_m(mixtral, num_pairs=1) == 8
     assert aligned_w4_config.choose_block_m(mixtral, num_pairs=96) == 8
     assert aligned_w4_config.choose_block_m(mixtral, num_pairs=97) == 16
 
 
-def test_experts_that_have_a_row() -> None:
+def test_number_of_active_experts_is_estimated() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    spread = aligned_w4_config.RowDistribution.from_call
-    assert spread(mixtral, num_pairs=2).active_experts == pytest.approx(2)
-    assert spread(mixtral, num_pairs=4).active_experts == pytest.approx(3.5)
-    half = replace(mixtral, expert_map=True, local_experts=4)
-    assert spread(half, num_pairs=4).active_experts == pytest.approx(1.75)
-    assert spread(replace(mixtral, top_k=8), num_pairs=8).active_experts == 8
+    distribution = aligned_w4_config.RowDistribution.from_call
+    assert distribution(mixtral, num_pairs=2).active_experts == pytest.approx(2)
+    assert distribution(mixtral, num_pairs=4).active_experts == pytest.approx(3.5)
+    half_of_experts = replace(mixtral, expert_map=True, local_experts=4)
+    assert distribution(half_of_experts, num_pairs=4).active_experts == pytest.approx(1.75)
+    assert distribution(replace(mixtral, top_k=8), num_pairs=8).active_experts == 8
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 400])
 def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(_BASE, tokens=tokens, hidden=256, intermediate=384)
-    launch_steps = list[tuple[MoEConfig, bool]]()
+    launches = list[tuple[MoEConfig, bool]]()
 
-    def noting(self: Path, call: PathCall) -> None:
+    def record_and_multiply(self: Path, call: PathCall) -> None:
         experts = kernel.experts
         assert isinstance(experts, TritonExperts)
-        launch_steps.append((call.config, experts._reads_prepared(call.weights, tokens)))
+        launches.append((call.config, experts._reads_prepared(call.weights, tokens)))
 
     for path in ALL_PATHS:
-        monkeypatch.setattr(path, "run", noting)
+        monkeypatch.setattr(path, "run", record_and_multiply)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     kernel = make_kernel(_NO_EP, "TritonExperts", problem)
     kernel(x_TH, quantize_weights(plain, problem), routing)
-    ((config, prepared),) = set(launch_steps)
+    ((config, prepared),) = set(launches)
     space = TritonExperts.tunable(problem)
     if prepared:
         space = space.for_prepared_weights()
@@ -237,14 +238,14 @@ def test_explain_states_the_launches(tokens: int, monkeypatch: pytest.MonkeyPatc
     assert "path: aligned\n" in BatchedTritonExperts.tunable(problem).explain(tokens)
 
 
-def test_small_tiles_of_other_files_are_replaced() -> None:
-    """For integers at up to 12 rows per expert; for mxfp4 at any number of rows with block_m up to
-    32.
+def test_small_tiles_of_other_tuned_files_are_replaced() -> None:
+    """They are replaced for integers with up to 12 rows per expert, and for mxfp4 with block_m up
+    to 32 and any number of rows.
     """
     integers = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
     mxfp4 = replace(integers, quant="mxfp4_w4a16")
 
-    def launch_steps(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
+    def launches(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
         launch = {
             "BLOCK_SIZE_M": block_m,
             "BLOCK_SIZE_N": 64,
@@ -255,35 +256,33 @@ def test_small_tiles_of_other_files_are_replaced() -> None:
         source = fit_to_problem(tuned_configs, problem, Device())
         return source.launch_steps(problem, Device(), _PATHS).choose(tokens)
 
-    assert launch_steps(integers, 48, 16) == aligned_w4_config.default_config(integers, 48)
-    assert launch_steps(integers, 49, 16).path == "aligned"
-    assert launch_steps(integers, 4, 32).path == "aligned"
+    assert launches(integers, 48, 16) == aligned_w4_config.default_config(integers, 48)
+    assert launches(integers, 49, 16).path == "aligned"
+    assert launches(integers, 4, 32).path == "aligned"
     for tokens in (1, 7, 24, 25, 1 << 20):
-        assert launch_steps(mxfp4, tokens, 32) == aligned_w4_config.default_config(mxfp4, tokens)
-    assert launch_steps(mxfp4, 1, 64).path == "aligned"
+        assert launches(mxfp4, tokens, 32) == aligned_w4_config.default_config(mxfp4, tokens)
+    assert launches(mxfp4, 1, 64).path == "aligned"
 
 
 @pytest.mark.parametrize("zeros", ["", ":zero_points=true"])
 @pytest.mark.parametrize("experts", [1, 8, 60, 256])
 @pytest.mark.parametrize("top_k", [1, 8])
-def test_the_default_launches_change_at_the_given_rows(
-    zeros: str, experts: int, top_k: int
-) -> None:
+def test_default_launches_change_only_at_breakpoints(zeros: str, experts: int, top_k: int) -> None:
     layer = {"experts": experts, "top_k": min(top_k, experts), "hidden": 2048, "intermediate": 768}
     for quant in (f"{_INT4}{zeros}", "mxfp4_w4a16"):
         problem = replace(_BASE, quant=quant, **layer)
-        turns = set(aligned_w4_config.breakpoints(problem))
-        most = min(aligned_w4_config.max_tokens(problem), 2000)
-        for tokens in range(1, most):
-            here, next_ = (
+        breakpoints = set(aligned_w4_config.breakpoints(problem))
+        end = min(aligned_w4_config.max_tokens(problem), 2000)
+        for tokens in range(1, end):
+            config, next_config = (
                 aligned_w4_config.default_config(problem, t) for t in (tokens, tokens + 1)
             )
-            assert here == next_ or tokens in turns, tokens
+            assert config == next_config or tokens in breakpoints, tokens
 
 
 def test_batch_invariant_blocks_do_not_depend_on_tokens() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
-    found = {aligned_w4_config.default_config(layer, tokens) for tokens in (1, 4, 64, 4096)}
-    assert len(found) == 1
-    assert found == set(make_heuristic_steps(layer, Device(), _PATHS).configs)
+    configs = {aligned_w4_config.default_config(layer, tokens) for tokens in (1, 4, 64, 4096)}
+    assert len(configs) == 1
+    assert configs == set(make_heuristic_steps(layer, Device(), _PATHS).configs)
     assert {aligned_w4_config.choose_block_m(layer, pairs) for pairs in (1, 4096)} == {16}

@@ -1,7 +1,5 @@
-"""nvfp4_w4a4:
-
-the scales of x and h per expert, in the float64 reference's rounded reference and in the torch
-parts.
+"""nvfp4_w4a4, nvfp4 weights with 4-bit activations: the scales of x and h per expert, in the
+rounded reference and in the torch parts.
 """
 
 from dataclasses import replace
@@ -31,7 +29,7 @@ PAIRS = (
 CPU = torch.device("cpu")
 
 
-def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def make_layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -56,7 +54,7 @@ def run(pair: tuple[str, str], problem: Problem, *call: object) -> torch.Tensor:
 # ------------------------------------------------------------------------------------ the scheme
 
 
-def test_its_name_determines_it() -> None:
+def test_the_name_determines_all_options() -> None:
     scheme = QuantScheme.parse("nvfp4_w4a4")
     assert str(scheme) == "nvfp4_w4a4"
     assert scheme.static
@@ -68,7 +66,7 @@ def test_its_name_determines_it() -> None:
             QuantScheme.parse(text)
 
 
-def test_specs() -> None:
+def test_weight_specs_have_one_activation_scale_per_expert() -> None:
     specs, plain = weight_specs(BASE), weight_specs(replace(BASE, quant="nvfp4_w4a16"))
     assert set(specs) - set(plain) == {"a1_scale", "a2_scale"}
     assert specs["a1_scale"].shape == specs["a2_scale"].shape == (4,)
@@ -88,7 +86,7 @@ def test_specs() -> None:
 def test_scales_that_are_not_per_expert_are_refused(
     scale: torch.Tensor | None, error: type[Exception]
 ) -> None:
-    _, weights, _ = layer(BASE)
+    _, weights, _ = make_layer(BASE)
     with pytest.raises(error, match="a2_scale"):
         check_weights_quantized(replace(weights, a2_scale=scale), BASE, CPU)
 
@@ -96,7 +94,7 @@ def test_scales_that_are_not_per_expert_are_refused(
 @pytest.mark.parametrize("value", [0.0, -0.01, torch.nan, torch.inf, 1e-40])
 @pytest.mark.parametrize("name", ["a1_scale", "a2_scale"])
 def test_a_checked_call_refuses_invalid_scales(name: str, value: float) -> None:
-    x, weights, routing = layer(BASE)
+    x, weights, routing = make_layer(BASE)
     checked = make_kernel(*PAIRS[0], BASE, machine=this_machine(device="cpu"), checked=True)
     checked(x, weights, routing)
     changed = getattr(weights, name).clone()
@@ -105,7 +103,7 @@ def test_a_checked_call_refuses_invalid_scales(name: str, value: float) -> None:
         checked(x, replace(weights, **{name: changed}), routing)
 
 
-def test_every_dispatch_is_unquantized() -> None:
+def test_activations_are_dispatched_unquantized() -> None:
     for name in ("AllGatherReduceScatter", "TorchAll2All", "TorchAll2AllBatched"):
         experts = "NaiveBatchedExperts" if "Batched" in name else "TorchExperts"
         problem = replace(BASE, parallel=Parallel(2))
@@ -118,8 +116,8 @@ def test_every_dispatch_is_unquantized() -> None:
 
 @pytest.mark.parametrize("depth", [64, 72, 7])
 def test_the_reference_equals_the_quantizer(depth: int) -> None:
-    """Two independent implementations: bit for bit equal with reciprocals, and up to ties with
-    divisions.
+    """The two implementations are independent. They agree bit for bit with reciprocals, and up to
+    ties with divisions.
     """
     generator = torch.Generator().manual_seed(depth)
     rows = torch.randn(300, depth, generator=generator).bfloat16().float()
@@ -127,8 +125,8 @@ def test_the_reference_equals_the_quantizer(depth: int) -> None:
     rows[0], rows[1, :3] = 0, 1e5
     scale_e = torch.tensor([0.013, 0.4, 1.0])
     experts = torch.arange(300) % 3
-    whole = scale_e[experts][:, None]
-    want = nvfp4.dequantize(*nvfp4.quantize(rows, 1 / whole), whole)
+    scale_of_rows = scale_e[experts][:, None]
+    want = nvfp4.dequantize(*nvfp4.quantize(rows, 1 / scale_of_rows), scale_of_rows)
     assert torch.equal(round_to_nvfp4(rows, experts, scale_e, reciprocal=True), want)
     divided = round_to_nvfp4(rows, experts, scale_e, reciprocal=False)
     assert float(torch.isclose(divided, want, rtol=1e-6, atol=0).float().mean()) > 0.99
@@ -137,10 +135,10 @@ def test_the_reference_equals_the_quantizer(depth: int) -> None:
 def test_nan_stays_nan() -> None:
     rows = torch.full((2, 32), 6.0)
     rows[1, 20] = torch.nan
-    held = round_to_nvfp4(rows, torch.tensor([0, 0]), torch.ones(1), reciprocal=False)
-    assert held[1, 16:].isnan().all()
-    assert torch.equal(held[1, :16], rows[1, :16])
-    assert torch.equal(held[0], rows[0])
+    rounded = round_to_nvfp4(rows, torch.tensor([0, 0]), torch.ones(1), reciprocal=False)
+    assert rounded[1, 16:].isnan().all()
+    assert torch.equal(rounded[1, :16], rows[1, :16])
+    assert torch.equal(rounded[0], rows[0])
 
 
 @pytest.mark.parametrize("name", ["a1_scale", "a2_scale"])
@@ -148,31 +146,33 @@ def test_nan_stays_nan() -> None:
 def test_the_scale_of_an_expert_applies_only_to_its_tokens(
     pair: tuple[str, str], name: str
 ) -> None:
-    x, weights, routing = layer(BASE)
+    x, weights, routing = make_layer(BASE)
     changed = getattr(weights, name).clone()
     changed[2] /= 64  # values saturate
-    own = (routing.topk_ids_TK == 2).any(1)
-    assert own.any()
-    assert not own.all()
+    uses_expert = (routing.topk_ids_TK == 2).any(1)
+    assert uses_expert.any()
+    assert not uses_expert.all()
     other = replace(weights, **{name: changed})
-    for give in (
+    for compute in (
         lambda w: run(pair, BASE, x, w, routing).double(),
         lambda w: reference.rounded_reference(x, w, routing, BASE),
     ):
-        before, after = give(weights), give(other)
-        assert torch.equal(before[~own], after[~own])
-        assert ((before - after)[own].norm(dim=1) > 0.2 * before[own].norm(dim=1)).all()
+        before, after = compute(weights), compute(other)
+        assert torch.equal(before[~uses_expert], after[~uses_expert])
+        assert (
+            (before - after)[uses_expert].norm(dim=1) > 0.2 * before[uses_expert].norm(dim=1)
+        ).all()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
 def test_x_and_h_are_both_rounded(pair: tuple[str, str]) -> None:
-    """Values that nvfp4 represents are unchanged; others differ by a few percent."""
+    """Rounding to 4 bits changes the output by several percent."""
     problem = replace(BASE, activation="relu2", top_k=1)
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     exact = reference.float64_reference(x, weights, routing, problem)
     out = run(pair, problem, x, weights, routing).double()
-    away = (out - exact).norm() / exact.norm()
-    assert 0.03 < float(away) < 0.3
+    relative_error = (out - exact).norm() / exact.norm()
+    assert 0.03 < float(relative_error) < 0.3
     plain = replace(problem, quant="nvfp4_w4a16")
     weights = replace(weights, a1_scale=None, a2_scale=None)
     out = run(pair, plain, x, weights, routing).double()

@@ -1,4 +1,6 @@
-"""nvfp4 checkpoints with 4-bit activations on request: the input scales of each expert."""
+"""nvfp4 checkpoints loaded with 4-bit activations (quantize_inputs=True): the input scales of each
+expert.
+"""
 
 import json
 from collections.abc import Callable
@@ -20,32 +22,34 @@ from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 MODELOPT, COMPRESSED = "modelopt nvfp4", "compressed nvfp4"
-# Of experts 0 to 3, what values of the projections are divided by.
-INPUTS = {
+# Scales of the inputs of each projection, for experts 0 to 3.
+INPUT_SCALES = {
     "w1": [0.01, 0.02, 0.03, 0.04],
     "w3": [0.02, 0.01, 0.01, 0.05],
     "w2": [0.2, 0.1, 0.3, 0.4],
 }
-A1, A2 = [0.02, 0.02, 0.03, 0.05], INPUTS["w2"]
+A1_SCALES, A2_SCALES = [0.02, 0.02, 0.03, 0.05], INPUT_SCALES["w2"]
 
 
-def scaled(kind: str) -> Callable[[Tensors], None]:
-    """Set the scales of INPUTS for every expert, as this kind of file stores them."""
+def make_scale_setter(kind: str) -> Callable[[Tensors], None]:
+    """Return a function that sets INPUT_SCALES for every expert as this kind of file stores
+    them.
+    """
 
-    def change(tensors: Tensors) -> None:
+    def set_scales(tensors: Tensors) -> None:
         for name in tensors:
-            last = name.rpartition(".")[2]
-            if last in ("input_scale", "input_global_scale"):
+            suffixes = name.rpartition(".")[2]
+            if suffixes in ("input_scale", "input_global_scale"):
                 expert, projection = name.split(".")[-3:-1]
-                value = INPUTS[projection][int(expert)]
+                value = INPUT_SCALES[projection][int(expert)]
                 tensors[name] = torch.tensor([1 / value if kind == COMPRESSED else value])
 
-    return change
+    return set_scales
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
-def test_scales_of_each_expert(kind: str, tmp_path: Path) -> None:
-    sample = write(tmp_path, "mixtral", kind, change=scaled(kind))
+def test_scales_of_each_expert_are_loaded(kind: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", kind, change=make_scale_setter(kind))
     plain = load_experts(sample.folder, 0)
     assert plain.problem_fields["quant"] == "nvfp4_w4a16"
     assert plain.weights.a1_scale is None
@@ -53,19 +57,19 @@ def test_scales_of_each_expert(kind: str, tmp_path: Path) -> None:
     assert loaded.problem_fields["quant"] == "nvfp4_w4a4"
     assert loaded.weights.a1_scale is not None
     assert loaded.weights.a2_scale is not None
-    assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1))
-    assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2))
+    assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1_SCALES))
+    assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2_SCALES))
     for name in ("w1", "w2", "w1_scale", "w2_scale", "w1_global_scale", "w2_global_scale"):
         got, want = getattr(loaded.weights, name), getattr(plain.weights, name)
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
-def test_a_rank_has_the_scales_of_its_experts(tmp_path: Path) -> None:
-    sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
+def test_ranks_have_the_scales_of_their_experts(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", MODELOPT, change=make_scale_setter(MODELOPT))
     loaded = load_experts(sample.folder, 0, ep=(1, 2), tp=(1, 2), quantize_inputs=True)
     assert loaded.weights.a1_scale is not None
-    assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1[2:]))
-    assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2[2:]))
+    assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1_SCALES[2:]))
+    assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2_SCALES[2:]))
 
 
 def test_one_scale_of_stacked_experts_applies_to_all(tmp_path: Path) -> None:
@@ -76,14 +80,17 @@ def test_one_scale_of_stacked_experts_applies_to_all(tmp_path: Path) -> None:
 
 
 def test_stacked_scales_apply_to_each_expert(tmp_path: Path) -> None:
-    def own(tensors: Tensors) -> None:
+    def set_scales(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.endswith("input_scale")]:
-            tensors[name] = torch.tensor(A1 if "gate_up" in name else A2)
+            tensors[name] = torch.tensor(A1_SCALES if "gate_up" in name else A2_SCALES)
 
-    sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused", change=own)
-    for rank, here in ((0, slice(0, 2)), (1, slice(2, 4))):
+    sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused", change=set_scales)
+    for rank, local in ((0, slice(0, 2)), (1, slice(2, 4))):
         weights = load_experts(sample.folder, 0, ep=(rank, 2), quantize_inputs=True).weights
-        for got, want in ((weights.a1_scale, A1[here]), (weights.a2_scale, A2[here])):
+        for got, want in (
+            (weights.a1_scale, A1_SCALES[local]),
+            (weights.a2_scale, A2_SCALES[local]),
+        ):
             assert got is not None
             assert torch.allclose(got, torch.tensor(want))
 
@@ -91,7 +98,7 @@ def test_stacked_scales_apply_to_each_expert(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_merging_keeps_and_checks_scales(kind: str) -> None:
     format = format_of(CHECKPOINT_FORMATS[kind].config).with_inputs()
-    name = next(each.name for each in format.stored_tensors if each.role == "a_scale")
+    name = next(tensor.name for tensor in format.stored_tensors if tensor.role == "a_scale")
     generator = torch.Generator().manual_seed(0)
     gate, up = (CHECKPOINT_FORMATS[kind].make(32, 64, generator, 1.0).tensors for _ in range(2))
     values = [1 / 0.02, 1 / 0.03] if kind == COMPRESSED else [0.02, 0.03]
@@ -105,75 +112,77 @@ def test_merging_keeps_and_checks_scales(kind: str) -> None:
             merge(format, [gate | {name: torch.tensor([value])}, up], torch.bfloat16)
 
 
-def test_activations_are_rounded(tmp_path: Path) -> None:
-    """To 4 bits: outputs differ by a few percent, not more and not less."""
-    sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
+def test_activations_are_rounded_to_4_bits(tmp_path: Path) -> None:
+    """Outputs must differ from the float64 output by a few percent, not more and not less."""
+    sample = write(tmp_path, "mixtral", MODELOPT, change=make_scale_setter(MODELOPT))
     x, router, ids = sample.inputs(24)
-    away = {}
+    errors = {}
     for quantize in (False, True):
         loaded = load_experts(sample.folder, 0, quantize_inputs=quantize)
         problem = loaded.problem(24)
         kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
         y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(router, ids))
-        truth = sample.expected_output(x.to(problem.dtype).double(), router, ids)
-        away[quantize] = float((y.double() - truth).norm() / truth.norm())
-    assert away[False] < 0.01
-    assert 0.03 < away[True] < 0.25
+        expected = sample.expected_output(x.to(problem.dtype).double(), router, ids)
+        errors[quantize] = float((y.double() - expected).norm() / expected.norm())
+    assert errors[False] < 0.01
+    assert 0.03 < errors[True] < 0.25
 
 
-def test_a_layer_of_the_scheme_loads_it(tmp_path: Path) -> None:
-    sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
+def test_layers_load_input_scales(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", MODELOPT, change=make_scale_setter(MODELOPT))
     loaded = load_experts(sample.folder, 0, quantize_inputs=True)
-    given = {"params_dtype": "bfloat16", "top_k": 2}
-    layer = FusedMoE(4, 128, 256, quant_config="nvfp4_w4a4", **given)  # type: ignore[arg-type]
+    options = {"params_dtype": "bfloat16", "top_k": 2}
+    layer = FusedMoE(4, 128, 256, quant_config="nvfp4_w4a4", **options)  # type: ignore[arg-type]
     layer.load(sample.folder, 0)
     assert torch.equal(layer.w13_input_scale, loaded.weights.a1_scale)
 
 
-def gone(tensors: Tensors) -> None:
+def remove_input_scale(tensors: Tensors) -> None:
     del tensors[next(name for name in tensors if name.endswith("2.w3.input_scale"))]
 
 
-def no_number(tensors: Tensors) -> None:
+def set_input_scale_to_zero(tensors: Tensors) -> None:
     name = next(name for name in tensors if name.endswith("2.w3.input_scale"))
     tensors[name] = torch.tensor([0.0])
 
 
-@pytest.mark.parametrize(("change", "need"), [(gone, "input_scale"), (no_number, "above 0")])
+@pytest.mark.parametrize(
+    ("change", "need"), [(remove_input_scale, "input_scale"), (set_input_scale_to_zero, "above 0")]
+)
 def test_files_without_scales_are_refused(
     change: Callable[[Tensors], None], need: str, tmp_path: Path
 ) -> None:
     sample = write(tmp_path, "mixtral", MODELOPT, change=change)
     with pytest.raises(WeightsError, match=need):
         load_experts(sample.folder, 0, quantize_inputs=True)
-    load_experts(sample.folder, 0)  # which does not look
+    load_experts(sample.folder, 0)  # succeeds without reading the input scales
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_scales_without_a_finite_inverse_are_refused(kind: str, tmp_path: Path) -> None:
-    def tiny(tensors: Tensors) -> None:
-        last = ("1.w2.input_scale", "1.w2.input_global_scale")
-        tensors[next(name for name in tensors if name.endswith(last))] = torch.tensor([1e-40])
+    def set_tiny_scale(tensors: Tensors) -> None:
+        suffixes = ("1.w2.input_scale", "1.w2.input_global_scale")
+        tensors[next(name for name in tensors if name.endswith(suffixes))] = torch.tensor([1e-40])
 
-    sample = write(tmp_path, "mixtral", kind, change=tiny)
+    sample = write(tmp_path, "mixtral", kind, change=set_tiny_scale)
     with pytest.raises(WeightsError, match=r"experts\.1\.w2\.input.*with finite inverses"):
         load_experts(sample.folder, 0, quantize_inputs=True)
 
 
 @pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
 def test_negative_scales_are_refused(kind: str, tmp_path: Path) -> None:
-    """Instructions for 4-bit operands accept only unsigned scales."""
+    """The instructions with 4-bit operands accept only unsigned scales."""
 
-    def signed(tensors: Tensors) -> None:
+    def set_negative_scale(tensors: Tensors) -> None:
         name = next(name for name in tensors if name.endswith("1.w2.weight_scale"))
         scale = tensors[name].view(torch.uint8).clone()
         scale[5, 1] |= 0x80
         tensors[name] = scale.view(torch.float8_e4m3fn)
 
-    sample = write(tmp_path, "mixtral", kind, change=signed)
+    sample = write(tmp_path, "mixtral", kind, change=set_negative_scale)
     with pytest.raises(WeightsError, match=r"experts\.1\.w2.*got -.*need numbers from 0 on"):
         load_experts(sample.folder, 0, quantize_inputs=True)
-    load_experts(sample.folder, 0)  # whose kernels multiply by it
+    load_experts(sample.folder, 0)  # kernels for 16-bit activations accept negative scales
 
 
 @pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
@@ -186,22 +195,22 @@ def test_other_schemes_are_refused(kind: str, tmp_path: Path) -> None:
 def test_files_of_weight_only_nvfp4_are_refused(tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", COMPRESSED)
     config = sample.config["quantization_config"]["config_groups"]
-    alone = {name: one | {"input_activations": None} for name, one in config.items()}
+    weight_only = {name: group | {"input_activations": None} for name, group in config.items()}
     changed = sample.config | {
-        "quantization_config": sample.config["quantization_config"] | {"config_groups": alone}
+        "quantization_config": sample.config["quantization_config"] | {"config_groups": weight_only}
     }
     (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):
         load_experts(replace(sample, config=changed).folder, 0, quantize_inputs=True)
 
 
-def test_the_scheme_is_that_of_the_experts() -> None:
-    """Attention's activations may be quantized where those of experts are not."""
+def test_options_of_experts_determine_the_scheme() -> None:
+    """Activations of attention may be quantized although those of experts are not."""
     config = CHECKPOINT_FORMATS[COMPRESSED].config
     assert config is not None
-    ((_, both),) = config["config_groups"].items()
-    experts = both | {"targets": ["re:.*experts.*"], "input_activations": None}
-    attention = both | {"targets": ["re:.*self_attn.*"]}
+    ((_, options),) = config["config_groups"].items()
+    experts = options | {"targets": ["re:.*experts.*"], "input_activations": None}
+    attention = options | {"targets": ["re:.*self_attn.*"]}
     format = format_of(config | {"config_groups": {"a": attention, "b": experts}})
     assert str(format) == "nvfp4_w4a16 (compressed-tensors)"
     with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):

@@ -1,5 +1,5 @@
-"""Prepared weights that do not belong to the call are refused: written, copied, of another kernel,
-or not tensors.
+"""Prepared weights that do not belong to the call are refused: written since, copied, prepared by
+another kernel, or not tensors.
 """
 
 import copy
@@ -37,38 +37,38 @@ pytestmark = NO_GPU
 launched = make_launched_fixture()
 
 
-@pytest.mark.parametrize("of", ["w1", "w1_scale", "w2", "w2_scale"])
-def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
-    kernel, i = make_prepared_kernel()
-    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+@pytest.mark.parametrize("written", ["w1", "w1_scale", "w2", "w2_scale"])
+def test_a_call_after_weights_were_written_is_refused(written: str) -> None:
+    kernel, inputs = make_prepared_kernel()
+    plan, weights = kernel.plan(), kernel.prepare_weights(inputs.weights)
     for _ in range(2):
-        plan(i.x_TH, weights, i.routing)
-        call_kernel(kernel, i, weights)
-    tensor: torch.Tensor = getattr(i.weights, of)
+        plan(inputs.x_TH, weights, inputs.routing)
+        call_kernel(kernel, inputs, weights)
+    tensor: torch.Tensor = getattr(inputs.weights, written)
     tensor.view(-1)[0] += 1
     for run in (plan, kernel):
-        with pytest.raises(WeightsError, match=rf"{of[:2]}_tile\w+.*prepare_weights"):
-            run(i.x_TH, weights, i.routing)
-    call_kernel(kernel, i)  # without them all is well
-    call_kernel(kernel, i, kernel.prepare_weights(weights))
+        with pytest.raises(WeightsError, match=rf"{written[:2]}_tile\w+.*prepare_weights"):
+            run(inputs.x_TH, weights, inputs.routing)
+    call_kernel(kernel, inputs)  # a call without prepared weights is accepted
+    call_kernel(kernel, inputs, kernel.prepare_weights(weights))
 
 
 @pytest.mark.parametrize("name", SOURCE_FIELDS)
 def test_a_call_after_prepared_tensors_were_written_is_refused(name: str) -> None:
-    kernel, i = make_prepared_kernel(quant="int4_w4a16_group:group=32,zero_points=true")
-    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+    kernel, inputs = make_prepared_kernel(quant="int4_w4a16_group:group=32,zero_points=true")
+    plan, weights = kernel.plan(), kernel.prepare_weights(inputs.weights)
     for _ in range(2):
-        plan(i.x_TH, weights, i.routing)
-        call_kernel(kernel, i, weights)
+        plan(inputs.x_TH, weights, inputs.routing)
+        call_kernel(kernel, inputs, weights)
     with torch.inference_mode():
         getattr(weights, name).zero_()
-    # Weights that were checked, others with the same tensors, and a kernel that knows neither.
-    for given in (weights, replace(weights), replace(weights, expert_map=None)):
+    # Weights that were checked already, new ExpertWeights with the same tensors, and a new kernel.
+    for weights_to_use in (weights, replace(weights), replace(weights, expert_map=None)):
         for run in (plan, kernel, make_kernel(*PAIR, kernel.problem)):
             with pytest.raises(WeightsError, match=f"{name}: got written to since it was prepared"):
-                run(i.x_TH, given, i.routing)
-    call_kernel(kernel, i)
-    call_kernel(kernel, i, kernel.prepare_weights(weights))
+                run(inputs.x_TH, weights_to_use, inputs.routing)
+    call_kernel(kernel, inputs)
+    call_kernel(kernel, inputs, kernel.prepare_weights(weights))
 
 
 @pytest.mark.parametrize(
@@ -84,58 +84,58 @@ def test_a_call_after_prepared_tensors_were_written_is_refused(name: str) -> Non
 def test_other_zero_points_and_dtypes_of_scales_are_refused(
     change: Callable[[ExpertWeights], Any],
 ) -> None:
-    kernel, i = make_prepared_kernel(quant="int4_w4a16_group:group=32,zero_points=true")
-    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+    kernel, inputs = make_prepared_kernel(quant="int4_w4a16_group:group=32,zero_points=true")
+    plan, weights = kernel.plan(), kernel.prepare_weights(inputs.weights)
     for run in (plan, plan, kernel):
-        run(i.x_TH, weights, i.routing)
+        run(inputs.x_TH, weights, inputs.routing)
     changed = change(weights)
-    given = changed if isinstance(changed, ExpertWeights) else weights
+    weights_to_use = changed if isinstance(changed, ExpertWeights) else weights
     for run in (plan, kernel):
         with pytest.raises(WeightsError, match="derived from other weights"):
-            run(i.x_TH, given, i.routing)
+            run(inputs.x_TH, weights_to_use, inputs.routing)
 
 
 def test_prepared_tensors_of_other_weights_are_refused() -> None:
-    kernel, i = make_prepared_kernel()
-    weights = kernel.prepare_weights(i.weights)
-    turned = i.weights.w2.as_strided(i.weights.w2.shape, (0, 0, 0))
-    for w2 in (i.weights.w2.clone(), turned):
+    kernel, inputs = make_prepared_kernel()
+    weights = kernel.prepare_weights(inputs.weights)
+    expanded = inputs.weights.w2.as_strided(inputs.weights.w2.shape, (0, 0, 0))
+    for w2 in (inputs.weights.w2.clone(), expanded):
         with pytest.raises(WeightsError, match="derived from other weights"):
-            call_kernel(kernel, i, replace(weights, w2=w2))
+            call_kernel(kernel, inputs, replace(weights, w2=w2))
 
 
 def test_other_memory_at_the_same_address_is_detected() -> None:
-    """If parameters leave a GPU and others are allocated, the allocator can reuse the address."""
-    kernel, i = make_prepared_kernel()
-    memory = i.weights.w1.clone().numpy()
+    """If parameters leave a GPU and others are allocated, the allocator can reuse an address."""
+    kernel, inputs = make_prepared_kernel()
+    memory = inputs.weights.w1.clone().numpy()
     w1 = torch.from_numpy(memory)
-    weights, plan = kernel.prepare_weights(replace(i.weights, w1=w1)), kernel.plan()
+    weights, plan = kernel.prepare_weights(replace(inputs.weights, w1=w1)), kernel.plan()
     for run in (plan, plan, kernel):
-        run(i.x_TH, weights, i.routing)
-    place = w1.data_ptr(), w1._version
+        run(inputs.x_TH, weights, inputs.routing)
+    address_and_version = w1.data_ptr(), w1._version
     w1.data = torch.empty(0, dtype=torch.uint8)
-    gc.collect()  # what the interpreter may hold
+    gc.collect()  # frees tensors that the interpreter may keep alive
     memory[:] ^= 1
     w1.data = torch.from_numpy(memory)
-    assert (w1.data_ptr(), w1._version) == place
-    for run, given in ((plan, weights), (kernel, weights), (kernel, replace(weights))):
+    assert (w1.data_ptr(), w1._version) == address_and_version
+    for run, weights_to_use in ((plan, weights), (kernel, weights), (kernel, replace(weights))):
         with pytest.raises(WeightsError, match="derived from other weights"):
-            run(i.x_TH, given, i.routing)
+            run(inputs.x_TH, weights_to_use, inputs.routing)
 
 
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
 def test_copies_without_their_sources_are_refused(
     copied_by: Callable[[ExpertWeights], ExpertWeights],
 ) -> None:
-    kernel, i = make_prepared_kernel()
-    copied = copied_by(kernel.prepare_weights(i.weights))
+    kernel, inputs = make_prepared_kernel()
+    copied = copied_by(kernel.prepare_weights(inputs.weights))
     with pytest.raises(WeightsError, match="a tensor that no kernel prepared"):
-        call_kernel(kernel, i, copied)
-    call_kernel(kernel, i, kernel.prepare_weights(copied))
+        call_kernel(kernel, inputs, copied)
+    call_kernel(kernel, inputs, kernel.prepare_weights(copied))
 
 
 @pytest.mark.parametrize(
-    "others",
+    "changes",
     [
         {"quant": "mxfp4_w4a16:repacked=true"},
         {"activation": "silu:interleaved=true"},
@@ -143,34 +143,41 @@ def test_copies_without_their_sources_are_refused(
     ids=str,
 )
 def test_tensors_prepared_for_another_layout_are_refused(
-    others: dict[str, Any],
+    changes: dict[str, Any],
 ) -> None:
-    kernel, i = make_prepared_kernel()
-    other, _ = make_prepared_kernel(**others)
+    kernel, inputs = make_prepared_kernel()
+    other, _ = make_prepared_kernel(**changes)
     assert other.experts.prepared_specs() == kernel.experts.prepared_specs()
-    weights = other.prepare_weights(i.weights)
+    weights = other.prepare_weights(inputs.weights)
     with pytest.raises(WeightsError, match="w1_tiles: got prepared for TritonExperts of mxfp4"):
-        call_kernel(kernel, i, weights)
+        call_kernel(kernel, inputs, weights)
 
 
-@pytest.mark.parametrize("others", [{"tokens": 80}, {"lora": "adapters=2,rank=8"}], ids=str)
+@pytest.mark.parametrize("changes", [{"tokens": 80}, {"lora": "adapters=2,rank=8"}], ids=str)
 def test_tensors_prepared_by_a_kernel_of_the_same_layer_are_accepted(
-    others: dict[str, Any], launched: list[int]
+    changes: dict[str, Any], launched: list[int]
 ) -> None:
-    (kernel, i), (other, j) = make_prepared_kernel(), make_prepared_kernel(**others)
-    given = {n: t for n, t in vars(kernel.prepare_weights(i.weights)).items() if t is not None}
-    routing = replace(j.routing, adapters_T="none" if "lora" in others else None)
-    other(j.x_TH, replace(j.weights, **given), routing)
-    assert launched == ([64, 64] if "tokens" in others else [32, 32])
-    mine = type("Mine", (TritonExperts,), {})
-    assert make_layout_key(mine, kernel.problem) == make_layout_key(TritonExperts, other.problem)
+    (kernel, inputs), (other, other_inputs) = (
+        make_prepared_kernel(),
+        make_prepared_kernel(**changes),
+    )
+    prepared = {
+        n: t for n, t in vars(kernel.prepare_weights(inputs.weights)).items() if t is not None
+    }
+    routing = replace(other_inputs.routing, adapters_T="none" if "lora" in changes else None)
+    other(other_inputs.x_TH, replace(other_inputs.weights, **prepared), routing)
+    assert launched == ([64, 64] if "tokens" in changes else [32, 32])
+    part_subclass = type("Mine", (TritonExperts,), {})
+    assert make_layout_key(part_subclass, kernel.problem) == make_layout_key(
+        TritonExperts, other.problem
+    )
 
 
 @pytest.mark.parametrize("w1", [None, [1], torch.empty(1, device="meta")], ids=str)
 def test_values_that_are_not_tensors_are_refused(w1: Any) -> None:
-    kernel, i = make_prepared_kernel()
+    kernel, inputs = make_prepared_kernel()
     with pytest.raises((DtypeError, DeviceError), match="w1: got"):
-        kernel.prepare_weights(replace(i.weights, w1=w1))
+        kernel.prepare_weights(replace(inputs.weights, w1=w1))
 
 
 @pytest.mark.parametrize(
@@ -187,35 +194,36 @@ def test_values_that_are_not_tensors_are_refused(w1: Any) -> None:
 def test_tensors_with_wrong_shapes_and_dtypes_are_refused(
     change: dict[str, Any], error: type[Exception]
 ) -> None:
-    kernel, i = make_prepared_kernel()
-    weights = kernel.prepare_weights(i.weights)
+    kernel, inputs = make_prepared_kernel()
+    weights = kernel.prepare_weights(inputs.weights)
     ((name, value),) = change.items()
     if value == "copy":
         value = getattr(weights, name).clone()
     elif value == "of w2":
         value = weights.w2_tiles
     with pytest.raises(error, match=name):
-        call_kernel(kernel, i, replace(weights, **{name: value}))
+        call_kernel(kernel, inputs, replace(weights, **{name: value}))
 
 
 def test_experts_without_preparation_return_the_weights() -> None:
-    triton, i = make_prepared_kernel()
+    triton, inputs = make_prepared_kernel()
     kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
-    assert kernel.prepare_weights(i.weights) is i.weights
+    assert kernel.prepare_weights(inputs.weights) is inputs.weights
     assert torch.equal(
-        call_kernel(kernel, i, triton.prepare_weights(i.weights)), call_kernel(kernel, i)
+        call_kernel(kernel, inputs, triton.prepare_weights(inputs.weights)),
+        call_kernel(kernel, inputs),
     )
-    beside = {name: torch.zeros(1, dtype=torch.int32) for name in SOURCE_FIELDS}
+    unprepared = {name: torch.zeros(1, dtype=torch.int32) for name in SOURCE_FIELDS}
     with pytest.raises(WeightsError, match="w1_tiles: got a tensor that no kernel"):
-        call_kernel(kernel, i, replace(i.weights, **beside))
+        call_kernel(kernel, inputs, replace(inputs.weights, **unprepared))
     with pytest.raises(ShapeError, match="w1"):
-        kernel.prepare_weights(replace(i.weights, w1=i.weights.w1[:, 1:]))
+        kernel.prepare_weights(replace(inputs.weights, w1=inputs.weights.w1[:, 1:]))
     assert PermuteExpertsUnpermute.prepared_specs(kernel.experts) == {}
 
 
-def test_a_part_that_declares_no_field_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, i = make_prepared_kernel()
+def test_undeclared_fields_of_prepared_specs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, inputs = make_prepared_kernel()
     specs = {"w3_tiles": BufferSpec((1,), torch.int32)}
     monkeypatch.setattr(TritonExperts, "prepared_specs", lambda _: specs)
     with pytest.raises(ConfigurationError, match="prepared_specs: got w3_tiles, need some of w1_t"):
-        kernel.prepare_weights(i.weights)
+        kernel.prepare_weights(inputs.weights)

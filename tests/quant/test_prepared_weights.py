@@ -1,5 +1,5 @@
-"""Weights prepared once for a kernel: those of mxfp4 for products in registers, with a stand-in
-here.
+"""Weights prepared once for a kernel that multiplies 4-bit tiles in registers. A stand-in computes
+the products on a CPU.
 """
 
 import gc
@@ -46,47 +46,49 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_outputs_equal_those_of_a_call_that_tiles_weights(changes: dict[str, Any]) -> None:
-    kernel, i = make_prepared_kernel(**changes)
-    weights = kernel.prepare_weights(i.weights)
+def test_outputs_equal_a_call_that_tiles_weights_itself(changes: dict[str, Any]) -> None:
+    kernel, inputs = make_prepared_kernel(**changes)
+    weights = kernel.prepare_weights(inputs.weights)
     with override_config(grouped_w4_config.default_config(kernel.problem, 64)):
-        assert torch.equal(call_kernel(kernel, i, weights), call_kernel(kernel, i))
+        assert torch.equal(call_kernel(kernel, inputs, weights), call_kernel(kernel, inputs))
 
 
-def test_prepared_tensors_have_the_layout_and_others_are_unchanged() -> None:
-    kernel, i = make_prepared_kernel()
-    weights, problem = kernel.prepare_weights(i.weights), kernel.problem
-    for name, tensor in vars(i.weights).items():
+def test_prepared_tensors_have_the_tiled_layout() -> None:
+    kernel, inputs = make_prepared_kernel()
+    weights, problem = kernel.prepare_weights(inputs.weights), kernel.problem
+    for name, tensor in vars(inputs.weights).items():
         assert name in SOURCE_FIELDS or getattr(weights, name) is tensor
     rows = list_tile_rows(problem.intermediate, 1, problem.intermediate, gated=True)
-    assert i.weights.w1_scale is not None
-    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows, PackedFormat("e2m1"))
+    assert inputs.weights.w1_scale is not None
+    want = tile_weights(inputs.weights.w1, inputs.weights.w1_scale, rows, PackedFormat("e2m1"))
     for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):
         assert torch.equal(getattr(weights, name), tensor)
-    assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # anew
+    assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # prepares them again
 
 
 @pytest.mark.parametrize(
     ("rows", "block_m"),
     [(4, 0), (5, 32), (21, 32), (22, 64), (55, 64), (56, 128), (640, 128), (700, 128)],
 )
-def test_calls_use_them_by_rows_whatever_tuned_files_choose(
+def test_calls_use_prepared_weights_depending_on_rows(
     rows: int, block_m: int, launched: list[int]
 ) -> None:
-    kernel, i = make_prepared_kernel(
+    kernel, inputs = make_prepared_kernel(
         tokens=rows * 2, experts=6, top_k=3, hidden=32, intermediate=32
     )
-    plain = choose_config(kernel.problem, kernel.problem.tokens, supported_paths(kernel.problem))
-    call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+    config_without_prepared = choose_config(
+        kernel.problem, kernel.problem.tokens, supported_paths(kernel.problem)
+    )
+    call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights))
     if block_m:
         assert launched == [block_m, block_m]
     else:
         assert not launched
-        assert plain.path != "grouped_w4"
+        assert config_without_prepared.path != "grouped_w4"
 
 
 @pytest.mark.parametrize(
-    ("quant", "scales", "rows", "block_m"),
+    ("quant", "scale_dtype", "rows", "block_m"),
     [
         ("int4_w4a16_group:group=32", torch.float32, 5, 0),
         ("int4_w4a16_group:group=32", torch.float32, 6, 32),
@@ -106,18 +108,18 @@ def test_calls_use_them_by_rows_whatever_tuned_files_choose(
     ],
 )
 def test_range_of_rows_that_use_prepared_weights(
-    quant: str, scales: torch.dtype | None, rows: int, block_m: int, launched: list[int]
+    quant: str, scale_dtype: torch.dtype | None, rows: int, block_m: int, launched: list[int]
 ) -> None:
-    kernel, i = make_prepared_kernel(
+    kernel, inputs = make_prepared_kernel(
         tokens=rows, experts=2, top_k=2, hidden=32, intermediate=32, quant=quant
     )
-    weights = i.weights
-    if scales is not None:
+    weights = inputs.weights
+    if scale_dtype is not None:
         assert weights.w1_scale is not None
         assert weights.w2_scale is not None
-        both = weights.w1_scale.to(scales), weights.w2_scale.to(scales)
-        weights = replace(weights, w1_scale=both[0], w2_scale=both[1])
-    config = kernel.experts._config(i.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
+        converted_scales = weights.w1_scale.to(scale_dtype), weights.w2_scale.to(scale_dtype)
+        weights = replace(weights, w1_scale=converted_scales[0], w2_scale=converted_scales[1])
+    config = kernel.experts._config(inputs.x_TH, kernel.prepare_weights(weights))  # type: ignore[attr-defined]
     assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == block_m
     assert not launched
 
@@ -156,12 +158,15 @@ def test_minimum_number_of_rows_is_near_the_measured_crossover(
     assert abs(min_tokens * top_k / experts - crossover) <= 2.5
 
 
-def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
-    kernel, i = make_prepared_kernel()
-    spaced = torch.empty(*i.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(i.weights.w1)
-    weights = kernel.prepare_weights(replace(i.weights, w1=spaced))
+def test_strided_weights_are_prepared(launched: list[int]) -> None:
+    kernel, inputs = make_prepared_kernel()
+    spaced = torch.empty(*inputs.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(
+        inputs.weights.w1
+    )
+    weights = kernel.prepare_weights(replace(inputs.weights, w1=spaced))
     assert torch.equal(
-        call_kernel(kernel, i, weights), call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+        call_kernel(kernel, inputs, weights),
+        call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights)),
     )
     assert len(launched) == 4
 
@@ -169,7 +174,9 @@ def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
 @pytest.mark.share(5)
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_cases_are_proven(changes: dict[str, Any], machine: Machine) -> None:
-    """The harness prepares weights itself, and calls with and without them."""
+    """The harness prepares weights itself, and calls the kernel with and without prepared
+    weights.
+    """
     problem = replace(MXFP4, tokens=60, **changes)
     proof = prove(Case(*PAIR, problem, "zipf"), machine)
     assert proof.passed, str(proof)
@@ -178,34 +185,39 @@ def test_cases_are_proven(changes: dict[str, Any], machine: Machine) -> None:
 def test_the_harness_detects_wrongly_prepared_weights(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = GroupedW4Path.prepare
+    original = GroupedW4Path.prepare
 
-    def wrong(self: GroupedW4Path, weights: ExpertWeights, out: dict[str, torch.Tensor]) -> None:
-        right(self, weights, out)
+    def prepare_wrongly(
+        self: GroupedW4Path, weights: ExpertWeights, out: dict[str, torch.Tensor]
+    ) -> None:
+        original(self, weights, out)
         out["w2_tile_scales"][-1].zero_()
 
-    monkeypatch.setattr(GroupedW4Path, "prepare", wrong)
+    monkeypatch.setattr(GroupedW4Path, "prepare", prepare_wrongly)
     proof = prove(Case(*PAIR, replace(MXFP4, tokens=60), "uniform"), machine)
     assert proof.failures
     assert all(failure.startswith("prepared_weights: ") for failure in proof.failures)
 
 
-@pytest.mark.parametrize("of", ["w1", "w2", "w1_scale", "w2_scale"])
-def test_misaligned_weights_are_prepared(of: str) -> None:
-    kernel, i = make_prepared_kernel()
-    tensor: torch.Tensor = getattr(i.weights, of)
-    moved = torch.empty(tensor.numel() + 1, dtype=torch.uint8)[1:].view(tensor.shape)
-    weights = kernel.prepare_weights(replace(i.weights, **{of: moved.copy_(tensor)}))
+@pytest.mark.parametrize("misaligned", ["w1", "w2", "w1_scale", "w2_scale"])
+def test_misaligned_weights_are_prepared(misaligned: str) -> None:
+    kernel, inputs = make_prepared_kernel()
+    tensor: torch.Tensor = getattr(inputs.weights, misaligned)
+    copy_with_offset = torch.empty(tensor.numel() + 1, dtype=torch.uint8)[1:].view(tensor.shape)
+    weights = kernel.prepare_weights(
+        replace(inputs.weights, **{misaligned: copy_with_offset.copy_(tensor)})
+    )
     assert torch.equal(
-        call_kernel(kernel, i, weights), call_kernel(kernel, i, kernel.prepare_weights(i.weights))
+        call_kernel(kernel, inputs, weights),
+        call_kernel(kernel, inputs, kernel.prepare_weights(inputs.weights)),
     )
 
 
 def test_weights_are_not_kept_alive() -> None:
-    kernel, i = make_prepared_kernel()
-    w1 = i.weights.w1.clone()
-    weights, plan = kernel.prepare_weights(replace(i.weights, w1=w1)), kernel.plan()
-    plan(i.x_TH, weights, i.routing)
+    kernel, inputs = make_prepared_kernel()
+    w1 = inputs.weights.w1.clone()
+    weights, plan = kernel.prepare_weights(replace(inputs.weights, w1=w1)), kernel.plan()
+    plan(inputs.x_TH, weights, inputs.routing)
     tiles, memory = weakref.ref(weights.w1_tiles), StorageWeakRef(w1.untyped_storage())
     w1.data = torch.empty(0, dtype=torch.uint8)
     gc.collect()
@@ -216,17 +228,17 @@ def test_weights_are_not_kept_alive() -> None:
 
 
 def test_a_batch_invariant_layer_prepares_nothing() -> None:
-    kernel, i = make_prepared_kernel(batch_invariant=True)
-    assert kernel.prepare_weights(i.weights) is i.weights
+    kernel, inputs = make_prepared_kernel(batch_invariant=True)
+    assert kernel.prepare_weights(inputs.weights) is inputs.weights
 
 
 def test_tokens_without_an_adapter_use_prepared_weights(launched: list[int]) -> None:
-    kernel, i = make_prepared_kernel(lora="adapters=2,rank=8")
-    weights = kernel.prepare_weights(i.weights)
-    call_kernel(kernel, i, weights)
+    kernel, inputs = make_prepared_kernel(lora="adapters=2,rank=8")
+    weights = kernel.prepare_weights(inputs.weights)
+    call_kernel(kernel, inputs, weights)
     assert not launched
-    routing = Routing(i.routing.topk_weights_TK, i.routing.topk_ids_TK, "none")
-    kernel(i.x_TH, weights, routing)
+    routing = Routing(inputs.routing.topk_weights_TK, inputs.routing.topk_ids_TK, "none")
+    kernel(inputs.x_TH, weights, routing)
     assert launched == [32, 32]
 
 
@@ -238,9 +250,11 @@ def test_prepared_memory_is_as_documented() -> None:
 
 
 def test_calls_with_prepared_weights_need_no_workspace_for_weights() -> None:
-    few, many = (
-        make_prepared_kernel(tokens=t, experts=6, top_k=3)[0].workspace_specs(t) for t in (40, 100)
+    with_few_tokens, with_many_tokens = (
+        make_prepared_kernel(tokens=tokens, experts=6, top_k=3)[0].workspace_specs(tokens)
+        for tokens in (40, 100)
     )
-    assert "permuted_x" in few  # 20 rows an expert: prepared weights alone take the path
-    assert "tiled_words" not in few
-    assert "tiled_words" in many
+    # with 20 rows per expert, only calls with prepared weights use this path
+    assert "permuted_x" in with_few_tokens
+    assert "tiled_words" not in with_few_tokens
+    assert "tiled_words" in with_many_tokens

@@ -1,6 +1,7 @@
-"""Quantized weights that do not fit their problem raise typed errors that state got and need.
+"""Quantized weights that do not match their problem raise typed errors that state the value found
+and the value needed.
 
-`BAD` changes one field of otherwise valid weights.
+Each entry of `INVALID_WEIGHTS` changes one field of valid weights.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,12 @@ from modular_kernel.spec.problem import Machine, Problem
 from modular_kernel.tensors import ExpertWeights, Routing
 
 CPU = torch.device("cpu")
-# Ragged against every group and block below.
+# The sizes are not multiples of the groups and blocks below.
 BASE = Problem(tokens=2, hidden=40, intermediate=24, experts=3, top_k=1)
 
 
-def made(text: str) -> tuple[Problem, ExpertWeights]:
-    """Return a problem of three experts, and weights that fit it."""
+def make_weights(text: str) -> tuple[Problem, ExpertWeights]:
+    """Return a problem with three experts and valid weights."""
     problem = replace(BASE, quant=text)
     static = torch.ones(1) if problem.scheme.static else None
     plain = ExpertWeights(
@@ -43,7 +44,7 @@ Change = Callable[[ExpertWeights], Any]
 
 @dataclass(frozen=True)
 class Bad:
-    """The field `what` changed by `change`, and the expected error."""
+    """A field changed by `change`, and the expected error."""
 
     text: str
     what: str
@@ -56,8 +57,8 @@ class Bad:
         return f"{self.text}-{self.what}-{self.error.__name__}"
 
 
-def cut(name: str, dim: int) -> Change:
-    """Return the tensor without its last element along `dim`."""
+def narrow_by_one(name: str, dim: int) -> Change:
+    """Return a change that removes the last element along `dim`."""
     return lambda w: getattr(w, name).narrow(dim, 0, getattr(w, name).shape[dim] - 1).contiguous()
 
 
@@ -65,7 +66,7 @@ def to(name: str, dtype: torch.dtype) -> Change:
     return lambda w: getattr(w, name).to(dtype)
 
 
-def gone(_weights: ExpertWeights) -> None:
+def set_to_none(_weights: ExpertWeights) -> None:
     return None
 
 
@@ -78,60 +79,150 @@ INT8 = "int8_w8a16_group:group=16,zero_points=true"
 BLOCK = "fp8_w8a8_block:block=32x16"
 STATIC = "fp8_w8a8_tensor:static=true"
 
-# A table: a line or two per case.
-# fmt: off
-BAD = (
+# Keep one or two lines per case.
+INVALID_WEIGHTS = (
     Bad("fp8_w8a8_tensor", "w1", to("w1", torch.bfloat16), DtypeError, "bfloat16", "float8_e4m3fn"),
     Bad("int8_w8a8_channel", "w2", to("w2", torch.uint8), DtypeError, "uint8", "int8"),
     Bad("int8_w8a16_group", "w1", to("w1", torch.int8), DtypeError, "int8", "uint8"),
-    Bad("fp8_w8a8_tensor", "w1", cut("w1", 2), ShapeError, "(3, 48, 39)", "(e, 2I, H)"),
-    Bad(INT4, "w1", cut("w1", 2), ShapeError, "(3, 48, 19)", "(e, 2I, H / 2) = (3, 48, 20)"),
-    Bad(INT4, "w2", lambda w: torch.cat([w.w2, w.w2], 2), ShapeError, "(3, 40, 24)",
-        "(e, H, I / 2) = (3, 40, 12)"),
-    Bad("mxfp4_w4a16", "w2", cut("w2", 1), ShapeError, "(3, 39, 12)", "(e, H, I / 2)"),
-    Bad("fp8_w8a8_tensor", "w1_scale", gone, WeightsError, "None", "(e,) = (3,) float32 for"),
+    Bad("fp8_w8a8_tensor", "w1", narrow_by_one("w1", 2), ShapeError, "(3, 48, 39)", "(e, 2I, H)"),
+    Bad(
+        INT4,
+        "w1",
+        narrow_by_one("w1", 2),
+        ShapeError,
+        "(3, 48, 19)",
+        "(e, 2I, H / 2) = (3, 48, 20)",
+    ),
+    Bad(
+        INT4,
+        "w2",
+        lambda w: torch.cat([w.w2, w.w2], 2),
+        ShapeError,
+        "(3, 40, 24)",
+        "(e, H, I / 2) = (3, 40, 12)",
+    ),
+    Bad("mxfp4_w4a16", "w2", narrow_by_one("w2", 1), ShapeError, "(3, 39, 12)", "(e, H, I / 2)"),
+    Bad(
+        "fp8_w8a8_tensor", "w1_scale", set_to_none, WeightsError, "None", "(e,) = (3,) float32 for"
+    ),
     Bad("fp8_w8a8_tensor", "w1_scale", ones(3, 2), ShapeError, "(3, 2)", "(e,) = (3,)"),
     Bad("fp8_w8a8_tensor", "w2_scale", ones(3, 1), ShapeError, "(3, 1)", "(e,) = (3,)"),
-    Bad("fp8_w8a8_tensor", "w2_scale", to("w2_scale", torch.bfloat16), DtypeError, "bfloat16",
-        "float32"),
+    Bad(
+        "fp8_w8a8_tensor",
+        "w2_scale",
+        to("w2_scale", torch.bfloat16),
+        DtypeError,
+        "bfloat16",
+        "float32",
+    ),
     Bad("fp8_w8a8_channel", "w1_scale", ones(3, 48, 1), ShapeError, "(3, 48, 1)", "(e, 2I)"),
-    Bad("fp8_w8a8_channel", "w1_scale", lambda w: torch.ones(48, 3).mT, LayoutError,
-        "strides (1, 3)", "contiguous"),
-    Bad("fp8_w8a8_channel", "w2_scale", lambda w: w.w2_scale.to("meta"), DeviceError, "meta",
-        "cpu, where x is"),
+    Bad(
+        "fp8_w8a8_channel",
+        "w1_scale",
+        lambda w: torch.ones(48, 3).mT,
+        LayoutError,
+        "strides (1, 3)",
+        "contiguous",
+    ),
+    Bad(
+        "fp8_w8a8_channel",
+        "w2_scale",
+        lambda w: w.w2_scale.to("meta"),
+        DeviceError,
+        "meta",
+        "cpu, where x is",
+    ),
     Bad("fp8_w8a8_channel", "w1", lambda w: w.w1.to("meta"), DeviceError, "meta", "cpu"),
-    Bad(BLOCK, "w1_scale", cut("w1_scale", 1), ShapeError, "(3, 1, 3)",
-        "(e, ceil(2I / 32), ceil(H / 16)) = (3, 2, 3)"),
-    Bad(BLOCK, "w2_scale", cut("w2_scale", 2), ShapeError, "(3, 2, 1)",
-        "(e, ceil(H / 32), ceil(I / 16)) = (3, 2, 2)"),
+    Bad(
+        BLOCK,
+        "w1_scale",
+        narrow_by_one("w1_scale", 1),
+        ShapeError,
+        "(3, 1, 3)",
+        "(e, ceil(2I / 32), ceil(H / 16)) = (3, 2, 3)",
+    ),
+    Bad(
+        BLOCK,
+        "w2_scale",
+        narrow_by_one("w2_scale", 2),
+        ShapeError,
+        "(3, 2, 1)",
+        "(e, ceil(H / 32), ceil(I / 16)) = (3, 2, 2)",
+    ),
     Bad("int8_w8a8_block:block=16x32", "w1_scale", ones(3, 48), ShapeError, "(3, 48)", "(3, 3, 2)"),
-    Bad("int8_w8a16_channel", "w1_scale", to("w1_scale", torch.float16), DtypeError, "float16",
-        "float32 or bfloat16"),
+    Bad(
+        "int8_w8a16_channel",
+        "w1_scale",
+        to("w1_scale", torch.float16),
+        DtypeError,
+        "float16",
+        "float32 or bfloat16",
+    ),
     Bad("int8_w8a16_channel", "w1_zero_point", ones(3, 48), WeightsError, "a tensor", "None for"),
-    Bad(INT8, "w1_zero_point", gone, WeightsError, "None", "(e, 2I, ceil(H / 16)) = (3, 48, 3)"),
+    Bad(
+        INT8,
+        "w1_zero_point",
+        set_to_none,
+        WeightsError,
+        "None",
+        "(e, 2I, ceil(H / 16)) = (3, 48, 3)",
+    ),
     Bad(INT8, "w1_zero_point", to("w1_zero_point", torch.int8), DtypeError, "int8", "uint8"),
-    Bad(INT8, "w2_zero_point", cut("w2_zero_point", 2), ShapeError, "(3, 40, 1)", "(3, 40, 2)"),
-    Bad(INT4, "w1_zero_point", lambda w: torch.cat([w.w1_zero_point] * 2, 1), ShapeError,
-        "(3, 48, 3)", "(e, 2I / 2, ceil(H / 16)) = (3, 24, 3)"),
-    Bad(INT4, "w2_zero_point", gone, WeightsError, "None", "(e, H / 2, ceil(I / 16)) = (3, 20, 2)"),
-    Bad(INT4, "w1_scale", cut("w1_scale", 2), ShapeError, "(3, 48, 2)", "(3, 48, 3)"),
-    Bad("int4_w4a16_group:group=16", "w1_zero_point",
-        lambda w: torch.zeros(3, 24, 3, dtype=torch.uint8), WeightsError, "a tensor", "None for"),
+    Bad(
+        INT8,
+        "w2_zero_point",
+        narrow_by_one("w2_zero_point", 2),
+        ShapeError,
+        "(3, 40, 1)",
+        "(3, 40, 2)",
+    ),
+    Bad(
+        INT4,
+        "w1_zero_point",
+        lambda w: torch.cat([w.w1_zero_point] * 2, 1),
+        ShapeError,
+        "(3, 48, 3)",
+        "(e, 2I / 2, ceil(H / 16)) = (3, 24, 3)",
+    ),
+    Bad(
+        INT4,
+        "w2_zero_point",
+        set_to_none,
+        WeightsError,
+        "None",
+        "(e, H / 2, ceil(I / 16)) = (3, 20, 2)",
+    ),
+    Bad(INT4, "w1_scale", narrow_by_one("w1_scale", 2), ShapeError, "(3, 48, 2)", "(3, 48, 3)"),
+    Bad(
+        "int4_w4a16_group:group=16",
+        "w1_zero_point",
+        lambda w: torch.zeros(3, 24, 3, dtype=torch.uint8),
+        WeightsError,
+        "a tensor",
+        "None for",
+    ),
     Bad("mxfp4_w4a16", "w1_scale", to("w1_scale", torch.float32), DtypeError, "float32", "uint8"),
-    Bad("mxfp4_w4a16", "w2_scale", cut("w2_scale", 2), ShapeError, "(3, 40, 0)", "ceil(I / 32)"),
+    Bad(
+        "mxfp4_w4a16",
+        "w2_scale",
+        narrow_by_one("w2_scale", 2),
+        ShapeError,
+        "(3, 40, 0)",
+        "ceil(I / 32)",
+    ),
     Bad("fp8_w8a8_tensor", "a1_scale", ones(1), WeightsError, "a tensor", "None for quant="),
     Bad("fp8_w8a8_channel", "a2_scale", ones(1), WeightsError, "a tensor", "None for quant="),
-    Bad(STATIC, "a1_scale", gone, WeightsError, "None", "(1,) = (1,) float32"),
+    Bad(STATIC, "a1_scale", set_to_none, WeightsError, "None", "(1,) = (1,) float32"),
     Bad(STATIC, "a2_scale", ones(3), ShapeError, "(3,)", "(1,) = (1,)"),
     Bad(STATIC, "a2_scale", lambda w: torch.ones(1).half(), DtypeError, "float16", "float32"),
 )
 # fmt: on
 
 
-@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("bad", INVALID_WEIGHTS, ids=str)
 def test_bad_weights_are_refused_by_name(bad: Bad) -> None:
-    """By the check itself, and by a kernel before it launches anything."""
-    problem, weights = made(bad.text)
+    """Both the check itself and a kernel refuse them, before anything is launched."""
+    problem, weights = make_weights(bad.text)
     wrong = replace(weights, **{bad.what: bad.change(weights)})
     with pytest.raises(bad.error) as caught:
         check_weights_quantized(wrong, problem, CPU)
