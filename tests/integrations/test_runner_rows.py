@@ -132,7 +132,7 @@ ROWS = {
     )),
     "A59": Row("transposed storage", (
         f"{WEIGHTS}::test_transposed_storage_is_the_same_layer",
-        "test_quant_torch_parts::test_weights_may_be_strided",
+        "test_quant_torch_parts::test_strided_weights_give_equal_outputs",
         "test_layers::test_transposed_weights_are_used_without_a_copy",
     ), "FusedMoE has one layout: notebook/decisions/10-one-weight-layout.md"),
     "A61": Row("routing data of triton_kernels", (

@@ -1,5 +1,5 @@
-"""The reference for quantized layers: the float64 reference by hand and by another method, and
-rules of the rounded reference.
+"""References of quantized layers: the float64 reference against hand-computed values and an
+independent method, and the rounding rules of the rounded reference.
 """
 
 import math
@@ -22,7 +22,7 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 
 BASE = Problem(tokens=12, hidden=48, intermediate=40, experts=3, top_k=2, dtype=torch.float32)
-FULL = (
+WITH_ACTIVATIONS = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",
     "fp8_w8a8_channel",
@@ -46,18 +46,18 @@ WEIGHT_ONLY = (
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",
 )
-each_scheme = pytest.mark.parametrize("text", FULL + WEIGHT_ONLY)
-each_full = pytest.mark.parametrize("text", FULL)
+each_scheme = pytest.mark.parametrize("text", WITH_ACTIVATIONS + WEIGHT_ONLY)
+each_scheme_with_activations = pytest.mark.parametrize("text", WITH_ACTIVATIONS)
 
 
 def test_every_scheme_is_covered() -> None:
-    names = {QuantScheme.parse(text).name for text in FULL}
+    names = {QuantScheme.parse(text).name for text in WITH_ACTIVATIONS}
     assert names == ACTIVATION_SCHEMES
     names |= {QuantScheme.parse(text).name for text in WEIGHT_ONLY}
-    assert names == SCHEMES - {"none", "nvfp4_w4a4"}  # test_nvfp4_activations has it
+    assert names == SCHEMES - {"none", "nvfp4_w4a4"}  # see test_nvfp4_activations
 
 
-def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def make_layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     """Return x, quantized weights and routing, with values of about 1."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,42 +80,46 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
     return x_TH, quantize_weights(weights, problem), routing
 
 
-def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """Return unquantized weights with the same values, by
-    modular_kernel.quant.quantized_weights."""
+def dequantize_layer(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """Return unquantized weights with the same values, computed by modular_kernel.quant."""
     values = {name: dequantize_weights(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-# ------------------------------------------------------------------------------------- the float64
-# reference
+# ------------------------------------------------------------------------------ float64 reference
 
 
 @each_scheme
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_float64_reference_equals_that_of_dequantized_weights(text: str, bias: bool) -> None:
-    """The same weights in float32, by code that is independent of the reference."""
+def test_float64_reference_equals_the_reference_with_dequantized_weights(
+    text: str, bias: bool
+) -> None:
+    """The weights are dequantized to float32 by code that is independent of the reference."""
     problem = replace(BASE, quant=text, bias=bias)
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     got = reference.float64_reference(x, weights, routing, problem)
     plain = replace(problem, quant="none")
-    want = reference.float64_reference(x, as_float(weights, problem), routing, plain)
+    want = reference.float64_reference(x, dequantize_layer(weights, problem), routing, plain)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def one_token(text: str, activation: str = "relu2") -> tuple[Problem, Routing, torch.Tensor]:
+def make_one_token_problem(
+    text: str, activation: str = "relu2"
+) -> tuple[Problem, Routing, torch.Tensor]:
     problem = Problem(1, 2, 2, 1, 1, quant=text, activation=activation, dtype=torch.float32)
     routing = Routing(torch.tensor([[0.5]]), torch.tensor([[0]]))
     return problem, routing, torch.tensor([[1.0, 2.0]])
 
 
-def test_int4_layer_by_hand() -> None:
-    """w1 rows (3, 4) and (-1, 0) times 1/2 and 1; h = (5.5^2, 0); w2 rows (1, 0) and (-2, 5)."""
-    problem, routing, x = one_token("int4_w4a16_group:group=2")
+def test_int4_layer_example() -> None:
+    """The rows of w1 are (3, 4) / 2 and (-1, 0), so h = (5.5^2, 0). The rows of w2 are (1, 0) and 2
+    (-2, 5).
+    """
+    problem, routing, x = make_one_token_problem("int4_w4a16_group:group=2")
     weights = ExpertWeights(
         w1=torch.tensor([[[0xCB], [0x87]]], dtype=torch.uint8),
         w2=torch.tensor([[[0x89], [0xD6]]], dtype=torch.uint8),
@@ -124,34 +128,37 @@ def test_int4_layer_by_hand() -> None:
     )
     out = reference.float64_reference(x, weights, routing, problem)
     assert out.tolist() == [[0.5 * 30.25, 0.5 * -4 * 30.25]]
-    # Zero points: 1 of row 0 (low nibble), 6 of row 1 (high): w1 = 1/2 (10, 11) and (1, 2).
-    problem, *_ = one_token("int4_w4a16_group:group=2,zero_points=true")
+    # The zero points are 1 for row 0 (low nibble) and 6 for row 1 (high nibble), so w1 = 1/2 (10,
+    # 11) and (1, 2).
+    problem, *_ = make_one_token_problem("int4_w4a16_group:group=2,zero_points=true")
     zeros = torch.tensor([[[0x61]]], dtype=torch.uint8)
     weights = replace(weights, w1_zero_point=zeros, w2_zero_point=zeros)
-    first = (5 + 11) ** 2, (1 + 4) ** 2
-    rows = 8 * first[0] + 7 * first[1], 2 * (0 * first[0] + 7 * first[1])
+    h_values = (5 + 11) ** 2, (1 + 4) ** 2
+    rows = 8 * h_values[0] + 7 * h_values[1], 2 * (0 * h_values[0] + 7 * h_values[1])
     assert reference.float64_reference(x, weights, routing, problem).tolist() == [
         [v / 2 for v in rows]
     ]
 
 
-def test_mxfp4_layer_by_hand() -> None:
-    """Codes 7 (6) and C (-2) with 2^-1; then 1 (0.5) and 2 (1) with 2^3, and 3 (1.5) with 2^0."""
-    problem, routing, x = one_token("mxfp4_w4a16")
+def test_mxfp4_layer_example() -> None:
+    """w1 has the codes 7 (6) and C (-2) with scale 2^-1, and 1 (0.5) and 2 (1) with scale 2^3. w2
+    has the code 3 (1.5) with scale 2^0.
+    """
+    problem, routing, x = make_one_token_problem("mxfp4_w4a16")
     weights = ExpertWeights(
         w1=torch.tensor([[[0xC7], [0x21]]], dtype=torch.uint8),
         w2=torch.tensor([[[0x03], [0x30]]], dtype=torch.uint8),
         w1_scale=torch.tensor([[[126], [130]]], dtype=torch.uint8),
         w2_scale=torch.tensor([[[127], [127]]], dtype=torch.uint8),
     )
-    first = (3.0 - 2.0) ** 2, (4.0 + 16.0) ** 2
-    want = [[0.5 * 1.5 * first[0], 0.5 * 1.5 * first[1]]]
+    h_values = (3.0 - 2.0) ** 2, (4.0 + 16.0) ** 2
+    want = [[0.5 * 1.5 * h_values[0], 0.5 * 1.5 * h_values[1]]]
     assert reference.float64_reference(x, weights, routing, problem).tolist() == want
 
 
-def test_fp8_block_layer_by_hand() -> None:
-    """Blocks of one row by one column: every weight has its own scale."""
-    problem, routing, x = one_token("fp8_w8a8_block:block=1x1")
+def test_fp8_block_layer_example() -> None:
+    """The blocks have one row and one column, so every weight has its own scale."""
+    problem, routing, x = make_one_token_problem("fp8_w8a8_block:block=1x1")
     ones = torch.ones(1, 2, 2)
     weights = ExpertWeights(
         ones.to(torch.float8_e4m3fn),
@@ -159,140 +166,146 @@ def test_fp8_block_layer_by_hand() -> None:
         w1_scale=torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]),
         w2_scale=torch.tensor([[[1.0, 0.5], [0.0, 1.0]]]),
     )
-    first = 5.0**2, 11.0**2
-    want = [[0.5 * 2 * (first[0] + first[1] / 2), 0.5 * 2 * first[1]]]
+    h_values = 5.0**2, 11.0**2
+    want = [[0.5 * 2 * (h_values[0] + h_values[1] / 2), 0.5 * 2 * h_values[1]]]
     assert reference.float64_reference(x, weights, routing, problem).tolist() == want
 
 
-# ------------------------------------------------------------------------------------- the rounded
-# reference
+# ------------------------------------------------------------------------------ rounded reference
 
 
-def test_rounded_reference_of_int8_by_hand() -> None:
-    """Token (1, 2): scale 2/127, so 1 becomes 64 (63.5 rounds to even) and is read as 128/127."""
-    problem, routing, x = one_token("int8_w8a8_channel")
+def test_int8_rounded_reference_example() -> None:
+    """The scale of the token (1, 2) is 2/127, so 1 becomes 64 (63.5 rounds to even) and is read as
+    128/127.
+    """
+    problem, routing, x = make_one_token_problem("int8_w8a8_channel")
     unit = torch.tensor([[[1, 0], [0, 1]]], dtype=torch.int8)
     ones = torch.ones(1, 2)
     weights = ExpertWeights(unit, unit, w1_scale=ones, w2_scale=ones)
-    read = torch.tensor([64 * 2 / 127, 2.0]).double()
-    h = read.square()
-    q = (h / (h.max() / 127)).round()  # 32.25 and 127; of h itself, 1 and 4, it would be 31.75
+    dequantized_x = torch.tensor([64 * 2 / 127, 2.0]).double()
+    h = dequantized_x.square()
+    # 32.25 and 127; with the unrounded h (1 and 4), it would be 31.75
+    q = (h / (h.max() / 127)).round()
     assert q.tolist() == [32, 127]
     want = 0.5 * q * float(h.max()) / 127
     got = reference.rounded_reference(x, weights, routing, problem)
     torch.testing.assert_close(got[0], want, rtol=1e-6, atol=0)
 
 
-def errors(text: str, dtype: torch.dtype) -> float:
+def rounded_reference_error(text: str, dtype: torch.dtype) -> float:
     problem = replace(BASE, quant=text, tokens=64, dtype=dtype)
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     exact = reference.float64_reference(x, weights, routing, problem)
-    return relative(reference.rounded_reference(x, weights, routing, problem), exact)
+    return relative_error(reference.rounded_reference(x, weights, routing, problem), exact)
 
 
 @each_scheme
-def test_the_error_of_the_rounded_reference_is_that_of_its_activations(text: str) -> None:
-    """fp8 has three bits of mantissa, int8 seven bits relative to the largest value; others stay in
-    the dtype.
+def test_error_of_the_rounded_reference_depends_on_the_activation_dtype(text: str) -> None:
+    """fp8 has a mantissa of three bits, and int8 has seven bits relative to the maximum. Other
+    schemes keep activations in the dtype of the problem.
     """
     scheme = QuantScheme.parse(text)
     low, high = {"float8_e4m3fn": (0.02, 0.06), "int8": (0.004, 0.02)}.get(
         scheme.activation, (2e-8, 5e-7)
     )
-    assert low < errors(text, torch.float32) < high
+    assert low < rounded_reference_error(text, torch.float32) < high
     if not scheme.quantizes_activations:
-        assert 2e-3 < errors(text, torch.bfloat16) < 9e-3
+        assert 2e-3 < rounded_reference_error(text, torch.bfloat16) < 9e-3
 
 
 @pytest.mark.parametrize("text", WEIGHT_ONLY)
 def test_dequantized_weights_are_rounded_to_the_dtype(text: str) -> None:
     problem = replace(BASE, quant=text, dtype=torch.bfloat16)
-    x, weights, routing = layer(problem)
-    values = as_float(weights, problem)
+    x, weights, routing = make_layer(problem)
+    values = dequantize_layer(weights, problem)
     rounded = replace(values, w1=values.w1.bfloat16(), w2=values.w2.bfloat16())
     want = reference.rounded_reference(x, rounded, routing, replace(problem, quant="none"))
     got = reference.rounded_reference(x, weights, routing, problem)
-    assert relative(got, want) < 1e-3  # but for the order of float32 roundings
+    assert relative_error(got, want) < 1e-3  # the order of float32 operations differs
 
 
-def one_of_two(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Return two tokens for one expert; the second one is 1e-5 of the first."""
-    x, weights, _ = layer(problem)
-    x[0] *= 1e3  # so that the small one stays far from the least scale
+def make_large_and_small_token(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """Return two tokens for one expert. The second is 1e-5 times the first."""
+    x, weights, _ = make_layer(problem)
+    x[0] *= 1e3  # keeps the small token far above the minimum scale
     x[1] = 1e-5 * x[0]
     routing = Routing(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))
     return x, weights, routing
 
 
-@pytest.mark.parametrize("text", [text for text in FULL if "static" not in text])
-def test_tokens_that_share_a_scale(text: str) -> None:
-    """A small token next to a large one vanishes with a scale per tensor, and does not with its
-    own.
-
-    The same with the large token's pair skipped: x still has a common scale, h does not.
+@pytest.mark.parametrize("text", [text for text in WITH_ACTIVATIONS if "static" not in text])
+def test_small_tokens_vanish_only_if_the_scale_is_shared(text: str) -> None:
+    """With one scale per tensor, a small token next to a large one is rounded to zero. If the large
+    token's pair is skipped, x still has a common scale, but h does not.
     """
     problem = replace(BASE, quant=text, tokens=2, top_k=1, activation="relu2")
     shared = problem.scheme.activation_granularity == "tensor"
-    x, weights, both = one_of_two(problem)
-    alone = Routing(both.topk_weights_TK, torch.tensor([[-1], [0]], dtype=torch.int32))
-    exact = reference.float64_reference(x, weights, both, problem)[1]
-    together = reference.rounded_reference(x, weights, both, problem)[1]
-    skipped = reference.rounded_reference(x, weights, alone, problem)[1]
+    x, weights, routing_of_both = make_large_and_small_token(problem)
+    routing_of_small = Routing(
+        routing_of_both.topk_weights_TK, torch.tensor([[-1], [0]], dtype=torch.int32)
+    )
+    exact = reference.float64_reference(x, weights, routing_of_both, problem)[1]
+    together = reference.rounded_reference(x, weights, routing_of_both, problem)[1]
+    skipped = reference.rounded_reference(x, weights, routing_of_small, problem)[1]
     if not shared:
-        assert relative(together, exact) < 0.06
-        assert relative(skipped, together) < 0.02  # a product of other shape sums otherwise
+        assert relative_error(together, exact) < 0.06
+        # products of another shape may sum in another order
+        assert relative_error(skipped, together) < 0.02
         return
-    by_itself = Routing(both.topk_weights_TK[1:], both.topk_ids_TK[1:])
-    first = reference.rounded_reference(x[1:], weights, by_itself, replace(problem, tokens=1))
-    assert relative(first[0], exact) < 0.06 < relative(skipped, exact)
-    assert relative(skipped, exact) < 0.5 < relative(together, exact)
+    routing_of_one_token = Routing(
+        routing_of_both.topk_weights_TK[1:], routing_of_both.topk_ids_TK[1:]
+    )
+    one_token = reference.rounded_reference(
+        x[1:], weights, routing_of_one_token, replace(problem, tokens=1)
+    )
+    assert relative_error(one_token[0], exact) < 0.06 < relative_error(skipped, exact)
+    assert relative_error(skipped, exact) < 0.5 < relative_error(together, exact)
 
 
-@each_full
+@each_scheme_with_activations
 @pytest.mark.parametrize("width", [48, 41])
 def test_activations_are_rounded_as_in_the_operations(text: str, width: int) -> None:
-    """One group of a row is much larger than the next; the reference and the operations divide in
-    different ways.
+    """One group of each row is much larger than the next. The reference and the operations compute
+    the division in different ways.
     """
     scheme = QuantScheme.parse(text)
     rows = torch.randn(50, width, generator=torch.Generator().manual_seed(0))
     rows[:, 16:32] *= 1e3
     rows[7] = 0.0
-    given = torch.tensor([0.05]) if scheme.static else None
-    want = dequantize_rows(*quantize_values(rows, scheme, given), scheme)
-    got = reference._round_to_scheme(rows, scheme, given)
+    static_scale = torch.tensor([0.05]) if scheme.static else None
+    want = dequantize_rows(*quantize_values(rows, scheme, static_scale), scheme)
+    got = reference._round_to_scheme(rows, scheme, static_scale)
     equal = (got - want).abs() <= 1e-6 * want.abs()
     assert float(equal.float().mean()) > 0.999
 
 
 def test_given_static_scales_are_used() -> None:
-    """If one of them is much too small, every value saturates."""
+    """If a scale is much too small, every value saturates."""
     problem = replace(BASE, quant="fp8_w8a8_tensor:static=true")
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     assert weights.a1_scale is not None
     assert weights.a2_scale is not None
     base = reference.rounded_reference(x, weights, routing, problem)
     for name in ("a1_scale", "a2_scale"):
         small = replace(weights, **{name: torch.tensor([1e-4])})
-        assert relative(reference.rounded_reference(x, small, routing, problem), base) > 0.5
+        assert relative_error(reference.rounded_reference(x, small, routing, problem), base) > 0.5
 
 
-@each_full
+@each_scheme_with_activations
 def test_router_weight_on_input_multiplies_the_product(text: str) -> None:
     problem = replace(BASE, quant=text, apply_router_weight_on_input=True, top_k=1, bias=True)
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     exact = reference.float64_reference(x, weights, routing, problem)
-    assert relative(reference.rounded_reference(x, weights, routing, problem), exact) < 0.08
+    assert relative_error(reference.rounded_reference(x, weights, routing, problem), exact) < 0.08
     ones = Routing(torch.ones_like(routing.topk_weights_TK), routing.topk_ids_TK)
     unweighted = reference.float64_reference(x, weights, ones, problem)
-    assert relative(unweighted, exact) > 0.2
+    assert relative_error(unweighted, exact) > 0.2
 
 
 @each_scheme
-def test_edge_cases(text: str) -> None:
-    """No tokens, only skipped pairs, and a token of zeros."""
+def test_no_tokens_skipped_pairs_and_zeros_give_zeros(text: str) -> None:
     problem = replace(BASE, quant=text)
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     for run in (reference.float64_reference, reference.rounded_reference):
         none = Routing(routing.topk_weights_TK[:0], routing.topk_ids_TK[:0])
         assert run(x[:0], weights, none, problem).shape == (0, 48)
@@ -303,7 +316,7 @@ def test_edge_cases(text: str) -> None:
 
 def test_the_reference_does_not_change_inputs() -> None:
     problem = replace(BASE, quant="fp8_w8a8_channel")
-    x, weights, routing = layer(problem)
+    x, weights, routing = make_layer(problem)
     before: list[Any] = [
         t.clone() for t in (x, weights.w1.float(), weights.w1_scale) if t is not None
     ]

@@ -1,4 +1,6 @@
-"""Quantizing weights: to the nearest values, each tile by its own scale, expert by expert."""
+"""Quantization of weights: rounding to the nearest values, one scale per tile, and chunks of
+experts.
+"""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -13,8 +15,8 @@ from modular_kernel.quant.quantized_weights import dequantize, quantize_weights
 from modular_kernel.spec.problem import Problem
 from modular_kernel.tensors import ExpertWeights
 
-# Largest error of a weight relative to its tile's largest weight: half a step.
-STEPS = {
+# Maximum error of a weight relative to its tile's maximum: half a quantization step.
+MAX_RELATIVE_ERROR = {
     "float8_e4m3fn": 16 / 448,
     "int8": 0.5 / 127,
     "uint8": 0.5 / 127,
@@ -24,43 +26,51 @@ STEPS = {
 
 
 @each_scheme
-def test_round_trip_is_the_nearest_value(text: str) -> None:
+def test_quantization_error_is_at_most_half_a_step(text: str) -> None:
     problem, weights = make_quantized(text)
     scheme = problem.scheme
     for name in ("w1", "w2"):
         plain = getattr(plain_weights(problem), name)
         error = (dequantize(*parts_of(weights, name), scheme) - plain).abs()
-        assert 0 < float(error.max()) <= 1.001 * STEPS[scheme.weight] * float(plain.abs().max())
+        assert (
+            0
+            < float(error.max())
+            <= 1.001 * MAX_RELATIVE_ERROR[scheme.weight] * float(plain.abs().max())
+        )
 
 
 @each_scheme
 def test_experts_are_quantized_in_chunks(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem, whole = make_quantized(text)
-    some = Mock(wraps=quantized_weights.quantize_rows)
-    monkeypatch.setattr(quantized_weights, "quantize_rows", some)
+    problem, at_once = make_quantized(text)
+    quantize_rows = Mock(wraps=quantized_weights.quantize_rows)
+    monkeypatch.setattr(quantized_weights, "quantize_rows", quantize_rows)
     monkeypatch.setattr(quantized_weights, "_MAX_WEIGHTS", 2 * 40 * 24)
-    pieces = quantize_weights(plain_weights(problem), problem)
-    taken = [len(call.args[0]) for call in some.call_args_list]
-    assert taken == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2
-    for name, one in vars(whole).items():
-        other = getattr(pieces, name)
-        assert (one is None) == (other is None), name
-        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+    in_chunks = quantize_weights(plain_weights(problem), problem)
+    chunk_sizes = [len(call.args[0]) for call in quantize_rows.call_args_list]
+    assert chunk_sizes == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2
+    for name, tensor in vars(at_once).items():
+        other = getattr(in_chunks, name)
+        assert (tensor is None) == (other is None), name
+        assert tensor is None or torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), (
+            name
+        )
 
 
 @each_scheme
 def test_quantizing_is_idempotent(text: str) -> None:
     problem, weights = make_quantized(text, dtype=torch.float32)
     values = {n: dequantize(*parts_of(weights, n), problem.scheme) for n in ("w1", "w2")}
-    again = quantize_weights(replace(plain_weights(problem), **values), problem)
+    quantized_again = quantize_weights(replace(plain_weights(problem), **values), problem)
     for name, first in values.items():
-        second = dequantize(*parts_of(again, name), problem.scheme)
+        second = dequantize(*parts_of(quantized_again, name), problem.scheme)
         torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-6)
 
 
 @each_scheme
 def test_each_tile_has_its_own_scale(text: str) -> None:
-    """Weights of about 1e-3 next to weights of about 1: their tiles need different scales."""
+    """The first tile has weights of about 1e-3 and all others have weights of about 1, so they need
+    different scales.
+    """
     problem = make_problem(text)
     plain = plain_weights(problem)
     small = plain.w1.clone()
@@ -71,21 +81,21 @@ def test_each_tile_has_its_own_scale(text: str) -> None:
     small[1, :bn, :bk] *= 1e-3  # exactly the first tile of expert 1
     weights = quantize_weights(replace(plain, w1=small), problem)
     got = dequantize(*parts_of(weights, "w1"), problem.scheme)
-    tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
-    assert float((tile - want).norm() / want.norm()) < 0.2
-    other = quantize_weights(plain, problem)
-    rest = dequantize(*parts_of(other, "w1"), problem.scheme)
-    rest[1, :bn, :bk] = tile
-    assert torch.equal(got, rest)
+    first_tile, want = got[1, :bn, :bk], small[1, :bn, :bk]
+    assert float((first_tile - want).norm() / want.norm()) < 0.2
+    unchanged = quantize_weights(plain, problem)
+    expected = dequantize(*parts_of(unchanged, "w1"), problem.scheme)
+    expected[1, :bn, :bk] = first_tile
+    assert torch.equal(got, expected)
 
 
 @each_scheme
 @pytest.mark.parametrize("value", [0.0, 1e-20])
-def test_tiles_of_zeros(text: str, value: float) -> None:
+def test_tiles_of_zeros_stay_zero(text: str, value: float) -> None:
     problem = make_problem(text)
     plain = plain_weights(problem)
-    flat = replace(plain, w1=torch.full_like(plain.w1, value))
-    weights = quantize_weights(flat, problem)
+    constant = replace(plain, w1=torch.full_like(plain.w1, value))
+    weights = quantize_weights(constant, problem)
     got = dequantize(*parts_of(weights, "w1"), problem.scheme)
     assert float(got.abs().max()) <= 1e-10
 
@@ -104,7 +114,7 @@ def test_e2m1_rounds_ties_to_the_even_code() -> None:
 
 def test_e8m0_is_the_smallest_sufficient_power_of_two() -> None:
     problem = Problem(1, 32, 32, 1, 1, quant="mxfp4_w4a16", activation="relu2")
-    for largest, byte in (
+    for max_value, byte in (
         (6.0, 127),
         (7.0, 127),
         (7.01, 128),
@@ -113,35 +123,39 @@ def test_e8m0_is_the_smallest_sufficient_power_of_two() -> None:
         (896.0, 134),
     ):
         w = torch.zeros(1, 32, 32)
-        w[0, :, 5] = -largest
+        w[0, :, 5] = -max_value
         weights = quantize_weights(ExpertWeights(w, w), problem)
         assert weights.w1_scale is not None
-        assert weights.w1_scale.unique().tolist() == [byte], largest
+        assert weights.w1_scale.unique().tolist() == [byte], max_value
 
 
 def test_zero_points_cover_asymmetric_groups() -> None:
-    """Weights in [0, 1] use all sixteen codes; a symmetric scheme would use nine of them."""
+    """With zero points, weights in [0, 1] use all sixteen codes. A symmetric scheme would use only
+    nine of them.
+    """
     problem, symmetric = (
         make_problem(f"int4_w4a16_group:group=16{zeros}") for zeros in (",zero_points=true", "")
     )
     plain = plain_weights(problem)
     plain = replace(plain, w1=plain.w1.abs())
     errors = []
-    for each in (problem, symmetric):
-        got = dequantize(*parts_of(quantize_weights(plain, each), "w1"), each.scheme)
+    for scheme_problem in (problem, symmetric):
+        got = dequantize(
+            *parts_of(quantize_weights(plain, scheme_problem), "w1"), scheme_problem.scheme
+        )
         errors.append(float((got - plain.w1).norm()))
     assert errors[0] < 0.6 * errors[1]
 
 
 @pytest.mark.parametrize("text", ["int8_w8a16_channel", "int4_w4a16_group:group=16"])
-def test_scales_have_the_dtype_of_the_problem(text: str) -> None:
+def test_scales_have_the_requested_dtype(text: str) -> None:
     problem = make_problem(text, dtype=torch.float16)
     weights = quantize_weights(plain_weights(problem), problem, scale_dtype=torch.float16)
     assert weights.w1_scale is not None
     assert weights.w1_scale.dtype == torch.float16
     got = dequantize(*parts_of(weights, "w1"), problem.scheme)
-    step = STEPS[problem.scheme.weight] * 1.01
-    assert float((got - plain_weights(problem).w1).abs().max()) <= step * float(
+    max_error = MAX_RELATIVE_ERROR[problem.scheme.weight] * 1.01
+    assert float((got - plain_weights(problem).w1).abs().max()) <= max_error * float(
         plain_weights(problem).w1.abs().max()
     )
     with pytest.raises(ConfigurationError, match="scale_dtype: got float64, need float32 or"):
@@ -171,16 +185,16 @@ def test_default_dtype_of_scales(text: str, dtype: torch.dtype, default: torch.d
 
 
 def test_codes_are_rounded_with_the_default_scales() -> None:
-    """Scales in bf16 add no error of their own: weights stay within half a step of their scale."""
+    """Codes are rounded relative to the bf16 scales, so weights stay within half a step of them."""
     problem = make_problem("int4_w4a16_group:group=16", dtype=torch.bfloat16)
     plain = plain_weights(problem)
     weights = quantize_weights(plain, problem)
     assert weights.w1_scale is not None
     values = dequantize(*parts_of(weights, "w1"), problem.scheme)
     columns = plain.w1.shape[2]
-    step = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
-    error = (values - plain.w1).abs() / step
-    is_in_range = plain.w1.abs() <= 7 * step
+    max_error = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
+    error = (values - plain.w1).abs() / max_error
+    is_in_range = plain.w1.abs() <= 7 * max_error
     assert float(is_in_range.float().mean()) > 0.9
     assert float(error[is_in_range].max()) <= 0.5001
     assert float(error.max()) <= 0.54

@@ -1,4 +1,4 @@
-"""The torch pairings with every quantized scheme, within the harness's own tolerance."""
+"""The torch pairings pass with every quantized scheme, within the tolerance of the test harness."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoE
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NO_EP = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
-# H and I ragged against every group and block below, and even, so that they can be packed.
+# H and I are not multiples of the groups and blocks below, but even, so that they can be packed.
 BASE = Problem(tokens=19, hidden=42, intermediate=70, experts=5, top_k=2, dtype=torch.bfloat16)
 TEXTS = (
     "fp8_w8a8_tensor",
@@ -77,12 +77,12 @@ CASES: tuple[tuple[Mapping[str, Any], str], ...] = (
 )
 
 
-def inputs_for(problem: Problem, kind: str, seed: int = 0) -> Inputs:
-    """Return the harness's inputs, with weights quantized here."""
+def make_quantized_inputs(problem: Problem, kind: str, seed: int = 0) -> Inputs:
+    """Return the harness's inputs, with weights quantized by `quantize_weights`."""
     plain = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
     weights = plain.weights
     if problem.scheme.static:
-        scales = (static_scale(problem, most, DEVICE) for most in (4.5, 20.0))
+        scales = (static_scale(problem, max_value, DEVICE) for max_value in (4.5, 20.0))
         weights = replace(weights, **dict(zip(("a1_scale", "a2_scale"), scales, strict=True)))
     return replace(plain, weights=quantize_weights(weights, problem))
 
@@ -93,7 +93,7 @@ def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any)
     return kernel(x, inputs.weights, inputs.routing)
 
 
-def judged(out: torch.Tensor, problem: Problem, inputs: Inputs) -> Comparison:
+def compare_with_reference(out: torch.Tensor, problem: Problem, inputs: Inputs) -> Comparison:
     arguments = (inputs.x_TH, inputs.weights, inputs.routing, problem)
     return compare(
         out,
@@ -115,29 +115,31 @@ def test_every_scheme_is_covered_and_declared() -> None:
 @each_scheme
 @each_pair
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*map(str, case[0]), case[1]]))
-def test_within_tolerance(text: str, pair: tuple[str, str], case: tuple[Any, str]) -> None:
+def test_outputs_are_within_tolerance(
+    text: str, pair: tuple[str, str], case: tuple[Any, str]
+) -> None:
     changes, kind = case
     problem = replace(BASE, quant=text, **changes)
-    inputs = inputs_for(problem, kind)
-    found = judged(run(pair, problem, inputs), problem, inputs)
-    assert found.ok, found.problems
+    inputs = make_quantized_inputs(problem, kind)
+    comparison = compare_with_reference(run(pair, problem, inputs), problem, inputs)
+    assert comparison.ok, comparison.problems
 
 
 @each_scheme
-def test_both_pairings_agree(text: str) -> None:
-    """They round the same values in the same places; only sums differ, and roundings of those."""
+def test_outputs_of_both_pairings_agree(text: str) -> None:
+    """They round the same values. Only the order of sums differs."""
     problem = replace(BASE, quant=text, dtype=torch.float32)
-    inputs = inputs_for(problem, "duplicates")
-    one, other = (run(pair, problem, inputs) for pair in (NO_EP, BATCHED))
-    assert float((one - other).norm() / one.norm()) < 3e-3
+    inputs = make_quantized_inputs(problem, "duplicates")
+    standard, batched = (run(pair, problem, inputs) for pair in (NO_EP, BATCHED))
+    assert float((standard - batched).norm() / standard.norm()) < 3e-3
 
 
 @each_full
 @each_pair
-def test_dispatched_scales(text: str, pair: tuple[str, str]) -> None:
-    """The scales that experts receive: the layout of `Dispatched`, and the values of x."""
+def test_dispatched_rows_have_scales(text: str, pair: tuple[str, str]) -> None:
+    """Checks the layout of the scales that experts receive, and that rows times scales equal x."""
     problem = replace(BASE, quant=text)
-    inputs = inputs_for(problem, "uniform")
+    inputs = make_quantized_inputs(problem, "uniform")
     kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
     workspace = Workspace(kernel.workspace_specs(19), DEVICE, poison=True)
     counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -146,20 +148,22 @@ def test_dispatched_scales(text: str, pair: tuple[str, str]) -> None:
     )
     workspace.check_red_zones()
     scheme, scale = problem.scheme, tokens.scale
-    largest = float(inputs.x_TH.abs().max())
+    max_x = float(inputs.x_TH.abs().max())
     groups = -(-42 // scheme.group[1]) if scheme.granularity == "block" else 1
-    lead = (19,) if isinstance(tokens, ContiguousTokens) else (5, 19)
-    one = scheme.activation_granularity == "tensor"
+    leading_shape = (19,) if isinstance(tokens, ContiguousTokens) else (5, 19)
+    has_single_scale = scheme.activation_granularity == "tensor"
     assert scale is not None
-    assert scale.shape == ((1,) if one else (*lead, groups))
+    assert scale.shape == ((1,) if has_single_scale else (*leading_shape, groups))
     assert scale.dtype == torch.float32
     assert scale.is_contiguous()
     assert (scale is inputs.weights.a1_scale) == scheme.static
     for token in range(19):
         for row, row_scale in _rows_of(token, tokens, inputs.routing):
-            wide = row_scale.repeat_interleave(-(-42 // groups) if one else _width(scheme))[:42]
-            error = (row.float() * wide - inputs.x_TH[token].float()).abs().max()
-            assert float(error) <= 0.05 * largest  # fp8's half step: a 28th of the largest value
+            scale_per_column = row_scale.repeat_interleave(
+                -(-42 // groups) if has_single_scale else _width(scheme)
+            )[:42]
+            error = (row.float() * scale_per_column - inputs.x_TH[token].float()).abs().max()
+            assert float(error) <= 0.05 * max_x  # half a step of fp8 is a 28th of the maximum
 
 
 def _width(scheme: QuantScheme) -> int:
@@ -167,88 +171,93 @@ def _width(scheme: QuantScheme) -> int:
 
 
 def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any, Any]]:
-    """Return every row to which a token was dispatched, and its scales."""
+    """Return every row to which a token was dispatched, with its scale."""
     scale = tokens.scale
     assert scale is not None
     if isinstance(tokens, ContiguousTokens):
         return [(tokens.x_TH[token], scale if scale.dim() == 1 else scale[token])]
-    found = []
+    rows_and_scales = []
     for expert in set(routing.topk_ids_TK[token].tolist()):
         earlier = (routing.topk_ids_TK[:token] == expert).any(1)
-        place = int(earlier.sum())
-        rows = scale if scale.dim() == 1 else scale[expert, place]
-        found.append((tokens.x_eCH[expert, place], rows))
-    return found
+        slot = int(earlier.sum())
+        row_scale = scale if scale.dim() == 1 else scale[expert, slot]
+        rows_and_scales.append((tokens.x_eCH[expert, slot], row_scale))
+    return rows_and_scales
 
 
 @each_full
-def test_the_weight_of_a_skipped_token_does_not_change_scales(text: str) -> None:
-    """With weights on the input, they multiply what is quantized; that of a skipped token is not
-    used.
-    """
+def test_weights_of_skipped_tokens_do_not_change_scales(text: str) -> None:
+    """Router weights on the input multiply the values that are quantized."""
     changes = {"apply_router_weight_on_input": True, "top_k": 1, "dtype": torch.float32}
     problem = replace(BASE, quant=text, **changes)
-    inputs = inputs_for(problem, "uniform")
+    inputs = make_quantized_inputs(problem, "uniform")
     ids, weights = inputs.routing.topk_ids_TK.clone(), inputs.routing.topk_weights_TK.clone()
     ids[[2, 5]] = -1
-    tame = run(BATCHED, problem, replace(inputs, routing=Routing(weights.clone(), ids)))
+    with_normal_weights = run(
+        BATCHED, problem, replace(inputs, routing=Routing(weights.clone(), ids))
+    )
     weights[2], weights[5] = float("nan"), 1e6
-    wild = run(BATCHED, problem, replace(inputs, routing=Routing(weights, ids)))
-    assert torch.equal(wild, tame)
+    with_extreme_weights = run(BATCHED, problem, replace(inputs, routing=Routing(weights, ids)))
+    assert torch.equal(with_extreme_weights, with_normal_weights)
 
 
 @each_pair
-def test_a_scale_per_tensor_of_h_is_common_to_all_experts(pair: tuple[str, str]) -> None:
-    """Expert 1's h is so much smaller than expert 0's that it is quantized to zero."""
+def test_per_tensor_scale_of_h_is_common_to_all_experts(pair: tuple[str, str]) -> None:
+    """The h of expert 1 is so much smaller than that of expert 0 that it is quantized to zero."""
     changes = {"tokens": 2, "top_k": 1, "experts": 2, "dtype": torch.float32}
     problem = replace(BASE, quant="fp8_w8a8_tensor", activation="relu2", **changes)
-    inputs = inputs_for(problem, "uniform")
+    inputs = make_quantized_inputs(problem, "uniform")
     weights, x = inputs.weights, inputs.x_TH.clone()
     assert weights.w1_scale is not None
     x[1] = x[0]
-    small = weights.w1_scale * torch.tensor([1.0, 1e-4], device=DEVICE)
+    w1_scale = weights.w1_scale * torch.tensor([1.0, 1e-4], device=DEVICE)
     ids = torch.tensor([[0], [1]], dtype=torch.int32, device=DEVICE)
     routing = Routing(inputs.routing.topk_weights_TK, ids)
-    inputs = Inputs(x, replace(weights, w1_scale=small), routing)
+    inputs = Inputs(x, replace(weights, w1_scale=w1_scale), routing)
     together = run(pair, problem, inputs)
     assert together[0].any()
     assert not together[1].any()
-    alone = replace(inputs, routing=Routing(routing.topk_weights_TK, ids.masked_fill(ids == 0, -1)))
-    assert run(pair, problem, alone)[1].any()
+    only_expert_1 = replace(
+        inputs, routing=Routing(routing.topk_weights_TK, ids.masked_fill(ids == 0, -1))
+    )
+    assert run(pair, problem, only_expert_1)[1].any()
 
 
 @each_scheme
 @pytest.mark.parametrize("tokens", [7, 8, 17])
-def test_chunks(text: str, tokens: int) -> None:
-    """A scale per tensor is common to all chunks; one per token is not."""
+def test_chunked_calls_are_within_tolerance(text: str, tokens: int) -> None:
+    """All chunks share a per-tensor scale, but not per-token scales."""
     problem = replace(BASE, quant=text, tokens=tokens, chunk_tokens=8)
-    inputs = inputs_for(problem, "skips")
-    found = judged(run(NO_EP, problem, inputs), problem, inputs)
-    assert found.ok, found.problems
+    inputs = make_quantized_inputs(problem, "skips")
+    comparison = compare_with_reference(run(NO_EP, problem, inputs), problem, inputs)
+    assert comparison.ok, comparison.problems
 
 
 @pytest.mark.share(3)
 @each_scheme
 @each_pair
-def test_plans_and_repeats_are_equal(text: str, pair: tuple[str, str]) -> None:
+def test_plans_and_repeated_calls_are_equal(text: str, pair: tuple[str, str]) -> None:
     problem = replace(BASE, quant=text)
-    inputs, other = inputs_for(problem, "skips"), inputs_for(problem, "uniform", seed=1)
+    inputs, other = (
+        make_quantized_inputs(problem, "skips"),
+        make_quantized_inputs(problem, "uniform", seed=1),
+    )
     kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
     first = kernel(inputs.x_TH, inputs.weights, inputs.routing)
     plan = kernel.plan()
     plan(other.x_TH, other.weights, other.routing)
     assert torch.equal(plan(inputs.x_TH, inputs.weights, inputs.routing), first)
     assert torch.equal(kernel(inputs.x_TH, inputs.weights, inputs.routing), first)
-    few = kernel(inputs.x_TH[:3], inputs.weights, _first(inputs.routing, 3))
-    assert torch.equal(plan(inputs.x_TH[:3], inputs.weights, _first(inputs.routing, 3)), few)
+    few = kernel(inputs.x_TH[:3], inputs.weights, _first_tokens(inputs.routing, 3))
+    assert torch.equal(plan(inputs.x_TH[:3], inputs.weights, _first_tokens(inputs.routing, 3)), few)
 
 
-def _first(routing: Routing, tokens: int) -> Routing:
+def _first_tokens(routing: Routing, tokens: int) -> Routing:
     return Routing(routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens])
 
 
-class Quantizers(TorchExperts):
-    """Experts that receive unquantized activations and quantize them."""
+class QuantizingExperts(TorchExperts):
+    """Receives unquantized activations and quantizes them."""
 
     requires: ExpertsRequirements = replace(TorchExperts.requires, quantizes_input=True)
 
@@ -263,16 +272,16 @@ class Quantizers(TorchExperts):
 
 
 @each_full
-def test_quantization_left_to_the_experts(text: str) -> None:
+def test_experts_may_quantize_activations(text: str) -> None:
     problem = replace(BASE, quant=text)
-    inputs = inputs_for(problem, "uniform")
-    parts = MoEPrepareAndFinalizeNoEP(problem), Quantizers(problem)
+    inputs = make_quantized_inputs(problem, "uniform")
+    parts = MoEPrepareAndFinalizeNoEP(problem), QuantizingExperts(problem)
     kernel = FusedMoEModularKernel(*parts, machine=this_machine())
     out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
-    found = judged(out, problem, inputs)
-    assert found.ok, found.problems
-    left_to_them = replace(NaiveBatchedExperts.requires, quantizes_input=True)
-    batched = type("Batched", (NaiveBatchedExperts,), {"requires": left_to_them})
+    comparison = compare_with_reference(out, problem, inputs)
+    assert comparison.ok, comparison.problems
+    quantizes_input = replace(NaiveBatchedExperts.requires, quantizes_input=True)
+    batched = type("Batched", (NaiveBatchedExperts,), {"requires": quantizes_input})
     verdict = check(BatchedPrepareAndFinalize, batched, problem)
     assert [r.rule for r in verdict.rejections] == ["dispatch_quant"]
 
@@ -282,7 +291,7 @@ def test_random_inputs_are_quantized(text: str) -> None:
     problem = replace(BASE, quant=text)
     x, weights, routing = random_inputs(problem, DEVICE)
     out = run(NO_EP, problem, Inputs(x, weights, routing))
-    assert judged(out, problem, Inputs(x, weights, routing)).ok
+    assert compare_with_reference(out, problem, Inputs(x, weights, routing)).ok
 
 
 def test_odd_rows_are_refused_before_construction() -> None:
@@ -291,11 +300,11 @@ def test_odd_rows_are_refused_before_construction() -> None:
     assert [r.rule for r in verdict.rejections] == ["packing"]
 
 
-def test_weights_may_be_strided() -> None:
+def test_strided_weights_give_equal_outputs() -> None:
     problem = replace(BASE, quant="int4_w4a16_group:group=32")
-    inputs = inputs_for(problem, "uniform")
-    w: ExpertWeights = inputs.weights
-    strided = replace(w, w1=w.w1.mT.contiguous().mT, w2=w.w2.mT.contiguous().mT)
+    inputs = make_quantized_inputs(problem, "uniform")
+    weights: ExpertWeights = inputs.weights
+    strided = replace(weights, w1=weights.w1.mT.contiguous().mT, w2=weights.w2.mT.contiguous().mT)
     want = run(NO_EP, problem, inputs)
     assert torch.equal(run(NO_EP, problem, replace(inputs, weights=strided)), want)
 
@@ -310,10 +319,10 @@ def test_weights_may_be_strided() -> None:
         ("none", (8, 0), False),
     ],
 )
-def test_float8_needs_a_gpu_that_converts_to_it(
+def test_float8_requires_a_gpu_that_supports_it(
     part: Any, quant: str, arch: tuple[int, int], refused: bool
 ) -> None:
     problem = Problem(2, 64, 64, 2, 1, quant=quant)
-    found = part.extra_rejections(problem, Machine("cuda", arch))
-    assert [r.rule for r in found] == (["arch"] if refused else [])
+    rejections = part.extra_rejections(problem, Machine("cuda", arch))
+    assert [r.rule for r in rejections] == (["arch"] if refused else [])
     assert part.extra_rejections(problem, Machine("cpu")) == ()

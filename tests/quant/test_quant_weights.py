@@ -1,4 +1,4 @@
-"""Quantized weights: the required tensors, and what is refused."""
+"""Tensors that quantized weights require, and weights that are refused."""
 
 from dataclasses import replace
 
@@ -30,16 +30,22 @@ from modular_kernel.quant.quantized_weights import (
 )
 from modular_kernel.spec.quantization import QuantScheme
 
-# Those of test_nvfp4, test_nvfp4_activations and test_act_order.
-ELSEWHERE = {"none", "nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16_act_order", "int8_w8a16_act_order"}
+# Schemes covered by test_nvfp4, test_nvfp4_activations and test_act_order.
+COVERED_ELSEWHERE = {
+    "none",
+    "nvfp4_w4a16",
+    "nvfp4_w4a4",
+    "int4_w4a16_act_order",
+    "int8_w8a16_act_order",
+}
 
 
 def test_every_scheme_is_covered() -> None:
-    assert {QuantScheme.parse(text).name for text in SPECS} == SCHEMES - ELSEWHERE
+    assert {QuantScheme.parse(text).name for text in SPECS} == SCHEMES - COVERED_ELSEWHERE
 
 
 @each_scheme
-def test_specs(text: str) -> None:
+def test_weight_specs_have_the_expected_shapes_and_dtypes(text: str) -> None:
     shapes, (stored, scale) = SPECS[text]
     names = ("w1", "w1_scale", "w1_zero_point", "w2", "w2_scale", "w2_zero_point")
     dtypes = (stored, scale, BYTE) * 2
@@ -50,7 +56,7 @@ def test_specs(text: str) -> None:
     assert {name: (spec.shape, spec.dtypes) for name, spec in specs.items()} == want
 
 
-def test_specs_of_unquantized_and_ungated_weights() -> None:
+def test_weight_specs_of_unquantized_and_ungated_weights() -> None:
     specs = weight_specs(replace(BASE, activation="relu2"))
     assert {name: (s.shape, s.dtypes) for name, s in specs.items()} == {
         "w1": ((3, 24, 40), (torch.bfloat16,)),
@@ -91,14 +97,14 @@ def test_odd_rows_of_bytes_are_accepted() -> None:
 def test_quantize_weights_keeps_other_fields() -> None:
     problem = make_problem("fp8_w8a8_tensor:static=true", bias=True, expert_map=True)
     plain = plain_weights(problem)
-    b1, b2, where = torch.ones(3, 48), torch.ones(3, 40), torch.arange(3, dtype=torch.int32)
-    plain = replace(plain, b1=b1, b2=b2, expert_map=where)
+    b1, b2, expert_map = torch.ones(3, 48), torch.ones(3, 40), torch.arange(3, dtype=torch.int32)
+    plain = replace(plain, b1=b1, b2=b2, expert_map=expert_map)
     weights = quantize_weights(plain, problem)
-    assert (weights.b1, weights.b2, weights.expert_map) == (b1, b2, where)
+    assert (weights.b1, weights.b2, weights.expert_map) == (b1, b2, expert_map)
     assert weights.a1_scale is plain.a1_scale
     transposed = replace(plain, w1=plain.w1.mT.contiguous().mT, w2=plain.w2.mT.contiguous().mT)
-    again = quantize_weights(transposed, problem)
-    assert torch.equal(again.w1.view(torch.uint8), weights.w1.view(torch.uint8))
+    from_strided = quantize_weights(transposed, problem)
+    assert torch.equal(from_strided.w1.view(torch.uint8), weights.w1.view(torch.uint8))
 
 
 def test_quantize_weights_refuses_wrong_arguments() -> None:
@@ -114,11 +120,12 @@ def test_quantize_weights_refuses_wrong_arguments() -> None:
         quantize_weights(plain, make_problem("fp8_w8a8_tensor:static=true"))
 
 
-# Row 5 of expert 1 in w1 begins with the value.
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @each_scheme
 def test_quantized_nan_is_nan(text: str, value: float) -> None:
-    """All values with the same scale are NaN or infinite. All others do not change."""
+    """The first value of row 5 of expert 1 in w1 is NaN or infinite. Values with the same scale
+    become NaN or infinite, and no other value changes.
+    """
     problem = make_problem(text)
     plain = plain_weights(problem)
     expected = dequantize_weights(quantize_weights(plain, problem), "w1", problem)

@@ -1,4 +1,4 @@
-"""The reference itself, against values computed by hand and a loop over single values."""
+"""The references, compared with values computed by hand and with a loop over single values."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,8 @@ from modular_kernel.testing.cases.lists import BASE, list_axis_variants
 CPU = torch.device("cpu")
 SMALL = replace(BASE, tokens=5, hidden=6, intermediate=4)
 
-# (gate, up), and the value by each rule: worked with the math library, printed in full.
+# Points (gate, up), and the values of each activation at these points, computed with the math
+# library.
 POINTS = ((1.0, 2.0), (-3.0, 0.5), (9.0, -9.0))
 VALUES = {
     "silu": (1.4621171572600098, -0.07113880976635018, -80.99000503934512),
@@ -42,10 +43,10 @@ VALUES = {
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("text", VALUES)
-def test_activations_by_hand(text: str, interleaved: bool) -> None:
+def test_activations_equal_values_computed_by_hand(text: str, interleaved: bool) -> None:
     spec = replace(ActivationSpec.parse(text), interleaved=interleaved)
     points = torch.tensor(POINTS, dtype=torch.float64)
-    # One row with all three points: gates first, then ups; or gate, up, gate, up, ...
+    # One row with all three points: first gates and then ups, or interleaved.
     row = points.flatten() if interleaved else points.T.flatten()
     got = reference.activation(row[None], spec)
     torch.testing.assert_close(
@@ -53,14 +54,15 @@ def test_activations_by_hand(text: str, interleaved: bool) -> None:
     )
 
 
-def test_relu2_by_hand() -> None:
+def test_relu2_equals_values_computed_by_hand() -> None:
     value = torch.tensor([[-3.0, 0.0, 0.5, 9.0]], dtype=torch.float64)
     assert reference.activation(value, ActivationSpec("relu2")).tolist() == [[0, 0, 0.25, 81]]
 
 
-def worked(scale: float = 1.0) -> tuple[Problem, Inputs]:
-    """Return one token of two values and two experts with I = 1, small enough to compute by
-    hand."""
+def make_small_layer(scale: float = 1.0) -> tuple[Problem, Inputs]:
+    """Return one token with two values and two experts with I = 1, small enough to compute by
+    hand.
+    """
     problem = Problem(
         1, 2, 1, 2, 2, dtype=torch.float32, routed_scaling_factor=scale, activation="silu"
     )
@@ -78,12 +80,12 @@ def rounded_reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
     return reference.rounded_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
 
 
-def test_a_layer_by_hand() -> None:
-    """Expert 0: silu(1) * 2, times (1, 2). Expert 1: silu(2) * 1, times (3, -1)."""
-    one, two = 1.4621171572600098, 1.7615941559557649
-    rows = [[one, 2 * one], [3 * two, -two]]
+def test_small_layer_equals_values_computed_by_hand() -> None:
+    """Expert 0 gives silu(1) * 2 times (1, 2), and expert 1 gives silu(2) * 1 times (3, -1)."""
+    h_0, h_1 = 1.4621171572600098, 1.7615941559557649
+    rows = [[h_0, 2 * h_0], [3 * h_1, -h_1]]
     sums = [0.25 * a + 0.5 * b for a, b in zip(*rows, strict=True)]
-    problem, inputs = worked(scale=2.0)
+    problem, inputs = make_small_layer(scale=2.0)
     unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
     weighted = replace(problem, combine=Combine.TOPK_WEIGHTED)
     want = torch.tensor(rows, dtype=torch.float64)
@@ -97,27 +99,27 @@ def test_a_layer_by_hand() -> None:
     )
 
 
-def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
+def activation_value(gate: float, up: float, spec: ActivationSpec) -> float:
     """Return one value of an activation, computed from the table in ActivationSpec."""
-    sigmoid = lambda v: 1 / (1 + math.exp(-v))  # noqa: E731
-    clip = lambda v: max(-limit, min(limit, v))  # noqa: E731
+    sigmoid = lambda gate_up: 1 / (1 + math.exp(-gate_up))  # noqa: E731
+    clip = lambda gate_up: max(-limit, min(limit, gate_up))  # noqa: E731
     limit, alpha = spec.limit or 0.0, spec.alpha or 0.0
     match spec.kind:
         case "silu":
             return gate * sigmoid(gate) * up
         case "gelu" | "gelu_tanh" if spec.limit:
-            free = ActivationSpec(spec.kind)
-            return act_of(min(gate, limit), clip(up), free)
+            without_limit = ActivationSpec(spec.kind)
+            return activation_value(min(gate, limit), clip(up), without_limit)
         case "gelu":
             return gate * (1 + math.erf(gate / math.sqrt(2))) / 2 * up
         case "gelu_tanh":
             cubic = gate + 0.044715 * gate * gate * gate
             return gate * (1 + math.tanh(math.sqrt(2 / math.pi) * cubic)) / 2 * up
         case "situ":
-            held = limit * math.tanh(up / limit) if limit else up
-            return alpha * math.tanh(gate / alpha) * sigmoid(gate) * held
+            soft_clamped_up = limit * math.tanh(up / limit) if limit else up
+            return alpha * math.tanh(gate / alpha) * sigmoid(gate) * soft_clamped_up
         case "silu_no_mul" | "gelu_no_mul" | "gelu_tanh_no_mul":
-            return act_of(gate, 1.0, ActivationSpec(spec.kind.removesuffix("_no_mul")))
+            return activation_value(gate, 1.0, ActivationSpec(spec.kind.removesuffix("_no_mul")))
         case "swiglu_oai":
             low = min(gate, limit)
             return low * sigmoid(alpha * low) * (clip(up) + 1)
@@ -129,68 +131,76 @@ def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
     raise AssertionError(spec.kind)
 
 
-def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float] | None:
-    """Return the row of one (token, slot) pair, one value at a time, or None if it is skipped."""
-    w, spec = inputs.weights, problem.act
-    expert = int(inputs.routing.topk_ids_TK[t, k])
+def pair_row(token: int, slot: int, problem: Problem, inputs: Inputs) -> list[float] | None:
+    """Return the row of one pair (token, slot), computed value by value, or None if it is
+    skipped.
+    """
+    weights, spec = inputs.weights, problem.act
+    expert = int(inputs.routing.topk_ids_TK[token, slot])
     if not 0 <= expert < problem.experts:
         return None
-    if w.expert_map is not None:
-        expert = int(w.expert_map[expert])
-    if not 0 <= expert < len(w.w1):
+    if weights.expert_map is not None:
+        expert = int(weights.expert_map[expert])
+    if not 0 <= expert < len(weights.w1):
         return None
     factor = 1.0
     if problem.apply_router_weight_on_input:
-        factor = float(inputs.routing.topk_weights_TK[t, k])
-    x = [factor * value for value in inputs.x_TH[t].tolist()]
-    w1, w2 = w.w1[expert].tolist(), w.w2[expert].tolist()
-    b1 = [0.0] * len(w1) if w.b1 is None else w.b1[expert].tolist()
-    b2 = [0.0] * len(w2) if w.b2 is None else w.b2[expert].tolist()
-    v = [b + sum(p * q for p, q in zip(row, x, strict=True)) for row, b in zip(w1, b1, strict=True)]
+        factor = float(inputs.routing.topk_weights_TK[token, slot])
+    x = [factor * value for value in inputs.x_TH[token].tolist()]
+    w1, w2 = weights.w1[expert].tolist(), weights.w2[expert].tolist()
+    b1 = [0.0] * len(w1) if weights.b1 is None else weights.b1[expert].tolist()
+    b2 = [0.0] * len(w2) if weights.b2 is None else weights.b2[expert].tolist()
+    gate_up = [
+        b + sum(p * q for p, q in zip(row, x, strict=True)) for row, b in zip(w1, b1, strict=True)
+    ]
     size = problem.intermediate
     if spec.kind == "relu2":
-        h = [max(value, 0.0) ** 2 for value in v]
+        h = [max(value, 0.0) ** 2 for value in gate_up]
     elif not spec.gated:
-        h = [act_of(value, 1.0, spec) for value in v]
+        h = [activation_value(value, 1.0, spec) for value in gate_up]
     elif spec.interleaved:
-        h = [act_of(v[2 * i], v[2 * i + 1], spec) for i in range(size)]
+        h = [activation_value(gate_up[2 * i], gate_up[2 * i + 1], spec) for i in range(size)]
     else:
-        h = [act_of(v[i], v[size + i], spec) for i in range(size)]
+        h = [activation_value(gate_up[i], gate_up[size + i], spec) for i in range(size)]
     return [
         b + sum(p * q for p, q in zip(row, h, strict=True)) for row, b in zip(w2, b2, strict=True)
     ]
 
 
-def with_plain_weights(problem: Problem, inputs: Inputs) -> Inputs:
-    """Return the same inputs with dequantized weights in float32."""
-    w = inputs.weights
+def dequantize_inputs(problem: Problem, inputs: Inputs) -> Inputs:
+    """Return the same inputs with weights dequantized to float32."""
+    weights = inputs.weights
     if not problem.scheme.quantized:
         return inputs
-    w1 = dequantize(w.w1, unless_none(w.w1_scale), w.w1_zero_point, problem.scheme)
-    w2 = dequantize(w.w2, unless_none(w.w2_scale), w.w2_zero_point, problem.scheme)
-    return replace(inputs, weights=replace(w, w1=w1, w2=w2))
+    w1 = dequantize(
+        weights.w1, assert_not_none(weights.w1_scale), weights.w1_zero_point, problem.scheme
+    )
+    w2 = dequantize(
+        weights.w2, assert_not_none(weights.w2_scale), weights.w2_zero_point, problem.scheme
+    )
+    return replace(inputs, weights=replace(weights, w1=w1, w2=w2))
 
 
-def unless_none(scale: torch.Tensor | None) -> torch.Tensor:
+def assert_not_none(scale: torch.Tensor | None) -> torch.Tensor:
     assert scale is not None
     return scale
 
 
-def naive(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """Return the layer's output, pair by pair, in Python floats."""
-    inputs = with_plain_weights(problem, inputs)
+def loop_over_pairs(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """Return the layer's output, computed pair by pair in Python floats."""
+    inputs = dequantize_inputs(problem, inputs)
     tokens, top_k = inputs.routing.topk_ids_TK.shape
     out = []
-    for t in range(tokens):
+    for token in range(tokens):
         rows = []
-        for k in range(top_k):
-            row = pair_row(t, k, problem, inputs)
-            if row is None:  # its weight may be anything
+        for slot in range(top_k):
+            row = pair_row(token, slot, problem, inputs)
+            if row is None:  # the weight of a skipped pair may be NaN
                 rows.append([0.0] * problem.hidden)
                 continue
             weight = problem.routed_scaling_factor
             if not problem.apply_router_weight_on_input:
-                weight *= float(inputs.routing.topk_weights_TK[t, k])
+                weight *= float(inputs.routing.topk_weights_TK[token, slot])
             if problem.combine is Combine.TOPK_UNWEIGHTED:
                 weight = 1.0
             rows.append([weight * value for value in row])
@@ -199,10 +209,10 @@ def naive(problem: Problem, inputs: Inputs) -> torch.Tensor:
     return torch.tensor(out, dtype=torch.float64).reshape(tokens, *problem.output_shape[1:])
 
 
-def shrunk() -> list[tuple[Problem, str]]:
-    """Return every case of the matrix, with sizes that are feasible for Python loops."""
+def list_small_cases() -> list[tuple[Problem, str]]:
+    """Return every variant of the matrix, with sizes that are feasible for Python loops."""
     size = {"tokens": 5, "hidden": 6, "intermediate": 4}
-    # See test_quant_reference and test_adapters for the others.
+    # test_quant_reference and test_adapters cover quantized layers and LoRA adapters.
     plain = [
         (p, r) for p, r in list_axis_variants(BASE) if not p.scheme.quantized and p.adapters is None
     ]
@@ -210,17 +220,19 @@ def shrunk() -> list[tuple[Problem, str]]:
     return list(dict.fromkeys(cases))
 
 
-@pytest.mark.parametrize(("problem", "routing"), shrunk(), ids=[f"{p}-{r}" for p, r in shrunk()])
-def test_the_float64_reference_equals_the_naive_loop(problem: Problem, routing: str) -> None:
+@pytest.mark.parametrize(
+    ("problem", "routing"), list_small_cases(), ids=[f"{p}-{r}" for p, r in list_small_cases()]
+)
+def test_the_float64_reference_equals_a_loop_over_pairs(problem: Problem, routing: str) -> None:
     # The loop reads quantized weights as float32 values, the float64 reference as float64 ones.
     rtol, atol = (1e-5, 1e-6) if problem.scheme.quantized else (1e-12, 1e-13)
     for strided in (False, True):
         inputs = make_inputs(problem, routing, CPU, strided=strided)
-        exact, looped = float64_reference(problem, inputs), naive(problem, inputs)
+        exact, looped = float64_reference(problem, inputs), loop_over_pairs(problem, inputs)
         torch.testing.assert_close(exact, looped, rtol=rtol, atol=atol)
 
 
-def relative(problem: Problem) -> float:
+def rounded_reference_error(problem: Problem) -> float:
     """Return the relative root mean square error of the rounded reference."""
     inputs = make_inputs(problem, "uniform", CPU)
     exact = float64_reference(problem, inputs)
@@ -235,21 +247,21 @@ def relative(problem: Problem) -> float:
         (torch.bfloat16, 1.5e-3, 6e-3),
     ],
 )
-def test_the_error_of_the_rounded_reference_is_that_of_its_dtype(
+def test_error_of_the_rounded_reference_depends_on_the_dtype(
     dtype: torch.dtype, low: float, high: float
 ) -> None:
     problem = replace(BASE, tokens=64, hidden=128, intermediate=128, dtype=dtype)
-    assert low < relative(problem) < high
+    assert low < rounded_reference_error(problem) < high
 
 
-def test_the_error_of_the_tf32_rounded_reference_is_that_of_a_10_bit_mantissa() -> None:
-    """Truncation, unlike rounding, makes every product slightly smaller: 2e-3 in total."""
+def test_error_of_the_tf32_rounded_reference_equals_10_mantissa_bits() -> None:
+    """tf32 truncates, so every product is slightly too small and the total error is 2e-3."""
     problem = replace(BASE, tokens=64, hidden=128, intermediate=128, fp32_precision="tf32")
-    assert 1e-3 < relative(problem) < 4e-3
-    half = replace(problem, dtype=torch.float16)  # tf32 speaks of float32 operands only
-    inputs = make_inputs(half, "uniform", CPU)
-    ieee = replace(half, fp32_precision="ieee")
-    assert torch.equal(rounded_reference(half, inputs), rounded_reference(ieee, inputs))
+    assert 1e-3 < rounded_reference_error(problem) < 4e-3
+    float16_problem = replace(problem, dtype=torch.float16)  # tf32 applies only to float32 operands
+    inputs = make_inputs(float16_problem, "uniform", CPU)
+    ieee = replace(float16_problem, fp32_precision="ieee")
+    assert torch.equal(rounded_reference(float16_problem, inputs), rounded_reference(ieee, inputs))
 
 
 def test_rounded_reference_rounds_to_the_dtype_at_the_end() -> None:
@@ -274,8 +286,8 @@ def test_inputs_are_not_changed() -> None:
         torch.testing.assert_close(tensor, same, rtol=0, atol=0, equal_nan=True)
 
 
-class AsOnAGpu(TorchDispatchMode):
-    """Divides by a number as torch does on a GPU, by multiplying with its reciprocal."""
+class DivideAsOnGpu(TorchDispatchMode):
+    """Divides by a number as torch does on a GPU: by multiplying with its reciprocal."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
@@ -286,10 +298,13 @@ class AsOnAGpu(TorchDispatchMode):
 @pytest.mark.parametrize("quant", ["fp8_w8a8_block", "fp8_w8a8_channel"])
 def test_the_rounded_reference_is_the_same_on_a_gpu(quant: str) -> None:
     """Scales that differ by an ulp round ties differently, and ties are frequent among bf16
-    values."""
+    values.
+    """
     problem = replace(BASE, tokens=32, hidden=256, dtype=torch.bfloat16, quant=quant)
-    given = make_inputs(problem, "uniform", CPU)
-    here = reference.rounded_reference(given.x_TH, given.weights, given.routing, problem)
-    with AsOnAGpu():
-        there = reference.rounded_reference(given.x_TH, given.weights, given.routing, problem)
-    assert torch.equal(here, there)
+    inputs = make_inputs(problem, "uniform", CPU)
+    on_cpu = reference.rounded_reference(inputs.x_TH, inputs.weights, inputs.routing, problem)
+    with DivideAsOnGpu():
+        as_on_gpu = reference.rounded_reference(
+            inputs.x_TH, inputs.weights, inputs.routing, problem
+        )
+    assert torch.equal(on_cpu, as_on_gpu)

@@ -1,5 +1,6 @@
-"""e2m1 weights in the order that kernels unpack fastest: round trips, and the contents of a
-word."""
+"""e2m1 weights repacked into the order that kernels unpack fastest: round trips and the contents of
+words.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,65 +23,65 @@ REPACKED = replace(PLAIN, quant="mxfp4_w4a16:repacked=true")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def weights(*shape: int) -> torch.Tensor:
+def random_codes(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def codes(w_eNK: torch.Tensor) -> torch.Tensor:
+def unpack_nibbles(w_eNK: torch.Tensor) -> torch.Tensor:
     """Return the nibbles of each row in order of k."""
     return torch.stack([w_eNK & 15, w_eNK >> 4], 3).flatten(2)
 
 
-def test_round_trip() -> None:
-    w = weights(3, 5, 64)
+def test_unrepack_inverts_repack() -> None:
+    w = random_codes(3, 5, 64)
     packed = repack(w)
     assert not torch.equal(packed, w)
     assert torch.equal(unrepack(packed), w)
 
 
-def test_bits_are_where_the_reference_reads_them() -> None:
-    w = weights(2, 7, 36)
+def test_repacked_bits_are_read_by_unpack_codes() -> None:
+    w = random_codes(2, 7, 36)
     n, k = torch.arange(7)[:, None], torch.arange(72)[None, :]
-    for stored, expected in zip(repack(w), codes(w), strict=True):
+    for stored, expected in zip(repack(w), unpack_nibbles(w), strict=True):
         assert torch.equal(unpack_codes(stored, n, k, REPACKED.scheme), expected.long())
 
 
 def test_words_unpack_to_pairs_of_bf16() -> None:
-    """Values 2i and 2i + 1 in the halves of register i, times 2^-126."""
-    w = weights(1, 16, 64)
+    """Register i has values 2i and 2i + 1 in its halves, multiplied by 2^-126."""
+    w = random_codes(1, 16, 64)
     words = repack(w).view(torch.int32).long() & 0xFFFFFFFF
     pairs = torch.stack(unpack_words(words), 3)
     bits = torch.stack([pairs & 0xFFFF, pairs >> 16], 4).flatten(2).to(torch.int32)
     found = (bits << 16).view(torch.float32).double() * 2.0**126
-    code = codes(w).long()
+    code = unpack_nibbles(w).long()
     expected = torch.where(code < 8, E2M1[code & 7], -E2M1[code & 7])
     assert torch.equal(found, expected.double())
 
 
-def test_repacking_in_place() -> None:
-    w = weights(2, 3, 16)
-    expected, back = repack(w), w.clone()
+def test_repack_writes_in_place() -> None:
+    w = random_codes(2, 3, 16)
+    expected, original = repack(w), w.clone()
     assert repack(w, out=w) is w
     assert torch.equal(w, expected)
     unrepack(w, out=w)
-    assert torch.equal(w, back)
+    assert torch.equal(w, original)
 
 
-def test_any_strides() -> None:
-    """Rows that start inside words, and values of a row with gaps."""
-    w = weights(2, 3, 16)
+def test_strided_weights_are_repacked() -> None:
+    """Rows can start inside words, and the values of a row can have gaps."""
+    w = random_codes(2, 3, 16)
     expected = repack(w)
-    shifted = weights(2, 3, 19)[:, :, 3:].copy_(w)
-    apart = w.transpose(1, 2).contiguous().transpose(1, 2)
+    shifted = random_codes(2, 3, 19)[:, :, 3:].copy_(w)
+    with_gaps = w.transpose(1, 2).contiguous().transpose(1, 2)
     out = torch.zeros(2, 3, 19, dtype=torch.uint8)[:, :, 3:]
-    for strided in (shifted, apart):
+    for strided in (shifted, with_gaps):
         assert torch.equal(repack(strided), expected)
         assert torch.equal(repack(strided, out=out), expected)
 
 
-def test_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    w = weights(5, 3, 16)
+def test_repacking_in_chunks_of_experts_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_codes(5, 3, 16)
     expected = repack(w)
     for words in (1, 24, 25):
         monkeypatch.setattr("modular_kernel.quant.repacking._MAX_WORDS", words)
@@ -88,26 +89,26 @@ def test_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 16), (2, 0, 16), (2, 3, 0)])
-def test_empty_weights(shape: tuple[int, int, int]) -> None:
-    assert repack(weights(*shape)).shape == shape
+def test_empty_weights_are_repacked(shape: tuple[int, int, int]) -> None:
+    assert repack(random_codes(*shape)).shape == shape
 
 
 @pytest.mark.parametrize(
-    ("w", "out", "error", "said"),
+    ("w", "out", "error", "message"),
     [
-        (weights(2, 3, 16).view(torch.int8), None, DtypeError, "uint8"),
-        (weights(2, 3, 18), None, ShapeError, "multiple of 8"),
-        (weights(3, 16), None, ShapeError, "(e, N, K / 2)"),
-        (weights(2, 3, 16), weights(2, 3, 12), ShapeError, "(2, 3, 16)"),
-        (weights(2, 3, 16), torch.zeros(2, 3, 16), DtypeError, "uint8"),
+        (random_codes(2, 3, 16).view(torch.int8), None, DtypeError, "uint8"),
+        (random_codes(2, 3, 18), None, ShapeError, "multiple of 8"),
+        (random_codes(3, 16), None, ShapeError, "(e, N, K / 2)"),
+        (random_codes(2, 3, 16), random_codes(2, 3, 12), ShapeError, "(2, 3, 16)"),
+        (random_codes(2, 3, 16), torch.zeros(2, 3, 16), DtypeError, "uint8"),
     ],
 )
-def test_weights_that_cannot_be_repacked(
-    w: torch.Tensor, out: torch.Tensor | None, error: type[Exception], said: str
+def test_weights_that_cannot_be_repacked_are_refused(
+    w: torch.Tensor, out: torch.Tensor | None, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as raised:
         repack(w, out=out)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_repacked_layer_has_the_same_output() -> None:
@@ -116,15 +117,15 @@ def test_a_repacked_layer_has_the_same_output() -> None:
     w2 = torch.randn(3, PLAIN.hidden, PLAIN.intermediate, generator=generator)
     plain, packed = (quantize_weights(ExpertWeights(w1, w2), p) for p in (PLAIN, REPACKED))
     for name in ("w1", "w2"):
-        w, there = getattr(plain, name), getattr(packed, name)
+        w, repacked = getattr(plain, name), getattr(packed, name)
         scale = getattr(plain, f"{name}_scale")
-        assert torch.equal(there, repack(w))
+        assert torch.equal(repacked, repack(w))
         assert torch.equal(getattr(packed, f"{name}_scale"), scale)
         values = dequantize(w, scale, None, PLAIN.scheme)
-        assert torch.equal(dequantize(there, scale, None, REPACKED.scheme), values)
+        assert torch.equal(dequantize(repacked, scale, None, REPACKED.scheme), values)
 
 
-def test_the_name_of_the_scheme() -> None:
+def test_the_scheme_name_includes_repacked() -> None:
     scheme = QuantScheme.parse("mxfp4_w4a16:repacked=true")
     assert scheme.repacked
     assert str(scheme) == "mxfp4_w4a16:repacked=true"
@@ -132,7 +133,7 @@ def test_the_name_of_the_scheme() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 36}, {"intermediate": 100}])
-def test_rows_must_be_whole_words(sizes: dict[str, Any]) -> None:
+def test_rows_must_consist_of_whole_words(sizes: dict[str, Any]) -> None:
     problem = replace(REPACKED, **sizes)
     with pytest.raises(ConfigurationError, match="a multiple of 8"):
         weight_specs(problem)
@@ -148,7 +149,9 @@ def test_rows_must_be_whole_words(sizes: dict[str, Any]) -> None:
         ("BatchedPrepareAndFinalize", "BatchedTritonExperts"),
     ],
 )
-def test_tiles_of_many_rows(pair: tuple[str, str], dtype: torch.dtype, machine: Machine) -> None:
+def test_cases_with_many_rows_pass(
+    pair: tuple[str, str], dtype: torch.dtype, machine: Machine
+) -> None:
     problem = replace(
         BASE, hidden=160, intermediate=96, tokens=33, dtype=dtype, quant=REPACKED.quant
     )

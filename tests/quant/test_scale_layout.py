@@ -1,4 +1,6 @@
-"""The layout of scales for block-scaled products: its definition, round trips, and padding."""
+"""The tiled layout of scales that block-scaled matrix instructions read: its definition, round
+trips and padding.
+"""
 
 import pytest
 import torch
@@ -14,38 +16,38 @@ from modular_kernel.quant.scale_layout import (
 SHAPES = [(128, 16), (128, 8), (256, 32), (1, 1), (130, 17), (384, 180), (127, 4), (640, 40)]
 
 
-def scales(*shape: int) -> torch.Tensor:
+def make_scales(*shape: int) -> torch.Tensor:
     """Return bytes from 1 to 251, which differ between neighbors and from the padding."""
     return (torch.arange(torch.Size(shape).numel()) % 251 + 1).to(torch.uint8).view(shape)
 
 
 @pytest.mark.parametrize(("rows", "groups"), SHAPES)
-def test_every_scale_is_at_its_defined_place(rows: int, groups: int) -> None:
-    scale = scales(rows, groups)
+def test_every_scale_is_at_its_offset(rows: int, groups: int) -> None:
+    scale = make_scales(rows, groups)
     flat = to_tiles(scale).flatten()
-    places = torch.tensor(
+    offsets = torch.tensor(
         [[scale_offset(r, g, groups) for g in range(groups)] for r in range(rows)]
     )
-    assert torch.equal(flat[places], scale)
-    assert places.unique().numel() == rows * groups
-    rest = torch.ones(flat.numel(), dtype=torch.bool)
-    rest[places.flatten()] = False
-    assert not flat[rest].any()
+    assert torch.equal(flat[offsets], scale)
+    assert offsets.unique().numel() == rows * groups
+    is_padding = torch.ones(flat.numel(), dtype=torch.bool)
+    is_padding[offsets.flatten()] = False
+    assert not flat[is_padding].any()
     assert tuple(to_tiles(scale).shape) == tiled_shape(rows, groups)
 
 
 @pytest.mark.parametrize(("rows", "groups"), SHAPES)
-def test_round_trip_of_experts(rows: int, groups: int) -> None:
-    scale = scales(3, rows, groups).view(torch.float8_e4m3fn)
+def test_from_tiles_inverts_to_tiles(rows: int, groups: int) -> None:
+    scale = make_scales(3, rows, groups).view(torch.float8_e4m3fn)
     tiled = to_tiles(scale)
     assert tuple(tiled.shape) == (3, *tiled_shape(rows, groups))
     assert torch.equal(from_tiles(tiled, rows, groups), scale.view(torch.uint8))
-    # Each expert's rows are padded for themselves.
+    # The rows of each expert are padded separately.
     assert torch.equal(tiled[1], to_tiles(scale[1]))
 
 
-def test_an_example_by_hand() -> None:
-    """Row 33 is the second one of the second 32 rows: line 1, at byte 4."""
+def test_offsets_equal_values_computed_by_hand() -> None:
+    """Row 33 is the second row of the second group of 32 rows, so it is in line 1 at byte 4."""
     assert scale_offset(0, 0, 16) == 0
     assert scale_offset(0, 3, 16) == 3
     assert scale_offset(0, 4, 16) == 512
@@ -57,8 +59,10 @@ def test_an_example_by_hand() -> None:
     assert scale_offset(128, 0, 32) == 2 * STEP_BYTES
 
 
-def test_the_layout_equals_that_of_cutlass() -> None:
-    """Atoms ((32, 4), (16, 4)) : ((16, 4), (0, 1)), first along the groups."""
+def test_offsets_equal_the_cutlass_layout() -> None:
+    """The atom in CUTLASS is ((32, 4), (16, 4)) : ((16, 4), (0, 1)). Atoms are ordered along the
+    groups first.
+    """
     groups = 32
     for row in range(0, 256, 7):
         for group in range(groups):

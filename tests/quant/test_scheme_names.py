@@ -1,4 +1,6 @@
-"""Names of schemes and activations: parse and str are inverse, invalid names are refused."""
+"""Names of schemes and activations: `parse` and `str` are inverse, and invalid names are
+refused.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,7 @@ SCHEMES_WITH_OPTIONS = (
 
 
 @pytest.mark.parametrize("text", [*QUANT_SCHEMES, *SCHEMES_WITH_OPTIONS])
-def test_scheme_name_round_trip(text: str) -> None:
+def test_scheme_names_round_trip(text: str) -> None:
     scheme = QuantScheme.parse(text)
     assert str(scheme) == text
     assert QuantScheme.parse(scheme) == scheme
@@ -31,7 +33,8 @@ def test_default_options_are_omitted() -> None:
     assert str(QuantScheme.parse("int4_w4a16_group:zero_points=false,")) == "int4_w4a16_group"
 
 
-# Half understood, some of these would run with another block or group than was meant.
+# If parsing ignored the invalid part, some of these would run with another block or group size than
+# intended.
 BAD_SCHEMES: tuple[tuple[Any, str], ...] = (
     ("fp8_w8a8_block:block=foox128x128", "block=foox128x128"),
     ("fp8_w8a8_block:block=-1x128x128", "block=-1x128x128"),
@@ -106,5 +109,5 @@ def test_constructor_and_name_have_the_same_default_row_order() -> None:
 @pytest.mark.parametrize(
     "text", ["silu", "swiglu_oai:alpha=1.702,limit=7.0,interleaved=false", "silu:interleaved=true"]
 )
-def test_activation_name_round_trip(text: str) -> None:
+def test_activation_names_round_trip(text: str) -> None:
     assert str(ActivationSpec.parse(text)) == text
