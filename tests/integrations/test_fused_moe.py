@@ -1,5 +1,6 @@
-"""fused_experts and fused_moe: the flags and tensors of other libraries give the expected
-problems."""
+"""fused_experts and fused_moe translate the flags and tensors of vLLM and SGLang to the expected
+problems.
+"""
 
 import gc
 import weakref
@@ -43,8 +44,8 @@ from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import Combine
 from modular_kernel.tensors import ExpertWeights, Routing
 
-# Flags of the field, and the scheme that they name.
-FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
+# Flags of vLLM and SGLang, and the scheme that they select.
+FLAGS_AND_SCHEMES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "none"),
     ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor"),
     ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor:static=true"),
@@ -63,9 +64,11 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
-def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> None:
-    """Computed on the device of the tensors, also on a machine with a GPU."""
+@pytest.mark.parametrize(
+    ("flags", "quant"), FLAGS_AND_SCHEMES, ids=[quant for _, quant in FLAGS_AND_SCHEMES]
+)
+def test_flags_select_a_scheme(flags: dict[str, Any], quant: str, device: str) -> None:
+    """The output is computed on the device of the tensors, also if the machine has a GPU."""
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, device)
     before = x_TH.clone()
@@ -76,13 +79,16 @@ def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> 
     assert torch.equal(x_TH, before)
 
 
-def test_scales_may_have_the_usual_shapes() -> None:
+def test_scales_may_have_the_shapes_of_other_libraries() -> None:
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = make_layer(problem)
     flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
-    tall = {"w1_scale": weights.w1_scale[..., None], "w2_scale": weights.w2_scale[..., None]}
+    scales_with_extra_dim = {
+        "w1_scale": weights.w1_scale[..., None],
+        "w2_scale": weights.w2_scale[..., None],
+    }
     assert torch.equal(
-        call_fused_experts(x_TH, weights, routing, **flags, **tall),
+        call_fused_experts(x_TH, weights, routing, **flags, **scales_with_extra_dim),
         call_fused_experts(x_TH, weights, routing, **flags),
     )
     x_TH, weights, routing = make_layer(replace(BASE, quant="fp8_w8a8_tensor:static=true"))
@@ -110,11 +116,11 @@ CONFIGS: tuple[tuple[MoeRunnerConfig, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("config", "facts"), CONFIGS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("config", "fields"), CONFIGS, ids=lambda value: str(value)[:60])
 def test_every_field_of_the_config_has_an_effect(
-    config: MoeRunnerConfig, facts: dict[str, Any], bias: bool
+    config: MoeRunnerConfig, fields: dict[str, Any], bias: bool
 ) -> None:
-    problem = replace(BASE, bias=bias, **facts)
+    problem = replace(BASE, bias=bias, **fields)
     x_TH, weights, routing = make_layer(problem)
     got = call_fused_experts(x_TH, weights, routing, config, inplace=False)
     assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
@@ -122,7 +128,7 @@ def test_every_field_of_the_config_has_an_effect(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])
-def test_any_number_of_tokens(tokens: int, device: str) -> None:
+def test_outputs_are_right_for_any_number_of_tokens(tokens: int, device: str) -> None:
     problem = BASE.with_tokens(tokens)
     x_TH, weights, routing = make_layer(problem, device)
     got = call_fused_experts(x_TH, weights, routing)
@@ -132,7 +138,7 @@ def test_any_number_of_tokens(tokens: int, device: str) -> None:
         assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
-def test_inplace_is_the_same_tensor() -> None:
+def test_inplace_returns_the_input_tensor() -> None:
     x_TH, weights, routing = make_layer(BASE)
     want, address = call_fused_experts(x_TH, weights, routing), x_TH.data_ptr()
     got = call_fused_experts(x_TH, weights, routing, MoeRunnerConfig(inplace=True))
@@ -141,13 +147,17 @@ def test_inplace_is_the_same_tensor() -> None:
     assert torch.equal(got, want)
 
 
-def test_experts_on_other_ranks() -> None:
+def test_experts_of_other_ranks_are_skipped() -> None:
     problem = replace(BASE, local_experts=2, expert_map=True)
     x_TH, weights, routing = make_layer(BASE)
-    where = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
-    here = replace(weights, w1=weights.w1[[3, 1]], w2=weights.w2[[3, 1]], expert_map=where)
-    got = call_fused_experts(x_TH, here, routing, MoeRunnerConfig(num_experts=E), inplace=False)
-    assert_close(got, float64_reference(x_TH, here, routing, problem), 1e-5)
+    expert_map = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
+    local_weights = replace(
+        weights, w1=weights.w1[[3, 1]], w2=weights.w2[[3, 1]], expert_map=expert_map
+    )
+    got = call_fused_experts(
+        x_TH, local_weights, routing, MoeRunnerConfig(num_experts=E), inplace=False
+    )
+    assert_close(got, float64_reference(x_TH, local_weights, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -156,8 +166,8 @@ def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
     logits = torch.randn(T, E, generator=torch.Generator().manual_seed(4))
     config = MoeRunnerConfig(top_k=K, inplace=False)
     got = fused_moe(x_TH, weights.w1, weights.w2, logits, config, renormalize=renormalize)
-    chances = logits.double().softmax(-1)
-    values, ids = chances.topk(K)
+    scores = logits.double().softmax(-1)
+    values, ids = scores.topk(K)
     values = values / values.sum(-1, keepdim=True) if renormalize else values
     assert_close(got, float64_reference(x_TH, weights, Routing(values.float(), ids), BASE), 1e-5)
     for top_k in (None, 0, E + 1):
@@ -165,12 +175,12 @@ def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
             fused_moe(x_TH, weights.w1, weights.w2, logits, MoeRunnerConfig(top_k=top_k))
 
 
-def test_torch_compile_does_not_break_at_it() -> None:
+def test_torch_compile_does_not_break_the_graph() -> None:
     x_TH, weights, routing = make_layer(BASE)
     want = call_fused_experts(x_TH, weights, routing) * 2
 
-    def double(x_TH: torch.Tensor, inplace: bool, keep: bool) -> torch.Tensor:
-        config = MoeRunnerConfig(inplace=inplace, no_combine=keep)
+    def double(x_TH: torch.Tensor, inplace: bool, no_combine: bool) -> torch.Tensor:
+        config = MoeRunnerConfig(inplace=inplace, no_combine=no_combine)
         topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
         return fused_experts(x_TH, weights.w1, weights.w2, topk, config) * 2
 
@@ -184,7 +194,6 @@ def test_torch_compile_does_not_break_at_it() -> None:
 
 @pytest.mark.parametrize("combine", [combine.value for combine in Combine])
 def test_operators_agree_with_their_schemas(combine: str) -> None:
-    """The operators' schemas, fakes, aliases and mutations agree with what they do."""
     x_TH, weights, routing = make_layer(BASE)
     tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
     arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
@@ -275,21 +284,21 @@ def test_flags_are_read_without_tensors() -> None:
     assert quant_of({"use_int4_w4a16": True, "block_shape": (0, 64)}) == "int4_w4a16_group:group=64"
 
 
-@pytest.mark.parametrize("wanting", ["x", "w1", "w2", "topk_weights", "b1"])
-def test_gradients_are_refused_before_a_call(wanting: str) -> None:
-    """The operator has no backward, and an error there would be too late to use another
+@pytest.mark.parametrize("argument", ["x", "w1", "w2", "topk_weights", "b1"])
+def test_gradients_are_refused_before_a_call(argument: str) -> None:
+    """The operator has no backward. An error in the backward pass would be too late to use another
     implementation.
     """
     x_TH, weights, routing = make_layer(replace(BASE, bias=True))
     topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
-    given = {"x": x_TH, "w1": weights.w1, "w2": weights.w2, "topk_weights": topk[0]}
-    given |= {"b1": weights.b1, "b2": weights.b2}
-    given[wanting].requires_grad_()
+    tensors = {"x": x_TH, "w1": weights.w1, "w2": weights.w2, "topk_weights": topk[0]}
+    tensors |= {"b1": weights.b1, "b2": weights.b2}
+    tensors[argument].requires_grad_()
 
     def call() -> torch.Tensor:
         return fused_experts(x_TH, weights.w1, weights.w2, topk, b1=weights.b1, b2=weights.b2)
 
-    with pytest.raises(UnsupportedError, match=f"gradients: got {wanting} that require grad"):
+    with pytest.raises(UnsupportedError, match=f"gradients: got {argument} that require grad"):
         call()
     with torch.no_grad():
         call()
@@ -306,24 +315,26 @@ def test_meta_tensors_return_a_meta_output(options: dict[str, Any]) -> None:
     assert output.shape == ((4, 2, 64) if "no_combine" in options else (4, 64))
 
 
-# Flags whose scales are copied, read in place, or absent.
-KEPT = [FLAGS[0], FLAGS[3], FLAGS[10]]
+# Flags for which scales are absent, copied, and read in place.
+FLAGS_BY_SCALE_USE = [FLAGS_AND_SCHEMES[0], FLAGS_AND_SCHEMES[3], FLAGS_AND_SCHEMES[10]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("inference", [False, True], ids=["tracked", "inference tensors"])
-@pytest.mark.parametrize(("flags", "quant"), KEPT, ids=[quant for _, quant in KEPT])
-def test_a_call_uses_written_and_replaced_weights(
+@pytest.mark.parametrize(
+    ("flags", "quant"), FLAGS_BY_SCALE_USE, ids=[quant for _, quant in FLAGS_BY_SCALE_USE]
+)
+def test_calls_use_written_and_replaced_weights(
     flags: dict[str, Any], quant: str, inference: bool, device: str
 ) -> None:
-    """Checks of weights are cached between calls, and copies are made anew."""
+    """Checks of weights are cached between calls, and copies of scales must be updated."""
     with torch.inference_mode(inference):
         x_TH, weights, routing = make_layer(replace(BASE, quant=quant), device)
         if weights.w1_scale is not None and quant.endswith("_channel"):
             weights = replace(weights, w1_scale=weights.w1_scale[..., None])
         names = [name for name, tensor in vars(weights).items() if tensor is not None]
 
-        def same_as_copied() -> bool:
+        def equals_call_with_copies() -> bool:
             copies = {name: getattr(weights, name).clone() for name in names}
             want = call_fused_experts(x_TH, replace(weights, **copies), routing, **flags)
             return torch.equal(call_fused_experts(x_TH, weights, routing, **flags), want)
@@ -332,14 +343,14 @@ def test_a_call_uses_written_and_replaced_weights(
         for name in names:
             tensor = getattr(weights, name)
             tensor.copy_(tensor.flip(0).clone())
-            assert same_as_copied(), f"{name} written"
+            assert equals_call_with_copies(), f"{name} written"
             weights = replace(weights, **{name: tensor.roll(1, 0)})
-            assert same_as_copied(), f"{name} replaced"
+            assert equals_call_with_copies(), f"{name} replaced"
         assert not torch.equal(call_fused_experts(x_TH, weights, routing, **flags), before)
 
 
-def test_a_call_uses_writes_that_torch_does_not_track() -> None:
-    """For a scale that kernels get as a copy, because it is expanded."""
+def test_calls_use_writes_that_torch_does_not_track() -> None:
+    """The scale is expanded, so kernels get a copy of it."""
     problem = replace(BASE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = make_layer(problem)
     scale = torch.full((E, 1), 0.01)
@@ -370,17 +381,17 @@ def test_parameters_of_a_call_can_be_swapped() -> None:
     module.w1 = torch.nn.Parameter(weights.w1, requires_grad=False)
     module.w2 = torch.nn.Parameter(weights.w2, requires_grad=False)
     call_fused_experts(x_TH, ExpertWeights(module.w1, module.w2), routing)
-    other = {name: parameter * 2 for name, parameter in module.state_dict().items()}
+    doubled = {name: parameter * 2 for name, parameter in module.state_dict().items()}
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        module.load_state_dict(other)
+        module.load_state_dict(doubled)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    want = call_fused_experts(x_TH, ExpertWeights(other["w1"], other["w2"]), routing)
+    want = call_fused_experts(x_TH, ExpertWeights(doubled["w1"], doubled["w2"]), routing)
     assert torch.equal(call_fused_experts(x_TH, ExpertWeights(module.w1, module.w2), routing), want)
 
 
-def freed(tensor: torch.Tensor) -> torch.Tensor:
+def free_memory(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.clone()
     copy.untyped_storage().resize_(0)
     return copy
@@ -392,20 +403,19 @@ BAD_TENSORS = {
     "csr": lambda t: torch.ones(t.shape).to_sparse_csr(),
     "mkldnn": lambda t: t.float().to_mkldnn(),
     "negated": lambda t: torch.complex(torch.zeros(t.shape), t.float()).conj().imag,
-    "freed": freed,
+    "freed": free_memory,
 }
 
 
 @pytest.mark.parametrize("field", ["w1", "w2", "w1_scale", "w2_scale"])
 @pytest.mark.parametrize("kind", BAD_TENSORS)
 def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
-    """They are refused after a call with dense weights, too.
-
-    Scales of shape (E, N, 1) are passed to kernels as a view.
+    """They are refused also after a call with dense weights. Scales of shape (E, N, 1) are passed
+    to kernels as views.
     """
     x_TH, weights, routing = make_layer(replace(BASE, quant="int8_w8a8_channel"))
-    columns = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
-    weights = replace(weights, **columns)
+    scales_with_extra_dim = {n: getattr(weights, n)[..., None] for n in ("w1_scale", "w2_scale")}
+    weights = replace(weights, **scales_with_extra_dim)
     flags = {"use_int8_w8a8": True, "per_channel_quant": True}
     call_fused_experts(x_TH, weights, routing, **flags)
     bad = replace(weights, **{field: BAD_TENSORS[kind](getattr(weights, field))})
@@ -414,7 +424,7 @@ def test_weights_that_are_not_dense_are_refused(kind: str, field: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["topk_weights_TK", "topk_ids_TK"])
-def test_a_routing_on_the_meta_device_is_refused(field: str) -> None:
+def test_routing_on_the_meta_device_is_refused(field: str) -> None:
     x_TH, weights, routing = make_layer(BASE)
     routing = replace(routing, **{field: getattr(routing, field).to("meta")})
     with pytest.raises(DeviceError, match=field.removesuffix("_TK")):
@@ -435,7 +445,7 @@ def test_function_modes_do_not_change_the_class_of_the_output() -> None:
 
 
 def test_function_transforms_of_the_operator_do_not_return_zero_gradients() -> None:
-    """The operator refuses tensors wrapped by vmap, grad or jvp, and accepts others."""
+    """The operator refuses tensors wrapped by vmap, grad or jvp, and accepts other tensors."""
     x_TH, weights, routing = make_layer(BASE)
     tensors = (weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
 

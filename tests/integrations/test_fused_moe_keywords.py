@@ -1,5 +1,5 @@
-"""fused_experts and fused_moe: every keyword has an effect or is refused; tensors of other
-libraries are accepted.
+"""Keywords of fused_experts and fused_moe: each has an effect or is refused, and tensors in the
+formats of other libraries are accepted.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 
 @pytest.mark.parametrize(
-    ("options", "facts"),
+    ("options", "fields"),
     [
         ({"activation": "gelu"}, {"activation": "gelu"}),
         ({"routed_scaling_factor": 2.5}, {"routed_scaling_factor": 2.5}),
@@ -37,26 +37,26 @@ from modular_kernel.tensors import ExpertWeights, Routing
     ],
     ids=str,
 )
-def test_a_field_of_the_config_may_be_a_keyword(
-    options: dict[str, Any], facts: dict[str, Any]
+def test_fields_of_the_config_may_be_keywords(
+    options: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    problem = replace(BASE, **facts)
+    problem = replace(BASE, **fields)
     x_TH, weights, routing = make_layer(problem)
     want = float64_reference(x_TH, weights, routing, problem)
     assert_close(call_fused_experts(x_TH, weights, routing, **options), want, 1e-5)
-    # It replaces what the config says.
-    kind = "relu2" if "activation" in options else "silu"
-    other = MoeRunnerConfig(activation=kind, top_k=K, inplace=False)
+    # A keyword takes precedence over the config.
+    activation = "relu2" if "activation" in options else "silu"
+    other = MoeRunnerConfig(activation=activation, top_k=K, inplace=False)
     assert_close(call_fused_experts(x_TH, weights, routing, other, **options), want, 1e-5)
 
 
-def test_inplace_as_a_keyword_and_biases_by_either_name() -> None:
+def test_inplace_is_a_keyword_and_biases_have_two_names() -> None:
     problem = replace(BASE, bias=True)
     x_TH, weights, routing = make_layer(problem)
     want = float64_reference(x_TH, weights, routing, problem)
-    plain = replace(weights, b1=None, b2=None)
+    without_biases = replace(weights, b1=None, b2=None)
     got = call_fused_experts(
-        x_TH, plain, routing, w1_bias=weights.b1, w2_bias=weights.b2, inplace=True
+        x_TH, without_biases, routing, w1_bias=weights.b1, w2_bias=weights.b2, inplace=True
     )
     assert got is x_TH
     assert_close(got, want, 1e-5)
@@ -65,17 +65,17 @@ def test_inplace_as_a_keyword_and_biases_by_either_name() -> None:
 
 
 def test_calls_are_split_into_chunks() -> None:
-    """TorchExperts and TritonExperts get at most the requested number of tokens at once."""
+    """TorchExperts and TritonExperts get at most the requested number of tokens per call."""
     x_TH, weights, routing = make_layer(BASE)
     arguments = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
-    whole = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
-    parts = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum", 2)
-    assert_close(parts, whole.double(), 1e-6)
+    in_one_call = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum")
+    in_chunks = outplace_fused_experts(*arguments, [None] * 9, "none", "silu", False, 1.0, "sum", 2)
+    assert_close(in_chunks, in_one_call.double(), 1e-6)
     sizes = (16, H, I, E, K, None)
-    facts = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
+    fields = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
     assert (
         module._make_kernel(
-            sizes, torch.float32, False, facts, x_TH.device, module.DEFAULT_PARTS
+            sizes, torch.float32, False, fields, x_TH.device, module.DEFAULT_PARTS
         ).problem.chunk_tokens
         == 2
     )
@@ -102,7 +102,9 @@ def test_calls_are_split_into_chunks() -> None:
     ],
     ids=str,
 )
-def test_no_keyword_is_ignored(options: dict[str, Any], message: str) -> None:
+def test_unknown_keywords_and_wrong_values_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(ConfigurationError, match=message):
         call_fused_experts(x_TH, weights, routing, **options)
@@ -110,7 +112,7 @@ def test_no_keyword_is_ignored(options: dict[str, Any], message: str) -> None:
         fused_moe(x_TH, weights.w1, weights.w2, torch.randn(T, E), top_k=K, **options)
 
 
-def test_wrong_values_in_the_config() -> None:
+def test_wrong_values_in_the_config_are_refused() -> None:
     x_TH, weights, routing = make_layer(BASE)
     with pytest.raises(ConfigurationError, match="moe_runner_config: got dict, need a MoeRunner"):
         call_fused_experts(x_TH, weights, routing, {"inplace": True})  # type: ignore[arg-type]
@@ -120,7 +122,7 @@ def test_wrong_values_in_the_config() -> None:
 
 
 def test_inplace_defaults_to_true_only_with_a_config() -> None:
-    """x is overwritten if the config does not set `inplace`, as in SGLang."""
+    """As in SGLang, x is overwritten if a config is passed that does not set `inplace`."""
     x_TH, weights, routing = make_layer(BASE)
     before = x_TH.clone()
     want = call_fused_experts(x_TH, weights, routing)
@@ -132,7 +134,7 @@ def test_inplace_defaults_to_true_only_with_a_config() -> None:
         call_fused_experts(x_TH, weights, routing, MoeRunnerConfig(no_combine=True))
 
 
-def test_sizes_in_the_config_change_nothing() -> None:
+def test_correct_sizes_in_the_config_have_no_effect() -> None:
     x_TH, weights, routing = make_layer(BASE)
     want = call_fused_experts(x_TH, weights, routing)
     sizes = {"num_experts": E, "num_local_experts": E, "hidden_size": H, "layer_id": 3,
@@ -170,64 +172,71 @@ def test_logits_with_shared_experts_are_refused() -> None:
         )
 
 
-def test_chunks_have_a_default() -> None:
-    """Calls of up to 65536 tokens are not split; larger ones run in chunks of 65536 tokens."""
+def test_default_chunks_have_65536_tokens() -> None:
     assert MoeRunnerConfig().chunk_tokens == 64 * 1024
     routing = Routing(torch.empty(1, K), torch.empty(1, K, dtype=torch.int64))
     weights = ExpertWeights(torch.empty(E, 2 * I, H), torch.empty(E, H, I))
-    facts = ("none", "silu", False, 1.0, Combine.SUM, False, 64 * 1024)
+    fields = ("none", "silu", False, 1.0, Combine.SUM, False, 64 * 1024)
     for tokens, chunk in ((1, None), (65536, None), (65537, 65536), (131073, 65536)):
         x_TH = torch.empty(tokens, H)
-        assert module.get_kernel(x_TH, weights, routing, facts).problem.chunk_tokens == chunk
+        assert module.get_kernel(x_TH, weights, routing, fields).problem.chunk_tokens == chunk
 
 
 @pytest.mark.parametrize("chunk", [3, 4])
-def test_chunked_calls_equal_whole_ones(chunk: int) -> None:
-    """No tokens, one chunk exactly, one token less or more, and two chunks."""
-    monkey = MoeRunnerConfig(chunk_tokens=chunk, inplace=False)
+def test_chunked_calls_equal_unchunked_calls(chunk: int) -> None:
+    """The cases are no tokens, a token less or more than a chunk, exactly one chunk, and two
+    chunks.
+    """
+    config = MoeRunnerConfig(chunk_tokens=chunk, inplace=False)
     for tokens in (0, chunk - 1, chunk, chunk + 1, 2 * chunk):
         x_TH, weights, routing = make_layer(BASE.with_tokens(tokens))
-        got = call_fused_experts(x_TH, weights, routing, monkey)
+        got = call_fused_experts(x_TH, weights, routing, config)
         assert torch.allclose(got, call_fused_experts(x_TH, weights, routing), atol=1e-6)
 
 
-# ------------------------------------------------------------------ tensors as others have them
+# ------------------------------------------------------------- tensor formats of other libraries
 
 
-def test_batches_of_sequences() -> None:
+def test_batches_of_sequences_are_accepted() -> None:
     x_TH, weights, routing = make_layer(BASE.with_tokens(6))
     want = call_fused_experts(x_TH, weights, routing)
     x_BSH = x_TH.view(2, 3, H).clone()
-    three = [t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK)]
-    for chosen in ((*three, None), (routing.topk_weights_TK, routing.topk_ids_TK, None)):
-        got = fused_moe(x_BSH, weights.w1, weights.w2, chosen)
+    batched_topk = [t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK)]
+    for topk_output in (
+        (*batched_topk, None),
+        (routing.topk_weights_TK, routing.topk_ids_TK, None),
+    ):
+        got = fused_moe(x_BSH, weights.w1, weights.w2, topk_output)
         assert torch.equal(got, want.view(2, 3, H))
-        kept = fused_moe(x_BSH, weights.w1, weights.w2, chosen, no_combine=True)
-        assert kept.shape == (2, 3, K, H)
+        uncombined = fused_moe(x_BSH, weights.w1, weights.w2, topk_output, no_combine=True)
+        assert uncombined.shape == (2, 3, K, H)
     logits = torch.randn(2, 3, E)
-    flat = fused_moe(x_TH, weights.w1, weights.w2, logits.view(6, E), top_k=K)
-    assert torch.equal(fused_moe(x_BSH, weights.w1, weights.w2, logits, top_k=K).view(6, H), flat)
-    got = fused_moe(x_BSH, weights.w1, weights.w2, three, MoeRunnerConfig())
+    from_flat_logits = fused_moe(x_TH, weights.w1, weights.w2, logits.view(6, E), top_k=K)
+    assert torch.equal(
+        fused_moe(x_BSH, weights.w1, weights.w2, logits, top_k=K).view(6, H), from_flat_logits
+    )
+    got = fused_moe(x_BSH, weights.w1, weights.w2, batched_topk, MoeRunnerConfig())
     assert got is x_BSH
     assert torch.equal(got, want.view(2, 3, H))
-    turned = [t.view(3, 2, K) for t in three]
+    wrong_batch_shape = [t.view(3, 2, K) for t in batched_topk]
     with pytest.raises(ShapeError, match=r"topk_ids: got \(3, 2, \d\), need \(2, 3, K\)"):
-        fused_moe(x_BSH, weights.w1, weights.w2, turned)
+        fused_moe(x_BSH, weights.w1, weights.w2, wrong_batch_shape)
     with pytest.raises(ShapeError, match="gating_output"):
         fused_moe(x_BSH, weights.w1, weights.w2, logits.view(3, 2, E), top_k=K)
     with pytest.raises(LayoutError, match="x of an in-place call: got strides"):
-        fused_moe(x_BSH.mT, weights.w1, weights.w2, three, MoeRunnerConfig())
+        fused_moe(x_BSH.mT, weights.w1, weights.w2, batched_topk, MoeRunnerConfig())
 
 
-def test_a_router_s_tuple_by_name() -> None:
+def test_router_outputs_have_named_fields() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK)
-    topk_weights, topk_ids, router_logits = chosen
-    assert (chosen.topk_weights, chosen.topk_ids) == (topk_weights, topk_ids)
+    topk_output = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK)
+    topk_weights, topk_ids, router_logits = topk_output
+    assert (topk_output.topk_weights, topk_output.topk_ids) == (topk_weights, topk_ids)
     assert router_logits is None
-    assert StandardTopKOutput(*(topk_weights, topk_ids, None)) == chosen
+    assert StandardTopKOutput(*(topk_weights, topk_ids, None)) == topk_output
     assert torch.equal(
-        fused_moe(x_TH, weights.w1, weights.w2, chosen), call_fused_experts(x_TH, weights, routing)
+        fused_moe(x_TH, weights.w1, weights.w2, topk_output),
+        call_fused_experts(x_TH, weights, routing),
     )
 
 
@@ -243,39 +252,39 @@ def test_torch_compile_includes_the_router() -> None:
     assert torch.allclose(compiled(x_TH, logits), call(x_TH, logits), atol=1e-5)
 
 
-# The examples that come with fused_experts elsewhere, with shapes that fit: w1 (E, 2I, H), a scale
-# for each block; sizes are a 64th. Weights of the router are of any sign, and an expert may come
-# twice, as randn and randint have it.
+# The examples in the documentation of fused_experts in SGLang, corrected: w1 is (E, 2I, H), and
+# there is one scale per block. The sizes are divided by 64. Router weights can be negative and
+# experts can repeat, because the examples use randn and randint.
 T8, H8, I8, E8 = 32, 128, 256, 8
 
 
-def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-    g = torch.Generator().manual_seed(11)
-    x_TH = torch.randn(T8, H8, dtype=torch.bfloat16, generator=g)
-    w1 = torch.randn(E8, 2 * I8, H8, dtype=torch.bfloat16, generator=g)
-    w2 = torch.randn(E8, H8, I8, dtype=torch.bfloat16, generator=g)
-    topk_weights = torch.randn(T8, 2, generator=g)
-    topk_ids = torch.randint(0, E8, (T8, 2), generator=g)
+def make_example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(11)
+    x_TH = torch.randn(T8, H8, dtype=torch.bfloat16, generator=generator)
+    w1 = torch.randn(E8, 2 * I8, H8, dtype=torch.bfloat16, generator=generator)
+    w2 = torch.randn(E8, H8, I8, dtype=torch.bfloat16, generator=generator)
+    topk_weights = torch.randn(T8, 2, generator=generator)
+    topk_ids = torch.randint(0, E8, (T8, 2), generator=generator)
     return x_TH, w1, w2, (topk_weights, topk_ids, None)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8 expanded", "fp8 blocks"])
-def test_examples_of_other_libraries(kind: str) -> None:
-    x_TH, w1, w2, topk_output = example()
+@pytest.mark.parametrize("activation", ["bf16", "fp8 expanded", "fp8 blocks"])
+def test_examples_of_other_libraries(activation: str) -> None:
+    x_TH, w1, w2, topk_output = make_example()
     config = MoeRunnerConfig(num_experts=E8, top_k=2, activation="silu", inplace=False)
     options, scales, quant = {}, {}, "none"
-    if kind != "bf16":
+    if activation != "bf16":
         w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
         scales = {
             "w1_scale": torch.tensor([0.01]).expand(E8),
             "w2_scale": torch.tensor([0.02]).expand(E8),
         }
         options, quant = {"use_fp8_w8a8": True}, "fp8_w8a8_tensor"
-    if kind == "fp8 blocks":
-        g = torch.Generator().manual_seed(12)
+    if activation == "fp8 blocks":
+        generator = torch.Generator().manual_seed(12)
         scales = {
-            "w1_scale": torch.randn(E8, 2 * I8 // 128, H8 // 128, generator=g),
-            "w2_scale": torch.randn(E8, H8 // 128, I8 // 128, generator=g),
+            "w1_scale": torch.randn(E8, 2 * I8 // 128, H8 // 128, generator=generator),
+            "w2_scale": torch.randn(E8, H8 // 128, I8 // 128, generator=generator),
         }
         options["block_shape"], quant = [128, 128], "fp8_w8a8_block"
     got = fused_experts(
@@ -285,12 +294,12 @@ def test_examples_of_other_libraries(kind: str) -> None:
     problem = Problem(T8, H8, I8, E8, 2, dtype=torch.bfloat16, quant=quant)
     weights = ExpertWeights(w1, w2, **{name: scale.contiguous() for name, scale in scales.items()})
     want = float64_reference(x_TH, weights, Routing(*topk_output[:2]), problem)
-    assert_close(got, want, 1e-2 if kind == "bf16" else 0.1)
+    assert_close(got, want, 1e-2 if activation == "bf16" else 0.1)
     tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16,
              "num_warps": 4, "num_stages": 3}  # fmt: skip
     with override_config(tiles):
-        again = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
-    assert_close(again, want, 1e-2 if kind == "bf16" else 0.1)
+        with_override = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
+    assert_close(with_override, want, 1e-2 if activation == "bf16" else 0.1)
 
 
 def test_one_scale_expanded_over_the_experts() -> None:
@@ -298,28 +307,32 @@ def test_one_scale_expanded_over_the_experts() -> None:
     x_TH, weights, routing = make_layer(problem)
     scales = {name: torch.tensor([0.01]).expand(E) for name in ("w1_scale", "w2_scale")}
     got = call_fused_experts(x_TH, weights, routing, use_fp8_w8a8=True, **scales)
-    plain = replace(weights, **{name: scale.contiguous() for name, scale in scales.items()})
-    assert_close(got, float64_reference(x_TH, plain, routing, problem), 0.1)
+    without_biases = replace(
+        weights, **{name: scale.contiguous() for name, scale in scales.items()}
+    )
+    assert_close(got, float64_reference(x_TH, without_biases, routing, problem), 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_router_weights_of_16_bits_are_widened(dtype: torch.dtype) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    short = replace(routing, topk_weights_TK=routing.topk_weights_TK.to(dtype))
-    wide = replace(routing, topk_weights_TK=short.topk_weights_TK.float())
+    bf16_or_fp16_routing = replace(routing, topk_weights_TK=routing.topk_weights_TK.to(dtype))
+    float32_routing = replace(routing, topk_weights_TK=bf16_or_fp16_routing.topk_weights_TK.float())
     assert torch.equal(
-        call_fused_experts(x_TH, weights, short), call_fused_experts(x_TH, weights, wide)
+        call_fused_experts(x_TH, weights, bf16_or_fp16_routing),
+        call_fused_experts(x_TH, weights, float32_routing),
     )
 
 
 def test_fused_moe_accepts_the_output_of_a_router() -> None:
     x_TH, weights, routing = make_layer(BASE)
-    chosen = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+    topk_output = (routing.topk_weights_TK, routing.topk_ids_TK, None)
     assert torch.equal(
-        fused_moe(x_TH, weights.w1, weights.w2, chosen), call_fused_experts(x_TH, weights, routing)
+        fused_moe(x_TH, weights.w1, weights.w2, topk_output),
+        call_fused_experts(x_TH, weights, routing),
     )
     with pytest.raises(ConfigurationError, match="renormalize: got True with weights and ids"):
-        fused_moe(x_TH, weights.w1, weights.w2, chosen, renormalize=True)
+        fused_moe(x_TH, weights.w1, weights.w2, topk_output, renormalize=True)
     for junk in (None, 5, torch.ones(E)):
         with pytest.raises(ShapeError, match="gating_output"):
             fused_moe(x_TH, weights.w1, weights.w2, junk, top_k=K)

@@ -1,4 +1,4 @@
-"""The pairing selected by an all2all backend and a quantization."""
+"""Selection of the pairing by the name of an all2all backend and the quantization scheme."""
 
 from dataclasses import replace
 
@@ -18,29 +18,33 @@ from modular_kernel.spec.problem import Machine, Parallel, Problem
 from modular_kernel.testing.random_inputs import random_inputs
 
 PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
-RANKS = replace(PROBLEM, parallel=Parallel(2))
-CPU = Machine("cpu", packages=frozenset({"triton"}), interpreter=True)
-PLAIN = Machine("cpu")
+PROBLEM_OVER_RANKS = replace(PROBLEM, parallel=Parallel(2))
+CPU_WITH_TRITON = Machine("cpu", packages=frozenset({"triton"}), interpreter=True)
+CPU_ONLY = Machine("cpu")
 
 
 def test_one_rank_needs_no_exchange() -> None:
     assert maybe_make_prepare_finalize(PROBLEM) is None
     assert maybe_make_prepare_finalize(PROBLEM, "pplx") is None
     x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
-    kernel = init_prepare_finalize(PROBLEM, machine=PLAIN)
+    kernel = init_prepare_finalize(PROBLEM, machine=CPU_ONLY)
     assert kernel.pairing == "MoEPrepareAndFinalizeNoEP x TorchExperts"
     want = float64_reference(x_TH, weights, routing, PROBLEM)
     assert torch.allclose(kernel(x_TH, weights, routing).double(), want, atol=1e-5)
 
 
-HERE = [b for b, part in ALL2ALL.items() if part in load_catalog().names("prepare_finalize")]
+AVAILABLE_BACKENDS = [
+    b for b, part in ALL2ALL.items() if part in load_catalog().names("prepare_finalize")
+]
 
 
-@pytest.mark.parametrize("backend", HERE)
-def test_the_backend_selects_the_exchange_and_the_quantization_the_experts(backend: str) -> None:
+@pytest.mark.parametrize("backend", AVAILABLE_BACKENDS)
+def test_backend_and_quantization_select_the_pairing(backend: str) -> None:
     catalog = load_catalog()
     part = catalog.prepare_finalize(ALL2ALL[backend])
-    bf16 = replace(RANKS, dtype=torch.bfloat16, hidden=2048, intermediate=128, experts=64)
+    bf16 = replace(
+        PROBLEM_OVER_RANKS, dtype=torch.bfloat16, hidden=2048, intermediate=128, experts=64
+    )
     machine = Machine("cuda", (9, 0), frozenset({"triton", *part.requires.packages}))
     for quant in ("none", "fp8_w8a8_block"):
         problem = replace(bf16, quant=quant)
@@ -49,38 +53,39 @@ def test_the_backend_selects_the_exchange_and_the_quantization_the_experts(backe
         ]
         if not valid:
             continue
-        chosen = select_of(problem, part, machine)
+        chosen = select_experts(problem, part, machine)
         assert chosen in valid
         assert chosen in ("TritonExperts", "BatchedTritonExperts")
 
 
-def select_of(problem: Problem, part: type, machine: Machine) -> str:
-    """Return the selection of `select_gemm_impl` for an exchange that cannot be constructed
-    here."""
+def select_experts(problem: Problem, part: type, machine: Machine) -> str:
+    """Return the experts that `select_gemm_impl` selects for an exchange that cannot be constructed
+    here.
+    """
     from modular_kernel.integrations import fused_moe_method
 
     return fused_moe_method._select_experts(problem, part, load_catalog(), machine)
 
 
 def test_selected_experts_support_the_problem() -> None:
-    assert type(select_gemm_impl(PROBLEM, machine=PLAIN)).__name__ == "TorchExperts"
-    assert type(select_gemm_impl(PROBLEM, machine=CPU)).__name__ == "TritonExperts"
-    beyond = replace(PROBLEM, top_k=33)
+    assert type(select_gemm_impl(PROBLEM, machine=CPU_ONLY)).__name__ == "TorchExperts"
+    assert type(select_gemm_impl(PROBLEM, machine=CPU_WITH_TRITON)).__name__ == "TritonExperts"
+    unsupported = replace(PROBLEM, top_k=33)
     with pytest.raises(IncompatibleError) as caught:
-        select_gemm_impl(beyond, machine=PLAIN)
+        select_gemm_impl(unsupported, machine=CPU_ONLY)
     assert "MoEPrepareAndFinalizeNoEP with any experts" in str(caught.value)
     assert {rejection.rule for rejection in caught.value.rejections} >= {"top_k"}
 
 
-def test_the_table_of_backends_is_large_enough() -> None:
-    assert len(HERE) >= 9
+def test_at_least_nine_backends_are_available() -> None:
+    assert len(AVAILABLE_BACKENDS) >= 9
 
 
-def test_names_are_checked() -> None:
+def test_invalid_backends_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="all2all_backend: got 'carrier_pigeon'"):
         maybe_make_prepare_finalize(PROBLEM, "carrier_pigeon")
     for make in (maybe_make_prepare_finalize, init_prepare_finalize):
         with pytest.raises(ConfigurationError, match="all2all_backend: got None, need one of"):
-            make(RANKS)
+            make(PROBLEM_OVER_RANKS)
     with pytest.raises(ConfigurationError, match="problem: got 7"):
         maybe_make_prepare_finalize(7)  # type: ignore[arg-type]

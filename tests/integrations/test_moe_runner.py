@@ -1,4 +1,4 @@
-"""MoeRunner: it only delegates, according to its backend, config and switches."""
+"""MoeRunner runs the part that its backend, config and switches select."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -39,11 +39,11 @@ def test_fused_and_staged_parts_compute_the_same(backend: str, fused: bool) -> N
     assert find_parts(backend, fused=fused)["standard"] is names[backend][fused]
 
 
-def test_backends_are_usual_names_registered_ones_and_parts() -> None:
+def test_backends_are_sglang_names_registered_names_and_parts() -> None:
     for backend in ("triton", "triton_kernel", "deep_gemm", "cutlass", "torch"):
         parts = find_parts(backend, fused=True)
-        named = {part.__name__ for part in parts.values()}
-        assert named == set(BACKENDS[backend].values())
+        part_names = {part.__name__ for part in parts.values()}
+        assert part_names == set(BACKENDS[backend].values())
     assert find_parts("torch", fused=True)["standard"] is TorchExperts
     assert find_parts("TorchExperts", fused=True) == {
         "standard": TorchExperts,
@@ -60,16 +60,16 @@ def test_backends_are_usual_names_registered_ones_and_parts() -> None:
 
 def test_both_interfaces_share_one_config() -> None:
     assert MoeRunnerConfig is fused_moe_options.MoeRunnerConfig
-    seeds = (
+    field_names = (
         "num_experts num_local_experts hidden_size intermediate_size_per_partition top_k "
         "num_fused_shared_experts layer_id activation apply_router_weight_on_input inplace "
         "no_combine routed_scaling_factor gemm1_alpha gemm1_clamp_limit"
     )
-    assert set(seeds.split()) <= {field.name for field in fields(MoeRunnerConfig)}
+    assert set(field_names.split()) <= {field.name for field in fields(MoeRunnerConfig)}
     assert MoeRunnerConfig().inplace
 
 
-REACHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+CONFIG_AND_PROBLEM_FIELDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"activation": "gelu"}, {"activation": "gelu"}),
     ({"apply_router_weight_on_input": True}, {"apply_router_weight_on_input": True}),
     ({"no_combine": True}, {"combine": Combine.TOPK_UNWEIGHTED}),
@@ -90,18 +90,18 @@ REACHES: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(("given", "facts"), REACHES, ids=str)
+@pytest.mark.parametrize(("config_fields", "problem_fields"), CONFIG_AND_PROBLEM_FIELDS, ids=str)
 def test_every_field_reaches_the_problem(
-    given: dict[str, Any], facts: dict[str, Any], backend: str
+    config_fields: dict[str, Any], problem_fields: dict[str, Any], backend: str
 ) -> None:
-    problem = replace(BASE, bias=True, **facts)
+    problem = replace(BASE, bias=True, **problem_fields)
     x_TH, weights, routing = make_layer(problem, DEVICE)
-    got = run_layer(MoeRunner(backend, replace(NOT_INPLACE, **given)), problem)
+    got = run_layer(MoeRunner(backend, replace(NOT_INPLACE, **config_fields)), problem)
     assert_close(got, float64_reference(x_TH, weights, routing, problem), 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("config_fields", "error", "message"),
     [
         ({"num_experts": 5}, ShapeError, "num_experts = 5"),
         ({"num_local_experts": 3}, ShapeError, "num_experts = 3"),
@@ -113,11 +113,11 @@ def test_every_field_reaches_the_problem(
         ({"inplace": True, "no_combine": True}, ConfigurationError, "inplace"),
     ],
 )
-def test_fields_without_a_meaning_are_refused(
-    given: dict[str, Any], error: type[Exception], words: str
+def test_contradicting_fields_are_refused(
+    config_fields: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        run_layer(MoeRunner("torch", replace(NOT_INPLACE, **given)), BASE)
+    with pytest.raises(error, match=message):
+        run_layer(MoeRunner("torch", replace(NOT_INPLACE, **config_fields)), BASE)
 
 
 def test_inplace_is_the_default_and_overwrites_x() -> None:
@@ -135,15 +135,15 @@ def test_inplace_is_the_default_and_overwrites_x() -> None:
     assert_close(x_TH, want, 1e-6)
 
 
-def test_switches_by_their_usual_names() -> None:
+def test_environment_variables_of_sglang_are_switches() -> None:
     assert switches({}) == {}
     assert switches({"PATH": "/", "SGLANG_MOE_PADDING": "true"}) == {"padding": True}
     assert switches({"SGLANG_CI_DISABLE_MOE_FUSED_FUNC": "1"}) == {"fused": False}
-    off = {"SGLANG_CI_DISABLE_MOE_FUSED_FUNC": "0", "SGLANG_MOE_USE_AITER": "false"}
-    assert switches(off) == {"fused": True, "aiter": False}
+    disabled = {"SGLANG_CI_DISABLE_MOE_FUSED_FUNC": "0", "SGLANG_MOE_USE_AITER": "false"}
+    assert switches(disabled) == {"fused": True, "aiter": False}
     with pytest.raises(ConfigurationError, match="SGLANG_MOE_PADDING: got 'often'"):
         switches({"SGLANG_MOE_PADDING": "often"})
-    MoeRunner("triton", NOT_INPLACE, **switches(off))
+    MoeRunner("triton", NOT_INPLACE, **switches(disabled))
     for name, option in (
         ("SGLANG_MOE_USE_AITER", "aiter"), ("SGLANG_MASKED_GEMM_FAST_ACT", "fast_act"),
     ):  # fmt: skip
@@ -181,18 +181,21 @@ def test_unsupported_configs_are_refused_at_construction() -> None:
 
 
 def test_explain_states_which_part_runs_and_why_others_do_not() -> None:
-    told = MoeRunner("triton", SIZES, dtype=torch.float32).explain()
-    assert "standard: TritonExperts, fused, instead of StagedTritonExperts; " in told
-    assert "deepep_ll: BatchedTritonExperts, without stages; " in told
-    told = MoeRunner("toy", SIZES, fused=False).explain("int8_w8a8_channel")
-    assert "standard: ToyExperts, staged; MoEPrepareAndFinalizeNoEP x ToyExperts: refused" in told
-    assert "[quant] ToyExperts / problem" in told
-    assert "deepep_ll: no part" in told
+    explanation = MoeRunner("triton", SIZES, dtype=torch.float32).explain()
+    assert "standard: TritonExperts, fused, instead of StagedTritonExperts; " in explanation
+    assert "deepep_ll: BatchedTritonExperts, without stages; " in explanation
+    explanation = MoeRunner("toy", SIZES, fused=False).explain("int8_w8a8_channel")
+    assert (
+        "standard: ToyExperts, staged; MoEPrepareAndFinalizeNoEP x ToyExperts: refused"
+        in explanation
+    )
+    assert "[quant] ToyExperts / problem" in explanation
+    assert "deepep_ll: no part" in explanation
     with pytest.raises(ConfigurationError, match="num_experts, hidden_size"):
         MoeRunner("triton", NOT_INPLACE).explain()
 
 
-def test_a_call_equals_that_of_the_kernel() -> None:
+def test_calls_equal_calls_of_the_kernel() -> None:
     x_TH, weights, routing = make_layer(BASE, DEVICE)
     kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     assert torch.equal(

@@ -1,4 +1,6 @@
-"""MoeRunnerConfig has the fields of SGLang's, and each has an effect or is refused by name."""
+"""MoeRunnerConfig has the fields of SGLang's MoeRunnerConfig, and each has an effect or is refused
+by name.
+"""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -19,8 +21,8 @@ from modular_kernel.integrations.moe_runner import MoeRunner, MoeRunnerConfig
 from modular_kernel.reference import float64_reference
 from modular_kernel.spec.problem import ActivationSpec
 
-# Names, order and defaults of SGLang 0.5.23. tests/integrations/in_sglang compares them with
-# the installed package.
+# Names, order and defaults of SGLang 0.5.23. Tests in tests/integrations/in_sglang compare them
+# with the installed package.
 SGLANG_FIELDS: dict[str, Any] = {
     "num_experts": None,
     "num_local_experts": None,
@@ -51,7 +53,7 @@ SGLANG_FIELDS: dict[str, Any] = {
 
 
 class Backend:
-    """A backend's name in the form in which SGLang passes it."""
+    """Wraps the name of a backend as SGLang does."""
 
     def __init__(self, value: str) -> None:
         self.value = value
@@ -60,10 +62,10 @@ class Backend:
         return f"Backend({self.value!r})"
 
 
-def test_the_config_has_sglang_s_fields_and_one_more() -> None:
-    ours = {field.name: field.default for field in fields(MoeRunnerConfig)}
-    assert list(ours) == [*SGLANG_FIELDS, "chunk_tokens"]
-    assert {name: ours[name] for name in SGLANG_FIELDS} == SGLANG_FIELDS
+def test_the_config_has_the_fields_of_sglang_and_chunk_tokens() -> None:
+    defaults = {field.name: field.default for field in fields(MoeRunnerConfig)}
+    assert list(defaults) == [*SGLANG_FIELDS, "chunk_tokens"]
+    assert {name: defaults[name] for name in SGLANG_FIELDS} == SGLANG_FIELDS
 
 
 ACTIVATIONS: tuple[tuple[dict[str, Any], ActivationSpec], ...] = (
@@ -90,9 +92,11 @@ ACTIVATIONS: tuple[tuple[dict[str, Any], ActivationSpec], ...] = (
 )
 
 
-@pytest.mark.parametrize(("given", "spec"), ACTIVATIONS, ids=str)
-def test_fields_of_the_activation(given: dict[str, Any], spec: ActivationSpec) -> None:
-    assert MoeRunnerConfig(**given).activation_spec() == spec
+@pytest.mark.parametrize(("config_fields", "spec"), ACTIVATIONS, ids=str)
+def test_fields_determine_the_activation(
+    config_fields: dict[str, Any], spec: ActivationSpec
+) -> None:
+    assert MoeRunnerConfig(**config_fields).activation_spec() == spec
 
 
 REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
@@ -120,23 +124,23 @@ REFUSED: tuple[tuple[dict[str, Any], type[ModularKernelError], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("given", "error", "words"), REFUSED, ids=str)
-def test_values_that_no_part_implements_are_refused_by_name(
-    given: dict[str, Any], error: type[ModularKernelError], words: str
+@pytest.mark.parametrize(("config_fields", "error", "message"), REFUSED, ids=str)
+def test_unsupported_values_are_refused_by_name(
+    config_fields: dict[str, Any], error: type[ModularKernelError], message: str
 ) -> None:
-    with pytest.raises(error, match=words):
-        run_layer(MoeRunner("torch", replace(NOT_INPLACE, **given)), BASE)
+    with pytest.raises(error, match=message):
+        run_layer(MoeRunner("torch", replace(NOT_INPLACE, **config_fields)), BASE)
 
 
-def test_fields_without_an_effect_change_nothing() -> None:
+def test_fields_without_an_effect_are_ignored() -> None:
     x_TH, weights, routing = make_layer(BASE)
     want = call_fused_experts(x_TH, weights, routing)
-    given: dict[str, Any] = {"layer": torch.nn.Identity(), "routing_method_type": 1}
-    given |= {"num_fused_shared_experts": None, "gate_up_interleaved": False}
-    assert torch.equal(call_fused_experts(x_TH, weights, routing, **given), want)
+    config_fields: dict[str, Any] = {"layer": torch.nn.Identity(), "routing_method_type": 1}
+    config_fields |= {"num_fused_shared_experts": None, "gate_up_interleaved": False}
+    assert torch.equal(call_fused_experts(x_TH, weights, routing, **config_fields), want)
     for backend in ("torch", Backend("torch")):
         got = run_layer(
-            MoeRunner("torch", replace(NOT_INPLACE, runner_backend=backend, **given)), BASE
+            MoeRunner("torch", replace(NOT_INPLACE, runner_backend=backend, **config_fields)), BASE
         )
         assert_close(got, want.double(), 1e-6)
     assert call_fused_experts(x_TH, weights, routing, runner_backend="triton") is not None
@@ -144,13 +148,13 @@ def test_fields_without_an_effect_change_nothing() -> None:
         call_fused_experts(x_TH, weights, routing, runner_backend="torch")
 
 
-def test_logits_need_no_routing_method() -> None:
+def test_routing_method_is_refused_with_logits() -> None:
     x_TH, weights, _ = make_layer(BASE)
     with pytest.raises(ConfigurationError, match="routing_method_type: got 1, need None, or w"):
         fused_moe(x_TH, weights.w1, weights.w2, torch.ones(T, E), top_k=K, routing_method_type=1)
 
 
-def test_rows_that_the_caller_sums_are_not_scaled() -> None:
+def test_uncombined_rows_are_not_scaled() -> None:
     x_TH, weights, routing = make_layer(BASE)
     config = replace(NOT_INPLACE, no_combine=True, routed_scaling_factor=2.5)
     want = float64_reference(x_TH, weights, routing, BASE)

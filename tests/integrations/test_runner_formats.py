@@ -1,4 +1,4 @@
-"""The formats that dispatchers pass to MoeRunner, and those that it returns."""
+"""The formats that dispatchers pass to MoeRunner, and the formats that it returns."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ from modular_kernel.tensors import Routing
 
 def test_formats_are_distinguished() -> None:
     x = torch.zeros(1)
-    of = {
+    values_by_check = {
         format_is_standard: (StandardDispatchOutput(x, (x, x)), StandardCombineInput(x)),
         format_is_deepep_normal: (
             DeepEPNormalDispatchOutput(x, None, x, x), DeepEPNormalCombineInput(x, x, x),
@@ -38,13 +38,13 @@ def test_formats_are_distinguished() -> None:
             DeepEPLLDispatchOutput(x, None, x, x, x), DeepEPLLCombineInput(x, x, x),
         ),
     }  # fmt: skip
-    for is_format, values in of.items():
-        for other, theirs in of.items():
-            assert [is_format(value) for value in theirs] == [is_format is other] * 2  # type: ignore[operator]
+    for is_format, values in values_by_check.items():
+        for other, other_values in values_by_check.items():
+            assert [is_format(value) for value in other_values] == [is_format is other] * 2  # type: ignore[operator]
         assert values[0].format == values[1].format
 
 
-def test_a_wrong_format_is_refused_with_both_names() -> None:
+def test_wrong_formats_are_refused_with_both_names() -> None:
     x_TH, weights, routing = make_layer(BASE)
     given = DeepEPLLDispatchOutput(x_TH, None, *vars(routing).values(), torch.zeros(E))
     with pytest.raises(ConfigurationError) as caught:
@@ -59,7 +59,9 @@ def test_a_wrong_format_is_refused_with_both_names() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block:block=32x32"])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_received_rows_are_weighted_and_summed(backend: str, quant: str) -> None:
-    """With local ids, -1 for experts of other ranks: a rank's share of the layer."""
+    """The ids are local, and -1 for experts of other ranks, so the result is a rank's share of the
+    layer.
+    """
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, DEVICE)
     ids = torch.where(routing.topk_ids_TK == 1, -1, routing.topk_ids_TK).to(torch.int32)
@@ -105,15 +107,15 @@ def test_batches_are_returned_unweighted_with_ids_and_weights(backend: str, quan
     for expert, count in enumerate(counts.tolist()):
         if count:
             ids = torch.full((count, 1), expert, device=DEVICE)
-            one = Routing(torch.ones(count, 1, device=DEVICE), ids)
-            alone = replace(problem, tokens=count, top_k=1)
-            want = float64_reference(x_TH[:count], weights, one, alone)
+            single_expert = Routing(torch.ones(count, 1, device=DEVICE), ids)
+            single_expert_problem = replace(problem, tokens=count, top_k=1)
+            want = float64_reference(x_TH[:count], weights, single_expert, single_expert_problem)
             assert_close(
                 got.hidden_states[expert, :count], want, 0.1 if scale is not None else 1e-6
             )
 
 
-def test_options_without_effect_on_a_dispatcher_are_refused() -> None:
+def test_options_that_a_format_does_not_support_are_refused() -> None:
     x_TH, weights, routing = make_layer(BASE)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
     normal = DeepEPNormalDispatchOutput(x_TH, None, ids, gates)
@@ -126,18 +128,18 @@ def test_options_without_effect_on_a_dispatcher_are_refused() -> None:
     on_input = MoeRunner("torch", replace(NOT_INPLACE, apply_router_weight_on_input=True))
     with pytest.raises(IncompatibleError, match="ReceivedBatches x NaiveBatchedExperts"):
         on_input.run(batches, make_quant_info(weights))
-    placed = replace(weights, expert_map=torch.arange(E, dtype=torch.int32))
+    with_expert_map = replace(weights, expert_map=torch.arange(E, dtype=torch.int32))
     with pytest.raises(ConfigurationError, match="expert_map of deepep_ll"):
-        MoeRunner("torch", NOT_INPLACE).run(batches, make_quant_info(placed))
+        MoeRunner("torch", NOT_INPLACE).run(batches, make_quant_info(with_expert_map))
     with pytest.raises(ConfigurationError, match="expert_map of deepep_normal"):
-        MoeRunner("torch", NOT_INPLACE).run(normal, make_quant_info(placed))
+        MoeRunner("torch", NOT_INPLACE).run(normal, make_quant_info(with_expert_map))
     quantized = quantize_weights(weights, replace(BASE, quant="fp8_w8a8_channel"))
     quantized_info = make_quant_info(quantized, quant="fp8_w8a8_channel")
     with pytest.raises(DtypeError, match="hidden_states for fp8_w8a8_channel"):
         MoeRunner("torch", NOT_INPLACE).run(batches, quantized_info)
-    eight = batches._replace(hidden_states=batches.hidden_states.to(torch.float8_e4m3fn))
+    fp8_batches = batches._replace(hidden_states=batches.hidden_states.to(torch.float8_e4m3fn))
     for scale in (None, torch.ones(E, T, 2)):
         with pytest.raises(ShapeError, match="hidden_states_scale"):
             MoeRunner("torch", NOT_INPLACE).run(
-                eight._replace(hidden_states_scale=scale), quantized_info
+                fp8_batches._replace(hidden_states_scale=scale), quantized_info
             )

@@ -1,5 +1,6 @@
-"""Parts composed of registered stages, and fused operations compared with their staged
-equivalents."""
+"""Parts composed of registered stages (pre-permute, core, post-permute), and fused parts compared
+with their staged equivalents.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ from modular_kernel.testing.verify.trial import Trial
 pools, stages = make_pools_fixture(), make_stages_fixture(REGISTER)
 
 
-WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+INVALID_REQUIREMENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"combine": 1}, "requires of X: got combine"),
     ({"activation_format": ActivationFormat.STANDARD}, "requires of X: got activation_format"),
     ({"top_k": 3}, "X.requires.top_k: got 3"),
@@ -44,8 +45,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.usefixtures("stages")
 def test_requirements_are_checked_at_construction() -> None:
-    for requires, words in WRONG:
-        with pytest.raises(ConfigurationError, match=words):
+    for requires, message in INVALID_REQUIREMENTS:
+        with pytest.raises(ConfigurationError, match=message):
             make_experts("X", "x", "standard", **requires)
     for name in ("a b", ""):
         with pytest.raises(ConfigurationError, match="name of a part"):
@@ -58,20 +59,20 @@ def test_requirements_are_checked_at_construction() -> None:
 def test_every_call_has_its_own_state() -> None:
     states = []
 
-    def watching(result: ToyOutput, call: RunnerCall[Any]) -> None:
+    def record_state(result: ToyOutput, call: RunnerCall[Any]) -> None:
         states.append(call.state)
         post(result, call)
 
     register_pre_permute("deepep_normal", "x")(pre)
-    register_post_permute("x", "deepep_normal")(watching)
+    register_post_permute("x", "deepep_normal")(record_state)
     part = make_experts("X", "x", "deepep_normal")
     kernel = make_kernel(NO_EP, part, PROBLEM)
     (x, weights, routing), expected = random_inputs(PROBLEM, DEVICE), []
     calls = (x, x.flip(0))
-    expected = [kernel(each, weights, routing) for each in calls]
-    one, two = (kernel.start(each, weights, routing) for each in calls)
-    assert torch.equal(two.finish(), expected[1])
-    assert torch.equal(one.finish(), expected[0])
+    expected = [kernel(call_x, weights, routing) for call_x in calls]
+    first_call, second_call = (kernel.start(call_x, weights, routing) for call_x in calls)
+    assert torch.equal(second_call.finish(), expected[1])
+    assert torch.equal(first_call.finish(), expected[0])
     assert len({id(state) for state in states}) == 4
     assert all(isinstance(state, toy_backend.ToyState) for state in states)
 
@@ -83,21 +84,21 @@ class TritonObject(ToyInput):
 
 
 @pytest.mark.usefixtures("pools")
-@pytest.mark.parametrize("made", ["toys", "none"])
-def test_an_input_of_another_backend_is_refused_with_both_names(made: str) -> None:
-    def wrong(call: RunnerCall[Any]) -> Any:
-        good = pre(call)
-        return TritonObject(**vars(good)) if made == "toys" else good.rows
+@pytest.mark.parametrize("result_kind", ["toys", "none"])
+def test_results_of_another_backend_are_refused_with_both_names(result_kind: str) -> None:
+    def pre_with_wrong_result(call: RunnerCall[Any]) -> Any:
+        valid = pre(call)
+        return TritonObject(**vars(valid)) if result_kind == "toys" else valid.rows
 
-    register_pre_permute("standard", "x")(wrong)
+    register_pre_permute("standard", "x")(pre_with_wrong_result)
     register_post_permute("x", "standard")(post)
     register_core("x")(Core)
     kernel = make_kernel(NO_EP, make_experts("X", "x", "standard"), PROBLEM)
-    words = {
+    message = {
         "toys": "pre-permute of 'x': got a result of 'toys', need a result of 'x'",
         "none": "pre-permute of 'x': got Tensor, need RunnerInput",
     }
-    with pytest.raises(ConfigurationError, match=words[made]):
+    with pytest.raises(ConfigurationError, match=message[result_kind]):
         kernel(*random_inputs(PROBLEM, DEVICE))
 
 
@@ -116,7 +117,7 @@ def test_a_fused_part_inherits_the_declarations_of_its_staged_part() -> None:
         make_fused_experts("X", "none", "triton")
 
 
-def trial_of(part: type, **changes: Any) -> Trial:
+def make_trial(part: type, **changes: Any) -> Trial:
     case = Case(NO_EP, part, replace(PROBLEM, **changes), "skips")  # type: ignore[arg-type]
     return Trial(case, this_machine())
 
@@ -126,37 +127,40 @@ def trial_of(part: type, **changes: Any) -> Trial:
 def test_the_harness_compares_a_fused_part_with_its_staged_part(dtype: torch.dtype) -> None:
     staged = make_experts("X", "x", "standard")
 
-    def scaled(call: RunnerCall[Any]) -> None:
+    def fused_and_scaled(call: RunnerCall[Any]) -> None:
         fused(call)
         call.output.mul_(1.02)
 
-    def uncounted(call: RunnerCall[Any]) -> None:
+    def fused_without_count(call: RunnerCall[Any]) -> None:
         fused(call)
         call.tokens.routing.invalid_ids.zero_()
 
     register_fused_func("right", "x", unfused=staged)(fused)
-    register_fused_func("scaled", "x", unfused=staged)(scaled)
-    register_fused_func("uncounted", "x", unfused=staged)(uncounted)
-    right, wrong, silent = (
+    register_fused_func("scaled", "x", unfused=staged)(fused_and_scaled)
+    register_fused_func("uncounted", "x", unfused=staged)(fused_without_count)
+    right, pre_with_wrong_result, without_count = (
         make_fused_experts("F", name, "x") for name in ("right", "scaled", "uncounted")
     )
-    assert list(check_staged_reference(trial_of(staged, dtype=dtype))) == []  # it has none
-    assert list(check_staged_reference(trial_of(right, dtype=dtype))) == []
+    # a staged part has no other staged part
+    assert list(check_staged_reference(make_trial(staged, dtype=dtype))) == []
+    assert list(check_staged_reference(make_trial(right, dtype=dtype))) == []
     assert [
-        "relative difference" in found
-        for found in check_staged_reference(trial_of(wrong, dtype=dtype))
+        "relative difference" in failure
+        for failure in check_staged_reference(make_trial(pre_with_wrong_result, dtype=dtype))
     ] == [True]
     trial = Trial(
-        Case(NO_EP, silent, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
+        Case(NO_EP, without_count, replace(PROBLEM, dtype=dtype), "out_of_range"), this_machine()
     )  # type: ignore[arg-type]
-    assert ["counted 0 invalid ids" in found for found in check_staged_reference(trial)] == [True]
+    assert ["counted 0 invalid ids" in failure for failure in check_staged_reference(trial)] == [
+        True
+    ]
 
 
 class Fused(TritonExperts):
     staged = StagedTritonExperts
 
 
-def test_our_staged_part_has_the_declarations_of_triton_experts() -> None:
+def test_staged_triton_experts_have_the_requirements_of_triton_experts() -> None:
     op = runner.FUSED.find_fused_op("none", "triton")
     assert op is not None
     assert (op.implementation, op.unfused) == (TritonExperts, StagedTritonExperts)
@@ -180,8 +184,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_our_staged_part_equals_the_fused_one(change: dict[str, Any]) -> None:
-    """Every check of the harness on the staged part, with the fused one in comparison."""
+def test_staged_triton_experts_equal_triton_experts(change: dict[str, Any]) -> None:
+    """Runs every check of the harness on the staged part, and compares it with the fused part."""
     problem = replace(PROBLEM, **change)
     assert prove(Case(NO_EP, StagedTritonExperts, problem, "skips")).failures == ()  # type: ignore[arg-type]
     assert (

@@ -1,4 +1,6 @@
-"""The routing formats of MoeRunner's backends, and backends of vendors with stand-ins."""
+"""Routing formats of MoeRunner's backends, and vendor backends whose libraries are replaced by
+stand-ins.
+"""
 
 from dataclasses import replace
 
@@ -24,57 +26,57 @@ from modular_kernel.testing.random_inputs import random_inputs
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_routing_by_experts_round_trip(device: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(-1, E, (9, 3), generator=g, dtype=torch.int32).to(device)
-    weights = torch.rand(9, 3, generator=g).to(device)
-    found = to_expert_major(StandardTopKOutput(weights, ids, None), E)
-    data, gather, scatter = found
+def test_to_token_major_inverts_to_expert_major(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(-1, E, (9, 3), generator=generator, dtype=torch.int32).to(device)
+    weights = torch.rand(9, 3, generator=generator).to(device)
+    expert_major = to_expert_major(StandardTopKOutput(weights, ids, None), E)
+    data, gather, scatter = expert_major
     assert isinstance(data, RoutingData)
     assert (data.n_expts_act, data.n_expts_tot) == (3, E)
-    assert data.expt_hist.tolist() == [int((ids == e).sum()) for e in range(E)]  # type: ignore[union-attr]
+    assert data.expt_hist.tolist() == [int((ids == expert).sum()) for expert in range(E)]  # type: ignore[union-attr]
     pairs = gather.src_indx[gather.src_indx >= 0].long()
     assert ids.flatten()[pairs].tolist() == sorted(ids[ids >= 0].tolist())
     assert torch.equal(data.gate_scal[: len(pairs)], weights.flatten()[pairs])
     assert not data.gate_scal[len(pairs) :].any()
     assert torch.equal(gather.dst_indx[pairs], torch.arange(len(pairs), device=device).int())
     assert (scatter.src_indx, scatter.dst_indx) == (gather.dst_indx, gather.src_indx)
-    back = to_token_major(found)
-    assert torch.equal(back.topk_ids, ids)
-    assert torch.equal(back.topk_weights, weights.masked_fill(ids < 0, 0))
+    token_major = to_token_major(expert_major)
+    assert torch.equal(token_major.topk_ids, ids)
+    assert torch.equal(token_major.topk_weights, weights.masked_fill(ids < 0, 0))
 
 
-def test_both_metadata_types_are_made_from_a_tuple() -> None:
-    one, two = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
-    weights, ids, logits = StandardTopKOutput(*(one, two, None))
-    assert (weights, ids, logits) == (one, two, None)
-    data = RoutingData(*(1, one.flatten()))
+def test_metadata_types_are_constructed_from_tuples() -> None:
+    topk_weights, topk_ids = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+    weights, ids, logits = StandardTopKOutput(*(topk_weights, topk_ids, None))
+    assert (weights, ids, logits) == (topk_weights, topk_ids, None)
+    data = RoutingData(*(1, topk_weights.flatten()))
     assert (data.n_expts_act, data.gate_scal.shape) == (1, (2,))
     with pytest.raises(ConfigurationError, match="expt_hist"):
-        to_token_major(to_expert_major((one, two), 1)._replace(routing_data=data))  # type: ignore[arg-type]
+        to_token_major(to_expert_major((topk_weights, topk_ids), 1)._replace(routing_data=data))  # type: ignore[arg-type]
 
 
-def test_a_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_backend_accepts_one_routing_format(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TH, weights, routing = make_layer(BASE)
     plain = make_dispatch_output(x_TH, routing)
-    found = StandardDispatchOutput(x_TH, to_expert_major(plain.topk_output, E))  # type: ignore[arg-type]
+    expert_major = StandardDispatchOutput(x_TH, to_expert_major(plain.topk_output, E))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError) as caught:
-        MoeRunner("torch", NOT_INPLACE).run(found, make_quant_info(weights))
+        MoeRunner("torch", NOT_INPLACE).run(expert_major, make_quant_info(weights))
     assert (caught.value.got, caught.value.need) == (
         "TritonKernelTopKOutput", "StandardTopKOutput",
     )  # fmt: skip
     runner = MoeRunner("torch", NOT_INPLACE)
-    runner.runner_backend = "triton_kernel"  # the part of that name may not be here
+    runner.runner_backend = "triton_kernel"  # the part of this backend may not be installed
     with pytest.raises(ConfigurationError, match="need TritonKernelTopKOutput"):
         runner.run(plain, make_quant_info(weights))
-    got = runner.run(found, make_quant_info(weights))
+    got = runner.run(expert_major, make_quant_info(weights))
     assert_close(got.hidden_states, float64_reference(x_TH, weights, routing, BASE), 1e-6)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
 @pytest.mark.parametrize("format", ["standard", "deepep_normal", "deepep_ll"])
-def test_deep_gemm_with_its_stand_in(format: str, quant: str) -> None:
-    """Batched and contiguous rows, with scales per 128 values as a dispatcher returns them."""
+def test_deep_gemm_backend_with_a_stand_in(format: str, quant: str) -> None:
+    """Rows are batched or contiguous and have scales per 128 values, as from a dispatcher."""
     problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("deep_gemm", replace(NOT_INPLACE, activation="silu"))
@@ -96,27 +98,29 @@ def test_deep_gemm_with_its_stand_in(format: str, quant: str) -> None:
         assert_close(got.hidden_states, want, 0.1)
         return
     counts = torch.full((E,), T, dtype=torch.int32)
-    few = DeepEPLLDispatchOutput(_by_expert(rows, T), _by_expert(scale, T), ids, gates, counts)
+    small_batches = DeepEPLLDispatchOutput(
+        _batch_by_expert(rows, T), _batch_by_expert(scale, T), ids, gates, counts
+    )
     with pytest.raises(IncompatibleError, match="a multiple of 128"):
-        runner.run(few, info)
-    rows, scale = _by_expert(rows, 128), _by_expert(scale, 128)
+        runner.run(small_batches, info)
+    rows, scale = _batch_by_expert(rows, 128), _batch_by_expert(scale, 128)
     batches = DeepEPLLDispatchOutput(rows, scale, ids, gates, counts, T)
-    given = runner.run(batches, info)
+    combine_input = runner.run(batches, info)
     token = torch.arange(T)[:, None].expand(T, K)
-    got_TH = (given.hidden_states[ids.long(), token].float() * gates[..., None]).sum(1)
+    got_TH = (combine_input.hidden_states[ids.long(), token].float() * gates[..., None]).sum(1)
     assert_close(got_TH, want, 0.1)
 
 
-def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
-    """Return the same rows for each expert, followed by rows that must not be used."""
+def _batch_by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
+    """Return the same rows for each expert, padded with NaN up to the capacity."""
     if rows is None:
         return None
-    whole = torch.full((E, capacity, rows.shape[1]), torch.nan).to(rows.dtype)
-    whole.view(torch.uint8)[:, : len(rows)] = rows.contiguous().view(torch.uint8)
-    return whole
+    batches = torch.full((E, capacity, rows.shape[1]), torch.nan).to(rows.dtype)
+    batches.view(torch.uint8)[:, : len(rows)] = rows.contiguous().view(torch.uint8)
+    return batches
 
 
-def test_triton_kernels_with_its_stand_in() -> None:
+def test_triton_kernels_backend_with_a_stand_in() -> None:
     problem = Problem(T, H, 48, E, K, dtype=torch.bfloat16)
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     runner = MoeRunner("triton_kernel", NOT_INPLACE)

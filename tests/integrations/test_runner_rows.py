@@ -1,8 +1,8 @@
 """The feature checklist of the runner, memory and metadata names existing tests.
 
-R1 to R26 are features of the runner, A45 to A65 those of its layer, M10 is workspaces. A row names
-tests as `file::function`, followed by what they cover in addition, or by why a part of the feature
-does not exist.
+Rows R1 to R26 are features of the runner, A45 to A65 are features of its layer, and M10 is about
+workspaces. A row names tests as `file::function`, followed by further coverage or by the reason why
+a part of the feature does not exist.
 """
 
 import pytest
@@ -22,7 +22,7 @@ STAGES, PARTS = "test_runner_stages", "test_runner_parts"
 ROWS = {
     "R1": Row("MoeRunner.run, fused or staged", (
         f"{RUNNER}::test_fused_and_staged_parts_compute_the_same",
-        f"{RUNNER}::test_a_call_equals_that_of_the_kernel",
+        f"{RUNNER}::test_calls_equal_calls_of_the_kernel",
     )),
     "R2": Row("a switch that turns fused operations off", (
         f"{RUNNER}::test_fused_and_staged_parts_compute_the_same",
@@ -36,57 +36,57 @@ ROWS = {
         f"{STAGES}::test_a_key_registered_twice_is_refused_with_both_origins",
         f"{STAGES}::test_an_unregistered_key_is_reported_with_the_registered_ones",
     )),
-    "R5": Row("types state their backend, and are checked", (
-        f"{PARTS}::test_an_input_of_another_backend_is_refused_with_both_names",
+    "R5": Row("types have a backend, which is checked", (
+        f"{PARTS}::test_results_of_another_backend_are_refused_with_both_names",
         f"{STAGES}::test_wrong_values_are_refused_at_registration",
     )),
     "R6": Row("typed state of one call", (f"{PARTS}::test_every_call_has_its_own_state",)),
     "R7": Row("every field of MoeRunnerConfig reaches the Problem or is refused", (
         f"{RUNNER}::test_both_interfaces_share_one_config",
         f"{RUNNER}::test_every_field_reaches_the_problem",
-        f"{RUNNER}::test_fields_without_a_meaning_are_refused",
-        "test_runner_config::test_the_config_has_sglang_s_fields_and_one_more",
-        "test_runner_config::test_values_that_no_part_implements_are_refused_by_name",
+        f"{RUNNER}::test_contradicting_fields_are_refused",
+        "test_runner_config::test_the_config_has_the_fields_of_sglang_and_chunk_tokens",
+        "test_runner_config::test_unsupported_values_are_refused_by_name",
     )),
     "R8": Row("the Triton backend's input, all schemes", (
-        f"{PARTS}::test_our_staged_part_equals_the_fused_one",
+        f"{PARTS}::test_staged_triton_experts_equal_triton_experts",
         f"{WEIGHTS}::test_flags_or_a_name_give_the_scheme",
     )),
     "R9": Row('the fused ("none", "triton") and its staged part', (
-        f"{PARTS}::test_our_staged_part_has_the_declarations_of_triton_experts",
-        f"{PARTS}::test_our_staged_part_equals_the_fused_one",
+        f"{PARTS}::test_staged_triton_experts_have_the_requirements_of_triton_experts",
+        f"{PARTS}::test_staged_triton_experts_equal_triton_experts",
     )),
     "R10": Row("triton_kernel: routing data, gather, scatter", (
-        f"{ROUTING}::test_a_backend_accepts_one_routing_format",
-        f"{ROUTING}::test_routing_by_experts_round_trip",
-        f"{ROUTING}::test_triton_kernels_with_its_stand_in",
+        f"{ROUTING}::test_each_backend_accepts_one_routing_format",
+        f"{ROUTING}::test_to_token_major_inverts_to_expert_major",
+        f"{ROUTING}::test_triton_kernels_backend_with_a_stand_in",
         "test_triton_kernels::test_cases_are_proven",
     )),
     "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
-        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
+        f"{ROUTING}::test_deep_gemm_backend_with_a_stand_in",
         "test_ops_permute_quantize::test_permute_and_quantize_equals_both_operations",
-    ), "no record of the input: notebook/decisions/09-runner-stages.md"),
+    ), "the input has no record type: notebook/decisions/09-runner-stages.md"),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
         "test_deepgemm::test_contiguous_cases_are_proven",
         "test_deepgemm::test_aligned_rows_equal_their_reference",
     )),
     "R13": Row("masked mode: (e, C, H) with counts", (
         "test_deepgemm::test_masked_cases_are_proven",
-        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
-    ), "expected_m is a hint, and is not read"),
+        f"{ROUTING}::test_deep_gemm_backend_with_a_stand_in",
+    ), "expected_m is only a hint, and is not read"),
     "R14": Row("GEMM, activation, quantize, GEMM", (
         "test_deepgemm::test_contiguous_cases_are_proven",
         "test_deepgemm::test_defects_in_masked_rows_are_detected",
         "test_ops_quantize::test_activation_and_quantize_equals_both_operations",
     ), "scales are float32; fast_act is refused: a part chooses launches itself"),
     "R15": Row("sort, quantize and back with weights and scaling", (
-        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
+        f"{ROUTING}::test_deep_gemm_backend_with_a_stand_in",
         "test_deepgemm::test_contiguous_cases_are_proven",
         "test_ops_rows::test_gather_and_sum_reads_only_the_given_rows",
     )),
     "R16": Row("deepep_ll passes through, unweighted, with ids and weights", (
         f"{FORMATS}::test_batches_are_returned_unweighted_with_ids_and_weights",
-        f"{ROUTING}::test_deep_gemm_with_its_stand_in",
+        f"{ROUTING}::test_deep_gemm_backend_with_a_stand_in",
     )),
     "R17": Row("scatter and gather: x times the sum of its weights", (
         "test_runner_rows::test_gathering_scattered_rows_applies_router_weights",
@@ -95,37 +95,37 @@ ROWS = {
         f"{FORMATS}::test_received_rows_are_weighted_and_summed",
     )),
     "R18": Row("the router's format is checked on entry", (
-        f"{ROUTING}::test_a_backend_accepts_one_routing_format",
+        f"{ROUTING}::test_each_backend_accepts_one_routing_format",
     )),
-    "R19": Row("a new backend without an edit of the core", (
+    "R19": Row("a new backend without changes of the core", (
         f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
-    "R20": Row("dead buffers share room; inplace only where allowed", (
+    "R20": Row("unused buffers share memory; inplace only if allowed", (
         "interpreter/test_workspace_use::test_workspace_of_a_prefill",
         "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
         f"{RUNNER}::test_inplace_is_the_default_and_overwrites_x",
     )),
-    "R21": Row("refused where the runner is made", (
+    "R21": Row("unsupported configs are refused at construction", (
         f"{RUNNER}::test_unsupported_configs_are_refused_at_construction",
         "test_matrix::test_every_other_pairing_is_refused_with_a_reason",
-    ), "without sizes only schemes that no part has; else a call refuses"),
+    ), "without sizes, only schemes that no part supports; other errors are raised by calls"),
     "R22": Row("fused and staged, formats, schemes, top-k, leaks", (
-        f"{PARTS}::test_our_staged_part_equals_the_fused_one",
+        f"{PARTS}::test_staged_triton_experts_equal_triton_experts",
         "test_matrix::test_every_two_axis_values_are_covered",
         "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
     )),
     "R23": Row("dispatch outputs and combine inputs by format", (
         f"{FORMATS}::test_formats_are_distinguished",
-        f"{FORMATS}::test_a_wrong_format_is_refused_with_both_names",
+        f"{FORMATS}::test_wrong_formats_are_refused_with_both_names",
     )),
-    "R24": Row("half a pair is reported at start-up", (
+    "R24": Row("an incomplete pair is reported at start-up", (
         f"{STAGES}::test_an_incomplete_pair_is_reported",
         f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
     "R25": Row("a plain torch core", ("test_matrix::test_case_is_proven",),
-               "no HIP, AMX or NPU: aiter is refused by name"),
-    "R26": Row("the field's switches as options", (
-        f"{RUNNER}::test_switches_by_their_usual_names",
+               "no HIP, AMX or NPU; aiter is refused by name"),
+    "R26": Row("switches of SGLang as options", (
+        f"{RUNNER}::test_environment_variables_of_sglang_are_switches",
     )),
     "A45": Row("a bound on workspaces", (
         "test_memory_declared::test_workspaces_stay_below_two_shared_caches",
@@ -136,14 +136,14 @@ ROWS = {
         "test_layers::test_transposed_weights_are_used_without_a_copy",
     ), "FusedMoE has one layout: notebook/decisions/10-one-weight-layout.md"),
     "A61": Row("routing data of triton_kernels", (
-        f"{ROUTING}::test_routing_by_experts_round_trip",
-        f"{ROUTING}::test_triton_kernels_with_its_stand_in",
+        f"{ROUTING}::test_to_token_major_inverts_to_expert_major",
+        f"{ROUTING}::test_triton_kernels_backend_with_a_stand_in",
     )),
     "A63": Row("metadata of a plain tuple", (
-        f"{ROUTING}::test_both_metadata_types_are_made_from_a_tuple",
+        f"{ROUTING}::test_metadata_types_are_constructed_from_tuples",
     )),
     "A65": Row("padded weights", (f"{WEIGHTS}::test_padded_weights_give_the_same_result",)),
-    "M10": Row("what is allocated is what is declared", (
+    "M10": Row("the allocated memory equals the declared memory", (
         "test_memory_declared::test_a_call_allocates_its_declared_workspace_and_output",
         "test_memory_declared::test_undeclared_memory_is_detected",
         "test_workspace::test_a_write_past_the_end_is_reported_with_the_buffer",
@@ -164,11 +164,11 @@ def test_tests_of_a_row_exist(row: str) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])
 def test_gathering_scattered_rows_applies_router_weights(top_k: int) -> None:
-    """x times the sum of its router weights, without those of skipped pairs."""
-    g = torch.Generator().manual_seed(top_k)
-    x_TH = torch.randn(17, 32, generator=g)
-    weights_TK = torch.rand(17, top_k, generator=g)
-    ids_TK = torch.randint(-1, 4, (17, top_k), generator=g, dtype=torch.int32)
+    """The result is x times the sum of its router weights, without the weights of skipped pairs."""
+    generator = torch.Generator().manual_seed(top_k)
+    x_TH = torch.randn(17, 32, generator=generator)
+    weights_TK = torch.rand(17, top_k, generator=generator)
+    ids_TK = torch.randint(-1, 4, (17, top_k), generator=generator, dtype=torch.int32)
     counter = torch.zeros(1, dtype=torch.int32)
     routing = DispatchedRouting(weights_TK, ids_TK, IdSpace.LOCAL, 4, None, counter)
     workspace = Workspace(sort_specs(17, top_k, 16, 4), torch.device("cpu"), poison=True)

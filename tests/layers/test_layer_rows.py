@@ -20,9 +20,9 @@ ROWS = {
         "test_fused_moe::test_every_field_of_the_config_has_an_effect",
     )),
     "A44": Row("chunks of 65536 tokens or as set, equal to one call", (
-        f"{KEYWORDS}::test_chunks_have_a_default",
+        f"{KEYWORDS}::test_default_chunks_have_65536_tokens",
         f"{KEYWORDS}::test_calls_are_split_into_chunks",
-        f"{KEYWORDS}::test_chunked_calls_equal_whole_ones",
+        f"{KEYWORDS}::test_chunked_calls_equal_unchunked_calls",
     )),
     "A54": Row("FusedMoE, w13_weight and w2_weight", (
         f"{LAYERS}::test_parameters_have_their_usual_names",
