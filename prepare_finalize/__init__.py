@@ -1,15 +1,14 @@
 """PrepareAndFinalize components: quantize and dispatch tokens, then combine expert outputs.
 
-A fused MoE layer is composed of interchangeable components, called parts. Each class in
-`COMPONENTS` is a part that moves tokens to the ranks of their experts and back. There is one
-package per transport: `local` (a single rank), `collectives` (torch.distributed), `symm_mem`
-(torch's symmetric memory), `host_then_rank` (torch.distributed between hosts, symmetric memory
-inside a host), `deepep`, `flashinfer` and `pplx`. `common` has the code that they share, and
-`rendezvous` connects the ranks.
+A fused MoE layer is composed of interchangeable components, called parts. The parts in `COMPONENTS`
+move tokens to the ranks of their experts and back. There is one package per transport: `local` (a
+single rank), `collectives` (torch.distributed), `symm_mem` (torch's symmetric memory),
+`host_then_rank` (torch.distributed between hosts, symmetric memory inside a host), `deepep`,
+`flashinfer` and `pplx`. `common` has the code that they share, and `rendezvous` connects the ranks.
 
 A manager (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) owns the connections and
-buffers of a process group for one transport. The parts of many layers can share it. An `Exchange`
-is a collective in flight, which the methods of `TorchGroup` return.
+buffers of a process group for one transport. The parts of many layers can share it. The methods of
+`TorchGroup` return an `Exchange`, a collective in flight.
 """
 
 from modular_kernel.compatibility.support import PlannedPart

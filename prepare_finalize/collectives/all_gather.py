@@ -1,10 +1,11 @@
 """AllGatherReduceScatterPrepareAndFinalize: all-gather tokens, reduce-scatter partial sums.
 
-An exchange component ('part') for expert parallelism. Every rank receives the tokens of all ranks,
-and computes the pairs of its own experts; a pair is one token with one of its K experts. The base
-class, `CollectivePart`, has two kinds of calls. By default, ranks first exchange their token counts
-through the host (this file); in a fixed-capacity exchange (`common.fixed_capacity`), they send
-blocks of a fixed number of rows instead.
+An exchange component ("part") for expert parallelism. Every rank receives the tokens of all ranks,
+and computes the pairs of its own experts. A pair is one token with one of its K experts.
+
+There are two kinds of calls (`CollectivePart`). By default, ranks first exchange their token counts
+through the host, which this file implements. In a fixed-capacity exchange
+(`common.fixed_capacity`), they send blocks of a fixed number of rows instead.
 """
 
 from collections.abc import Mapping
@@ -52,16 +53,16 @@ class AllGatherHandle(PartHandle):
 class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
     """All-gather all tokens; each rank computes the partial sums of its experts.
 
-    The partial sums are sent back in the problem's dtype. The token's rank adds those of all W
-    ranks in float32 in rank order, so equal inputs give equal bits. T may differ between ranks and
-    may be 0.
+    Every rank sends its partial sums to the ranks of the tokens, in the problem's dtype. The
+    token's rank adds the partial sums of all W ranks in float32 in rank order, so equal inputs give
+    equal bits. T may differ between ranks and may be 0.
 
     Every rank receives every token. This is efficient for few ranks, or if top-k is so large that
     most tokens have an expert on most ranks.
 
     Ranks exchange T first and read it on the host, and rows are padded to the largest T. With
     Problem(graph=True) or TorchGroup(checked=False), the host reads nothing after the first call,
-    and each rank sends problem.tokens rows, of which those beyond T are unused.
+    and each rank sends problem.tokens rows, of which the rows beyond T are unused.
     """
 
     replayable = True  # plans can replay the recorded launches of fixed-capacity exchanges
@@ -150,7 +151,6 @@ class AllGatherReduceScatterPrepareAndFinalize(CollectivePart):
         amax: float | torch.Tensor | None,
         out_RB: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Write the packed rows of the tokens; return the scales of quantized tokens."""
         scale = self.pack(x_TH, routing, weights, call, amax=amax, out_RB=out_RB)
         layout, rows_TB = self.layout_of(call), out_RB[: len(x_TH)]
         ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)

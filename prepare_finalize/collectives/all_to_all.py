@@ -1,9 +1,10 @@
-"""TorchAll2AllPrepareAndFinalize: all-to-all, a row is sent once to each rank that needs it.
+"""TorchAll2AllPrepareAndFinalize: all-to-all; a row is sent once to each rank that needs it.
 
-An exchange component ('part') for expert parallelism. A rank computes all pairs of a received row
-that belong to its experts, and returns their sum; a pair is one token with one of its K experts.
-The base class, `CollectivePart`, has two kinds of calls. By default, ranks first exchange row
-counts through the host (this file); in a fixed-capacity exchange (`common.fixed_capacity`), they
+An exchange component ("part") for expert parallelism. A rank computes all pairs of a received row
+that belong to its experts, and returns their sum. A pair is one token with one of its K experts.
+
+There are two kinds of calls (`CollectivePart`). By default, ranks first exchange row counts through
+the host, which this file implements. In a fixed-capacity exchange (`common.fixed_capacity`), they
 send blocks of a fixed number of rows instead.
 """
 
@@ -38,7 +39,7 @@ class All2AllHandle(PartHandle):
     - step: number of the call among the calls of the manager.
     - to_W, from_W: number of rows sent to each rank, and received from each rank; empty in a
       fixed-capacity exchange.
-    - any_rows: whether any rank sends a row. If not, there is no collective.
+    - any_rows: whether any rank sends a row. Otherwise, no collective is started.
     - token_N: token of each sent row, ordered by receiving rank, then by token; None in a
       fixed-capacity exchange.
     - topk_weights_RK: router weights that `finalize` must apply to the received rows, or None.
@@ -161,9 +162,9 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rank and slot of each pair, which ranks need each token, and the invalid ids.
 
-        The shapes are (T, K), (T, K) and (W, T); the last result is the number of invalid ids.
+        The shapes are (T, K), (T, K) and (W, T). The last result is the number of invalid ids.
         """
-        # Equally near copies are used round-robin. Each rank begins with another copy.
+        # Copies at equal distance are used round-robin. Each rank starts with a different copy.
         rank_TK, slot_TK, invalid = pairs_to_slots(
             ids_TK, self.tables(ids_TK.device), first_token=self.manager.rank, together=True
         )
@@ -194,7 +195,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
     ) -> tuple[Dispatched, All2AllHandle]:
         """Return the received rows in the experts' format, and the handle of the call.
 
-        Here, the format is that of the rows themselves. Subclasses may group them by expert.
+        The rows already have the contiguous format. Subclasses may group them by expert.
         """
         return tokens, handle
 
@@ -238,7 +239,7 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
                     phase="combine",
                 ).wait()
             sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
-            # A token is at most once among the rows of a rank, so its sum is in rank order.
+            # A rank gets a token at most once, so the sum of a token is in rank order.
             for token_R, partial_RH in zip(
                 torch.split_with_sizes(token_N, to_W),
                 torch.split_with_sizes(partial_sums, to_W),
@@ -249,5 +250,4 @@ class TorchAll2AllPrepareAndFinalize(CollectivePart):
 
 
 def _split_sizes(metadata: CallMetadata, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the number of rows sent to each rank, and of rows received from each rank."""
     return metadata.rows_WW[rank], tuple(zip(*metadata.rows_WW, strict=True))[rank]

@@ -1,8 +1,7 @@
 """TorchAll2AllBatchedPrepareAndFinalize: all-to-all, then received rows are grouped by expert.
 
-An exchange component ('part') for experts that take the batched format, (e, C, H): C rows for each
-of the e experts of a rank, of which the first are valid. Everything except the grouping is
-inherited from `TorchAll2AllPrepareAndFinalize`.
+An exchange component ("part") for experts that take the batched format, (e, C, H): C rows for each
+of the e experts of a rank. If an expert has n tokens, its first n rows are valid.
 """
 
 from collections.abc import Mapping
@@ -33,8 +32,8 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 class RegroupedHandle(All2AllHandle):
     """Handle of an all-to-all whose received rows are grouped by expert.
 
-    row_of_pair_RK: (R, K) int32, index in (e * C) of the batched row of each pair of a received
-        row, -1 if it has none.
+    row_of_pair_RK: (R, K) int32, index in [0, e * C) of the batched row of each pair of a received
+        row, or -1 if it has none.
     """
 
     row_of_pair_RK: torch.Tensor
@@ -44,7 +43,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     """Send rows as TorchAll2AllPrepareAndFinalize does, then group them by expert.
 
     The R received rows, (R, H), are copied to the batched format, (e, C, H), once for each of their
-    local experts. The rows of an expert are in the order of sending rank and token. The capacity C
+    local experts. The rows of an expert are ordered by sending rank, then by token. The capacity C
     is sufficient for problem.tokens tokens of every rank.
     """
 

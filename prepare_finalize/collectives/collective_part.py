@@ -1,9 +1,9 @@
-"""CollectivePart: base of the components ('parts') that exchange rows with torch collectives.
+"""CollectivePart: base of the components ("parts") that exchange rows with torch collectives.
 
-Subclasses implement the dispatch with row counts, `send_with_counts`; this class implements the
-dispatch in a fixed-capacity exchange and decides which of the two a call uses. In both, experts
-receive rows with slots: a slot is the index of an expert in the weights of its rank. A pair is one
-token with one of its K experts.
+There are two kinds of dispatch: with row counts, which subclasses implement in `send_with_counts`,
+and in a fixed-capacity exchange, which this class implements. In both, experts receive rows with
+slots. A slot is the index of an expert in the weights of its rank. A pair is one token with one of
+its K experts.
 """
 
 from abc import abstractmethod
@@ -56,7 +56,7 @@ class CollectivePart(PackedRowsPart):
     """Base of parts that exchange rows with an all-gather or an all-to-all.
 
     By default, ranks exchange row counts before every call, read them on the host, and send exactly
-    the rows that are needed (`send_with_counts`). `fixed_capacity` is None then.
+    the rows that are needed (`send_with_counts`). `fixed_capacity` is then None.
 
     With Problem(graph=True) or TorchGroup(checked=False), they send blocks of a fixed capacity
     instead (`common.fixed_capacity`). The host then reads nothing after the layer's first call, and
@@ -90,7 +90,6 @@ class CollectivePart(PackedRowsPart):
             )
 
     def _check_max_received(self) -> None:
-        """Raise ConfigurationError if problem.max_received is below one row from each rank."""
         max_received, world_size = self.problem.max_received, self.problem.parallel.world_size
         if max_received is not None and max_received < world_size:
             self.destroy()
@@ -101,7 +100,8 @@ class CollectivePart(PackedRowsPart):
     def block_capacity(self) -> int:
         """Number of rows that a rank can send to each rank in a fixed-capacity exchange.
 
-        It is problem.tokens, which no routing exceeds, or an equal share of problem.max_received.
+        It is problem.tokens, which no routing exceeds, or problem.max_received / world_size if that
+        is lower.
         """
         problem = self.problem
         if problem.max_received is None:
@@ -157,7 +157,7 @@ class CollectivePart(PackedRowsPart):
     def send_with_counts(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: CallState
     ) -> Receiver:
-        """Exchange row counts on the host, then start the exchange of exactly these rows."""
+        """Exchange row counts on the host, then start the exchange of exactly as many rows."""
 
     @abstractmethod
     def make_fixed_capacity_handle(
@@ -186,11 +186,11 @@ class CollectivePart(PackedRowsPart):
         local_amax = self.local_amax(x_TH, call)
         step = exchange.begin(call, len(x_TH), x_TH.device, layout, amax=local_amax is not None)
         if local_amax is not None:
-            # `reduce_amax` below is a collective, so from here on peers wait for this rank.
+            # `reduce_amax` is a collective, so from here on peers wait for this rank.
             call.peers_notified = True
         amax = None if local_amax is None else exchange.reduce_amax(local_amax, step)
         numbers_TK, weights_TK = routing.topk_ids_TK, routing.topk_weights_TK
-        if not self.numbering(x_TH.device).is_linear:  # else expert numbers equal expert ids
+        if not self.numbering(x_TH.device).is_linear:  # otherwise, expert numbers are expert ids
             pairs = self.pairs(routing, call, join=False)
             number_pairs(pairs)
             numbers_TK, weights_TK = pairs.numbers_TK, pairs.weights_TK

@@ -1,7 +1,7 @@
 """Launches of the kernels of fixed-capacity exchanges on meta tensors, for `mk compile`.
 
-`mk compile` compiles every kernel without a GPU. It calls `meta_calls` of each exchange component,
-which returns the functions of this file; the meta tensors give the kernels shapes and dtypes.
+`mk compile` compiles every kernel without a GPU. The meta tensors give the kernels shapes and
+dtypes.
 """
 
 from dataclasses import replace

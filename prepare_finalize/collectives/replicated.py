@@ -1,10 +1,12 @@
 """ReplicatedEPPrepareAndFinalize: all ranks have all tokens, and an all-reduce combines them.
 
-An exchange component ('part') for layers whose input is replicated, as after a tensor-parallel
-attention. No rows are dispatched: each rank computes the pairs of its own experts (a pair is one
-token with one of its K experts). The ranks only exchange metadata, to check that they make the same
-call. This is the handshake. It takes place on the host before a call, or, in layers that must not
-wait on the host, on the device during a call (`common.device_handshake`).
+An exchange component ("part") for layers whose input is replicated, as after a tensor-parallel
+attention. No rows are dispatched. Each rank computes the pairs of its own experts; a pair is one
+token with one of its K experts.
+
+In a handshake, ranks exchange metadata to check that they make the same call. It takes place on the
+host before a call. In layers that must not wait on the host, it takes place on the device during a
+call (`common.device_handshake`).
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +71,7 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     last bits are not deterministic.
 
     Ranks compare T on the host before every call. With Problem(graph=True) or
-    TorchGroup(checked=False), they compare it on the device after the first call. On GPUs, a call
+    TorchGroup(checked=False), they compare T on the device after the first call. On GPUs, a call
     whose T differs between ranks then fails when the all-reduce reaches its deadline.
     """
 
@@ -192,7 +194,8 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     ) -> _HeaderExchange:
         """Write the header of this rank and start the all-gather of headers.
 
-        headers: ((W + 1) * F,) int64, buffer for the received headers, then that of this rank.
+        headers: ((W + 1) * F,) int64, buffer for the received headers, followed by this rank's
+            header.
         """
         received, header = headers[: -len(FIELDS)], headers[-len(FIELDS) :]
         handshake.counter.write_header(header, tokens, refusal=refusal)
@@ -206,8 +209,8 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     def _verify_headers(self, handshake: DeviceHandshake, sent: _HeaderExchange) -> None:
         """Verify the headers of all ranks.
 
-        On a CPU, raise the error immediately, because gloo ends the process if ranks all-reduce
-        tensors of different sizes.
+        On a CPU, this raises the error immediately, because gloo ends the process if ranks
+        all-reduce tensors of different sizes.
         """
         handshake.status.verify(sent.headers_WF, sent.local_header_F, handshake.limits)
         if self.manager.device == "cpu":
@@ -219,9 +222,8 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots, int32, and weights, with -1 and 0 for pairs of other ranks.
 
-        first_token: number of the first token, from which the copies of a replicated expert are
-            chosen round-robin. It must be the same on every rank. The step of the call distributes
-            even calls of one token over all copies.
+        first_token: start of the round-robin choice among the copies of a replicated expert, the
+            same on every rank. With the step of the call, even calls of one token use all copies.
         """
         tables = self.tables(routing.topk_ids_TK.device)
         rank_TK, slot_TK, invalid = pairs_to_slots(

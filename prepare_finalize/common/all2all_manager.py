@@ -2,9 +2,9 @@
 
 Such a library exchanges rows through buffers of a fixed shape, which all ranks allocate together. A
 set of buffers holds the rows of one call, from its dispatch to its combine. The manager keeps
-several sets of each shape, so that several calls can be in flight, and so that layers of the same
-shape share them. Its users are `pplx.part` and `flashinfer.part`: they call `reserve` once, then
-`take` and `release` in every call.
+several sets of each shape, so that several calls can be in flight. Layers of the same shape share
+the sets. `pplx.part` and `flashinfer.part` call `reserve` once, then `take` and `release` in every
+call.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class All2AllBuffers(Generic[Shape]):
     - all_to_all: the library's object.
     - shape: the sizes that the buffers were allocated for.
     - in_use: whether a call uses the buffers, from its dispatch to its combine.
-    - use_count: number of calls that have used them. It identifies the call of a handle.
+    - use_count: number of calls that have used the buffers. It identifies the call of a handle.
     """
 
     def __init__(self, all_to_all: Any, shape: Shape) -> None:
@@ -45,11 +45,11 @@ class All2AllBuffers(Generic[Shape]):
 class All2AllManager(ABC, Generic[Shape]):
     """Base of the managers of a library's buffers, for the ranks of one process group on one host.
 
-    The subclasses document the arguments. Creating a manager is collective.
+    Subclasses document the arguments. Creating a manager is collective.
     """
 
     package: ClassVar[str]  # name of the library, for messages
-    # Distinguishes the manager's keys in the process group's key-value store from other managers'.
+    # Separates the keys of this kind of manager in the process group's key-value store.
     store_prefix: ClassVar[str] = ""
 
     def __init__(
@@ -86,7 +86,8 @@ class All2AllManager(ABC, Generic[Shape]):
     def load_library() -> Any:
         """Import the library. Raise ConfigurationError if it is missing.
 
-        This is called before the ranks connect, so that no rank waits for one without the library.
+        This is called before the ranks connect, so that no rank waits for a rank without the
+        library.
         """
 
     @abstractmethod

@@ -11,9 +11,9 @@ a single block to all ranks. A block has these sections:
     adapters (capacity, 1)              LoRA adapter of each row
     header (F,)                         metadata of the call (`device_status.FIELDS`)
 
-The size of a block is a multiple of the size of a row of x. W received blocks are therefore one
-(W * block_rows, H) matrix of activations, which the experts read without a copy. The rows of this
-matrix that hold the other sections, and unused rows, get slots of -1, so that no expert reads them.
+The size of a block is a multiple of the size of a row of x. W received blocks therefore form one (W
+* block_rows, H) matrix of activations, which the experts read without a copy. Some rows of this
+matrix are unused or hold the other sections. They get slots of -1, so that no expert reads them.
 
 A pair is one token with one of its K experts. A slot is the index of an expert in the weights of
 its rank. An expert number identifies an expert on any rank: the expert in slot s of rank r has the
@@ -39,10 +39,10 @@ from prepare_finalize.common.device_status import (
     DeviceStatus,
 )
 
-_ALIGNMENT = 16  # bytes; every section begins at a multiple
+_ALIGNMENT = 16  # bytes; every section begins at a multiple of it
 _HEADER_BYTES = 8 * len(FIELDS)
 _MAX_COPY_BYTES = 4096  # bytes of a row that a program of fill_blocks copies at a time
-_SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time when it counts rows
+_SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time to count rows
 _MAX_SPLIT_TOKENS = 16  # maximum T for which several programs of fill_blocks share a row
 _PAIRS_PER_PROGRAM = 128  # pairs per program of mask_remote_pairs
 _SUM_COLUMNS = 2048  # columns per program of sum_blocks
@@ -114,11 +114,11 @@ class OutgoingRows:
 
     - x_TH: activations in the dtype of the layout.
     - scale_TG: float32 scales of the activations, or None.
-    - expert_numbers_TK: int32 or int64, expert number of each pair, -1 for a skipped pair. All
-      other numbers outside [0, W * slots) are invalid. Pairs with them are skipped as well.
+    - expert_numbers_TK: int32 or int64, expert number of each pair, or -1 for a skipped pair. Pairs
+      with other numbers outside [0, W * slots) are invalid, and are skipped as well.
     - weights_TK: float32 router weights.
     - adapters_T: slots of LoRA adapters; None if the call uses no adapters.
-    - invalid_count: (1,) int32, incremented by the number of pairs with an invalid expert number.
+    - invalid_count: (1,) int32, incremented by the number of invalid pairs.
     """
 
     x_TH: torch.Tensor
@@ -142,8 +142,8 @@ class Ranks:
 class Blocks:
     """Blocks to send or received blocks.
 
-    - bytes_SB: (S, layout.nbytes) uint8. Block w is for rank w, or from rank w, except that the
-      index of this rank's own block is `local_block`.
+    - bytes_SB: (S, layout.nbytes) uint8. Block w is the block for rank w, or from rank w, except
+      for this rank itself.
     - local_block: index of the block that this rank fills for itself.
     """
 
@@ -162,8 +162,9 @@ class ReceivedColumns:
     """Output tensors for the R = W * block_rows received rows, except their activations.
 
     - local_experts: number of experts of this rank.
-    - slots_RK: int32, expert slots of this rank, -1 for pairs of other ranks and for unused rows.
-    - weights_RK: float32, router weights, 0 for pairs of other ranks and for unused rows.
+    - slots_RK: int32, expert slots of this rank, or -1 for pairs of other ranks and for unused
+      rows.
+    - weights_RK: float32 router weights, or 0 for pairs of other ranks and for unused rows.
     - scale_RG: float32 scales, undefined for unused rows; or None.
     - adapters_R: int32 slots of LoRA adapters, -1 for unused rows; or None.
     """
@@ -181,7 +182,7 @@ class BlockSums:
 
     - sums_SRH: (S, block rows, H), contiguous.
     - first_block: the block from another rank w has the index first_block + w.
-    - local_block: index of the block from this rank itself.
+    - local_block: index of this rank's own block.
     """
 
     sums_SRH: torch.Tensor
@@ -205,8 +206,9 @@ def fill_blocks(
     The block for a rank gets the tokens that have an expert on this rank, in the order of tokens.
     Tokens beyond the capacity are omitted. Unused rows are not written. One launch on a GPU.
 
-    row_of_token_WT: (W, capacity) int32, output: row of each token in the block for each rank, -1
-        if the block does not have the token. None to write all tokens to blocks.local_block only.
+    row_of_token_WT: (W, capacity) int32, output: row of each token in the block for each rank, or
+        -1 if the block does not have the token. None to write all tokens to blocks.local_block
+        only.
     header_F: (F,) int64, output: header of the call. Each block gets a copy of the header, in which
         the field `sent` is the number of rows of the block.
     refusal: index of the error with which this rank refuses the call, or NOT_REFUSED.
@@ -285,7 +287,7 @@ def _fill_launch(rows: OutgoingRows, num_blocks: int, layout: BlockLayout) -> _F
 def _tokens_per_program(tokens: int, blocks: int, device: torch.device) -> int:
     """Return the number of tokens per program, a power of two up to 8.
 
-    It is greater than 1 only if every SM still has at least 8 programs.
+    With more than one token per program, every SM still has at least 8 programs.
     """
     sms = 2
     if device.type == "cuda":
@@ -294,7 +296,6 @@ def _tokens_per_program(tokens: int, blocks: int, device: torch.device) -> int:
 
 
 def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, object]:
-    """Return the arguments of `fill_blocks_kernel` for the rows that it reads."""
     x_TH = rows.x_TH.view(_INT_DTYPES[layout.dtype.itemsize])
     scale_TG, adapters_T = rows.scale_TG, rows.adapters_T
     scales = 0 if scale_TG is None else layout.scales
@@ -317,7 +318,6 @@ def _outgoing_arguments(rows: OutgoingRows, layout: BlockLayout) -> dict[str, ob
 
 
 def _section_arguments(blocks: Blocks) -> dict[str, object]:
-    """Return the arguments of `fill_blocks_kernel` for the blocks that it writes."""
     layout = blocks.layout
     x_SRH = blocks.section("x").view(_INT_DTYPES[layout.dtype.itemsize])
     expert_numbers_SRK, headers_SF = blocks.section("expert_numbers"), blocks.section("header")
@@ -343,7 +343,6 @@ def _fill_blocks_ref(
     refusal: int,
     x_in_place: bool,
 ) -> None:
-    """Torch reference of `fill_blocks`."""
     layout, ranks, device = blocks.layout, blocks.ranks, blocks.bytes_SB.device
     tokens, expert_numbers_TK = len(rows.x_TH), rows.expert_numbers_TK
     is_valid_TK = (expert_numbers_TK >= 0) & (expert_numbers_TK < ranks.world_size * ranks.slots)
@@ -443,7 +442,7 @@ def read_blocks(
 
 
 def _read_blocks_ref(blocks: Blocks, out: ReceivedColumns) -> None:
-    """Torch reference of `read_blocks`. It does not verify headers."""
+    """Torch reference of `read_blocks`, without the verification of headers."""
     layout, ranks, world = blocks.layout, blocks.ranks, len(blocks.bytes_SB)
     num_rows_W1 = blocks.section("header")[:, SENT, None].clamp(0, layout.capacity)
     rows_R = torch.arange(layout.capacity, device=blocks.bytes_SB.device)
@@ -551,7 +550,7 @@ def sum_blocks(
 def _sum_blocks_ref(
     sums: BlockSums, out_TH: torch.Tensor, row_of_token_WT: torch.Tensor | None
 ) -> None:
-    """Torch reference of `sum_blocks`. It does not count the end of the call."""
+    """Torch reference of `sum_blocks`, which does not count the end of the call."""
     (tokens, hidden), ranks = out_TH.shape, sums.ranks
     sum_TH = torch.zeros(tokens, hidden, dtype=torch.float32, device=out_TH.device)
     for w in range(ranks.world_size):

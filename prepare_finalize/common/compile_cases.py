@@ -1,8 +1,4 @@
-"""Problems and meta tensors with which `mk compile` compiles the kernels of exchange components.
-
-`collectives.compile_cases` and `symm_mem.compile_cases` add the problems that only their own
-kernels need, and launch the kernels on the meta tensors.
-"""
+"""Problems and meta tensors with which `mk compile` compiles the kernels of exchange components."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +22,10 @@ _CHANGES: tuple[dict[str, Any], ...] = (
 def problems_with(changes: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
     """Return problems that cover all launch shapes and kinds of scales, and one for each change.
 
-    changes: fields to replace in the base problem, one mapping per additional problem.
+    changes: changed fields of the base problem, one mapping per additional problem.
     """
     return tuple(replace(_BASE, **change) for change in (*_CHANGES, *changes))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Return a meta tensor."""
     return torch.empty(shape, dtype=dtype, device=META)

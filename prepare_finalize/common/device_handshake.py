@@ -1,12 +1,12 @@
 """The handshake on the device: metadata travels with the rows and is compared by kernels.
 
-In a handshake, ranks check that they make the same call, so that none of them waits for rows that
-never arrive. `handshake.exchange_metadata` does this on the host before every call, which takes
-milliseconds and cannot be captured in a CUDA graph. With a device handshake, only the first call of
-a layer does that. Later calls use buffers of a fixed capacity, and each rank sends a header with
-its rows (`device_status.FIELDS`). A kernel compares the headers of all ranks.
+In a handshake, ranks check that they make the same call, so that no rank waits for rows that never
+arrive. `handshake.exchange_metadata` does this on the host, which takes milliseconds and cannot be
+captured in a CUDA graph. With a device handshake, only the first call of a layer has a handshake on
+the host. Later calls use buffers of a fixed capacity, and each rank sends a header with its rows
+(`device_status.FIELDS`). A kernel compares the headers of all ranks.
 
-If ranks make different calls, exceed a capacity, or refuse a call (because of invalid arguments),
+If ranks make different calls, exceed a capacity, or refuse a call because of invalid arguments,
 every rank writes NaN to its output. Each rank then raises the error in its next call or in `check`,
 and the manager of the process group cannot be used any more.
 """
@@ -83,8 +83,9 @@ class DeviceHandshake:
         """Begin a call of T = `tokens` and return its step, its number among the manager's calls.
 
         The first call of the layer runs `exchange_metadata`. On a CPU, later calls run
-        `check_equal_sizes` with `sizes`. Raise their errors, the error of an earlier call that
-        failed on the device, and StateError if the first call is captured in a CUDA graph.
+        `check_equal_sizes` with `sizes`. Raises the errors of these functions, the error of an
+        earlier call that failed on the device, and StateError if the first call is captured in a
+        CUDA graph.
         """
         layer, manager = self.layer, self.layer.manager
         if self.is_established:
@@ -113,7 +114,7 @@ class DeviceHandshake:
         return manager.step
 
     def next_step(self, sizes: tuple[int, ...] = ()) -> int:
-        """Count a call after the first and return its step. sizes: see `check_equal_sizes`."""
+        """Count a call after the first and return its step. sizes: as in `check_equal_sizes`."""
         layer = self.layer
         step = layer.manager.next_step(layer.number, layer.calls + 1)
         if layer.manager.device == "cpu":
@@ -144,7 +145,6 @@ class DeviceHandshake:
 
 
 def _get_or_create_status(manager: TorchGroup, device: torch.device) -> DeviceStatus:
-    """Return the status of the manager, which all of its layers share."""
     if manager.device_status is None:
         manager.set_device_status(DeviceStatus(manager.world_size, device))
     assert manager.device_status is not None
@@ -152,7 +152,6 @@ def _get_or_create_status(manager: TorchGroup, device: torch.device) -> DeviceSt
 
 
 def _make_error(manager: TorchGroup, failure: Failure) -> CommunicationError:
-    """Return the error for the first contradiction in the headers of a failed call."""
     headers, capacity = failure.headers, failure.capacity
     local_header = headers[manager.rank]
 

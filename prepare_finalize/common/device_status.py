@@ -1,8 +1,8 @@
 """Device state of the device handshake: call counters, headers, and the first failed call.
 
 In a device handshake (`device_handshake`), ranks check on the GPU that they make the same call.
-Each call has a header, F int64 values, which every rank sends to all others. A kernel compares the
-W received headers (`DeviceStatus.verify`). The host reads the result from pinned memory, without
+Each rank sends a header, F int64 values, to all others in every call. A kernel compares the W
+received headers (`DeviceStatus.verify`). The host reads the result from pinned memory, without
 waiting for the device.
 """
 
@@ -63,7 +63,7 @@ class DeviceStatus:
 
     Kernels write both to pinned memory, which the host reads without waiting.
 
-    failed: (1,) int32 on the device. The first call that fails sets it to 1. It is never reset.
+    failed: (1,) int32 on the device, set to 1 by the first call that fails, and never reset.
     """
 
     @modes.disable_inference_mode()
@@ -76,11 +76,11 @@ class DeviceStatus:
         self._host_words = torch.zeros(
             num_words, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
-        # Every call reads the last word. Through ctypes, that is faster than reading a tensor.
+        # Every call reads the last word. Reading it through ctypes is faster than through a tensor.
         last = self._host_words.data_ptr() + 8 * (num_words - 1)
         self._has_failed = ctypes.c_int64.from_address(last)
-        # The hash of the sequence of exchanges, then the numbers of calls that have begun, that
-        # have received their rows, and that have ended.
+        # The hash of the sequence of exchanges, then the numbers of calls that have begun, of calls
+        # that have received their rows, and of calls that have ended.
         self._counters = torch.zeros(4, dtype=torch.int64, device=device)
         self._host_progress = torch.zeros(3, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._side_stream: torch.cuda.Stream | None = None
@@ -114,7 +114,7 @@ class DeviceStatus:
         If a header is wrong and no earlier call has failed, set `failed` and keep the headers.
 
         headers_WF: (W, F) int64, the received headers.
-        local_header_F: the header that this rank has sent, with which the others are compared.
+        local_header_F: the header that this rank has sent, to compare the others with.
         limits: capacity of the layer, from `limits`.
         """
         if not use_triton(local_header_F):
@@ -140,7 +140,6 @@ class DeviceStatus:
     def _verify_ref(
         self, headers_WF: torch.Tensor, local_header_F: torch.Tensor, limits: torch.Tensor
     ) -> None:
-        """Torch reference of `verify`."""
         tokens_W, rows_W = headers_WF[:, TOKENS], headers_WF[:, ROWS]
         is_wrong_W = (headers_WF[:, : ORDER + 1] != local_header_F[: ORDER + 1]).any(1)
         is_wrong_W |= (tokens_W < 0) | (tokens_W > limits[0])
@@ -186,7 +185,7 @@ class DeviceStatus:
         return "combine" if received == begun else "dispatch"
 
     def mark_failed(self) -> None:
-        """Set `failed` from the host, on a stream of its own.
+        """Set `failed` from the host, on a separate stream.
 
         Kernels on other streams may wait for a missing rank forever. If the device does not run
         this stream concurrently with them, return after half a second.
@@ -247,7 +246,7 @@ class CallCounter:
     def must_count_begin(self) -> bool:
         """Return whether the caller must count the beginning of the call that it starts.
 
-        It must not if `begin` has done so. The next call of this method refers to the next call.
+        Returns False if `begin` has already counted it. Call this method once per call.
         """
         is_counted, self._is_begin_counted = self._is_begin_counted, False
         return not is_counted

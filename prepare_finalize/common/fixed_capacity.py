@@ -53,8 +53,8 @@ class FixedCapacityBuffers:
     - row_of_token_WT: row of each token in each block; see `blocks.fill_blocks`. None if there is a
       single block.
     - header_F: (F,) int64, header of this rank.
-    - sums_SRH: (2 * W, block rows, H). The first W blocks are this rank's sums for each rank, the
-      others are the sums that it receives from each rank.
+    - sums_SRH: (2 * W, block rows, H). The first W blocks are this rank's sums for each rank. The
+      other W blocks are the sums that it receives from each rank.
     """
 
     layout: BlockLayout
@@ -86,16 +86,16 @@ class FixedCapacityExchange:
     """The fixed-capacity exchanges of one layer.
 
     - rows: capacity of a block.
-    - uses_all_gather: whether blocks are exchanged by an all-gather, instead of an all-to-all.
+    - uses_all_gather: whether to exchange blocks by an all-gather instead of an all-to-all.
     - has_single_block: whether each rank sends one block, with all of its tokens, to all ranks.
 
     If the capacity is the problem's number of tokens, each rank sends a single block to all ranks.
-    The buffer then has W blocks, one from each rank, and the rank fills its own in place.
+    The buffer then has W blocks, one from each rank, and the rank fills its own block in place.
 
-    Otherwise the buffer has 2 * W blocks: W to send, each with the rows that its rank needs, then W
-    received ones. Over NCCL, the block for this rank itself is not exchanged: it is filled in its
-    place among the received blocks. In the combine, this rank reads its own sums where the experts
-    wrote them. gloo exchanges all blocks.
+    Otherwise, the buffer has 2 * W blocks: W blocks to send, each with the rows that its rank
+    needs, then W received blocks. Over NCCL, the block for this rank itself is not exchanged. It is
+    filled in its place among the received blocks, and in the combine, this rank reads its own sums
+    where the experts wrote them. Over gloo, all blocks are exchanged.
     """
 
     def __init__(self, layer: Layer, *, rows: int, uses_all_gather: bool) -> None:
@@ -108,7 +108,7 @@ class FixedCapacityExchange:
             manager.rank, manager.world_size, count_slots_per_rank(problem.placement)
         )
         self._skips_local_block = manager.device == "cuda"
-        # The layout and collectives of the last call. `refuse` makes the same ones without rows.
+        # The layout and collectives of the last call, which `refuse` repeats without rows.
         self._layout: BlockLayout | None = None
         self._reduces_amax = False
 
@@ -152,8 +152,8 @@ class FixedCapacityExchange:
         self._handshake.counter.begin()
         manager = self.layer.manager
         amax_W = amax.new_empty(manager.world_size)
-        # A call with this all-gather is never recorded for replay. Hide it from the recorder, which
-        # would otherwise see what gloo's threads do.
+        # A call with this all-gather is never recorded for replay. Without hiding it, the recorder
+        # would record operations of gloo's threads.
         with hide_from_recorder():
             manager.all_gather(amax_W, amax, step=step, phase="counts").wait_on_stream()
         return amax_W.amax().reshape(1)  # propagates NaN, unlike an all-reduce with MAX
@@ -217,7 +217,7 @@ class FixedCapacityExchange:
         return FixedCapacityCall(**vars(buffers), step=step, dispatch=dispatch)
 
     def _make_dispatch(self, buffers: FixedCapacityBuffers) -> Callable[[int], Exchange]:
-        """Return a function that starts the exchange of the blocks in the step of its argument."""
+        """Return a function that starts the exchange of the blocks; its argument is the step."""
         manager, world, blocks_SB = self.layer.manager, self._ranks.world_size, buffers.blocks_SB
         received_WB, local_B = blocks_SB[-world:], blocks_SB[buffers.local_block]
         if not self.has_single_block:
@@ -323,10 +323,9 @@ class FixedCapacityExchange:
 
 
 def make_block_layouts(problem: Problem, rows: int) -> dict[bool, BlockLayout]:
-    """Return the layouts of blocks with a capacity of `rows` rows.
+    """Return the layouts of blocks with a capacity of `rows` rows, by whether rows are quantized.
 
-    The keys say whether rows are quantized. There is one for True only if the scheme quantizes
-    activations before the dispatch.
+    The key True exists only if the scheme quantizes activations before the dispatch.
     """
     scheme, layouts = problem.scheme, {}
     for quantized in {False, scheme.dispatched_quantized}:

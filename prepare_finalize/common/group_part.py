@@ -1,4 +1,4 @@
-"""Base classes of PrepareAndFinalize components ('parts') over the ranks of a process group.
+"""Base classes of PrepareAndFinalize components ("parts") over the ranks of a process group.
 
 GroupPart                 any transport: manager, placement of experts, checks
 |- FusedDispatchPart      the library can send and receive in one launch
@@ -6,9 +6,8 @@ GroupPart                 any transport: manager, placement of experts, checks
    `- PackedRowsPart      x, scales, ids, weights and adapters in one row of bytes
 
 Every part has a manager, which owns the connections or buffers of the process group and can be
-shared with other layers. A slot is the index of an expert in the weights of its rank; with
-replicated experts, an expert has slots on several ranks. A pair is one token with one of its K
-experts.
+shared with other layers. A slot is the index of an expert in the weights of its rank. A replicated
+expert has slots on several ranks. A pair is one token with one of its K experts.
 """
 
 from abc import abstractmethod
@@ -55,9 +54,9 @@ class PartHandle(Handle):
 
 @dataclass(frozen=True)
 class GroupHandle(PartHandle):
-    """Handle with the metadata of the call, and the router weights that `finalize` must apply.
+    """Handle with the metadata of the call.
 
-    topk_weights_RK is None if `finalize` must not apply router weights.
+    topk_weights_RK: router weights that `finalize` must apply, or None.
     """
 
     metadata: CallMetadata
@@ -100,7 +99,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
-    # Whether pairs of a replicated expert go to its nearest copy: same rank, same host, other host.
+    # Whether pairs of a replicated expert go to its nearest copy: on this rank, else on this host.
     prefer_local_copies: ClassVar[bool] = True
     ids_dtype = torch.int32  # dtype of the expert numbers that the part's library reads
     manager: M
@@ -120,7 +119,6 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         self._check_hosts()
 
     def _check_hosts(self) -> None:
-        """Raise ConfigurationError if the part or the problem does not support the hosts."""
         per_host = self.problem.parallel.ranks_per_host
         part, requires = type(self).__name__, self.requires
         try:
@@ -244,7 +242,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def local_amax(self, x_TH: torch.Tensor, call: CallState) -> torch.Tensor | None:
         """Return the maximum absolute activation of this rank, (1,) float32.
 
-        Return None unless the ranks share a scale.
+        Returns None unless the ranks share a scale.
         """
         if self.has_local_scales(call):
             return None
@@ -256,7 +254,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 class FusedDispatchPart(GroupPart[M]):
     """Base of parts whose library can send and receive in one launch.
 
-    This is faster if nothing runs between sending and receiving.
+    One launch is faster if nothing runs between sending and receiving.
     """
 
     prepares_at_once = True
@@ -283,7 +281,8 @@ class FusedDispatchPart(GroupPart[M]):
     ) -> Receiver:
         """Start the dispatch and return a function that waits for it.
 
-        at_once: whether the caller calls that function next, so that one launch can do both.
+        at_once: whether the caller calls the returned function next, so that one launch can send
+            and receive.
         """
 
 
@@ -356,8 +355,8 @@ class PackedRowsPart(HandshakePart):
     ) -> torch.Tensor | None:
         """Write activations, scales and adapters of the tokens to the first T rows of `out_RB`.
 
-        Activations are quantized if the call requires it. The caller writes ids and weights. Return
-        the scales of quantized tokens.
+        Activations are quantized if the call requires it. The caller writes ids and weights.
+        Returns the scales of quantized tokens.
 
         amax: maximum absolute activation over all ranks, if they share a scale.
         out_RB: (rows, bytes) uint8, packed rows.
@@ -394,7 +393,7 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
 
 def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Return the rejection of adapters, which read unquantized rows, if rows are quantized."""
+    """Return the rejection of adapters if rows are quantized; adapters read unquantized rows."""
     if problem.adapters is None or not problem.scheme.dispatched_quantized:
         return ()
     got, need = f"rows of {problem.quant}", "unquantized rows, which adapters read"

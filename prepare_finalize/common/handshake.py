@@ -2,8 +2,8 @@
 
 Before any row is sent, one all-gather of int64 values informs every rank of the token and row
 counts of all ranks. The values also identify the call: its layer, its problem, and its step (its
-number among all calls of the manager). If ranks disagree, or one of them refuses its call because
-of invalid arguments, all ranks raise the same error instead of waiting for rows that never arrive.
+number among all calls of the manager). If ranks disagree, or a rank refuses its call because of
+invalid arguments, all ranks raise the same error instead of waiting for rows that never arrive.
 
 Each rank sends, in this order: the values of `_FIELDS`; its token count; its row counts, padded to
 the same number on all ranks; the bits of its maximum absolute activation; and the index of the
@@ -23,11 +23,11 @@ from modular_kernel.spec.problem import Problem
 from prepare_finalize.common.torch_group import TorchGroup
 
 _PROBLEM_FIELDS = ("tokens", "hidden", "experts", "top_k")
-# Values that must be equal on all ranks: fields of the problem, the number of the layer ("layer"),
-# of the call among the layer's calls ("call") and among the manager's ("step"), a hash of the
-# sequence of earlier exchanges ("order"), and a hash of all other properties ("others").
+# Values that must be equal on all ranks: fields of the problem; the number of the layer ("layer"),
+# of the call among the layer's calls ("call"), and of the call among the manager's calls ("step");
+# a hash of the sequence of earlier exchanges ("order"), and of all other properties ("others").
 _FIELDS = (*_PROBLEM_FIELDS, "layer", "call", "step", "order", "others")
-# Errors with which a rank may refuse a call. Their index is sent; 0 stands for any other error.
+# Errors with which a rank may refuse a call. The index is sent; 0 means any other error.
 _REFUSALS = (
     "an error",
     *("InputError", "CapacityError", "ConfigurationError", "DeviceError", "DtypeError"),
@@ -64,7 +64,7 @@ class CallMetadata:
     - tokens_W: T of each rank.
     - rows_WW: rows_WW[s][d] is the number of rows that rank s sends to rank d, unless the part
       gives its row counts another meaning.
-    - amax: maximum absolute activation over all ranks, if they share one scale; else 0.
+    - amax: maximum absolute activation over all ranks, or 0 if they do not share a scale.
     """
 
     step: int
@@ -125,9 +125,9 @@ def check_equal_sizes(layer: Layer, sizes: Sequence[int], step: int) -> None:
     """Check, before a call over gloo, that all ranks exchange tensors of the same sizes.
 
     gloo ends the process if the sizes differ. Layers with a device handshake call this function,
-    because their headers are compared only after the exchange. At the same time, another rank may
-    be in `exchange_metadata` (in the first call of a layer) or in `refuse`. All three functions
-    therefore send values in the same format, and every rank raises the same error.
+    because their headers are compared only after the exchange. Another rank may be in
+    `exchange_metadata` (in the first call of a layer) or in `refuse` at the same time. All three
+    functions therefore send values in the same format, and every rank raises the same error.
 
     sizes: the values on which the sizes of the exchanged tensors depend.
 
@@ -180,7 +180,7 @@ def refusal_index(error: Exception) -> int:
 
 
 def refusal_name(index: int) -> str:
-    """Return the name of the error type with an index in `_REFUSALS`."""
+    """Return the name of the error type with this index in `_REFUSALS`."""
     return _REFUSALS[index] if 0 <= index < len(_REFUSALS) else _REFUSALS[0]
 
 
@@ -196,9 +196,9 @@ def check_equal_tokens(manager: TorchGroup, metadata: CallMetadata) -> None:
 
 
 def check_max_received(layer: Layer, metadata: CallMetadata, received_W: Sequence[int]) -> None:
-    """Raise CommunicationError on every rank if one would receive over Problem.max_received rows.
+    """Raise CommunicationError on every rank if a rank would receive too many rows.
 
-    Call this before any row is sent.
+    The limit is Problem.max_received. Call this before any row is sent.
 
     received_W: number of rows that each rank would receive.
     """

@@ -1,8 +1,7 @@
 """Packed rows: x, scales, ids, router weights and adapter slot of a token in one row of bytes.
 
-A single collective then sends all of them, and its backend need not support their dtypes. An
-adapter slot is the position of a LoRA adapter in the layer's pool. `row_buffers` defines which
-sections the rows of a problem have.
+A single collective sends all of them, and its backend need not support their dtypes. An adapter
+slot is the position of a LoRA adapter in the layer's pool.
 """
 
 import math
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-_ALIGNMENT = 16  # bytes; every section and every row begins at a multiple
+_ALIGNMENT = 16  # bytes; every section and every row begins at a multiple of it
 
 
 @dataclass(frozen=True)
 class RowLayout:
     """Layout of a packed row.
 
-    sections: first byte, number of columns, and dtype of each section, by name.
+    sections: name of a section -> its first byte, number of columns, and dtype.
     nbytes: bytes per row.
     """
 

@@ -1,8 +1,8 @@
 """ReplayableExchange: an exchange that is repeated whenever a recorded call is replayed.
 
 `modular_kernel.replay` records the kernel launches of a call and repeats them in later calls,
-without the Python code of the layer's components. It cannot record collectives. This class
-therefore registers functions that start the exchange again, and wait for it, in every replay.
+without running the Python code of the layer. It cannot record collectives. This class therefore
+registers functions that start the exchange and wait for it in every replay.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ class ReplayableExchange:
 
     start_exchange: starts the exchange; its argument is the step, the number of the call.
 
-    A replay has no step of its own in the recorded functions. It uses `manager.step`, the step of
-    the last call, because the host issues all launches of a replay before the next call begins.
+    Replays use `manager.step`, the step of the last call, because the host issues all launches of a
+    replay before the next call begins.
     """
 
     def __init__(self, manager: TorchGroup, start_exchange: Callable[[int], Exchange]) -> None:
@@ -25,7 +25,6 @@ class ReplayableExchange:
         self._exchange: Exchange | None = None
 
     def start(self, step: int) -> None:
-        """Start the exchange. It may be started again once it has been waited for."""
         with hide_from_recorder():
             self._exchange = self._start_exchange(step)
         run_in_replays(self._start_again)

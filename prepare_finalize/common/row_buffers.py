@@ -1,8 +1,6 @@
 """Layout of the packed rows of a problem, and workspace buffers for unpacking them.
 
-`PackedRowsPart` (`group_part`) sends each token as one packed row of bytes (`packed_rows`). This
-file derives the sections of a row from the problem, and takes the buffers for received rows from
-the workspace of the call.
+A token is sent as one packed row of bytes (`packed_rows`).
 """
 
 from dataclasses import dataclass, fields
@@ -23,7 +21,7 @@ from prepare_finalize.common.tokens import dispatches_quantized
 class PackedRowBuffers:
     """Layouts and workspace buffers of packed rows for one problem.
 
-    A row has K int32 ids. Depending on the part, they are expert ids of the model, or slots.
+    A row has K int32 ids: expert ids of the model or slots, depending on the part.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -51,7 +49,7 @@ class PackedRowBuffers:
     def put_adapters(self, layout: RowLayout, rows_RB: torch.Tensor, routing: Routing) -> None:
         """Write the adapter slots of the first T rows; -1 if the call has no adapters.
 
-        The column is sent even then, because calls of other ranks may have adapters.
+        The column is sent in any case, because calls of other ranks may have adapters.
         """
         if "adapters" not in layout.sections:
             return
@@ -125,7 +123,7 @@ class PackedRowBuffers:
 class UnpackedRows:
     """The sections of packed rows as contiguous tensors.
 
-    - scale: (R, G) float32, G scales per row, or None.
+    - scale: (R, G) float32 with G scales per row, or None.
     - ids_RK: int32.
     - weights_RK: float32.
     - adapters_R: int32, or None.
@@ -138,7 +136,6 @@ class UnpackedRows:
     adapters_R: torch.Tensor | None
 
     def rows(self, start: int, stop: int) -> "UnpackedRows":
-        """Return views of rows `start` to `stop` - 1."""
         sections: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         views: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in sections.items()}
         return UnpackedRows(**views)

@@ -1,8 +1,7 @@
 """Quantization of tokens before the dispatch, and the weighted sum of expert outputs after it.
 
-All PrepareAndFinalize components call these functions. Tokens are quantized before the dispatch if
-the scheme quantizes activations. The exception are calls with `call.defer_quant`, in which the
-experts quantize the rows that they receive.
+Tokens are quantized before the dispatch if the scheme quantizes activations. The exception are
+calls with `call.defer_quant`, in which the experts quantize the rows that they receive.
 """
 
 from dataclasses import replace
@@ -50,15 +49,14 @@ def quantize_tokens(
     amax: float | torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the tokens to dispatch and their scales.
+    """Return the tokens to dispatch and their scales: x_TH and None if they are not quantized.
 
-    If the call does not quantize tokens, these are x_TH and None. Takes the buffers of
-    `token_specs` from the workspace.
+    Takes the buffers of `token_specs` from the workspace.
 
-    amax: maximum absolute value over the tokens of all ranks, if they share one scale; a number, or
-        (1,) float32.
+    amax: maximum absolute value over the tokens of all ranks, as a number or (1,) float32, if the
+        tokens share one scale.
     out: output tensors for the quantized tokens and their scales, instead of workspace buffers. If
-        the second is None, the scales are written to a buffer.
+        the second is None, the scales are written to a workspace buffer.
     """
     if not dispatches_quantized(problem, call):
         return x_TH, None
@@ -90,7 +88,6 @@ def number_and_quantize_tokens(
 def _take_buffers(
     x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: CallState
 ) -> QuantizedRows:
-    """Return the buffers of a call's quantized tokens, with the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
     return take_quantized(call.workspace, "x", scheme, shape, static_scale=static)
@@ -149,7 +146,7 @@ def reduce_rows(
 ) -> torch.Tensor:
     """Return the weighted sum of the pairs of each received row, (R, H), to be sent back.
 
-    It is in the buffer "rows_sum", or in `expert_output` if the experts have summed the pairs.
+    The result is the buffer "rows_sum", or `expert_output` if the experts have summed the pairs.
     """
     rows, hidden = len(topk_weights_RK), problem.hidden
     if reduce.kind is Reduce.NOOP:

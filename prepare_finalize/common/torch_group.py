@@ -1,7 +1,7 @@
 """TorchGroup: the manager of one process group, for the components over torch.distributed.
 
 A manager owns the connections of a process group and can be shared by the components of many
-layers. This one runs collectives, each with a deadline:
+layers. `TorchGroup` runs collectives, each with a deadline:
 
     manager = TorchGroup(group, timeout_s=2.0)
     kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
@@ -12,9 +12,9 @@ The manager creates a new communicator over the ranks of the group, so that it s
 traffic nor timeouts with the caller's group. Creating and destroying managers is collective: every
 rank of the group must do it, in the same order.
 
-If an exchange fails on this rank, the manager closes its connections, so that the peers fail soon
-as well. It then determines which ranks caused the failure (`rendezvous.failure_log`), and raises an
-error that names them, also in every later call.
+If an exchange fails on this rank, the manager closes its connections, so that the exchanges of its
+peers fail soon as well. It determines which ranks caused the failure (`rendezvous.failure_log`). It
+then raises an error that names these ranks, now and in every later call.
 """
 
 import re
@@ -55,7 +55,7 @@ from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 
 _GRACE_S = 1.0  # time after the deadline in which ranks publish their failure records
-_MIN_GRACE_S = 0.3  # minimum of that time, for an exchange that failed after its deadline
+_MIN_GRACE_S = 0.3  # minimum grace time, for an exchange that failed after its deadline
 _POLL_S = 20e-6
 _ABORT_TIMEOUT_S = 2.0
 _MAX_STEPS = 64  # number of calls whose layer is remembered for error messages
@@ -69,14 +69,14 @@ class TorchGroup:
     - device: "cpu" (a gloo backend) or "cuda" (NCCL); None is "cuda" if the group supports it.
     - history: number of exchanges that `last_calls` keeps.
     - checked: whether every call begins with a handshake on the host, so that errors are raised
-      before a row is sent. If False, only the first call of each layer does; later calls have a
+      before a row is sent. If False, only the first call of each layer does. Later calls have a
       handshake on the device (`device_handshake`), as do layers of problems with `graph`.
 
     Methods that start an exchange take its step, the number of the call from `next_step`, and its
-    phase, "counts", "dispatch" or "combine". Both are for the log and for error messages.
+    phase, "counts", "dispatch" or "combine". Both are used in the log and in error messages.
 
     Raise ConfigurationError if the group cannot be used, and CommunicationError if a rank does not
-    take part. The manager cannot be used afterwards; the caller's group is unchanged.
+    take part. After an error, the manager cannot be used, but the caller's group can.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TorchGroup:
         # Largest number of row counts that a rank sends in a handshake of any layer. All handshakes
         # have this size, because gloo ends the process if the sizes of ranks differ.
         self.max_counts = self.world_size
-        self.hosts = Hosts((0,), ("",))  # set below, once the ranks are connected
+        self.hosts = Hosts((0,), ("",))  # replaced below, once the ranks are connected
         self._calls_by_step: dict[int, tuple[int, int]] = {}  # step -> (layer, call)
         self._refusal: Exchange | None = None
         self._in_flight: WeakSet[Exchange] = WeakSet()
@@ -115,7 +115,8 @@ class TorchGroup:
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
         # The rank, in this group, of the process that serves the store: rank 0 of the job, unless a
-        # launcher such as torchrun serves it. Empty if that is this rank, or not in the group.
+        # launcher such as torchrun serves it. Empty if this rank serves it, or no rank of the
+        # group.
         ranks = dist.get_process_group_ranks(process_group)
         self._store_rank = tuple(
             r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank
@@ -218,9 +219,10 @@ class TorchGroup:
         rank r, and writes the block from rank r to `received[r]`.
 
         received: (W, ...), contiguous.
-        sent: (W, ...). Over NCCL, blocks may overlap in memory. Over gloo, it must be contiguous.
-        rows: number of leading rows of each block that are needed; None means all. Over NCCL, only
-            these are exchanged, and none with this rank itself. gloo exchanges all rows.
+        sent: (W, ...). Over NCCL, blocks may overlap in memory. Over gloo, `sent` must be
+            contiguous.
+        rows: number of leading rows of each block that are needed; None means all. NCCL exchanges
+            only these rows, and none with this rank itself. gloo exchanges all rows.
         """
         if self.device == "cpu":
             ones = [1] * self.world_size
@@ -246,7 +248,7 @@ class TorchGroup:
     def send_refusal(self, counts: torch.Tensor, *, step: int, reason: str) -> None:
         """Start an all-gather of metadata that has a refusal, without waiting for it.
 
-        reason: for the log.
+        reason: reason for the refusal, recorded in the log.
         """
         gathered = counts.new_empty(self.world_size * counts.numel())
         self._refusal = self.all_gather(gathered, counts, step=step, phase="counts")
@@ -288,7 +290,6 @@ class TorchGroup:
         self._handle_failure(record, time.monotonic() - waited_s, error)
 
     def _wait_for_calls(self) -> None:
-        """Wait until the calls on the device have ended, or the manager has failed."""
         status, end = self.device_status, time.monotonic() + self.timeout_s
         while status is not None and not self.failed and len(set(status.progress())) > 1:
             if time.monotonic() > end:
@@ -351,7 +352,6 @@ class TorchGroup:
         *,
         layer_and_call: tuple[int, int] | None = None,
     ) -> CommunicationError:
-        """Return an error with this rank, and with the layer and call of the step."""
         layer, call = layer_and_call or self._calls_by_step.get(step, (0, 0))
         if layer:
             what = f"{what}, call {call} of layer {layer}"
@@ -402,7 +402,7 @@ class TorchGroup:
     def _wait_for_culprits(self, failure: CommunicationError) -> CommunicationError:
         """Wait until the failed ranks are known, and return the failure with them.
 
-        Return `failure` if this is the thread that determines them, or after a timeout.
+        Returns `failure` immediately in the thread that determines them, or after a timeout.
         """
         if self._failure_thread not in (None, threading.get_ident()):
             self._culprits_known.wait(self.timeout_s + _GRACE_S + _ABORT_TIMEOUT_S)
@@ -419,8 +419,8 @@ class TorchGroup:
         """Start an exchange.
 
         launch: function that calls the backend and returns its handle.
-        tensors: tensors that must not be freed before the end of the exchange. The last one is
-            sent.
+        tensors: tensors that must not be freed before the end of the exchange, the sent tensor
+            last.
         """
         self._check_open()
         self.order = zlib.crc32(f"{step} {phase}".encode(), self.order)
@@ -495,8 +495,8 @@ class TorchGroup:
     def _unreachable_ranks(self, store_rank: int) -> tuple[int, ...]:
         """Return the ranks that are unreachable if the rank that serves the store does not answer.
 
-        These are all ranks of its host. If that is also this rank's host, or hosts are not yet
-        known, it is that rank alone.
+        These are all ranks of its host. If the host is also this rank's host, or hosts are not
+        known yet, it is the store's rank alone.
         """
         index_W = self.hosts.index_W
         is_same_host = len(index_W) <= store_rank or index_W[store_rank] == index_W[self.rank]
@@ -531,7 +531,7 @@ class TorchGroup:
     def _close_and_find_culprits(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
-        """Close the connections, exchange failure records, and return an error with culprits."""
+        """Close connections, exchange failure records, and return an error with failed ranks."""
         elapsed_s = record["waited_s"] = time.monotonic() - started_s
         reason = first_sentence(error)
         self.last_calls.end(record, f"failed: {reason}")
@@ -555,7 +555,7 @@ class TorchGroup:
 
 @dataclass(eq=False)
 class Exchange:
-    """A collective in flight. It refers to its tensors, so that they are not freed before its end.
+    """A collective in flight, with references to its tensors, so that they are not freed early.
 
     - work: the backend's handle of the collective; None once it has been waited for.
     - record: record of the exchange in `TorchGroup.last_calls`.

@@ -1,7 +1,7 @@
 """Watchdog: a thread that closes a manager if a call on the GPU does not end in time.
 
 In layers with a device handshake (`device_handshake`), the host does not wait for calls, and does
-not even see those that a CUDA graph replays. If a rank is missing, NCCL's kernels would wait for it
+not see the calls that a CUDA graph replays. If a rank is missing, NCCL's kernels would wait for it
 forever. `TorchGroup` therefore starts a watchdog for these layers.
 """
 
@@ -36,8 +36,8 @@ class WatchedManager(Protocol):
 class Watchdog:
     """Thread that closes a manager if a call has not ended within `manager.timeout_s`.
 
-    It calls `manager.close_after_timeout` once, when a call is unfinished and none has begun or
-    ended for this time. The time of a call includes its experts, and everything else between its
+    The thread calls `manager.close_after_timeout` once, if a call is unfinished and no call has
+    begun or ended for `timeout_s` seconds. The time of a call includes everything between its
     dispatch and its combine. The thread ends when the manager is garbage collected.
     """
 
@@ -49,7 +49,7 @@ class Watchdog:
         _watchdogs.add(self)
 
     def stop(self) -> None:
-        """End the thread; wait for it unless it is the caller."""
+        """Stop the thread. Wait for its end, unless it is the current thread."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

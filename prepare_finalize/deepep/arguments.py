@@ -1,4 +1,4 @@
-"""Arguments of the Buffer class of DeepEP 1, for any number of ranks. Used by `deepep.group`.
+"""Arguments of the Buffer class of DeepEP 1, for any number of ranks.
 
 The high-throughput kernels assume hosts of 8 GPUs. With more than 8 ranks, a row is sent over RDMA
 to the GPU with the same index on another host, and over NVLink from there. This requires a second
@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 
-GPUS_PER_HOST = 8  # GPUs per host
+GPUS_PER_HOST = 8
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 144, 160)  # supported by the high-throughput kernels
 _ALIGNMENT = 128  # bytes
 _MAX_BYTES = 2**31 - 1  # maximum size of each of the two buffers, with several hosts
@@ -57,8 +57,8 @@ def high_throughput_arguments(
 
     num_sms: number of SMs that the kernels use; None is the library's default.
 
-    Raise ConfigurationError if ranks are on several hosts, and num_sms is not valid for that or the
-    buffers exceed the memory that the kernels can address.
+    Raise ConfigurationError if ranks are on several hosts, and either num_sms is not valid for
+    several hosts or the buffers exceed the memory that the kernels can address.
     """
     sms, multi_host = num_sms or buffer_class.num_sms, world_size > GPUS_PER_HOST
     if multi_host and sms not in _VALID_NUM_SMS:
@@ -92,7 +92,7 @@ def low_latency_arguments(
 def _config(buffer_class: Any, method: str, world_size: int, num_sms: int | None) -> Any:
     """Return the library's configuration for `num_sms`.
 
-    The library reads the number from a class attribute, which is set during the call.
+    The library reads the number of SMs from a class attribute, which is set during the call.
     """
     saved = buffer_class.num_sms
     try:

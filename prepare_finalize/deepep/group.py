@@ -5,14 +5,14 @@
     ...
     manager.destroy()
 
-DeepEPGroup is the manager of the exchange components ('parts') over DeepEP. A buffer is created on
+DeepEPGroup is the manager of the exchange components ("parts") over DeepEP. A buffer is created on
 first use and shared by all parts that need the same sizes. Creating and destroying managers, parts
 and buffers is collective: every rank of the group must do it, in the same order. If a rank is
 missing, the library's kernels wait for it and then stop the device permanently. Ranks therefore
 compare the arguments of each collective step through the group's store before anything is launched.
 
-DeepEP 1 has the class Buffer, and DeepEP 2 has the class ElasticBuffer. This project calls them the
-first and the second generation.
+The first generation of the library, DeepEP 1, has the class Buffer. The second generation, DeepEP
+2, has the class ElasticBuffer.
 """
 
 import math
@@ -119,7 +119,8 @@ class DeepEPGroup:
         self._store_collectives = StoreCollectives(
             store, self.rank, self.world_size, self.timeout_s
         )
-        # Compare num_sms before any other collective, so that all ranks raise in the same one.
+        # Compare num_sms before any other collective, so that all ranks raise in the same
+        # collective.
         self.check_equal({"num_sms": num_sms})
         self.hosts = find_hosts(self._store_collectives, self.rank)
 
@@ -192,8 +193,8 @@ class DeepEPGroup:
     def _check_network(self, properties: Properties) -> None:
         """For ranks on several hosts, check that all have RDMA NICs and the same `properties`.
 
-        Raise CommunicationError on all ranks if they differ, and ConfigurationError on all ranks if
-        there are no NICs.
+        Raise CommunicationError on all ranks if `properties` differ, and ConfigurationError on all
+        ranks if there are no NICs.
         """
         if len(self.hosts) == 1:
             return
@@ -205,7 +206,7 @@ class DeepEPGroup:
     def _check_nvshmem(self) -> None:
         """For ranks on several hosts, check their NICs and settings of NVSHMEM.
 
-        Raise ConfigurationError if this process has a buffer already. The library initializes
+        Raise ConfigurationError if this process already has a buffer. The library initializes
         NVSHMEM for each buffer, which a process can do only once, and the high-throughput and
         low-latency kernels number ranks differently.
         """
@@ -250,7 +251,7 @@ class DeepEPGroup:
             raise no_queue_pairs_error("IBGDA enabled without an RDMA NIC")
         arguments = low_latency_arguments(buffer_class, tokens, hidden, experts, self.world_size)
         buffer = arguments.make_buffer(buffer_class, self.process_group)
-        # The library has set the variable that enables IBGDA, unless it was built without IBGDA.
+        # A library that was built with IBGDA has set the variable that enables it.
         if nvshmem_uses_ibgda() and not has_rdma_nic():
             buffer.destroy()
             raise no_queue_pairs_error("a build that enables IBGDA, without an RDMA NIC")
@@ -294,7 +295,7 @@ class HighThroughputBuffer:
         self.buffer.destroy()
 
 
-# What each kind of buffer requires, for error messages.
+# Requirements of each kind of buffer, for error messages.
 _BUFFER_REQUIREMENTS = {
     "high throughput": (
         "GPUs of a host that reach each other over NVLink, 2, 4 or 8 of them; 8 of each of several"
@@ -313,8 +314,8 @@ def has_rdma_nic() -> bool:
 def no_queue_pairs_error(got: str) -> ConfigurationError:
     """Return the error for low-latency kernels without RDMA queue pairs.
 
-    Without queue pairs (of IBGDA, RDMA that the GPU initiates), the kernels of deep_ep 1.2.1 stop
-    the device, even if NVLink reaches every peer. This process then cannot use its GPU any more.
+    Without queue pairs of IBGDA (RDMA that the GPU initiates), the kernels of deep_ep 1.2.1 stop
+    the device, even if NVLink reaches every peer. The process then cannot use its GPU any more.
     """
     need = (
         "RDMA NICs with IBGDA; or, where NVLink reaches every peer, a build of deep_ep whose"

@@ -1,8 +1,8 @@
 """DeepEPHTPrepareAndFinalize: high-throughput kernels of DeepEP 1, for training and prefill.
 
-An exchange component ('part') whose dispatch and combine are calls of the library. Experts are
-addressed by expert numbers, which count the slots of all ranks; a slot is the index of an expert in
-the weights of its rank.
+An exchange component ("part") whose dispatch and combine are calls of the library. Expert numbers
+count the slots of all ranks. A slot is the index of an expert in the weights of its rank. A pair is
+one token with one of its K experts.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from prepare_finalize.common.tokens import number_and_quantize_tokens
 from prepare_finalize.deepep.arguments import GPUS_PER_HOST, WORLD_SIZES
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
-# The kernels copy a row in two halves, through a buffer of 8 KiB in shared memory, 8 bytes of which
-# are reserved. The size of a half is a multiple of 16 bytes.
+# The kernels copy a row in two halves, whose sizes are multiples of 16 bytes, through a buffer of 8
+# KiB in shared memory. 8 bytes of the buffer are reserved.
 _MAX_ROW_BYTES = 2 * 8176
 
 
@@ -31,12 +31,12 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     The receiving rank computes the weighted sum of the row's pairs. The combine adds the sums of
     all ranks, which are bfloat16 rows, in float32.
 
-    On a single host, the CPU does not wait. A call then has the maximum number of rows; unused rows
-    have ids of -1, and their values and weights are undefined. With several hosts, of 8 ranks each,
-    a row is sent once to each host, which forwards it to its ranks. The CPU then waits for the
-    number of rows, so a call cannot be captured in a CUDA graph.
+    On a single host, the CPU does not wait. A call then has the maximum number of rows. Unused rows
+    have ids of -1, and undefined values and weights. With several hosts, of 8 ranks each, a row is
+    sent once to each host, which forwards it to its ranks. The CPU then waits for the number of
+    rows, so a call cannot be captured in a CUDA graph.
 
-    Activations are quantized before they are sent, if the scheme quantizes them. T may differ
+    If the scheme quantizes activations, they are quantized before they are sent. T may differ
     between ranks and may be 0.
     """
 
@@ -85,7 +85,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
 
     @property
     def host_waits(self) -> bool:
-        """Whether the CPU waits for the number of received rows, and the call has only those."""
+        """Whether the CPU waits for the number of received rows. There are then no unused rows."""
         return self.problem.parallel.hosts > 1
 
     def make_buffer(self) -> None:
@@ -116,8 +116,8 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # In graph capture, tensors stay allocated in the graph's pool, so that record_stream, which
-        # an asynchronous dispatch calls, is not needed.
+        # An asynchronous dispatch calls record_stream, which is not needed in graph capture: tensors
+        # stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
         counts_R, counts_H, counts_E, is_sent_TR, _ = buffers.buffer.get_dispatch_layout(
             pairs.numbers_TK, self.num_experts

@@ -1,8 +1,8 @@
 """DeepEPLLPrepareAndFinalize: low-latency kernels of DeepEP 1, for decode.
 
-An exchange component ('part') for experts that take the batched format, (e, C, H): C rows for each
-of the e experts of a rank, of which the first are valid. A pair is one token with one of its K
-experts.
+An exchange component ("part") for experts that take the batched format, (e, C, H): C rows for each
+of the e experts of a rank. If an expert has n tokens, its first n rows are valid. A pair is one
+token with one of its K experts.
 """
 
 import math
@@ -53,7 +53,7 @@ _HIDDEN_SIZES = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 class LowLatencyHandle(DeepEPHandle):
     """Handle of a low-latency dispatch.
 
-    ids_TK: int64, expert numbers of the pairs, as they were passed to the library.
+    ids_TK: int64, expert numbers of the pairs that were passed to the library.
     """
 
     ids_TK: torch.Tensor
@@ -66,7 +66,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     weighted sum in float32.
 
     If the scheme is float8_e4m3fn with one scale per 128 values, the library quantizes in the
-    dispatch (with scales of at least 1e-4 / 448). Otherwise rows are sent in bfloat16 and quantized
+    dispatch, with scales of at least 1e-4 / 448. Otherwise, rows are sent in bfloat16 and quantized
     by the receiver. The CPU does not wait. T may differ between ranks and may be 0.
     """
 
@@ -205,7 +205,7 @@ def buffer_tokens(tokens: int) -> int:
 
 
 def quantized_by_library(problem: Problem) -> bool:
-    """Return whether the library's quantization is that of the scheme."""
+    """Return whether the library's quantization equals the scheme's."""
     scheme = problem.scheme
     grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
     return scheme.activation == "float8_e4m3fn" and grouped and problem.hidden % 512 == 0

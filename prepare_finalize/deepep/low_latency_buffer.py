@@ -2,8 +2,7 @@
 
 The library alternates between the two halves of a buffer. A dispatch that was sent but not received
 still occupies its half, which the second exchange after it would overwrite. The wrapper therefore
-receives a dispatch no later than at the start of the next exchange. Any number of calls can then be
-in flight.
+receives a dispatch no later than at the start of the next exchange.
 """
 
 from collections.abc import Callable
@@ -87,7 +86,7 @@ class LowLatencyBuffer:
         """Write the weighted sum of the rows of each token, added in float32, to `out`.
 
         rows_eCH: output of the experts.
-        ids_TK, handle: those of the dispatch.
+        ids_TK, handle: the values of the dispatch.
         weights_TK: float32, router weights.
         out: (T, H) bfloat16, contiguous.
         """
@@ -97,8 +96,8 @@ class LowLatencyBuffer:
     def self_test(self, hidden: int) -> None:
         """Run a dispatch and a combine without tokens. Raise RuntimeError if the library fails.
 
-        Collective. The library checks some conditions only in kernels. As a failed check makes the
-        GPU unusable for this process, it should fail before the first call of a layer.
+        Collective. The library checks some conditions only in kernels. A failed check makes the GPU
+        unusable for this process, so it should fail before the first call of a layer.
         """
         device = torch.device("cuda", torch.cuda.current_device())
         x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)

@@ -1,8 +1,8 @@
-"""DeepEPPart: base of the three exchange components ('parts') over DeepEP.
+"""DeepEPPart: base of the three exchange components ("parts") over DeepEP.
 
 The library requires the same number of experts on each rank, in the order of their ids. The parts
 therefore pass expert numbers instead of expert ids. A slot is the index of an expert in the weights
-of its rank, and an expert number counts the slots of all ranks (`modular_kernel.ops.expert_slots`).
+of its rank. Expert numbers count the slots of all ranks (`modular_kernel.ops.expert_slots`).
 """
 
 from abc import abstractmethod
@@ -30,7 +30,8 @@ class DeepEPHandle(PartHandle):
     """Handle of a dispatch of DeepEP.
 
     library_handle: the library's handle.
-    weights: router weights of the received rows or, in the low-latency part, of this rank's tokens.
+    weights: router weights of the received rows. In the low-latency part, the router weights of
+        this rank's tokens.
     """
 
     library_handle: Any
@@ -96,7 +97,7 @@ class DeepEPPart(FusedDispatchPart[DeepEPGroup]):
 
     @property
     def num_experts(self) -> int:
-        """Number of expert slots of all ranks together, which are experts for the library."""
+        """Number of expert slots of all ranks together, which the library treats as experts."""
         return self.world_size * self.num_slots
 
 

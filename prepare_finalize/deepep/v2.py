@@ -1,6 +1,6 @@
 """DeepEPV2PrepareAndFinalize: DeepEP 2, with one buffer for training, prefill and decode.
 
-An exchange component ('part') whose dispatch and combine are calls of the library. A pair is one
+An exchange component ("part") whose dispatch and combine are calls of the library. A pair is one
 token with one of its K experts.
 """
 
@@ -39,8 +39,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     The receiving rank computes the weighted sum of the row's pairs. The combine adds the sums of
     all ranks, which are bfloat16 rows, in float32.
 
-    The CPU does not wait. A call has the maximum number of rows; unused rows have ids of -1 and are
-    never read. Activations are quantized before they are sent, if the scheme quantizes them. In the
+    The CPU does not wait. A call has the maximum number of rows. Unused rows have ids of -1 and are
+    never read. If the scheme quantizes activations, they are quantized before they are sent. In the
     first call, the library compiles its kernels for the layer's sizes, which takes some seconds.
     """
 
@@ -118,8 +118,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # In graph capture, tensors stay allocated in the graph's pool, so that record_stream, which
-        # an asynchronous dispatch calls, is not needed.
+        # An asynchronous dispatch calls record_stream, which is not needed in graph capture: tensors
+        # stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
         recv_x, recv_ids, recv_weights, library_handle, event = self._buffer().dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),

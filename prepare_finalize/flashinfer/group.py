@@ -7,7 +7,7 @@
     manager.destroy()
 
 A workspace is the library's memory on each GPU through which one call at a time exchanges its rows.
-Workspaces are large, and layers of one shape share them: use one manager per model, not per layer.
+Workspaces are large, and layers of one shape share them. Use one manager per model, not per layer.
 """
 
 from dataclasses import dataclass
@@ -51,11 +51,11 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
 
     group: a ProcessGroup with NCCL or gloo, through which the library exchanges memory handles;
         None is the default group.
-    in_flight: maximum number of calls of one shape between dispatch and combine. Each uses a
+    in_flight: maximum number of calls of one shape between dispatch and combine. Each call uses a
         workspace, which is allocated when it is first needed.
-    timeout_s: timeout of the steps before the library is called, in seconds; None is
-        MK_TIMEOUT_S, or 10 s. The library's kernels wait for peers, and after about 300 s they
-        stop the device permanently.
+    timeout_s: timeout of the steps before the library is called, in seconds; None is MK_TIMEOUT_S,
+        or 10 s. The library's kernels wait for peers, and stop the device permanently after about
+        300 s.
     library: replacement for flashinfer.comm, for tests.
 
     Raise ConfigurationError if the library is missing, and CommunicationError if a rank does not
@@ -125,7 +125,7 @@ class FlashInferGroup(All2AllManager[AlltoAllShape]):
     def _communicator(self) -> Any:
         """Return a communicator of the library over the whole group.
 
-        The library calls `Split` to get a subgroup, which would be wrong here.
+        The library calls `Split` to get a subgroup, but needs the whole group here.
         """
 
         class FullGroupBackend(self._library.TorchDistBackend):  # type: ignore[misc, name-defined]

@@ -1,9 +1,8 @@
 """FlashInferCutlassMoEPrepareAndFinalize: rows are written over NVLink to the ranks' workspaces.
 
-An exchange component ('part') over FlashInfer's all-to-all, which is one-sided: a rank writes its
-rows to the memory of its peers. Experts are addressed by expert numbers, which count the slots of
-all ranks; a slot is the index of an expert in the weights of its rank. A pair is one token with one
-of its K experts.
+An exchange component ("part") over FlashInfer's all-to-all, which is one-sided: a rank writes its
+rows to the memory of its peers. Expert numbers count the slots of all ranks. A slot is the index of
+an expert in the weights of its rank. A pair is one token with one of its K experts.
 """
 
 from collections.abc import Mapping
@@ -45,8 +44,8 @@ _SHARED = (
 class FlashInferHandle(PartHandle):
     """Handle of a call.
 
-    use_count: number of calls that have used the workspace, including this one. A different number
-        in the buffers means that the handle is out of date.
+    use_count: number of calls that have used the workspace, including this one. If the buffers have
+        another number, the handle is out of date.
     weights_RK: router weights of the received rows.
     """
 
@@ -58,17 +57,17 @@ class FlashInferHandle(PartHandle):
 class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
     """Send each token's row, with ids and weights, once to each rank that holds one of its experts.
 
-    The receiving rank computes the weighted sum of the row's pairs, and the combine adds the sums
-    of all ranks in float32.
+    The receiving rank computes the weighted sum of the row's pairs. The combine adds the sums of
+    all ranks in float32.
 
     Experts get world_size * problem.tokens rows in the library's memory, valid until the combine.
-    Unused rows have ids of -1 and are never read. Activations are quantized before they are sent,
-    if the scheme quantizes them, unless the experts quantize them. The library cannot skip pairs,
-    so skipped pairs are sent to the sending rank itself, where they are ignored.
+    Unused rows have ids of -1 and are never read. If the scheme quantizes activations, they are
+    quantized before they are sent, unless the experts quantize them. The library cannot skip pairs.
+    Skipped pairs are sent to the sending rank itself, where they are ignored.
 
-    Kernels wait for peers; the host does not wait. A call that was captured in a CUDA graph uses
-    the same workspace in every replay, so no other call of that shape may be in flight during a
-    replay.
+    Kernels wait for peers, but the host does not wait. A call that was captured in a CUDA graph
+    uses the same workspace in every replay, so no other call of this shape may be in flight during
+    a replay.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -193,7 +192,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
         self.manager.release(buffers)
 
     def _targets(self, numbers_TK: torch.Tensor, call: CallState) -> torch.Tensor:
-        """Return the expert numbers of the pairs; for skipped pairs, the first of this rank."""
+        """Return the expert numbers of the pairs, or this rank's first one for skipped pairs."""
         take, shape = call.workspace.take, tuple(numbers_TK.shape)
         skipped = take("skipped", shape).view(torch.bool)
         torch.lt(numbers_TK, 0, out=skipped)

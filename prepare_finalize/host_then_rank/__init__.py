@@ -1,5 +1,5 @@
 """Two-level exchange component: torch.distributed between hosts, shared memory within each host.
 
 A row is sent once to each host that needs it, to the rank there with the same local rank (the index
-of a rank on its host). That rank forwards it to the ranks of its host.
+of a rank on its host). The receiving rank forwards the row to the ranks of its host.
 """

@@ -1,8 +1,8 @@
 """Receive buffers in memory that the ranks of a host share, one set for each call in flight.
 
 In a two-level exchange (`host_then_rank.part`), a rank that receives rows from another host writes
-them into these buffers of the ranks on its own host. A call takes a set of buffers in its dispatch
-and releases it in its combine.
+them to the buffers of the ranks on its own host. A call takes a set of buffers in its dispatch and
+releases it in its combine.
 """
 
 import weakref
@@ -28,8 +28,8 @@ _ROWS = ("x_RH", "scale_RG", "ids_RK", "weights_RK", "y_RH", "adapters_R")
 class PooledBuffers:
     """Receive buffers of one call, which return to the pool when they are released.
 
-    Garbage collection also releases them, if a call is never finished, for example after an error
-    in its experts.
+    If a call is never finished, for example after an error in its experts, garbage collection
+    releases its buffers.
 
     full: the buffers, with the maximum number of rows.
     rows: the same buffers, restricted to the rows that this call uses.
@@ -54,7 +54,7 @@ class HostBufferPool:
     """Receive buffers for all calls in flight of one part.
 
     The constructor is collective: all ranks must call it with the same `problem`. All calls share
-    one set of flags, which is possible because the numbers in flags only increase.
+    one set of flags, because the numbers in flags only increase.
 
     host_problem: the problem restricted to the ranks of this host.
     rows: maximum number of rows of a call.
@@ -91,7 +91,6 @@ class HostBufferPool:
             raise UnsupportedError("calls in flight", got=_MAX_IN_FLIGHT + 1, need=need)
 
     def take(self, rows: int) -> PooledBuffers:
-        """Take the buffers of one call with `rows` rows."""
         index = self._free_indices.pop(0)
         views = dict(self._views[index]) | self._flag_views | self._counters
         buffers = CallBuffers(scale_RG=views.pop("scale_RG", None), **views)

@@ -3,10 +3,10 @@
 In a two-level exchange (`host_then_rank.part`), a rank sends a row to its counterpart on another
 host: the rank there with the same local rank (the index of a rank on its host). The counterpart
 forwards the row to ranks of its host. Tokens are divided into chunks by their index, so that one
-chunk can be forwarded within hosts while the next is sent between hosts.
+chunk can be forwarded within hosts while the next chunk is sent between hosts.
 
-In the shapes of this file, W is the number of ranks, L the number of ranks per host, H the number
-of hosts, and C the number of chunks.
+In shapes, W is the number of ranks, L the number of ranks per host, H the number of hosts, and C
+the number of chunks.
 """
 
 from collections.abc import Sequence
@@ -92,13 +92,13 @@ class RowCounts:
 
     @cached_property
     def sent(self) -> list[int]:
-        """Rows that this rank sends to all hosts, including its own, by chunk."""
+        """Number of rows that this rank sends to all hosts, including its own, by chunk."""
         sent: list[int] = self._to_hosts[self.geometry.rank].sum(1).tolist()
         return sent
 
     @cached_property
     def forwarded(self) -> list[int]:
-        """Rows that this rank receives from all hosts and forwards within its host, by chunk."""
+        """Number of rows from all hosts that this rank forwards within its host, by chunk."""
         forwarded: list[int] = self._from_hosts.sum(1).tolist()
         return forwarded
 
@@ -176,7 +176,7 @@ class RowCounts:
     def max_rows_W(self) -> list[int]:
         """Number of rows that each rank must have room for.
 
-        This is the number of rows that it forwards, or the number of rows for its own experts,
+        This is the number of rows that it forwards or the number of rows for its own experts,
         whichever is larger.
         """
         geometry = self.geometry

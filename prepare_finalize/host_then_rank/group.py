@@ -1,14 +1,14 @@
 """HostThenRankGroup: the manager of a two-level exchange (`host_then_rank.part`).
 
-It consists of a TorchGroup, for the exchange between hosts, and of memory that the ranks of each
-host share, for the exchange within a host:
+It consists of a TorchGroup for the exchange between hosts, and of memory that the ranks of each
+host share for the exchange within a host:
 
     manager = HostThenRankGroup(group, timeout_s=2.0)
     kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
     ...
     manager.destroy()
 
-If one of the two exchanges fails, both are closed, on all ranks.
+If one of the two exchanges fails, both are closed on all ranks.
 """
 
 import zlib
@@ -43,7 +43,7 @@ class HostMemory(SharedMemory):
     store: a store of the group that only this manager uses.
     rank: rank in the group.
     hosts: hosts of the group's ranks.
-    device, timeout_s, history: see `SymmetricGroup`.
+    device, timeout_s, history: as in `SymmetricGroup`.
 
     ranks: ranks in the group that are on this host.
     """
@@ -53,7 +53,7 @@ class HostMemory(SharedMemory):
     ) -> None:
         self.ranks = hosts.ranks_on(hosts.index_W[rank])
         self._store, self._hosts, self._group_rank = store, hosts, rank
-        self._num_heaps = 0  # part of the store keys, so that every heap has its own
+        self._num_heaps = 0  # part of the store keys, so that every heap has different keys
         super().__init__(
             self.ranks.index(rank),
             len(self.ranks),
@@ -62,7 +62,8 @@ class HostMemory(SharedMemory):
             last_calls=ExchangeLog(rank, history),
         )
         self.reported_rank = rank
-        # The flag is in shared memory, so that a failed rank ends the waits of all ranks here.
+        # The flag is in shared memory, so that one failed rank ends the waits of all ranks of the
+        # host.
         heap = self.allocate_heap(_FLAG_BYTES, "failure", lambda heap: heap.bytes_N.zero_())
         self.failed = heap.bytes_N.view(torch.int32)
         self._flags_of_ranks: list[Any] = [*heap.owners]
@@ -79,7 +80,7 @@ class HostMemory(SharedMemory):
             flag.view(torch.int32).fill_(1)
 
     def missing(self) -> tuple[int, ...] | None:
-        """Return the ranks for which a failed wait has waited; None if no wait has failed.
+        """Return the ranks that a failed wait has waited for; None if no wait has failed.
 
         The result is empty if another rank has set the failure flag. Does not wait for a GPU.
         """
@@ -102,7 +103,7 @@ class HostMemory(SharedMemory):
         name: Any = (
             f"modular_kernel/host_memory/{next(_group_numbers)}"  # torch's stubs want another type
         )
-        # torch looks up a group of this name for its rank, size and store; it needs no backend.
+        # torch looks up a group of this name for its rank, size and store. It needs no backend.
         group = ProcessGroup(store, self.rank, self.world_size)  # torch keeps no reference to it
         register_process_group(name, group)
         try:
@@ -114,7 +115,7 @@ class HostMemory(SharedMemory):
 class HostThenRankGroup(TorchGroup):
     """Collectives over one process group, and memory that the ranks of each host share.
 
-    The arguments are those of `TorchGroup`. Raise ConfigurationError on every rank unless all hosts
+    The arguments are as in `TorchGroup`. Raise ConfigurationError on every rank unless all hosts
     have the same number of ranks, numbered consecutively.
 
     host_memory: the shared memory of this host; None until it is created.

@@ -1,10 +1,9 @@
 """HostThenRankPrepareAndFinalize: rows are sent once to each host, then to the ranks of that host.
 
-An exchange component ('part') with two levels, for hosts that are connected by a slower network
-than their GPUs. In the combine, each host returns one sum per row. Row counts and splits are in
-`counts`, the buffers within a host in `buffers`. The exchange within a host uses the kernels of
-`symm_mem`. A slot is the index of an expert in the weights of its rank, and a pair is one token
-with one of its K experts.
+An exchange component ("part") with two levels, for hosts that are connected by a slower network
+than their GPUs. In the combine, each host returns one sum per row. The exchange within a host uses
+the kernels of `symm_mem`. A slot is the index of an expert in the weights of its rank, and a pair
+is one token with one of its K experts.
 """
 
 import time
@@ -63,15 +62,15 @@ class HostThenRankHandle(GroupHandle):
 class HostThenRankPrepareAndFinalize(PackedRowsPart):
     """Send each token's row once to each host with one of its experts, then to ranks of that host.
 
-    A row is sent over torch.distributed to the rank with the same local rank on that host. That
+    A row is sent over torch.distributed to the rank with the same local rank on that host. This
     rank writes it over NVLink (on a CPU: shared files) to the ranks of its host that hold the
     experts. In the combine, each host adds the sums of its ranks in float32 in rank order, and
     returns one row in the problem's dtype. The token's rank adds the rows of all hosts in float32
     in the order of hosts.
 
-    Large calls are split into chunks: while one chunk is forwarded within hosts, the next is sent
-    between hosts. Row counts are exchanged first and read on the host CPU. T may differ between
-    ranks and may be 0. All hosts must have the same number of ranks, at most 8, numbered
+    Large calls are split into chunks. While one chunk is forwarded within hosts, the next chunk is
+    sent between hosts. Row counts are exchanged first and read on the host CPU. T may differ
+    between ranks and may be 0. All hosts must have the same number of ranks, at most 8, numbered
     consecutively. Two calls may be in flight.
     """
 
@@ -116,8 +115,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
         except CommunicationError:
             self.destroy()
             raise
-        # This changes the size of the handshakes of all layers, so every rank must do it. If a rank
-        # had not constructed this part, HostBufferPool would have raised on all ranks.
+        # This changes the size of the handshakes of all layers, so every rank must do it.
+        # HostBufferPool raises on all ranks if a rank does not construct this part.
         manager.max_counts = max(manager.max_counts, geometry.counts)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -207,8 +206,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     ) -> Exchange | None:
         """Start the exchange of a chunk between hosts.
 
-        In the dispatch, rows go from `sent` to `forwarded`, in the combine from `forwarded` to
-        `sent`. If no row leaves its host, copy the rows and return None.
+        In the dispatch, rows go from `sent` to `forwarded`. In the combine, rows go from
+        `forwarded` to `sent`. If no row leaves its host, copy the rows and return None.
         """
         to_W, from_W = counts.splits(chunk)
         target = forwarded[_slice_chunk(counts.forwarded, chunk)]
@@ -233,7 +232,7 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
     ) -> tuple[SymmetricExchange | None, ...]:
         """Forward the rows of each chunk once they have arrived; wait for the ranks of the host.
 
-        Return the exchange of each chunk within the host.
+        Returns the exchange of each chunk within the host.
 
         forwarded: packed rows from all hosts.
         exchanges: exchange of each chunk between hosts.
@@ -342,8 +341,8 @@ class HostThenRankPrepareAndFinalize(PackedRowsPart):
             sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
             start = 0
             for chunk in range(self._geometry.chunks):
-                # A token is at most once among the rows of a host, so its rows are added in the
-                # order of hosts.
+                # A host returns a token at most once, so the rows of a token are added in the order
+                # of hosts.
                 for rows in counts.splits(chunk)[0]:
                     chunk_rows = slice(start, start + rows)
                     sum_TH.index_add_(
@@ -378,7 +377,7 @@ def _first_slots(placement: Placement, per_host: int) -> tuple[int, ...]:
 
 
 def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Tensor:
-    """Return whether each destination gets a pair of each token, (destinations, T).
+    """Return a (destinations, T) mask: whether a destination gets any pair of a token.
 
     destination_TK: destination of each pair, -1 for none.
     """
@@ -387,10 +386,7 @@ def _token_mask(destination_TK: torch.Tensor, num_destinations: int) -> torch.Te
 
 
 def _slice_chunk(rows: Sequence[int], chunk: int) -> slice:
-    """Return the slice of the rows of one chunk.
-
-    rows: number of rows of each chunk.
-    """
+    """Return the slice of the rows of one chunk. rows: number of rows of each chunk."""
     start = sum(rows[:chunk])
     return slice(start, start + rows[chunk])
 
@@ -401,8 +397,8 @@ def _assign_positions(
     """Write the position of each row in the buffers of each rank of the host to `out`.
 
     bounds_2L: int64, first and end position that this rank may write at each rank. They come from
-        the row counts of the handshake; positions outside are not written.
-    out: (L, N) int32; -1 if a row is not sent to a rank.
+    the row counts of the handshake. Rows beyond the end are not sent. out: (L, N) int32; -1 if a
+    row is not sent to a rank.
     """
     rank_NK, _, _ = pairs_to_slots(ids_NK, tables, together=True)
     mask_LN = _token_mask(rank_NK, len(out))

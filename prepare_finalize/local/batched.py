@@ -1,9 +1,9 @@
 """BatchedPrepareAndFinalize: the batched format, (e, C, H), on a single rank.
 
-A PrepareAndFinalize component ('part') without communication. Low-latency all-to-all libraries
-produce the batched format. It has C rows for each of the e experts on a rank. If an expert has n
-tokens, its first n rows are valid. This part produces the format on one rank, so that the same
-experts can be used and tested there. A pair is one token with one of its K experts.
+The batched format has C rows for each of the e experts on a rank. If an expert has n tokens, its
+first n rows are valid. Low-latency all-to-all libraries produce this format. This
+PrepareAndFinalize component ("part") produces it without communication, so that the same experts
+can run and be tested on one rank. A pair is one token with one of its K experts.
 """
 
 from collections.abc import Mapping
@@ -55,8 +55,8 @@ from topk_reduce import TopKWeightAndReduceNaiveBatched
 class BatchedHandle(Handle):
     """The state of a call that `prepare` passes to `finalize`.
 
-    row_of_pair_TK: int32, index of the batched row of each pair, in [0, e * C); -1 if the pair has
-        no row.
+    row_of_pair_TK: int32, index of the batched row of each pair, in [0, e * C), or -1 if the pair
+        has no row.
     topk_weights_TK: router weights that `finalize` must apply, or None.
     """
 
@@ -67,10 +67,10 @@ class BatchedHandle(Handle):
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """Copy tokens, (T, H), to the batched format, (e, C, H), one row per token and expert.
 
-    The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough:
-    if a token has the same expert twice, both pairs share one row. The rows of an expert are in the
-    order of tokens. Rows beyond the count of an expert are undefined. Tokens are quantized while
-    they are copied. If one scale is computed from all tokens, they are quantized before.
+    The capacity C is T, rounded up if the experts require a multiple. T rows per expert are enough,
+    because the pairs of a token with the same expert share one row. The rows of an expert are in
+    the order of tokens. Rows beyond the count of an expert are undefined. Tokens are quantized
+    while they are copied. If all tokens share a dynamic scale, they are quantized before.
     """
 
     replayable = True  # a plan can replay its recorded launches
@@ -229,7 +229,7 @@ def _permute_adapters(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the adapter slots of the batched rows, and the unquantized rows or None.
 
-    Adapters read unquantized rows. These are returned only if x is quantized.
+    Adapters read unquantized rows, which are returned only if x is quantized.
     """
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
@@ -240,5 +240,5 @@ def _permute_adapters(
 
 
 def _has_dynamic_tensor_scale(scheme: QuantScheme) -> bool:
-    """Return whether x has one scale, which is computed from all tokens of the call."""
+    """Return whether all tokens of a call share one dynamic scale."""
     return scheme.activation_granularity == "tensor" and not scheme.static

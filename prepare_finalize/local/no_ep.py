@@ -1,7 +1,7 @@
 """MoEPrepareAndFinalizeNoEP: no expert parallelism, tokens stay on their rank.
 
-A PrepareAndFinalize component ('part') without communication: `prepare` only quantizes the tokens,
-and `finalize` only sums the expert outputs, if the experts have not done so.
+This PrepareAndFinalize component ("part") has no communication. `prepare` only quantizes the
+tokens, and `finalize` only sums the expert outputs, if the experts have not done so.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from prepare_finalize.common.tokens import quantize_tokens, token_specs, weight_
 
 @dataclass(frozen=True)
 class NoEPHandle(Handle):
-    """Handle of a call.
+    """The state of a call that `prepare` passes to `finalize`.
 
     topk_weights_TK: router weights that `finalize` must apply, or None.
     routing: routing that the experts get.

@@ -5,7 +5,7 @@
     ...
     manager.destroy()
 
-Buffers are large, and layers of one shape share them: use one manager per model, not per layer.
+Buffers are large, and layers of one shape share them. Use one manager per model, not per layer.
 """
 
 from dataclasses import dataclass
@@ -64,8 +64,8 @@ class PplxGroup(All2AllManager[PplxShape]):
 
     group: a ProcessGroup with any backend; None is the default group. The library exchanges memory
         handles through a separate gloo group.
-    in_flight: maximum number of calls of one shape between dispatch and combine. Each uses a set of
-        buffers, which is allocated when it is first needed.
+    in_flight: maximum number of calls of one shape between dispatch and combine. Each call uses a
+        set of buffers, which is allocated when it is first needed.
     timeout_s: timeout of the methods of this class, in seconds; None is MK_TIMEOUT_S, or 10 s. A
         dispatch or combine waits on the GPU for its peers without a timeout.
     library: replacement for the package pplx_kernels, for tests.
@@ -158,7 +158,6 @@ class PplxGroup(All2AllManager[PplxShape]):
 
 
 def _gpu_uuid() -> Properties:
-    """Return the UUID of this process's GPU as a property that ranks exchange."""
     gpu = "none"
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,10 +1,10 @@
 """PplxPrepareAndFinalize: pplx-kernels within one host, in the batched format.
 
-An exchange component ('part') for experts that take the batched format, (e, C, H): C rows for each
-of the e experts of a rank. The library writes a row directly to the rows of each of its experts. It
-cannot skip a pair (one token with one of its K experts): it sends every token to exactly K existing
-expert slots. Each rank therefore has extra slots, called sinks, that receive the rows of skipped
-pairs. In the combine, the outputs of sinks are 0.
+An exchange component ("part") for experts that take the batched format, (e, C, H): C rows for each
+of the e experts of a rank. The library writes a token directly to a row of each of its experts. It
+cannot skip a pair (one token with one of its K experts), because it sends every token to exactly K
+existing expert slots. Each rank therefore has extra slots, called sinks, that receive the rows of
+skipped pairs. In the combine, the outputs of sinks are 0.
 """
 
 from collections.abc import Mapping
@@ -58,8 +58,8 @@ _MAX_ROW_BYTES = 48 << 10  # a row, its scales and its index must fit into share
 class PplxHandle(PartHandle):
     """Handle of a call.
 
-    use_count: number of calls that have used the buffers, including this one. A different number in
-        the buffers means that the handle is out of date.
+    use_count: number of calls that have used the buffers, including this one. If the buffers have
+        another number, the handle is out of date.
     slots_TK, weights_TK: expert slots, uint32, and router weights, float32, of the dispatch.
     sink_counts_S: int32, number of rows in each sink.
     """
@@ -75,12 +75,12 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
     """Send a row to each expert of a token, in the batched format (e, W * problem.tokens, H).
 
     The rows of an expert are in any order. The combine applies the router weights and adds the rows
-    of a token in float32. Activations are quantized before they are sent, if the scheme quantizes
-    them.
+    of a token in float32. If the scheme quantizes activations, they are quantized before they are
+    sent.
 
     Nothing is read on the host. Kernels wait for peers without a timeout, so a rank that does not
     take part blocks the others permanently. A call that was captured in a CUDA graph uses the same
-    buffers in every replay, so no other call of that shape may be in flight during a replay.
+    buffers in every replay, so no other call of this shape may be in flight during a replay.
     Creating and destroying a part is collective.
     """
 
@@ -245,7 +245,7 @@ class PplxPrepareAndFinalize(FusedDispatchPart[PplxGroup]):
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Return the bytes of a dispatched row, and those of its scales, padded to 16 bytes."""
+    """Return the bytes of a dispatched row, and the bytes of its scales, padded to 16 bytes."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
     if scheme.dispatched_quantized:
         itemsize = STORAGE[scheme.activation].itemsize
@@ -257,7 +257,7 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 def num_sinks(problem: Problem) -> int:
     """Return the number of sinks per rank.
 
-    All K pairs of a token may be skipped, and each needs a different sink, on any rank.
+    All K pairs of a token may be skipped, and each pair needs a different sink, on any rank.
     """
     return ceil(problem.top_k / problem.parallel.world_size)
 

@@ -1,9 +1,9 @@
 """Communicators and threads that end before the interpreter is finalized.
 
 A thread that requests the GIL while the interpreter is finalized is terminated in the middle of C++
-code. That aborts the process, or leaves a lock held forever. Two kinds of threads may request the
-GIL: gloo threads, when they free the tensors of a finished exchange, and threads that return to
-Python after they have waited for a store. Exit hooks therefore end both kinds first.
+code. This aborts the process, or leaves a lock held forever. Two kinds of threads may request the
+GIL: gloo threads when they free the tensors of a finished exchange, and threads that return to
+Python after a wait for a store. Exit hooks therefore end both kinds first.
 """
 
 import atexit
@@ -46,8 +46,8 @@ class Communicator:
     def close(self) -> Any:
         """Drop the reference to the group and return it.
 
-        Return None if it was released before, and in a forked child. A child keeps the group
-        forever, because freeing it would wait for threads that exist only in the parent.
+        Returns None if the group was released before, and in a forked child. A child keeps the
+        group forever, because freeing it would wait for threads that exist only in the parent.
         """
         group, name = self.group, self.name
         self.group = self.name = None
@@ -59,7 +59,7 @@ class Communicator:
         return group
 
     def _release_later(self) -> None:
-        """Shut down an NCCL backend in a thread, since this waits for CUDA graphs that use it."""
+        """Shut down an NCCL backend in a thread, because this waits for CUDA graphs that use it."""
         if (group := self.close()) is not None:
             run_in_thread(group.shutdown)
 

@@ -1,7 +1,7 @@
 """Functions that validate a process group and connect its ranks, for the managers.
 
 Every manager (`TorchGroup`, `DeepEPGroup` and others) takes a ProcessGroup of the caller, and opens
-connections of its own through the store of that group. Each step has a deadline.
+new connections through the store of this group. Each step has a deadline.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,7 @@ def check_process(generation: int) -> None:
 def connect(device: str, store: Store, rank: int, world_size: int, timeout_s: float) -> Any:
     """Open a new communicator over `store`: gloo for "cpu", NCCL for "cuda".
 
-    Raise RuntimeError if a rank does not connect within `timeout_s`, or within half a minute for
-    NCCL if that is longer.
+    Raise RuntimeError if a rank does not connect within `timeout_s` (at least 30 s for NCCL).
     """
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
@@ -55,8 +54,8 @@ def connect(device: str, store: Store, rank: int, world_size: int, timeout_s: fl
     current_device = torch.device("cuda", torch.cuda.current_device())
 
     def create() -> Any:
-        # At its timeout, NCCL's watchdog aborts the process. It is much longer than the timeout of
-        # run_with_timeout, which raises instead.
+        # NCCL's watchdog aborts the process after the timeout in the options. The timeout is much
+        # longer than that of run_with_timeout, so that run_with_timeout raises an error before.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(600.0, 10 * timeout_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -67,7 +66,7 @@ def connect(device: str, store: Store, rank: int, world_size: int, timeout_s: fl
 
 
 def run_with_timeout(function: Callable[[], R], seconds: float) -> R:
-    """Return the result of `function`, which runs in a thread.
+    """Run `function` in a thread and return its result.
 
     Raise RuntimeError if it takes longer than `seconds`. It then continues in its thread.
     """
@@ -94,7 +93,7 @@ def agree_on_prefix(store: Store, rank: int, world_size: int) -> str:
     Each manager needs a new prefix, because the keys of earlier managers remain in the store. The
     prefix contains the number of attempts to create a manager. A rank may have made fewer attempts
     than others, because it failed before it reached the store. It joins the latest attempt of the
-    others, unless that has failed; then it starts a new one.
+    others unless that attempt has failed. In this case, it starts a new one.
     """
     keys = [f"modular_kernel/attempts/{peer}" for peer in range(world_size)]
     attempts_W = [_parse_counter(key, store.get(key)) if store.check([key]) else 0 for key in keys]
@@ -119,7 +118,9 @@ def new_prefix_store(
 ) -> PrefixStore:
     """Return the group's store, with a prefix of keys for a new manager (`agree_on_prefix`).
 
-    `prefix` is appended to that prefix. Raise RuntimeError if the store does not answer in time.
+    Raise RuntimeError if the store does not answer in time.
+
+    prefix: appended to the prefix of keys.
     """
     store = distributed_c10d._get_process_group_store(group)
     attempt = run_with_timeout(
@@ -153,9 +154,10 @@ def resolve_process_group(group: object | None) -> dist.ProcessGroup:
 
 
 def select_device_type(group: dist.ProcessGroup, requested: str | None) -> str:
-    """Return `requested`, or, for None, "cuda" if the group has an NCCL backend, else "cpu".
+    """Return `requested`, or the default device type of a group for None.
 
-    Raise ConfigurationError unless the group has the backend of `BACKENDS` for the device type.
+    The default is "cuda" if the group has an NCCL backend, else "cpu". Raise ConfigurationError
+    unless the group has the backend of `BACKENDS` for the device type.
     """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)

@@ -2,7 +2,7 @@
 
 In normal operation, an exchange only adds an entry to a ring buffer. After a failure, each rank
 publishes a record of its failed exchange in the process group's key-value store. From the records
-of all ranks, `find_culprits` determines which ranks did not take part, or arrived late. The step of
+of all ranks, `find_culprits` determines which ranks did not take part or arrived late. The step of
 an exchange is the number of its call among the calls of the manager.
 """
 
@@ -58,15 +58,14 @@ class ExchangeLog:
         return "".join(json.dumps(record) + "\n" for record in self._records)
 
     def write(self, path: str | Path) -> None:
-        """Write `json_lines` to a file."""
         Path(path).write_text(self.json_lines(), encoding="utf-8")
 
 
 class FailureRecords:
     """The failure records of all ranks, in the store of the group.
 
-    is_closed: whether the store closed the connection in the last access. The process that serves
-        it has then exited.
+    is_closed: whether the store closed the connection in the last access, because the process that
+        serves it has exited.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -80,9 +79,9 @@ class FailureRecords:
 
         until_s: end of the wait, as a value of time.monotonic.
 
-        Return the records by rank, without ranks that have not published one. Return None if the
-        store does not answer, which may be because its host has failed. A thread accesses the
-        store, because an access can block forever.
+        Returns the records by rank, without ranks that have not published a record. Returns None if
+        the store does not answer, which may be because its host has failed. A separate thread
+        accesses the store, because an access can block forever.
         """
         records: dict[int, dict[str, Any]] = {}
         last_answer_s = [-math.inf]
@@ -111,7 +110,6 @@ class FailureRecords:
 
 
 def _parse_record(payload: bytes) -> dict[str, Any] | None:
-    """Parse a failure record. Return None if it is not valid."""
     try:
         record = json.loads(payload)
     except ValueError:

@@ -2,7 +2,7 @@
 
 Two ranks share a host if each can read the file of the other in shared memory. Host names are not
 compared, because two containers on one machine can have different names, and two machines can have
-the same one.
+the same name.
 """
 
 import secrets
@@ -96,7 +96,7 @@ def find_hosts(collectives: StoreCollectives, rank: int) -> Hosts:
 def check_one_host(hosts: Hosts, part: str) -> None:
     """Raise ConfigurationError if the ranks of `part` are on several hosts.
 
-    As `hosts` is the same on every rank, all ranks raise.
+    All ranks raise, because `hosts` is the same on every rank.
     """
     if len(hosts) > 1:
         need = f"one host, whose memory {part} shares"
@@ -108,7 +108,7 @@ def check_hosts(
 ) -> None:
     """Raise ConfigurationError if the part or the problem does not support the hosts of the ranks.
 
-    As `hosts` is the same on every rank, all ranks raise.
+    All ranks raise, because `hosts` is the same on every rank.
 
     part: name of the part, for messages.
     requires: requirements of the part.
@@ -135,7 +135,7 @@ def check_hosts(
 
 
 def _read_token(path: str) -> str:
-    """Return the token in a peer's file; "" if it is not a memory file, or not on this host."""
+    """Return the token in a peer's file, or "" if it is not a memory file of this host."""
     if Path(path).parent not in (SHARED_MEMORY_DIR, Path(tempfile.gettempdir())):
         return ""
     try:

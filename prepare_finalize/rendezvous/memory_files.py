@@ -22,7 +22,8 @@ _MIN_STALE_AGE_S = 60.0  # a younger file may not be locked yet
 def memory_file(kind: Literal["host", "block"]) -> Iterator[IO[bytes]]:
     """Yield a new, locked file in /dev/shm, and delete it at the end.
 
-    Without a folder /dev/shm, the file is in the temporary folder. Stale files are removed first.
+    If there is no folder /dev/shm, the file is in the temporary folder. Stale files are removed
+    first.
     """
     folder = SHARED_MEMORY_DIR if SHARED_MEMORY_DIR.is_dir() else Path(tempfile.gettempdir())
     remove_stale_files(folder)

@@ -1,8 +1,8 @@
 """Collectives over a torch.distributed store, for the time before ranks have a communicator.
 
 The ranks of a group connect through a key-value store (`torch.distributed.Store`). While a manager
-is created, they use it to compare small properties, such as host names and buffer sizes. If ranks
-with different properties shared the buffers of a library, it would hang or corrupt memory.
+is created, they use the store to compare small properties, such as host names and buffer sizes. If
+ranks with different properties shared the buffers of a library, it would hang or corrupt memory.
 """
 
 import json
@@ -15,7 +15,7 @@ from modular_kernel.errors import CommunicationError
 from prepare_finalize.rendezvous.failure_log import failure_key
 
 Properties = Mapping[str, object]
-_POLL_S = 0.005  # interval of polling; the timeout of a store's own wait may be in whole seconds
+_POLL_S = 0.005  # polling, because the timeout of a store's own wait may be in whole seconds
 
 
 class StoreCollectives:
@@ -31,10 +31,10 @@ class StoreCollectives:
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout_s = timeout_s
-        self._num_gathers = 0  # part of the keys, so that every collective has its own
+        self._num_gathers = 0  # part of the keys, so that every collective has different keys
 
     def all_gather(self, properties: Properties) -> tuple[dict[str, str], ...]:
-        """Publish `properties` and return those of every rank, by rank, with values as strings."""
+        """Publish `properties`; return the properties of each rank, with string values."""
         self._num_gathers += 1
         end_time = time.monotonic() + self._timeout_s
         payload = json.dumps({name: str(value) for name, value in properties.items()})
@@ -45,7 +45,8 @@ class StoreCollectives:
                 self._poll(received)
             missing = [rank for rank in range(self._world_size) if rank not in received]
             if missing:
-                # The failure makes the next attempt use other keys; see `connect.agree_on_prefix`.
+                # Record the failure, so that the next attempt uses other keys; see
+                # `connect.agree_on_prefix`.
                 self._store.set(failure_key(self._rank), "{}")
         except RuntimeError as error:  # the store is unreachable
             raise self._error(f"a store that fails: {error}", ()) from error

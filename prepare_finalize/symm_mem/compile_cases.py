@@ -1,7 +1,7 @@
 """Launches of the symmetric-memory kernels on meta tensors, for `mk compile`.
 
-`mk compile` compiles every kernel without a GPU. It calls `SymmMemPrepareAndFinalize.meta_calls`,
-which returns the functions of this file; the meta tensors give the kernels shapes and dtypes.
+`mk compile` compiles every kernel without a GPU. The meta tensors give the kernels shapes and
+dtypes.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ def problems() -> tuple[Problem, ...]:
 
 
 def launch_all(problem: Problem) -> None:
-    """Launch a dispatch that waits, one that does not, its arrival kernel, and a combine."""
+    """Launch all kernels: a dispatch with and without a wait, the arrival kernel, and a combine."""
     views: dict[str, Any] = {
         name: empty(*section.shape, dtype=section.dtype)
         for name, section in buffer_sections(problem).items()

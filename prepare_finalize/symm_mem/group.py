@@ -11,7 +11,7 @@ On GPUs, this is torch's symmetric memory (CUDA backend): kernels access the mem
 NVLink through pointers, without multicast. On a CPU, Triton's interpreter runs the same kernels,
 and the ranks of a machine share memory through files.
 
-Each part allocates a heap, a block of memory with the same layout on every rank. Allocating it is
+Each part allocates a heap, a block of memory with the same layout on every rank. The allocation is
 collective: every rank of the group must do it, in the same order. Kernels synchronize through flags
 in the heap, and wait for the flags of peers with a deadline (`kernels.signals`).
 """
@@ -42,9 +42,9 @@ from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_collectives import StoreCollectives
 from prepare_finalize.symm_mem.shared_files import share_memory
 
-_ALIGNMENT = 256  # bytes; every section begins at a multiple
+_ALIGNMENT = 256  # bytes; every section begins at a multiple of it
 _PHASES = {1: "dispatch", 2: "combine"}  # by the number that kernels write to the status word
-NAN_BYTE = 0xFF  # memory filled with it is NaN in every floating-point dtype
+NAN_BYTE = 0xFF  # a value with only this byte is NaN in every floating-point dtype
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ class Heap:
     owners: tuple[object, ...]
 
     def view_sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
-        """Return tensors that view consecutive sections, by name. The first begins at `start`.
-
-        start: offset in bytes.
-        """
+        """Return views of consecutive sections, the first of which begins at byte `start`."""
         views = {}
         for name, section in layout.items():
             raw = self.bytes_N[start : start + section.nbytes]
@@ -119,7 +116,8 @@ class SharedMemory(ABC):
         self.failed = torch.zeros(1, dtype=torch.int32, device=current_device)
         pinned = current_device.type == "cuda"
         self.status = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        # Every call reads this word twice, and reading a tensor takes longer.
+        # Every call reads this word twice. Reading it through ctypes is faster than through a
+        # tensor.
         self._status_word = ctypes.c_int64.from_address(self.status.data_ptr())
 
     @property
@@ -144,7 +142,8 @@ class SharedMemory(ABC):
     ) -> Heap:
         """Allocate a heap of `nbytes` bytes, filled with NAN_BYTE. Collective.
 
-        signature: identifies the use of the memory. It must be equal on all ranks, as must nbytes.
+        signature: identifies the use of the memory. Both nbytes and signature must be equal on all
+            ranks.
         initialize: function that initializes the heap before other ranks may write to it.
 
         Raise CommunicationError on every rank if ranks pass different values, or if a rank does not
@@ -208,7 +207,7 @@ class SharedMemory(ABC):
     def check_open(self) -> None:
         """Raise UnsupportedError after `destroy`, and CommunicationError after a failed wait.
 
-        Does not synchronize with the device, so a failure is raised once it has reached the host.
+        Does not wait for the device. A failure is raised only once it has reached the host.
         """
         check_process(self._generation)
         if self._destroyed:
@@ -249,7 +248,7 @@ class SharedMemory(ABC):
         )
 
     def destroy(self) -> None:
-        """Make later use raise an error. The memory is freed when the parts that use it are."""
+        """Make later use raise an error. The memory is freed with the parts that use it."""
         self._destroyed = True
 
 
@@ -287,7 +286,6 @@ class SymmetricGroup(SharedMemory):
         self.hosts = self._find_hosts()
 
     def _find_hosts(self) -> Hosts:
-        """Return the hosts of the ranks. Raise CommunicationError if a rank does not respond."""
         record = self.last_calls.begin(0, "construct", 0)
         try:
             hosts = find_hosts(self._open_store_collectives(), self.rank)

@@ -1,6 +1,6 @@
 """Launches of the symmetric-memory kernels: arguments, grids and tile shapes.
 
-`SymmetricExchange` is used by `symm_mem.part`, and by `host_then_rank.part` within a host.
+`symm_mem.part` uses `SymmetricExchange` between all ranks, and `host_then_rank.part` within a host.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from modular_kernel.spec.quantization import QuantScheme
 from modular_kernel.tensors import Routing
 from prepare_finalize.symm_mem.group import Section, SharedMemory
 
-_MIN_BLOCK = 1024  # columns; the number of columns of every block is a multiple
+_MIN_BLOCK = 1024  # columns; the number of columns of every block is a multiple of it
 
 
 class LaunchShape(NamedTuple):
@@ -45,8 +45,8 @@ class LaunchShape(NamedTuple):
         return self._replace(block=min(self.block, max_block))
 
 
-# The fastest shapes on two and four H200 (2026-11-20, triton 3.6.0) with a hidden size of 7168.
-# Problems of up to _SMALL_BATCH_TOKENS tokens per rank use _SMALL_BATCH for both kernels.
+# The fastest shapes on two and four H200 GPUs (2026-11-20, triton 3.6.0) with a hidden size of
+# 7168. Problems of up to _SMALL_BATCH_TOKENS tokens per rank use _SMALL_BATCH for both kernels.
 _SMALL_BATCH_TOKENS = 512
 _SMALL_BATCH = LaunchShape(1024, 4, 4)
 _DISPATCH = LaunchShape(2048, 8, 4, whole_rows=True)
@@ -62,8 +62,8 @@ class CallBuffers:
     y_RH: weighted sums over the experts of this rank, one row per received row.
     arrived_W: (W,) int32. Flag r is set once all rows from rank r have arrived.
     summed_W: (W,) int32. Flag r is set once y_RH of rank r is complete.
-    dispatches, combines: (2,) int32 in local memory, counters of the dispatch and the combine
-        kernel: the number of the last call, and the counter of `is_last_program`.
+    dispatches, combines: (2,) int32 in local memory, for the dispatch and for the combine kernel:
+        the number of the last call, and the counter of `is_last_program`.
     adapters_R: int32, adapter slots of the rows; None without adapters.
     """
 
@@ -106,7 +106,7 @@ def buffer_sections(problem: Problem, rows: int | None = None) -> dict[str, Sect
 def quantizes_in_dispatch(scheme: QuantScheme, hidden: int) -> bool:
     """Return whether the dispatch kernel quantizes the tokens.
 
-    It does with a scale per token, and with groups that divide both the block and the hidden size.
+    It supports a scale per token, and groups that divide both the block and the hidden size.
     """
     if scheme.activation_granularity == "token":
         return True
@@ -124,8 +124,8 @@ class SymmetricExchange:
     deltas_W: (W,) int64, address offsets of the memory of all ranks; see `Heap`.
     rank_bits_T: (capacity,) int32, written by `send`. Bit r is set if the token was sent to rank r.
     tokens: number of tokens of this rank.
-    row_at_rank_WT: (W, tokens) int32, contiguous, row of each token in the buffers of each rank, -1
-        if it is not sent there. None if it is row rank * capacity + token on every rank.
+    row_at_rank_WT: (W, tokens) int32, contiguous, row of each token in the buffers of each rank, or
+        -1 if it is not sent there. None if it is row rank * capacity + token on every rank.
     """
 
     manager: SharedMemory
@@ -138,11 +138,10 @@ class SymmetricExchange:
 
     @property
     def _capacity(self) -> int:
-        """Number of rows that `send` writes, including unused ones if rows have fixed positions."""
+        """Number of rows that `send` writes, including unused rows if rows have fixed positions."""
         return self.problem.tokens if self.row_at_rank_WT is None else self.tokens
 
     def _peer_rows(self) -> dict[str, object]:
-        """Return the kernel arguments for `row_at_rank_WT`."""
         has_peer_rows = self.row_at_rank_WT is not None
         return {
             "peer_rows_ptr": self.row_at_rank_WT if has_peer_rows else self.rank_bits_T,
@@ -298,7 +297,7 @@ def _shape(problem: Problem, large_batch: LaunchShape) -> LaunchShape:
 def _programs(items: int, shape: LaunchShape, device: torch.device) -> int:
     """Return the grid size for a number of work items.
 
-    It is at most 2 in the interpreter, which runs programs one after another.
+    The interpreter runs programs one after another, so it gets at most 2 programs.
     """
     max_programs = 2
     if device.type == "cuda":

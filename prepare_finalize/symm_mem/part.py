@@ -1,6 +1,6 @@
 """SymmMemPrepareAndFinalize: kernels that write to and read from the memory of other GPUs.
 
-An exchange component ('part') for GPUs that reach each other over NVLink. Its buffers are in
+An exchange component ("part") for GPUs that reach each other over NVLink. Its buffers are in
 symmetric memory: memory with the same layout on every rank, which all ranks can access
 (`symm_mem.group`). A pair is one token with one of its K experts.
 """
@@ -58,9 +58,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
     Rows have fixed positions: token t of rank r is row r * problem.tokens + t on every rank,
     regardless of the routing. No counts are exchanged, T may differ between ranks, and a call can
-    be captured in a CUDA graph. Experts receive world_size * problem.tokens rows; unused rows have
-    ids of -1. For calls of very different sizes, compose one kernel for few tokens and one for
-    many.
+    be captured in a CUDA graph. Experts receive world_size * problem.tokens rows, in which unused
+    rows have ids of -1. For calls of very different sizes, compose one kernel for few tokens and
+    one for many.
 
     If a wait in a kernel reaches its deadline, the output is NaN, and the next call, or `check`,
     raises the error. Two calls may be in flight. Requires GPUs with peer access (or, on a CPU with
@@ -180,9 +180,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         if not self._free_indices:
             need = f"at most {_MAX_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_MAX_IN_FLIGHT + 1, need=need)
-        index = self._free_indices[0]  # removed below, once there is a handle that releases it
-        # Every rank must use the same buffers, the first free ones. A replay always uses those of
-        # the recorded call.
+        index = self._free_indices[0]  # removed below, once a handle exists that releases it
+        # Every rank must use the same buffers, the first free ones. A replay always uses the
+        # buffers of the recorded call.
         bypass_replay_while(lambda: index not in self._free_indices[:1])
         nbytes = x_TH.nbytes
 
@@ -211,13 +211,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         rows = buffers.x_RH, scale, buffers.ids_RK, buffers.weights_RK, buffers.adapters_R
         local_tokens = self.local_tokens(call, *rows)
         handle = SymmMemHandle(self, call, index, exchange, weights_RK)
-        # If a call is never finished, after an error, the finalizer releases its buffers.
+        # If a call is never finished because of an error, the finalizer releases its buffers.
         self._finalizers[index] = weakref.finalize(handle, self._release, index)
         self._free_indices.remove(index)
         return local_tokens, handle
 
     def _release(self, buffer_index: int) -> None:
-        """Return the buffers of a call to the free ones."""
         self._free_indices = sorted((*self._free_indices, buffer_index))
 
     def _quantize(
@@ -264,7 +263,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
 
 def _make_buffers(views: dict[str, torch.Tensor], device: torch.device) -> CallBuffers:
-    """Return the buffers of a call in their initial state: no flag is set, and no row is used."""
+    """Return the buffers of a call in their initial state, without flags and rows."""
     views["arrived_W"].zero_()
     views["summed_W"].zero_()
     views["ids_RK"].fill_(-1)
@@ -280,7 +279,7 @@ def _make_buffers(views: dict[str, torch.Tensor], device: torch.device) -> CallB
 def layer_signature(problem: Problem) -> str:
     """Return a string that identifies the layer and its placement, the same on all ranks.
 
-    `allocate_heap` compares it between ranks, so that they do not share memory of unequal layers.
+    `allocate_heap` compares it between ranks, so that different layers do not share memory.
     """
     parallel = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=parallel, local_experts=None)

@@ -1,6 +1,6 @@
 """Memory that the ranks of one machine share through files, for ranks on a CPU.
 
-It takes the place of symmetric memory when Triton's interpreter runs the kernels of `symm_mem`.
+It replaces symmetric memory when Triton's interpreter runs the kernels of `symm_mem`.
 """
 
 from collections.abc import Sequence

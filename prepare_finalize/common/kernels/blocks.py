@@ -1,8 +1,8 @@
 """Kernels that fill, read and sum blocks of rows; see `common.blocks` for their layout.
 
-The host functions in `common.blocks` launch them in fixed-capacity exchanges. An expert number
-identifies an expert on any rank: slot s of rank r has the number r * slots + s. Each kernel also
-keeps the counters of calls and the headers of the device handshake (`kernels.headers`).
+An expert number identifies an expert on any rank: slot s of rank r has the number r * slots + s.
+The kernels also update the counters of calls and the headers of the device handshake
+(`kernels.headers`).
 """
 
 import triton
@@ -29,7 +29,7 @@ def _load_expert_numbers(
     """Return the expert numbers of N tokens, (N, BLOCK_K) int32, and a mask of invalid numbers.
 
     Skipped pairs and pairs with an invalid number, outside [-1, total_slots), get -1. Numbers are
-    compared before they are converted, so that an int64 is not truncated into the range.
+    compared before they are converted, so that the conversion of an int64 cannot make it valid.
 
     token: (N,).
     total_slots: number of slots of all ranks.
@@ -50,7 +50,7 @@ def _needs_rank(number, rank, slots):
     number: (N, BLOCK_K), expert numbers.
     """
     is_on_rank = (number >= 0) & (number // slots == rank)
-    return tl.max(is_on_rank.to(tl.int32), axis=1)  # NaN-free: integers
+    return tl.max(is_on_rank.to(tl.int32), axis=1)  # NaN-free: integer operands
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _fill_headers(
             )  # fmt: skip
             counts = tl.where(w == each, count, counts)
         counts = tl.where(w < WORLD, counts, 0)
-    rows = tl.max(counts, axis=0)  # NaN-free: integers
+    rows = tl.max(counts, axis=0)  # NaN-free: integer operands
     header = new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal)
     field = tl.arange(0, PADDED_FIELDS)
     tl.store(header_ptr + field, header, mask=field < NUM_FIELDS)
@@ -118,9 +118,9 @@ def fill_blocks_kernel(
 ):  # fmt: skip
     """Write the rows of a call and its header to the blocks to send; see `blocks.fill_blocks`.
 
-    Grid: one program for the header, then, for each group of ROWS tokens and each block to send,
-    SPLITS programs. Program s of them writes every SPLITS-th chunk of BLOCK columns of x, from
-    chunk s on. Program 0 also writes the other sections.
+    Grid: one program for the header, then SPLITS programs for each group of ROWS tokens and each
+    block to send. Program s of SPLITS writes every SPLITS-th chunk of BLOCK columns of x, starting
+    with chunk s. Program 0 also writes the other sections.
 
     *_blocks_ptr: the sections of block 0.
     x_block_stride, word_block_stride, header_block_stride: strides between blocks, in elements of
@@ -132,7 +132,7 @@ def fill_blocks_kernel(
     SINGLE_BLOCK: whether all tokens are written to local_block only.
     ADAPTERS: "none" if rows have no adapter slot; "slots" to write adapters_ptr; "unused" to write
         -1, in a call without adapters.
-    SCAN: tokens that are read at a time to count the rows of earlier tokens.
+    SCAN: number of tokens that are read at a time to count the rows of earlier tokens.
     """
     NUM_BLOCKS: tl.constexpr = 1 if SINGLE_BLOCK else WORLD
     pdl_wait(USE_PDL)
@@ -216,8 +216,8 @@ def read_blocks_kernel(
 ):  # fmt: skip
     """Read the columns of received blocks except activations; see `blocks.read_blocks`.
 
-    Grid: one program per ROWS rows; the first also verifies the headers. In a failed call, the
-    numbers may have any value, but the written slots are still in [-1, local_experts).
+    Grid: one program per ROWS rows. The first program also verifies the headers. In a failed call,
+    expert numbers may have any value, but the written slots are always in [-1, local_experts).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = (row // block_rows).to(tl.int64)

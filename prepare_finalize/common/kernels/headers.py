@@ -1,11 +1,11 @@
 """Triton functions and kernels that count calls, and write and compare their headers.
 
 A header is the metadata that every rank sends with its rows, so that the ranks can check on the
-device that they make the same call (`common.device_status`). The functions are called by the
-kernels of `kernels.blocks`; the kernels at the end of this file serve calls that send no rows.
+device that they make the same call (`common.device_status`). The kernels of `kernels.blocks` call
+the functions. The kernels at the end of this file are for calls that send no rows.
 
-`counters_ptr` points to 4 int64 in device memory, in the order of `_ORDER` and the following
-constants; `progress_ptr` points to a copy of the last three in pinned memory.
+`counters_ptr` points to 4 int64 in device memory, in the order of the constants `_ORDER` to
+`_ENDED`. `progress_ptr` points to a copy of the last three in pinned memory.
 """
 
 import triton
@@ -34,14 +34,13 @@ _ENDED = tl.constexpr(3)
 def count_exchange(counters_ptr, layer, IS_COMBINE: tl.constexpr):
     """Add a dispatch or combine to the hash of the sequence of exchanges; return the hash."""
     order = tl.load(counters_ptr + _ORDER) * ORDER_FACTOR + (2 * layer + IS_COMBINE)
-    tl.debug_barrier()  # every warp loads before one of them stores
+    tl.debug_barrier()  # every warp loads before any warp stores
     tl.store(counters_ptr + _ORDER, order)
     return order
 
 
 @triton.jit
 def _count(counters_ptr, progress_ptr, index):
-    """Increment a counter of calls in device memory and in pinned memory."""
     count = tl.load(counters_ptr + index) + 1
     tl.store(counters_ptr + index, count)
     tl.store(progress_ptr + index - _BEGUN, count)
@@ -49,7 +48,6 @@ def _count(counters_ptr, progress_ptr, index):
 
 @triton.jit
 def count_begin(counters_ptr, progress_ptr):
-    """Count a call that begins."""
     _count(counters_ptr, progress_ptr, _BEGUN)
 
 
@@ -61,7 +59,6 @@ def count_received(counters_ptr, progress_ptr):
 
 @triton.jit
 def count_end(counters_ptr, progress_ptr):
-    """Count a call that ends."""
     _count(counters_ptr, progress_ptr, _ENDED)
 
 
@@ -69,7 +66,7 @@ def count_end(counters_ptr, progress_ptr):
 def new_header(calls_ptr, counters_ptr, layer, tokens, rows, refusal):
     """Count a call of the layer and its dispatch; return the header, (PADDED_FIELDS,) int64."""
     call = tl.load(calls_ptr) + 1
-    # The barrier in count_exchange also separates loading calls_ptr from storing it.
+    # The barrier in count_exchange also separates the load from calls_ptr from the store to it.
     order = count_exchange(counters_ptr, layer, False)
     tl.store(calls_ptr, call)
     field = tl.arange(0, PADDED_FIELDS)
@@ -113,7 +110,7 @@ def verify_headers(
     equal_tokens = tl.load(limits_ptr + 2) > 0
     wrong |= ((tokens != tl.load(local_header_ptr + TOKENS)) & equal_tokens).to(tl.int32)
     wrong |= (refusal != -1).to(tl.int32)
-    is_wrong = tl.max(tl.where(is_rank, wrong, 0), axis=0) > 0  # NaN-free: integers
+    is_wrong = tl.max(tl.where(is_rank, wrong, 0), axis=0) > 0  # NaN-free: integer operands
     if is_wrong:
         if tl.load(failed_ptr) == 0:
             field = tl.arange(0, PADDED_FIELDS)
@@ -126,7 +123,7 @@ def verify_headers(
             limits = tl.load(limits_ptr + limit)
             tl.store(words_ptr + WORLD * NUM_FIELDS + limit, limits)
             tl.store(host_words_ptr + WORLD * NUM_FIELDS + limit, limits, mask=limit < 3)
-            # Every warp has written its words before the last one.
+            # The barrier orders the stores of every warp before the store of the last word.
             tl.debug_barrier()
             tl.atomic_xchg(
                 host_words_ptr + WORLD * NUM_FIELDS + 3, tl.full((), 1, tl.int64),

@@ -2,7 +2,7 @@
 
 Each rank with experts of a token has stored one row for the token, the weighted sum over these
 experts, in its own heap. A heap is memory with the same layout on every rank, which kernels of all
-ranks can access. `symm_mem.launch` launches the kernel.
+ranks can access.
 """
 
 import triton
@@ -35,13 +35,13 @@ def combine_kernel(
     y_heap_ptr: y, (WORLD * capacity, HIDDEN), in the heap of this rank, at the same offset on all
         ranks. It is complete when the launch begins.
     rank_bits_ptr: (capacity,) int32. Bit r is set if the token was sent to rank r.
-    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32; the row of token t on rank r is
-        peer_rows[r, t] instead.
+    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32; the row of token t on rank r is then
+        peer_rows[r, t].
     flags_ptr: (WORLD,) int32. Flag r is the number of the last combine that rank r has signaled.
     deltas_ptr: (WORLD,) int64. Adding deltas[r] to an address in the heap of this rank gives the
         address of the same object on rank r.
     state_ptr: (2,) int32, the number of the last combine, and the counter of `is_last_program`.
-    failed_ptr: int32, not 0 after a wait of this or another rank has timed out.
+    failed_ptr: int32, not 0 after a wait of any rank has timed out.
     status_ptr: int64, written by the first wait of this rank that times out (`wait_for_all`).
     timeout_ns: timeout of the wait in nanoseconds.
     tokens: number of tokens of this rank.

@@ -1,8 +1,8 @@
 """Dispatch kernel: write rows to the memory of the ranks that have their experts.
 
-`symm_mem.launch` launches it. A heap is memory with the same layout on every rank, which kernels of
-all ranks can access. A replicated expert has several copies, on different ranks; the table `homes`
-has the rank and the slot of each copy. A slot is the index of an expert in the weights of its rank.
+A heap is memory with the same layout on every rank, which kernels of all ranks can access. A
+replicated expert has several copies, on different ranks. The table `homes` has the rank and the
+slot of each copy. A slot is the index of an expert in the weights of its rank.
 """
 
 import triton
@@ -27,8 +27,9 @@ def _load_homes(
 ):  # fmt: skip
     """Return rank and slot of a token's pairs, (BLOCK_K,) int32, and the number of invalid ids.
 
-    Rank and slot are -1 for skipped pairs. Ids are compared before they are converted, so that an
-    int64 is not truncated into the range. Copies are used round-robin, from first_copy on.
+    Rank and slot are -1 for skipped pairs. Ids are compared before they are converted, so that the
+    conversion of an int64 cannot make it valid. Copies are used round-robin, starting with
+    first_copy.
     """
     k = tl.arange(0, BLOCK_K)
     mask = (k < TOP_K) & is_token
@@ -89,7 +90,7 @@ def _send_columns(
     ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK columns of a row, from `start` on, to the ranks whose bits are set in rank_bits.
+    """Write BLOCK columns of a row, starting at `start`, to the ranks with a bit in rank_bits.
 
     With QUANT "group" or "token", quantize the values first; see `dispatch_kernel`.
     """
@@ -136,7 +137,7 @@ def _send_scales(
     scale_ptr, scale_heap_ptr, deltas_ptr, peer_rows_ptr, token, tokens, row, rank_bits,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, HAS_PEER_ROWS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Write the scales of a quantized row to the ranks whose bits are set in rank_bits."""
+    """Write the scales of a quantized row to the ranks with a bit in rank_bits."""
     column = tl.arange(0, BLOCK_S)
     mask = column < SCALES
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)
@@ -164,7 +165,7 @@ def dispatch_kernel(
 
     Slots and weights are written to every rank. The slots of rows `tokens` to capacity - 1 are -1.
 
-    Grid: any number of programs, which loop over work items. A work item is CHUNK columns of a row;
+    Grid: any number of programs, which loop over work items. A work item is CHUNK columns of a row.
     CHUNK is a multiple of BLOCK. The last program to finish sets the flags of this rank.
 
     x_ptr: (tokens, HIDDEN).
@@ -176,8 +177,8 @@ def dispatch_kernel(
         the heap of this rank, at the same offsets on all ranks: x (WORLD * capacity, HIDDEN),
         scales, int32 slots, float32 weights and int32 adapter slots.
     rank_bits_ptr: (capacity,) int32, output. Bit r is set if the token is sent to rank r.
-    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32. Token t is written to row peer_rows[r,
-        t] of rank r instead, and not at all if that is -1. No other row is written.
+    peer_rows_ptr: if HAS_PEER_ROWS, (WORLD, tokens) int32. Token t is then written to row
+        peer_rows[r, t] of rank r, or not at all if this is -1. No other row is written.
     flags_ptr, deltas_ptr, failed_ptr, status_ptr, timeout_ns: see `signals`.
     state_ptr: (2,) int32, the number of the last dispatch, and the counter of `is_last_program`.
     QUANT: "none" to copy rows; "scaled" to copy rows and their SCALES scales; "group" and "token"
@@ -199,7 +200,7 @@ def dispatch_kernel(
         row = rank * capacity + token
         rank_bits = 0
         for peer in tl.static_range(WORLD):
-            is_needed = tl.max((ranks == peer).to(tl.int32), axis=0)  # NaN-free: integers
+            is_needed = tl.max((ranks == peer).to(tl.int32), axis=0)  # NaN-free: integer operands
             if HAS_PEER_ROWS:
                 is_needed = tl.where(
                     row_at_peer(peer_rows_ptr, peer, token, tokens, row, HAS_PEER_ROWS) >= 0,

@@ -1,7 +1,7 @@
 """Triton functions that access the memory of peers, and synchronize ranks through flags.
 
 All ranks use the same layout of symmetric memory. Adding deltas[r], (W,) int64, to an address in
-the memory of this rank gives the address of the same object on rank r; deltas[rank] is 0.
+the memory of this rank gives the address of the same object on rank r. deltas[rank] is 0.
 
 For each phase, dispatch and combine, every rank has flags (W,) int32. Flag r is the number of the
 last call for which rank r has finished the phase. The numbers increase by 1 per call (modulo 2^32),
@@ -40,8 +40,8 @@ def peer_pointer(pointer, deltas_ptr, rank):
 def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.constexpr):
     """Return the int64 row of a token in the memory of `rank`.
 
-    If HAS_PEER_ROWS, it is peer_rows_ptr[rank, token], which is -1 if the token is not sent there;
-    otherwise it is `row`.
+    If HAS_PEER_ROWS, it is peer_rows_ptr[rank, token], or -1 if the token is not sent there.
+    Otherwise, it is `row`.
     """
     if HAS_PEER_ROWS:
         return tl.load(peer_rows_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
@@ -55,7 +55,7 @@ def row_at_peer(peer_rows_ptr, rank, token, tokens, row, HAS_PEER_ROWS: tl.const
 def is_last_program(counter_ptr):
     """Return whether this is the last program of the launch to call this function.
 
-    The writes of all other programs are visible to the last one. It resets the counter to 0.
+    The writes of all other programs are visible to the last program, which resets the counter to 0.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
@@ -84,7 +84,8 @@ def signal(
 def _load_acquire(pointers, INTERPRETED: tl.constexpr):
     """Load int32 flags with acquire semantics.
 
-    After a barrier, what other ranks wrote before they set these flags is visible to all threads.
+    After a subsequent barrier, all threads see the values that other ranks wrote before they set
+    these flags.
     """
     if INTERPRETED:
         return tl.load(pointers, volatile=True)
@@ -97,7 +98,6 @@ def _load_acquire(pointers, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _now(INTERPRETED: tl.constexpr):
-    """Return the time in nanoseconds."""
     if INTERPRETED:
         return HostClock()
     else:
@@ -119,14 +119,14 @@ def wait_for_all(
     PHASE: 1 for a dispatch, 2 for a combine.
     """
     rank = tl.arange(0, PADDED)
-    pointers = flags_ptr + tl.minimum(rank, WORLD - 1)  # NaN-free: integers
+    pointers = flags_ptr + tl.minimum(rank, WORLD - 1)  # NaN-free: integer operands
     failed = tl.load(failed_ptr, volatile=True)
     started = _now(INTERPRETED)
     is_waiting = 1 - failed
     while is_waiting > 0:
         # Compare by difference, because numbers wrap around.
         is_late = (_load_acquire(pointers, INTERPRETED) - number < 0) & (rank < WORLD)
-        is_waiting = tl.max(is_late.to(tl.int32), axis=0)  # NaN-free: integers
+        is_waiting = tl.max(is_late.to(tl.int32), axis=0)  # NaN-free: integer operands
         if is_waiting > 0:
             failed = tl.load(failed_ptr, volatile=True)
             if failed > 0:
