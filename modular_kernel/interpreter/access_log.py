@@ -1,7 +1,7 @@
 """Log of the memory accesses of interpreted launches.
 
 The builder (`interpreter.builder`) reports every load, store and atomic. The log passes them on to
-the bounds check, to the detection of races, and to the launch cache, if they are active.
+the bounds check, to the race detection and to the launch cache, if they are active.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +42,7 @@ class AccessLog:
     ) -> None:
         """Run a launch of `kernel`, or replay its writes from the launch cache.
 
-        arguments: of the kernel, by name.
+        arguments: arguments of the kernel, by name.
         run: executes the launch.
         """
         if self.cache is None:
@@ -72,7 +72,7 @@ class AccessLog:
         """Reset the log at the start of a launch.
 
         kernel: name of the kernel, for reports.
-        arguments: of the kernel, by name.
+        arguments: arguments of the kernel, by name.
         """
         self._kernel, self._bounds = kernel, Bounds(arguments)
         self._races = None if self._reports is None else Races(self._bounds)
@@ -80,7 +80,7 @@ class AccessLog:
     def reset_launch(self) -> None:
         """Drop the state of the current launch.
 
-        Used after a fork: the thread that was running the launch exists only in the parent process.
+        Call this in a forked child, which does not have the thread that was running the launch.
         """
         self._trace = self._races = None
 
@@ -107,9 +107,9 @@ class AccessLog:
             self._trace.mark_address_cast()
 
     def record_acquire_release(self, pointers: Any, lanes: Any, program: int) -> None:
-        """Record an atomic with acquire-release semantics of `program` at each active pointer."""
+        """Record an acquire-release atomic of `program` at each active pointer."""
         if self._races is not None:
             self._races.record_acquire_release(pointers[lanes], program)
 
 
-ACCESS_LOG = AccessLog()  # one per process, since one launch runs at a time
+ACCESS_LOG = AccessLog()  # one per process, because launches run one at a time

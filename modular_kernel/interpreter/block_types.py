@@ -2,8 +2,7 @@
 
 Every interpreted operation creates a tensor and its type. Upstream (Triton's interpreter as
 released) formats the shape into a name and constants each time. This took more than a third of the
-time of a kernel, although few distinct shapes occur. The constructors below do it once per shape.
-`modular_kernel.interpreter.patch` installs them in place of upstream's.
+time of a kernel, although few distinct shapes occur. These constructors do it once per shape.
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ import triton.language as tl
 
 from modular_kernel.interpreter.dtypes import TritonObject
 
-# The original functions, which the replacements below still call.
+# The original functions, which the replacements below call.
 _block_init = tl.block_type.__init__
 _tensor_init = tl.tensor.__init__
 _type_for_tuple_values = tl.core._type_for_tuple_values
@@ -50,7 +49,7 @@ def make_tuple_type(values: TritonObject, fields: TritonObject = None) -> Triton
 
 
 def _unwrap_sizes(values: Iterable[TritonObject]) -> tuple[int, ...] | None:
-    """Return `values`, integers or constexprs, as integers; None if one is not an integer."""
+    """Return `values`, integers or constexprs, as integers; None if any value is not an integer."""
     sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
     return sizes if set(map(type, sizes)) <= {int} else None
 

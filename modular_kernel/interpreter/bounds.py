@@ -1,6 +1,6 @@
 """Memory that an interpreted launch may access: its arguments, and memory shared by processes.
 
-On a GPU, an access out of bounds often goes unnoticed, because it hits other mapped memory. In the
+On a GPU, an out-of-bounds access often goes unnoticed, because it hits other mapped memory. In the
 interpreter, every access is checked against the arguments of its launch.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from modular_kernel.errors import CorruptionError
 
-# Memory of other ranks by address. Kernels that exchange tokens access it through computed
+# Address -> memory of another rank. Kernels that exchange tokens access it through computed
 # addresses, so it is not among their arguments.
 _shared: "WeakValueDictionary[int, torch.Tensor]" = WeakValueDictionary()
 
@@ -30,7 +30,8 @@ class Bounds:
     The range of a tensor extends from its first to its last element, including gaps. Ranges that
     overlap or touch are merged.
 
-    arguments: of the launch, by name. Tensors are also found in tuples and in tensor descriptors.
+    arguments: arguments of the launch, by name. Tensors in tuples and in tensor descriptors are
+        included.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -92,12 +93,12 @@ class Bounds:
 
         Returns the index of the range that contains all pointers; None if there is no such range.
 
-        pointers, lanes: numpy arrays of equal shape: addresses, and the mask of active ones.
+        pointers, lanes: numpy arrays of equal shape: addresses, and the mask of active pointers.
         nbytes: size of an element.
         """
         index = self._find_common_range(pointers, nbytes)
         if index is not None:
-            return index  # the usual case, in which inactive pointers are in bounds, too
+            return index  # the usual case: inactive pointers are in bounds, too
         active = pointers[lanes]
         if active.size and self._find_common_range(active, nbytes) is None:
             for address in np.unique(active).tolist():
@@ -106,7 +107,6 @@ class Bounds:
         return None
 
     def _find_common_range(self, pointers: Any, nbytes: int) -> int | None:
-        """Return the index of the range that contains all elements; None if there is none."""
         return self._find_range(int(pointers.min()), int(pointers.max()) + nbytes)
 
     def _find_range(self, start: int, end: int) -> int | None:
@@ -124,7 +124,6 @@ class Bounds:
         )
 
     def _format_message(self, address: int, nbytes: int) -> str:
-        """Return an error message with the accessed bytes relative to the nearest argument."""
         if not self._named_ranges:
             return f"kernel memory access: got {nbytes} bytes, need none (no argument has memory)"
         start, end, name = self._find_nearest(address, nbytes)

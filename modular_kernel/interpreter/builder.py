@@ -2,7 +2,7 @@
 
 `GpuNumericsReduce` implements reductions, and `GpuNumericsBuilder` all other `tl` operations. Both
 override methods of upstream, which is Triton's interpreter as released. A lane is one element of a
-block; a lane is active if the mask of a load or store is True for it.
+block. A lane is active if the mask of a load or store is True for it.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from modular_kernel.interpreter.dtypes import (
 )
 from modular_kernel.interpreter.races import Access
 
-# A TensorHandle of upstream, which has no type annotations: numpy data with a triton type.
+# A TensorHandle of upstream: numpy data with a triton type. Upstream has no type annotations.
 Handle = Any
 
 
@@ -61,7 +61,7 @@ def _as_bits(handle: Handle) -> Handle:
 def _check_divisor(handle: Handle) -> Handle:
     """Return `handle`. Raise ZeroDivisionError if it contains 0.
 
-    numpy would return 0 for a division by 0, and a GPU an undefined value.
+    A division by 0 returns 0 in numpy, and an undefined value on a GPU.
     """
     if not np.all(handle.data):
         raise ZeroDivisionError("a kernel divides an integer by 0")
@@ -127,8 +127,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
         left, right = widen(lhs.data), widen(rhs.data)
         if left.dtype == BOOL and op in (np.add, np.subtract, np.multiply):
-            # int1 wraps around, as other integers do. numpy's bool saturates and has no
-            # subtraction.
+            # int1 wraps around like other integers. numpy's bool saturates and has no subtraction.
             return _make_handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
         return _make_handle(op(left, right), lhs.dtype)
 
@@ -178,7 +177,8 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return super().create_urem(lhs, _check_divisor(rhs))
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
-        # Before 3.8, upstream converted its operands to signed in place, which changed later uses.
+        # Before 3.8, upstream converted its operands to signed in place, which changed their later
+        # uses.
         left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
         return _make_handle(np.right_shift(left, right), lhs.dtype)
 
@@ -194,12 +194,12 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     ) -> Handle:
         x, y, accumulator = a.data, b.data, d.data
         if x.dtype.kind in "iu":
-            # float64 uses BLAS, and is exact: sums of int8 products are far below 2**53.
+            # BLAS supports float64, which is exact here: sums of int8 products are far below 2**53.
             total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64)).astype(np.int64)
             return _make_handle(total + accumulator, d.dtype)
         if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
             x, y = truncate_to_tf32(x), truncate_to_tf32(y)
-        # float64, because in float32 the result of BLAS depends on the position of a row.
+        # Compute in float64, because the float32 result of BLAS depends on the position of a row.
         total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64))
         total = total if x.dtype == FLOAT64 else total.astype(FLOAT32)
         return _make_handle(total + accumulator, d.dtype)
@@ -263,10 +263,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return self.write(ptrs.data, value.data, lanes, get_storage_dtype(ptrs.get_element_ty()))
 
     def write(self, pointers: Array, values: Array, lanes: Array, storage: Dtype) -> TritonObject:
-        """Write elements at `pointers` in the active lanes.
-
-        lanes: mask of the active lanes.
-        """
+        """Write elements at `pointers` in the active lanes. lanes: mask of the active lanes."""
         ACCESS_LOG.record_access(Access.WRITE, pointers, lanes, storage.itemsize, self._program)
         bits = BIT_DTYPES.get(values.dtype)
         if bits is not None:
@@ -308,7 +305,7 @@ class GpuNumericsBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         (x, y, z), (_, rows, columns) = self.grid_idx, self.grid_dim
         return int((x * rows + y) * columns + z)
 
-    # Raises explicitly, because `python -O` removes the `assert` statement of upstream.
+    # `python -O` removes the `assert` statement of upstream, so raise explicitly.
 
     def create_assert(self, condition: Handle, message: str) -> None:
         if not condition.data.all():
@@ -326,7 +323,7 @@ def _zeros(shape: tuple[int, ...], storage: Dtype) -> Array:
 def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
     """Add elements one by one, rounding each sum. Return the old values, and 0 in inactive lanes.
 
-    mask: active lanes.
+    mask: the active lanes.
     """
     addresses, lanes = ptrs.ravel(), np.broadcast_to(mask, ptrs.shape).ravel()
     addends = np.broadcast_to(values, ptrs.shape).ravel().astype(FLOAT32)
@@ -344,14 +341,14 @@ def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
 def convert_scaled_operand(value: Handle) -> Array:
     """Convert an operand of `tl.dot_scaled` to float32, which is exact.
 
-    Upstream has unpacked fp4 operands before.
+    Upstream has already unpacked fp4 operands.
     """
     data: Array = value.data.astype(FLOAT32)
     return data
 
 
-# (combine function of triton, numpy reduction of values, numpy reduction to indices). As in PTX,
-# NaN is dropped.
+# (combine function of triton, numpy reduction of values, numpy reduction to indices). These drop
+# NaN, as PTX does.
 _NAN_DROPPING_REDUCTIONS = (
     ("_elementwise_max", np.fmax.reduce, None),
     ("_elementwise_min", np.fmin.reduce, None),
@@ -362,8 +359,8 @@ _NAN_DROPPING_REDUCTIONS = (
 )
 
 
-# Combine functions of modular_kernel.ops.kernels.extrema, and equivalent numpy reductions. Upstream
-# would call the Python function for every pair of values.
+# Combine functions of modular_kernel.ops.kernels.extrema -> equivalent numpy reductions, because
+# upstream would call the Python function for every pair of values.
 _NAN_PROPAGATING_REDUCTIONS = {"maximum_nan": np.maximum.reduce, "minimum_nan": np.minimum.reduce}
 
 

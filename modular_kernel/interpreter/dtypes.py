@@ -1,7 +1,6 @@
 """Numpy dtypes that store Triton's types in the CPU interpreter, and conversions between them.
 
-`modular_kernel.interpreter.patch` installs these rules in place of Triton's own. In this package,
-*upstream* means Triton's interpreter as released.
+In this package, *upstream* means Triton's interpreter as released.
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-# Triton has no type annotations; TritonObject stands for its objects.
+# Triton has no type annotations. TritonObject stands for its objects.
 TritonObject = Any
 Array = NDArray[Any]
 Dtype = np.dtype[Any]
@@ -27,9 +26,9 @@ _FP8: dict[str, Dtype] = {
 }
 _FP8_MAX: dict[Dtype, float] = {dtype: float(_finfo(dtype).max) for dtype in _FP8.values()}
 NARROW_DTYPES: frozenset[Dtype] = frozenset({BF16, *_FP8_MAX})
-# Unsigned integers of equal size. Upstream's C++ loads and stores do not support ml_dtypes.
+# Unsigned integers of equal size, because upstream's C++ loads and stores do not support ml_dtypes.
 BIT_DTYPES: dict[Dtype, Dtype] = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in NARROW_DTYPES}
-# fp8e4b15 is missing, because its conversions were not verified; it raises KeyError.
+# fp8e4b15 is missing and raises KeyError, because its conversions were not verified.
 _STORAGE: dict[str, Dtype] = {
     "int1": np.dtype(np.bool_),
     **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
@@ -89,8 +88,7 @@ def _float_to_int(data: Array, storage: Dtype) -> Array:
 def round_toward_zero(exact: Array, rounded: Array) -> Array:
     """Return `exact` rounded toward zero, in the dtype of `rounded`.
 
-    rounded: `exact` rounded to nearest even. If this increased the magnitude, the result is the
-        next value toward zero.
+    rounded: `exact` rounded to nearest even.
     """
     bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
     is_larger = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
@@ -101,9 +99,9 @@ def round_toward_zero(exact: Array, rounded: Array) -> Array:
 def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
     """Return `x * y + z` of operands of at most 32 bits, rounded once to `storage`.
 
-    The product is exact in float64. The sum is first rounded to float64, to odd: if it is inexact,
-    the last bit of the mantissa is set. Rounding such a value to `storage` gives the same result as
-    a single rounding.
+    The product is exact in float64. The sum is first rounded to float64 with rounding to odd: if it
+    is inexact, the last bit of the mantissa is set. Rounding such a value to `storage` gives the
+    same result as a single rounding.
     """
     product, addend = x.astype(FLOAT64) * y.astype(FLOAT64), z.astype(FLOAT64)
     total = product + addend
@@ -122,9 +120,9 @@ def truncate_to_tf32(data: Array) -> Array:
 
 
 def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Sum along `axis` (None: all axes), by adding the second half to the first one repeatedly.
+    """Sum along `axis` (None: all axes) by repeatedly adding the second half to the first half.
 
-    Each step rounds to `data.dtype`. The threads of a GPU reduce in this order, too. A sequential
+    Each step rounds to `data.dtype`. The threads of a GPU reduce in the same order. A sequential
     sum of ones in bf16 would stop at 256.
     """
     shape = data.shape
@@ -138,7 +136,7 @@ def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
 
 
 def erf(data: Array) -> Array:
-    """Compute erf in float64. This uses torch, because numpy has no erf."""
+    """Compute erf in float64 with torch, because numpy has no erf."""
     values = torch.from_numpy(np.ascontiguousarray(data, dtype=FLOAT64))
     result: Array = torch.special.erf(values).numpy()
     return result

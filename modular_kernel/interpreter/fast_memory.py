@@ -1,7 +1,7 @@
 """Fast paths of `tl.load` and `tl.store` for operands that need no conversion.
 
 As in `fast_paths`, the parameter `slow` is the function of upstream (Triton's interpreter as
-released), which handles all other cases. A lane is one element of a block; the mask of a load or
+released), which handles all other cases. A lane is one element of a block. The mask of a load or
 store selects the active lanes.
 """
 
@@ -38,7 +38,7 @@ _STORAGE_BY_TYPE = {
         *(tl.float32, tl.float16, tl.bfloat16, tl.float8e4nv, tl.float8e5),
     )
 }
-# (type of the value, type in memory) of stores that round once in upstream, too.
+# (type of the value, type in memory) of stores that upstream also rounds once.
 _ROUNDING_STORES = frozenset(
     (id(tl.float32), id(tl_dtype)) for tl_dtype in (tl.float16, tl.bfloat16)
 )

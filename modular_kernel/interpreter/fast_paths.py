@@ -2,12 +2,11 @@
 
 Upstream (Triton's interpreter as released) inspects both operands several times, broadcasts them,
 and wraps numpy's result twice. The numpy operation alone gives the same result for two operands of
-equal type (int32, int64, float32 or int1), for an operand of these types and a Python number, and
-for a pointer and an offset.
+equal type (int32, int64, float32 or int1), for an operand of these types with a Python number, and
+for a pointer with an offset.
 
 Each function of type `FastPath -> FastPath` takes upstream's function, `slow`, and returns a faster
 replacement. The replacement calls `slow` in all other cases, including errors.
-`modular_kernel.interpreter.operands` installs the replacements.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ FastPath = Callable[..., TritonObject]
 
 _new = object.__new__
 _tensor, _block, _pointer = tl.tensor, tl.block_type, tl.pointer_type
-# Numpy dtypes of the supported types, keyed by the type's id: triton has one object per type.
+# Numpy dtypes of the supported types, by the type's id. Triton has one object per type.
 _NUMERIC_STORAGE = {
     id(tl_dtype): get_storage_dtype(tl_dtype) for tl_dtype in (tl.int32, tl.int64, tl.float32)
 }
@@ -37,8 +36,8 @@ _OFFSET_TYPES = frozenset(_INTEGER_STORAGE)
 _FULL_SLICE = slice(None)
 MIN_INT32, MAX_INT32 = -(2**31), 2**31 - 1
 _MIN_NORMAL_FLOAT32, _MAX_FLOAT32 = 2.0**-126, (2 - 2**-23) * 2.0**127
-# Conversions of `to` in one step. Upstream does all others: it converts between 16-bit types
-# through float32, and has separate code for fp8.
+# Conversions of `to` in one step. Upstream converts between 16-bit types through float32, and has
+# separate code for fp8.
 _INTEGER_DTYPES = (tl.int8, tl.uint8, tl.int16, tl.int32, tl.int64)
 _DIRECT_CASTS = frozenset(
     (id(a), id(b))
@@ -94,7 +93,7 @@ def _make_number_array(number: float, storage: Dtype) -> Array:
 
 
 def is_convertible(tl_dtype: TritonObject, number: object) -> bool:
-    """Return whether upstream converts a number to the type `tl_dtype` of the other operand."""
+    """Return whether upstream converts `number` to the type `tl_dtype` of the other operand."""
     if type(number) is int:
         is_supported = tl_dtype is tl.int32 or tl_dtype is tl.float32 or tl_dtype is tl.int64
         return is_supported and MIN_INT32 <= number <= MAX_INT32
@@ -112,7 +111,7 @@ def is_positive_zero(number: float) -> bool:
 
 
 def is_float32(number: float) -> bool:
-    """Return whether upstream converts the number to float32, rather than float64."""
+    """Return whether upstream converts the number to float32 instead of float64."""
     return _MIN_NORMAL_FLOAT32 <= abs(number) <= _MAX_FLOAT32 or abs(number) == inf
 
 
@@ -132,7 +131,7 @@ def _get_operand(
         other_dtype = other.dtype
         if other_dtype is tl_dtype:
             return other.handle.data, tl_dtype
-        # Integers of two sizes: numpy widens as triton does.
+        # For integers of two sizes, numpy widens as triton does.
         both_integers = id(tl_dtype) in _OFFSET_TYPES and id(other_dtype) in _OFFSET_TYPES
         return (other.handle.data, tl.int64) if both_integers else None
     return (
@@ -226,7 +225,7 @@ def _make_comparison_path(op: Callable[..., Array]) -> Callable[[FastPath], Fast
 
 
 def _make_division_path(op: Callable[..., Array]) -> Callable[[FastPath], FastPath]:
-    """Return the fast path of an integer division toward zero; upstream handles division by 0."""
+    """Return the fast path of an integer division toward zero. Upstream handles divisors of 0."""
 
     def fast_path(slow: FastPath) -> FastPath:
         def fast(self: TritonObject, other: TritonObject, **kwargs: TritonObject) -> TritonObject:
@@ -250,7 +249,7 @@ def _divide_toward_zero(left: Array, right: Array) -> Array:
 
 
 def _make_getitem(slow: FastPath) -> FastPath:
-    """Return the fast path of indexing such as `x[:, None]`: a `:` per dimension, and any None."""
+    """Return the fast path of indexing such as `x[:, None]`, with only `:` and None."""
 
     def fast(self: TritonObject, slices: TritonObject, **kwargs: TritonObject) -> TritonObject:
         tl_dtype = self.dtype
@@ -313,7 +312,7 @@ def _make_where(slow: FastPath) -> FastPath:
     return fast
 
 
-# Fast paths by the name of upstream's function: methods of `tl.tensor`, and functions of `tl`.
+# Fast paths by the name of upstream's function, for methods of `tl.tensor` and functions of `tl`.
 TENSOR_FAST_PATHS: dict[str, Callable[[FastPath], FastPath]] = {
     "__add__": _make_add,
     "__radd__": make_arithmetic_path(np.add, _NUMERIC_STORAGE),

@@ -1,12 +1,11 @@
 """Cache of interpreted launches, which replays the writes of an equal launch instead of running it.
 
-`mk test` enables it for each case, which makes equal calls several times, because interpreted
-launches are slow. The interpreter runs programs one after another, so what a launch writes depends
-only on its arguments and on the bytes that it reads. Two launches of a kernel that have arguments
-of equal layout and read equal bytes write the same bytes to the same positions. The cache compares
-every byte that the earlier launch read. A difference, even in uninitialized memory, makes the
-launch run. A launch that casts addresses to integers, or integers to addresses, is replayed only at
-identical addresses.
+Interpreted launches are slow, and `mk test` makes equal calls several times. The interpreter runs
+programs one after another, so the writes of a launch depend only on its arguments and on the bytes
+that it reads. Two launches of a kernel that have arguments of equal layout and read equal bytes
+write the same bytes to the same positions. The cache compares every byte that the earlier launch
+read. If any byte differs, even in uninitialized memory, the launch runs. A launch that casts
+addresses to integers, or integers to addresses, is replayed only at identical addresses.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -36,7 +35,7 @@ _MARK_KINDS = {
     Access.ATOMIC: (_READ, _WRITTEN),
 }
 _CONSTANT_TYPES = (int, bool, float, str, tl.constexpr)  # types of globals that a kernel may use
-_MAX_OUTCOMES = 8  # per key: outcomes of launches that differ only in the bytes that they read
+_MAX_OUTCOMES = 8  # maximum number of launches per key, which differ only in the bytes they read
 
 
 class LaunchCache:
@@ -59,10 +58,11 @@ class LaunchCache:
         *,
         can_replay: bool,
     ) -> None:
-        """Replay the writes of an equal launch, or run this one and record its accesses.
+        """Replay the writes of an equal launch, or run this launch and record its accesses.
 
-        arguments: of the kernel, by name.
-        run: executes the launch. It records accesses in the trace that it gets, unless it is None.
+        arguments: arguments of the kernel, by name.
+        run: executes the launch. It records accesses in the trace that it gets, unless the trace is
+            None.
         can_replay: whether a replay is allowed. If not, the launch always runs.
         """
         bounds = Bounds(arguments)
@@ -109,9 +109,11 @@ class _UncacheableError(Exception):
 
 
 class _ArgumentKey:
-    """Builder of hashable keys of arguments. Equal keys mean that launches cannot differ.
+    """Builder of hashable keys of arguments. Launches with equal keys differ only in what they
+    read.
 
-    Keys do not contain addresses. A tensor is identified by its range and by its offset in it.
+    Keys do not contain addresses. A tensor is identified by its range and by its offset in the
+    range.
 
     order: indices in `bounds` of the ranges that the arguments use, in order of first use.
     """
@@ -178,7 +180,7 @@ class _ArgumentKey:
     def make_ranges_key(self) -> Hashable:
         """Return (size in bytes, address modulo 16) of each range.
 
-        Tensor descriptors depend on the alignment.
+        The alignment is included because tensor descriptors depend on it.
         """
         bounds = (self._bounds.get_range(index) for index in self.order)
         return tuple((end - start, start % 16) for start, end in bounds)
@@ -199,9 +201,9 @@ class Trace:
         self._bounds, self._memory = bounds, memory
         self._memory_index = {range_index: index for index, range_index in enumerate(order)}
         self._initial_memory = [array.copy() for array in memory]
-        # (index in `memory`, _READ or _WRITTEN, element size) -> (marks, offset). There is a mark
-        # per byte, which is True if an accessed element starts at the byte. The address of an
-        # element plus the offset is the address of its mark.
+        # (index in `memory`, _READ or _WRITTEN, element size) -> (marks, offset). A byte's mark is
+        # True if an accessed element starts at the byte. The address of an element plus the offset
+        # is the address of its mark.
         self._marks: dict[tuple[int, int, int], tuple[Array, Any]] = {}
         self._casts_addresses = False
 
@@ -240,7 +242,6 @@ class Trace:
         return entry
 
     def make_outcome(self) -> "_Outcome":
-        """Return the outcome of the launch. Call this after the launch."""
         masks: dict[tuple[int, int], Array] = {}
         for (index, kind, nbytes), (marks, _) in self._marks.items():
             mask = masks.setdefault((index, kind), np.zeros(len(marks), BOOL))
@@ -264,7 +265,7 @@ class _Outcome:
     """The bytes that a launch read and wrote.
 
     read, written: (index of a range, mask of its bytes, contents of the range), for each range.
-    addresses: start addresses of the ranges, if the launch depends on them.
+    addresses: start addresses of the ranges if the launch depends on them, else None.
     """
 
     def __init__(

@@ -4,8 +4,7 @@ Before each operation, upstream (Triton's interpreter as released) determines th
 operands, converts Python numbers to constants twice, and compares shapes size by size. This took a
 third of the time of most kernels. The functions below convert operands directly if they have equal
 types, if they are a pointer and an offset, or if they are a tensor and a number that converts to
-its type. Upstream handles all other cases, including errors. `modular_kernel.interpreter.patch`
-installs `REPLACEMENTS`.
+its type. Upstream handles all other cases, including errors.
 """
 
 import inspect
@@ -25,7 +24,7 @@ from modular_kernel.interpreter.fast_paths import (
     is_convertible,
 )
 
-# The original functions, which the replacements below still call.
+# The original functions, which the replacements below call.
 _upstream_promote_operands: Callable[..., tuple[TritonObject, TritonObject]] = (
     TritonSemantic.binary_op_type_checking_impl
 )
@@ -36,8 +35,8 @@ _upstream_to_tensor: Callable[..., TritonObject] = TritonSemantic.to_tensor
 _upstream_unwrap = tl.core._unwrap_if_constexpr
 _upstream_check_handle = upstream.TensorHandle.__post_init__
 
-# Ids of the types that no operation promotes if both operands have them. Triton has one object for
-# each type.
+# Ids of the types that no operation promotes if both operands have them. Triton has one object per
+# type.
 _UNPROMOTED_TYPES = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
 _INTEGERS = (tl.int32, tl.int64)
 _WRAPPER_TYPES = (list, tuple, tl.tuple, tl.constexpr)
@@ -77,7 +76,7 @@ def broadcast(
     """Replace `TritonSemantic.broadcast_impl_value`."""
     if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
         return _upstream_broadcast(self, lhs, rhs)
-    if lhs.shape is rhs.shape:  # equal shapes are one object, see block_types
+    if lhs.shape is rhs.shape:  # equal shapes are one object; see block_types
         return lhs, rhs
     left, right = _get_sizes(lhs), _get_sizes(rhs)
     target = _broadcast_sizes(left, right)
@@ -107,7 +106,7 @@ def check_handle(self: TritonObject) -> None:
 
 
 def patch_builtins(module: TritonObject, builder: TritonObject, scope: TritonObject) -> None:
-    """Replace `_patch_builtin` of upstream. The builtins of a module are looked up only once."""
+    """Replace `_patch_builtin` of upstream. Each module's builtins are looked up only once."""
     for name, member, function in _find_builtins(module, builder):
         current = getattr(module, name, None)
         if current is member:
@@ -185,7 +184,6 @@ def _broadcast_to(
 
 @lru_cache(maxsize=4096)
 def _make_constant(number: float, tl_dtype: TritonObject, shape: tuple[int, ...]) -> Array:
-    """Return a read-only array of equal numbers."""
     data = np.full(shape, number, get_storage_dtype(tl_dtype))
     data.flags.writeable = False
     return data

@@ -4,19 +4,20 @@ Triton's interpreter as released ("upstream") stores bf16 and fp8 as bit pattern
 integers. Arithmetic on them is wrong, conversions truncate or wrap around, and several corner cases
 of integers differ from the hardware. `install()` replaces the storage and the arithmetic:
 
-- bf16 and fp8 are numpy dtypes of `ml_dtypes`: an elementwise operation computes in float32 and
-  rounds once, conversions round to nearest even, and fp8 saturates like `cvt.satfinite`;
-- `dot` rounds its sum once and adds it in float32 (integers exactly); float32 operands are
-  truncated to tf32 unless the kernel requests `ieee`, as on tensor cores;
-- float to int truncates and saturates like `cvt.rzi`, `fma` rounds once, `minimum`, `maximum` and
-  their reductions drop NaN like PTX, and sums of 16-bit floats round at every step of a tree;
-- a Python number passed to a launch becomes the typed scalar that a compiled kernel gets;
+- bf16 and fp8 are numpy dtypes of `ml_dtypes`. An elementwise operation computes in float32 and
+  rounds once. Conversions round to nearest even, and fp8 saturates like `cvt.satfinite`.
+- `dot` rounds its sum once and adds it to the accumulator in float32 (integers exactly). Float32
+  operands are truncated to tf32, as on tensor cores, unless the kernel requests `ieee`.
+- A conversion from float to int truncates and saturates like `cvt.rzi`. `fma` rounds once.
+  `minimum`, `maximum` and their reductions drop NaN like PTX. Sums of 16-bit floats round at every
+  step of a tree.
+- A Python number passed to a launch becomes the typed scalar that a compiled kernel gets.
 - `device_assert` raises, loops work with numpy >= 2.4, and launches of several threads are
-  serialized;
-- an access outside the arguments of the launch raises (`modular_kernel.interpreter.bounds`), and
-  races between programs can be reported (`modular_kernel.interpreter.races`);
-- what Triton's compiler refuses raises: launch options such as three warps, and unrolled loops of
-  so many iterations that they do not compile in a reasonable time.
+  serialized.
+- An access outside the arguments of the launch raises (`modular_kernel.interpreter.bounds`), and
+  races between programs can be reported (`modular_kernel.interpreter.races`).
+- Invalid launch options such as three warps raise, as in Triton's compiler. So do unrolled loops
+  with too many iterations to compile in a reasonable time.
 
 The patches are written for triton 3.6 to 3.9. Import this module only if triton is installed, and
 call `install()` before the first launch. fp8e4b15 and the order of sums inside a `dot` are not
@@ -46,7 +47,7 @@ from modular_kernel.interpreter.operands import REPLACEMENTS
 from modular_kernel.machine import interpreted_since_import
 from modular_kernel.utils import forks
 
-# The original functions, which the replacements below still call.
+# The original functions, which the replacements below call.
 _implicit_cvt = upstream._implicit_cvt
 _patch_lang = upstream._patch_lang
 _patch_lang_tensor = upstream._patch_lang_tensor
@@ -75,12 +76,12 @@ def install() -> None:
         return
     with _LAUNCH_LOCK:
         _install()
-        # Last, because other threads check it before they launch.
+        # Set this last, because other threads check it before they launch.
         upstream.InterpreterBuilder = GpuNumericsBuilder
 
 
 def _install() -> None:
-    # Objects that exist already refer to the single builder, so its class is changed in place.
+    # Existing objects refer to the single builder, so its class is changed in place.
     upstream.interpreter_builder.__class__ = GpuNumericsBuilder
     upstream.interpreter_builder.options = make_gpu_options(upstream.interpreter_builder)
     upstream.ReduceOps = GpuNumericsReduce
@@ -102,7 +103,7 @@ def _install() -> None:
 class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
     """A launch that runs its programs one after another, without numpy warnings.
 
-    Only one launch runs at a time, also if several threads launch.
+    Only one launch runs at a time, even if several threads launch.
     """
 
     def __call__(self, *args: TritonObject, **kwargs: TritonObject) -> None:
@@ -139,7 +140,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
 def _check_options(kernel: str, options: dict[str, TritonObject]) -> None:
     """Raise ValueError for a launch option that Triton's compiler refuses.
 
-    options: the keyword arguments of the launch. Upstream ignores its options.
+    options: the keyword arguments of the launch, which upstream ignores.
     """
     for name, maximum in _MAX_OPTIONS.items():
         value = options.get(name)
@@ -154,12 +155,12 @@ def _call_device_function(
 ) -> TritonObject:
     """Call a helper of a kernel.
 
-    Upstream's method also patches `tl` and wraps errors, which the launch has done already.
+    Upstream's method would also patch `tl` and wrap errors, which the launch has done already.
     """
     return self.rewrite()(*args, **kwargs)
 
 
-# An argument for `_patch_lang` in place of a kernel. Its globals are all language modules.
+# Passed to `_patch_lang` in place of a kernel. Its globals are all language modules.
 _ALL_LANGUAGE_MODULES = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 
@@ -218,7 +219,7 @@ def _make_typed_argument(arg: TritonObject) -> TritonObject:
     """Return an argument of a launch with the type that it has in a compiled kernel.
 
     This is int32, int64, float32, int1 or a pointer. Upstream passes a float as a Python number,
-    which does not take part in type promotion, and stores integers from 2**31 in 32 bits.
+    which does not take part in type promotion, and stores integers of 2**31 or more in 32 bits.
     """
     if isinstance(arg, bool):
         return tl.tensor(upstream.TensorHandle(np.array([arg]), tl.int1), tl.int1)

@@ -3,9 +3,10 @@
 Two programs race if they access the same element, at least one of them writes it, and the accesses
 are not ordered. A GPU runs programs concurrently. The interpreter runs them one after another, so a
 race gives the same results every time and goes unnoticed. `Races` therefore records every access of
-a launch with its program. Program B is ordered after program A if B has read, with an
-acquire-release atomic, a value that A has written with one. The order applies to whole programs:
-accesses of A after its atomic count as ordered, too. Elements are identified by their first byte.
+a launch with its program. Program B is ordered after program A if B has used an acquire-release
+atomic to read a value that A has written with an acquire-release atomic. The order applies to whole
+programs, so it includes accesses of A after its atomic. Elements are identified by their first
+byte.
 """
 
 from collections.abc import Iterator
@@ -40,8 +41,8 @@ class Races:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        # For each byte: 1 + index of the program that accessed the element that starts there, 0 if
-        # none did, or _SEVERAL.
+        # For each byte: 1 + index of the program that accessed the element that starts there, or 0
+        # if no program did, or _SEVERAL.
         self._programs = {access: np.zeros(bounds.nbytes, np.int32) for access in Access}
         self._predecessors: dict[int, set[int]] = {}  # program -> programs ordered before it
         # Address -> programs that are ordered before any program that acquires at it.

@@ -116,8 +116,8 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # An asynchronous dispatch calls record_stream, which is not needed in graph capture: tensors
-        # stay allocated in the graph's pool.
+        # An asynchronous dispatch calls record_stream. Graph capture does not need it, because
+        # tensors stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
         counts_R, counts_H, counts_E, is_sent_TR, _ = buffers.buffer.get_dispatch_layout(
             pairs.numbers_TK, self.num_experts

@@ -118,8 +118,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
             x_TH, self.problem, pairs, weights=weights, call=call
         )
         has_row_scales = scale is not None and not self.problem.scheme.static
-        # An asynchronous dispatch calls record_stream, which is not needed in graph capture: tensors
-        # stay allocated in the graph's pool.
+        # An asynchronous dispatch calls record_stream. Graph capture does not need it, because
+        # tensors stay allocated in the graph's pool.
         is_async = not (at_once or self.manager.is_capturing)
         recv_x, recv_ids, recv_weights, library_handle, event = self._buffer().dispatch(
             (rows, scale) if has_row_scales else rows.contiguous(),

@@ -1,4 +1,1 @@
-"""Compile every Triton kernel without a GPU, and check the compiler's report of its resources.
-
-Used by `mk compile` and the tests in tests/compile.
-"""
+"""Compile every Triton kernel without a GPU, and check its resources."""

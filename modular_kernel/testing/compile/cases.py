@@ -1,11 +1,10 @@
 """Compile every Triton kernel as real calls launch it, for a GPU that need not be present.
 
-Used by `mk compile` (`compile_all`). A case is one call: every valid pairing of an exchange class
-and a Triton experts class ("parts") is called once per problem, on meta tensors (which have shapes
-but no data), inside `record_compiles`. Tiles, flags and shapes are those of real calls on that GPU,
-so there are no hand-written signatures to maintain. The kernels of parts that need several ranks
-are launched by the `meta_calls` of the parts. This module also launches the operations that no
-pairing uses on a single rank.
+A case is one call. Every valid pairing of an exchange class and a Triton experts class ("parts") is
+called once per problem, on meta tensors (which have shapes but no data), inside `record_compiles`.
+Tiles, flags and shapes are those of real calls on the GPU, so no signatures are written by hand.
+The kernels of parts that need several ranks are launched by the `meta_calls` of the parts. This
+module also launches the operations that no pairing uses on a single rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ from modular_kernel.testing.random_inputs import Inputs, random_inputs
 from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
-_FP8_ONLY_KERNELS = {"amax_kernel"}  # it computes per-tensor scales, which only fp8 schemes have
+_FP8_ONLY_KERNELS = {"amax_kernel"}  # computes per-tensor scales, which only fp8 schemes have
 _FP8_ARCH = 89
 # Schemes that together launch every kind of GEMM.
 _SCHEMES = (
@@ -107,17 +106,17 @@ class CompileResult:
 
 
 CaseLaunches = Iterator[tuple[str, list[CompileRecord]]]
-# Takes the total number of steps; returns a context manager that shows the progress. It yields a
+# Takes the total number of steps. Returns a context manager that shows the progress and yields a
 # function to call after each step.
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
-    """Return problems that need every kind of tile in every dtype, and every kernel flag."""
-    # The first problem takes the path without alignment. The others have 2, 16, 40 and 256 rows per
-    # expert.
+    """Return problems that need every kind of tile in every dtype, and every flag of a kernel."""
+    # The first problem takes the path without alignment. The other problems have 2, 16, 40 and 256
+    # rows per expert.
     bf16 = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
-    # With many (token, expert) pairs, it takes several launches to count them.
+    # Many (token, expert) pairs are counted in several launches.
     fp32 = [replace(_BASE, tokens=t, dtype=torch.float32) for t in (4, 4096)]
     changes: tuple[dict[str, object], ...] = (
         {"dtype": torch.float16},
@@ -204,9 +203,9 @@ def compile_all(
     bar: shows the progress.
     workers: number of processes among which the cases are divided. It affects only `seconds` in the
         result.
-    name_filter: a substring of the names of cases or kernels. Cases whose name matches compile all
-        their kernels, other cases only the kernels whose name matches. Only kernels whose name
-        matches are listed as left out.
+    name_filter: a substring of the names of cases or kernels. If the name of a case matches, all of
+        its kernels are compiled. Otherwise, only its kernels whose name matches are compiled. Only
+        kernels whose name matches are listed as left out.
     """
     steps = _list_steps(_make_machine(target), target, name_filter)
     rows: dict[str, CompiledRow] = {}
@@ -241,7 +240,7 @@ def _run_steps(steps: list[Callable[[], CaseLaunches]], target: str) -> Iterator
 
 
 def _check_launches(cases: CaseLaunches, target: str) -> list[CompiledRow]:
-    """Check each kernel. This runs in the process that compiled it, because disassembly is slow."""
+    """Check each kernel in the process that compiled it, because disassembly is slow."""
     return [
         CompiledRow(case, record, check(record, _expected_instruction(record, target)))
         for case, records in cases
@@ -262,7 +261,6 @@ def _run_in_workers(
 
 
 def _run_step(target: str, name_filter: str, index: int) -> list[CompiledRow]:
-    """Run one step of `compile_all` in a worker process."""
     return _check_launches(_list_steps(_make_machine(target), target, name_filter)[index](), target)
 
 
@@ -293,7 +291,7 @@ def _list_steps(
 ) -> list[Callable[[], CaseLaunches]]:
     """Return one step per problem, and one per separate call of a part or of an operation.
 
-    name_filter: see `compile_all`.
+    name_filter: as in `compile_all`.
     """
     calls: dict[str, Callable[[], object]] = {
         "activation": _launch_activation,
@@ -345,7 +343,7 @@ def _compile_call(
 
 
 def _make_kernel_filter(name_filter: str, case: str) -> Callable[[str], bool]:
-    """Make a filter of kernel names. If the name of the case matches, all kernels pass."""
+    """Make a filter of kernel names. All kernels pass if the name of the case matches."""
     return lambda kernel: name_filter in case or name_filter in kernel
 
 
@@ -354,7 +352,7 @@ def compile_call(
 ) -> list[CompileRecord]:
     """Compile every launch of one call of `kernel` on meta tensors.
 
-    kernel_filter: see `record_compiles`.
+    kernel_filter: as in `record_compiles`.
     """
     problem = kernel.problem
     x_TH, weights, routing = _to_meta(random_inputs(problem, torch.device("cpu")))
@@ -420,7 +418,7 @@ def _launch_mask_unwritten() -> None:
 
 
 def _launch_zero_rows() -> None:
-    """Launch the kernel that zeroes rows which a library leaves undefined."""
+    """Launch the kernel that zeroes the rows that a library leaves undefined."""
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
         zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
@@ -470,7 +468,7 @@ def find_gemm_operand(kernel: str) -> str | None:
     """Return the operand of a GEMM kernel whose dtype selects the instruction.
 
     kernel: name of the kernel. The result is None for kernels whose instructions are not checked:
-        those that are not GEMMs, and those of `run_moe_lora`.
+        the kernels of `run_moe_lora`, and kernels other than GEMMs.
     """
     if "gemm" in kernel:
         return "a_ptr"

@@ -2,7 +2,7 @@
 
 `mk compile` uses this list to report kernels that none of its calls compiled. Kernels are in
 packages called `kernels`, anywhere below the package of such a class (a "part") or below
-modular_kernel.ops. The names of kernels end in `_kernel`; other jit functions are device functions
+modular_kernel.ops. The names of kernels end in `_kernel`. Other jit functions are device functions
 that kernels call. A package or module may define `TARGETS`, the GPU architectures that its kernels
 support. A module may define `LEFT_OUT`, which maps names of kernels to the reason why no call of
 `mk compile` launches them.
@@ -77,7 +77,7 @@ def _walk_modules(
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
     """Yield a module and all modules below it, each with the TARGETS that apply to it.
 
-    These are defined in the module itself, or else in the nearest package above it.
+    These are the TARGETS of the module itself, or else of the nearest package above it.
     """
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets

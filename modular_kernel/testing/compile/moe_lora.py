@@ -1,6 +1,6 @@
 """Launch the kernels of `run_moe_lora` on meta tensors, for compilation.
 
-Meta tensors have shapes but no data. `cases` calls `launch_all` for `mk compile`.
+Meta tensors have shapes but no data.
 """
 
 import torch

@@ -7,9 +7,10 @@
 
 Inside the context, every launch is compiled for the target architecture and recorded. `check`
 reports register spills, too much shared memory, or a missing tensor-core instruction. Kernels do
-not run, so no output is written. Triton decides at the definition of a kernel whether it is
-interpreted, so a process either interprets all kernels (TRITON_INTERPRET=1) or compiles all of
-them. Not thread-safe.
+not run, so no output is written. Not thread-safe.
+
+Triton decides at the definition of a kernel whether it is interpreted. Therefore, a process either
+interprets all kernels (TRITON_INTERPRET=1) or compiles all of them.
 """
 
 import re
@@ -147,7 +148,7 @@ def record_compiles(
 
     The context yields a list, to which each launch appends a record. A launch that does not compile
     raises Triton's error and is not recorded. Triton's active driver and launch function are
-    restored on exit, also after an error. Raises ConfigurationError in a process that interprets
+    restored on exit, even after an error. Raises ConfigurationError in a process that interprets
     kernels, and for a malformed target.
 
     target: an architecture, such as "sm_90".
@@ -239,8 +240,6 @@ def _make_recording_run(
 def _filter_launches(
     run_kernel: Callable[..., TritonObject], kernel_filter: Callable[[str], bool]
 ) -> Callable[..., TritonObject]:
-    """Make a function that calls `run_kernel` only for kernels that pass the filter."""
-
     def run(self: TritonObject, *args: TritonObject, **kwargs: TritonObject) -> TritonObject:
         return run_kernel(self, *args, **kwargs) if kernel_filter(self.fn.__name__) else None
 
@@ -248,7 +247,7 @@ def _filter_launches(
 
 
 def _mock_argument(arg: TritonObject) -> TritonObject:
-    """Return `arg` with tensors without memory replaced by mock tensors with aligned pointers.
+    """Replace tensors without memory by mock tensors with aligned pointers.
 
     Numbers are not changed, so that Triton specializes them (equal to 1, divisible by 16) as it
     does on a GPU.
@@ -274,7 +273,6 @@ def _get_constants(
 
 
 def _to_json_value(value: TritonObject) -> object:
-    """Return `value` as a JSON value."""
     value = getattr(value, "value", value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -303,7 +301,7 @@ def _make_record(
 
 
 def _parse_element_types(signature: Mapping[str, TritonObject]) -> dict[str, str]:
-    """Parse the element types of pointers and descriptors; return them by name.
+    """Return the element types of pointers and descriptors, by name.
 
     signature: such as {"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>"}.
     """

@@ -1,7 +1,7 @@
-"""Find the edges of compatibility rules: an accepted problem and a similar refused one.
+"""Find the edges of compatibility rules: an accepted problem and a similar refused problem.
 
 The rules (`modular_kernel.compatibility`) decide whether an exchange class and an experts class can
-run a problem on a machine. The test suite calls `edges_of`, and authors of such classes may, too.
+run a problem on a machine.
 """
 
 from modular_kernel.testing.edges.edges import edges_of

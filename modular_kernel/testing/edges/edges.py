@@ -12,9 +12,9 @@ Tests check at the edges that the rules compare correctly and that these message
 The search starts at a problem that the pairing accepts, and changes one field at a time
 (`edges.situations`). The field may be a flag, a scheme, a requirement of a part, or a number. A
 number is changed first by the smallest step, then up to the last accepted value. If two situations
-differ in one field, and one is accepted and the other refused by a single rule, they form an edge
-of that rule's reason. The search does not depend on particular rules, so it also finds the edges of
-third-party rules.
+differ in one field, and one is accepted and the other is refused by a single rule, they form an
+edge of this rule's reason. The search does not depend on particular rules, so it also finds the
+edges of third-party rules.
 """
 
 import math
@@ -43,7 +43,7 @@ from modular_kernel.testing.edges.situations import (
 
 _START_PROBLEM = Problem(tokens=8, hidden=64, intermediate=64, experts=16, top_k=2)
 _WORLD_SIZES = (1, 2, 4, 8)
-_SHORT_RANGE = 200  # ranges up to this size are always searched to their ends
+_SHORT_RANGE = 200  # always search ranges up to this size to their ends
 _HIDDEN_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -74,7 +74,7 @@ class Edge:
         reason: the reason of the refusal.
         field: the name of the field, "record.field".
         passing: the accepted situation.
-        failing: the refused situation, which only a single rule refuses.
+        failing: the refused situation, which violates a single rule.
         rejection: the refusal.
         values: the (passing, failing) values of the field if it is numeric.
     """
@@ -119,7 +119,7 @@ class Edges:
 
     @property
     def reasons_without_edge(self) -> tuple[EdgeReason, ...]:
-        """The reasons that never occurred alone in a single step from a valid problem."""
+        """The reasons that never occurred alone, one step away from a valid problem."""
         with_edge = {edge.reason for edge in self.edges}
         return tuple(reason for reason in self.reasons if reason not in with_edge)
 
@@ -139,7 +139,7 @@ def edges_of(
     depth: maximum number of fields in which a refused situation differs from the start. Each
         further level takes a hundred times as long, and adds only rules about unusual problems.
     start: the first problem to try; None means a small problem in a scheme that the part supports.
-        If its number of ranks is more than one, other numbers of ranks are not tried.
+        If it has several ranks, other numbers of ranks are not tried.
     """
     base = _find_valid(pf, experts, machine, start or _make_start_problem(experts.requires))
     edges = Edges(base)
@@ -198,7 +198,7 @@ def _search_around(
 ) -> list[EdgeSituation]:
     """Record the edges around `base`; return the accepted situations that differ in one field.
 
-    sites: see `_record_sites`.
+    sites: as in `_record_sites`.
     search_far: whether to search the values of numeric fields beyond the next value.
     """
     valid = list[EdgeSituation]()
@@ -207,7 +207,7 @@ def _search_around(
         if not neighbor.verdict.ok:
             _record_edges(edges, sites, name, base, neighbor)
         elif not isinstance(getattr(*_get_record_and_field(neighbor, name)), frozenset):
-            valid.append(neighbor)  # smaller required sets are left out: they reveal no other rule
+            valid.append(neighbor)  # not if a required set is smaller, which reveals no other rule
     for numeric_field in list_numeric_fields(base):
         for low, high in _find_breakpoints(numeric_field, search_far):
             passing, failing = numeric_field.situation_with(low), numeric_field.situation_with(high)
@@ -218,7 +218,6 @@ def _search_around(
 
 
 def _get_record_and_field(situation: EdgeSituation, name: str) -> tuple[object, str]:
-    """Return the record that has the field "record.field", and the name of the field in it."""
     record_name, _, field_name = name.partition(".")
     return getattr(situation, record_name), field_name
 
@@ -227,7 +226,7 @@ def _find_breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator
     """Yield (passing, failing) values between which the verdict changes.
 
     The start and the next value in each direction are tried. With `search_far`, the last accepted
-    value in each direction is tried, too. It is searched in the smallest steps that are accepted.
+    value in each direction is searched, too, in the smallest steps that are accepted.
     """
 
     @cache
@@ -291,7 +290,7 @@ def _record_edges(
     failing: EdgeSituation,
     values: tuple[int, int] | None = None,
 ) -> None:
-    """Record the reasons of `failing` and, if all of them are of a single rule, the edge.
+    """Record the reasons of `failing`, and also the edge if all of them belong to a single rule.
 
     values: the (passing, failing) values of the field if it is numeric.
     """

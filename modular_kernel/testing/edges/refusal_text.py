@@ -1,9 +1,9 @@
 """Check that the text of a refusal agrees with the edge at which it occurs.
 
 An edge consists of an accepted and a refused problem that differ in a single field. A compatibility
-rule reports what it got and what it needs. If the need is a bound, a multiple, a range or a list,
-it is parsed. The refused value must not satisfy the need, and the accepted value must satisfy it.
-If the comparison in a rule is off by one, its text contradicts the edge.
+rule reports what it got and what it needs. A need is parsed if it is a bound, a multiple, a range
+or a list. The refused value must not satisfy the need, and the accepted value must satisfy it. If
+the comparison in a rule is off by one, its text contradicts the edge.
 """
 
 import re
@@ -17,8 +17,8 @@ def find_contradiction(got: str, need: str, values: tuple[int, int] | None, fiel
 
     Returns "" if there is no contradiction, or if the text cannot be parsed.
 
-    got, need: the text of the refusal. Values of the problem or the machine appear in `got`, those
-        of requirements in `need`.
+    got, need: the text of the refusal. `got` has values of the problem or the machine, and `need`
+        has values of requirements.
     values: the (passing, failing) values of the edge's field if it is numeric.
     field: the name of the edge's field.
     """
@@ -44,14 +44,13 @@ def find_contradiction(got: str, need: str, values: tuple[int, int] | None, fiel
 
 
 def _format_number(number: int, text: str) -> str:
-    """Format a number like those in `text`: 90 becomes 9.0 if it has a compute capability."""
+    """Format a number like the numbers in `text`, such as 9.0 for 90 in a compute capability."""
     first = _NUMBER.search(text)
     is_dotted = first is not None and "." in first.group()
     return f"{number // 10}.{number % 10}" if is_dotted else str(number)
 
 
 def _is_satisfied(got: str, need: str) -> bool | None:
-    """Return whether `got` satisfies `need`, or None if the text cannot be parsed."""
     for pattern, is_met in _NEED_PATTERNS:
         match = re.match(pattern, need)
         number = _NUMBER.search(got.partition("=")[2] or got)

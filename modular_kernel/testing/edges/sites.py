@@ -22,7 +22,7 @@ def find_rule_sites() -> frozenset[Site]:
 
 
 def find_part_sites(part: type[PrepareAndFinalize | PermuteExpertsUnpermute]) -> frozenset[Site]:
-    """Return the sites in a part's own and inherited `extra_rejections`, and in what they call."""
+    """Return the sites in a part's own and inherited `extra_rejections`, and in their callees."""
     methods = (vars(cls).get("extra_rejections") for cls in part.__mro__)
     return frozenset(
         _find_sites(getattr(method, "__func__", method) for method in methods if method)

@@ -1,7 +1,7 @@
 """Input mutations of calls with LoRA adapters.
 
-Each token has an adapter slot, or -1 for none. A mutation changes the slots or the matrices A and B
-of the adapters before the call, which must change the output noticeably.
+Each token has an adapter slot, or -1 for none. A mutation changes the slots, or the matrices A and
+B of the adapters, before the call. This must change the output noticeably.
 """
 
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def _change_weight(
 
 
 def _mixes_adapters_and_none(problem: Problem, routing: str) -> bool:
-    """Return whether tokens with an adapter and tokens without one are certainly computed."""
+    """Return whether tokens with and tokens without an adapter are certainly computed."""
     return (
         problem.adapters is not None
         and when.routes_all_pairs(problem, routing)

@@ -1,10 +1,10 @@
 """Conditions under which an injected defect must be visible.
 
-Imported as `when` by the lists of defects (`operators`, `memory`, `quantized`, `adapters`). Most
-conditions take a problem (shapes, dtypes and options of a layer) and a kind of routing, one of
-`testing.cases.inputs`. Those whose names end in `_pair`, and `reads_every_row` and
-`finalize_applies_weights`, take the requirements of the two components of a kernel. Elsewhere, a
-pair is a (token, top-k slot).
+The lists of defects (`operators`, `memory`, `quantized`, `adapters`) import this module as `when`.
+Most conditions take a problem (shapes, dtypes and options of a layer) and a kind of routing, one of
+`testing.cases.inputs`. The other conditions (`*_pair`, `reads_every_row` and
+`finalize_applies_weights`) take the requirements of the two components of a kernel. Everywhere
+else, a pair is a (token, top-k slot).
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def uses_scaling(problem: Problem, routing: str) -> bool:
 def has_activation(*kinds: str, exact: bool = False) -> Applies:
     """Make a condition on the kind of activation.
 
-    exact: whether to require float32 in ieee precision, too, in which rounding hides no defect.
+    exact: whether to also require float32 in ieee precision, in which rounding hides no defect.
     """
 
     def applies(problem: Problem, routing: str) -> bool:
@@ -73,25 +73,25 @@ def clamps_many_values(problem: Problem, routing: str) -> bool:
 
 
 def requires_batch_invariance(problem: Problem, routing: str) -> bool:
-    """Return whether batch invariance is required, with an even number of tokens other than 0."""
+    """Return whether batch invariance is required for an even, nonzero number of tokens."""
     is_even = problem.tokens % 2 == 0
     return problem.batch_invariant and has_tokens(problem, routing) and is_even
 
 
 def both(condition: Applies, problem_condition: Callable[[Problem], bool]) -> Applies:
-    """Make the condition that both `condition` and `problem_condition` hold."""
+    """Return the condition that both `condition` and `problem_condition` hold."""
     return lambda problem, routing: condition(problem, routing) and problem_condition(problem)
 
 
 def has_routing(*routings: str) -> Applies:
-    """Make the condition that there are tokens, and that the routing is of one of these kinds."""
+    """Return the condition that there are tokens, and that the routing is of one of these kinds."""
     return lambda problem, routing: problem.tokens > 0 and routing in routings
 
 
 def reads_remote_pairs(problem: Problem, routing: str) -> bool:
     """Return whether finalize certainly reads the row of a pair that has no local expert.
 
-    On a single rank, this is the case only if finalize returns unweighted top-k rows.
+    On a single rank, it does so only if it returns unweighted top-k rows.
     """
     is_one_rank = problem.parallel.world_size == 1
     if problem.tokens < 7 or (is_one_rank and problem.combine is not Combine.TOPK_UNWEIGHTED):

@@ -1,9 +1,9 @@
 """Record whether an injected defect had any effect.
 
 In mutation testing, a defect is killed if a check fails, and survives otherwise. A defect without
-any effect is neither. Changes of arguments, rows or results always have an effect. A changed
-problem, handle or set of tokens may be equal to the original, and a changed field of a handle may
-never be read. (A handle is the data that `prepare` passes to `finalize`.)
+any effect does neither. Changes of arguments, rows or results always have an effect. A changed
+problem, handle or set of tokens may equal the original, and a changed field of a handle may never
+be read. (A handle is the data that `prepare` passes to `finalize`.)
 """
 
 import copy
@@ -64,7 +64,7 @@ def find_no_effect_reason(effect: Effect) -> str | None:
 def record_reads(name: str, original: Handle, changed: Handle) -> Handle:
     """Return a copy of the changed handle that records when a changed field is read.
 
-    name: the name of the defect. Returns `original` if both handles are equal.
+    Returns `original` if both handles are equal. name: the name of the defect.
     """
     if _is_equal(original, changed):
         return original

@@ -1,9 +1,9 @@
 """Inject a defect into a kernel by wrapping its two components ("parts") and its calls.
 
-A call has these steps: `prepare` of the exchange part dispatches tokens to the experts and returns
-them with a handle; the experts part computes output rows from them; `finalize` of the exchange part
-combines these rows, as the handle says. A `CallMutant` has a hook for each step that it changes.
-The other steps are not changed, so the kernel behaves as if a part had the defect.
+A call has three steps. `prepare` of the exchange part dispatches tokens to the experts and returns
+them with a handle. The experts part computes output rows. `finalize` of the exchange part combines
+these rows with the help of the handle. A `CallMutant` has a hook for each step that it changes. The
+other steps are not changed, so the kernel behaves as if a part had the defect.
 """
 
 from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ class CallMutant:
     - applies: returns whether the defect must be visible with a problem and a kind of routing.
     - pairs: returns whether the defect can occur in a pairing with these requirements.
     - device: the only device type on which the defect can occur; None for any device type.
-    - quantized: True for a defect in quantized schemes, False for one in unquantized problems.
+    - quantized: whether the defect occurs in quantized schemes; otherwise, in unquantized problems.
 
     Hooks:
 

@@ -1,8 +1,8 @@
 """Defects in the problem and in the arguments of a call, one function each.
 
 The lists of defects in `operators`, `memory`, `quantized`, `adapters` and `roundings` use these
-functions as hooks of a `CallMutant`. Each function returns the wrong arguments that a kernel with
-the defect would use. A defect can keep values from one call to the next in `args.defect_state`.
+functions as hooks of a `CallMutant`. Each function returns the wrong arguments of a kernel with the
+defect. A defect can keep values between calls in `args.defect_state`.
 
 A pair is a (token, top-k slot). w1 holds the gate and up matrices, and w2 the down matrix.
 """
@@ -19,7 +19,7 @@ from modular_kernel.testing.input_mutations.inject import CallArguments
 
 def change_activation(problem: Problem, **changes: object) -> Problem:
     """Return the problem with some fields of its activation changed."""
-    # Interleaved rows are in the order gate, up; up_first=True would be refused.
+    # Interleaved rows are in the order gate, up, so up_first=True would be refused.
     up_first = problem.act.up_first and not changes.get("interleaved")
     spec = replace(problem.act, up_first=up_first, **changes)  # type: ignore[arg-type]
     return replace(problem, activation=spec)
@@ -204,7 +204,7 @@ def omit_bias(args: CallArguments, name: str) -> CallArguments:
 
 
 def multiply_bias_by_router_weight(args: CallArguments) -> CallArguments:
-    """Multiply b1 by the mean router weight, as if the router weight applied after b1."""
+    """Multiply b1 by the mean router weight, as if the router weight were applied after b1."""
     assert args.weights.b1 is not None
     mean = args.routing.topk_weights_TK.mean().to(args.weights.b1.dtype)
     return _replace_weight(args, "b1", args.weights.b1 * mean)
@@ -240,7 +240,7 @@ def _replace_weight(args: CallArguments, name: str, tensor: torch.Tensor) -> Cal
 
 
 def reuse_tokens(args: CallArguments) -> CallArguments:
-    """Replace the first rows of x with those of the previous call."""
+    """Replace the first rows of x with the rows of the previous call."""
     previous = args.defect_state.get("x")
     args.defect_state["x"] = args.x_TH.clone()
     if previous is None:
@@ -252,7 +252,7 @@ def reuse_tokens(args: CallArguments) -> CallArguments:
 
 
 def reuse_routing(args: CallArguments) -> CallArguments:
-    """Use the first routing with the same number of tokens, as if routing were cached by shape."""
+    """Reuse the first routing with as many tokens, as if routing were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.defect_state.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
@@ -305,7 +305,7 @@ def swap_gate_and_up_global_scales(args: CallArguments) -> CallArguments:
 
 
 def shift_w2_global_scales(args: CallArguments) -> CallArguments:
-    """Use the float32 scale of w2 of the previous expert."""
+    """Use the float32 scale of w2 of the previous expert for each expert."""
     return _replace_weight(
         args, "w2_global_scale", _get_contiguous_field(args, "w2_global_scale").roll(1, 0)
     )

@@ -1,4 +1,4 @@
-"""Injected defects ("mutants") that misuse memory or state; `operators.MUTANTS` contains them.
+"""Injected defects ("mutants") that misuse memory or state.
 
 Values are not written, overwritten, stale, or returned wrongly. Each mutant has a name, a
 description, the condition under which the checks must detect it, and the function that injects it.

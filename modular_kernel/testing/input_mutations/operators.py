@@ -1,8 +1,7 @@
-"""The input mutations of unquantized calls, each of which is a defect that real kernels have had.
+"""The input mutations of unquantized calls, all of which are defects that real kernels have had.
 
 Each has a name, a description, the condition under which the checks must detect it (`conditions`),
-and the function that injects it (`inputs` and `outputs`). `run.sensitivity` runs them. A pair is a
-(token, top-k slot).
+and the function that injects it (`inputs` and `outputs`).
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ from modular_kernel.testing.input_mutations.inputs import find_local_ids, find_v
 
 
 def reuse_output(call: StartedCall) -> None:
-    """Replace the first rows of the output with those of the previous call."""
+    """Replace the first rows of the output with the rows of the previous call."""
     state, out = call.arguments.defect_state, call.out
     previous = state.get("out")
     state["out"] = out.clone()
@@ -68,7 +68,7 @@ def shift_experts(tokens: Dispatched) -> Dispatched:
 
 
 def skip_writing_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
-    """Write NaN, as if not written, to the (T, K, H) rows of pairs without a local expert."""
+    """Write NaN to the rows of pairs without a local expert, as if they were not written."""
     assert isinstance(tokens, ContiguousTokens)
     routing = tokens.routing
     ids = routing.topk_ids_TK.long()

@@ -1,7 +1,6 @@
 """Run the input mutations with several ranks: the checks must detect each one in every pairing.
 
-A pairing is an exchange class with an experts class. `mk test --mutate` with `--world-size` and the
-test suite call `sensitivity_ranks`.
+A pairing is an exchange class with an experts class.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from modular_kernel.testing.ranks.external_launcher import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, check_plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
-# The first checks, which make half of the calls and are sufficient to kill the mutants.
+# The first checks make half of the calls, and are sufficient to kill the mutants.
 EARLY_CHECKS = CHECKS[: CHECKS.index(check_plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
@@ -37,8 +36,7 @@ def sensitivity_ranks(
 ) -> tuple[CallMutantResult, ...]:
     """Run each mutant that can occur in the pairing on the ranks of a pool.
 
-    The cases are those of level "smoke", the short list. The other arguments and the result are
-    those of `sensitivity`.
+    The cases are the smoke cases. The other arguments and the result are as in `sensitivity`.
     """
     known_failures = {} if known_failures is None else known_failures
     machine = machine_of(pool)

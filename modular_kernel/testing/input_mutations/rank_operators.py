@@ -1,8 +1,7 @@
 """Input mutations that need several ranks: wrong destinations, exchanged rows, doubled sums.
 
-`RANK_MUTANTS` lists these defects; `over_ranks.sensitivity_ranks` runs them. A `RankMutant` makes
-the defect (`CallMutant`) of each rank's kernel separately, so that it can change one rank and leave
-the others unchanged. The fault scenarios of `verify` also use `build_on_last_rank`.
+A `RankMutant` makes the defect (`CallMutant`) of each rank's kernel separately, so that it can
+change one rank and leave the others unchanged.
 """
 
 from collections.abc import Callable
@@ -46,9 +45,9 @@ class RankMutant:
 def build_mutant(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Make a rank's kernel with the named defect.
+    """Make a rank's kernel with the defect `name`.
 
-    With `name` bound by `functools.partial`, it is the `build` argument of `prove_ranks`.
+    Bind `name` with `functools.partial` to get the `build` argument of `prove_ranks`.
     """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
     with nullcontext() if mutant.timeout_s is None else use_timeout(mutant.timeout_s):
@@ -58,7 +57,7 @@ def build_mutant(
 def build_on_last_rank(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Make a rank's kernel. On the last rank, it has the defect `name` of MUTANTS.
+    """Make a rank's kernel, which has the defect `name` of MUTANTS on the last rank only.
 
     The defect must not change the problem, because ranks detect that their problems differ.
     """
@@ -80,7 +79,7 @@ def _has_many_pairs(case: RankCase) -> bool:
 
 
 def _is_busy_on_last_rank(case: RankCase) -> bool:
-    """Like `_has_many_pairs`, and the last rank has tokens, and its experts get several pairs."""
+    """Like `_has_many_pairs`, but the last rank also has tokens, and several pairs to compute."""
     is_even = case.routing != "zipf" and max(case.tokens) >= 4
     return _has_many_pairs(case) and is_even and case.tokens[-1] > 0
 
@@ -90,7 +89,7 @@ def _uses_router_weights(case: RankCase) -> bool:
 
 
 def _has_uneven_counts(case: RankCase) -> bool:
-    """Like `_is_busy_on_last_rank`, and token counts of ranks 0 and 1 differ and are exchanged."""
+    """Like `_is_busy_on_last_rank`, but ranks 0 and 1 also exchange token counts that differ."""
     part = load_catalog().prepare_finalize(case.prepare_finalize)
     receives_counts = not part.requires.received_by_library
     return receives_counts and _is_busy_on_last_rank(case) and case.tokens[0] != case.tokens[1]
@@ -101,7 +100,6 @@ def _has_idle_rank(case: RankCase) -> bool:
 
 
 def _make_no_defect(name: str) -> CallMutant:
-    """Make a mutant that changes nothing."""
     return CallMutant(name, "nothing", lambda _p, _r: True)
 
 
@@ -169,8 +167,8 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
 
         Tensors with one entry per rank have names that end in _W. A tensor that is part of a larger
         buffer is not changed, because it may contain flags that peers write. Addresses in the
-        memory of peers are offsets from these flags, so a copy would make stores go to arbitrary
-        addresses.
+        memory of peers are computed from the address of these flags, so a copy would make stores go
+        to arbitrary addresses.
         """
         if isinstance(value, torch.Tensor):
             return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
@@ -184,7 +182,7 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
 
 
 def _roll_counts(tokens: Dispatched) -> Dispatched:
-    """If rows are batched by expert, give each expert the count of the previous expert."""
+    """Give each expert the count of the previous expert, if rows are batched by expert."""
     if not isinstance(tokens, BatchedTokens):
         return tokens
     return replace(tokens, counts_e=tokens.counts_e.roll(1))
@@ -212,7 +210,7 @@ def _reuse_rows(_problem: Problem) -> dict[str, Any]:
     history: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
-        """Replace the first rows with those of the previous call."""
+        """Replace the first rows with the rows of the previous call."""
         history.append(_copy_tokens(tokens))
         if len(history) < 2:
             return tokens

@@ -1,6 +1,6 @@
 """Input mutations that add a single rounding, which `check_one_rounding` must detect.
 
-That check compares the output with a reference that rounds only where the experts component
+This check compares the output with a reference that rounds only where the experts component
 declares it, so these mutations apply only to components that declare their roundings.
 """
 

@@ -1,8 +1,8 @@
 """Run the input mutations: the checks must detect each one in every pairing in which it can occur.
 
-A pairing is an exchange class with an experts class. A mutant, that is, a kernel with an injected
-defect, is killed if one of the checks of `prove` fails, and survives otherwise. If a mutant
-survives, the checks have a gap. `mk test --mutate` and authors of new classes call `sensitivity`.
+A pairing is an exchange class with an experts class. A mutant (a kernel with an injected defect) is
+killed if one of the checks of `prove` fails, and survives otherwise. If a mutant survives, the
+checks have a gap.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,7 +56,7 @@ class CallMutantResult:
         reason = find_no_effect_reason(effect)
         if reason is None:
             return cls(mutant, case, failure_without_mutant, failure)
-        # A failure without any effect is a failure without the mutant.
+        # If a mutant without any effect fails, the kernel without the mutant also fails.
         return cls(mutant, case, failure_without_mutant or failure, None, reason)
 
     @property
@@ -87,7 +87,7 @@ def sensitivity(
     mutants: the mutants to run.
     cases_each: maximum number of cases per mutant.
     known_failures: maps cases to their first failure without a mutant, or to None if they pass.
-        Cases that are not in it are run and added to it.
+        Other cases are run and added to it.
     """
     known_failures = {} if known_failures is None else known_failures
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
@@ -111,7 +111,6 @@ def sensitivity(
 
 
 def first_or_none(failures: Iterable[str]) -> str | None:
-    """Return the first failure, or None."""
     return next(iter(failures), None)
 
 

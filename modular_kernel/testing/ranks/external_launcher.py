@@ -3,8 +3,8 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
 
 Every rank must run the same command, and thus the same tasks in the same order. The ranks exchange
-results through the launcher's store, so all ranks have the same results and exit with the same
-status, and only rank 0 needs to report. After a failure, the ranks join a new process group; a
+results through the launcher's store. All ranks therefore have the same results and exit with the
+same status, and only rank 0 needs to report. After a failure, the ranks join a new process group. A
 counter, the generation, distinguishes the groups.
 """
 
@@ -34,8 +34,8 @@ class LaunchedRanks(Closeable):
     """The ranks of a launcher, including this process, with the interface of `RankPool`.
 
     Construction is collective. Raises ConfigurationError if this host has no GPU LOCAL_RANK or if
-    the commands differ, and RankError if the store or a rank does not respond. An unresponsive rank
-    cannot be terminated from this process, so all later runs are refused, and the launcher must be
+    the commands differ, and RankError if the store or a rank does not respond. This process cannot
+    terminate an unresponsive rank. All later runs are then refused, and the launcher must be
     restarted.
 
     launcher: the result of `read_launcher`.
@@ -243,7 +243,7 @@ class LaunchedRanks(Closeable):
     def _delete_previous_run_message(self, *, complete: bool) -> None:
         """Delete this rank's message of the previous run, which all ranks have read.
 
-        complete: whether all ranks have answered the current run; otherwise nothing is deleted.
+        complete: whether all ranks have answered the current run; if not, nothing is deleted.
         """
         if complete and self._exchange_number > 1:
             self._store.delete_key(self._key("run", self._exchange_number - 1, self.rank))
@@ -288,6 +288,6 @@ def _unpickle(data: bytes) -> tuple[bool, Any, str]:
 def _host_name() -> str:
     """Return MK_HOST_ID if it is set, else the boot id, else the host name.
 
-    It is used only to count hosts. Parts determine on their own which ranks share memory.
+    The name is used only to count hosts. Parts determine on their own which ranks share memory.
     """
     return read_settings().host_id or boot_id()

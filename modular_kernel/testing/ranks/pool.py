@@ -3,9 +3,8 @@
     with RankPool(4) as pool:                      # gloo on the CPU; "nccl": one GPU per rank
         sums = pool.run(function, 3, timeout=60)   # function(rank, world_size, group, 3) on each
 
-The process group persists between runs. After a failure, the next run uses a new process group,
-with the next generation number. If a rank died or did not answer, the next run also uses new
-processes.
+The process group persists between runs. After a failure, the next run uses a new process group with
+the next generation number. If a rank died or did not answer, the next run also uses new processes.
 """
 
 import datetime
@@ -47,7 +46,7 @@ DIED, NO_ANSWER = "died", "did not answer"  # prefixes of the failure of a lost 
 
 
 class RankError(ModularKernelError):
-    """Raised if a run fails on some rank.
+    """Raised if a run fails on any rank.
 
     Attributes:
         failures: maps each failed rank to a traceback, or to a message that starts with DIED or
@@ -274,7 +273,7 @@ class RankPool(Closeable):
                 self._raised_at[rank], failures[rank] = value
 
     def _sort_by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
-        """Sort failures by the time at which they were raised: the first may cause the others."""
+        """Sort failures by the time of their error, because the first may cause the others."""
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
@@ -288,7 +287,6 @@ class RankPool(Closeable):
         return f"{DIED}: {reason}\n{self._read_trace(number)}".rstrip()
 
     def _record_unresponsive(self, pending: set[int], failures: dict[int, str]) -> None:
-        """Record the ranks in `pending` as unresponsive, with their stack traces."""
         after_failure = bool(failures)
         for number in pending:
             process = self._ranks[number].process
@@ -303,7 +301,7 @@ class RankPool(Closeable):
             failures[number] = f"{text}\n{trace}"
 
     def _read_trace(self, number: int) -> str:
-        """Read the stack trace that a rank wrote on request or when it crashed; "" if none."""
+        """Read the stack trace that a rank wrote on request or in a crash; "" if there is none."""
         assert self._folder is not None
         path = _trace_path(self._folder.name, number)
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -326,7 +324,7 @@ def _get_mp_context(backend: Backend) -> "ForkServerContext | SpawnContext":
 
     The context never forks this process, because another thread may hold a lock.
     """
-    # CUDA, which preloaded modules may have initialized, cannot be used after a fork.
+    # CUDA cannot be used after a fork, and preloaded modules may have initialized it.
     if backend == "nccl":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -373,8 +371,8 @@ def _run_worker(config: _RankConfig, pipe: Connection) -> None:
             # Any error is sent to the parent, and this rank continues.
             except BaseException as error:  # noqa: BLE001
                 now = time.monotonic()
-                # Keep the error until the answer is sent, because freeing objects in its frames
-                # may hang.
+                # Keep the error until the answer is sent, because freeing objects in its frames may
+                # hang.
                 errors.append(error)
                 answer = pickle.dumps((False, (now, traceback.format_exc())))
             try:
@@ -401,7 +399,6 @@ def _receive_task(pipe: Connection) -> bytes | None:
 
 
 def _join(config: _RankConfig, generation: int) -> None:
-    """Leave the old process group, and join the process group of this generation."""
     if read_settings().triton_interpret is not config.interpreter:
         need = "the value that it had when this process first started ranks"
         raise ConfigurationError("TRITON_INTERPRET", got=f"{config.interpreter} now", need=need)
