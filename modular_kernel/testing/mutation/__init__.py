@@ -7,9 +7,9 @@ A part is an experts class, an exchange (prepare/finalize) class or a reducer.
     print("\n".join(outcome.mutant.diff() for outcome in score.survivors))
 
 A mutant is one change to the source of a part, of its kernels, or of the operations that it uses. A
-survey lists the mutants of a part and traces which cases execute their lines. Then each mutant is
+survey lists the mutants of a part and traces which cases execute their lines. Each mutant is then
 applied in a forked process (or in forked ranks), never on disk, and the cases that execute the
-changed line run there until one of them fails: it is killed. If none fails, it survives.
+changed line run there. The mutant is killed if a case fails, and survives otherwise.
 
 `mk test --mutate` and tools/mutate_modules.py use this package. `sites`, `operators` and `source`
 make the mutants; `run_mutant` and the backends `one_process` and `over_ranks` run them; `score`

@@ -1,10 +1,11 @@
 """Check whether mutants (single changes of source code) change any bit of a result.
 
-This is one of two proofs that a surviving mutant is equivalent to the original; the other one is
-`code_equivalence`. Random valid problems are derived from the test cases that execute a changed
-line, with other values and other numbers of tokens. They are computed with and without the mutants,
-and hashes of their results ("digests") are compared. Several mutants of different lines can be
-applied at the same time. Each problem then counts for the mutants that its case executes.
+If no bit changes, this is evidence that a surviving mutant is equivalent to the original
+(`code_equivalence` compares compiled code instead). Random valid problems are derived from the test
+cases that execute a changed line, with other values and other numbers of tokens. They are computed
+with and without the mutants, and hashes of their results ("digests") are compared. Several mutants
+of different lines can be applied at the same time. Each problem then counts for the mutants that
+its case executes.
 """
 
 import random
@@ -28,7 +29,7 @@ class BitComparison:
     """Result of a comparison.
 
     problems: number of compared problems, for the mutant with the fewest problems.
-    differing: the case of the first problem whose bits differ, or None.
+    differing: the case of the first problem with a differing bit, or None.
     """
 
     problems: int
@@ -83,8 +84,8 @@ def draw_problems(
 ) -> list[tuple[Case, tuple[int, ...]]]:
     """Draw at least `count` problems for each entry of `cases_by_entry`.
 
-    Returns (problem, indices of the entries for which it counts) for each problem. Every case is
-    used once. Then the fastest cases are used round-robin, with other values and few tokens.
+    Every case is used once. Then the fastest cases are used round-robin, with other values and few
+    tokens. Returns (problem, indices of the entries for which it counts) for each problem.
     """
     entries_by_case: dict[Case, tuple[int, ...]] = {}
     for index, cases in enumerate(cases_by_entry):
@@ -102,8 +103,8 @@ def draw_problems(
 
     for case in entries_by_case:
         add_problem(case)
-    # Start with the entries that have the fewest cases, because their problems also count for
-    # others.
+    # Start with the entries that have the fewest cases, because problems drawn for them also count
+    # for other entries.
     for index, cases in sorted(enumerate(cases_by_entry), key=lambda indexed: len(indexed[1])):
         with_tokens = [c for c in sorted(cases, key=lambda c: c.seconds) if c.case.problem.tokens]
         fast = [covered.case for covered in with_tokens[:_NUM_FASTEST]]
@@ -113,7 +114,7 @@ def draw_problems(
 
 
 def _draw_problem(case: Case, draw: int) -> Case:
-    """Draw a similar problem with few tokens. Ranks without tokens remain without tokens."""
+    """Draw a problem with few tokens. Ranks without tokens remain without tokens."""
     generator = random.Random(f"{case}|{draw}")
 
     def few_tokens(max_tokens: int) -> int:

@@ -1,8 +1,8 @@
 """Run test cases in this process: list them, find the first failure of one, or hash its results.
 
-A forked process in which the source of a module is changed imports this module, and thereby the
-changed source. The hash of the bits of a case's results, its digest, shows whether the change has
-any effect on them.
+After the source of a module was changed in a forked process, that process imports this module and
+thereby the changed source. The hash of all result bits of a case (its digest) shows whether the
+change affects the results.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def invalid_cases(cases: Sequence[Case]) -> list[str]:
 
 
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
-    """Run the checks of a case; return (first failure or None, seconds)."""
+    """Run the checks of a case; return (first failure or None, duration in seconds)."""
     start = time.perf_counter()
     failure = _find_first_failure(case, machine)
     return failure, time.perf_counter() - start
@@ -59,8 +59,9 @@ def hash_case(case: Case, machine: Machine) -> str:
 def hash_trial(trial: Trial) -> str:
     """Make two calls; return a hash of every bit of their results.
 
-    The first call is that of the case. The second call has half the tokens, transposed weights and
-    strided rows. The digest includes the numbers of invalid ids and races in the first call.
+    The first call is the call that the case describes. The second call has half the tokens,
+    transposed weights and strided rows. The hash includes the numbers of invalid ids and races in
+    the first call.
     """
     first = trial.first_call
     bits = hashlib.sha256(_to_bytes(first.output))

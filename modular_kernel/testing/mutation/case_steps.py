@@ -1,8 +1,8 @@
 """Run the test cases of a mutant step by step, in one process or on several ranks.
 
-The changed source is already loaded. Two calls of each case are cheap, and their digest (a hash of
-all result bits) shows whether the mutant has an effect. All checks, which take longer, then run
-mainly on cases whose digest differs.
+The changed source is already loaded. First, two calls of each case are made, which is cheap, and
+the hash of their result bits (the digest) shows whether the mutant has an effect. All checks, which
+take longer, then run mainly on the cases whose digest changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.forked_worker import Send
 from modular_kernel.text import format_count
 
-# Approximate number of cases without a differing bit on which all checks are run.
+# Approximate number of cases with an unchanged digest on which all checks are run.
 _NUM_SAMPLED = 12
 
 
@@ -38,7 +38,8 @@ class CaseRunner(Protocol):
 
 @dataclass(frozen=True)
 class CaseListing:
-    """The list of cases without the mutant, for mutants that may change which cases are valid.
+    """The valid cases without the mutant, for mutants that may change which cases are valid.
+
 
     Attributes:
         pairs, level: determine the cases.
@@ -55,7 +56,7 @@ class CaseListing:
 def run_cases(
     cases: Sequence[CaseCoverage], listing: CaseListing | None, runner: CaseRunner, send: Send
 ) -> None:
-    """Make the calls of every case, and run all checks on cases in which a bit differs.
+    """Make two calls of every case, and run all checks on the cases in which a bit differs.
 
     Then run all checks on a sample of the other cases. Stops at the first failure. Progress and the
     failure are reported through `send`.
@@ -98,7 +99,7 @@ def _case_list_passes(
     passes: Callable[[int, Case], bool],
     send: Send,
 ) -> bool:
-    """Return whether all valid cases remain valid, and some of the newly valid cases pass.
+    """Return whether all valid cases remain valid, and some newly valid cases pass.
 
     new_index: the index that is reported for new cases, which is the number of known cases.
     """

@@ -3,10 +3,9 @@
     comparison = same_code([mutant])  # a mutant of a kernel or of a device function
     assert comparison.differing == 0 and comparison.reached == (12,)
 
-This is one of two proofs that a surviving mutant is equivalent to the original; the other one is
-`bitwise_equivalence`. Kernels are compiled as real calls launch them (`testing.compile.cases`),
-first without and then with the mutants, in processes that do not interpret kernels. The GPU need
-not be present.
+If they do, they are equivalent to the original (`bitwise_equivalence` compares results instead).
+Kernels are compiled as real calls launch them (`testing.compile.cases`), first without and then
+with the mutants, in processes that do not interpret kernels. No GPU is needed.
 """
 
 import ast
@@ -32,8 +31,8 @@ from modular_kernel.testing.mutation.patched_module import (
 from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
-# Replaces the mutant in a third compilation. The kernels that then fail are those that contain the
-# line of the mutant.
+# Replaces the mutant in a third compilation, in which exactly the kernels that contain the mutant's
+# line fail to compile.
 _UNDEFINED_NAME = "no_such_name_in_any_kernel"
 _COMPILE_ERROR = "does not compile"
 
@@ -59,8 +58,8 @@ class CodeComparison:
 def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeComparison:
     """Compile all kernels that use the mutants' modules, without and with all mutants.
 
-    Raises ConfigurationError for a mutant outside of kernels, because it may change the arguments
-    of launches, which are not visible in compiled code.
+    Raises ConfigurationError for a mutant outside of kernels, because it may change launch
+    arguments, which compiled code does not show.
     """
     for mutant in mutants:
         if not _is_in_kernel(mutant):
@@ -82,7 +81,6 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> CodeCompariso
 
 @cache
 def _compile_unchanged(modules: frozenset[str], target: str) -> Code:
-    """Compile the launches without mutants; the result is cached per process."""
     code = _compile((), modules, target)
     if any(digest == _COMPILE_ERROR for _, digest in code):
         raise ConfigurationError(
@@ -98,9 +96,9 @@ def _get_cache_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _make_breaking_text(edit: Edit) -> str:
-    """Make a replacement with which kernels that contain the line do not compile.
+    """Make a replacement text with which kernels that contain the line do not compile.
 
-    It is valid Python in every place in which the replacement of `edit` is.
+    The text is valid Python wherever `edit.new` is.
     """
     try:
         ast.parse(edit.new)
@@ -120,7 +118,7 @@ def _is_in_kernel(mutant: Mutant) -> bool:
 
 
 def _find_differing_launches(expected: Code, actual: Code) -> set[tuple[str, str]]:
-    """Return the entries of `expected` that differ in `actual`. Both list the same launches."""
+    """Return the entries of `expected` that differ in `actual`, which lists the same launches."""
     assert [kernel for kernel, _ in expected] == [kernel for kernel, _ in actual]
     return {before for before, after in zip(expected, actual, strict=True) if before != after}
 
@@ -140,7 +138,7 @@ def _compile(mutants: Sequence[Mutant], modules: frozenset[str], target: str) ->
 
 
 def _main() -> None:
-    """Write the code of each launch to stdout. Runs in the child process."""
+    """Write the code of each launch to stdout, in the child process."""
     mutants, modules, target = pickle.load(sys.stdin.buffer)
     if mutants:
         patch_modules(*mutants)

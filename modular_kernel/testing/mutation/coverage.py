@@ -1,8 +1,8 @@
 """Measure which source lines of a part (an experts or exchange class) its test cases execute.
 
-A mutant needs to run only with the cases that execute its line. Each case makes two calls: its
-first call, and one with strided tensors; a hash of all result bits, the digest, is recorded, too.
-Interpreted kernels are Python code, so their lines are recorded like all others.
+A mutant needs to run only with the cases that execute its line. Two calls of each case are traced,
+and a hash of all their result bits (the digest) is recorded. Interpreted kernels are Python code,
+so their lines are recorded like all others.
 """
 
 import sys
@@ -40,11 +40,11 @@ class CaseCoverage:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Coverage of all cases of some pairings.
+    """Coverage of all cases of some pairings of an exchange and an experts class.
 
     Attributes:
-        loading: lines executed by imports, even if a case caused the import, and by the selection
-            of cases.
+        loading: lines that imports (including imports caused by a case) or the selection of cases
+            execute.
         cases: coverage of each case.
         error: why the coverage is incomplete, or "".
     """
@@ -140,9 +140,9 @@ def _select_cases(cases: Iterable[Case], selected: Collection[Case] | None) -> t
 def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
     """Record the executed lines of `files`, in this thread and in threads that are started inside.
 
-    Yields two records. The second one contains lines that are executed during the import of one of
-    `files`. These lines are not attributed to a case, because a module is imported only once, by
-    the first case that needs it.
+    Yields two records. The second one contains the lines that are executed during the import of one
+    of `files`. They are not attributed to a case, because a module is imported only once, by the
+    first case that needs it.
     """
     call_lines, import_lines = LineSets(), LineSets()
     lines_by_code: dict[CodeType, set[int]] = {}
@@ -177,7 +177,6 @@ def trace_lines(files: set[str]) -> Iterator[tuple[LineSets, LineSets]]:
 
 
 def _is_importing(frame: FrameType | None, files: set[str]) -> bool:
-    """Return whether a frame runs during the import of one of `files`."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_code.co_filename in files:
             return True

@@ -1,4 +1,4 @@
-"""Recognize mutants that cannot be distinguished from the original on a CPU, and state why.
+"""Recognize mutants that no test on a CPU can detect, and state why.
 
 Mutation scores are computed on CPUs, and leave these mutants out.
 """
@@ -10,7 +10,7 @@ from functools import lru_cache
 from modular_kernel.testing.mutation.operators import INT64_LOST
 from modular_kernel.testing.mutation.source import Mutant
 
-# Words in statements that concern a GPU, or that only run on a GPU.
+# Text in statements that concern a GPU, or that only run on a GPU.
 _GPU_PATTERN = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
     r"|pdl_wait|pdl_arguments\(|inline_asm|== \"cuda\"|debug_barrier"
@@ -47,7 +47,7 @@ def find_undetectable_reason(mutant: Mutant) -> str | None:
 
 
 def _loses_transfer(mutant: Mutant, text: str) -> bool:
-    """Return whether the mutant leaves a tensor on its device, which is the CPU in every case."""
+    """Return whether the mutant drops a transfer to a device, which is the CPU in every case."""
     edit = mutant.edit
     replaced = text.encode()[edit.start : edit.end].decode()
     return edit.operator == "cast lost" and bool(_TRANSFER_PATTERN.search(replaced))

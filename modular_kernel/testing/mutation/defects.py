@@ -1,6 +1,6 @@
 """Read hand-written defects from a JSON file. Each replaces some text, and is run like a mutant.
 
-tools/source_defects.py and the test suite run them. An example of a file:
+tools/source_defects.py and the test suite run them. Example of a file:
 
     [{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
 """

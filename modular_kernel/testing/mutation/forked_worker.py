@@ -1,8 +1,8 @@
 """Run a function in a forked child process that sends messages to its parent.
 
-`one_process` runs each mutant in such a child. Messages are JSON objects, one per line. The child
-may hang, crash or exhaust memory, so its memory is limited, and the parent waits for each message
-for a limited time.
+`one_process` runs each mutant in such a child. Messages are JSON objects, one per line. A mutant
+may make the child hang, crash or exhaust memory, so its memory is limited, and the parent waits for
+each message for a limited time.
 """
 
 import json
@@ -21,7 +21,7 @@ import torch
 Message = dict[str, Any]
 Send = Callable[[Message], None]
 
-# Address space that a child may use in addition to that of its parent.
+# Address space that a child may use in addition to what its parent uses.
 _EXTRA_MEMORY_BYTES = 6 << 30
 
 
@@ -77,7 +77,6 @@ class ChildProcess:
             self._close()
 
     def _record_exit(self) -> None:
-        """Record how the child ended, after it has closed its end of the pipe."""
         if self.exit.status == "done":
             return
         _, status = os.waitpid(self._pid, 0)
@@ -86,7 +85,6 @@ class ChildProcess:
         self.exit = ChildExit("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
 
     def _close(self) -> None:
-        """Close the pipe, and kill the child if it is still running."""
         os.close(self._reader)
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
@@ -95,7 +93,6 @@ class ChildProcess:
 
 
 def _run(work: Callable[[Send], None], writer: int) -> NoReturn:
-    """Run the work in the child and exit."""
     status = 1
     try:
         silence_and_limit_memory()

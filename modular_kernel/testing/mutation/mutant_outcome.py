@@ -1,4 +1,4 @@
-"""Outcome of a mutant, and a tracker that derives it from the messages of running test cases.
+"""Outcome of a mutant, and a tracker that derives the outcome from the messages of running cases.
 
 A mutant is killed if a case fails, hangs, crashes or is refused with it, and survives otherwise.
 `case_steps.run_cases` sends the messages.
@@ -29,8 +29,8 @@ class MutantOutcome:
         num_cases: number of cases that were run.
         differing: number of cases in which a bit differs.
         seconds: duration of the run.
-        shared: the part in whose score this mutant was already killed by a case that both parts
-            have, so that it was not run again; "" if it was run for this part.
+        shared: if the mutant was already killed for another part, by a case that both parts have,
+            the name of that part; "" if the mutant was run for this part.
     """
 
     mutant: Mutant

@@ -66,7 +66,6 @@ class OneProcess:
 
 
 def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) -> None:
-    """Send one digest per case. Runs in the child."""
     if mutants:
         patch_modules(*mutants)
     runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")
@@ -79,7 +78,6 @@ def _send_digests(cases: Sequence[Case], mutants: Sequence[Mutant], send: Send) 
 def _run_in_child(
     mutant: Mutant, cases: Sequence[CaseCoverage], listing: CaseListing | None, send: Send
 ) -> None:
-    """Apply the mutant and run its cases. Runs in the child."""
     try:
         patch_modules(mutant)
         runner: Any = importlib.import_module("modular_kernel.testing.mutation.case_runs")

@@ -1,9 +1,9 @@
 """Mutation operators: realistic mistakes in one expression or statement.
 
-A mutation operator is a kind of change, such as "compare": `<` becomes `<=`. Here, each operator is
-a function that yields the possible edits of a syntax node. OPERATORS lists them by node type, and
-`sites` applies them to a module. They handle idioms of Triton and torch (masks, `tl.where`,
-dtypes), but are not specific to any module.
+A mutation operator is a kind of change, such as replacing `<` by `<=`. Each operator is a function
+that yields the possible edits of a syntax node. OPERATORS lists them by node type, and `sites`
+applies them to a module. They handle idioms of Triton and torch (masks, `tl.where`, dtypes), but
+are not specific to any module.
 """
 
 import ast
@@ -87,7 +87,7 @@ def mutate_binary_operation(source: Source, node: ast.AST) -> Edits:
     elif isinstance(node.op, ast.FloorDiv) and not (
         _is_compile_time(node.left) and _is_compile_time(node.right)
     ):
-        # Kernels divide towards 0, where the negative of -a // b is a // b.
+        # Kernels round quotients toward 0, so -(-a // b) would equal a // b there.
         yield Edit("tail", start, end, f"({left} + ({right}) - 1) // ({right})")
 
 
@@ -103,7 +103,7 @@ def mutate_boolean_operation(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_unary_operation(source: Source, node: ast.AST) -> Edits:
-    """Yield edits that drop the sign or negation; for a negative number -n, also 0 and -n - 1."""
+    """Yield edits that drop a sign or negation. A negative number -n also becomes 0 and -n - 1."""
     assert isinstance(node, ast.UnaryOp)
     operand = source.text_of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -114,7 +114,7 @@ def mutate_unary_operation(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_constant(source: Source, node: ast.AST) -> Edits:
-    """Yield edits that change a number by one or by a factor, a flag, or a precision."""
+    """Yield edits that change a number, negate a flag, or lower a precision."""
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
@@ -137,7 +137,7 @@ def mutate_duration(source: Source, node: ast.expr) -> Edits:
 
 
 def mutate_name(source: Source, node: ast.AST) -> Edits:
-    """Yield edits that use a similar operand (w2 for w1, I for H), or a dtype with fewer bits."""
+    """Yield edits that use a similar operand (w2 for w1), or a dtype with fewer bits."""
     if isinstance(node, ast.Attribute):
         identifier, start = node.attr, source.end(node) - len(node.attr.encode())
     else:
@@ -156,7 +156,7 @@ def mutate_name(source: Source, node: ast.AST) -> Edits:
 
 
 def mutate_call(source: Source, node: ast.AST) -> Edits:
-    """Yield edits of calls: of clamps, selections, casts, masks, ranges and arguments."""
+    """Yield edits that drop or change a clamp, selection, cast, mask, range or argument."""
     assert isinstance(node, ast.Call)
     callee = _get_callee_name(node)
     yield from _mutate_clamp(source, node, callee)
@@ -190,7 +190,7 @@ def _mutate_cast(source: Source, node: ast.Call, callee: str) -> Edits:
 
 
 def _format_operand(source: Source, node: ast.expr) -> str:
-    """Return the text of an expression, in parentheses if it needs them in another context.
+    """Return the text of an expression, in parentheses if it is not a simple operand.
 
     The syntax node of `(a >> 1)` in `(a >> 1).to(b)` does not include the parentheses.
     """
@@ -296,7 +296,6 @@ def _end_with_comma(source: Source, keyword: ast.keyword) -> int:
 
 
 def _get_callee_name(node: ast.Call) -> str:
-    """Return the last component of the called name."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""

@@ -1,7 +1,7 @@
 """Mutation testing of cases over several ranks: each mutant runs in newly forked ranks.
 
-`OverRanks` is the `run_mutant.MutationBackend` for these cases. A rank that waits for a peer times
-out after some seconds. A digest is a hash of the result bits of a case.
+`OverRanks` is the `run_mutant.MutationBackend` for these cases. A rank that waits for another rank
+times out after some seconds. A digest is a hash of the result bits of a case.
 """
 
 import time
@@ -29,8 +29,7 @@ from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, check_faults, 
 
 Result = TypeVar("Result")
 
-# The timeouts of an exchange and of a run are a constant plus a multiple of the duration of the
-# calls of a case.
+# Each timeout is a constant plus a multiple of the duration of the two calls of a case.
 _EXCHANGE_TIMEOUT_S, _EXCHANGE_FACTOR = 4.0, 4.0
 _RUN_TIMEOUT_S, _RUN_FACTOR = 30.0, 40.0
 _DEFAULT_CASE_S = 15.0  # assumed duration of the calls of a case that was not traced
@@ -49,7 +48,7 @@ class RanksEnded(Exception):
 class Ranks(Closeable):
     """A `CaseRunner` that runs cases on a RankPool whose ranks have applied `mutants`.
 
-    cases: traced cases, whose durations determine the timeouts.
+    cases: traced cases. Their durations determine the timeouts.
     """
 
     def __init__(
@@ -97,10 +96,6 @@ class Ranks(Closeable):
         return self._run_on_rank_0(rank_tasks.invalid_cases, tuple(cases), self.this_machine())
 
     def _run_on_rank_0(self, task: Callable[..., Result], *arguments: object) -> Result:
-        """Run a task on all ranks; return the result of rank 0.
-
-        Raises RuntimeError if a rank fails.
-        """
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
@@ -128,7 +123,7 @@ class Ranks(Closeable):
             return "raised"
 
     def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
-        """Run the checks of a case; return (first failure or None, seconds).
+        """Run the checks of a case; return (first failure or None, duration in seconds).
 
         Raises RanksEnded if a rank died or timed out.
         """
@@ -149,7 +144,7 @@ class Ranks(Closeable):
         return None, seconds
 
     def _timeouts(self, case: Case) -> tuple[float, float]:
-        """Return (timeout of an exchange, timeout of a run of two calls) in seconds."""
+        """Return the timeouts of an exchange and of a run of two calls, in seconds."""
         seconds = self._seconds.get(case, max(self._seconds.values(), default=_DEFAULT_CASE_S))
         return (
             _EXCHANGE_TIMEOUT_S + _EXCHANGE_FACTOR * seconds,
@@ -171,7 +166,7 @@ class OverRanks:
         return bool(rank_cases_for(*pair, machine, self.world_size, level, per_host).cases)
 
     def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
-        """Trace all cases: the lines that any rank executes, and the time of the slowest rank."""
+        """Trace all cases: the lines that any rank executes, and the duration on the slowest."""
         machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
         find_dependents(set(modules))
         covered: list[CaseCoverage] = []
@@ -256,6 +251,5 @@ def find_rank_exit(failure: str) -> ChildExit | None:
 
 
 def _get_last_line(error: RankError) -> str:
-    """Return the error that the first failed rank raised, without its traceback."""
     failure = next(iter(error.failures.values()))
     return f"raised {failure.strip().splitlines()[-1]}"

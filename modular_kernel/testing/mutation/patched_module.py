@@ -1,7 +1,7 @@
 """Import modules from changed source text, together with all modules that depend on them.
 
-This applies a mutant. It is only for forked child processes, because imported modules are removed
-from sys.modules.
+This is how a mutant is applied. It is only for forked child processes, because it removes imported
+modules from sys.modules.
 """
 
 import ast
@@ -21,16 +21,16 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.scope import list_imports
 from modular_kernel.testing.mutation.source import Mutant, Source
 
-# This module loads the classes of experts and exchanges ("parts") from entry points at run time, so
-# it depends on all of them.
+# This module loads all experts and exchange classes ("parts") from entry points at run time, so it
+# depends on each of them, although it does not import them by name.
 _PART_LOADER = "modular_kernel.catalog"
 
 
 def patch_modules(*mutants: Mutant) -> None:
-    """Make later imports of the mutants' modules, and of modules that depend on them, use changes.
+    """Make later imports of the mutants' modules use the changed source.
 
-    Raises SyntaxError if a changed text is not valid Python, and ConfigurationError if changes
-    overlap.
+    Modules that depend on them are also imported again. Raises SyntaxError if a changed text is not
+    valid Python, and ConfigurationError if changes overlap.
     """
     for module, (file, text) in changed_texts(mutants).items():
         ast.parse(text)
@@ -63,7 +63,7 @@ def changed_texts(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
 def unload(modules: set[str]) -> None:
     """Remove `modules` and the modules that depend on them from sys.modules.
 
-    They are imported again when they are needed.
+    The next import of each of these modules executes its source again.
     """
     removed = find_dependents(modules)
     for name in removed:
@@ -79,8 +79,7 @@ def unload(modules: set[str]) -> None:
 def restore_submodule_attributes() -> None:
     """Make loaded submodules attributes of their packages again.
 
-    After a package was imported again, the new package lacks the attributes of submodules that were
-    not imported again.
+    A package that was imported again lacks the attributes for submodules that were not.
     """
     for name, module in list(sys.modules.items()):
         parent, _, attribute = name.rpartition(".")
@@ -90,7 +89,7 @@ def restore_submodule_attributes() -> None:
 
 
 def part_packages() -> tuple[str, ...]:
-    """Return the import packages that provide parts."""
+    """Return the names of the import packages that provide parts."""
     return tuple(dict.fromkeys(entry.value.split(":")[0] for entry in entry_points(group=GROUP)))
 
 
@@ -113,7 +112,7 @@ def find_dependents(modules: set[str]) -> set[str]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds a single module, with the given source text."""
+    """Finds one module, whose source is the given text."""
 
     def __init__(self, module: str, file: str, text: str) -> None:
         self._module, self._file, self._text = module, file, text
@@ -128,7 +127,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads the given source text instead of that in the file."""
+    """Loads the given text instead of the text of the file."""
 
     def __init__(self, fullname: str, path: str, text: str) -> None:
         super().__init__(fullname, path)

@@ -1,7 +1,8 @@
-"""Import what all ranks need. Ranks are forked from a process that has imported this module.
+"""Import the modules that all ranks need.
 
-`ranks.pool` names this module to multiprocessing's fork server, so that each new rank of mutation
-testing starts in milliseconds instead of seconds.
+`ranks.pool` passes the name of this module to multiprocessing's fork server, so that ranks are
+forked from a process that has imported these modules. Each new rank of mutation testing then starts
+in milliseconds instead of seconds.
 """
 
 from importlib import import_module
@@ -14,5 +15,5 @@ from modular_kernel.testing.verify import over_ranks
 __all__ = ["over_ranks", "rank_tasks"]
 
 load_catalog()
-if HAS_INTERPRETER:  # otherwise the first launch on each rank takes seconds to import this
+if HAS_INTERPRETER:  # otherwise, the first launch on each rank takes seconds to import this
     import_module("modular_kernel.interpreter.patch")

@@ -1,7 +1,7 @@
-"""Tasks of a RankPool that run a mutant on each rank; `over_ranks` sends them.
+"""Tasks that run a mutant on each rank of a RankPool; `over_ranks` sends them.
 
 `apply_mutants` and `trace_imports` import this module again on a rank. A rank looks up each task by
-its module name, so later tasks are those of the new module, which uses the changed source.
+its module name, so later tasks are functions of the new module, which use the changed source.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ Lines = dict[str, list[int]]  # by file
 
 
 class CaseQuery(NamedTuple):
-    """Which cases to list.
+    """Query for a list of cases.
 
     ranks_per_host: number of ranks per host; None if all ranks are on one host.
     """
@@ -47,7 +47,7 @@ class CaseQuery(NamedTuple):
 def apply_mutants(
     _rank: int, _world_size: int, _group: object, mutants: tuple[Mutant, ...], imports: Imports
 ) -> None:
-    """Make this rank run the changed source. This must be the first task of the rank.
+    """Make this rank use the changed source. This must be the first task of the rank.
 
     imports: the import cache of another process (see `add_known_imports`).
     """
@@ -68,7 +68,9 @@ def trace_imports(
 ) -> tuple[list[RankCase], Lines]:
     """Import `modules` again; return the cases and the executed lines.
 
-    This must be the first task of the rank. modules: maps names of modules to files.
+    This must be the first task of the rank.
+
+    modules: maps names of modules to files.
     """
     silence_and_limit_memory()
     add_known_imports(imports)
@@ -102,7 +104,7 @@ def invalid_cases(
 def hash_case(
     rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, timeout: float
 ) -> str:
-    """Run a whole case on this rank; return the hash of its results (`hash_trial`).
+    """Run a case on this rank; return the hash of its results (`hash_trial`).
 
     For a fault scenario, the hash includes the outcomes of the scenario.
 
@@ -146,10 +148,12 @@ def hash_case_with_tracing(
 def build(
     timeout: float, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """Make a rank's kernel whose exchanges time out after `timeout` seconds.
+    """Make a kernel of one rank whose exchanges time out after `timeout` seconds.
 
-    poison: whether the kernel fills its buffers with NaN before each call. With `timeout` bound by
-    `functools.partial`, this function is the `build` argument of `prove_ranks`.
+    With `timeout` bound by `functools.partial`, this function is the `build` argument of
+    `prove_ranks`.
+
+    poison: whether the kernel fills its buffers with NaN before each call.
     """
     with use_timeout(timeout):
         return over_ranks.build_kernel(case, machine, poison, group)

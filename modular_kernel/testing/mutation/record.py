@@ -1,7 +1,7 @@
-"""Write a mutation score as JSON, for programs and for the page in docs/.
+"""Write a mutation score as JSON, for programs and for a page in docs/.
 
-`mk test --mutate` writes such a record, and reads an earlier one to skip the mutants that it lists
-as killed.
+`mk test --mutate` writes such a record. It can also read an earlier record, and skip the mutants
+that it lists as killed.
 """
 
 from collections import Counter
@@ -61,7 +61,7 @@ def killer(outcome: MutantOutcome) -> str:
 
 
 def recorded_kills(record: Record, survey: Survey) -> dict[str, str]:
-    """Return {identity: killer} of the mutants killed in a record, so that they need not run again.
+    """Return {identity: killer} of the mutants that a record lists as killed.
 
     Returns {} if the record is for another part, level, number of ranks or hosts, or other
     pairings.
@@ -94,7 +94,7 @@ def _describe_survivor(outcome: MutantOutcome, survey: Survey) -> Record:
 
 
 def _describe_proof(review: Equivalent) -> Record:
-    """Return the number of kernels or problems that a proof compared."""
+    """Return the counts that a proof of equivalence reports."""
     if review.proof == "code":
         return {"forms": review.forms}
     return {"problems": review.problems, "beside": review.beside}

@@ -23,7 +23,7 @@ from modular_kernel.testing.mutation.source import Mutant
 
 Item = TypeVar("Item")
 
-# Fields of a case that are not compared as an axis.
+# Fields of a case that are not axes. (The fields of the problem are.)
 _NOT_AXES = frozenset({"problem", "seed"})
 
 
@@ -69,11 +69,11 @@ class KillHistory:
         self._passing: set[Case] = set()
 
     def order(self, mutant: Mutant, cases: Sequence[CaseCoverage]) -> list[CaseCoverage]:
-        """Order cases such that one that kills the mutant is likely to run early.
+        """Order cases such that a case that kills the mutant is likely to run early.
 
-        Cases are sorted by duration, and those that killed other mutants of the module are
-        preferred. In this order, cases that together execute every line of the module come first,
-        then cases that together have every value of every axis, then all others.
+        Cases are sorted by duration, with a preference for cases that killed other mutants of the
+        module. In this order, cases that together execute every line of the module come first, then
+        cases that together have every value of every axis, then all others.
         """
         by_cost = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
@@ -139,7 +139,7 @@ def run_mutant(
     differs, and on some cases in which no bit differs. The mutant survives if all checks pass.
 
     coverage, pairs, level: the cases, as in `Survey`.
-    history: orders the cases; it is updated.
+    history: determines the order of the cases; it is updated.
     max_cases: maximum number of cases; None means all. Two thirds of them are the first cases in
         the order, and one third is spread over the other cases.
     backend: runs the cases; None means one process.
@@ -150,7 +150,8 @@ def run_mutant(
     backend = backend or OneProcess()
     is_loaded = coverage.loads(mutant)
     candidates = coverage.executing(mutant)
-    # A mutant that no case executes can affect only which cases are valid.
+    # An import or the selection of cases executes this mutant, but no case does. It can therefore
+    # only change which cases are valid.
     affects_selection_only = is_loaded and not candidates
     if affects_selection_only:
         candidates = coverage.cases
@@ -162,7 +163,7 @@ def run_mutant(
     listing = CaseListing(pairs, level, all_cases, affects_selection_only) if is_loaded else None
     outcome = backend.run_mutant(mutant, cases, listing)
     if outcome.killed:
-        # A mutant that breaks imports counts only if imports work without it.
+        # The mutant counts as killed only if the case passes without it.
         history.check_passes(outcome.case or cases[0].case, backend)
     if outcome.case is not None and outcome.killed:
         history.add(mutant, outcome.case)

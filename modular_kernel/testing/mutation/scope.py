@@ -1,10 +1,8 @@
-"""Find the modules whose source mutation testing of a part changes.
+"""Find the modules whose source mutation testing of a part (an experts or exchange class) changes.
 
-These are the package of the part (an experts or exchange class), its kernels, and the operations
-that it uses.
-
-The search reads import statements, including those inside functions. It starts at the module of the
-part, and follows imports of the part's package, of topk_reduce and of modular_kernel.ops.
+These are the package of the part, its kernels, and the operations that it uses. The search starts
+at the module of the part, reads import statements, including those inside functions, and follows
+imports of the part's package, of topk_reduce and of modular_kernel.ops.
 """
 
 import ast
@@ -46,7 +44,10 @@ NOT_MUTATED: tuple[tuple[str, str], ...] = (
 
 
 def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
-    """Return {module: file} of all modules of `part`. Raise ConfigurationError if it is unknown."""
+    """Return {module: file} of all modules of `part`.
+
+    Raises ConfigurationError for an unknown part.
+    """
     parts = [p for p in catalog.parts if p.name == part]
     if not parts:
         need = f"one of {', '.join(sorted({p.name for p in catalog.parts}))}"
@@ -91,14 +92,15 @@ def find_file(module: str) -> Path | None:
     )
 
 
-# The imports of each module. They are cached, because reading all modules takes seconds.
+# Cached imports of each module, because reading all modules takes seconds.
 _IMPORTS: dict[str, tuple[str, ...]] = {}
 
 
 def list_imports(module: str) -> tuple[str, ...]:
     """Return the modules that a module imports anywhere in its source.
 
-    For `from package import name`, these are the named submodules, or the package itself.
+    For `from package import name`, this is the submodule `package.name` if it exists, and otherwise
+    `package`.
     """
     if module not in _IMPORTS:
         _IMPORTS[module] = _read_imports(module)
@@ -106,12 +108,12 @@ def list_imports(module: str) -> tuple[str, ...]:
 
 
 def get_known_imports() -> dict[str, tuple[str, ...]]:
-    """Return the cache of `list_imports`, for `add_known_imports` in another process."""
+    """Return a copy of the cache of `list_imports`, for `add_known_imports` in another process."""
     return dict(_IMPORTS)
 
 
 def add_known_imports(imports: Mapping[str, tuple[str, ...]]) -> None:
-    """Add the cache of `list_imports` from another process of the same source."""
+    """Add `imports` of another process, which has the same source, to the cache."""
     _IMPORTS.update(imports)
 
 

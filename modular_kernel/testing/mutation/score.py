@@ -1,10 +1,10 @@
 """Compute the mutation score of a part: the fraction of its mutants that its test cases kill.
 
-A part is an experts or exchange class; its mutants are single changes of its source. `survey` lists
-them and traces the cases, and `mutation_score` runs a random sample of them.
+A part is an experts class, an exchange class or a reducer; its mutants are single changes of its
+source. `survey` lists them and traces the cases, and `mutation_score` runs a random sample of them.
 
-score = mutation_score(survey("TorchExperts"))
-print(score.kill_rate, [outcome.mutant.diff() for outcome in score.survivors])
+    score = mutation_score(survey("TorchExperts"))
+    print(score.kill_rate, [outcome.mutant.diff() for outcome in score.survivors])
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Survey:
 
     Attributes:
         part: name of the part.
-        pairs: the pairings of the part whose cases are run.
+        pairs: pairings of the part whose cases are run.
         level: level of the cases.
         mutants: all mutants of the part.
         coverage: the lines that the cases execute.
@@ -53,13 +53,13 @@ class Survey:
     backend: MutationBackend = field(default_factory=OneProcess)
 
     def executed(self) -> tuple[Mutant, ...]:
-        """Return the mutants that some case executes and that can be detected on a CPU."""
+        """Return the mutants that are executed and that a test on a CPU might detect."""
         return tuple(
             m for m in self.mutants if self.is_executed(m) and find_undetectable_reason(m) is None
         )
 
     def mutant(self, ident: str) -> Mutant:
-        """Return the mutant with an identity. Raise ConfigurationError if there is none."""
+        """Return the mutant with identity `ident`. Raise ConfigurationError if there is none."""
         return find_mutant(self.mutants, self.part, ident)
 
     def is_executed(self, mutant: Mutant) -> bool:
@@ -77,8 +77,7 @@ class Score:
         outcomes: the outcome of each mutant of the sample.
         executed: number of mutants from which the sample was drawn.
         not_executed: maps modules to the number of mutants that no case executes.
-        undetectable: maps reasons why mutants cannot be detected on a CPU to the number of these
-            mutants.
+        undetectable: number of mutants that cannot be detected on a CPU, by reason.
     """
 
     survey: Survey
@@ -94,7 +93,7 @@ class Score:
 
     @property
     def equivalent(self) -> tuple[tuple[MutantOutcome, Equivalent], ...]:
-        """The reviewed equivalent mutants, regardless of whether they were skipped or survived."""
+        """The mutants that were reviewed as equivalent, whether they were skipped or survived."""
         not_killed = [outcome for outcome in self.outcomes if not outcome.killed]
         part = self.survey.part
         reviews = ((o, find_equivalent(o.mutant.ident, part)) for o in not_killed)
@@ -102,7 +101,7 @@ class Score:
 
     @property
     def survivors(self) -> tuple[MutantOutcome, ...]:
-        """The survivors that are not known to be equivalent."""
+        """The surviving mutants that are not known to be equivalent."""
         equivalents = {outcome.mutant for outcome, _ in self.equivalent}
         return tuple(o for o in self.outcomes if not o.killed and o.mutant not in equivalents)
 
@@ -140,7 +139,7 @@ def surveys(
 ) -> tuple[Survey, ...]:
     """Survey several parts. The cases of each pairing run once for all parts.
 
-    Each part uses those of `pairs` that contain it. A TopKWeightAndReduce uses all of them.
+    Each part uses the pairings in `pairs` that contain it. A TopKWeightAndReduce uses all pairings.
     """
     pairs_by_part = {part: _select_pairs(part, pairs, level, backend) for part in parts}
     catalog = load_catalog()
@@ -232,7 +231,7 @@ def _describe_needed_part(part: str, world_size: int) -> str:
 
 
 def draw_sample(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
-    """Draw `count` of the mutants, which depend only on the seed. None means all, in order."""
+    """Draw `count` mutants, which depend only on the seed. None means all mutants, in order."""
     if count is None or count >= len(mutants):
         return tuple(mutants)
     keys = {m: hashlib.sha256(f"{seed}|{m.ident}".encode()).digest() for m in mutants}
@@ -247,7 +246,7 @@ def default_seed() -> str:
 def _find_shared_outcome(
     outcome: MutantOutcome | None, part_survey: Survey
 ) -> MutantOutcome | None:
-    """Return an outcome from another part's score, if a case of this part killed the mutant."""
+    """Return the outcome of another part if a case of this part killed the mutant there."""
     if outcome is None or not outcome.killed or outcome.case is None:
         return None
     executing = (covered.case for covered in part_survey.coverage.executing(outcome.mutant))
@@ -309,7 +308,6 @@ def _is_known(mutant: Mutant, part: str, recorded: Mapping[str, str]) -> bool:
 
 
 def _make_initial_score(part_survey: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
-    """Return the score before any mutant has run."""
     others = set(part_survey.mutants) - set(executed)
     reasons = Counter(reason for m in others if (reason := find_undetectable_reason(m)) is not None)
     not_executed = Counter(m.module for m in others if find_undetectable_reason(m) is None)

@@ -1,10 +1,9 @@
 """Find the places of a module to mutate: every expression and statement that affects results.
 
-`mutants_of` applies the mutation operators of `operators` there.
-
-Strings, docstrings, annotations, imports, assertions and arguments of raised errors are not
-mutated. A condition that only guards a `raise` is negated, but not changed in other ways, because
-it rejects invalid input and the cases have valid input.
+`mutants_of` applies the mutation operators of `operators` there. Strings, docstrings, annotations,
+imports, assertions and arguments of raised errors are not mutated. A condition that only guards a
+`raise` is negated, but not changed in other ways, because it rejects invalid input and the cases
+have valid input.
 """
 
 import ast
@@ -47,7 +46,10 @@ def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
 def _find_block_edits(
     source: Source, body: list[ast.stmt], function: str, assigned: set[str]
 ) -> Sites:
-    """Yield the edits of a block. assigned: names that are assigned earlier in the function."""
+    """Yield the edits of a block.
+
+    assigned: names that are assigned earlier in the function.
+    """
     for node in body:
         yield from _find_statement_edits(source, node, function, assigned)
 
@@ -85,7 +87,7 @@ def _find_definition_edits(
 
 
 def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
-    """Yield the edits of a statement itself, without those of nested statements."""
+    """Yield the edits of a statement, without those of statements nested in it."""
     if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
         yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
         return
@@ -109,7 +111,7 @@ def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Itera
 
 
 def _find_stale_assignment(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
-    """Yield the removal of a reassignment, after which a variable keeps its old value."""
+    """Yield the edit that removes a reassignment, so that a variable keeps its old value."""
     if not isinstance(node, ast.Assign):
         return
     names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
@@ -135,7 +137,7 @@ def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
 
 
 def _has_carried_state(loop: ast.For) -> bool:
-    """Return whether an iteration may read what an earlier one wrote, so that the order matters."""
+    """Return whether the order of iterations matters, because one may read what another wrote."""
     inner = [n for statement in loop.body for n in ast.walk(statement)]
     if any(isinstance(n, _LOOP_EFFECTS) or _method_name(n) in _LIST_METHODS for n in inner):
         return True

@@ -1,7 +1,7 @@
 """Edit the source text of a module: byte offsets of syntax nodes, edits, and mutants.
 
-`operators` and `sites` make edits with it. A mutant is one edit with an identifier that remains the
-same as long as the changed line does, so that records and reviews can refer to it.
+`operators` and `sites` use it. A mutant is one edit with an identifier that remains the same as
+long as the changed line does, so that records and reviews can refer to it.
 """
 
 import ast
@@ -20,7 +20,7 @@ Positioned = ast.expr | ast.stmt | ast.keyword
 
 @dataclass(frozen=True)
 class Edit:
-    """Replacement of bytes [start, end) by `new`; `operator` names the kind of change."""
+    """The replacement of bytes [start, end) by `new`; `operator` names the kind of change."""
 
     operator: str
     start: int
@@ -47,8 +47,8 @@ class Source:
     def readers(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """The statements in functions that read a private constant, by the line that assigns it.
 
-        Each statement is given as (first line, last line). Only constants that are assigned once
-        and not read during import are included.
+        Each statement is given as (first line, last line). Constants that are assigned more than
+        once, or read during import, are not included.
         """
         return find_readers(self.tree)
 
@@ -103,9 +103,9 @@ class Mutant:
         edit: the change.
         first, last: the lines of the changed statement. A case executes the mutant if it executes
             one of them.
-        readers: for a mutant of the value of a private constant that only functions read, the line
-            spans of the statements that read it. A case executes the mutant if it executes one of
-            these lines. None for any other mutant.
+        readers: if the mutant changes the value of a private constant that only functions read, the
+            line spans of the statements that read it. A case executes the mutant if it executes one
+            of these lines. None for any other mutant.
     """
 
     ident: str
