@@ -1,11 +1,11 @@
 """Make tiny matrices in the formats of published checkpoints, with their exact values.
 
-Codes and scales are drawn at random, not rounded from other numbers, so the float64 values are
-exactly those of the stored matrix. The packing follows the documentation of the formats, and shares
-no code with `modular_kernel.checkpoints`.
+Codes and scales are drawn at random, not computed by rounding other numbers, so the float64 values
+of the stored matrix are exact. The packing follows the documentation of the formats, and shares no
+code with `modular_kernel.checkpoints`.
 
-Most functions are a `Make`, which draws one matrix, or return a `Make`, in which case their
-arguments are the parameters of the format. `published_formats` lists the formats that they make.
+Most functions either have the type `Make` and draw one matrix, or return a `Make` for the given
+parameters of a format. `published_formats` lists the formats.
 """
 
 import json
@@ -97,7 +97,7 @@ def fp8_block(
 
 
 def fp8_block_4d(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
-    """Make modelopt's FP8_PB_WO, whose scales have the shape (blocks, 1, blocks, 1)."""
+    """Make a matrix in modelopt's FP8_PB_WO, whose scales have the shape (blocks, 1, blocks, 1)."""
     stored = fp8_block(torch.float32, "weight_scale")(rows, depth, g, gain)
     scale = stored.tensors["weight_scale"]
     return StoredMatrix(
@@ -106,7 +106,7 @@ def fp8_block_4d(rows: int, depth: int, g: torch.Generator, gain: float) -> Stor
 
 
 def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
-    """Make e4m3 codes with an E8M0 scale per 32 columns, stored as uint8 or float8_e8m0fnu."""
+    """Make e4m3 codes with an E8M0 scale per 32 columns of a row, stored as `scale_dtype`."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         w = _fp8_codes(rows, depth, g)
@@ -120,9 +120,9 @@ def mxfp8(name: str, scale_dtype: torch.dtype) -> Make:
 
 
 def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), shared_scale: bool = False) -> Make:
-    """Make fp8 matrices with per-tensor scales.
+    """Make fp8 matrices with one scale per matrix.
 
-    static: whether the matrices have an input scale, too.
+    static: whether the matrices also have an input scale.
     shared_scale: whether all matrices with the same K have the same scales.
     """
 
@@ -155,7 +155,7 @@ def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> Stor
 
 
 # Levels of bitsandbytes' 4-bit types, by code. NF4 consists of quantiles of a normal distribution.
-# FP4 has two exponent bits and is divided by 12. Its code 1 is an exception: 1 / 192.
+# FP4 has two exponent bits and is divided by 12. Its code 1 is an exception and means 1 / 192.
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -180,7 +180,7 @@ def bitsandbytes(
     kind: "nf4" or "fp4".
     block: number of values in a block, which share a scale.
     double: whether the scales of blocks are quantized to 8-bit codes.
-    storage: the dtype as which the bytes are stored.
+    storage: dtype of the stored tensor, whose bytes contain the codes.
     nested_block: number of scales that share a second-level scale, if `double`.
     """
 
@@ -328,7 +328,7 @@ def awq(group: int, *, zero_point: bool = True) -> Make:
 def gptq(bits: int, group: int, *, symmetric: bool = True, zero_point_offset: int = 1) -> Make:
     """Make GPTQ matrices.
 
-    zero_point_offset: number that is subtracted from zero points before they are stored; 1 in
+    zero_point_offset: number that is subtracted from zero points before they are stored. It is 1 in
         version 1 of the format.
     """
 
@@ -350,7 +350,7 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, zero_point_offset: in
 def with_act_order(make: Make, group_index_name: str, group: int, codes_name: str) -> Make:
     """Make matrices like `make`, but with columns assigned to groups at random (act order).
 
-    The n-th gate matrix and the n-th up matrix get the same assignment.
+    The n-th gate matrix and the n-th up matrix have the same assignment.
 
     group_index_name: name of the tensor of group indices.
     codes_name: name of the tensor of codes.

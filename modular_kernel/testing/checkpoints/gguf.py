@@ -3,10 +3,10 @@
     sample = write_gguf(folder / "model.gguf", "qwen3moe", ("Q4_0", "Q4_0", "Q8_0"))
     sample.expected_output(x_TH, weights_TK, ids_TK)   # float64
 
-GGUF types store blocks of 32 or 256 values as integer codes with float16 scales. For each type, a
+GGUF types store blocks of 32, 64 or 256 values as integer codes with scales. For each type, a
 function draws codes and scales at random, and returns the bytes of the blocks and their values. The
-layouts follow the comments in ggml, with its names (d is the scale of a block, m or dmin its
-minimum), and share no code with `modular_kernel.checkpoints`.
+layouts and names follow the comments in ggml: d is the scale of a block, and m or dmin its minimum.
+No code is shared with `modular_kernel.checkpoints`.
 """
 
 import json
@@ -24,7 +24,7 @@ from modular_kernel.testing.checkpoints.formats import E2M1, F64
 from modular_kernel.testing.checkpoints.published_formats import CHECKPOINT_FORMATS
 from modular_kernel.testing.checkpoints.samples import FAMILIES, Sample
 
-Blocks = tuple[torch.Tensor, torch.Tensor]  # bytes of each block, uint8, and values, float64
+Blocks = tuple[torch.Tensor, torch.Tensor]  # bytes of each block, uint8; their values, float64
 _NUMBERS = {
     "F32": 0, "F16": 1, "BF16": 30, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8,
     "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ3_S": 21,
@@ -71,7 +71,7 @@ def _q4_1(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _high_bits(codes: torch.Tensor) -> torch.Tensor:
-    """Put bit 4 of value j into bit j of a word of 32 bits, little-endian."""
+    """Put bit 4 of value j into bit j of a 32-bit word; return its 4 bytes, little-endian."""
     word = sum((codes[:, j] >> 4 & 1) << j for j in range(32))
     assert isinstance(word, torch.Tensor)
     return torch.stack([word >> 8 * byte & 255 for byte in range(4)], 1).to(torch.uint8)
@@ -122,7 +122,7 @@ def _iq4_xs(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _nvfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
-    """Draw a type that is not read."""
+    """Return zeros. The type serves to test that it is refused."""
     return torch.zeros(count, 36, dtype=torch.uint8), torch.zeros(count, 64, dtype=F64)
 
 
@@ -138,20 +138,20 @@ def _codebook(name: str) -> torch.Tensor:
 
 
 class _Fields:
-    """Blocks that are filled bit by bit, from fields of little-endian words."""
+    """Blocks whose bits are set field by field. Fields are little-endian."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.bytes = torch.zeros(count, nbytes, dtype=torch.int64)
 
     def put(self, byte: int, bit: int, value: torch.Tensor) -> None:
-        """Put values (count,) at a bit after the lowest one of a byte."""
+        """Put values (count,) at bit `bit` of byte `byte`. They may extend into later bytes."""
         shifted = value << bit
         for place in range(8):
             if bool((shifted >> 8 * place).any()):
                 self.bytes[:, byte + place] |= shifted >> 8 * place & 255
 
     def blocks(self, d: torch.Tensor | None = None, at: int = 0) -> torch.Tensor:
-        """Return the bytes, uint8, with the float16 d at a byte."""
+        """Return the bytes, uint8. If `d` is given, its float16 values are stored at byte `at`."""
         out = self.bytes.to(torch.uint8)
         if d is not None:
             out[:, at : at + 2] = _bytes(d)
@@ -159,7 +159,11 @@ class _Fields:
 
 
 def _signs(count: int, g: torch.Generator, *, even: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the signs of 8 values: the byte, or its seven bits if an even number is negative."""
+    """Draw the signs of 8 values; return their bits and their factors (1 or -1).
+
+    even: whether an even number of signs is negative, so that the first 7 bits determine the
+        eighth.
+    """
     negative = torch.randint(0, 2, (count, 8), generator=g)
     if even:
         negative[:, 7] = negative[:, :7].sum(1) % 2
@@ -179,7 +183,7 @@ def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
         fields, values = _Fields(count, nbytes), torch.empty(count, 256, dtype=F64)
         scales = torch.randint(0, 16, (count, 256 // per_scale), generator=g)
         for first in range(0, 256, 8):
-            n, group = first // 8, first // 32  # of 8 and of 32 values
+            n, group = first // 8, first // 32  # indices of the 8 and of the 32 values
             scale = scales[:, first // per_scale]
             draws = torch.randint(0, len(book), (2, count), generator=g)
             sign_bits, signs = _signs(count, g, even=kind in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
@@ -198,14 +202,14 @@ def _iq(kind: str) -> Callable[[int, float, torch.Generator], Blocks]:
                 fields.put(66 + group, 2 * (n % 4), index >> 8)
                 fields.put(74 + group, 4 * (n // 2 % 2), scale)
             elif kind == "IQ3_XXS":
-                for half, each in enumerate(draws):
-                    fields.put(2 + 2 * n + half, 0, each)
+                for half, entry_index in enumerate(draws):
+                    fields.put(2 + 2 * n + half, 0, entry_index)
                 fields.put(66 + 4 * group, 7 * (n % 4), sign_bits)
                 fields.put(66 + 4 * group, 28, scale)
             else:
-                for half, each in enumerate(draws):
-                    fields.put(2 + 2 * n + half, 0, each & 255)
-                    fields.put(66 + group, (2 * n + half) % 8, each >> 8)
+                for half, entry_index in enumerate(draws):
+                    fields.put(2 + 2 * n + half, 0, entry_index & 255)
+                    fields.put(66 + group, (2 * n + half) % 8, entry_index >> 8)
                 fields.put(74 + n, 0, sign_bits)
                 fields.put(106 + group // 2, 4 * (group % 2), scale)
             unit = {"IQ3_S": 1 + 2 * scale, "IQ3_XXS": (scale + 0.5) / 2}.get(
@@ -254,7 +258,7 @@ def _tq2_0(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _tq1_0(count: int, gain: float, g: torch.Generator) -> Blocks:
-    """Draw digits in base 3: values 32 apart share a byte, then values 16 and 4 apart."""
+    """Draw base-3 digits. A byte stores 5 values that are 32 or 16 apart, or 4 that are 4 apart."""
     codes, d = torch.randint(0, 3, (count, 256), generator=g), _half((count, 1), gain, g)
     packed = []
     for first, step, digits in ((0, 32, 5), (160, 16, 5), (240, 4, 4)):
@@ -262,7 +266,7 @@ def _tq1_0(count: int, gain: float, g: torch.Generator) -> Blocks:
             codes[:, first + step * digit : first + step * (digit + 1)] * 3 ** (4 - digit)
             for digit in range(digits)
         )
-        packed.append((number * 256 + 242) // 243)  # the fraction of 256, rounded up
+        packed.append((number * 256 + 242) // 243)  # number / 243 in units of 1 / 256, rounded up
     return torch.cat([*packed, _bytes(d)], 1).to(torch.uint8), (codes - 1) * d.to(F64)
 
 
@@ -276,7 +280,7 @@ def _mxfp4(count: int, gain: float, g: torch.Generator) -> Blocks:
 
 
 def _bits_of_256(codes: torch.Tensor) -> torch.Tensor:
-    """Put codes of 2 bits into 64 bytes, the lowest bits of each 32 bytes first."""
+    """Pack codes of 2 bits into 64 bytes. In each 128 values, value j is in byte j % 32."""
     packed = torch.zeros(len(codes), 64, dtype=torch.int64)
     for value in range(256):
         half, place = divmod(value, 128)
@@ -360,7 +364,7 @@ def _q6_k(count: int, gain: float, g: torch.Generator) -> Blocks:
     high = torch.zeros(count, 64, dtype=torch.int64)
     for half in range(2):
         for place in range(32):
-            first = 128 * half + place  # and 32, 64 and 96 after it
+            first = 128 * half + place  # the other codes are 32, 64 and 96 after it
             q1, q2, q3, q4 = (codes[:, first + 32 * part] for part in range(4))
             low[:, 64 * half + place] = q1 & 15 | (q3 & 15) << 4
             low[:, 64 * half + place + 32] = q2 & 15 | (q4 & 15) << 4
@@ -413,7 +417,7 @@ def matrix(
 ) -> tuple[bytes, torch.Tensor]:
     """Draw a tensor of the type `kind`; return its bytes and its values in float64.
 
-    gain: factor of the values.
+    gain: the values are proportional to it.
     """
     count = torch.Size(shape).numel()
     is_large = kind.endswith("_K") or (kind.startswith(("IQ", "TQ")) and kind != "IQ4_NL")
@@ -423,7 +427,7 @@ def matrix(
     return stored.numpy().tobytes(), exact.reshape(shape)
 
 
-# Maps an architecture to (model family, metadata of this architecture only).
+# Maps an architecture to (model family, metadata that only this architecture has).
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3_moe", {}),
     "llama": ("mixtral", {}),
@@ -476,10 +480,10 @@ def write_gguf(  # noqa: PLR0913 (independent options)
 ) -> Sample:
     """Write a model; return it with the exact weights of its last layer with experts.
 
-    types: types of gate, up and down, or a mapping from layers to such types. All other layers up
-        to the last one are dense.
+    types: types of the gate, up and down matrices, either of layer 0 or by layer. Layers without an
+        entry, up to the last layer with experts, are dense.
     fused: whether gate and up are stored in one tensor.
-    metadata: entries that replace or are added to the usual ones; None removes an entry.
+    metadata: entries that are added to the usual ones or replace them; None removes an entry.
     change: modifies the dictionary from names to tensors (`_Stored`) before they are written.
     files: number of files among which the tensors are divided.
     """
@@ -500,9 +504,11 @@ def write_gguf(  # noqa: PLR0913 (independent options)
         gate, up = matrix(gate_type, sizes, 1.0, g), matrix(up_type, sizes, 1.7, g)
         down = matrix(down_type, (experts, hidden, intermediate), 1.0, g)
         if fused:
-            each = len(gate[0]) // experts
+            expert_bytes = len(gate[0]) // experts
             data = b"".join(
-                part[0][e * each : (e + 1) * each] for e in range(experts) for part in (gate, up)
+                matrix_bytes[e * expert_bytes : (e + 1) * expert_bytes]
+                for e in range(experts)
+                for matrix_bytes in (gate[0], up[0])
             )
             fused_shape = (experts, 2 * intermediate, hidden)
             tensors[f"{at}ffn_gate_up_exps.weight"] = _Stored(gate_type, fused_shape, data)

@@ -1,8 +1,8 @@
 """List the formats of published checkpoints.
 
-Each has the quantization_config of its config.json, a function of `formats` that draws a matrix in
-it, and the quantization scheme of this package as which its weights are loaded. `samples.write`
-writes a checkpoint in one of them.
+Each entry has the quantization_config of config.json, a function of `formats` that draws a matrix,
+and the quantization scheme of this package as which the weights are loaded. `samples.write` writes
+a checkpoint in one of the formats.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,11 @@ from modular_kernel.testing.checkpoints.formats import (
 class CheckpointFormat:
     """One checkpoint format.
 
-    config: its quantization_config. make: draws a matrix. scheme: the scheme as which weights are
-    loaded. bound: maximum relative error of a layer with these weights, compared with float64.
+    config: its quantization_config.
+    make: draws a matrix.
+    scheme: the quantization scheme as which weights are loaded.
+    bound: maximum relative error of the outputs of a layer with these weights, compared with
+        float64.
     """
 
     config: dict[str, Any] | None
@@ -405,7 +408,8 @@ ACT_ORDER_FORMATS: dict[str, CheckpointFormat] = {
     ),
 }
 
-# Blocks that ignore rows; supported by `load_experts` and `merge`, one matrix at a time.
+# Formats whose blocks may span rows. Only `load_experts` and `merge` support them, and read one
+# matrix at a time.
 BLOCK_FORMATS: dict[str, CheckpointFormat] = {
     "nf4": CheckpointFormat(_BITSANDBYTES, bitsandbytes("nf4"), "none"),
     "nf4, double": CheckpointFormat(
@@ -426,8 +430,8 @@ BLOCK_FORMATS: dict[str, CheckpointFormat] = {
     ),
 }
 
-# Formats of fused experts, (e, K, N), of Llama 4 and gpt-oss: FBGEMM's, and ModelOpt's, which has
-# one scale for all experts.
+# Formats of Llama 4 and gpt-oss, which store all experts in one tensor (E, K, N). In ModelOpt's
+# formats, all experts have the same per-tensor scale.
 FUSED_FORMATS: dict[str, CheckpointFormat] = {
     "fbgemm fp8, fused": CheckpointFormat(
         CHECKPOINT_FORMATS["fbgemm fp8"].config,

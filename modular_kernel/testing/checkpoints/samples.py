@@ -48,7 +48,8 @@ class LayerMatrices:
     def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
         """Stack a tensor of all experts: (E, N, K) for weights. Equal scalars are merged into (1,).
 
-        name: "gate", "up" or "down". kind: suffix of the tensor's name.
+        name: "gate", "up" or "down".
+        kind: suffix of the tensor's name.
         """
         tensors = [matrix.tensors[kind] for matrix in getattr(self, name)]
         stack = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
@@ -65,7 +66,7 @@ class LayerMatrices:
         return torch.stack([gate, up], 2).flatten(1, 2) if gate.dim() > 1 else gate.maximum(up)
 
     def transposed(self, *, interleaved: bool = False) -> Tensors:
-        """Return every stacked tensor, with the last two dimensions swapped; scalars as ()."""
+        """Return all stacked tensors with the last two dimensions swapped; scalars as ()."""
         tensors: Tensors = {}
         for kind in self.gate[0].tensors:
             first = self.interleaved_gate_up(kind) if interleaved else self.gate_up(kind)
@@ -113,7 +114,11 @@ def fused(block: str, *, transposed: bool = False) -> NameTensors:
 
 
 def gpt_oss(layer_prefix: str, m: LayerMatrices) -> Tensors:
-    """Name fused tensors in 16 bits, mxfp4 and ModelOpt's formats, else separate projections."""
+    """Name the tensors of gpt-oss.
+
+    Unquantized weights, mxfp4 and ModelOpt's formats have fused tensors of all experts. Other
+    formats have one module for each projection of each expert.
+    """
     prefix = f"{layer_prefix}mlp.experts"
     assert m.b1 is not None
     assert m.b2 is not None
@@ -184,7 +189,7 @@ def dbrx(layer_prefix: str, m: LayerMatrices) -> Tensors:
 
 
 def step(layer_prefix: str, m: LayerMatrices) -> Tensors:
-    """Name one tensor per projection, in which all experts are stacked. Scales are stacked, too."""
+    """Name one tensor per projection and kind (weights or scales), which stacks all experts."""
     tensors: Tensors = {}
     for name, experts in (("gate_proj", m.gate), ("up_proj", m.up), ("down_proj", m.down)):
         for kind in experts[0].tensors:
@@ -210,7 +215,7 @@ class ModelFamily:
         sizes: config keys of the number of experts, top-k, intermediate and hidden size.
         layer_prefix: prefix of the names of layers.
         extra_config: further config entries.
-        wrapper_type: model type whose text_config contains the config, or "".
+        wrapper_type: model type of an outer config whose text_config contains this config, or "".
         act: the activation that `Sample.expected_output` applies.
         bias: whether the experts have biases.
     """
@@ -333,7 +338,7 @@ class Sample:
     """A written checkpoint, with the exact weights of its last layer.
 
     Attributes:
-        folder: the folder with the files.
+        folder: the folder with the files, or the path passed to `write_gguf`.
         config: the contents of config.json.
         kind: the format.
         family: the model family.
@@ -341,6 +346,7 @@ class Sample:
         w2: (E, H, I) float64.
         b1: (E, 2I) float64, gate values first; None without biases.
         b2: (E, H) float64; None without biases.
+        top_k: number of experts per token.
         scaling: the routed scaling factor.
     """
 
@@ -366,7 +372,7 @@ class Sample:
     def expected_output(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the output of the layer pair by pair: (T, H) float64."""
+        """Compute the output (T, H) of the layer in float64, expert by expert for each token."""
         on_input = self.config.get("model_type") == "llama4"
         y = torch.zeros_like(x)
         for t in range(len(x)):
@@ -428,7 +434,7 @@ def write(  # noqa: PLR0913 (independent options)
     family: a key of FAMILIES.
     kind: a key of CHECKPOINT_FORMATS, ACT_ORDER_FORMATS, BLOCK_FORMATS, FUSED_FORMATS or
         TORCHAO_FORMATS.
-    shards: number of files; if it is more than one, an index is written, too.
+    shards: number of files. If it is larger than 1, an index is also written.
     change: modifies the dictionary from names to tensors before the tensors are written.
     """
     model_family = FAMILIES[family]

@@ -1,12 +1,12 @@
-"""Tiny matrices in the formats of torchao, and the metadata of their files.
+"""Make tiny matrices in the formats of torchao, and the metadata of their files.
 
     kind = TORCHAO_FORMATS["torchao int4"]      # config, make, scheme
     metadata_of(kind.config, tensors)           # {"x.weight": '{"_type": "Int4Tensor", ...}'}
 
-`samples.write` uses both. A matrix has the tensors `_weight_qdata`, `_weight_scale` and, for
-integers, `_weight_zero_point`. `stack_experts` stacks these tensors of all experts, and `old_names`
-renames them as torchao 0.14 does. The layouts follow torchao's documentation and share no code with
-`modular_kernel.checkpoints`.
+`samples.write` uses both. A matrix consists of the tensors `_weight_qdata`, `_weight_scale` and,
+for integers, `_weight_zero_point`. `stack_experts` stacks these tensors of all experts, and
+`old_names` renames them to the names of torchao 0.14. The layouts follow torchao's documentation
+and share no code with `modular_kernel.checkpoints`.
 """
 
 import json
@@ -54,7 +54,7 @@ def config(default: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an FqnToConfig, which has options by module name."""
+    """Return the options of an FqnToConfig, which contains options by module name."""
     data = {"fqn_to_config": dict(names), "module_fqn_to_config": dict(names)}
     return {"_type": "FqnToConfig", "_version": 1, "_data": data}
 
@@ -95,7 +95,7 @@ def _int8(group: int | None) -> Make:
 
 
 def _fp8(*, whole: bool) -> Make:
-    """Make float8 codes with a scale per row or, if `whole`, one scale for all matrices."""
+    """Make float8 codes with a scale per row or, if `whole`, one scale for all rows and experts."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         codes = (torch.randn(rows, depth, generator=g) * 100).clamp(-448, 448).to(FP8)
@@ -109,9 +109,10 @@ def _fp8(*, whole: bool) -> Make:
 
 
 def tiled(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales (N, G) in tiles: row r of a tile has those of rows r, r + 32, r + 64, r + 96.
+    """Rearrange scales (N, G) into tiles of 128 rows and 4 columns, padded with zeros.
 
-    The tiles of 128 rows and 4 columns follow one another, in the order of the matrix.
+    The tiles follow one another in row-major order. Row r of a tile, of 32, contains the scales of
+    the rows r, r + 32, r + 64 and r + 96.
     """
     rows, columns = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
     padded = torch.zeros(128 * rows, 4 * columns, dtype=torch.uint8)
@@ -127,7 +128,7 @@ def tiled(scale: torch.Tensor) -> torch.Tensor:
 
 
 def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return the scales (rows, columns) of what `tiled` returned."""
+    """Return the scales (rows, columns) from the tiles that `tiled` returned."""
     width = -(-columns // 4)
     positions = torch.arange(tiles.numel()).view(-1, width, 32, 4, 4)
     scale = torch.empty(rows, columns, dtype=torch.uint8)
@@ -140,7 +141,7 @@ def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _blocked(make_plain: Make, *, has_matrix_scale: bool = False) -> Make:
-    """Make matrices like `make_plain`, but with the scales in the tiles that `tiled` makes."""
+    """Make matrices like `make_plain`, but with scales in the tiles that `tiled` makes."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> StoredMatrix:
         plain = make_plain(rows, depth, g, gain)
@@ -264,8 +265,8 @@ def metadata_of(
 ) -> dict[str, str]:
     """Return the metadata of a file: the class and attributes of each weight, as JSON text.
 
-    quantization: a quantization_config. If it has options by module name, the first ones are used
-        for all weights.
+    quantization: a quantization_config. If it has options by module name, the first options are
+        used for all weights.
     """
     chosen = quantization["quant_type"]["default"]
     if chosen["_type"] == "FqnToConfig":
@@ -308,15 +309,18 @@ def _attributes(chosen: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, 
 
 
 def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the tensors of each expert, named as in Qwen3-MoE, with stacked ones, in place."""
+    """Replace the tensors of each expert, named as in Qwen3-MoE, by stacked tensors, in place."""
     pattern = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\._weight_(\w+)")
-    found: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
+    experts_by_key: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
     for name in list(tensors):
         match = pattern.fullmatch(name)
         if match is not None:
             key = match[1], match[3], match[4]
-            found.setdefault(key, {})[int(match[2])] = tensors.pop(name)
-    stacked = {key: torch.stack([each[e] for e in range(len(each))]) for key, each in found.items()}
+            experts_by_key.setdefault(key, {})[int(match[2])] = tensors.pop(name)
+    stacked = {
+        key: torch.stack([by_expert[e] for e in range(len(by_expert))])
+        for key, by_expert in experts_by_key.items()
+    }
     for (block, projection, kind), tensor in stacked.items():
         if projection == "up":
             continue
@@ -330,10 +334,10 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
                 sizes = qdata.shape[1], depth // (16 if tensor.dtype is FP8 else 32)
                 pairs = zip(tensor, up, strict=True)
                 tensor = torch.stack(
-                    [tiled(torch.cat([untiled(each, *sizes) for each in pair])) for pair in pairs]
+                    [tiled(torch.cat([untiled(scale, *sizes) for scale in pair])) for pair in pairs]
                 )
-            elif kind != "per_tensor_scale":  # which gate and up share
-                int4 = tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(found)
+            elif kind != "per_tensor_scale":  # gate and up have the same per-tensor scale
+                int4 = tensor.dtype in (torch.bfloat16, torch.float32) and _is_int4(experts_by_key)
                 tensor = torch.cat([tensor, up], -1 if int4 else 1)
         if kind == "per_tensor_scale":
             tensor = tensor[:, None, None]
@@ -342,17 +346,17 @@ def stack_experts(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{block}._{name}_{kind}"] = tensor.contiguous()
 
 
-def _is_int4(found: Mapping[tuple[str, str, str], Mapping[int, torch.Tensor]]) -> bool:
+def _is_int4(experts_by_key: Mapping[tuple[str, str, str], Mapping[int, torch.Tensor]]) -> bool:
     return all(
         tensor.is_floating_point()
-        for (_, _, kind), each in found.items()
+        for (_, _, kind), by_expert in experts_by_key.items()
         if kind == "zero_point"
-        for tensor in each.values()
-    ) and any(kind == "zero_point" for _, _, kind in found)
+        for tensor in by_expert.values()
+    ) and any(kind == "zero_point" for _, _, kind in experts_by_key)
 
 
 def old_names(tensors: dict[str, torch.Tensor]) -> None:
-    """Rename tensors as torchao 0.14 names them, in place."""
+    """Rename tensors to the names of torchao 0.14, in place."""
     for name in list(tensors):
         match = re.fullmatch(r"(.*)\._(\w+?)_(qdata|per_tensor_scale|scale|zero_point)", name)
         if match is not None:
