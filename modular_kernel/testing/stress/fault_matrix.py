@@ -1,8 +1,8 @@
 """Run the fault matrix: all fault scenarios of the exchange classes ("parts") over ranks.
 
 In a fault scenario, rank 1 is killed, stopped, late, or makes a wrong call. The other ranks must
-raise CommunicationError in time and name rank 1. `faults` runs one scenario on one rank; this file
-lists the scenarios, runs them on pools of processes, and formats a table of the findings.
+raise CommunicationError in time and name rank 1. `faults` runs one scenario on one rank. This
+module lists the scenarios, runs them on pools of processes, and formats a table of the findings.
 """
 
 import tempfile
@@ -37,7 +37,7 @@ LAYER_CHANGES: tuple[tuple[tuple[str, object], ...], ...] = (
     (("quant", "fp8_w8a8_block"),),
     (("routed_scaling_factor", 2.0),),
 )
-_START_TIMEOUT_S = 60.0  # timeout for starting processes and their imports
+_START_TIMEOUT_S = 60.0  # timeout for starting processes and importing modules in them
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class FaultResult:
     """Result of a scenario.
 
     Attributes:
-        reports: reports of the ranks that reported.
-        lost: maps each other rank to the reason why it did not report.
+        reports: reports by rank, of the ranks that made one.
+        lost: maps each other rank to the reason why it made no report.
         seconds: duration of the scenario.
     """
 
@@ -94,7 +94,7 @@ class FaultResult:
 
 
 def list_scenarios(part: str, backend: Backend, *, checked: bool = True) -> tuple[Scenario, ...]:
-    """Return all scenarios of a part, in which rank 1 disappears, raises, or uses another layer.
+    """Return all scenarios of a part.
 
     checked: see `Scenario`.
     """
@@ -131,7 +131,7 @@ def list_supported_parts(world_size: int, backend: Backend) -> tuple[str, ...]:
 
 
 def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> FaultResult:
-    """Run one scenario on a pool, which can be used again afterwards.
+    """Run one scenario on a pool. The pool can be used again afterwards.
 
     timeout: seconds after which a rank that does not answer is killed and reported as lost.
     """
@@ -157,10 +157,10 @@ def run_matrix(
     on_result: Callable[[FaultResult], None] = lambda _: None,
     start_limit_s: float = 300.0,
 ) -> tuple[FaultResult, ...]:
-    """Run every scenario. Scenarios that kill processes start first.
+    """Run every scenario, starting with those that kill processes.
 
-    num_pools: number of pools that run scenarios in parallel, which helps because ranks mostly
-        wait.
+    num_pools: number of pools that run scenarios in parallel. This is faster than one pool, because
+        ranks mostly wait.
     on_result: called with each result.
     start_limit_s: scenarios that have not started after this many seconds are reported with all
         ranks lost.
@@ -196,7 +196,7 @@ def run_matrix(
 
 
 def _try_scenario(scenario: Scenario, pool: RankPool) -> FaultResult:
-    """Run a scenario; return a result even if the pool does not start."""
+    """Run a scenario. If the pool does not start, return a result in which all ranks are lost."""
     try:
         return run_scenario(scenario, pool)
     except RankError as error:
@@ -206,9 +206,6 @@ def _try_scenario(scenario: Scenario, pool: RankPool) -> FaultResult:
 def _not_started_result(scenario: Scenario, world_size: int) -> FaultResult:
     lost = dict.fromkeys(range(world_size), "not started: time limit reached")
     return FaultResult(scenario, world_size, {}, lost, 0.0)
-
-
-# ---------------------------------------------------------------------------------- the tables
 
 
 def format_markdown(results: Sequence[FaultResult]) -> str:

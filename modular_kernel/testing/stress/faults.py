@@ -1,10 +1,9 @@
 """Run one rank of a fault scenario: one rank fails, and the others must raise in time.
 
 `fault_matrix` sends `run_faulty_rank` to the ranks of a pool. This works for any exchange class
-("part") that creates its communicator from a process group and reads its timeout from
-MK_TIMEOUT_S. A part whose calls do not wait for the device, and which thus reports errors later,
-must provide `check()`, which waits and raises CommunicationError. The manager of a part is the
-object through which it communicates.
+("part") that creates its communicator from a process group and reads its timeout from MK_TIMEOUT_S.
+A part that reports errors asynchronously must provide `check()`, which waits for the device and
+raises CommunicationError. The manager of a part is the object through which it communicates.
 """
 
 import os
@@ -60,7 +59,7 @@ class Scenario:
     - "killed", "stopped", "late": the process of rank 1 is killed, stopped or delayed at `point`.
     - "raises": its prepare (if `point` is "before dispatch") or its experts raise an exception.
     - "overflow": it passes more tokens than problem.tokens.
-    - "refuses": it passes x with another dtype.
+    - "refuses": it passes x with another dtype, so that its call is refused.
     - "disagrees": its problem is changed by the fields in `faulty_changes`; the key "experts_part"
       selects a different experts part.
 
@@ -74,7 +73,8 @@ class Scenario:
         layer: fields of the problem.
         experts_part: name of an experts part; None means the first one that is compatible.
         timeout_s: timeout of an exchange, in seconds.
-        checked: if False, the ranks check only in the first call on the host that they agree.
+        checked: argument of the part's manager. If False, the ranks compare their arguments on the
+            host in the first call only.
     """
 
     part: str
@@ -146,7 +146,7 @@ class FaultContext:
     Attributes:
         scenario: the scenario.
         rank, world_size, group: this rank, the number of ranks, and the process group.
-        folder: folder in which each rank creates a file, named by its number, when it has finished.
+        folder: folder in which each rank that has finished creates a file, named by its number.
         pids: process ids by rank.
     """
 
@@ -162,7 +162,7 @@ class FaultContext:
         return this_machine(device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
     def make_problem(self, **changes: Any) -> Problem:
-        """Make this rank's problem, sized for one token more than any rank passes."""
+        """Make this rank's problem, with one token more than any rank passes."""
         parallel = Parallel(self.world_size, rank=self.rank)
         fields: dict[str, Any] = {**dict(self.scenario.layer), **changes}
         return Problem(tokens=max(self.tokens_W) + 1, parallel=parallel, **fields)
@@ -241,10 +241,12 @@ def run_faulty_rank(
 
 
 def _run_with_fault(context: FaultContext) -> RankReport:
-    """Make a correct call, then up to two calls, in one of which the faulty rank fails."""
+    """Make a correct call, then up to two calls. The faulty rank fails in one of them."""
     scenario, problem = context.scenario, context.make_problem()
     inputs = context.make_inputs(problem, context.tokens_W)
-    if inputs.x_TH.is_cuda:  # compile the kernels now, because this may exceed the timeout
+    if (
+        inputs.x_TH.is_cuda
+    ):  # compile the kernels now, because this may take longer than the timeout
         _is_usable(context)
     context.synchronize_ranks()
     with use_timeout(scenario.timeout_s):
@@ -282,7 +284,7 @@ def _run_with_other_layer(context: FaultContext) -> RankReport:
             kernel = context.make_kernel(
                 problem, experts or context.choose_experts(context.make_problem())
             )
-    except Exception as error:  # noqa: BLE001  a part may detect it in its constructor
+    except Exception as error:  # noqa: BLE001  a constructor may detect the different layer
         return _error_report(error, time.monotonic() - started, 0)
     return run_two_calls(kernel, inputs, None)
 
@@ -308,7 +310,7 @@ def run_two_calls(
 
 
 def run_calls(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
-    """Make up to `calls` calls, stopping at the first that raises; return the report.
+    """Make up to `calls` calls, stopping at the first error; return the report.
 
     manager: the part's manager, or None. Exchange records are read from `manager.last_calls`.
     """
@@ -346,7 +348,7 @@ def _raise_pending_errors(kernel: FusedMoEModularKernel) -> None:
 
 
 def _install_fault(kernel: FusedMoEModularKernel, context: FaultContext) -> None:
-    """Wrap methods of this rank's parts so that it fails once, at the scenario's point."""
+    """Wrap methods of this rank's parts such that it fails once, at the scenario's point."""
     part, experts, scenario = kernel.prepare_finalize, kernel.experts, context.scenario
     armed = [True]
 
@@ -394,7 +396,6 @@ def _patch_exchanges(manager: Any, reach_point: Callable[[str], None]) -> None:
 
 
 def _fail(context: FaultContext) -> None:
-    """Make this rank fail as the scenario requires."""
     kind = context.scenario.kind
     if kind == "raises":
         subject = "this part is" if context.scenario.point else "these experts are"

@@ -1,10 +1,10 @@
 """Soak test: many calls of varying size on several ranks, with checks of outputs and memory.
 
 `run_soak` runs on each rank of a pool. The layer is small, so that many calls can be made. Each
-step calls the kernel, a plan (a kernel with preallocated buffers), or a CUDA graph of the plan on
+step calls the kernel, a plan (a kernel with preallocated buffers), or a CUDA graph of the plan with
 one of several input sets. Every `check_every` steps, a new input set is drawn, and the output of
-that step is compared with the float64 reference. All ranks use the same seed, so
-they draw the same inputs without communication.
+that step is compared with the float64 reference. All ranks use the same seed, so they draw the same
+inputs without communication.
 """
 
 import gc
@@ -35,7 +35,7 @@ _NUM_EAGER_INPUTS, _NUM_GRAPH_INPUTS = 16, 4  # numbers of input sets
 _MODE_WEIGHTS_GRAPH = {"graph": 6, "plan": 3, "kernel": 1}
 _MODE_WEIGHTS = {"plan": 7, "kernel": 3}
 _PREFERRED_EXPERTS = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
-_PROGRESS_INTERVAL_S = 5.0  # interval of progress lines
+_PROGRESS_INTERVAL_S = 5.0  # time between progress lines
 _MAX_FINDINGS = 5
 
 
@@ -43,8 +43,8 @@ _MAX_FINDINGS = 5
 class Soak:
     """Parameters of a soak test, which ends after `steps` or `seconds`, whichever comes first.
 
-    After the warm-up, GPU memory may grow by at most cuda_bytes, and resident memory by at most
-    rss_bytes. The number of open files and threads must not grow.
+    After the warm-up, GPU memory may grow by at most `cuda_bytes`, and resident memory by at most
+    `rss_bytes`. The number of open files and threads must not grow.
 
     Attributes:
         part: name of a PrepareAndFinalize.
@@ -203,8 +203,6 @@ class _Run:
         if hasattr(part, "destroy"):
             part.destroy()
 
-    # -------------------------------------------------------------------------------- steps
-
     def run_all_steps(self) -> SoakReport:
         """Make steps until any rank has reached a limit; return the report."""
         params, started = self.params, time.monotonic()
@@ -241,7 +239,10 @@ class _Run:
         )
 
     def _step(self, *, redraw: bool = False) -> None:
-        """Make one call. redraw: whether to draw new inputs and to check the output."""
+        """Make one call.
+
+        redraw: whether to draw new inputs before the call, and to check its output.
+        """
         self.step += 1
         self.mode = self.rng.choice(self.mode_choices)
         self.modes[self.mode] += 1
@@ -278,7 +279,7 @@ class _Run:
         return call(inputs.x_TH, self.source.weights, inputs.routing)
 
     def _should_stop(self, started: float) -> bool:
-        """Return whether any rank has reached a limit. All ranks return the same value."""
+        """Return whether any rank has reached a limit, which is the same on all ranks."""
         is_late = time.monotonic() - started > self.params.seconds
         is_done = self.step >= self.params.steps or len(self.findings) >= _MAX_FINDINGS
         vote = torch.tensor([float(is_late or is_done)], device=self.device)
@@ -298,9 +299,9 @@ class _Run:
 
 
 def _find_experts(part: str, problem: Problem, machine: Machine) -> str:
-    """Return the name of experts that are compatible with the part.
+    """Return the name of an experts class that is compatible with the part.
 
-    Raises ConfigurationError if there are none.
+    Raises ConfigurationError if there is none.
     """
     names = (_PREFERRED_EXPERTS[machine.device], *load_catalog().names("experts"))
     for name in names:

@@ -1,7 +1,7 @@
 """Draw the input sets of a soak test (`soak`), and check the output of a call.
 
-Every rank draws the tokens and routing of all ranks from the same random numbers, and takes its own
-slice of them. Thus it can compute the expected output without communication.
+Every rank draws the tokens and routing of all ranks from the same random numbers, and uses its own
+slice of them. It can thus compute the expected output without communication.
 """
 
 import random
@@ -22,8 +22,8 @@ _SKEWS = (0.0, 0.5, 1.2, 4.0)  # expert probabilities are proportional to n ** -
 _IDLE_PROBABILITY = 0.15  # probability that a rank has no tokens
 _SKIP_PROBABILITY = 0.05  # probability that a pair is skipped
 ERROR_FACTOR = 2.0  # bound of the error of a call, relative to the error of plain torch
-# Bound of the error of a row, relative to the typical row error of plain torch. It is large because
-# thousands of rows are compared.
+# Bound of the error of a row, relative to the typical row error of plain torch. The bound is large,
+# because thousands of rows are compared and some of them have a large error.
 ROW_ERROR_FACTOR = 8.0
 _EPS = 1e-6
 
@@ -50,7 +50,7 @@ class SoakInputs:
     out: torch.Tensor | None = None
 
     def refill(self, new: "SoakInputs") -> None:
-        """Copy the values of another input set with the same sizes into the tensors of this one."""
+        """Copy the values of another input set with the same sizes into these tensors."""
         self.global_inputs = new.global_inputs
         self.x_TH.copy_(new.x_TH)
         self.routing.topk_weights_TK.copy_(new.routing.topk_weights_TK)
@@ -88,7 +88,7 @@ class SoakInputSource:
     def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
         """Draw a new input set.
 
-        tokens_W: number of tokens of each rank; None means that these are drawn, too.
+        tokens_W: number of tokens of each rank; None means to draw it, too.
         """
         parallel, rng = self.problem.parallel, self.rng
         if tokens_W is None:

@@ -9,7 +9,7 @@ from modular_kernel.testing.stress.fuzz.isolated_runs import FuzzReport, run
 from modular_kernel.testing.stress.fuzz.outcome import FAILURE_KINDS, SUCCESS_KINDS
 from modular_kernel.testing.stress.fuzz.targets import NAMES
 
-_INTERPRETED_INTERVAL = 20  # one configuration in 20 runs with interpreted kernels
+_INTERPRETED_INTERVAL = 20  # one of 20 configurations runs with interpreted kernels
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Single changes of an otherwise valid call, for the fuzz targets in `calls`.
 
-MUST_BE_REFUSED: changes after which the call must be refused.
-MAY_BE_REFUSED: changes after which the call must be refused or computed correctly.
+A call with a change in MUST_BE_REFUSED must be refused. A call with a change in MAY_BE_REFUSED must
+either be refused or return the correct result.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def _change_routing(name: str, change: TensorChange) -> Change:
 
 
 def _change_weight(change: TensorChange) -> Change:
-    """Make a change of one of the tensors of the weights."""
+    """Return a change of one of the weight tensors."""
 
     def change_call(inputs: CallInputs, problem: Problem, tensor_index: int) -> CallInputs:
         names = [name for name, tensor in vars(inputs.weights).items() if tensor is not None]
@@ -60,7 +60,8 @@ def _replace_argument(name: str, value: Any) -> Change:
 def _negate(tensor: torch.Tensor) -> torch.Tensor:
     """Return a lazily negated view.
 
-    Raises for dtypes whose negation the independent reference cannot read.
+    Raises an error for dtypes that cannot be negated, because the independent reference could not
+    read them.
     """
     view = torch._neg_view(tensor)
     view.resolve_neg()

@@ -1,7 +1,7 @@
 """Fuzz targets: kernel calls with valid arguments, with one argument changed, and with NaN.
 
-The kernel has a random pairing of an exchange class and an experts class. Other targets make their
-calls with `build_call` and `check_call`, too.
+The kernel consists of a random exchange class and a random experts class. Other targets also use
+`build_call` and `check_call`.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ class CallCase:
     """A kernel and the inputs of one call.
 
     Attributes:
-        parts: the pairing.
+        parts: names of the exchange class and the experts class.
         fields: fields of the problem.
-        inputs: choices of the inputs.
+        inputs: parameters from which the inputs are made.
         mode: how the call is made; one of _MODES.
         change: name of a change in `call_changes.ALL`; "" for none.
         tensor_index: selects the changed tensor if several can be changed.
@@ -76,7 +76,7 @@ def call_cases(
 
 
 def build_call(case: CallCase) -> tuple[FusedMoEModularKernel, str, CallInputs] | FuzzOutcome:
-    """Make (kernel, description, inputs); return the outcome if problem or pairing is refused."""
+    """Make (kernel, description, inputs). Return an outcome if the problem or kernel is refused."""
     problem = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(problem, FuzzOutcome):
         return problem
@@ -132,8 +132,10 @@ def check_changed_call(case: CallCase) -> FuzzOutcome:
 def check_nan_call(case: tuple[CallCase, bool]) -> FuzzOutcome:
     """Put NaN into the first token, or into the router weights of skipped pairs.
 
-    Rows that do not depend on the NaN must be correct. case: (call, whether the first token is
-    NaN).
+    Rows that do not depend on the NaN must be correct. A skipped pair is a (token, expert) pair
+    whose expert is not on this rank.
+
+    case: (call, whether the first token is NaN).
     """
     call, first_token = case
     built = build_call(call)
@@ -186,7 +188,7 @@ def check_call(
 ) -> FuzzOutcome:
     """Make a call and compare its output with the independent reference.
 
-    refusable: whether a typed error is acceptable, too.
+    refusable: whether a typed error is also acceptable.
     """
     # Copy x, because an inplace call overwrites it.
     original = replace(inputs, x_TH=inputs.x_TH.clone())
@@ -216,7 +218,7 @@ def check_call(
 def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
     """Return a list to which each call adds an entry when it has passed validation.
 
-    After that point, errors must not blame the caller.
+    A call that has passed validation must not raise a typed error.
     """
     started: list[str] = []
     original = kernel.start_checked
@@ -232,13 +234,13 @@ def _record_starts(kernel: FusedMoEModularKernel) -> list[str]:
 def _run_call(
     kernel: FusedMoEModularKernel, inputs: CallInputs, mode: str, started: list[str]
 ) -> torch.Tensor:
-    """Make one call and return its output. In mode "twice", it is the second call of a plan."""
+    """Make one call; return its output. Mode "twice" returns the output of a plan's second call."""
     arguments = (inputs.x_TH, inputs.weights, inputs.routing)
     if mode == "plan":
         return kernel.plan()(*arguments, out=inputs.out)
     if mode == "twice":
         plan, problem = kernel.plan(), kernel.problem
-        if problem.tokens:  # a different call first
+        if problem.tokens:  # make a different call first
             other = make_inputs(problem, InputChoices())
             plan(other.x_TH, other.weights, other.routing)
             started.clear()
@@ -255,7 +257,7 @@ def _run_call(
 
 
 _CHANGED = call_cases(("call", "plan", "twice", "start"), changes=tuple(name for name, *_ in ALL))
-# The values of a lazily negated expert_map are not rows of the weights.
+# A lazily negated expert_map has values that are not row indices of the weights.
 _NEGATED_MAP = CallCase(
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
     {"tokens": 2, "hidden": 8, "intermediate": 8, "experts": 3, "top_k": 1, "local_experts": 2,

@@ -1,7 +1,7 @@
 """Fuzz targets: load valid and damaged checkpoints (safetensors, index, config.json).
 
-An undamaged checkpoint must give the weights that were written. For a damaged one, an error of this
-package is also allowed.
+An unchanged checkpoint must be loaded with the weights that were written. For a damaged one, a
+typed error of this package is also allowed.
 """
 
 import json
@@ -47,7 +47,7 @@ _INVALID_TENSORS = (
     torch.tensor(float("nan")),
     torch.zeros(2, 2).bool(),
 )
-# Changes after which loading must fail.
+# Descriptions of changes after which loading must fail.
 _MUST_FAIL = (", tensor changed: no ", ", tensor changed: one more ")
 _CAST_DTYPES = (torch.float32, torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
@@ -104,9 +104,10 @@ class CheckpointCase:
         format: index in _FORMATS.
         experts, intermediate: sizes of the layer.
         seed: seed of the weights.
-        ep, tp: (rank, world size) of expert and tensor parallelism, which determine what is loaded.
+        ep, tp: (rank, world size) of expert and tensor parallelism, which determine the loaded
+            slice.
         change: what is changed; "" for nothing.
-        data: draws the change, because it depends on the contents of the file.
+        data: draws the details of the change, which depend on the contents of the files.
     """
 
     format: int
@@ -298,7 +299,7 @@ def _changed_header(draw: st.DrawFn, content: bytes) -> bytes:
 def _find_weights_mismatch(loaded: Any, expected: ExpertWeights | None, problem: Problem) -> str:
     """Describe how the loaded weights differ from the expected weights; "" if they do not.
 
-    expected: all weights; None if the checkpoint was changed, so that values are not compared.
+    expected: all weights; None if the checkpoint was changed, because values are not compared then.
     """
     partial_problem, weights = loaded.partial(1)
     if partial_problem.scheme.quantized:

@@ -64,7 +64,7 @@ def check_file_name(words: list[str]) -> FuzzOutcome:
 
 
 def run_command(words: list[str], description: str) -> tuple[int | FuzzOutcome, str]:
-    """Run `mk`; return its exit status, or the outcome if it raises, and what it printed."""
+    """Run `mk`; return (exit status, or the outcome if it raises an error; its output)."""
     printed = io.StringIO()
 
     def call() -> int:
@@ -97,7 +97,7 @@ def _commands(draw: st.DrawFn) -> list[str]:
 
 
 _SIZES = "--tokens 1 --hidden 8 --intermediate 8 --experts 2 --top-k 1"
-# Commands that read or write a file; the file's name follows.
+# Commands that read or write a file. The name of the file is appended to them.
 _FILE_COMMANDS = (
     ("list", "--json"),
     ("models", "--json"),

@@ -1,7 +1,7 @@
 """Fuzz target: layers made by `compose` with random options or a junk argument.
 
-`compose` measures the pairings of an exchange class and an experts class, and returns a kernel of
-the fastest one. A junk argument is a value of a wrong type (`junk`).
+`compose` measures pairings of an exchange class and an experts class, and returns a kernel of the
+fastest pairing. A junk argument is a value of a wrong type (`junk`).
 """
 
 import tempfile
@@ -32,7 +32,7 @@ from modular_kernel.testing.stress.fuzz.random_problems import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target, import_object
 
-# Fields of MeasurementOptions, which do not accept values of _INVALID_TYPES.
+# Fields of MeasurementOptions. None of them accepts a value of a type in _INVALID_TYPES.
 _OPTIONS = ("tokens", "budget", "routing", "replicated", "ignore_saved", "on_bucket")
 _INVALID_TYPES = (bytes, list, dict, set, complex)
 
@@ -43,9 +43,10 @@ class ComposeCase:
 
     Attributes:
         fields: fields of the problem.
-        inputs: choices of the inputs.
+        inputs: parameters from which the inputs are made.
         budget: seconds for measurements.
-        tokens: numbers of tokens to measure, modulo the problem's tokens.
+        tokens: the numbers of tokens to measure are made from these numbers, modulo the problem's
+            tokens.
         junk: (name of an argument, value), or None.
         plans: whether to call a plan of the layer.
     """
@@ -116,7 +117,7 @@ _CASES = st.builds(
     ComposeCase,
     fields=problem_fields(),
     inputs=input_choices(),
-    # Enough time to measure no pairing, or one or two.
+    # These budgets suffice to measure no pairing, or one or two.
     budget=st.sampled_from((0.0, 0.0, 0.0, 0.0, 0.02)),
     tokens=st.one_of(st.just(()), st.lists(st.integers(0, 8), min_size=1, max_size=3).map(tuple)),
     junk=st.one_of(st.none(), _junk),
