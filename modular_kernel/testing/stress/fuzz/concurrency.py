@@ -1,7 +1,7 @@
 """Fuzz targets: threads that use adapter pools and kernels, forks during calls, and interrupts.
 
-An adapter pool holds LoRA adapters in numbered slots. Kernels are made from a pair of an exchange
-and an experts class (`parts` in the cases below).
+An adapter pool holds LoRA adapters in numbered slots. `parts` in the cases below are the names of
+an exchange class and an experts class.
 """
 
 import contextlib
@@ -59,13 +59,11 @@ def _run_threads(functions: list[Callable[[], None]]) -> list[Exception] | None:
 
 
 def _is_close(output: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Return whether two outputs are equal up to rounding."""
     return output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-4, atol=1e-5)
 
 
 @contextlib.contextmanager
 def _frequent_thread_switches() -> Iterator[None]:
-    """Make the interpreter switch threads every 10 us."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -76,7 +74,7 @@ def _frequent_thread_switches() -> Iterator[None]:
 
 # --------------------------------------------------------------------------------- adapter pools
 
-# The steps of one thread: (operation, adapter).
+# The steps of one thread: (operation, number of the adapter).
 Program = list[tuple[str, int]]
 
 
@@ -84,7 +82,7 @@ Program = list[tuple[str, int]]
 class PoolCase:
     """Threads that load and evict adapters.
 
-    use_manager: use a LoRAManager if True, an AdapterPool if False.
+    use_manager: whether to use a LoRAManager instead of an AdapterPool.
     programs: the steps of each thread.
     """
 
@@ -158,8 +156,8 @@ _STEPS = (
 class ThreadCase:
     """Threads that use one kernel, its plan, and a layer.
 
-    parts: the pairing.
-    programs: the steps of each thread, (one of _STEPS, index of the inputs).
+    parts: names of an exchange class and an experts class.
+    programs: for each thread, steps given as (one of _STEPS, number of the inputs).
     """
 
     parts: tuple[str, str]
@@ -264,7 +262,7 @@ def _run_in_child(function: Callable[[], bytes], timeout_s: float) -> bytes | No
 class ForkCase:
     """Forks while threads make calls.
 
-    parts: the pairing.
+    parts: names of an exchange class and an experts class.
     steps: the action that each thread repeats.
     child_action: the action of each forked child.
     pauses_us: microseconds to wait before each fork.
@@ -345,10 +343,10 @@ def check_forks(case: ForkCase) -> FuzzOutcome:  # noqa: C901 (one action for ea
 
 @dataclass(frozen=True)
 class InterruptCase:
-    """Repeated interruptions of one action.
+    """Repeated interruptions of one action by an error.
 
-    positions: for each interruption, the index of the function call or return at which it is
-        raised.
+    positions: for each interruption, the number of function calls and returns after which it
+        occurs.
     """
 
     action: str
@@ -399,7 +397,7 @@ def check_interrupts(case: InterruptCase) -> FuzzOutcome:
             _check_after_interrupt(case, description, kernel, plan, layer, pool, inputs, expected)
         )
 
-    # Use another thread, which blocks if a lock was not released.
+    # Use another thread, because it would block if a lock was not released.
     errors = _run_threads([check_afterwards])
     if errors is None:
         return FuzzOutcome(HANG, description)
@@ -424,7 +422,7 @@ def _check_after_interrupt(  # noqa: PLR0913 (all that the interrupted action ma
         if not _is_close(run(*arguments), expected):
             message = f"{description}: {name} returns a wrong result afterwards"
             return FuzzOutcome(WRONG_RESULT, message)
-    if case.action == "set_weights":  # the layer must have all of the old or all of the new weights
+    if case.action == "set_weights":  # the weights must be either all old or all new
         output = layer(inputs.x_TH, inputs.routing)
         others = kernel(inputs.x_TH, samples.make_call_inputs(1).weights, inputs.routing)
         if not (_is_close(output, expected) or _is_close(output, others)):
@@ -478,8 +476,8 @@ def _run_interrupted(
         sys.setprofile(before)
 
 
-# Only this package is interrupted. torch and the standard library may not tolerate an interrupt at
-# every point.
+# Only code of this package is interrupted, because torch and the standard library do not tolerate
+# an error at every point.
 _PACKAGE_FOLDER = str(Path(__file__).parents[3])
 
 _PARTS = st.sampled_from((samples.STANDARD_PAIR, samples.BATCHED_PAIR))

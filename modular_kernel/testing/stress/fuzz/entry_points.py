@@ -1,7 +1,7 @@
 """Fuzz target: entry points of other packages that raise, return junk, or provide invalid parts.
 
 A part is an exchange or experts class, which packages provide through the entry-point group of
-`modular_kernel.catalog`. A broken package must not make the parts of others unusable.
+`modular_kernel.catalog`. A broken package must not make the parts of other packages unusable.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class BrokenPackage:
     Attributes:
         kind: what is wrong with the package.
         value: junk, or an index in _ERROR_FACTORIES.
-        role: role of the part that it provides.
+        role: "experts" or "prepare_finalize".
         field: the field of the part's requirements that is junk.
     """
 
@@ -78,8 +78,8 @@ class PackagesCase:
 def check_entry_points(case: PackagesCase) -> FuzzOutcome:
     """Load up to four broken packages together with a good one.
 
-    The parts of the good package must be in the catalog. Each broken package must be listed as
-    broken, or it must be possible to check its parts without an error.
+    The parts of the good package must be in the catalog. Each broken package must either be listed
+    as broken, or it must be possible to check its parts without an error.
     """
     good = load_catalog()
     broken_sources = [_make_source(package, index) for index, package in enumerate(case.broken)]
@@ -112,7 +112,7 @@ def check_entry_points(case: PackagesCase) -> FuzzOutcome:
 
 
 def _find_verdict_defect(catalog: Any, problem_fields: dict[str, Any]) -> str:
-    """Check all pairings, which must not raise; describe what is wrong with a verdict, or ""."""
+    """Check all pairings, which must not raise an error; describe a defect of a verdict, or ""."""
     problem, machine = Problem(**problem_fields), current_machine()
     for part in catalog.parts:
         judge_part(part.name, part.cls.requires, machine)
@@ -150,7 +150,7 @@ def _make_source(package: BrokenPackage, index: int) -> tuple[PartSource, str, t
     if kind == "offers":
         return PartSource(name, origin, lambda: value), f"offers {shorten(value)}", ()
     base, label = _load_base_part(package.role), f"Theirs{index}"
-    if kind == "requires":  # junk instead of all requirements
+    if kind == "requires":  # all requirements are replaced by junk
         part = type(label, (base,), {"requires": value})
         return PartSource(name, origin, lambda: (part,)), f"requires={shorten(value)}", (label,)
     if kind == "field":

@@ -1,6 +1,6 @@
 """Fuzz target: read valid and damaged JSON files.
 
-These are tuned launch configurations, saved choices of `compose`, and config.json of models.
+The files are tuned launch configurations, saved choices of `compose`, and config.json of models.
 """
 
 import json
@@ -46,8 +46,8 @@ _INSERTED_WORDS = (
 class FileCase:
     """The text of a file.
 
-    kind: one of _FILE_KINDS.
-    is_original: whether the text is valid because nothing was changed.
+    kind: a key of _FILE_KINDS.
+    is_original: whether the text was not changed and is therefore valid.
     """
 
     kind: str
@@ -220,7 +220,7 @@ def _read_choices(text: str) -> Any:
 def _check_choices(records: Any) -> str:
     """Describe why records are invalid; "" if they are valid.
 
-    Times must be finite and texts printable. Writing and reading must give equal records.
+    Times must be finite and texts printable. Records that are written and read must stay equal.
     """
     for record in records:
         if not all(text.isprintable() for text in (*record.versions, *record.versions.values())):

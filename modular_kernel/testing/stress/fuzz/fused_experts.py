@@ -51,7 +51,7 @@ class FusedCase:
 
     Attributes:
         fields: fields of the problem.
-        inputs: choices of the inputs.
+        inputs: parameters from which the inputs are made.
         activation_as_text: whether the activation is passed as text.
         junk: (kind of argument, its name or position, value), or None.
     """
@@ -70,20 +70,20 @@ def _junk_arguments(draw: st.DrawFn) -> tuple[str, Any, Any]:
         return kind, draw(st.sampled_from(_UNKNOWN_OPTIONS)), True
     if kind == "config":
         name = draw(st.sampled_from(_CONFIG))
-        # Flags accept only bools, and the activation accepts text. The factor accepts any finite
-        # number.
+        # Flags accept only bools, the activation also accepts text, and the factor accepts any
+        # finite number.
         kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
         invalid = [v for v in values if not isinstance(v, kinds) and v != "silu"]
         return kind, name, draw(st.sampled_from(invalid))
     if kind == "argument":
         position = draw(st.integers(0, 3))
-        valid = (torch.Tensor,) if position == 0 else ()  # x may be as small as a tensor in JUNK
+        valid = (torch.Tensor,) if position == 0 else ()  # a tensor in JUNK may be a valid x
         return (
             kind,
             position,
             draw(st.sampled_from([v for v in values if not isinstance(v, valid)])),
         )
-    # (1, 2) may be a valid block shape for a matrix of one row.
+    # (1, 2) may be a valid block shape for a matrix with one row.
     invalid = [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
     return kind, draw(st.sampled_from(_OPTIONS)), draw(st.sampled_from(invalid))
 
@@ -140,11 +140,11 @@ def check_fused_experts(case: FusedCase) -> FuzzOutcome:
 
 
 def _fused_problem(fields: dict[str, Any]) -> Problem:
-    """Make a problem that fused_experts can express."""
+    """Make a problem that arguments of fused_experts can express."""
     problem = Problem(**fields)
     if problem.scheme.name in _SCHEMES_WITHOUT_FLAG:
         problem = replace(problem, quant="none")
-    if problem.combine is not Combine.SUM:  # rows that are not summed are not scaled
+    if problem.combine is not Combine.SUM:  # only summed rows can be scaled
         problem = replace(problem, routed_scaling_factor=1.0)
     return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
 

@@ -15,8 +15,8 @@ from modular_kernel.tensors import ExpertWeights, Routing
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DTYPE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-# By dtype of quantized activations: the tolerance relative to the value itself, and the largest
-# error relative to the largest value that has the same scale (half a step next to zero).
+# Errors of quantized activations, by dtype. The tolerance is relative to the value itself. The
+# largest error (half a step next to zero) is relative to the largest value that has the same scale.
 _QUANTIZED_TOLERANCES = {"float8_e4m3fn": 0.25, "int8": 0.12}
 _LARGEST_ERRORS = {"float8_e4m3fn": 2**-10 / 448, "int8": 0.5 / 127}
 
@@ -59,7 +59,7 @@ def dequantize_matrix(
     if scheme.weight == "float4_e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
         codes, factor = table[codes.long()], scale.double()
-        if matrix_scale is None:  # E8M0: 255 is NaN
+        if matrix_scale is None:  # E8M0 scales, in which 255 means NaN
             factor = torch.exp2(factor - 127).masked_fill(factor == 255, torch.nan)
     else:
         factor = scale.double()
@@ -134,9 +134,10 @@ class IndependentReference:
         tokens, slots = routing.topk_ids_TK.shape
         rows = torch.zeros(tokens, slots, problem.hidden, dtype=torch.float64)
         norms = torch.zeros(tokens, slots, dtype=torch.float64)
-        # By (token, slot), because the activations of all pairs may share one scale.
+        # Maps (token, slot) to (expert, h, typical size). All h are computed before the outputs,
+        # because the activations of all pairs may share one scale.
         h_by_pair: dict[tuple[int, int], tuple[int, torch.Tensor, float]] = {}
-        # The rows that are quantized: one per pair, because router weights may be applied first.
+        # One row per pair, because router weights may be applied before quantization.
         x_TKH = x_TH.double()[:, None].expand(tokens, slots, -1)
         if problem.apply_router_weight_on_input:
             x_TKH = x_TKH * routing.topk_weights_TK.double()[:, :, None]
@@ -148,7 +149,7 @@ class IndependentReference:
                     continue
                 if weights.expert_map is not None:
                     expert = int(weights.expert_map[expert])
-                if not 0 <= expert < problem.e:  # remote, or mapped to no row
+                if not 0 <= expert < problem.e:  # the expert is on another rank
                     continue
                 h_by_pair[t, k] = (
                     expert,
@@ -167,10 +168,10 @@ class IndependentReference:
         self.norms = norms.sum(1) if is_summed else norms
 
     def _shared_scale_error(self, activations: torch.Tensor) -> float:
-        """Return the largest quantization error of a value, in units of the tolerance.
+        """Return the largest error from a scale that all rows share, in units of the tolerance.
 
-        It does not depend on the value if all rows share one dynamic scale: next to a row of large
-        values, all values of another row may be rounded to zero. 0.0 for other scales.
+        This error does not depend on the value: if another row has large values, all values of a
+        row may be rounded to zero. It is 0.0 unless all rows share one dynamic scale.
         """
         scheme = self.problem.scheme
         finite = activations[activations.isfinite()]
@@ -187,9 +188,9 @@ class IndependentReference:
         expert: int,
         weights: ExpertWeights,
     ) -> tuple[torch.Tensor, float]:
-        """Return the activations h of one pair, and the typical size of one of them.
+        """Return the activations h of one pair, and the typical size of a value of h.
 
-        x: the row of the pair, times its router weight if that is applied on the input.
+        x: the row of the pair, multiplied by its router weight if that is applied on the input.
         x_error: the error of each value of x, in units of the tolerance.
         """
         problem = self.problem

@@ -1,7 +1,8 @@
 """Run fuzz configurations in a separate process, because they may crash or hang.
 
 A configuration is one random input of one target, determined by a seed and a number. The process
-(`worker`) prints the outcome of each; if it ends or hangs, another one continues.
+(`worker`) prints the outcome of each configuration. If it ends or hangs, a new process continues
+with the next configuration.
 """
 
 import contextlib
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from modular_kernel.settings import make_child_environment
 from modular_kernel.testing.stress.fuzz.outcome import CRASH, FAILURE_KINDS, HANG, SUCCESS_KINDS
 
-_START_TIMEOUT_S = 120.0  # timeout in seconds for a process to start and import
-_EXIT_TIMEOUT_S = 2.0  # timeout in seconds for a normal exit
+_START_TIMEOUT_S = 120.0  # timeout for a process to start and import modules
+_EXIT_TIMEOUT_S = 2.0  # timeout for a normal exit
 _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 
@@ -26,14 +27,15 @@ _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 class FuzzFinding:
     """A configuration with an outcome in FAILURE_KINDS.
 
-    number: -1 for saved failures and explicit examples.
+    number: number of the configuration; -1 for saved failures and explicit examples.
+    smallest: kind and description of the smallest failing input that Hypothesis found.
     """
 
     number: int
     target: str
     kind: str
     description: str
-    smallest: str = ""  # kind and description of the smallest failing input that Hypothesis found
+    smallest: str = ""
 
 
 @dataclass
@@ -87,7 +89,7 @@ def run(
 ) -> FuzzReport:
     """Run the configurations `numbers` of a seed.
 
-    numbers: -1 stands for the explicit examples and saved failures.
+    numbers: numbers of configurations. -1 stands for the explicit examples and saved failures.
     interpreted: whether kernels are interpreted.
     only: the name of the only target; "" means all targets.
     timeout_s: timeout for each configuration in seconds.

@@ -14,7 +14,7 @@ from modular_kernel.spec.problem import ActivationSpec, Combine, Parallel
 
 
 class Other(Enum):
-    """An enum whose value looks like that of Combine.SUM."""
+    """An enum whose member looks like Combine.SUM."""
 
     SUM = "sum"
 

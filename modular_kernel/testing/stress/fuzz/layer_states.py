@@ -1,6 +1,6 @@
 """Fuzz targets: copies of objects, edited state dicts, environment variables, cache folders.
 
-A copy must compute the same as the original. An edited state dict or damaged cache folder must be
+A copy must compute the same as the original. An edited state dict or a damaged cache folder must be
 refused or have no effect on results.
 """
 
@@ -62,7 +62,7 @@ class CopyCase:
 
     Attributes:
         name: kind of object.
-        parts: the pairing.
+        parts: names of an exchange class and an experts class.
         before: what is done with the object before it is copied.
         copies: names in _COPY_FUNCTIONS, which are applied one after the other.
     """
@@ -107,7 +107,7 @@ def check_copies(case: CopyCase) -> FuzzOutcome:
         for name in case.copies:
             value = _COPY_FUNCTIONS[name](value)
         output = call(value)
-        # Writing the copy's output must not change the original's.
+        # The output of the copy must not change when the original is called.
         output = output.clone()
         call(original)
         return output
@@ -178,13 +178,13 @@ def check_state_dict(case: StateCase) -> FuzzOutcome:
         try:
             _edit_state(state, edit, names[index % len(names)], index)
         except (RuntimeError, IndexError, ZeroDivisionError):
-            continue  # no such tensor can be made
+            continue  # this edit cannot be applied to the tensor
     description = f"load_state_dict with {case}"
 
     def load() -> FuzzOutcome | None:
         try:
             layer.load_state_dict(state, strict=case.strict, assign=case.assign)
-        except RuntimeError as error:  # torch's error, which lists the wrong entries
+        except RuntimeError as error:  # torch raises it with a list of the wrong entries
             if "state_dict" not in str(error):
                 raise
             return FuzzOutcome(TYPED_ERROR, description)
@@ -266,7 +266,7 @@ def check_environment(case: tuple[dict[str, str], str]) -> FuzzOutcome:
     values, use_name = case
     description = f"{use_name} with {values}"
     if use_name == "compose" and any(name in values for name in ("HOME", "MK_CACHE_DIR")):
-        use_name = "settings"  # a valid folder would be created
+        use_name = "settings"  # compose might create a folder at a valid path
 
     def run() -> object:
         with preserve_environment(), use_variables(values):
@@ -284,7 +284,7 @@ class CacheCase:
     """Damage to the files in the cache folder of `compose`.
 
     kind: how files are damaged.
-    data: draws the damage, because it depends on the contents of the file.
+    data: draws details of the damage, which depend on the contents of the file.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Fuzz targets: calls with tensors in unusual memory: freed, overlapping, misaligned, expanded.
 
-Calls must compute the right output or raise an error of this package; freed memory and overlapping
-outputs must be refused.
+Calls must compute the correct output or raise an error of this package. Freed memory and
+overlapping outputs must be refused.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 from modular_kernel.testing.stress.fuzz.random_problems import CallInputs
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# Maps (tensor, amount) to a tensor with the same values in other memory. The amount varies details.
+# Maps (tensor, amount) to a tensor of the same shape in other memory. The amount is a random number
+# that varies details of the layout.
 Layout = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -125,7 +126,7 @@ _ALL = _INVALID | _VALID
 class LayoutCase:
     """A call with tensors in other memory.
 
-    changes: (index of the tensor, layout, amount) for each change.
+    changes: (index of the tensor, name of the layout, amount) for each change.
     """
 
     call: CallCase
@@ -186,7 +187,7 @@ class OverlapCase:
     """A call whose output shares memory with itself or with an argument.
 
     kind: what the output shares memory with.
-    amount: determines the tensor and the bytes.
+    amount: random number that determines which tensor and which bytes are shared.
     """
 
     call: CallCase
@@ -195,7 +196,7 @@ class OverlapCase:
 
 
 def check_overlapping_output(case: OverlapCase) -> FuzzOutcome:
-    """Pass an output that shares memory with itself or an argument. It must be refused."""
+    """Pass an output that shares memory with itself or with an argument. It must be refused."""
     built = build_call(case.call)
     if isinstance(built, FuzzOutcome):
         return built

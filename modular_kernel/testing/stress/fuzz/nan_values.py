@@ -1,6 +1,6 @@
 """Fuzz target: put NaN into arguments of a call.
 
-The NaN must reach every output value that depends on it, and no other.
+Exactly the output values that depend on a NaN must be NaN.
 """
 
 from dataclasses import dataclass, replace
@@ -85,7 +85,7 @@ def _with_nan(inputs: CallInputs, name: str, element_index: int) -> CallInputs:
 
 
 def _set_nan(tensor: torch.Tensor, element_index: int) -> torch.Tensor:
-    """Return a copy with one NaN. uint8 tensors are E8M0 scales, whose NaN is 255."""
+    """Return a copy with one NaN. uint8 tensors are E8M0 scales, in which 255 means NaN."""
     copy = tensor.clone()
     if not copy.numel():
         return copy

@@ -58,7 +58,7 @@ def _describe_call(index: str, names: tuple[str, ...], **fixed: Any) -> tuple[An
 
 
 _SIZES = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "top_k": K}
-# Each function with the names of those of its arguments that are counts.
+# Maps a name to a function and the names of its arguments that are counts.
 _COUNT_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "Problem": (
         lambda **arguments: replace(PROBLEM, **arguments),
@@ -109,7 +109,7 @@ def check_count_arguments(case: tuple[str, dict[int, Any]]) -> FuzzOutcome:
     )
     is_huge = any(isinstance(v, int | np.integer) and int(v) > 2**12 for v in arguments.values())
     if is_huge and name in _MAY_ALLOCATE:
-        return FuzzOutcome(TYPED_ERROR, description)  # not called: it may need all memory
+        return FuzzOutcome(TYPED_ERROR, description)  # not called, because it might use all memory
     result = run_or_classify(description, lambda: function(**arguments))
     if isinstance(result, FuzzOutcome):
         return result
@@ -170,7 +170,7 @@ def check_special_values(case: SpecialCase) -> FuzzOutcome:
             else FuzzOutcome(WRONG_RESULT, f"{description}: refused")
         )
     largest = torch.finfo(problem.dtype).max
-    # Where the output is very large or small, intermediate values may overflow or underflow.
+    # If the output is very large or small, intermediate values may overflow or underflow.
     rows = (reference.norms < largest**0.5) & (reference.norms > 1e-3)
     rows &= reference.expected.isfinite().all(-1)
     mismatch = reference.find_mismatch(result, rows=rows) if bool(rows.any()) else ""
@@ -189,7 +189,7 @@ class PlacementCase:
     """A placement with copies.
 
     copies: (expert, rank) pairs, modulo the numbers of experts and ranks.
-    seed: seed of the order of experts and of the inputs.
+    seed: determines the order of experts, and the inputs.
     """
 
     experts_per_rank: int

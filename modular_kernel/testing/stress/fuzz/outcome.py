@@ -1,7 +1,7 @@
 """Classify the outcomes of calls with random input.
 
-A typed error is one of this package's error classes. Invalid input must cause one; any other
-exception is a failure. The texts below appear in reports.
+A typed error is an instance of one of this package's error classes. Invalid input must cause a
+typed error. Any other exception is a failure. The texts below appear in reports.
 """
 
 import traceback
@@ -11,11 +11,12 @@ from typing import TypeVar
 
 from modular_kernel.errors import IncompatibleError, InputError
 
-# A correct result; an error of this package.
+# The result is correct, or an error of this package was raised.
 CORRECT, TYPED_ERROR = "right", "typed error"
-# An exception of another type; invalid input that was accepted; a wrong result.
+# Another exception was raised, invalid input was accepted, or the result is wrong.
 UNTYPED_ERROR, INVALID_ACCEPTED, WRONG_RESULT = "raw exception", "accepted nonsense", "wrong number"
-# A typed error raised after kernels may have been launched; the end of the process; a timeout.
+# A typed error was raised after a kernel may have been launched, the process ended, or it did not
+# answer in time.
 LATE_ERROR, CRASH, HANG = "error after launch", "crash", "hang"
 SUCCESS_KINDS = (CORRECT, TYPED_ERROR)
 FAILURE_KINDS = (UNTYPED_ERROR, INVALID_ACCEPTED, WRONG_RESULT, LATE_ERROR, CRASH, HANG)

@@ -34,12 +34,14 @@ class PackedCase:
 
     Attributes:
         awq: whether it is packed like AWQ; otherwise, like GPTQ.
-        group: number of rows in a group. groups: number of groups.
+        bits: number of bits of a value.
+        group: number of rows in a group.
+        groups: number of groups.
         words: number of int32 words per row.
         seed: seed of the values.
-        one_group: whether a single group is specified as -1.
+        one_group: whether the group size -1 is passed if there is only one group.
         default_zeros: whether all zero points of AWQ are 8, so that they may be omitted.
-        omit_zeros: whether they are omitted if they are all 8.
+        omit_zeros: whether zero points that may be omitted are omitted.
         junk: (name of an argument, value), or None.
     """
 

@@ -1,6 +1,6 @@
 """Fuzz target: call functions that make or read expert placements with junk arguments.
 
-A placement maps experts to slots of ranks. Errors must be those of this package.
+A placement maps experts to slots of ranks. The functions may only raise errors of this package.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
 
 
 _CALLS_BY_NAME = {name: (call, count) for name, call, count in _CALLS}
-_SKIP_LOADS = ("rank_loads", "rebalance")  # their first argument, the loads, may contain floats
+_SKIP_LOADS = ("rank_loads", "rebalance")  # the loads (first argument) may be floats
 
 
 @st.composite

@@ -1,8 +1,8 @@
 """Run fuzz targets with Hypothesis: a single configuration, or saved failures with shrinking.
 
 A target has a Hypothesis strategy for inputs and a check of the outcome. A configuration is one
-input, made from random bytes that a seed determines. Hypothesis saves failing inputs, and shrinks
-them, that is, searches for simpler ones that fail, too.
+input, made from random bytes that a seed determines. Hypothesis saves failing inputs and shrinks
+them, that is, it searches for simpler inputs that also fail.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from modular_kernel.testing.stress.fuzz.outcome import (
 )
 from modular_kernel.testing.stress.fuzz.target import Target
 
-# One exception type for each kind of failure, because Hypothesis does not shrink a failure to one
-# that raises another type.
+# One exception type for each kind of failure, because Hypothesis does not shrink an input to one
+# whose exception has another type.
 _FAILURES: dict[str, type[AssertionError]] = {
     kind: type(kind.title().replace(" ", ""), (AssertionError,), {}) for kind in FAILURE_KINDS
 }
-_BUFFER_BYTES = 8192  # far more than the choices of one input
+_BUFFER_BYTES = 8192  # far more than are needed to make one input
 DATABASE = ".hypothesis/examples"
 
 
@@ -51,7 +51,7 @@ class TargetProperty:
             if self.last.kind in FAILURE_KINDS:
                 raise _FAILURES[self.last.kind](self.last.description)
 
-        # Hypothesis derives the key of the database from the name and the source.
+        # Hypothesis derives the key of the database from the name and the source of the function.
         holds.__name__ = holds.__qualname__ = self.target.name
         test = given(case=self.target.cases)(holds)
         for case in self.target.examples:
@@ -82,7 +82,7 @@ class TargetProperty:
         phases = Phase.explicit, Phase.reuse, Phase.shrink
         try:
             self._make_test(*phases)()
-        except SkipTest:  # neither explicit examples nor saved failures
+        except SkipTest:  # there are no explicit examples or saved failures
             return
         except Exception as error:  # noqa: BLE001 (Hypothesis reports a failure in several ways)
             unstable = FuzzOutcome(

@@ -1,6 +1,6 @@
 """Fuzz target: call public functions with junk for arguments or for tensors inside arguments.
 
-`_CALLS` has a valid call of each function. Every error must be one of this package.
+`_CALLS` has a valid call of each function. The functions may only raise errors of this package.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ Call = tuple[Callable[..., Any], dict[str, Any]]  # a function and its keyword a
 
 
 def _call_of(path: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a factory of calls of the object at "module:name"."""
+    """Return a function that makes a call of the object at "module:name"."""
     return lambda: (import_object(path), {name: _resolve(v) for name, v in arguments.items()})
 
 
 def _resolve(value: Any) -> Any:
-    """Return the value; if it is a lambda (without parameters), return its result."""
+    """Return the value or, if it is a lambda (without parameters), its result."""
     return value() if callable(value) and getattr(value, "__name__", "") == "<lambda>" else value
 
 
@@ -47,7 +47,7 @@ def _quantized_call() -> Call:
 
 
 def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
-    """Return a factory of calls of a method of a kernel, or of its plan."""
+    """Return a function that makes a call of a method of a kernel, or of its plan."""
 
     def make_call() -> Call:
         inputs, kernel = samples.make_call_inputs(), samples.make_torch_kernel()
@@ -62,7 +62,7 @@ def _kernel_call(name: str, *, plan: bool = False) -> Callable[[], Call]:
 
 
 def _method_of(make: Callable[[], Any], method: str, /, **arguments: Any) -> Callable[[], Call]:
-    """Return a factory of calls of a method of the object that `make` returns."""
+    """Return a function that makes a call of a method of the object that `make` returns."""
     return lambda: (getattr(make(), method), {n: _resolve(v) for n, v in arguments.items()})
 
 
@@ -311,9 +311,8 @@ _CALLS: dict[str, Callable[[], Call]] = {
 
 
 def _alter(tensor: torch.Tensor, kind: str) -> Any:
-    """Alter a tensor. kind: one of _ALTERATIONS."""
     if not tensor.untyped_storage().nbytes():
-        return tensor  # empty, or freed by an earlier change
+        return tensor  # it is empty, or was freed by an earlier change
     if kind == "freed":
         tensor = tensor.clone()
         tensor.untyped_storage().resize_(0)
@@ -349,8 +348,8 @@ class JunkCall:
     """A call of a public function.
 
     name: a key of _CALLS.
-    changes: for each change, the index of an argument or of a tensor in an argument, and junk or
-        one of _ALTERATIONS.
+    changes: (index, new value) for each change. The index selects an argument or a tensor in an
+        argument. The value is junk or one of _ALTERATIONS.
     """
 
     name: str
@@ -377,7 +376,7 @@ def check_public_function(case: JunkCall) -> FuzzOutcome:
             description += f", {'.'.join(path)}={shorten(value)}"
         arguments = _replace_leaf(arguments, path, new)
     if case.name in _MAY_ALLOCATE and any(map(_is_huge, arguments.values())):
-        return FuzzOutcome(CORRECT, description)  # valid, but the result may need all memory
+        return FuzzOutcome(CORRECT, description)  # valid, but not called: it might use all memory
     result = run_or_classify(description, lambda: function(**arguments))
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 

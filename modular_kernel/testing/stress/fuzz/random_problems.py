@@ -1,7 +1,7 @@
 """Hypothesis strategies for small problems, most of them valid, and for inputs of calls.
 
 A problem has the shapes, dtypes and options of a layer. A pairing is an exchange (prepare/finalize)
-class with an experts class. Most fuzz targets that make calls use these strategies.
+class and an experts class. Most fuzz targets that make calls use these strategies.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class CallInputs:
 
 @st.composite
 def pairings(draw: st.DrawFn) -> tuple[str, str]:
-    """Draw a pairing, almost always one that this machine supports."""
+    """Draw a pairing, which this machine almost always supports."""
     prepare, torch_experts, triton_experts = draw(_parts)
     if draw(biased_bool(percent_true=5)):
         _, torch_experts, triton_experts = draw(_parts)
@@ -102,15 +102,15 @@ def problem_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class InputChoices:
-    """Choices from which `make_inputs` makes valid inputs of a problem.
+    """Parameters from which `make_inputs` makes valid inputs of a problem.
 
     Attributes:
         seed: seed of the values.
         tokens: number of tokens, modulo `problem.tokens` + 1; None means `problem.tokens`.
         column_major: whether unquantized weights are column-major.
-        invalid_id: index in a list of ids that must be skipped, one of which replaces 40 % of the
-            ids; None means that all ids are valid.
-        int32_ids: whether ids are int32 if their dtype is free and they fit.
+        invalid_id: index in a list of ids that must be skipped. That id replaces 40 % of the ids.
+            None means that all ids are valid.
+        int32_ids: whether ids are int32, if the problem does not set their dtype and they fit.
         signed_weights: whether router weights have both signs.
         nan_padding: whether NaN follows each row of x in memory.
         zero_row: whether the first token is zero.
@@ -127,7 +127,7 @@ class InputChoices:
 
 
 def input_choices() -> st.SearchStrategy[InputChoices]:
-    """Return a strategy for the choices of the inputs of one call."""
+    """Return a strategy for the parameters of the inputs of one call."""
     return st.builds(
         InputChoices,
         seed=seeds,
@@ -190,7 +190,7 @@ def _make_weights(
         scale = static_scale(problem, 28.0)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if is_quantized:
-        # Integers have scales of the default dtype or, for odd top_k, of float32.
+        # Integer weights have scales of the default dtype or, if top_k is odd, of float32.
         is_integer = problem.scheme.weight in IMPLICIT_ZERO_POINT
         scale_dtype = torch.float32 if is_integer and problem.top_k % 2 else None
         return quantize_weights(weights, problem, scale_dtype=scale_dtype)

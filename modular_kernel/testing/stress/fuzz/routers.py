@@ -92,7 +92,7 @@ def _router_cases(draw: st.DrawFn) -> RouterCase:
 
 
 def check_router(case: RouterCase) -> FuzzOutcome:
-    """Route random logits; compare ids and weights with those computed in float64."""
+    """Route random logits; compare ids and weights with float64 results."""
     description = f"route of {case}"
     make = import_object("modular_kernel.spec.router:RouterSpec")
     spec = run_or_classify(description, lambda: make(**case.fields))
@@ -129,7 +129,7 @@ def check_router(case: RouterCase) -> FuzzOutcome:
 
 
 def _make_tensors(case: RouterCase) -> tuple[torch.Tensor, Any, Any, Any]:
-    """Make the logits, selection bias, table and token ids; the last three may be None."""
+    """Make the logits, selection bias, table and token ids. All but the logits may be None."""
     generator = torch.Generator().manual_seed(case.seed)
     columns = case.experts + case.fields["zero_experts"]
     logits = torch.randn(case.tokens, columns, generator=generator)
@@ -242,7 +242,7 @@ class _Row:
         return _find_largest(choice, spec.top_k)
 
     def _is_tie(self, expected_id: int, actual_id: int, selected: list[int]) -> bool:
-        """Return whether expert `actual_id` ties with `expected_id` within the accuracy of float32.
+        """Return whether experts `actual_id` and `expected_id` tie within the accuracy of float32.
 
         With groups, any near-tie of two scores or of two group sums is accepted.
         """

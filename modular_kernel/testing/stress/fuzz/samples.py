@@ -1,6 +1,6 @@
 """Factories for small valid problems, inputs, kernels, layers and adapters, for fuzz targets.
 
-They are for targets that change something else than the problem, for example memory or threads;
+They are for targets that vary something other than the problem, for example memory or threads.
 `random_problems` draws random problems.
 """
 

@@ -1,8 +1,8 @@
 """Fuzz targets: problems and other specs with junk fields, and checks of pairings.
 
-A `Target` is a Hypothesis strategy for random input, and a function that checks one input.
-Specs are the dataclasses of `modular_kernel.spec`. Junk is a value that is probably of a wrong
-type (`junk`).
+A `Target` is a Hypothesis strategy for random input, and a function that checks one input. Specs
+are the dataclasses of `modular_kernel.spec`. Junk is a value that probably has a wrong type
+(`junk`).
 """
 
 from collections.abc import Callable
@@ -76,8 +76,8 @@ def _is_lora(value: Any) -> bool:
     )
 
 
-# For each field of Problem, a predicate that returns whether a value is allowed by the docstring of
-# Problem. An allowed value may still be invalid together with the values of other fields.
+# For each field of Problem, a predicate that returns whether the docstring of Problem allows a
+# value. An allowed value may still be invalid together with the values of other fields.
 FIELDS: dict[str, Callable[[Any], bool]] = {
     "tokens": _is_count(0),
     **{name: _is_count(1) for name in ("hidden", "intermediate", "experts", "top_k")},
@@ -102,7 +102,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class ProblemCase:
-    """A problem with some fields replaced, and the pairing that it is checked with."""
+    """A problem with some fields replaced, and the pairing with which it is checked."""
 
     fields: dict[str, Any]
     replaced: dict[str, Any]
@@ -112,7 +112,7 @@ class ProblemCase:
 
 @st.composite
 def _replaced_fields(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw junk, or allowed values, for one to three fields."""
+    """Draw junk or allowed values for one to three fields."""
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=3, unique=True))
     return {
         name: draw(_ALLOWED_VALUES[name] if draw(biased_bool(percent_true=40)) else junk)
@@ -134,7 +134,7 @@ _PROBLEMS = st.builds(
 
 
 def check_problem(case: ProblemCase) -> FuzzOutcome:
-    """Check a valid problem with junk in one to three fields."""
+    """Replace one to three fields of a valid problem, and check the result."""
     base = run_or_classify("a problem", lambda: Problem(**case.fields))
     if isinstance(base, FuzzOutcome):
         return base
@@ -167,7 +167,7 @@ def _use_problem(problem: Problem, description: str, case: ProblemCase) -> FuzzO
     return result if isinstance(result, FuzzOutcome) else FuzzOutcome(CORRECT, description)
 
 
-# Callables that make specs, with the maximum number of their arguments.
+# Functions that make specs, and the maximum numbers of their arguments.
 _SPEC_CALLS: dict[str, tuple[Callable[..., Any], int]] = {
     "ActivationSpec": (ActivationSpec, 4),
     "ActivationSpec.parse": (ActivationSpec.parse, 1),
@@ -222,7 +222,7 @@ def check_compatibility_call(case: tuple[Any, ...]) -> FuzzOutcome:
     result = run_or_classify(description, lambda: call(*arguments, **options))
     if isinstance(result, FuzzOutcome):
         return result
-    is_valid = value is None and argument == 3  # argument 3, `machine`, may be None
+    is_valid = value is None and argument == 3  # argument 3 is `machine`, which may be None
     return FuzzOutcome(CORRECT if is_valid else INVALID_ACCEPTED, description)
 
 

@@ -1,6 +1,6 @@
 """Define `Target`, a kind of call with random input: a Hypothesis strategy and a check.
 
-Each module of this folder with a tuple TARGETS defines some; `targets` collects them.
+Most modules of this folder define targets in a tuple TARGETS. `targets` collects them.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Target(Generic[Case]):
         check: makes the call and classifies its outcome; must be deterministic for a given input.
         launches: whether the target may launch kernels. If so, it also runs with interpreted
             kernels.
-        examples: inputs to run first, each of which once failed.
+        examples: inputs to run first, because they once failed.
     """
 
     name: str

@@ -108,7 +108,7 @@ def _run_with_adapter(seed: int) -> list[torch.Tensor]:
 
 
 def _with_default_settings(make: Callable[[], Any]) -> Any:
-    """Make inputs with torch's initial default dtype and device."""
+    """Return `make()`, called with torch's initial default dtype and device."""
     before = torch.get_default_dtype()
     with _temporarily(torch.set_default_dtype, torch.float32, before), torch.device("cpu"):
         return make()
@@ -238,7 +238,7 @@ _names = st.text(st.sampled_from("ab.1_"), max_size=18)
 
 
 def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
-    """Match an entry of a list of modules with a name; compare with `re` or `fnmatch`.
+    """Match a module name with an entry of a module list; compare with `re` or `fnmatch`.
 
     case: (kind of entry, text of the entry, name of a module).
     """
@@ -261,7 +261,7 @@ def check_module_pattern(case: tuple[str, str, str]) -> FuzzOutcome:
     else:
         matches = re.compile(text, re.ASCII)
         test = matches.match if kind == "regex" else matches.search
-        # An entry with an end anchor also matches the submodules of the modules that it matches.
+        # An entry with an end anchor also matches submodules of the modules that it matches.
         covered = "$" in text and any(map(test, inner))
         allowed = [True, True] if (matched := bool(test(name))) else [matched, bool(covered)]
     return FuzzOutcome(CORRECT if result_or_outcome in allowed else WRONG_RESULT, description)

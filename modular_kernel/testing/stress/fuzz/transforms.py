@@ -1,7 +1,7 @@
 """Fuzz targets: calls inside function transforms, and with tensor subclasses.
 
-The transforms are those of torch.func and torch.autograd. Kernels compute no gradients. A call that
-needs one must raise an error, and must never return an output that has silently lost it.
+The transforms are provided by torch.func and torch.autograd. Kernels compute no gradients. A call
+that needs a gradient must raise an error, and must never return an output without it.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from modular_kernel.testing.stress.fuzz.target import Target, import_object, see
 forward_ad: Any = torch.autograd.forward_ad
 func: Any = torch.func
 
-# Maps (x, w1, topk_weights) to the output. Router functions take logits as x.
+# Maps (x, w1, topk_weights) to the output. Router functions use x as logits.
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _FUNCTIONS = (
     "kernel",
@@ -232,7 +232,7 @@ class SubclassCase:
 
     Attributes:
         function: what is called.
-        kind: one of _SUBCLASSES.
+        kind: a key of _SUBCLASSES.
         argument_indices: indices of the changed arguments, modulo the number of arguments.
         seed: seed of the inputs.
     """

@@ -29,9 +29,9 @@ _SAVED = -1
 def main(seed: str, first: str, stop: str, calls_mode: str = "", only: str = "") -> None:
     """Print [number, target, kind, description] for each configuration.
 
-    kind is the outcome's kind. It is "saved" for the marker line before the outcomes of number -1,
-    and "smaller" for a shrunk input. All other output to stdout is redirected to stderr. The
-    arguments are those of the command line.
+    The kind is the kind of the outcome. Two other values are used: "saved" marks the start of the
+    outcomes of number -1, and "smaller" marks a shrunk input. All other output to stdout is
+    redirected to stderr. The arguments are those of the command line.
     """
     warnings.simplefilter("ignore")
     seen = set[tuple[str, str]]()
