@@ -203,7 +203,7 @@ def fill_blocks(
 ) -> None:
     """Write the rows of a call and its header to the blocks to send, and count the call.
 
-    The block for a rank gets the tokens that have an expert on this rank, in the order of tokens.
+    The block for rank r gets the tokens that have an expert on rank r, in the order of tokens.
     Tokens beyond the capacity are omitted. Unused rows are not written. One launch on a GPU.
 
     row_of_token_WT: (W, capacity) int32, output: row of each token in the block for each rank, or

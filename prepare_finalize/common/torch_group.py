@@ -114,9 +114,8 @@ class TorchGroup:
         self._watchdog: Watchdog | None = None
         self._destroyed = False
         self._communicator = Communicator(self, device=self.device)
-        # The rank, in this group, of the process that serves the store: rank 0 of the job, unless a
-        # launcher such as torchrun serves it. Empty if this rank serves it, or no rank of the
-        # group.
+        # A tuple with the rank (in this group) that serves the store, which is rank 0 of the job
+        # unless a launcher such as torchrun serves it. Empty if this rank, or no rank, serves it.
         ranks = dist.get_process_group_ranks(process_group)
         self._store_rank = tuple(
             r for r, world_rank in enumerate(ranks) if world_rank == 0 and r != self.rank
@@ -477,7 +476,7 @@ class TorchGroup:
     def _close_connections(self) -> None:
         """Close every connection, so that ranks that wait for this one fail immediately."""
         if self.device_status is not None and self.device == "cuda":
-            # Calls that the host has not waited for end without the data of their peers.
+            # Calls on the device stop waiting for the data of their peers.
             with suppress(RuntimeError):
                 self.device_status.mark_failed()
         with self._lock:

@@ -276,8 +276,9 @@ class _Builder:
     ) -> Row | None:
         """Return a valid row with the given values of two axes, or None.
 
-        Rows that compute something are preferred. value_rows: a valid row with each of the two
-        values.
+        Rows that compute something are preferred.
+
+        value_rows: for each of the two values, a valid row that contains it.
         """
         idle_row = None
         for start in (default_row, *value_rows):

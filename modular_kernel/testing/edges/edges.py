@@ -206,8 +206,9 @@ def _search_around(
     for name, neighbor in list_changed_situations(base):
         if not neighbor.verdict.ok:
             _record_edges(edges, sites, name, base, neighbor)
+        # A smaller required set is skipped, because it reveals no other rule.
         elif not isinstance(getattr(*_get_record_and_field(neighbor, name)), frozenset):
-            valid.append(neighbor)  # not if a required set is smaller, which reveals no other rule
+            valid.append(neighbor)
     for numeric_field in list_numeric_fields(base):
         for low, high in _find_breakpoints(numeric_field, search_far):
             passing, failing = numeric_field.situation_with(low), numeric_field.situation_with(high)

@@ -62,7 +62,10 @@ _CPU = torch.device("cpu")
 
 
 class RankSample(Sample):
-    """One rank's part of a call. counts: the number of tokens of each rank."""
+    """One rank's part of a call.
+
+    counts: the number of tokens of each rank.
+    """
 
     def __init__(
         self,

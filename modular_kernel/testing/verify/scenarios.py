@@ -240,7 +240,7 @@ def _check_gpu_machine(kernel: FusedMoEModularKernel, machine: Machine) -> str:
 
 
 def _inconsistent_problems(context: ScenarioContext, first: FusedMoEModularKernel) -> Outcomes:
-    """Run `run_inconsistent_calls` for parts whose ranks do not exchange call numbers.
+    """Check inconsistent problems, for parts whose ranks do not exchange call numbers.
 
     The ranks of these parts share memory, and compare their problems when the part is constructed.
     """
