@@ -98,7 +98,7 @@ class Bounds:
         """
         index = self._find_common_range(pointers, nbytes)
         if index is not None:
-            return index  # the usual case: inactive pointers are in bounds, too
+            return index  # usually, even the inactive pointers are in bounds
         active = pointers[lanes]
         if active.size and self._find_common_range(active, nbytes) is None:
             for address in np.unique(active).tolist():

@@ -265,7 +265,7 @@ class _Outcome:
     """The bytes that a launch read and wrote.
 
     read, written: (index of a range, mask of its bytes, contents of the range), for each range.
-    addresses: start addresses of the ranges if the launch depends on them, else None.
+    addresses: start addresses of the ranges; None if the launch does not depend on them.
     """
 
     def __init__(

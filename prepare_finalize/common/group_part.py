@@ -99,7 +99,8 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
-    # Whether pairs of a replicated expert go to its nearest copy: on this rank, else on this host.
+    # Whether pairs of a replicated expert go to its copy on this rank or, if there is none, to a
+    # copy on this host.
     prefer_local_copies: ClassVar[bool] = True
     ids_dtype = torch.int32  # dtype of the expert numbers that the part's library reads
     manager: M

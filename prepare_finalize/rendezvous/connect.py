@@ -54,8 +54,8 @@ def connect(device: str, store: Store, rank: int, world_size: int, timeout_s: fl
     current_device = torch.device("cuda", torch.cuda.current_device())
 
     def create() -> Any:
-        # NCCL's watchdog aborts the process after the timeout in the options. The timeout is much
-        # longer than that of run_with_timeout, so that run_with_timeout raises an error before.
+        # NCCL's watchdog aborts the process after the timeout in the options. This timeout is much
+        # longer than `timeout_s`, so that run_with_timeout raises an error first.
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=max(600.0, 10 * timeout_s))
         group = dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -156,8 +156,9 @@ def resolve_process_group(group: object | None) -> dist.ProcessGroup:
 def select_device_type(group: dist.ProcessGroup, requested: str | None) -> str:
     """Return `requested`, or the default device type of a group for None.
 
-    The default is "cuda" if the group has an NCCL backend, else "cpu". Raise ConfigurationError
-    unless the group has the backend of `BACKENDS` for the device type.
+    The default is "cuda" if the group has an NCCL backend, and otherwise "cpu".
+
+    Raise ConfigurationError unless the group has the backend of `BACKENDS` for the device type.
     """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)

@@ -6,7 +6,7 @@
   Tests that compare a problem with the base use this list.
 
 A case consists of a problem, a kind of routing, an input variation and a seed. Shapes are small,
-because the interpreter must run them, too.
+because the interpreter must also run them.
 """
 
 from collections.abc import Iterable, Iterator

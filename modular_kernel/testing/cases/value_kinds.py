@@ -15,7 +15,7 @@ VALUES = (
     "ordinary",
     "zero_rows",  # every third token is zero
     "signed",  # router weights of both signs, and zero; NaN or negative where a pair is skipped
-    "large",  # in every three tokens, the gates of one are large, and those of another overflow
+    "large",  # one third of the tokens have large gates, and another third have gates that overflow
     "nan_token",  # one token is NaN
     "inf_token",  # one token contains an infinity
     "peaks",  # one value per token is far above the rest, at a different position in each token

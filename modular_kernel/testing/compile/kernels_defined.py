@@ -77,7 +77,7 @@ def _walk_modules(
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
     """Yield a module and all modules below it, each with the TARGETS that apply to it.
 
-    These are the TARGETS of the module itself, or else of the nearest package above it.
+    These are the TARGETS of the module or, if it has none, of the nearest package above it.
     """
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets

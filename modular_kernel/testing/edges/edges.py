@@ -160,7 +160,7 @@ def _find_valid(
     machine: Machine,
     start: Problem,
 ) -> EdgeSituation | None:
-    """Find a small problem that the pairing accepts on `machine`, or else on a GPU.
+    """Find a small problem that the pairing accepts on `machine` or, if there is none, on a GPU.
 
     Returns None if the pairing refuses all problems that are tried.
     """
@@ -227,7 +227,7 @@ def _find_breakpoints(numeric_field: NumericField, search_far: bool) -> Iterator
     """Yield (passing, failing) values between which the verdict changes.
 
     The start and the next value in each direction are tried. With `search_far`, the last accepted
-    value in each direction is searched, too, in the smallest steps that are accepted.
+    value in each direction is also searched, in the smallest steps that are accepted.
     """
 
     @cache
@@ -269,7 +269,7 @@ def _find_last_passing(
     max_steps = (numeric_field.high - start if step > 0 else start - numeric_field.low) // abs(step)
     end = start + step * max_steps
     if "requires" in numeric_field.field and passes(end):
-        return end  # a requirement is a bound, so all values before this one pass, too
+        return end  # a requirement is a bound, so all values before this one also pass
     passing_steps, failing_steps = 0, 1
     while passes(start + step * failing_steps):
         passing_steps, failing_steps = failing_steps, 2 * failing_steps

@@ -60,7 +60,7 @@ def fill_beyond_rank(args: CallArguments) -> CallArguments:
 
 
 def use_gate_b_for_up(args: CallArguments) -> CallArguments:
-    """Use the gate rows of B for the up projection, too."""
+    """Use the gate rows of B also for the up projection."""
     interleaved = args.problem.act.interleaved
 
     def use_gate_rows(b_LeNR: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def use_gate_b_for_up(args: CallArguments) -> CallArguments:
 
 
 def use_gate_a_for_up(args: CallArguments) -> CallArguments:
-    """Use the gate rows of A for the up projection, too."""
+    """Use the gate rows of A also for the up projection."""
 
     def use_gate_rows(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)

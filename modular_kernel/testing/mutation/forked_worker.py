@@ -1,6 +1,6 @@
 """Run a function in a forked child process that sends messages to its parent.
 
-`one_process` runs each mutant in such a child. Messages are JSON objects, one per line. A mutant
+`one_process` runs each mutant in a child. Messages are JSON objects, one per line. A mutant
 may make the child hang, crash or exhaust memory, so its memory is limited, and the parent waits for
 each message for a limited time.
 """

@@ -286,7 +286,7 @@ def _unpickle(data: bytes) -> tuple[bool, Any, str]:
 
 
 def _host_name() -> str:
-    """Return MK_HOST_ID if it is set, else the boot id, else the host name.
+    """Return the first of MK_HOST_ID, the boot id and the host name that is known.
 
     The name is used only to count hosts. Parts determine on their own which ranks share memory.
     """

@@ -88,7 +88,7 @@ class SoakInputSource:
     def draw_inputs(self, tokens_W: tuple[int, ...] | None = None) -> SoakInputs:
         """Draw a new input set.
 
-        tokens_W: number of tokens of each rank; None means to draw it, too.
+        tokens_W: number of tokens of each rank; None means to draw this as well.
         """
         parallel, rng = self.problem.parallel, self.rng
         if tokens_W is None:

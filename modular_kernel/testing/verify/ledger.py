@@ -82,7 +82,7 @@ def list_unmet_entries(
     """Return a message for each pairing with fewer cases in `counts` than the ledger requires.
 
     Only ledger lines for machines of `kind` apply. A pairing that has cases but no line in the
-    ledger is reported, too, because nobody would notice if its cases disappeared.
+    ledger is also reported, because nobody would notice if its cases disappeared.
     """
     entries = [entry for entry in ledger if entry.machine == kind]
     too_few = [

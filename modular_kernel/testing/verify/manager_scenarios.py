@@ -155,5 +155,5 @@ def check_undeclared_hosts(context: ScenarioContext) -> Outcomes:
 
 
 def _must_mention(outcome: str, *texts: str) -> str:
-    """Return "right" if the outcome is an error that contains all texts, else the outcome."""
+    """Return "right" if the outcome contains all texts; otherwise, return the outcome."""
     return CORRECT if all(text in outcome for text in texts) else outcome

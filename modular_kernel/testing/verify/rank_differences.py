@@ -2,7 +2,7 @@
 
 A wrong output does not show which step is wrong. Therefore, each rank keeps a copy of what its
 experts received in the first call, and compares it with the reference dispatch: the (token, expert)
-pairs whose expert is on this rank. If the two agree, the output itself is examined.
+pairs whose expert is on this rank. If they agree, the output itself is examined.
 """
 
 import copy

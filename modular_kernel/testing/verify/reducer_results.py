@@ -57,7 +57,7 @@ def check_reducer_results(trial: Trial) -> Iterator[str]:
 
 
 def _compute_expected(*, weighted: bool, sums: bool) -> torch.Tensor:
-    """Compute the expected output in float32: (T, H) if `sums`, else (T, K, H)."""
+    """Compute the expected output in float32: (T, H) if `sums`, otherwise (T, K, H)."""
     local = torch.tensor([[_get_local_id(expert) for expert in row] for row in _IDS])
     values = torch.tensor(_VALUES)[..., None] * torch.tensor(_COLUMNS)
     if weighted:

@@ -353,7 +353,7 @@ def _call_failing_experts(
 
 
 def _check_last_record(context: ScenarioContext, kernel: FusedMoEModularKernel) -> str:
-    """Return "right" if the last record is the failed exchange of step 4, else the record."""
+    """Return "right" if the last record is the failed exchange of step 4, or the record."""
     lines = get_manager(kernel.prepare_finalize).last_calls.json_lines().splitlines()
     record = json.loads(lines[-1])
     actual = record["phase"], record["step"], record["bytes"], record["state"]
@@ -373,7 +373,7 @@ def check_records(
     *,
     last: int,
 ) -> str:
-    """Return "right" if the manager recorded the exchanges correctly, else what is wrong.
+    """Return "right" if the manager recorded the exchanges correctly, or what is wrong.
 
     refused_steps: maps each step that rank 1 refused to the name of the error that it raised.
     last: number of the last step.
@@ -407,7 +407,7 @@ def check_records(
 
 
 def _check_record_bytes(context: ScenarioContext, records: list[dict[str, Any]]) -> str:
-    """Return "right" if our own manager recorded the bytes that it sends, else what is wrong.
+    """Return "right" if our own manager recorded the bytes that it sends, or what is wrong.
 
     If the ranks exchange counts, connecting sends no bytes, every exchange of counts sends the same
     number of int64 values, and sums are sent in whole rows. Otherwise the ranks share memory. They

@@ -195,9 +195,8 @@ class Trial:
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
     """Call the kernel on a sample; return a copy of the output.
 
-    The next call may overwrite the output. Calls with strided tensors lower limits, so that they
-    take the branches of large calls. They do so only on a CPU, because a GPU would compile most
-    kernels twice.
+    The next call may overwrite the output. On a CPU, calls with strided tensors lower limits, so
+    that they take the branches of large calls. On a GPU, this would compile most kernels twice.
     """
     inputs = sample.inputs
     with lower_limits(enabled=sample.strided and sample.device.type == "cpu"):

@@ -82,7 +82,7 @@ def run_late_rank(context: ScenarioContext) -> Outcomes:
             "exchange between ranks", prefix + reason, "", position, peers, phase
         )
         yield cut_before(second_outcome, "; after", ", need"), cut_before(expected, ", need")
-        if not has_counts:  # `check` reports the error, too
+        if not has_counts:  # `check` also reports the error
             outcome = capture_outcome(lambda: str(get_manager(kernel.prepare_finalize).check()))
             yield cut_before(outcome, ", need"), cut_before(expected, ", need")
     if wait_alone is not None:
@@ -117,7 +117,7 @@ def _start_alone(context: ScenarioContext) -> Callable[[], tuple[str, str]]:
 
 
 def _check_reason(message: str) -> str:
-    """Return "right" if the error quotes a readable reason from the library, else what is wrong."""
+    """Return "right" if the error quotes a readable reason of the library, or what is wrong."""
     reason = message.partition("; after N s: ")[2].partition(", need")[0]
     if reason == _POLL_TIMEOUT:
         return "the error quotes no reason from the library, although the library has a timeout"
