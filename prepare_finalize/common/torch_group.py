@@ -257,7 +257,7 @@ class TorchGroup:
         """Close the manager after an error on this rank outside of exchanges, and notify peers."""
         if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
             return
-        if self._generation != forks.generation():  # the connections are the parent's
+        if self._generation != forks.generation():  # the connections belong to the parent process
             return
         reason = f"aborted its call: {type(error).__name__}"
         record = self.last_calls.begin(self.step, "combine", 0)

@@ -39,7 +39,7 @@ def remove_stale_files(folder: Path) -> None:
     Processes in other containers may share the folder, so process ids cannot be compared.
     """
     for path in (path for kind in _KINDS for path in folder.glob(f"modular_kernel-{kind}-*")):
-        with suppress(OSError):  # of another user, or removed by another rank
+        with suppress(OSError):  # another user owns the file, or another rank has removed it
             if time.time() - path.stat().st_mtime < _MIN_STALE_AGE_S:
                 continue
             with path.open("rb") as file:

@@ -14,7 +14,7 @@ from modular_kernel.spec.quantization import list_external_schemes, load_externa
 Variant = tuple[Problem, str]
 
 # Every built-in scheme. Groups are at most half as large as the rows of the cases below (except for
-# default sizes), so that there are several groups, the last of them incomplete.
+# default sizes), so that there are several groups, and the last group is incomplete.
 SCHEMES = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_tensor:static=true",

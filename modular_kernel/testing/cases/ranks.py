@@ -230,7 +230,7 @@ def rank_cases_for(
     for variant in list_rank_variants(world_size, level):
         # A rank that interprets GEMMs with such a large K takes so long that its peers time out.
         times_out = interpreted and variant.problem.hidden >= _LONG_ROW_SIZE
-        # So does a rank whose experts compute the padding rows of many ranks.
+        # It also takes too long if experts compute the padding rows of many ranks.
         times_out |= (
             bool(variant.max_tokens) and part.requires.padding is not None and world_size > 2
         )

@@ -78,9 +78,8 @@ class Ranks(Closeable):
                 ranks_per_host=self._per_host,
             )
             if self._mutants:
-                find_dependents(
-                    {mutant.module for mutant in self._mutants}
-                )  # fills the cache of imports
+                # Fill the cache of imports.
+                find_dependents({mutant.module for mutant in self._mutants})
                 self._pool.run(rank_tasks.apply_mutants, self._mutants, get_known_imports())
         return self._pool
 

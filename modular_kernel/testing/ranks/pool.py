@@ -35,7 +35,7 @@ from modular_kernel.settings import hide_gpus, read_settings, use_host_id
 from modular_kernel.testing.ranks.closing import Closeable
 
 if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, SpawnContext  # not everywhere
+    from multiprocessing.context import ForkServerContext, SpawnContext  # not on all systems
 
 Backend = Literal["gloo", "nccl"]
 Result = TypeVar("Result")

@@ -244,9 +244,8 @@ def _run_with_fault(context: FaultContext) -> RankReport:
     """Make a correct call, then up to two calls. The faulty rank fails in one of them."""
     scenario, problem = context.scenario, context.make_problem()
     inputs = context.make_inputs(problem, context.tokens_W)
-    if (
-        inputs.x_TH.is_cuda
-    ):  # compile the kernels now, because this may take longer than the timeout
+    if inputs.x_TH.is_cuda:
+        # Compile the kernels now, because this may take longer than the timeout.
         _is_usable(context)
     context.synchronize_ranks()
     with use_timeout(scenario.timeout_s):

@@ -60,7 +60,7 @@ def record_first_dispatch(kernel: FusedMoEModularKernel) -> list[Dispatched]:
         apply(tokens, **arguments)
 
     def finish_and_record(pending: Any) -> torch.Tensor:
-        del kernel.finish  # this call only
+        del kernel.finish  # it is replaced for one call only
         experts.apply = apply_and_record
         try:
             return finish(pending)

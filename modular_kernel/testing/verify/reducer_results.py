@@ -43,7 +43,7 @@ def check_reducer_results(trial: Trial) -> Iterator[str]:
         Reduce.CONTIGUOUS: (_make_rows_by_pair,),
         Reduce.NAIVE_BATCHED: (_make_rows_by_expert,),
     }[reduce.kind]
-    weighted = getattr(reduce, "weighted", True)  # of KeepTopK
+    weighted = getattr(reduce, "weighted", True)  # an attribute of KeepTopK
     expected = _compute_expected(weighted=weighted, sums=reduce.kind is not None)
     for make_rows in layouts:
         for is_reference in (False, True)[: 2 if device.type == "cpu" else 1]:

@@ -117,9 +117,9 @@ def _find_hosts(manager: Any) -> str:
             store.set(f"hosts/gather/2/{rank}", json.dumps({"readable": readable}))
         if hasattr(manager, "all_reduce"):
             hosts = simulated._find_hosts(store)
-        else:  # the ranks share memory, and only that
+        else:  # the ranks communicate only through shared memory
             collectives: Any = copy.copy(manager._open_store_collectives())
-            collectives.barrier()  # until every rank has opened them
+            collectives.barrier()  # wait until every rank has opened them
             collectives._store, collectives._rank = PrefixStore("hosts", store), _RANK
             collectives._world_size, collectives._num_gathers = _WORLD_SIZE, 0
             simulated._open_store_collectives = lambda: collectives

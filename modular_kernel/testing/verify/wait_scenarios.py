@@ -165,7 +165,7 @@ def _fail_before_sending_host(context: ScenarioContext) -> tuple[str, str]:
     manager_class = find_manager_class(context.part)
 
     def find_hosts(manager: Any, *args: Any) -> Any:
-        dist.barrier()  # until all ranks have connected
+        dist.barrier()  # wait until all ranks have connected
         if context.is_faulty_rank:
             raise RuntimeError("this rank goes away")
         return manager_class._find_hosts(manager, *args)
