@@ -124,4 +124,4 @@ def test_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.Monk
         patch.setattr(wrapped.WRAPPER, "_activate_lora", lambda *_: pytest.fail("the product"))
         served = wrapped.logits_of(model)
     assert all(row.served for row in report(model))
-    wrapped.same(served, wrapped.merged_logits(model))
+    wrapped.assert_same(served, wrapped.merged_logits(model))

@@ -29,16 +29,16 @@ ROWS = {
         f"{RUNNER}::test_an_environment_variable_disables_fused_operations",
     )),
     "R3": Row("FusedOpPool, duplicates raise", (
-        f"{STAGES}::test_a_key_registered_twice_is_refused_with_both_origins",
-        f"{STAGES}::test_two_classes_of_one_name_in_a_module_are_different",
+        f"{STAGES}::test_registering_another_object_for_a_key_is_refused",
+        f"{STAGES}::test_functions_of_the_same_name_in_a_module_are_distinguished",
     )),
     "R4": Row("PermuteMethodPool, a missing key lists what exists", (
-        f"{STAGES}::test_a_key_registered_twice_is_refused_with_both_origins",
-        f"{STAGES}::test_an_unregistered_key_is_reported_with_the_registered_ones",
+        f"{STAGES}::test_registering_another_object_for_a_key_is_refused",
+        f"{STAGES}::test_errors_about_unregistered_keys_list_the_registered_keys",
     )),
     "R5": Row("types have a backend, which is checked", (
         f"{PARTS}::test_results_of_another_backend_are_refused_with_both_names",
-        f"{STAGES}::test_wrong_values_are_refused_at_registration",
+        f"{STAGES}::test_invalid_values_are_refused_at_registration",
     )),
     "R6": Row("typed state of one call", (f"{PARTS}::test_every_call_has_its_own_state",)),
     "R7": Row("every field of MoeRunnerConfig reaches the Problem or is refused", (
@@ -50,7 +50,7 @@ ROWS = {
     )),
     "R8": Row("the Triton backend's input, all schemes", (
         f"{PARTS}::test_staged_triton_experts_equal_triton_experts",
-        f"{WEIGHTS}::test_flags_or_a_name_give_the_scheme",
+        f"{WEIGHTS}::test_flags_or_a_name_determine_the_scheme",
     )),
     "R9": Row('the fused ("none", "triton") and its staged part', (
         f"{PARTS}::test_staged_triton_experts_have_the_requirements_of_triton_experts",
@@ -119,7 +119,7 @@ ROWS = {
         f"{FORMATS}::test_wrong_formats_are_refused_with_both_names",
     )),
     "R24": Row("an incomplete pair is reported at start-up", (
-        f"{STAGES}::test_an_incomplete_pair_is_reported",
+        f"{STAGES}::test_incomplete_pairs_are_reported",
         f"{STAGES}::test_a_backend_of_another_package_is_verified_by_its_entry_point",
     )),
     "R25": Row("a plain torch core", ("test_matrix::test_case_is_proven",),
@@ -131,7 +131,7 @@ ROWS = {
         "test_memory_declared::test_workspaces_stay_below_two_shared_caches",
     )),
     "A59": Row("transposed storage", (
-        f"{WEIGHTS}::test_transposed_storage_is_the_same_layer",
+        f"{WEIGHTS}::test_transposed_weights_give_the_same_result",
         "test_quant_torch_parts::test_strided_weights_give_equal_outputs",
         "test_layers::test_transposed_weights_are_used_without_a_copy",
     ), "FusedMoE has one layout: notebook/decisions/10-one-weight-layout.md"),

@@ -1,5 +1,5 @@
-"""Registration of stages: unique keys, complete pairs, valid values; those of other packages by
-entry point.
+"""The registration of stages. Keys are unique, stages form complete pairs, and their values are
+valid. Other packages register stages by entry point.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ SOURCE = Path(toy_backend.__file__).read_text(encoding="utf-8")
 pools = make_pools_fixture()
 
 
-class Named:
+class XBackend:
     """Stages of the backend "x"."""
 
     @property
@@ -44,11 +44,11 @@ class Named:
         return "x"
 
 
-class XInput(Named, ToyInput):
+class XInput(XBackend, ToyInput):
     pass
 
 
-class XOutput(Named, ToyOutput):
+class XOutput(XBackend, ToyOutput):
     pass
 
 
@@ -99,10 +99,10 @@ stages = make_stages_fixture(REGISTER)
 
 @pytest.mark.usefixtures("pools")
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_key_registered_twice_is_refused_with_both_origins(kind: str) -> None:
+def test_registering_another_object_for_a_key_is_refused(kind: str) -> None:
     register, first, second = REGISTER[kind]
     assert register(first) is first  # type: ignore[arg-type]
-    register(first)  # type: ignore[arg-type]  # the same: nothing changes
+    register(first)  # registering the same object again changes nothing
     with pytest.raises(DuplicatePartError) as caught:
         register(second)  # type: ignore[arg-type]
     assert kind in caught.value.what
@@ -110,7 +110,7 @@ def test_a_key_registered_twice_is_refused_with_both_origins(kind: str) -> None:
         assert f"test_runner_stages:{source.__name__}:" in caught.value.got
 
 
-def imported(name: str, source: str, folder: Path) -> ModuleType:
+def import_source(name: str, source: str, folder: Path) -> ModuleType:
     path = folder / f"{name}.py"
     path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -123,30 +123,30 @@ def imported(name: str, source: str, folder: Path) -> ModuleType:
 
 
 @pytest.mark.usefixtures("pools")
-def test_a_module_imported_again_replaces_its_registrations(
+def test_registrations_of_a_reimported_module_replace_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "again_toy", sys)  # taken away again afterwards
-    first = imported("again_toy", SOURCE, tmp_path)
-    second = imported("again_toy", "# a line more\n" + SOURCE, tmp_path)
+    monkeypatch.setitem(sys.modules, "again_toy", sys)  # restored after the test
+    first = import_source("again_toy", SOURCE, tmp_path)
+    second = import_source("again_toy", "# another line\n" + SOURCE, tmp_path)
     assert runner.get_stages("toy", "standard").core is second.ToyCore is not first.ToyCore
     with pytest.raises(DuplicatePartError, match=r"again_toy:ToyCore:\d+ and test_runner_stages"):
         register_core("toy")(Core)
 
 
 @pytest.mark.usefixtures("pools")
-def test_two_classes_of_one_name_in_a_module_are_different(tmp_path: Path) -> None:
-    twice = SOURCE + (
+def test_functions_of_the_same_name_in_a_module_are_distinguished(tmp_path: Path) -> None:
+    duplicated = SOURCE + (
         '\n\n@register_pre_permute("standard", "toy")\n'
         "def standard_to_toy(call):\n    return None\n"
     )
     with pytest.raises(DuplicatePartError, match=r"standard_to_toy:.* and .*standard_to_toy:"):
-        imported("twice_toy", twice, tmp_path)
+        import_source("twice_toy", duplicated, tmp_path)
     del sys.modules["twice_toy"]
 
 
 @pytest.mark.usefixtures("pools")
-def test_an_unregistered_key_is_reported_with_the_registered_ones() -> None:
+def test_errors_about_unregistered_keys_list_the_registered_keys() -> None:
     with pytest.raises(UnknownPartError) as caught:
         runner.get_stages("x", "standard")
     assert str(caught.value) == (
@@ -165,7 +165,7 @@ def test_an_unregistered_key_is_reported_with_the_registered_ones() -> None:
 
 
 @pytest.mark.usefixtures("pools")
-def test_wrong_values_are_refused_at_registration() -> None:
+def test_invalid_values_are_refused_at_registration() -> None:
     for register in (
         lambda: register_pre_permute("flat", "x"),
         lambda: register_post_permute("x", "flat"),
@@ -184,7 +184,7 @@ def test_wrong_values_are_refused_at_registration() -> None:
     assert "keep_topk" in str(caught.value.got)
 
 
-HALVES = {
+INCOMPLETE = {
     "pre": ((("pre-permute"),), "a pre-permute without post-permute"),
     "post": ((("post-permute"),), "a post-permute without pre-permute"),
     "core": ((("core"),), "a core without permutes of 'x'"),
@@ -193,9 +193,9 @@ HALVES = {
 
 
 @pytest.mark.usefixtures("pools")
-@pytest.mark.parametrize("given", HALVES)
-def test_an_incomplete_pair_is_reported(given: str) -> None:
-    kinds, lacks = HALVES[given]
+@pytest.mark.parametrize("given", INCOMPLETE)
+def test_incomplete_pairs_are_reported(given: str) -> None:
+    kinds, lacks = INCOMPLETE[given]
     for kind in kinds:
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""MoeRunner's weights: how their scheme is given, padded and transposed storage."""
+"""The weights of MoeRunner: how their scheme is specified, and padded and transposed storage."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,9 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
-def test_flags_or_a_name_give_the_scheme(flags: dict[str, Any], quant: str, backend: str) -> None:
+def test_flags_or_a_name_determine_the_scheme(
+    flags: dict[str, Any], quant: str, backend: str
+) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, DEVICE)
     want = float64_reference(x_TH, weights, routing, problem)
@@ -39,12 +41,12 @@ def test_flags_or_a_name_give_the_scheme(flags: dict[str, Any], quant: str, back
 
 def test_contradicting_schemes_are_refused() -> None:
     _, weights, _ = make_layer(BASE, DEVICE)
-    for flags, words in (
+    for flags, message in (
         ({"use_fp8_w8a8": True, "quant": "mxfp4_w4a16"}, "quant: got mxfp4_w4a16 and fp8"),
         ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "one use_"),
         ({"quant": "fp9"}, "quant: got fp9"),
     ):
-        with pytest.raises(ConfigurationError, match=words):
+        with pytest.raises(ConfigurationError, match=message):
             make_quant_info(weights, **flags).scheme()
     with pytest.raises(ConfigurationError, match=r"MoeQuantInfo\.w13_weight: got 7"):
         MoeQuantInfo(7, weights.w2)  # type: ignore[arg-type]
@@ -56,28 +58,28 @@ def test_padded_weights_give_the_same_result(backend: str, quant: str) -> None:
     problem = replace(BASE, quant=quant)
     x_TH, weights, routing = make_layer(problem, DEVICE)
     flags = {"use_fp8_w8a8": True} if quant != "none" else {}
-    wide = replace(weights, w1=_padded(weights.w1), w2=_padded(weights.w2))
+    padded = replace(weights, w1=_padded(weights.w1), w2=_padded(weights.w2))
     plain = MoeRunner(backend, NOT_INPLACE).run(
         make_dispatch_output(x_TH, routing), make_quant_info(weights, **flags)
     )
     runner = MoeRunner(backend, NOT_INPLACE, padding=True)
-    got = runner.run(make_dispatch_output(x_TH, routing), make_quant_info(wide, **flags))
+    got = runner.run(make_dispatch_output(x_TH, routing), make_quant_info(padded, **flags))
     assert torch.equal(got.hidden_states, plain.hidden_states)
     if quant != "none":
         with pytest.raises(UnsupportedError, match="padding: got int4"):
             runner.run(
                 make_dispatch_output(x_TH, routing),
-                make_quant_info(wide, quant="int4_w4a16_group:group=32"),
+                make_quant_info(padded, quant="int4_w4a16_group:group=32"),
             )
         return
     with pytest.raises(ShapeError, match="padded weights"):
         runner.run(
             make_dispatch_output(x_TH, routing),
-            make_quant_info(replace(wide, w1=weights.w1[:, :, 1:])),
+            make_quant_info(replace(padded, w1=weights.w1[:, :, 1:])),
         )
     with pytest.raises(ShapeError):
         MoeRunner(backend, NOT_INPLACE).run(
-            make_dispatch_output(x_TH, routing), make_quant_info(wide, **flags)
+            make_dispatch_output(x_TH, routing), make_quant_info(padded, **flags)
         )
 
 
@@ -86,7 +88,7 @@ def _padded(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([weight.float(), filler], 2).to(weight.dtype)
 
 
-def test_transposed_storage_is_the_same_layer() -> None:
+def test_transposed_weights_give_the_same_result() -> None:
     x_TH, weights, routing = make_layer(BASE, DEVICE)
     stored = replace(
         weights,

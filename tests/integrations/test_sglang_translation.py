@@ -28,7 +28,7 @@ from modular_kernel.spec.problem import ActivationSpec
 from modular_kernel.tensors import ExpertWeights, Routing
 
 # A dataclass with the fields of SGLang's MoeRunnerConfig.
-TheirConfig: Any = make_dataclass(
+SGLangConfig: Any = make_dataclass(
     "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in SGLANG_FIELDS.items()]
 )
 
@@ -58,7 +58,7 @@ class TritonMoeQuantInfo:
     use_new_layout: bool = False
 
 
-def their_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
+def sglang_quant_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
     tensors = vars(make_quant_info(weights))
     known = {n: v for n, v in tensors.items() if n in TritonMoeQuantInfo.__dataclass_fields__}
     return TritonMoeQuantInfo(**known | flags)
@@ -66,7 +66,7 @@ def their_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInfo:
 
 def test_fields_of_the_config_are_read_by_name() -> None:
     backend = SimpleNamespace(value="modular_kernel")
-    theirs = TheirConfig(
+    theirs = SGLangConfig(
         num_experts=8, num_local_experts=4, layer_id=3, layer=torch.nn.Identity(), top_k=2,
         runner_backend=backend, params_dtype=torch.bfloat16, gemm1_alpha=1.7, gemm1_clamp_limit=7.0,
         no_combine=True, inplace=False, routed_scaling_factor=2.5, num_fused_shared_experts=0,
@@ -75,11 +75,11 @@ def test_fields_of_the_config_are_read_by_name() -> None:
     for name in SGLANG_FIELDS.keys() - {"layer", "runner_backend"}:
         assert getattr(ours, name) == getattr(theirs, name), name
     assert (ours.layer, ours.runner_backend) == (None, None)
-    assert translation.convert_runner_config(TheirConfig()) == MoeRunnerConfig()
+    assert translation.convert_runner_config(SGLangConfig()) == MoeRunnerConfig()
 
 
 def test_interleaved_gate_and_up_rows() -> None:
-    ours = translation.convert_runner_config(TheirConfig(), interleaved=True)
+    ours = translation.convert_runner_config(SGLangConfig(), interleaved=True)
     assert ours.activation_spec() == ActivationSpec(interleaved=True)
 
 
@@ -96,10 +96,10 @@ def test_unsupported_values_of_the_config_are_refused(
     changes: dict[str, Any], error: type[ModularKernelError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        translation.convert_runner_config(TheirConfig(**changes))
+        translation.convert_runner_config(SGLangConfig(**changes))
 
 
-def test_an_unknown_field_must_have_its_default() -> None:
+def test_unknown_fields_must_have_their_defaults() -> None:
     fields = [*SGLANG_FIELDS.items(), ("moe_topology", None), ("clip_rows", 0)]
     newer = make_dataclass(
         "MoeRunnerConfig", [(name, Any, field(default=value)) for name, value in fields]
@@ -111,7 +111,7 @@ def test_an_unknown_field_must_have_its_default() -> None:
         with pytest.raises(ConfigurationError, match=f"MoeRunnerConfig.{name}: got .*the default"):
             translation.convert_runner_config(newer(**changes))
     with pytest.raises(ConfigurationError, match=r"TritonMoeQuantInfo.use_new_layout: got True"):
-        translation.convert_quant_info(their_info(make_layer(BASE)[1], use_new_layout=True))
+        translation.convert_quant_info(sglang_quant_info(make_layer(BASE)[1], use_new_layout=True))
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Dispatched:
+class DispatchOutput:
     """SGLang's dispatch output in the standard format."""
 
     hidden_states: torch.Tensor
@@ -141,21 +141,21 @@ class Dispatched:
     format: Any = field(default_factory=lambda: SimpleNamespace(value="standard"))
 
 
-def dispatched(x_TH: torch.Tensor, routing: Routing) -> Dispatched:
+def make_sglang_dispatch(x_TH: torch.Tensor, routing: Routing) -> DispatchOutput:
     topk = SimpleNamespace(topk_weights=routing.topk_weights_TK, topk_ids=routing.topk_ids_TK)
-    return Dispatched(x_TH, topk)
+    return DispatchOutput(x_TH, topk)
 
 
 @pytest.mark.parametrize("quant", FLAGS)
 def test_flags_of_the_quant_info_determine_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
     x_TH, weights, routing = make_layer(problem)
-    theirs = their_info(weights, **FLAGS[quant])
+    theirs = sglang_quant_info(weights, **FLAGS[quant])
     info, interleaved = translation.convert_quant_info(theirs)
     assert (info.scheme(), interleaved) == (quant, False)
-    config = TheirConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
+    config = SGLangConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
     runner = LayerRunner(config, pytest.fail)
-    got = runner.run(dispatched(x_TH, routing), theirs, config)
+    got = runner.run(make_sglang_dispatch(x_TH, routing), theirs, config)
     assert_close(
         got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
     )
@@ -164,14 +164,14 @@ def test_flags_of_the_quant_info_determine_the_scheme(quant: str) -> None:
 def test_unsupported_quant_info_is_refused() -> None:
     _, weights, _ = make_layer(BASE)
     with pytest.raises(UnsupportedError, match="use_mxfp8: got True, need False"):
-        translation.convert_quant_info(their_info(weights, use_mxfp8=True))
+        translation.convert_quant_info(sglang_quant_info(weights, use_mxfp8=True))
     with pytest.raises(UnsupportedError, match="quant_info: got MarlinMoeQuantInfo, need Triton"):
         translation.convert_quant_info(make_dataclass("MarlinMoeQuantInfo", [])())
 
 
 def test_unsupported_calls_have_a_reason() -> None:
     x_TH, _, routing = make_layer(BASE)
-    dispatch_output = dispatched(x_TH, routing)
+    dispatch_output = make_sglang_dispatch(x_TH, routing)
     assert find_unsupported_reason(dispatch_output) is None
     other = SimpleNamespace(value="deepep_ll")
     assert find_unsupported_reason(replace(dispatch_output, format=other)) == (
@@ -188,8 +188,8 @@ def test_unsupported_calls_have_a_reason() -> None:
 
 def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCaptureFixture) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    dispatch_output, theirs = dispatched(x_TH, routing), their_info(weights)
-    config = TheirConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
+    dispatch_output, theirs = make_sglang_dispatch(x_TH, routing), sglang_quant_info(weights)
+    config = SGLangConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
     runner = LayerRunner(config, lambda *arguments: arguments)
     for _ in range(2):
         assert runner.run(dispatch_output, theirs, config) == (dispatch_output, theirs, config)
@@ -197,7 +197,7 @@ def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCapture
     assert record.getMessage().startswith("MoE layer 9 runs on SGLang's triton, not modular_kern")
     assert runner.refusal == "x: got 64 hidden values, need hidden_size = 65"
     # If the first call ran on modular_kernel, a later unsupported call raises an error.
-    config = TheirConfig(inplace=False)
+    config = SGLangConfig(inplace=False)
     runner = LayerRunner(config, pytest.fail)
     runner.run(dispatch_output, theirs, config)
     with pytest.raises(UnsupportedError, match="use_mxfp8"):
@@ -206,7 +206,7 @@ def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCapture
         runner.run(dispatch_output, replace(theirs, fuse_swiglu_interleaved=True), config)
 
 
-def test_a_cpu_without_the_interpreter_runs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_runs_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert select_backend(torch.device("cpu")) == "triton"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -214,13 +214,13 @@ def test_a_cpu_without_the_interpreter_runs_torch(monkeypatch: pytest.MonkeyPatc
     assert select_backend(torch.device("cuda")) == "triton"
 
 
-def test_without_sglang_the_entry_function_raises_nothing(
+def test_entry_function_without_sglang_does_not_raise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(name: str) -> str:
+    def raise_import_error(name: str) -> str:
         raise ImportError(f"no package {name}")
 
-    monkeypatch.setattr(sglang, "version", missing)
+    monkeypatch.setattr(sglang, "version", raise_import_error)
     sglang.register()
     (record,) = caplog.records
     assert record.getMessage() == (

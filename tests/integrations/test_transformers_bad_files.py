@@ -1,4 +1,4 @@
-"""Files that transformers cannot read, or would misread, raise typed errors that name them."""
+"""If transformers cannot read a file, or would misread it, a typed error names the file."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 
 
 def config(**changes: Any) -> Change:
-    """Change keys of the config.json; ... drops one."""
+    """Change keys of config.json. The value `...` removes a key."""
 
     def change(folder: Path) -> None:
         path = folder / "config.json"
@@ -38,9 +38,8 @@ def text(name: str, content: str) -> Change:
 
 
 def index(change: Callable[[dict[str, Any]], Any]) -> Change:
-    """Split the file in two.
-
-    change: a change of the map of the index, or a function of its text.
+    """Split the file in two. `change` is a function of the index's map that changes it in place, or
+    returns the text of the index.
     """
 
     def split(folder: Path) -> None:
@@ -59,7 +58,7 @@ def index(change: Callable[[dict[str, Any]], Any]) -> Change:
     return split
 
 
-def without_a_file(folder: Path) -> None:
+def remove_a_file(folder: Path) -> None:
     index(lambda files: None)(folder)
     (folder / "part1.safetensors").unlink()
 
@@ -74,58 +73,60 @@ def as_dtype(name: str, dtype: torch.dtype) -> Change:
 
 
 EXPERT = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
-BOTH = ("bf16", "awq")
-# What is changed, in files of which formats, and the message.
-BAD: dict[str, tuple[tuple[str, ...], Change, str]] = {
+KINDS = ("bf16", "awq")
+# Case -> the formats of the files, the change, and the error message.
+BAD_FILES: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "no config.json": (
-        BOTH, lambda folder: (folder / "config.json").unlink(), "config.json: got ValueError"),
-    "an empty config.json": (BOTH, text("config.json", ""), "config.json: got OSError"),
-    "a model_type of nothing": (BOTH, config(model_type="nothing"), "config.json: got ValueError"),
-    "no model_type": (BOTH, config(model_type=...), "config.json: got ValueError"),
-    "a size that is text": (BOTH, config(hidden_size="x"), "hidden_size' expected int, got str"),
-    "an unknown dtype": (BOTH, config(torch_dtype=..., dtype="x"), "config.json: got Attribute"),
+        KINDS, lambda folder: (folder / "config.json").unlink(), "config.json: got ValueError"),
+    "an empty config.json": (KINDS, text("config.json", ""), "config.json: got OSError"),
+    "an unknown model_type": (KINDS, config(model_type="nothing"), "config.json: got ValueError"),
+    "no model_type": (KINDS, config(model_type=...), "config.json: got ValueError"),
+    "a size that is text": (KINDS, config(hidden_size="x"), "hidden_size' expected int, got str"),
+    "an unknown dtype": (KINDS, config(torch_dtype=..., dtype="x"), "config.json: got Attribute"),
     "a dtype of integers": (("bf16",), config(torch_dtype=..., dtype="int8"),
                             "dtype: got torch.int8, need a floating-point dtype of at least 16"),
     "a dtype of 8 bits": (("bf16",), config(torch_dtype=..., dtype="float8_e4m3fn"),
                           "dtype: got torch.float8_e4m3fn, need a floating-point dtype"),
-    "an unknown activation": (BOTH, config(hidden_act="x"), "'?x'?"),
+    "an unknown activation": (KINDS, config(hidden_act="x"), "'?x'?"),
     "an empty quantization_config": (
-        BOTH, config(quantization_config={}), "got {}, need an object with quant_method"),
-    "a generation config of a list": (
-        BOTH, text("generation_config.json", "[]"), "got TypeError: 'list' object"),
-    "a generation config of no value": (
-        BOTH, text("generation_config.json", '{"max_new_tokens": -3}'), "must be greater than 0"),
-    "a file less": (BOTH, without_a_file, "no part1.safetensors, of 2 files that the index lists"),
-    "an index that is no JSON": (BOTH, index(lambda files: "{"), "index.json: got no JSON"),
-    "an index without files": (BOTH, index(lambda files: "{}"), "index.json: got no weight_map"),
+        KINDS, config(quantization_config={}), "got {}, need an object with quant_method"),
+    "a generation config that is a list": (
+        KINDS, text("generation_config.json", "[]"), "got TypeError: 'list' object"),
+    "an invalid value in the generation config": (
+        KINDS, text("generation_config.json", '{"max_new_tokens": -3}'), "must be greater than 0"),
+    "a missing file": (
+        KINDS, remove_a_file, "no part1.safetensors, of 2 files that the index lists"),
+    "an index that is not JSON": (KINDS, index(lambda files: "{"), "index.json: got no JSON"),
+    "an index without files": (KINDS, index(lambda files: "{}"), "index.json: got no weight_map"),
     "an index of numbers": (
-        BOTH, index(lambda files: files.update({HEAD: 5})), "lm_head.weight in '5', need a file"),
-    "an index that leads out": (
-        BOTH, index(lambda files: files.update({HEAD: "../x.safetensors"})), "in '../x.safeten"),
-    "an index to a file that is not there": (
-        BOTH, index(lambda files: files.update({HEAD: "x.safetensors"})), "no x.safetensors, of 3"),
+        KINDS, index(lambda files: files.update({HEAD: 5})), "lm_head.weight in '5', need a file"),
+    "an index with a path outside the folder": (
+        KINDS, index(lambda files: files.update({HEAD: "../x.safetensors"})), "in '../x.safeten"),
+    "an index that names a missing file": (
+        KINDS, index(lambda files: files.update({HEAD: "x.safetensors"})),
+        "no x.safetensors, of 3"),
     "no file": (("bf16",), lambda folder: (folder / "model.safetensors").unlink(),
                 "got OSError: Error no file named model.safetensors"),
-    "float8 of no format": (
+    "float8 without a format": (
         ("bf16",), as_dtype(HEAD, torch.float8_e4m3fn),
         "lm_head.weight: got float8_e4m3fn without a quantization_config, need an unquantized"),
-    "integers of no format": (
+    "integers without a format": (
         ("bf16",), as_dtype(EXPERT, torch.int8), "w1.weight: got int8 without a quantization_"),
 }  # fmt: skip
-CASES = [(name, kind) for name, (kinds, _, _) in BAD.items() for kind in kinds]
+CASES = [(name, kind) for name, (kinds, _, _) in BAD_FILES.items() for kind in kinds]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_unreadable_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
-    _, change, match = BAD[name]
+    _, change, match = BAD_FILES[name]
     change(tmp_path)
     with pytest.raises(InputError, match=match):
         from_pretrained(tmp_path, experts_implementation=register())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "int32", "nothing"])
-def test_an_unknown_dtype_is_refused(dtype: Any, tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_refused(dtype: Any, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", "bf16")
     with pytest.raises(
         InputError, match=r"dtype: got .*, need a floating-point dtype of at least 16 bits"
@@ -133,8 +134,8 @@ def test_an_unknown_dtype_is_refused(dtype: Any, tmp_path: Path) -> None:
         from_pretrained(tmp_path, experts_implementation=register(), dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_model_in_several_files_is_loaded(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_in_several_files_are_loaded(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     index(lambda files: None)(tmp_path)
     assert from_pretrained(tmp_path, experts_implementation=register())

@@ -1,7 +1,8 @@
-"""Changes to an experts module between calls take effect in the next call, also in a graph.
+"""An experts module may change between calls. The next call, eager or compiled, uses the changed
+module.
 
-Each change is made after a first call, eager or compiled. Afterwards the module computes what a new
-module in the changed state would, or raises a typed error.
+Each change is made after a first call. Afterwards the module computes the same as a new module in
+the changed state, or raises a typed error.
 """
 
 import copy
@@ -53,90 +54,90 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
     return x.to(DEVICE, dtype), ids.to(DEVICE), values.softmax(-1).to(DEVICE)
 
 
-def clamped(self, gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate) * up
 
 
-def interleaved(self, gate_up: torch.Tensor) -> torch.Tensor:
+def interleaved_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate_up[..., ::2]) * gate_up[..., 1::2]
 
 
-def unbound(gate_up: torch.Tensor) -> torch.Tensor:
-    return clamped(None, gate_up)
+def unbound_gate(gate_up: torch.Tensor) -> torch.Tensor:
+    return gelu_gate(None, gate_up)
 
 
-def new(module: torch.nn.Module, name: str, change: Callable) -> None:
+def replace_parameter(module: torch.nn.Module, name: str, change: Callable) -> None:
     setattr(module, name, torch.nn.Parameter(change(getattr(module, name).detach().clone())))
 
 
-def data(module: torch.nn.Module, name: str, change: Callable) -> None:
+def replace_data(module: torch.nn.Module, name: str, change: Callable) -> None:
     tensor = getattr(module, name)
     tensor.data = change(tensor.detach().clone())
 
 
-def turned(module: torch.nn.Module) -> None:
-    """Return the same values in transposed storage."""
+def transpose_weights(module: torch.nn.Module) -> None:
+    """Store the same values transposed."""
     for name in ("gate_up_proj", "down_proj"):
-        new(module, name, lambda tensor: tensor.transpose(1, 2).contiguous())
+        replace_parameter(module, name, lambda tensor: tensor.transpose(1, 2).contiguous())
     module.is_transposed = True
 
 
-def biased(module: torch.nn.Module) -> None:
+def add_biases(module: torch.nn.Module) -> None:
     module.has_bias = True
     module.gate_up_proj_bias = torch.nn.Parameter(torch.ones(E, 2 * I, device=DEVICE))
     module.down_proj_bias = torch.nn.Parameter(torch.ones(E, H, device=DEVICE))
 
 
-def narrower(module: torch.nn.Module) -> None:
-    new(module, "gate_up_proj", lambda tensor: tensor[:, ::2])
-    new(module, "down_proj", lambda tensor: tensor[:, :, ::2])
+def halve_intermediate_size(module: torch.nn.Module) -> None:
+    replace_parameter(module, "gate_up_proj", lambda tensor: tensor[:, ::2])
+    replace_parameter(module, "down_proj", lambda tensor: tensor[:, :, ::2])
 
 
 def exchange_class(module: torch.nn.Module) -> None:
-    module.__class__ = type("Other", (Experts,), {"_apply_gate": interleaved})
+    module.__class__ = type("Other", (Experts,), {"_apply_gate": interleaved_gate})
 
 
 CHANGES = {
-    "a gate of its own": lambda m: setattr(m, "_apply_gate", types.MethodType(clamped, m)),
-    "a gate that is a function": lambda m: setattr(m, "_apply_gate", unbound),
-    "the class": exchange_class,
-    "act_fn, a module": lambda m: setattr(m, "act_fn", torch.nn.GELU()),
-    "act_fn, a function": lambda m: (
+    "gate: a method": lambda m: setattr(m, "_apply_gate", types.MethodType(gelu_gate, m)),
+    "gate: a function": lambda m: setattr(m, "_apply_gate", unbound_gate),
+    "class": exchange_class,
+    "act_fn: a module": lambda m: setattr(m, "act_fn", torch.nn.GELU()),
+    "act_fn: a function": lambda m: (
         m._modules.pop("act_fn") and setattr(m, "act_fn", torch.nn.functional.gelu)
     ),
-    "another parameter": lambda m: new(m, "down_proj", lambda w: w * 2),
-    "other data": lambda m: data(m, "gate_up_proj", lambda w: w * 2),
-    "written in place": lambda m: m.down_proj.mul_(2),
-    "written past autograd": lambda m: m.down_proj.data.mul_(2),
-    "transposed": turned,
-    "biases": biased,
-    "another I": narrower,
+    "parameter replaced": lambda m: replace_parameter(m, "down_proj", lambda w: w * 2),
+    "data replaced": lambda m: replace_data(m, "gate_up_proj", lambda w: w * 2),
+    "weights written in place": lambda m: m.down_proj.mul_(2),
+    "weights written through .data": lambda m: m.down_proj.data.mul_(2),
+    "transposed": transpose_weights,
+    "biases": add_biases,
+    "intermediate size": halve_intermediate_size,
 }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_takes_effect_in_the_next_call(change, compiled) -> None:
+def test_the_next_call_uses_the_changed_module(change, compiled) -> None:
     torch.compiler.reset()
-    module, given = experts(), inputs()
+    module, arguments = experts(), inputs()
     run = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
     with torch.no_grad():
-        before = run(*given)
+        before = run(*arguments)
         CHANGES[change](module)
-        after, want = run(*given), reference(module, given)
+        after, want = run(*arguments), reference(module, arguments)
     assert after.shape == before.shape
     assert change == "transposed" or not torch.allclose(after, before, atol=1e-3)
     assert torch.allclose(after, want, atol=2e-6)
 
 
-def reference(module, given) -> torch.Tensor:
-    """Return what transformers' own products compute for the module in its current state."""
-    own = copy.copy(module)
-    own.config = SimpleNamespace(_experts_implementation="batched_mm")
+def reference(module, arguments) -> torch.Tensor:
+    """Return what transformers' own implementation computes for the module in its current state."""
+    copied = copy.copy(module)
+    copied.config = SimpleNamespace(_experts_implementation="batched_mm")
     if "_apply_gate" in vars(module) and isinstance(module._apply_gate, types.MethodType):
-        own._apply_gate = types.MethodType(module._apply_gate.__func__, own)
-    return own(*given)
+        copied._apply_gate = types.MethodType(module._apply_gate.__func__, copied)
+    return copied(*arguments)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -164,12 +165,12 @@ def test_gradients_can_be_enabled_and_disabled(compiled) -> None:
     torch.compiler.reset()
     module, (x, ids, scores) = experts().requires_grad_(False), inputs()
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
-    for asked in (False, True, False):
-        module.down_proj.requires_grad_(asked)
+    for required in (False, True, False):
+        module.down_proj.requires_grad_(required)
         module.down_proj.grad = None
         out = run(x, ids, scores)
-        assert out.requires_grad is asked
-        if asked:
+        assert out.requires_grad is required
+        if required:
             out.sum().backward()
             want = copy.deepcopy(module)
             reference(want, (x, ids, scores)).sum().backward()
@@ -177,51 +178,51 @@ def test_gradients_can_be_enabled_and_disabled(compiled) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_another_implementation_or_pairing_is_the_one_that_runs(compiled) -> None:
+def test_changed_implementation_or_pairing_takes_effect(compiled) -> None:
     torch.compiler.reset()
-    module, given = experts(), inputs()
+    module, arguments = experts(), inputs()
     name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="changed")
     module.config._experts_implementation = name
     run = torch.compile(module, backend="eager") if compiled else module
     with torch.no_grad():
-        first = run(*given)
+        first = run(*arguments)
         kernels = registration(name).kernels
         assert len(kernels) == 1
         register("MoEPrepareAndFinalizeNoEP", "NaiveBatchedExperts", name="changed")
         with pytest.raises(IncompatibleError, match="NaiveBatchedExperts"):
-            run(*given)
+            run(*arguments)
         module.config._experts_implementation = "batched_mm"
-        assert torch.allclose(run(*given), first, atol=2e-6)
+        assert torch.allclose(run(*arguments), first, atol=2e-6)
         assert len(registration(name).kernels) == 0
 
 
-def flag(name: str, value: object) -> Callable:
+def set_attribute(name: str, value: object) -> Callable:
     return lambda module: setattr(module, name, value)
 
 
-# What is done -> the error that names it.
+# Change -> the error message.
 CONTRADICTIONS = {
-    "is_transposed alone": (flag("is_transposed", True), "gate_up_proj"),
-    "num_experts": (flag("num_experts", E + 1), "num_experts 6 and weights of 5"),
-    "has_bias alone": (flag("has_bias", True), "gate_up_proj_bias"),
-    "has_gate alone": (flag("has_gate", False), "up_proj"),
-    "a norm": (flag("has_post_expert_norm", True), "a norm after each expert"),
-    "one dtype of two": (lambda m: new(m, "down_proj", lambda w: w.bfloat16()), "w2"),
+    "is_transposed alone": (set_attribute("is_transposed", True), "gate_up_proj"),
+    "num_experts": (set_attribute("num_experts", E + 1), "num_experts 6 and weights of 5"),
+    "has_bias alone": (set_attribute("has_bias", True), "gate_up_proj_bias"),
+    "has_gate alone": (set_attribute("has_gate", False), "up_proj"),
+    "a norm": (set_attribute("has_post_expert_norm", True), "a norm after each expert"),
+    "one dtype of two": (lambda m: replace_parameter(m, "down_proj", lambda w: w.bfloat16()), "w2"),
     "on no device": (lambda m: m.to("meta"), "meta"),
-    "a matrix less": (lambda m: new(m, "down_proj", lambda w: w[:-1]), "w2"),
-    "no gate of ours": (flag("act_fn", torch.nn.Tanh()), "computes another function"),
+    "a matrix less": (lambda m: replace_parameter(m, "down_proj", lambda w: w[:-1]), "w2"),
+    "no gate of ours": (set_attribute("act_fn", torch.nn.Tanh()), "computes another function"),
 }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("change", CONTRADICTIONS)
-def test_an_inconsistent_change_is_an_error(change, compiled) -> None:
+def test_inconsistent_changes_are_refused(change, compiled) -> None:
     torch.compiler.reset()
-    module, given = experts(), inputs()
+    module, arguments = experts(), inputs()
     run = torch.compile(module, backend="eager") if compiled else module
-    act, match = CONTRADICTIONS[change]
+    apply_change, match = CONTRADICTIONS[change]
     with torch.no_grad():
-        run(*given)
-        act(module)
+        run(*arguments)
+        apply_change(module)
         with pytest.raises(InputError, match=match):
-            run(*given)
+            run(*arguments)

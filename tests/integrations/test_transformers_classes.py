@@ -1,5 +1,5 @@
-"""Every experts class that the installed transformers decorates is computed correctly, or refused
-by name.
+"""Every experts class of the installed transformers computes the correct result, or is refused by
+name.
 """
 
 import copy
@@ -25,14 +25,14 @@ CLASSES = find_classes()
 REFUSED = {"MuseSparkExperts": "norm after each expert"}
 
 
-def test_the_classes_are_found() -> None:
+def test_experts_classes_are_found() -> None:
     assert len(CLASSES) >= 60
     assert {"MixtralExperts", "GptOssExperts", "NemotronHExperts"} <= CLASSES.keys()
     assert REFUSED.keys() <= CLASSES.keys()
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_class_computes_what_transformers_computes_or_is_refused(name) -> None:
+def test_classes_equal_transformers_or_are_refused(name) -> None:
     cls = getattr(import_module(CLASSES[name]), name)
     experts, generator = make_experts(cls), torch.Generator().manual_seed(1)
     x = torch.randn(11, H, generator=generator)

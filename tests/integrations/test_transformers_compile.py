@@ -1,4 +1,6 @@
-"""torch.compile and torch.export trace our experts without a graph break, with the same results."""
+"""torch.compile and torch.export trace our experts without a graph break, and compute the same
+results.
+"""
 
 import subprocess
 import sys
@@ -29,7 +31,7 @@ E, H, I, K = 5, 32, 24, 2  # noqa: E741
 
 
 @pytest.fixture(autouse=True)
-def cold() -> None:
+def reset_compiler() -> None:
     """Reset torch.compile, because a second compilation in one process could reuse the first."""
     torch.compiler.reset()
 
@@ -76,17 +78,19 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
-    """With 17, 9 and 5 tokens; from the second on, the graph has a dynamic number of tokens."""
+def test_compiled_models_are_one_graph_and_equal_eager(name) -> None:
+    """The calls have 17, 9 and 5 tokens. From the second call on, the number of tokens is
+    dynamic.
+    """
     model = build_small_model(name, "float32", DEVICE)
     model.set_experts_implementation(register(*OURS))
     graphs: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def keep_graph(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(model, fullgraph=True, backend=keep)
+    compiled = torch.compile(model, fullgraph=True, backend=keep_graph)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         for tokens in (17, 9, 5):
@@ -100,29 +104,31 @@ def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
 
 
 def test_modules_are_traced_by_number_if_torch_cannot_trace_objects(monkeypatch) -> None:
-    """Torch 2.11 cannot trace objects. Another module of the same class has its own graph."""
-    home = sys.modules["modular_kernel.integrations.transformers.constants"]
-    monkeypatch.setattr(home, "_ACCEPTS_OBJECTS", False)
+    """torch 2.11 cannot trace objects. Another module of the same class gets its own graph."""
+    constants = sys.modules["modular_kernel.integrations.transformers.constants"]
+    monkeypatch.setattr(constants, "_ACCEPTS_OBJECTS", False)
     graphs: list[torch.fx.GraphModule] = []
 
-    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+    def keep_graph(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
     modules = [experts() for _ in range(2)]
     modules[1].limit = 0.1
-    compiled = torch.compile(lambda module, *call: module(*call), backend=keep, fullgraph=True)
-    given = inputs(9)
+    compiled = torch.compile(
+        lambda module, *call: module(*call), backend=keep_graph, fullgraph=True
+    )
+    arguments = inputs(9)
     with torch.inference_mode():
         for _ in range(2):
             for module in modules:
-                assert torch.equal(compiled(module, *given), module(*given))
+                assert torch.equal(compiled(module, *arguments), module(*arguments))
     assert [operators(graph.graph) for graph in graphs] == [
         ["modular_kernel.experts_forward.default"]
     ] * 2
 
 
-def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
+def test_compiled_models_generate_the_same_tokens_with_a_static_cache() -> None:
     model = build_small_model("mixtral", "float32", DEVICE)
     prompt = torch.arange(7, device=DEVICE)[None]
     want = model.generate(prompt, max_new_tokens=8, do_sample=False)
@@ -150,38 +156,38 @@ def test_opcheck_passes() -> None:
 
 @pytest.mark.share(2)
 def test_inductor_computes_the_same() -> None:
-    module, given = experts(), inputs(9)
+    module, arguments = experts(), inputs(9)
 
     def layer(x, ids, scores):
         return module(x * 2, ids, scores) + 1
 
     with torch.no_grad():
-        want = layer(*given)
-        assert torch.equal(torch.compile(layer, fullgraph=True)(*given), want)
+        want = layer(*arguments)
+        assert torch.equal(torch.compile(layer, fullgraph=True)(*arguments), want)
 
 
-def test_another_limit_is_another_graph() -> None:
-    module, given = experts(), inputs(6)
+def test_a_changed_limit_is_compiled_again() -> None:
+    module, arguments = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
         for limit in (0.5, 0.1, 0.7, 0.1):
             module.limit = limit
-            assert torch.equal(compiled(*given), module(*given))
+            assert torch.equal(compiled(*arguments), module(*arguments))
 
 
-def test_another_act_fn_is_another_graph() -> None:
+def test_a_changed_act_fn_is_compiled_again() -> None:
     model = build_small_model("mixtral", "float32", DEVICE)
     module = next(each for each in model.modules() if hasattr(type(each), "_apply_gate"))
     module.config._experts_implementation = register(*OURS)
-    compiled, found = torch.compile(module, backend="eager", fullgraph=True), []
+    compiled, outputs = torch.compile(module, backend="eager", fullgraph=True), []
     x_TH = torch.randn(3, module.down_proj.shape[1], device=DEVICE)
     call = (x_TH, torch.tensor([[0, 1]] * 3, device=DEVICE), torch.ones(3, 2, device=DEVICE))
     for function in (torch.nn.SiLU(), torch.nn.GELU(), torch.nn.GELU("tanh")):
         module.act_fn = function
         with torch.no_grad():
-            found.append(compiled(*call))
-            assert torch.equal(found[-1], module(*call))
-    assert not torch.equal(found[0], found[1])
+            outputs.append(compiled(*call))
+            assert torch.equal(outputs[-1], module(*call))
+    assert not torch.equal(outputs[0], outputs[1])
 
 
 def test_dynamic_shapes_allow_another_top_k() -> None:
@@ -195,30 +201,32 @@ def test_dynamic_shapes_allow_another_top_k() -> None:
             assert torch.equal(compiled(x_TH, ids_TK, weights_TK), module(x_TH, ids_TK, weights_TK))
 
 
-def test_a_graph_uses_moved_and_changed_weights() -> None:
-    module, given = experts(), inputs(6)
+def test_compiled_modules_use_moved_and_changed_weights() -> None:
+    module, arguments = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     with torch.no_grad():
-        before = compiled(*given)
+        before = compiled(*arguments)
         module.down_proj.data = module.down_proj.data.clone() * 3
         module.gate_up_proj.mul_(2)
-        after = compiled(*given)
+        after = compiled(*arguments)
         assert not torch.equal(before, after)
-        assert torch.equal(after, module(*given))
+        assert torch.equal(after, module(*arguments))
 
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, tmp_path) -> None:
+def test_exported_programs_run_in_another_process_with_another_number_of_tokens(
+    strict, tmp_path
+) -> None:
     module = experts()
     tokens = torch.export.Dim("tokens", min=2, max=4096)
     with torch.no_grad():
         shapes = ({0: tokens}, {0: tokens}, {0: tokens})
         program = torch.export.export(module, inputs(9), dynamic_shapes=shapes, strict=strict)
         assert operators(program.graph) == ["modular_kernel.experts.default"]
-        given = inputs(21)
+        arguments = inputs(21)
         torch.export.save(program, tmp_path / "experts.pt2")
-        torch.save((given, module(*given)), tmp_path / "given.pt")
+        torch.save((arguments, module(*arguments)), tmp_path / "given.pt")
     lines = (
         "import sys, torch",
         "import modular_kernel.operators.experts",
@@ -227,30 +235,30 @@ def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, t
         "assert 'transformers' not in sys.modules",
         "assert torch.equal(found, want), (found - want).abs().max()",
     )
-    words = [sys.executable, "-c", "\n".join(lines)]
-    words += [str(tmp_path / "experts.pt2"), str(tmp_path / "given.pt")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", "\n".join(lines)]
+    command += [str(tmp_path / "experts.pt2"), str(tmp_path / "given.pt")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_program_exported_without_gradients_can_compute_them(strict) -> None:
+def test_programs_exported_without_gradients_can_compute_them(strict) -> None:
     module, (x_TH, *routing) = experts(), inputs(9)
     with torch.no_grad():
         program = torch.export.export(module, (x_TH, *routing), strict=strict).module()
-    found = []
+    gradients = []
     for layer in (module, program):
         layer.zero_grad()
         x = x_TH.clone().requires_grad_()
         layer(x, *routing).sum().backward()
-        found.append([x.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
-    assert len(found[1]) == 3
-    for want, got in zip(*found, strict=True):
+        gradients.append([x.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    assert len(gradients[1]) == 3
+    for want, got in zip(*gradients, strict=True):
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "match"),
+    ("position", "value", "match"),
     [
         (4, "w1", "2 tensors"),
         (4, "w1,w3", "w3"),
@@ -261,14 +269,20 @@ def test_a_program_exported_without_gradients_can_compute_them(strict) -> None:
         (6, "NoSuchPart x TorchExperts", "NoSuchPart"),
     ],
 )
-def test_invalid_text_arguments_are_refused(place, value, match) -> None:
-    module, given = experts(), inputs(3)
+def test_invalid_text_arguments_are_refused(position, value, match) -> None:
+    module, tensors = experts(), inputs(3)
     problem = mk.Problem(
         tokens=9, hidden=H, intermediate=I, experts=E, top_k=K, dtype=torch.float32
     )
     weights = [module.gate_up_proj.detach(), module.down_proj.detach()]
-    arguments = [*given, weights, "w1,w2", serialize_layer(problem), str(registration().pairing)]
-    arguments[place] = value
+    arguments = [
+        *tensors,
+        weights,
+        "w1,w2",
+        serialize_layer(problem),
+        str(registration().pairing),
+    ]
+    arguments[position] = value
     with pytest.raises(mk.errors.InputError, match=match):
         torch.ops.modular_kernel.experts(*arguments)
 
@@ -277,15 +291,15 @@ def test_invalid_text_arguments_are_refused(place, value, match) -> None:
 
 
 def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
-    """1,000 calls of four layers of one shape, with any number of tokens, also above the largest
-    plan.
+    """Call four layers of one shape 1,000 times. The number of tokens varies and may exceed the
+    largest plan.
     """
     name = register(NO_EP, "TorchExperts", name="planned")
     layers = [experts() for _ in range(4)]
     for layer in layers:
         layer.config._experts_implementation = name
     generator = torch.Generator().manual_seed(0)
-    pairing, kept, held = registration(name).pairing, [], []
+    pairing, kept, held_sizes = registration(name).pairing, [], []
     planned = (16, 32, 64, 128, 256, 512, 1024, 2048)
     with torch.no_grad(), prefer_torch_reference():
         for call in range(1000):
@@ -293,9 +307,9 @@ def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
             out = layers[call % 4](*inputs(tokens))
             if call % 40 == 0:
                 kept.append((out, out.clone()))
-                held.append(sum(held_bytes().values()))
+                held_sizes.append(sum(held_bytes().values()))
     plans = [plan for k in pairing.kernels.values() for plan in k._call_plans.capacities]
     assert sorted(plans) == list(planned)
     assert {k.problem.tokens for k in pairing.kernels.values()} == {*planned, 4096}
-    assert held[-1] == held[-5]
+    assert held_sizes[-1] == held_sizes[-5]
     assert all(torch.equal(out, copy) for out, copy in kept)

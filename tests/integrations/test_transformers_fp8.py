@@ -1,5 +1,5 @@
-"""FP8Experts of transformers, used in place: block scales, partial blocks, power-of-two scales, one
-scale.
+"""FP8Experts of transformers are used in place. The cases have block scales, partial blocks,
+power-of-two scales, or one scale.
 """
 
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ E, H, I, K, B = 4, 64, 64, 2, 32  # noqa: E741
 FP8 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
-# Case -> intermediate size, and how the module is made.
+# Case -> intermediate size, and the options of the module.
 CASES: "dict[str, tuple[int, dict[str, object]]]" = {
     "blocks": (I, {}),
     "ragged": (48, {}),
@@ -42,9 +42,9 @@ CASES: "dict[str, tuple[int, dict[str, object]]]" = {
 CONFIG = ("hidden_act", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
 
 
-def made(case: str) -> torch.nn.Module:
-    """Return a module as loading leaves it, with separate scales of a checkpoint for each
-    projection.
+def make_module(case: str) -> torch.nn.Module:
+    """Return a module as it is after loading. Each projection has separate scales from a
+    checkpoint.
     """
     intermediate, options = CASES[case]
     config = SimpleNamespace(
@@ -136,7 +136,7 @@ def test_modules_are_used_in_place(case, pair) -> None:
     problem = mk.Problem(tokens=16, hidden=H, intermediate=I, experts=E, top_k=K)
     if not mk.check(*pair, problem).ok:
         pytest.skip("the part does not run here")
-    module, (x, ids, scores) = made(case), inputs(13)
+    module, (x, ids, scores) = make_module(case), inputs(13)
     module.config._experts_implementation = register(*pair)
     with torch.no_grad():
         got = module(x, ids, scores)
@@ -149,7 +149,7 @@ def test_modules_are_used_in_place(case, pair) -> None:
 
 
 def test_replaced_gate_and_up_scales_are_used() -> None:
-    module, (x, ids, scores) = made("ragged"), inputs(13)
+    module, (x, ids, scores) = make_module("ragged"), inputs(13)
     module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
         want = exact(module, x.double(), ids, scores.double())
@@ -159,7 +159,7 @@ def test_replaced_gate_and_up_scales_are_used() -> None:
 
 
 def test_weights_are_not_copied() -> None:
-    module = made("blocks")
+    module = make_module("blocks")
     name = register(*OURS)
     module.config._experts_implementation = name
     module(*inputs(4))
@@ -171,7 +171,7 @@ def test_weights_are_not_copied() -> None:
 @pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two", "float4"])
 def test_a_module_is_one_operator_of_a_graph(case) -> None:
     torch.compiler.reset()
-    module, given = made(case), inputs(9)
+    module, given = make_module(case), inputs(9)
     module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -184,7 +184,7 @@ def test_scales_changed_between_calls_are_used(case, compiled) -> None:
     """Scales that are replaced, written, or have another block size, which contradicts the
     weights."""
     torch.compiler.reset()
-    module, given = made(case), inputs(9)
+    module, given = make_module(case), inputs(9)
     module.config._experts_implementation = register(*OURS)
     run = torch.compile(module, backend="eager") if compiled else module
     x, ids, scores = given[0].double(), given[1], given[2].double()
@@ -205,7 +205,7 @@ def test_scales_changed_between_calls_are_used(case, compiled) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
-    module, (x, ids, scores) = made(case), inputs(13, torch.float32)
+    module, (x, ids, scores) = make_module(case), inputs(13, torch.float32)
     module.config._experts_implementation = register(*OURS)
     run = module
     if compiled:
@@ -221,14 +221,14 @@ def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
 
 
 def test_unsupported_modules_are_refused_by_name() -> None:
-    module = made("float4")
+    module = make_module("float4")
     module.down_proj_scale_inv = parameter(module.down_proj_scale_inv.float())
     module.gate_up_proj_scale_inv = parameter(module.gate_up_proj_scale_inv.float())
     module.config._experts_implementation = register(*OURS)
     with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
         module(*inputs(4))
     refusing = register(*OURS, name="forward_only", gradients="refuse")
-    module = made("blocks")
+    module = make_module("blocks")
     module.config._experts_implementation = refusing
     x, ids, scores = inputs(4)
     with pytest.raises(UnsupportedError, match="gradients"):

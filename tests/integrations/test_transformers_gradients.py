@@ -1,4 +1,6 @@
-"""Calls that need gradients return those of transformers' grouped_mm, or are refused."""
+"""Calls that need gradients return the same gradients as transformers' grouped_mm, or are
+refused.
+"""
 
 import copy
 from importlib.util import find_spec
@@ -18,7 +20,7 @@ from modular_kernel.integrations.transformers import register, registration
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def model_of(name: str, implementation: str) -> torch.nn.Module:
+def make_model(name: str, implementation: str) -> torch.nn.Module:
     model = build_small_model(name, "float32", DEVICE)
     model.set_experts_implementation(implementation)
     return model
@@ -30,7 +32,7 @@ def gradients(model: torch.nn.Module) -> "dict[str, torch.Tensor]":
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]") -> None:
+def assert_equal_gradients(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]") -> None:
     assert got.keys() == want.keys() != set()
     for name, gradient in got.items():
         assert (gradient - want[name]).abs().max() <= 1e-7, name
@@ -39,72 +41,76 @@ def assert_same(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]")
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_gradients_equal_those_of_grouped_mm(name, checkpointing) -> None:
-    found = []
+    results = []
     for implementation in (register(*OURS), "grouped_mm"):
-        model = model_of(name, implementation).train()
+        model = make_model(name, implementation).train()
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
             model.enable_input_require_grads()
-        found.append(gradients(model))
-    assert_same(*found)
-    assert len(found[0]) == len(list(model.parameters()))
+        results.append(gradients(model))
+    assert_equal_gradients(*results)
+    assert len(results[0]) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("trained", ["self_attn.q_proj", "mlp.gate", "down_proj"])
 def test_trained_parameters_get_gradients(trained) -> None:
     """The model is in eval mode, and the experts may be frozen."""
-    found = []
+    results = []
     for implementation in (register(*OURS), "grouped_mm"):
-        model = model_of("mixtral", implementation)
+        model = make_model("mixtral", implementation)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained in name)
-        found.append(gradients(model))
-    assert_same(*found)
+        results.append(gradients(model))
+    assert_equal_gradients(*results)
 
 
 def exact_gradients(name: str) -> "dict[str, torch.Tensor]":
     """Return the gradients of transformers' eager experts in float64."""
-    return gradients(model_of(name, "eager").double())
+    return gradients(make_model(name, "eager").double())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_kernels_run_in_eval_mode_and_have_gradients(name, compiled) -> None:
-    """Grad mode is on, as in `model.eval(); model(ids)`, where backward may or may not follow."""
+    """Grad mode is on, as in `model.eval(); model(ids)`. A backward pass may follow or not."""
     torch.compiler.reset()
     implementation = register(*OURS, name="ours")
     kernels = registration(implementation).kernels
     kernels.clear()
-    model = model_of(name, implementation)
+    model = make_model(name, implementation)
     if compiled:
         model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     got = gradients(model)
     assert kernels
-    want, theirs = exact_gradients(name), gradients(model_of(name, "eager"))
-    assert got.keys() == want.keys() == theirs.keys()
+    want, own_gradients = exact_gradients(name), gradients(make_model(name, "eager"))
+    assert got.keys() == want.keys() == own_gradients.keys()
     for parameter, exact in want.items():
         error = (got[parameter].double() - exact).norm()
         # The rule of `mk demo`: twice the error of transformers' own experts and one rounding.
-        bound = 2 * (theirs[parameter].double() - exact).norm()
+        bound = 2 * (own_gradients[parameter].double() - exact).norm()
         assert error <= bound + torch.finfo(torch.float32).eps * exact.norm(), parameter
 
 
-def test_gradients_of_some_parameters() -> None:
-    """A frozen parameter gets none; the others get the same as without frozen ones."""
+def test_frozen_parameters_get_no_gradients() -> None:
+    """The other parameters get the same gradients as in a model without frozen parameters."""
     implementation = register(*OURS, name="ours")
-    whole = gradients(model_of("gpt_oss", implementation))
-    model = model_of("gpt_oss", implementation)
+    all_gradients = gradients(make_model("gpt_oss", implementation))
+    model = make_model("gpt_oss", implementation)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith(("gate_up_proj", "down_proj_bias")))
     some = gradients(model)
-    assert some.keys() == {n for n in whole if n.endswith(("gate_up_proj", "down_proj_bias"))}
-    assert all(torch.equal(each, whole[name]) for name, each in some.items())
+    assert some.keys() == {
+        n for n in all_gradients if n.endswith(("gate_up_proj", "down_proj_bias"))
+    }
+    assert all(torch.equal(each, all_gradients[name]) for name, each in some.items())
 
 
 def test_kernels_run_if_no_gradients_are_needed() -> None:
-    """They run with grad mode on, but not in a forward that a checkpoint will recompute."""
+    """The kernels run if grad mode is on. They do not run in a forward pass that a checkpoint will
+    recompute.
+    """
     name = register(*OURS, name="ours")
-    model = model_of("mixtral", name).requires_grad_(False)
+    model = make_model("mixtral", name).requires_grad_(False)
     ids = torch.arange(8, device=DEVICE)[None]
     registration(name).kernels.clear()
     model(input_ids=ids)
@@ -115,24 +121,24 @@ def test_kernels_run_if_no_gradients_are_needed() -> None:
     assert not registration(name).kernels
 
 
-def test_weights_computed_from_trained_ones_get_gradients() -> None:
+def test_weights_computed_from_leaves_get_gradients() -> None:
     """An adapter computes weights from leaves that are not in `parameters()`."""
-    found = []
+    results = []
     for implementation in (register(*OURS), "grouped_mm"):
-        model = copy.deepcopy(model_of("mixtral", implementation)).requires_grad_(False)
+        model = copy.deepcopy(make_model("mixtral", implementation)).requires_grad_(False)
         experts = model.model.layers[1].mlp.experts
         scale = torch.ones(1, device=DEVICE, requires_grad=True)
         weight = experts._parameters.pop("down_proj")
         experts.__dict__["down_proj"] = weight * scale
         ids = torch.arange(8, device=DEVICE)[None]
         model(input_ids=ids).logits.square().mean().backward()
-        found.append({"scale": scale.grad})
-    assert_same(*found)
+        results.append({"scale": scale.grad})
+    assert_equal_gradients(*results)
 
 
 def test_compiled_training_steps_are_one_graph() -> None:
     torch.compiler.reset()
-    model = model_of("mixtral", register(*OURS)).train()
+    model = make_model("mixtral", register(*OURS)).train()
     ids = torch.arange(8, device=DEVICE)[None]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(input_ids=ids).logits.square().mean().backward()
@@ -140,12 +146,12 @@ def test_compiled_training_steps_are_one_graph() -> None:
     model.zero_grad()
     model.set_experts_implementation("grouped_mm")
     model(input_ids=ids).logits.square().mean().backward()
-    assert_same(got, {name: p.grad for name, p in model.named_parameters()})
+    assert_equal_gradients(got, {name: p.grad for name, p in model.named_parameters()})
 
 
 def test_gradients_are_refused_on_request() -> None:
     name = register(*OURS, name="forward_only", gradients="refuse")
-    model, ids = model_of("mixtral", name), torch.arange(8, device=DEVICE)[None]
+    model, ids = make_model("mixtral", name), torch.arange(8, device=DEVICE)[None]
     with pytest.raises(UnsupportedError, match="gradients"):
         model(input_ids=ids)
     with torch.no_grad():
@@ -153,10 +159,10 @@ def test_gradients_are_refused_on_request() -> None:
     assert registration(name).kernels
     with pytest.raises(ConfigurationError, match="gradients"):
         register(*OURS, gradients="forget")
-    junk = (torch.zeros(2), {}, 3)
-    for value in junk:
-        for named in ("prepare_finalize", "experts", "name", "gradients"):
+    invalid_values = (torch.zeros(2), {}, 3)
+    for value in invalid_values:
+        for argument in ("prepare_finalize", "experts", "name", "gradients"):
             with pytest.raises(ConfigurationError):
-                register(**{named: value})  # type: ignore[arg-type]
+                register(**{argument: value})  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="experts implementation"):
             registration(value)  # type: ignore[arg-type]

@@ -16,29 +16,29 @@ model = AutoModelForCausalLM.from_config(config, experts_implementation="modular
 model(input_ids=torch.arange(8)[None])
 """
 TRANSFORMERS = "import torch\nfrom transformers import AutoModelForCausalLM, MixtralConfig"
-IMPORTED = """
+CHECK_NOT_IMPORTED = """
 import sys
 assert not {"torch", "transformers"} & sys.modules.keys()
 """
-CHOSEN = """
+REGISTER_TORCH = """
 from modular_kernel.integrations.transformers import register
 register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 """
-CHECKED = """
+CHECK_PAIRING = """
 from modular_kernel.integrations.transformers import registration
 assert registration().pairing_text == "MoEPrepareAndFinalizeNoEP x {}"
 """
 
 
 def run(*lines: str) -> "subprocess.CompletedProcess[str]":
-    words = [sys.executable, "-c", "\n".join(lines)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
     "lines",
     [
-        ("import modular_kernel", IMPORTED, TRANSFORMERS),
+        ("import modular_kernel", CHECK_NOT_IMPORTED, TRANSFORMERS),
         (TRANSFORMERS, "import modular_kernel"),
         (TRANSFORMERS, "import transformers.modeling_utils", "import modular_kernel"),
         ("import modular_kernel.integrations.transformers", TRANSFORMERS),
@@ -47,16 +47,22 @@ def run(*lines: str) -> "subprocess.CompletedProcess[str]":
     ids=["before", "after", "after its models", "the integration", "by a model"],
 )
 def test_importing_the_package_is_sufficient(lines) -> None:
-    done = run(*lines, MODEL, CHECKED.format("default"))
-    assert done.returncode == 0, done.stderr
+    result = run(*lines, MODEL, CHECK_PAIRING.format("default"))
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_previously_registered_pairing_is_kept() -> None:
-    done = run("import modular_kernel", CHOSEN, TRANSFORMERS, MODEL, CHECKED.format("TorchExperts"))
-    assert done.returncode == 0, done.stderr
+    result = run(
+        "import modular_kernel",
+        REGISTER_TORCH,
+        TRANSFORMERS,
+        MODEL,
+        CHECK_PAIRING.format("TorchExperts"),
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_without_the_import_transformers_reports_an_unknown_implementation() -> None:
-    done = run(TRANSFORMERS, MODEL)
-    assert done.returncode == 1
-    assert 'experts_implementation="modular_kernel"` is not supported' in done.stderr
+    result = run(TRANSFORMERS, MODEL)
+    assert result.returncode == 1
+    assert 'experts_implementation="modular_kernel"` is not supported' in result.stderr

@@ -1,4 +1,4 @@
-"""Models with missing tensors are refused, where transformers would initialize them randomly."""
+"""Models with missing tensors are refused. transformers would initialize these tensors randomly."""
 
 import json
 from importlib.util import find_spec
@@ -15,11 +15,11 @@ from modular_kernel.errors import InputError
 from modular_kernel.integrations.transformers import from_pretrained, register
 
 
-def gone(ending: str):
+def remove(ending: str):
     return lambda tensors: [tensors.pop(key) for key in list(tensors) if key.endswith(ending)]
 
 
-def other_shape(ending: str):
+def cut_rows(ending: str):
     def change(tensors) -> None:
         key = next(key for key in tensors if key.endswith(ending))
         tensors[key] = tensors[key][:3].clone()
@@ -27,45 +27,49 @@ def other_shape(ending: str):
     return change
 
 
-HALF = {
-    "a norm": ("awq", gone("layers.1.input_layernorm.weight"), "no model.layers.1.input_layernorm"),
+MISSING = {
+    "a norm": (
+        "awq",
+        remove("layers.1.input_layernorm.weight"),
+        "no model.layers.1.input_layernorm",
+    ),
     "a router": (
         "awq",
-        gone("layers.0.block_sparse_moe.gate.weight"),
+        remove("layers.0.block_sparse_moe.gate.weight"),
         r"no model.layers.0.mlp.gate",
     ),
     "scales of a projection": (
         "awq",
-        gone("o_proj.scales"),
+        remove("o_proj.scales"),
         r"0.self_attn.o_proj.qweight: got qweight of int32 without scales",
     ),
-    "the head": ("bf16", gone("lm_head.weight"), "no lm_head.weight, need all tensors"),
+    "the head": ("bf16", remove("lm_head.weight"), "no lm_head.weight, need all tensors"),
     "an expert's matrix": (
         "bf16",
-        gone("0.w2.weight"),
+        remove("0.w2.weight"),
         r"down_proj: got \(7, 128, 256\), need \(8, ",
     ),
-    "half of an expert's w1": ("bf16", gone("experts.3.w1.weight"), r"experts.3.w1.weight"),
-    "an expert's shape": ("bf16", other_shape("experts.3.w1.weight"), r"3.w1.weight: got \(3, 128"),
+    "half of an expert's w1": ("bf16", remove("experts.3.w1.weight"), r"experts.3.w1.weight"),
+    "an expert's shape": ("bf16", cut_rows("experts.3.w1.weight"), r"3.w1.weight: got \(3, 128"),
     "a shape": (
         "awq",
-        other_shape("block_sparse_moe.gate.weight"),
+        cut_rows("block_sparse_moe.gate.weight"),
         r"got \(3, 128\), need \(8, 128\)",
     ),
 }
 
 
-@pytest.mark.parametrize("case", HALF)
+@pytest.mark.parametrize("case", MISSING)
 def test_missing_tensors_are_refused(case, tmp_path) -> None:
-    """transformers alone warns, and continues with random values."""
-    kind, change, match = HALF[case]
+    """transformers alone only warns, and continues with random values."""
+    kind, change, match = MISSING[case]
     write(tmp_path, "mixtral", kind, change)
     with pytest.raises(InputError, match=match):
         from_pretrained(tmp_path, experts_implementation=register())
 
 
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
-def test_a_truncated_file_is_refused_by_name(kind, tmp_path) -> None:
+def test_truncated_files_are_refused_by_name(kind, tmp_path) -> None:
     write(tmp_path, "mixtral", kind)
     (path,) = tmp_path.glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-100])
@@ -76,12 +80,12 @@ def test_a_truncated_file_is_refused_by_name(kind, tmp_path) -> None:
 def test_packed_files_without_a_quantization_config_are_refused(tmp_path) -> None:
     write(tmp_path, "mixtral", "awq")
     config = json.loads((tmp_path / "config.json").read_text())
-    for given, match in (
+    for quantization, match in (
         (None, "qweight: got int32 without a quantization_config"),
         ("awq", "need an object"),
         ([], "an object"),
     ):
-        config["quantization_config"] = given
+        config["quantization_config"] = quantization
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(InputError, match=match):
             from_pretrained(tmp_path, experts_implementation=register())
@@ -92,7 +96,7 @@ def test_packed_files_without_a_quantization_config_are_refused(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["bf16", "awq"])
-def test_a_model_with_another_head_may_have_new_parameters(kind, tmp_path) -> None:
+def test_models_with_another_head_may_have_new_parameters(kind, tmp_path) -> None:
     write(tmp_path, "mixtral", kind)
     for auto in (AutoModelForSequenceClassification, AutoModel):
         model = from_pretrained(tmp_path, experts_implementation=register(), auto_class=auto)

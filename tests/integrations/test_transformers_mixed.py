@@ -1,5 +1,5 @@
-"""Models of transformers whose layers have different formats, and files with layers that the model
-lacks.
+"""Models of transformers whose layers have different formats, and files that contain layers the
+model does not have.
 """
 
 import json
@@ -53,8 +53,8 @@ def write(
 ) -> Written:
     """Write a small model.
 
-    kinds: formats of the layers' experts. attention: formats of their o_proj. extra: formats of the
-    experts of layers that the model does not have.
+    The experts of each layer have a format of `kinds`, and o_proj has one of `attention`. `extra`
+    contains the formats of experts in layers that the model does not have.
     """
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
     sizes["moe_intermediate_size"] = INTERMEDIATE
@@ -64,36 +64,36 @@ def write(
     )
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    exact, generator = dict(kept), torch.Generator().manual_seed(0)
+    stored_tensors = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    exact, generator = dict(stored_tensors), torch.Generator().manual_seed(0)
     published, shape = samples.FAMILIES[family], (EXPERTS[family], HIDDEN, INTERMEDIATE)
     for layer, kind in (kinds | (extra or {})).items():
         stored = samples.matrices(CHECKPOINT_FORMATS[kind], published, shape, generator)
         prefix = f"model.layers.{layer}."
-        kept |= published.names(prefix, stored)
+        stored_tensors |= published.names(prefix, stored)
         if layer in kinds:
             parts = {part: [as_float(matrix) for matrix in getattr(stored, part)]
                      for part in ("gate", "up", "down")}  # fmt: skip
             exact |= published.names(prefix, samples.LayerMatrices(**parts))
         else:
-            kept[f"{prefix}enorm.weight"] = torch.ones(HIDDEN)
+            stored_tensors[f"{prefix}enorm.weight"] = torch.ones(HIDDEN)
     for layer, kind in (attention or {}).items():
         name = f"model.layers.{layer}.self_attn.o_proj."
-        rows, depth = kept.pop(f"{name}weight").shape
+        rows, depth = stored_tensors.pop(f"{name}weight").shape
         made = CHECKPOINT_FORMATS[kind].make(rows, depth, generator, 1.0)
-        kept |= {name + part: tensor for part, tensor in made.tensors.items()}
+        stored_tensors |= {name + part: tensor for part, tensor in made.tensors.items()}
         exact[f"{name}weight"] = made.values.float()
     config = json.loads((folder / "config.json").read_text())
-    truth = folder / "truth"
+    exact_folder = folder / "truth"
     for path, content, given in (
-        (folder, kept, config | {"quantization_config": quantization}),
-        (truth, exact, config),
+        (folder, stored_tensors, config | {"quantization_config": quantization}),
+        (exact_folder, exact, config),
     ):
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(given))
         content = {name: tensor.contiguous() for name, tensor in content.items()}
         save_file(content, path / "model.safetensors", {"format": "pt"})
-    loaded = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).double().eval()
+    loaded = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()
     loaded.set_experts_implementation("batched_mm")
     return Written(folder, loaded.to(DEVICE))
 
@@ -108,7 +108,7 @@ def modules(model: torch.nn.Module) -> list[Any]:
 
 def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
     """Return the relative error of each experts module, with the same routing."""
-    found = []
+    results = []
     for ours, theirs in zip(modules(model), modules(exact), strict=True):
         generator = torch.Generator().manual_seed(3)
         x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
@@ -117,8 +117,8 @@ def errors(model: torch.nn.Module, exact: torch.nn.Module) -> list[float]:
         with torch.no_grad():
             got = ours(x, ids, values.softmax(-1))
             want = theirs(x.double(), ids, values.softmax(-1).double())
-        found.append(float((got.double() - want).norm() / want.norm()))
-    return found
+        results.append(float((got.double() - want).norm() / want.norm()))
+    return results
 
 
 def loaded(folder: Path, **options: Any) -> Any:
@@ -128,8 +128,8 @@ def loaded(folder: Path, **options: Any) -> Any:
 def check(written: Written, kinds: dict[int, str], model: Any = None) -> Any:
     """Check the error of each layer, and that the whole model runs."""
     model = model or loaded(written.folder)
-    found = errors(model, written.exact)
-    for error, kind in zip(found, [kinds[layer] for layer in sorted(kinds)], strict=True):
+    results = errors(model, written.exact)
+    for error, kind in zip(results, [kinds[layer] for layer in sorted(kinds)], strict=True):
         assert error <= CHECKPOINT_FORMATS[kind].bound, kind
     quants = [module._mk_quant.partition(":")[0] for module in modules(model)]
     assert quants == [CHECKPOINT_FORMATS[kinds[n]].scheme.partition(":")[0] for n in sorted(kinds)]
@@ -159,11 +159,11 @@ def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> No
     kinds, quantization = MIXED["compressed-tensors, two groups"]
     attention = {0: "compressed fp8 channel", 2: "compressed int4"}
     groups = dict(quantization["config_groups"])
-    own = groups["group_0"] | {"targets": ["model.layers.2.self_attn.o_proj"]}
+    attention_group = groups["group_0"] | {"targets": ["model.layers.2.self_attn.o_proj"]}
     groups["group_1"] = groups["group_1"] | {
         "targets": [*groups["group_1"]["targets"], "re:.*layers.0.self_attn.o_proj"]
     }
-    config = quantization | {"config_groups": groups | {"group_2": own}}
+    config = quantization | {"config_groups": groups | {"group_2": attention_group}}
     written = write(tmp_path, kinds, config, attention=attention)
     model = check(written, kinds)
     exact = dict(written.exact.named_parameters())
@@ -173,7 +173,7 @@ def test_other_weights_are_dequantized_by_their_own_format(tmp_path: Path) -> No
         assert (parameter.double() - exact[name]).norm() / exact[name].norm() <= 3e-3
 
 
-def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) -> None:
+def test_quantized_weights_that_the_config_excludes_are_refused(tmp_path: Path) -> None:
     kinds, quantization = MIXED["AWQ and bf16"]
     write(tmp_path, kinds, quantization, attention={0: "awq"})
     message = (
@@ -184,7 +184,7 @@ def test_a_quantized_weight_that_the_config_excludes_is_refused(tmp_path: Path) 
         loaded(tmp_path)
 
 
-def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
+def test_quantized_weights_without_scales_are_refused(tmp_path: Path) -> None:
     kinds = {0: "awq"}
     write(tmp_path, kinds, AWQ, attention={0: "awq"})
     path = tmp_path / "model.safetensors"
@@ -198,7 +198,7 @@ def test_a_quantized_weight_without_scales_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
+def test_the_config_file_of_modelopt_is_read(tmp_path: Path) -> None:
     kinds = {0: "modelopt nvfp4", 1: "bf16"}
     quantization = {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.1*"]}
     written = write(tmp_path, kinds, {})
@@ -215,7 +215,7 @@ def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "awq", "deepseek fp8"])
 def test_layers_for_multi_token_prediction_are_ignored(kind: str, tmp_path: Path) -> None:
-    """By the number of layers, whatever its format: its own format would be refused."""
+    """The layers are ignored because of their number. Their own format would be refused."""
     kinds = {1: "awq"}
     written = write(
         tmp_path, kinds, AWQ, family="deepseek_v3", extra={2: kind}, num_nextn_predict_layers=1
@@ -227,7 +227,9 @@ def test_layers_for_multi_token_prediction_are_ignored(kind: str, tmp_path: Path
 def test_layers_that_the_model_class_ignores_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `_keys_to_ignore_on_load_unexpected`, if its number does not exclude it."""
+    """The layers are ignored because of `_keys_to_ignore_on_load_unexpected`, if their number does
+    not exclude them.
+    """
     from modular_kernel.integrations.transformers import pretrained
 
     monkeypatch.setattr(pretrained, "_get_num_layers", lambda config: None)
@@ -239,7 +241,7 @@ def test_layers_that_the_model_class_ignores_are_ignored(
         loaded(tmp_path / "other")
 
 
-def test_a_model_of_fewer_layers_than_its_files_is_loaded(tmp_path: Path) -> None:
+def test_files_may_have_more_layers_than_the_model(tmp_path: Path) -> None:
     kinds = {0: "awq", 1: "awq", 2: "awq"}
     written = write(tmp_path, kinds, AWQ)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -250,7 +252,7 @@ def test_a_model_of_fewer_layers_than_its_files_is_loaded(tmp_path: Path) -> Non
     assert max(errors(model, written.exact)) <= CHECKPOINT_FORMATS["awq"].bound
 
 
-def test_a_missing_layer_is_refused(tmp_path: Path) -> None:
+def test_missing_layers_are_refused(tmp_path: Path) -> None:
     write(tmp_path, {0: "awq", 1: "awq"}, AWQ)
     path = tmp_path / "model.safetensors"
     tensors = {name: t for name, t in load_file(path).items() if "layers.1.mlp.experts" not in name}

@@ -1,4 +1,4 @@
-"""Single experts modules: each computes what transformers computes, or is refused by name."""
+"""Each experts module computes the same as in transformers, or is refused by name."""
 
 import copy
 import gc
@@ -90,7 +90,7 @@ def crashing_gate(self, gate_up):
     return gate_up @ gate_up
 
 
-def module_of(
+def make_module(
     act="silu", gate=default_gate, *, gated=True, bias=False, transposed=False, **attributes
 ) -> torch.nn.Module:
     """Return an experts module with random weights, as a model of transformers would define it."""
@@ -151,8 +151,8 @@ def exact(module, x, ids, scores) -> torch.Tensor:
 
 
 OAI = {"alpha": 1.702, "limit": 0.7}
-# Case -> the rule that has to be found, and how the module is made.
-KNOWN: "dict[str, tuple[str, dict[str, object]]]" = {
+# Case -> the expected activation, and the options of the module.
+SUPPORTED: "dict[str, tuple[str, dict[str, object]]]" = {
     "silu": ("silu", {}),
     "swish": ("silu", {"act": "swish"}),
     "gelu": ("gelu", {"act": "gelu"}),
@@ -182,18 +182,18 @@ KNOWN: "dict[str, tuple[str, dict[str, object]]]" = {
 
 
 @pytest.mark.parametrize("pair", CONTIGUOUS, ids=" x ".join)
-@pytest.mark.parametrize("case", KNOWN)
-def test_modules_compute_what_transformers_computes(case, pair) -> None:
+@pytest.mark.parametrize("case", SUPPORTED)
+def test_modules_equal_transformers(case, pair) -> None:
     skip_if_refused(pair)
-    kind, options = KNOWN[case]
-    module, given = module_of(**options), inputs(19)
+    kind, options = SUPPORTED[case]
+    module, arguments = make_module(**options), inputs(19)
     spec = activation_of(module)
     assert (spec.kind, spec.interleaved) == (kind, case == "oai")
-    assert_close(call(module, register(*pair), *given), exact(module, *given))
+    assert_close(call(module, register(*pair), *arguments), exact(module, *arguments))
 
 
 def test_weights_are_views() -> None:
-    module = module_of(transposed=True, bias=True)
+    module = make_module(transposed=True, bias=True)
     weights = weights_of(module)
     assert weights.w1.data_ptr() == module.gate_up_proj.data_ptr()
     assert weights.w2.data_ptr() == module.down_proj.data_ptr()
@@ -201,20 +201,22 @@ def test_weights_are_views() -> None:
 
 
 def test_ids_of_other_ranks_are_skipped() -> None:
-    module, name = module_of(), register(NO_EP, "TorchExperts", name="sharded")
+    module, name = make_module(), register(NO_EP, "TorchExperts", name="sharded")
     module._is_expert_parallel = True
     x, ids, scores = inputs(9)
-    elsewhere = torch.where(ids < 2, EXPERTS, ids)
-    kept = torch.where(ids < 2, 0, scores)
-    assert_close(call(module, name, x, elsewhere, kept), exact(module, x, ids, kept))
+    global_ids = torch.where(ids < 2, EXPERTS, ids)
+    masked_scores = torch.where(ids < 2, 0, scores)
+    assert_close(
+        call(module, name, x, global_ids, masked_scores), exact(module, x, ids, masked_scores)
+    )
     assert [kernel.invalid_ids for kernel in kernels_of(name)] == [0]
-    # The weight of a pair that is skipped plays no part.
-    again = call(module, name, x, elsewhere, scores)
-    assert_close(again, exact(module, x, ids, kept))
+    # The router weights of skipped pairs have no effect.
+    repeated = call(module, name, x, global_ids, scores)
+    assert_close(repeated, exact(module, x, ids, masked_scores))
 
 
 def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
-    module, name = module_of().to(torch.bfloat16), register(*OURS)
+    module, name = make_module().to(torch.bfloat16), register(*OURS)
     x, ids, scores = inputs(12)
     x, scores = x.to(torch.bfloat16), scores.to(torch.bfloat16)
     strided = torch.stack([x, x], dim=1)[:, 0], ids.T.contiguous().T, scores.T.contiguous().T
@@ -223,21 +225,21 @@ def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
     assert torch.equal(got, call(module, name, x, ids, scores))
 
 
-def test_a_changed_limit_is_used() -> None:
-    module = module_of(gate=clamp_before_gate, swiglu_limit=0.5)
-    name, given = register(*OURS), inputs(8)
-    call(module, name, *given)
+def test_changed_limits_are_used() -> None:
+    module = make_module(gate=clamp_before_gate, swiglu_limit=0.5)
+    name, arguments = register(*OURS), inputs(8)
+    call(module, name, *arguments)
     module.swiglu_limit = 0.1
-    assert_close(call(module, name, *given), exact(module, *given))
+    assert_close(call(module, name, *arguments), exact(module, *arguments))
 
 
 def test_changed_weights_are_used() -> None:
-    module, name, given = module_of(transposed=True), register(*OURS), inputs(8)
-    call(module, name, *given)
+    module, name, arguments = make_module(transposed=True), register(*OURS), inputs(8)
+    call(module, name, *arguments)
     with torch.no_grad():
         module.gate_up_proj.mul_(2)
     module.down_proj.data = module.down_proj.data.clone() * 3
-    assert_close(call(module, name, *given), exact(module, *given))
+    assert_close(call(module, name, *arguments), exact(module, *arguments))
 
 
 REFUSED: "dict[str, dict[str, object]]" = {
@@ -256,14 +258,14 @@ REFUSED: "dict[str, dict[str, object]]" = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_modules_with_another_computation_are_refused(case) -> None:
     with pytest.raises(UnsupportedError, match="SmallExperts"):
-        call(module_of(**REFUSED[case]), register(*OURS), *inputs(4))
+        call(make_module(**REFUSED[case]), register(*OURS), *inputs(4))
 
 
 def test_norms_and_quantized_weights_are_refused() -> None:
     class Quantized(torch.Tensor):
         pass
 
-    normed, packed, mixed = module_of(), module_of(), module_of()
+    normed, packed, mixed = make_module(), make_module(), make_module()
     normed.has_post_expert_norm = True
     packed.gate_up_proj = torch.nn.Parameter(packed.gate_up_proj.detach().as_subclass(Quantized))
     for module in (normed, packed):
@@ -283,14 +285,14 @@ def kernels_of(name: str) -> list[mk.FusedMoEModularKernel]:
 def test_the_device_determines_the_default_pairing() -> None:
     name = register(*OURS)
     assert name == "modular_kernel"
-    call(module_of(), name, *inputs(4))
+    call(make_module(), name, *inputs(4))
     experts = "TritonExperts" if DEVICE == "cuda" else "TorchExperts"
     assert [kernel.pairing for kernel in kernels_of(name)] == [f"{NO_EP} x {experts}"]
 
 
 def test_capacity_grows_by_powers_of_two_and_layers_share_kernels() -> None:
     name = register(NO_EP, "TorchExperts", name="grown")
-    modules = module_of(), module_of()
+    modules = make_module(), make_module()
     for tokens in (1, 16, 17, 100, 3, 0):
         for module in modules:
             assert call(module, name, *inputs(tokens)).shape == (tokens, HIDDEN)
@@ -299,7 +301,7 @@ def test_capacity_grows_by_powers_of_two_and_layers_share_kernels() -> None:
 
 def test_cached_data_of_a_module_is_freed_with_it() -> None:
     name = register(NO_EP, "TorchExperts", name="kept")
-    module = module_of()
+    module = make_module()
     call(copy.deepcopy(module), name, *inputs(2))
     call(module, name, *inputs(2))
     del module
@@ -319,20 +321,20 @@ def test_unknown_parts_are_refused_at_once() -> None:
     assert "typo" not in ALL_EXPERTS_FUNCTIONS
 
 
-def test_an_incompatible_pairing_is_refused_with_every_reason() -> None:
+def test_incompatible_pairings_are_refused_with_every_reason() -> None:
     name = register("BatchedPrepareAndFinalize", "TorchExperts", name="mismatch")
     with pytest.raises(mk.IncompatibleError) as refusal:
-        call(module_of(), name, *inputs(2))
+        call(make_module(), name, *inputs(2))
     assert {"format", "reduce"} <= {rejection.rule for rejection in refusal.value.rejections}
 
 
-def test_without_the_extra_the_error_names_it() -> None:
+def test_error_without_transformers_names_the_extra() -> None:
     program = (
         "import sys; sys.modules['transformers'] = None\n"
         "import modular_kernel.integrations.transformers"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.returncode != 0
-    assert "modular-kernel[transformers]" in done.stderr
+    assert result.returncode != 0
+    assert "modular-kernel[transformers]" in result.stderr

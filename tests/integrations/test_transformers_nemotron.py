@@ -1,4 +1,4 @@
-"""A tiny Nemotron-3 of transformers: 22 experts per token, in a latent space, ungated."""
+"""A small Nemotron-3 of transformers. It has 22 ungated experts per token in a latent space."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from modular_kernel.integrations.transformers import register
 
-# The roundings of a float32 sum over 22 experts; transformers adds them in another order.
+# Tolerance for float32 sums over 22 experts. transformers adds them in another order.
 _TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 

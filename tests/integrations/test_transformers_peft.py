@@ -1,6 +1,6 @@
-"""Models adapted by PEFT return the logits of PEFT's own merged model.
+"""Models with PEFT adapters return the same logits as the merged model of PEFT.
 
-Also the reverse: what `save_pretrained` writes is loaded by `load_adapter` into a pool.
+Adapters that `save_pretrained` writes are also loaded into a pool by `load_adapter`.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 
 
 def adapted_model(kind: str) -> Any:
-    """Return a tiny fp32 model with random weights, and its PEFT wrapper with random factors."""
+    """Return a small float32 model with random weights, in a PEFT wrapper with random factors."""
     torch.manual_seed(sum(map(ord, kind)))
     make, _, options = KINDS[kind]
     model = make().eval()
@@ -82,7 +82,7 @@ def experts_of(model: Any) -> list[Any]:
 
 @torch.no_grad()
 def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return logits, and the experts selected in each layer."""
+    """Return the logits, and the experts that each layer selected."""
     chosen = list[torch.Tensor]()
     hooks = [
         each.register_forward_pre_hook(
@@ -99,24 +99,24 @@ def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def merged_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the logits of PEFT's own merged model, on transformers' own experts."""
+    """Return the logits of the merged model of PEFT, computed by transformers' own experts."""
     model.base_model.model.set_experts_implementation("eager")
     return logits_of(model.merge_and_unload().eval())
 
 
-def same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
+def assert_same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
     assert all(torch.equal(*each) for each in zip(got[1], want[1], strict=True))
     error = (got[0] - want[0]).abs().max() / want[0].abs().max()
     assert float(error) <= 2e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its factors, without a weight that contains their product."""
+def test_wrapped_models_run_with_their_adapters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts use the factors, and no weight contains their product."""
     model = adapted_model(kind)
     name = register(*OURS)
     model.base_model.model.set_experts_implementation(name)
-    product = logits_of(model)  # PEFT's own, which is read where nobody asked to serve it
+    product = logits_of(model)  # Without serve, PEFT multiplies the factors.
     assert serve(model) == tuple(f"{BLOCK}.{n}.mlp.experts" for n in (0, 1))
     assert serve(model) == ()
     with model.disable_adapter():
@@ -126,14 +126,14 @@ def test_a_wrapped_model_runs_with_its_adapter(kind: str, monkeypatch: pytest.Mo
         got = logits_of(model)
     assert all(row.served for row in report(model))
     want = merged_logits(model)
-    same(got, want)
-    same(product, want)
+    assert_same(got, want)
+    assert_same(product, want)
     assert float((got[0] - plain).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "modules"])
-def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_path: Path) -> None:
-    """One sequence has the adapter; the other has none, and the logits of the base model."""
+def test_adapters_in_a_pool_equal_the_merged_model(kind: str, tmp_path: Path) -> None:
+    """One sequence uses the adapter. The other uses none, and has the logits of the base model."""
     model = adapted_model(kind)
     model.save_pretrained(tmp_path)
     base = model.base_model.model
@@ -162,13 +162,13 @@ def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_p
         base.set_experts_implementation("pooled")
         got = logits_of(model)
     want = merged_logits(model)
-    for sequence, whole in ((0, want), (1, plain)):
-        same(*((logits[sequence], [e.view(2, 9, K)[sequence] for e in chosen])
-               for logits, chosen in (got, whole)))  # fmt: skip
+    for sequence, expected in ((0, want), (1, plain)):
+        assert_same(*((logits[sequence], [e.view(2, 9, K)[sequence] for e in chosen])
+               for logits, chosen in (got, expected)))  # fmt: skip
 
 
 def test_gradients_reach_the_factors() -> None:
-    """PEFT's own forward runs in this case."""
+    """In this case PEFT's own forward runs."""
     model = adapted_model("qwen3")
     model.base_model.model.set_experts_implementation(register(*OURS))
     serve(model)
@@ -177,34 +177,34 @@ def test_gradients_reach_the_factors() -> None:
     factors = [p for n, p in model.named_parameters() if "lora_" in n and "experts" in n]
     assert factors
     assert all(p.grad is not None and bool(p.grad.any()) for p in factors)
-    same((logits.detach(), []), (merged_logits(model)[0], []))
+    assert_same((logits.detach(), []), (merged_logits(model)[0], []))
 
 
-def test_only_router_weights_need_gradients() -> None:
-    """Factors and tokens need none; the gradients of router weights are those of PEFT."""
+def test_gradients_of_router_weights_alone_equal_peft() -> None:
+    """Factors and tokens need no gradients."""
     model = served_model().requires_grad_(False)
     wrapper = model.get_submodule(f"{BLOCK}.0.mlp.experts")
     torch.manual_seed(5)
     x, ids = torch.randn(7, H).to(DEVICE), torch.randint(0, E, (7, K)).to(DEVICE)
-    found = []
+    gradients = []
     for name in ("modular_kernel", "eager"):
         model.base_model.model.set_experts_implementation(name)
         weights = torch.linspace(0.1, 1, 14, device=DEVICE).view(7, K).requires_grad_()
         wrapper(x, ids, weights).square().sum().backward()
         assert weights.grad is not None
-        found.append(weights.grad)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+        gradients.append(weights.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
 def products_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
-    """Return logits, and the parameters for which PEFT multiplied the factors."""
-    made, own = list[str](), WRAPPER._activate_lora
+    """Return the logits, and the parameters whose factors PEFT multiplied."""
+    multiplied, original = list[str](), WRAPPER._activate_lora
     with monkeypatch.context() as patch:
         patch.setattr(
             WRAPPER, "_activate_lora",
-            lambda self, names: made.append(self.parameter_name) or own(self, names),
+            lambda self, names: multiplied.append(self.parameter_name) or original(self, names),
         )  # fmt: skip
-        return logits_of(model), made
+        return logits_of(model), multiplied
 
 
 def served_model(**options: Any) -> Any:
@@ -214,26 +214,26 @@ def served_model(**options: Any) -> Any:
     return model
 
 
-def test_a_part_without_adapters_uses_the_product_of_the_factors(
+def test_parts_without_adapters_use_the_product_of_the_factors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = served_model()
     got, made = products_of(model, monkeypatch)
     assert made == []
     requires = TorchExperts.requires
-    bare = type("Bare", (TorchExperts,), {"requires": replace(requires, lora=False)})
-    name = register("MoEPrepareAndFinalizeNoEP", bare, name="without")
+    without_lora = type("Bare", (TorchExperts,), {"requires": replace(requires, lora=False)})
+    name = register("MoEPrepareAndFinalizeNoEP", without_lora, name="without")
     model.base_model.model.set_experts_implementation(name)
     product, made = products_of(model, monkeypatch)
     assert sorted(made) == ["down_proj"] * 2 + ["gate_up_proj"] * 2
-    same(product, got)
+    assert_same(product, got)
 
 
 @pytest.mark.parametrize("change", ["two", "merged", "eager", "rank"])
-def test_other_states_of_a_wrapper_run_in_peft(
+def test_unsupported_states_of_a_wrapper_run_in_peft(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several adapters at once, merged weights, or another implementation run as in PEFT."""
+    """PEFT runs several adapters at once, merged weights, and other implementations."""
     model = served_model()
     config = {**KINDS["qwen3"][2], **({"r": 257} if change == "rank" else {})}
     model.add_adapter("second", peft.LoraConfig(**config, init_lora_weights=False))
@@ -246,18 +246,20 @@ def test_other_states_of_a_wrapper_run_in_peft(
     got, made = products_of(model, monkeypatch)
     assert len(made) == (0 if change == "merged" else 4)
     model.base_model.model.set_experts_implementation("eager")
-    same(got, logits_of(model))
+    assert_same(got, logits_of(model))
 
 
 @pytest.mark.parametrize(("gradients", "products"), [("fallback", 4), ("refuse", 0)])
-def test_a_model_in_training_runs_in_peft_unless_gradients_are_refused(
+def test_training_mode_runs_in_peft_unless_gradients_are_refused(
     gradients: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls without gradients do, too: checkpointing runs the first forward without them."""
+    """This applies to calls without gradients too, because checkpointing runs the first forward
+    pass without them.
+    """
     model = served_model(gradients=gradients, name=gradients).train()
     got, made = products_of(model, monkeypatch)
     assert len(made) == products
-    same(got, logits_of(model.eval()))
+    assert_same(got, logits_of(model.eval()))
 
 
 def test_a_second_adapter_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,4 +272,4 @@ def test_a_second_adapter_replaces_the_first(monkeypatch: pytest.MonkeyPatch) ->
     assert made == []
     assert not torch.allclose(got[0], first)
     model.base_model.model.set_experts_implementation("eager")
-    same(got, logits_of(model))
+    assert_same(got, logits_of(model))

@@ -1,4 +1,4 @@
-"""Quantized models from files: their experts run packed, with the values of the checkpoint."""
+"""Quantized models from files run with packed experts, and with the values of the checkpoint."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ from modular_kernel.testing.checkpoints.torchao import TORCHAO_FORMATS, metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
-# Model -> number of experts, and the layers that have some.
+# Model -> the number of experts, and the layers that have experts.
 MODELS = {
     "mixtral": (8, (0, 1)),
     "qwen3_moe": (12, (0, 1)),
@@ -69,8 +69,8 @@ PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum"
 
 
 @pytest.fixture(autouse=True)
-def no_packer(monkeypatch) -> None:
-    import transformers.modeling_utils  # noqa: F401  # where PEFT is, this imports accelerate
+def block_packers(monkeypatch) -> None:
+    import transformers.modeling_utils  # noqa: F401  # imports accelerate if PEFT is installed
 
     for name in PACKERS:
         monkeypatch.setitem(sys.modules, name, None)
@@ -86,9 +86,8 @@ class Written:
 
 
 def write(folder: Path, name: str, kind: str, change=None) -> Written:
-    """Write a small model with quantized experts and attention.
-
-    change: applied to the tensors of the file.
+    """Write a small model with quantized experts and attention. `change` is applied to the tensors
+    of the file.
     """
     experts, layers = MODELS[name]
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
@@ -96,47 +95,50 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
         sizes["moe_intermediate_size"] = INTERMEDIATE
     model = build_small_model(name, "bfloat16", "cpu", **sizes)
     model.save_pretrained(folder)
-    kept = load_file(folder / "model.safetensors")
-    kept = {key: tensor for key, tensor in kept.items() if ".experts." not in key}
-    exact = dict(kept)
-    published, of = checkpoint_samples.FAMILIES[name], ALL_KINDS[kind]
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
+    exact = dict(tensors)
+    family, checkpoint_format = checkpoint_samples.FAMILIES[name], ALL_KINDS[kind]
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
         shape = (experts, HIDDEN, INTERMEDIATE)
-        stored = checkpoint_samples.matrices(of, published, shape, generator)
-        kept |= published.names(f"model.layers.{layer}.", stored)
+        stored = checkpoint_samples.matrices(checkpoint_format, family, shape, generator)
+        tensors |= family.names(f"model.layers.{layer}.", stored)
         plain = {part: [as_float(each) for each in getattr(stored, part)]
                  for part in ("gate", "up", "down")}  # fmt: skip
         plain |= {"b1": stored.b1, "b2": stored.b2}
-        exact |= published.names(
-            f"model.layers.{layer}.", checkpoint_samples.LayerMatrices(**plain)
-        )
+        exact |= family.names(f"model.layers.{layer}.", checkpoint_samples.LayerMatrices(**plain))
     if name in _DENSE:
-        for key in [key for key in kept if key.endswith("o_proj.weight")]:
-            rows, depth = kept.pop(key).shape
-            made, base = of.make(rows, depth, generator, 1.0), key.removesuffix("weight")
-            kept |= {base + part: tensor for part, tensor in made.tensors.items()}
-            exact[key] = made.values.float()
+        for key in [key for key in tensors if key.endswith("o_proj.weight")]:
+            rows, depth = tensors.pop(key).shape
+            matrix, base = (
+                checkpoint_format.make(rows, depth, generator, 1.0),
+                key.removesuffix("weight"),
+            )
+            tensors |= {base + part: tensor for part, tensor in matrix.tensors.items()}
+            exact[key] = matrix.values.float()
     if change is not None:
-        change(kept)
+        change(tensors)
     metadata = {"format": "pt"}
     if kind in TORCHAO_FORMATS:
-        metadata = metadata_of(of.config or {}, kept)
-    save_file({key: tensor.contiguous() for key, tensor in kept.items()},
+        metadata = metadata_of(checkpoint_format.config or {}, tensors)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()},
               folder / "model.safetensors", metadata)  # fmt: skip
-    truth = folder / "truth"
+    exact_folder = folder / "truth"
     config = json.loads((folder / "config.json").read_text())
-    truth.mkdir()
-    (truth / "config.json").write_text(json.dumps(config))
+    exact_folder.mkdir()
+    (exact_folder / "config.json").write_text(json.dumps(config))
     save_file({key: tensor.contiguous() for key, tensor in exact.items()},
-              truth / "model.safetensors", {"format": "pt"})  # fmt: skip
-    config["quantization_config"] = of.config
-    if of.config is not None and "ignore" in of.config:
-        config["quantization_config"] = of.config | {"ignore": ["lm_head"]}  # o_proj is quantized
+              exact_folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    config["quantization_config"] = checkpoint_format.config
+    if checkpoint_format.config is not None and "ignore" in checkpoint_format.config:
+        config["quantization_config"] = checkpoint_format.config | {
+            "ignore": ["lm_head"]
+        }  # o_proj is quantized
     (folder / "config.json").write_text(json.dumps(config))
-    loaded = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).double().eval()
+    loaded = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()
     loaded.set_experts_implementation("batched_mm")
-    return Written(folder, loaded.to(DEVICE), of.bound)
+    return Written(folder, loaded.to(DEVICE), checkpoint_format.bound)
 
 
 def as_float(stored: StoredMatrix) -> StoredMatrix:
@@ -147,7 +149,7 @@ def modules(model: torch.nn.Module) -> "list[torch.nn.Module]":
     return [module for module in model.modules() if is_dispatched(module)]
 
 
-def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
+def largest_error(model: torch.nn.Module, exact: torch.nn.Module) -> float:
     """Return the largest relative error of an experts module, with the same routing."""
     errors = []
     for ours, theirs in zip(modules(model), modules(exact), strict=True):
@@ -167,17 +169,17 @@ def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
 def test_experts_equal_the_checkpoint(name, kind, tmp_path) -> None:
     written = write(tmp_path, name, kind)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
-    assert worst(model, written.exact) <= written.bound
+    assert largest_error(model, written.exact) <= written.bound
     quant = modules(model)[0]._mk_quant
     assert quant.partition(":")[0] == ALL_KINDS[kind].scheme.partition(":")[0]
     packed = sum(p.nbytes for m in modules(model) for p in m.parameters())
     plain = sum(2 * p.numel() for m in modules(written.exact) for p in m.parameters())
-    share = 1.01 if quant == "none" else 0.35 if "w4a16" in quant else 0.6
-    assert packed < share * plain
+    limit = 1.01 if quant == "none" else 0.35 if "w4a16" in quant else 0.6
+    assert packed < limit * plain
     others = [(n, p) for n, p in model.named_parameters() if n.endswith("o_proj.weight")]
     exact = dict(written.exact.named_parameters())
-    for name_of, parameter in others:
-        error = (parameter.double() - exact[name_of]).norm() / exact[name_of].norm()
+    for parameter_name, parameter in others:
+        error = (parameter.double() - exact[parameter_name]).norm() / exact[parameter_name].norm()
         assert error <= 3e-3
 
 
@@ -185,17 +187,17 @@ def test_experts_equal_the_checkpoint(name, kind, tmp_path) -> None:
 def test_unquantized_experts_equal_the_checkpoint(kind, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
-    assert worst(model, written.exact) <= written.bound
+    assert largest_error(model, written.exact) <= written.bound
 
 
-# A family in bf16, fp8, int4 and mxfp4: how a checkpoint stores it.
-GRID = {
+# Family -> its checkpoint formats in bf16, fp8, int4 and mxfp4.
+FORMATS_OF = {
     "mixtral": ("bf16", "qwen3 fp8", "awq", "compressed mxfp4"),
     "qwen3_moe": ("bf16", "qwen3 fp8", "gptq", "compressed mxfp4"),
     "deepseek_v3": ("bf16", "deepseek fp8, UE8M0", "compressed int4", "compressed mxfp4"),
     "gpt_oss": ("bf16", "compressed fp8 channel", "compressed int4", "mxfp4"),
 }
-WHOLE = [(name, kind) for name, kinds in GRID.items() for kind in kinds]
+WHOLE_MODELS = [(name, kind) for name, kinds in FORMATS_OF.items() for kind in kinds]
 
 
 def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Written | None]":
@@ -209,21 +211,23 @@ def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Writte
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize(("name", "kind"), WHOLE)
+@pytest.mark.parametrize(("name", "kind"), WHOLE_MODELS)
 def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> None:
-    """Compiled from scratch without a graph break, with the logits of eager calls."""
+    """The models are compiled from scratch without a graph break. They have the same logits as
+    eager calls.
+    """
     torch.compiler.reset()
     model, written = loaded(tmp_path, name, kind)
     graphs = []
 
-    def keep(graph, inputs):
+    def keep_graph(graph, inputs):
         graphs.append(graph)
         return graph
 
     ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         eager = model(input_ids=ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend=keep)
+        compiled = torch.compile(model, fullgraph=True, backend=keep_graph)
         assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, eager)
     operators = [n for g in graphs for n in g.graph.nodes if "modular_kernel" in str(n.target)]
     assert (len(graphs), len(operators)) == (1, len(modules(model)))
@@ -237,16 +241,16 @@ def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> No
     values, chosen = torch.randn(5, 8, device=DEVICE).topk(3)
     ours = registration()
     fields, layer = ours.compute_constants(module, tensors, x.dtype, 3)
-    given = (x, chosen, values.softmax(-1), list(tensors), fields, layer, str(ours.pairing))
+    arguments = (x, chosen, values.softmax(-1), list(tensors), fields, layer, str(ours.pairing))
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks.append("test_aot_dispatch_dynamic")
     if any(tensor.dtype.itemsize == 1 and tensor.is_floating_point() for tensor in tensors):
-        checks.remove("test_schema")  # which compares inputs by allclose: torch has none for float8
+        checks.remove("test_schema")  # it needs torch.allclose, which does not support float8
         before = [tensor.view(torch.uint8).clone() for tensor in tensors]
-        EXPERTS(*given)
-        for tensor, copy_of in zip(tensors, before, strict=True):
-            assert torch.equal(tensor.view(torch.uint8), copy_of)
-    torch.library.opcheck(EXPERTS, given, test_utils=checks)
+        EXPERTS(*arguments)
+        for tensor, original in zip(tensors, before, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), original)
+    torch.library.opcheck(EXPERTS, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("kind", ["qwen3 fp8", "awq"])
@@ -277,7 +281,7 @@ def shift_zero_points(tensors) -> None:
         tensors[key] = tensors[key] ^ 0x11111111
 
 
-def drop_a_tile(tensors) -> None:
+def clear_a_tile(tensors) -> None:
     for key in [key for key in tensors if key.endswith("w2.weight_scale_inv")]:
         tensors[key] = tensors[key].clone()
         tensors[key][:, -1] = 0
@@ -288,17 +292,17 @@ def drop_a_tile(tensors) -> None:
     [
         ("deepseek fp8", exchange_scales),
         ("awq", shift_zero_points),
-        ("deepseek fp8", drop_a_tile),
+        ("deepseek fp8", clear_a_tile),
     ],
 )
 def test_the_bound_detects_errors_of_a_loader(kind, change, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind, change)
     model = from_pretrained(tmp_path, experts_implementation=register(*OURS), device=DEVICE)
-    assert worst(model, written.exact) > written.bound
+    assert largest_error(model, written.exact) > written.bound
 
 
 def test_no_quantization_package_is_needed(tmp_path) -> None:
-    """In a process that cannot import one."""
+    """Load a model in a process that cannot import such a package."""
     write(tmp_path, "mixtral", "awq")
     program = (
         "import sys",
@@ -309,13 +313,13 @@ def test_no_quantization_package_is_needed(tmp_path) -> None:
         "model = from_pretrained(sys.argv[1])",
         "assert model.model.layers[0].mlp.experts.gate_up_proj.element_size() == 1",
     )
-    words = [sys.executable, "-c", "\n".join(program), str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", "\n".join(program), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_gradients_pass_through_packed_experts(tmp_path) -> None:
-    """To adapters parallel to them and before them, and to biases, as in the float64 model."""
+    """Inputs, router weights and biases get the same gradients as in the float64 model."""
     written = write(tmp_path, "gpt_oss", "mxfp4")
     model = from_pretrained(
         tmp_path, experts_implementation=register(*OURS), dtype=torch.float32, device=DEVICE
@@ -327,13 +331,13 @@ def test_gradients_pass_through_packed_experts(tmp_path) -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE)
     values, ids = torch.randn(13, 8, generator=generator).topk(3)
-    scores, ids, found = values.softmax(-1).to(DEVICE), ids.to(DEVICE), []
+    scores, ids, gradients = values.softmax(-1).to(DEVICE), ids.to(DEVICE), []
     for module, dtype in ((ours, torch.float32), (theirs, torch.float64)):
-        given = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, scores)]
-        module(given[0], ids, given[1]).square().sum().backward()
+        arguments = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, scores)]
+        module(arguments[0], ids, arguments[1]).square().sum().backward()
         biases = [module.gate_up_proj_bias.grad, module.down_proj_bias.grad]
-        found.append([*(tensor.grad for tensor in given), *biases])
-    for got, want in zip(*found, strict=True):
+        gradients.append([*(tensor.grad for tensor in arguments), *biases])
+    for got, want in zip(*gradients, strict=True):
         assert (got.double() - want).norm() / want.norm() <= 1e-4
 
 
@@ -352,11 +356,11 @@ def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
         copied(input_ids=ids)
 
 
-def test_an_incomplete_checkpoint_is_not_loaded(tmp_path) -> None:
-    def lose(tensors) -> None:
+def test_incomplete_checkpoints_are_refused(tmp_path) -> None:
+    def remove_weight(tensors) -> None:
         del tensors["model.layers.1.block_sparse_moe.experts.3.w2.qweight"]
 
-    write(tmp_path, "mixtral", "awq", lose)
+    write(tmp_path, "mixtral", "awq", remove_weight)
     with pytest.raises(InputError, match=r"experts.3.w2.qweight"):
         from_pretrained(tmp_path, experts_implementation=register(*OURS))
     with pytest.raises(UnsupportedError, match="tp_plan"):
@@ -393,14 +397,14 @@ def test_arguments_of_the_caller_are_used_and_not_changed(tmp_path) -> None:
     missing = r"got no-such-name \(LocalEntryNotFoundError\), need a folder, a model in the cache"
     with pytest.raises(ConfigurationError, match=missing):
         from_pretrained("no-such-name", local_files_only=True)
-    kept = pickle.loads(pickle.dumps(model))
-    assert type(modules(kept)[0]) is type(modules(model)[0])
+    unpickled = pickle.loads(pickle.dumps(model))
+    assert type(modules(unpickled)[0]) is type(modules(model)[0])
     ids = torch.arange(5)[None]
     with torch.no_grad():
-        assert torch.equal(kept(ids).logits, model(ids).logits)
+        assert torch.equal(unpickled(ids).logits, model(ids).logits)
 
 
-def test_a_given_config_is_used_for_an_unquantized_model(tmp_path) -> None:
+def test_unquantized_models_use_the_config_argument(tmp_path) -> None:
     build_small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     config.num_experts_per_tok = 1
@@ -410,8 +414,9 @@ def test_a_given_config_is_used_for_an_unquantized_model(tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_experts_of_unquantized_files_are_quantized(name: str, tmp_path: Path) -> None:
-    """They run packed as `load_experts` makes them; the other weights of the model are
-    unchanged."""
+    """The packed experts equal those of `load_experts`. The other weights of the model are
+    unchanged.
+    """
     register()
     build_small_model(
         name, "bfloat16", "cpu", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE
@@ -423,8 +428,12 @@ def test_experts_of_unquantized_files_are_quantized(name: str, tmp_path: Path) -
         want = load_experts(tmp_path, number, quantize=scheme).weights
         assert torch.equal(module.down_proj, want.w2)
         assert module.down_proj.dtype is torch.uint8
-    kept = {key: tensor for key, tensor in plain.state_dict().items() if ".experts." not in key}
-    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in kept.items())
+    other_tensors = {
+        key: tensor for key, tensor in plain.state_dict().items() if ".experts." not in key
+    }
+    assert all(
+        torch.equal(model.state_dict()[key], tensor) for key, tensor in other_tensors.items()
+    )
     ids = torch.arange(8)[None]
     with torch.no_grad():
         got, want = (each(input_ids=ids).logits.double() for each in (model, plain))
@@ -440,7 +449,7 @@ def test_quantized_files_are_not_quantized_again(tmp_path: Path) -> None:
         from_pretrained(tmp_path, quantize="nvfp4_w4a4")
 
 
-def test_gguf_files_are_refused_with_what_reads_them(tmp_path) -> None:
+def test_error_about_gguf_files_names_a_supported_reader(tmp_path) -> None:
     register()
     with pytest.raises(
         UnsupportedError, match=r"a GGUF file, need a folder of safetensors files.*FusedMoE"

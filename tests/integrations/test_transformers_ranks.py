@@ -1,5 +1,4 @@
-"""Models that transformers shards over ranks: tensor parallel, and both kinds of expert
-parallel."""
+"""transformers splits models over ranks: tensor parallel, and both kinds of expert parallel."""
 
 import json
 import subprocess
@@ -15,8 +14,8 @@ if find_spec("transformers") is None:
 from modular_kernel.cli.demo_models import build_small_model
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "transformers_rank_program.py"
-# Experts, top-k and I of the kernels on a rank. All-to-all makes a row of every pair; a plan of
-# gpt-oss leaves I whole.
+# (Model, kind of parallelism) -> experts, top-k and I of the kernels on a rank. All-to-all has one
+# row for each (token, expert) pair. The plan of gpt-oss does not split I.
 KERNELS = {
     ("mixtral", "tp"): (8, 2, 48),
     ("mixtral", "ep all_reduce"): (4, 2, 96),
@@ -28,25 +27,25 @@ KERNELS = {
 
 
 @pytest.mark.cpu
-def test_two_ranks_compute_what_one_process_does(tmp_path) -> None:
+def test_two_ranks_equal_one_process(tmp_path) -> None:
     for name in ("mixtral", "gpt_oss"):
         build_small_model(name, "float32", "cpu").save_pretrained(tmp_path / name)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*words, str(PROGRAM), str(tmp_path)],
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*command, str(PROGRAM), str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
         timeout=540,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("found ")]
+    assert result.returncode == 0, result.stderr[-3000:]
     ranks = json.loads(lines[0].removeprefix("found "))
     assert len(ranks) == 2
-    for found in (row for rank in ranks for row in rank):
-        case = found["model"], found["kind"]
-        assert found["difference"] <= 1e-5, found
-        assert found["tokens"], found
-        assert found["kernels"] == [list(KERNELS[case])], found
-        assert found.get("compiled", 0.0) <= 1e-6, found
+    for row in (row for rank in ranks for row in rank):
+        case = row["model"], row["kind"]
+        assert row["difference"] <= 1e-5, row
+        assert row["tokens"], row
+        assert row["kernels"] == [list(KERNELS[case])], row
+        assert row.get("compiled", 0.0) <= 1e-6, row
     assert {(row["model"], row["kind"]) for row in ranks[0]} == KERNELS.keys()

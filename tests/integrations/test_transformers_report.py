@@ -1,4 +1,4 @@
-"""report lists the modules that run on our parts; serve enables more of them."""
+"""`report` lists the modules that run on our parts. `serve` enables additional modules."""
 
 import copy
 from importlib import import_module
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H, I, E, K = 32, 24, 4, 2  # noqa: E741
 
 
-class Around(torch.nn.Module):
+class ModelWithOneModule(torch.nn.Module):
     """A model with one module."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
@@ -30,43 +30,43 @@ class Around(torch.nn.Module):
         self.experts = module
 
 
-def made(folder: str, name: str, *args: object, **config: object) -> torch.nn.Module:
+def make_module(folder: str, name: str, *args: object, **config: object) -> torch.nn.Module:
     module = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    found = getattr(module, name)(
+    result = getattr(module, name)(
         SimpleNamespace(hidden_act="silu", hidden_size=H, **config), *args
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in result.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-    return found.eval().to(DEVICE)
+    return result.eval().to(DEVICE)
 
 
-def longcat() -> torch.nn.Module:
+def make_longcat() -> torch.nn.Module:
     sizes = {"expert_ffn_hidden_size": I, "n_routed_experts": E, "zero_expert_num": 2}
-    return made("longcat_flash", "LongcatFlashExperts", **sizes)
+    return make_module("longcat_flash", "LongcatFlashExperts", **sizes)
 
 
-def step(limit: float | None) -> torch.nn.Module:
+def make_step(limit: float | None) -> torch.nn.Module:
     sizes = {"moe_intermediate_size": I, "num_local_experts": E}
-    return made("step3p7", "Step3p7Experts", limit, **sizes)
+    return make_module("step3p7", "Step3p7Experts", limit, **sizes)
 
 
-def llama4(top_k: int) -> torch.nn.Module:
+def make_llama4(top_k: int) -> torch.nn.Module:
     sizes = {"intermediate_size": I, "num_local_experts": E, "num_experts_per_tok": top_k}
-    return made("llama4", "Llama4TextMoe", **sizes)
+    return make_module("llama4", "Llama4TextMoe", **sizes)
 
 
 MODULES = {
-    "longcat": longcat,
-    "step": lambda: step(None),
-    "step, limited": lambda: step(0.6),
-    "llama4": lambda: llama4(1),
-    "llama4, two of them": lambda: llama4(2),
+    "longcat": make_longcat,
+    "step": lambda: make_step(None),
+    "step, limited": lambda: make_step(0.6),
+    "llama4": lambda: make_llama4(1),
+    "llama4, top_k=2": lambda: make_llama4(2),
 }
 
 
-def given(module: torch.nn.Module) -> "tuple[torch.Tensor, ...]":
+def make_arguments(module: torch.nn.Module) -> "tuple[torch.Tensor, ...]":
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(13, H, generator=generator).to(DEVICE)
     if hasattr(module, "router"):
@@ -76,15 +76,15 @@ def given(module: torch.nn.Module) -> "tuple[torch.Tensor, ...]":
     return x, ids.to(DEVICE), values.softmax(-1).to(DEVICE)
 
 
-def first(value: object) -> torch.Tensor:
+def first_output(value: object) -> torch.Tensor:
     return value[0] if isinstance(value, tuple) else value
 
 
 @pytest.mark.parametrize("case", MODULES)
 def test_serve_enables_modules_that_transformers_does_not_dispatch(case) -> None:
-    own, module = MODULES[case](), MODULES[case]()
+    original, module = MODULES[case](), MODULES[case]()
     name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-    model, arguments = Around(module, name), given(module)
+    model, arguments = ModelWithOneModule(module, name), make_arguments(module)
     (before,) = report(model)
     assert not before.served
     assert "serve(model)" in before.why
@@ -93,28 +93,30 @@ def test_serve_enables_modules_that_transformers_does_not_dispatch(case) -> None
     assert serve(model) == ()
     registration(name).kernels.clear()
     with torch.no_grad():
-        exact = copy.deepcopy(own).double()
+        exact = copy.deepcopy(original).double()
         wide = [each.double() if each.is_floating_point() else each for each in arguments]
-        want = first(exact(*wide))
-        got = first(module(*arguments))
+        want = first_output(exact(*wide))
+        got = first_output(module(*arguments))
         assert registration(name).kernels
         assert (got.double() - want).norm() <= 2e-6 * want.norm()
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         torch.compiler.reset()
-        assert torch.equal(first(compiled(*arguments)), got)
+        assert torch.equal(first_output(compiled(*arguments)), got)
         model.config._experts_implementation = "eager"
-        assert torch.equal(first(module(*arguments)), first(own(*arguments)))
-    assert module.state_dict().keys() == own.state_dict().keys()
+        assert torch.equal(first_output(module(*arguments)), first_output(original(*arguments)))
+    assert module.state_dict().keys() == original.state_dict().keys()
 
 
 @pytest.mark.parametrize("case", MODULES)
 def test_gradients_of_enabled_modules_equal_their_own(case) -> None:
-    own, module = MODULES[case](), MODULES[case]()
-    serve(Around(module, register(*OURS)))
-    for each in (own, module):
-        first(each(*given(each))).square().sum().backward()
-    for (name, one), other in zip(own.named_parameters(), module.parameters(), strict=True):
-        assert (one.grad - other.grad).abs().max() <= 1e-4 * one.grad.abs().max(), name
+    original, module = MODULES[case](), MODULES[case]()
+    serve(ModelWithOneModule(module, register(*OURS)))
+    for each in (original, module):
+        first_output(each(*make_arguments(each))).square().sum().backward()
+    for (name, parameter), other in zip(
+        original.named_parameters(), module.parameters(), strict=True
+    ):
+        assert (parameter.grad - other.grad).abs().max() <= 1e-4 * parameter.grad.abs().max(), name
 
 
 def test_every_module_of_a_model_has_a_row() -> None:
@@ -132,8 +134,8 @@ def test_every_module_of_a_model_has_a_row() -> None:
     assert "computes another function" in report(model)[1].why
 
 
-def test_rows_state_what_the_next_call_does() -> None:
-    """In the current grad mode and training mode."""
+def test_rows_predict_the_next_call() -> None:
+    """The rows depend on the grad mode and on training mode."""
     refusing = register(*OURS, name="refusing", gradients="refuse")
     model, ids = (
         build_small_model("mixtral", "float32", DEVICE),
@@ -157,8 +159,8 @@ def test_rows_state_what_the_next_call_does() -> None:
 
 
 def test_longcat_in_training_runs_its_own_forward() -> None:
-    module = longcat()
-    model, arguments = Around(module, register(*OURS)), given(module)
+    module = make_longcat()
+    model, arguments = ModelWithOneModule(module, register(*OURS)), make_arguments(module)
     serve(model)
     for train in (True, False):
         kernels = registration().kernels
@@ -170,8 +172,8 @@ def test_longcat_in_training_runs_its_own_forward() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the default parts on a GPU are the kernels")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
-    """It is faster there than the torch parts."""
+def test_default_on_a_cpu_is_grouped_mm(compiled) -> None:
+    """On a CPU grouped_mm is faster than the torch parts."""
     model, ids = build_small_model("qwen3_moe", "float32", DEVICE), torch.arange(8)[None]
     model.set_experts_implementation("grouped_mm")
     torch.compiler.reset()
@@ -185,10 +187,10 @@ def test_the_default_on_a_cpu_is_grouped_mm(compiled) -> None:
     assert all("grouped_mm runs, because it is faster" in row.why for row in report(model))
 
 
-@pytest.mark.parametrize("ask", [report, serve])
-def test_arguments_that_are_not_models_are_refused(ask) -> None:
+@pytest.mark.parametrize("function", [report, serve])
+def test_arguments_that_are_not_models_are_refused(function) -> None:
     with pytest.raises(ConfigurationError, match=r"model: got 'mixtral', need"):
-        ask("mixtral")
+        function("mixtral")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_arguments_that_are_not_models_are_refused(ask) -> None:
     ],
 )  # fmt: skip
 def test_unsupported_modules_are_named(folder, name, config) -> None:
-    model = Around(made(folder, name, **config), register(*OURS))
+    model = ModelWithOneModule(make_module(folder, name, **config), register(*OURS))
     assert serve(model) == ()
     (row,) = report(model)
     assert row.kind == name

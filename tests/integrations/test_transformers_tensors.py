@@ -1,4 +1,4 @@
-"""Tensors of a transformers call without readable memory, and freed parameters, are refused."""
+"""Tensors without readable memory, and freed parameters, are refused."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +19,7 @@ from modular_kernel.integrations.transformers.modules import is_dispatched, read
 NAMES = ("hidden_states", "top_k_index", "top_k_weights")
 
 
-def _made() -> tuple[Any, list[torch.Tensor]]:
+def _make_call() -> tuple[Any, list[torch.Tensor]]:
     model = build_small_model("qwen3_moe", "float32", "cpu").eval()
     experts = next(module for module in model.modules() if is_dispatched(module))
     hidden = read_tensors(experts)[1].shape[1]
@@ -32,33 +32,37 @@ def run() -> Any:
     return registration(register("MoEPrepareAndFinalizeNoEP", "TorchExperts", name="mk_tensors"))
 
 
-@pytest.mark.parametrize("at", range(3), ids=NAMES)
-def test_an_unreadable_tensor_is_refused(at: int, run: Any) -> None:
-    experts, call = _made()
+@pytest.mark.parametrize("position", range(3), ids=NAMES)
+def test_unreadable_tensors_are_refused(position: int, run: Any) -> None:
+    experts, call = _make_call()
     with torch.no_grad():
         assert run(experts, *call).shape == call[0].shape
         changed: list[Any] = list(call)
-        with pytest.raises(InputError, match=NAMES[at]):
-            torch.func.vmap(lambda t: run(experts, *call[:at], t, *call[at + 1 :]))(call[at][None])
-        if call[at].is_floating_point():
+        with pytest.raises(InputError, match=NAMES[position]):
+            torch.func.vmap(lambda t: run(experts, *call[:position], t, *call[position + 1 :]))(
+                call[position][None]
+            )
+        if call[position].is_floating_point():
             with forward_ad.dual_level():
-                changed[at] = forward_ad.make_dual(call[at], torch.ones_like(call[at]))
+                changed[position] = forward_ad.make_dual(
+                    call[position], torch.ones_like(call[position])
+                )
                 with pytest.raises(InputError, match="forward gradient"):
                     run(experts, *changed)
-        changed[at] = [1.0]
+        changed[position] = [1.0]
         for grad in (False, True):
-            with torch.set_grad_enabled(grad), pytest.raises(InputError, match=NAMES[at]):
+            with torch.set_grad_enabled(grad), pytest.raises(InputError, match=NAMES[position]):
                 run(experts, *changed)
-        changed[at] = call[at].to("meta")
-        with pytest.raises(InputError, match=NAMES[at]):
+        changed[position] = call[position].to("meta")
+        with pytest.raises(InputError, match=NAMES[position]):
             run(experts, *changed)
-        call[at].untyped_storage().resize_(0)
-        with pytest.raises(InputError, match=f"{NAMES[at]}: got 0 bytes"):
+        call[position].untyped_storage().resize_(0)
+        with pytest.raises(InputError, match=f"{NAMES[position]}: got 0 bytes"):
             run(experts, *call)
 
 
 def test_freed_parameters_are_refused(run: Any) -> None:
-    experts, call = _made()
+    experts, call = _make_call()
     with torch.no_grad():
         run(experts, *call)
         read_tensors(experts)[0].untyped_storage().resize_(0)

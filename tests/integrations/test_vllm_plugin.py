@@ -1,4 +1,6 @@
-"""The plugin for vLLM without vLLM: registration, hooks, translation of layers and weights."""
+"""The plugin for vLLM, tested without vLLM: registration, hooks, and the conversion of layers and
+weights.
+"""
 
 import logging
 import subprocess
@@ -34,7 +36,7 @@ BASE = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2)
 CPU = Machine("cpu")
 
 
-def key(
+def make_key(
     dtype: object,
     group: tuple[int, int],
     *,
@@ -53,40 +55,50 @@ def key(
 E4M3 = torch.float8_e4m3fn
 SCHEMES = (
     (None, None, "none"),
-    (key(E4M3, TENSOR), key(E4M3, TENSOR, static=False), "fp8_w8a8_tensor"),
-    (key(E4M3, TENSOR), key(E4M3, TENSOR), "fp8_w8a8_tensor:static=true"),
-    (key(E4M3, TENSOR), key(E4M3, TOKEN, static=False), "fp8_w8a8_channel"),
-    (key(E4M3, CHANNEL), key(E4M3, TOKEN, static=False), "fp8_w8a8_channel"),
-    (key(E4M3, (128, 128)), key(E4M3, (1, 128), static=False), "fp8_w8a8_block"),
-    (key(E4M3, (64, 64)), key(E4M3, (1, 128), static=False), "fp8_w8a8_block:block=64x64"),
-    (key(E4M3, TENSOR), None, "fp8_w8a16_tensor"),
-    (key(E4M3, CHANNEL), None, "fp8_w8a16_channel"),
-    (key(E4M3, (128, 128)), None, "fp8_w8a16_block"),
-    (key(torch.int8, CHANNEL), key(torch.int8, TOKEN, static=False), "int8_w8a8_channel"),
-    (key(torch.int8, CHANNEL), None, "int8_w8a16_channel"),
-    (key(torch.uint8, (1, 32), scale=torch.uint8), None, "mxfp4_w4a16"),
-    (key(torch.uint8, (1, 16), scale=E4M3), None, "nvfp4_w4a16"),
+    (make_key(E4M3, TENSOR), make_key(E4M3, TENSOR, static=False), "fp8_w8a8_tensor"),
+    (make_key(E4M3, TENSOR), make_key(E4M3, TENSOR), "fp8_w8a8_tensor:static=true"),
+    (make_key(E4M3, TENSOR), make_key(E4M3, TOKEN, static=False), "fp8_w8a8_channel"),
+    (make_key(E4M3, CHANNEL), make_key(E4M3, TOKEN, static=False), "fp8_w8a8_channel"),
+    (make_key(E4M3, (128, 128)), make_key(E4M3, (1, 128), static=False), "fp8_w8a8_block"),
+    (
+        make_key(E4M3, (64, 64)),
+        make_key(E4M3, (1, 128), static=False),
+        "fp8_w8a8_block:block=64x64",
+    ),
+    (make_key(E4M3, TENSOR), None, "fp8_w8a16_tensor"),
+    (make_key(E4M3, CHANNEL), None, "fp8_w8a16_channel"),
+    (make_key(E4M3, (128, 128)), None, "fp8_w8a16_block"),
+    (make_key(torch.int8, CHANNEL), make_key(torch.int8, TOKEN, static=False), "int8_w8a8_channel"),
+    (make_key(torch.int8, CHANNEL), None, "int8_w8a16_channel"),
+    (make_key(torch.uint8, (1, 32), scale=torch.uint8), None, "mxfp4_w4a16"),
+    (make_key(torch.uint8, (1, 16), scale=E4M3), None, "nvfp4_w4a16"),
 )
-UNKNOWN = (
-    (key(E4M3, TENSOR), key(E4M3, (1, 128), static=False)),
-    (key(E4M3, CHANNEL), key(E4M3, TENSOR, static=False)),
-    (key(E4M3, TENSOR, static=False), None),
-    (key(E4M3, (1, 32), scale=torch.uint8), key(E4M3, (1, 32), static=False, scale=torch.uint8)),
-    (key(E4M3, (128, 128), scale=torch.float8_e8m0fnu), None),
-    (key(torch.float8_e4m3fnuz, TENSOR), key(torch.float8_e4m3fnuz, TENSOR, static=False)),
-    (key(torch.int8, TENSOR), key(torch.int8, TENSOR, static=False)),
-    (key(torch.int8, CHANNEL), key(torch.int8, TOKEN, static=False, symmetric=False)),
-    (key("uint4b8", (1, 32), scale=torch.float16), None),
-    (None, key(E4M3, TOKEN, static=False)),
+UNSUPPORTED_KEYS = (
+    (make_key(E4M3, TENSOR), make_key(E4M3, (1, 128), static=False)),
+    (make_key(E4M3, CHANNEL), make_key(E4M3, TENSOR, static=False)),
+    (make_key(E4M3, TENSOR, static=False), None),
+    (
+        make_key(E4M3, (1, 32), scale=torch.uint8),
+        make_key(E4M3, (1, 32), static=False, scale=torch.uint8),
+    ),
+    (make_key(E4M3, (128, 128), scale=torch.float8_e8m0fnu), None),
+    (
+        make_key(torch.float8_e4m3fnuz, TENSOR),
+        make_key(torch.float8_e4m3fnuz, TENSOR, static=False),
+    ),
+    (make_key(torch.int8, TENSOR), make_key(torch.int8, TENSOR, static=False)),
+    (make_key(torch.int8, CHANNEL), make_key(torch.int8, TOKEN, static=False, symmetric=False)),
+    (make_key("uint4b8", (1, 32), scale=torch.float16), None),
+    (None, make_key(E4M3, TOKEN, static=False)),
 )
 
 
 @pytest.mark.parametrize(("weight", "activation", "scheme"), SCHEMES)
-def test_keys_name_a_scheme(weight: Any, activation: Any, scheme: str) -> None:
+def test_keys_determine_the_scheme(weight: Any, activation: Any, scheme: str) -> None:
     assert select_scheme(make_operand(weight), make_operand(activation)) == scheme
 
 
-@pytest.mark.parametrize(("weight", "activation"), UNKNOWN)
+@pytest.mark.parametrize(("weight", "activation"), UNSUPPORTED_KEYS)
 def test_unsupported_keys_are_refused(weight: Any, activation: Any) -> None:
     with pytest.raises(UnsupportedError, match="quantization: got"):
         select_scheme(make_operand(weight), make_operand(activation))
@@ -124,7 +136,7 @@ ACTIVATIONS = (
     ("gelu_no_mul", {}, "gelu_no_mul"),
     ("gelu_tanh_no_mul", {}, "gelu_tanh_no_mul"),
 )  # fmt: skip
-UNKNOWN_ACTIVATIONS = (
+UNSUPPORTED_ACTIVATIONS = (
     ("relu2", {}),
     ("situ", {}),
     ("swigluoai", {"limit": 5.0}),
@@ -139,13 +151,13 @@ def test_activations_are_translated(name: str, options: dict[str, float], spec: 
     assert make_activation(name, **options) == ActivationSpec.parse(spec)
 
 
-@pytest.mark.parametrize(("name", "options"), UNKNOWN_ACTIVATIONS)
+@pytest.mark.parametrize(("name", "options"), UNSUPPORTED_ACTIVATIONS)
 def test_unsupported_activations_are_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(UnsupportedError, match="activation: got"):
         make_activation(name, **options)
 
 
-def test_parts_follow_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Machine("cuda", (9, 0))
     monkeypatch.delenv("MK_VLLM", raising=False)
     assert layers.list_candidate_parts(gpu) == layers.DEFAULT_PARTS
@@ -195,7 +207,7 @@ def test_converted_scales_keep_their_memory() -> None:
     assert third["w1_scale"].shape == (4, 128)
 
 
-def test_global_scales_keep_their_memory_if_vllm_computes_them_anew() -> None:
+def test_recomputed_global_scales_keep_their_memory() -> None:
     """CUDA graphs read the memory of the first load."""
     problem = Problem(9, 64, 32, 4, 2, quant="nvfp4_w4a16")
     copies: dict[str, torch.Tensor] = {}
@@ -211,7 +223,7 @@ def test_global_scales_keep_their_memory_if_vllm_computes_them_anew() -> None:
 
 
 @pytest.mark.parametrize("given", [("b1", "b2"), ("b1",), ("b2",), ()])
-def test_one_bias_is_completed_with_zeros(given: tuple[str, ...]) -> None:
+def test_a_missing_bias_is_zero(given: tuple[str, ...]) -> None:
     biases = {"b1": torch.ones(4, 64), "b2": torch.ones(4, 64)}
     sources = [biases[name] if name in given else None for name in ("b1", "b2")]
     converted = convert_biases(BASE, *sources, {})
@@ -220,7 +232,7 @@ def test_one_bias_is_completed_with_zeros(given: tuple[str, ...]) -> None:
         assert torch.equal(bias, biases[name] if name in given else torch.zeros(4, 64))
 
 
-def test_schemes_have_the_block_shape_of_loaded_weights() -> None:
+def test_schemes_take_the_block_shape_of_loaded_weights() -> None:
     assert layers.set_block_shape("fp8_w8a8_block", [64, 32]) == "fp8_w8a8_block:block=64x32"
     assert layers.set_block_shape("fp8_w8a8_block:block=64x64", [128, 128]) == "fp8_w8a8_block"
     for scheme in ("none", "int4_w4a16_group:group=32"):
@@ -228,7 +240,7 @@ def test_schemes_have_the_block_shape_of_loaded_weights() -> None:
     assert layers.set_block_shape("fp8_w8a8_block", None) == "fp8_w8a8_block"
 
 
-def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def make_layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
     g = torch.Generator().manual_seed(5)
     e, h, i = problem.experts, problem.hidden, problem.intermediate
     x_TH = torch.randn(problem.tokens, h, generator=g).to(DEVICE, problem.dtype)
@@ -243,11 +255,11 @@ def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
-def test_standard_calls_use_only_the_given_memory(part: str, quant: str, machine: Machine) -> None:
-    """A call writes only to the workspace, whose size it declares."""
+def test_standard_calls_use_only_their_workspace(part: str, quant: str, machine: Machine) -> None:
+    """A call declares the size of its workspace and writes nothing beyond it."""
     problem = Problem(9, 64, 32, 4, 2, quant=quant)
     calls = StandardCalls(problem.with_tokens(2048), part, machine)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = make_layer(problem)
     needed = calls.workspace_bytes(9, 2)
     memory = torch.full((needed + 256,), 255, dtype=torch.uint8, device=DEVICE)
     out = torch.full((9, 64), torch.nan, dtype=problem.dtype, device=DEVICE)
@@ -260,8 +272,8 @@ def test_standard_calls_use_only_the_given_memory(part: str, quant: str, machine
 
 @pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
 def test_batched_calls_equal_the_layer(part: str) -> None:
-    """Rows of an expert equal those of a layer that routes all of them to it."""
-    x_TH, weights, _ = layer(BASE)
+    """The rows of an expert equal those of a layer that routes all tokens to this expert."""
+    x_TH, weights, _ = make_layer(BASE)
     counts_e = torch.tensor([3, 0, 9, 1], dtype=torch.int32, device=DEVICE)
     x_eCH = torch.full((4, 9, 64), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     for expert, count in enumerate(counts_e.tolist()):
@@ -286,7 +298,9 @@ def test_batched_calls_equal_the_layer(part: str) -> None:
 
 
 def run(code: str, **variables: str) -> str:
-    """Run a program in a process with only the standard library's environment and this checkout."""
+    """Run a program in a new process, with the environment of the standard library and this
+    checkout.
+    """
     root = str(Path(__file__).parents[2])
     from modular_kernel.settings import make_child_environment
 
@@ -298,7 +312,7 @@ def run(code: str, **variables: str) -> str:
     return result.stdout
 
 
-def test_registering_imports_neither_torch_nor_triton() -> None:
+def test_register_imports_neither_torch_nor_triton() -> None:
     code = """
 import sys, types
 vllm = types.ModuleType("vllm")
@@ -313,7 +327,7 @@ print(sorted({"torch", "triton", "experts"} & set(sys.modules)))
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.0", "dev", ""])
-def test_an_unknown_version_is_not_changed(
+def test_unknown_versions_are_not_changed(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = ModuleType("vllm")
@@ -326,7 +340,7 @@ def test_an_unknown_version_is_not_changed(
     assert line.startswith(f"modular_kernel is off: vLLM is {version}, supported: 0.26, 0.33")
 
 
-def test_without_vllm_nothing_is_raised(
+def test_register_without_vllm_does_not_raise(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -369,7 +383,7 @@ class FakeOracle:
 
 @pytest.fixture
 def vllm_modules(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
-    """Return a module with two functions, and one that has imported the first by name."""
+    """Return a module with two functions, and a module that imported the first of them by name."""
     owner, user = ModuleType("vllm.fake_oracle"), ModuleType("vllm.fake_method")
 
     def first(config: str, other: int = 0) -> str:
@@ -392,7 +406,7 @@ def install(oracle: FakeOracle, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks._replace_functions("fp8", "fake_version")
 
 
-def test_functions_are_replaced_everywhere_and_once(
+def test_functions_are_replaced_once_in_all_modules(
     vllm_modules: tuple[ModuleType, ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -413,25 +427,25 @@ def test_functions_are_replaced_everywhere_and_once(
             "vllm: first broken 0",
         ]
     with pytest.raises(RuntimeError, match="a defect of ours"):
-        owner.second("broken")  # too late for vLLM to serve the layer
+        owner.second("broken")  # vLLM can no longer run the layer
     refused, broken = caplog.messages
     assert refused == "modular_kernel leaves a layer to vLLM (first): layer: got 1, need 2"
     assert "a defect of ours" in broken
 
 
-@pytest.mark.parametrize("gone", ["a function", "an internal", "the module of the version"])
-def test_nothing_is_replaced_if_something_is_missing(
-    gone: str,
+@pytest.mark.parametrize("missing_item", ["a function", "an internal", "the module of the version"])
+def test_nothing_is_replaced_if_a_dependency_is_missing(
+    missing_item: str,
     vllm_modules: tuple[ModuleType, ModuleType],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     owner, user = vllm_modules
     before = dict(vars(owner)), dict(vars(user))
-    oracle = FakeOracle(owner.__name__, ("Some.Enum",) if gone == "an internal" else ())
-    if gone == "a function":
+    oracle = FakeOracle(owner.__name__, ("Some.Enum",) if missing_item == "an internal" else ())
+    if missing_item == "a function":
         oracle.later_functions = ("third",)
-    if gone == "the module of the version":
+    if missing_item == "the module of the version":
         monkeypatch.setitem(sys.modules, "fake_version", None)
         hooks._replace_functions("fp8", "fake_version")
     else:
@@ -440,4 +454,4 @@ def test_nothing_is_replaced_if_something_is_missing(
     (line,) = caplog.messages
     assert line.startswith("modular_kernel leaves layers of fp8 to vLLM: ")
     names = {"a function": "third", "an internal": "Some.Enum"}
-    assert names.get(gone, "fake_version") in line
+    assert names.get(missing_item, "fake_version") in line
