@@ -188,7 +188,7 @@ def test_peer_with_other_operands_is_skipped(mk: Mk, tmp_path: Path) -> None:
         ("--experts-type NoSuch", "'NoSuch', need one of"),
     ],
 )
-def test_bad_usage_ends_with_2_and_says_why(mk: Mk, words: str, message: str) -> None:
+def test_bad_usage_has_exit_code_2_and_a_reason(mk: Mk, words: str, message: str) -> None:
     done = mk(*words.split())
     assert done.code == 2
     assert message in done.err

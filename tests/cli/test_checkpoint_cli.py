@@ -47,7 +47,7 @@ def test_layers_and_format_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "quant=" not in result.out
 
 
-def test_bytes_are_those_of_experts(tmp_path: Path) -> None:
+def test_size_counts_only_experts(tmp_path: Path) -> None:
     write(tmp_path, "gpt_oss", "mxfp4", layers=(0, 1))
     tensors = load_file(tmp_path / "model.safetensors")
     assert inspect(tmp_path).nbytes == sum(t.nbytes for n, t in tensors.items() if "experts" in n)
@@ -68,7 +68,7 @@ def test_tensors_that_contradict_the_config_are_refused(
     assert run_mk(capsys, "check", *PAIR, "--model", str(tmp_path / "config.json")).code == 0
 
 
-def test_folder_with_only_a_config_is_judged_by_it(
+def test_folders_with_only_a_config_are_checked_by_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path)
@@ -85,7 +85,7 @@ def remove_dtype(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_dtype_of_the_files_is_used_without_one_in_the_config(
+def test_dtype_of_the_files_is_used_if_the_config_has_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "mixtral", "fp32", shards=2)
@@ -105,14 +105,14 @@ def test_dtype_of_the_files_is_used_without_one_in_the_config(
     assert "config.json; the files have float32, loaded as float16\n" in result.out
 
 
-@pytest.mark.parametrize("within", [True, False], ids=["in a layer", "between layers"])
-def test_files_of_several_dtypes_determine_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], within: bool
+@pytest.mark.parametrize("in_one_layer", [True, False], ids=["in a layer", "between layers"])
+def test_files_of_several_dtypes_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_one_layer: bool
 ) -> None:
-    """Conversion to one of the dtypes could round values, or overflow."""
+    """Conversion to one of these dtypes could round values, or overflow."""
     write(tmp_path, "mixtral", "fp32", layers=(0, 1))
     path = tmp_path / "model.safetensors"
-    other = "layers.0.block_sparse_moe.experts.2.w3" if within else "layers.1."
+    other = "layers.0.block_sparse_moe.experts.2.w3" if in_one_layer else "layers.1."
     dtypes = {True: torch.float16, False: torch.bfloat16}
     changed = {name: t.to(dtypes[other in name]) for name, t in load_file(path).items()}
     save_file(changed, path)
@@ -126,7 +126,7 @@ def test_files_of_several_dtypes_determine_none(
     assert result.err.endswith(need)
     for text in ("bfloat16 in ", " and float16 in "):
         assert text in result.err
-    if within:
+    if in_one_layer:
         assert f"model.{other}.weight" in result.err
         with pytest.raises(DtypeError, match=r"got bfloat16 in .* and float16 in .*w3\.weight"):
             load_experts(tmp_path, 0)
@@ -153,13 +153,13 @@ def test_converted_dtypes_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "block_sparse_moe.experts.0.w1.weight: got float64, need bfloat16 or" in result.err
 
 
-@pytest.mark.parametrize("kind", ["fp32", "deepseek fp8"])
+@pytest.mark.parametrize("format_name", ["fp32", "deepseek fp8"])
 def test_assumed_dtype_is_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format_name: str
 ) -> None:
     """A config.json alone, and quantized files, do not determine the dtype."""
-    write(tmp_path, "deepseek_v3", kind)
-    model = tmp_path / ("config.json" if kind == "fp32" else ".")
+    write(tmp_path, "deepseek_v3", format_name)
+    model = tmp_path / ("config.json" if format_name == "fp32" else ".")
     note = f"{model} has no dtype; using bfloat16 (see --dtype)"
     assert note not in run_mk(capsys, "check", *PAIR, "--model", str(model)).err
     remove_dtype(tmp_path)
@@ -172,10 +172,12 @@ def test_assumed_dtype_is_noted(
     assert "assumed" not in result.err
 
 
-def test_the_dtype_of_files_is_that_of_any_unquantized_layer(
+def test_dtype_of_the_files_is_read_from_an_unquantized_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first layer is quantized, so that its files have no dtype of activations."""
+    """The first layer is quantized. Its files therefore do not have the dtype of the
+    activations.
+    """
     write_mixed(tmp_path, *MIXED["fp8, excluded layers"])
     config = json.loads((tmp_path / "config.json").read_text())
     del config["torch_dtype"]

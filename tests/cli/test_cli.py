@@ -1,4 +1,4 @@
-"""The verbs of the `mk` command: exit codes, refusals with every reason, and JSON."""
+"""The subcommands of `mk`: exit codes, refusals with every reason, and JSON."""
 
 import shlex
 import subprocess
@@ -38,7 +38,7 @@ def python(*args: str) -> CommandResult:
     return CommandResult(process.returncode, process.stdout, process.stderr)
 
 
-def test_the_module_and_the_version() -> None:
+def test_module_and_version() -> None:
     assert python("-m", "modular_kernel", "--version").out.count(".") >= 2
     refused = python("-m", "modular_kernel", "check", *REFUSED_PAIR)
     assert refused.code == 1
@@ -60,8 +60,8 @@ def test_scripts_run_in_a_checkout(script: str, args: tuple[str, ...], expected:
     assert expected in result.out
 
 
-def test_json_holds_no_infinity() -> None:
-    """Infinity and NaN, which JSON does not have, become strings."""
+def test_json_contains_no_infinity_or_nan() -> None:
+    """JSON does not have infinity and NaN. They become strings."""
     values = {"errors": (float("inf"), float("nan"), 0.5)}
     assert output.to_json_types(values) == {"errors": ["inf", "nan", 0.5]}
 
@@ -86,8 +86,8 @@ def test_list(mk: Mk) -> None:
     assert (record["broken"], record["duplicates"]) == ([], {})
 
 
-def test_list_explains_its_terms(mk: Mk) -> None:
-    """The legend and the glossary have every capability and activation format of the parts."""
+def test_list_explains_capabilities_and_formats(mk: Mk) -> None:
+    """The legend and the glossary contain every capability and activation format of the parts."""
     text, record = mk("list").out, mk("list", "--json").json
     parts, legend = text.split("meaning")
     assert "terms are explained at the end" in parts
@@ -112,7 +112,7 @@ def test_interpreter_is_noted_once_on_stderr(mk: Mk) -> None:
 # ----------------------------------------------------------------------------------------- check
 
 
-def test_check_refuses_with_rule_parties_got_and_need(mk: Mk) -> None:
+def test_check_shows_each_rejection(mk: Mk) -> None:
     result = mk("check", *REFUSED_PAIR)
     assert result.code == 1
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in _lines(result)]
@@ -187,7 +187,7 @@ def test_check_exits_with_1_if_no_pair_is_valid(mk: Mk) -> None:
         ("--device cpu --packages triton,ml_dtypes", []),
     ],
 )
-def test_check_for_a_described_machine(mk: Mk, args: str, rules: list[str]) -> None:
+def test_check_for_another_machine(mk: Mk, args: str, rules: list[str]) -> None:
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
     result = mk("check", *pair, *args.split(), "--json")
     assert [rejection["rule"] for rejection in result.json["rejections"]] == rules
@@ -248,7 +248,9 @@ def test_refused_pair_has_every_reason(mk: Mk, args: tuple[str, ...]) -> None:
     assert [rejection["rule"] for rejection in record["rejections"]] == ["format", "reduce"]
 
 
-def test_failure_has_a_command_that_reproduces_it(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_have_a_command_that_reproduces_them(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write_zeros(self: TorchExperts, *_: object, output: torch.Tensor, **__: object) -> None:
         output.zero_()
 
@@ -261,18 +263,20 @@ def test_failure_has_a_command_that_reproduces_it(mk: Mk, monkeypatch: pytest.Mo
         assert any(text.startswith("numeric: ") for text in failure["failures"])
         assert failure["command"] in result.out
         assert [text for text in failure["failures"] if text not in result.out] == []
-        again = shlex.split(failure["command"])[1:]
-        assert mk(*again).code == 1
-    assert mk(*again).code == 0
+        command_line = shlex.split(failure["command"])[1:]
+        assert mk(*command_line).code == 1
+    assert mk(*command_line).code == 0
 
 
 def test_every_input_mutation_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = mutants.MUTANTS[:2]
-    few = partial(mutants.sensitivity, mutants=two, cases_each=1)
-    monkeypatch.setattr(mutants, "sensitivity", few)
+    first_mutants = mutants.MUTANTS[:2]
+    run_first_mutants = partial(mutants.sensitivity, mutants=first_mutants, cases_each=1)
+    monkeypatch.setattr(mutants, "sensitivity", run_first_mutants)
     result, record = mk(*INPUT_MUTATIONS), mk(*INPUT_MUTATIONS, "--json")
     assert (result.code, record.code) == (0, 0)
-    assert [kill["mutant"] for kill in record.json["calls"]] == [mutant.name for mutant in two]
+    assert [kill["mutant"] for kill in record.json["calls"]] == [
+        mutant.name for mutant in first_mutants
+    ]
     for kill in record.json["calls"]:
         assert f"\n {kill['mutant']} " in result.out
         assert kill["killed_by"]
@@ -349,7 +353,9 @@ def test_doctor(mk: Mk) -> None:
 def test_compile(
     mk: Mk, violations: tuple[str, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --check, the verb fails if a kernel exceeds a limit, or is left out without a reason."""
+    """With --check, the command fails if a kernel exceeds a limit, or is left out without a
+    reason.
+    """
     record = SimpleNamespace(
         kernel="gemm_kernel",
         config={"BLOCK_M": 64},
@@ -410,7 +416,7 @@ def test_compile_check_shows_counted_instructions(mk: Mk, monkeypatch: pytest.Mo
 
     def compile_all(*_: object, **__: object) -> CompileResult:
         counted = make_row("HGMMA")
-        assert counted.record.instructions["HGMMA"] == 7  # reading the counts makes them known
+        assert counted.record.instructions["HGMMA"] == 7  # reading the counts computes them
         return CompileResult((counted, make_row("FFMA")), ())
 
     monkeypatch.setattr("modular_kernel.testing.compile.cases.compile_all", compile_all)

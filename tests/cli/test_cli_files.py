@@ -1,4 +1,4 @@
-"""Options that name files: an unusable path is bad usage, and files are written atomically."""
+"""Options that name files. An unusable path is bad usage, and files are written atomically."""
 
 import json
 import os
@@ -31,7 +31,7 @@ FILES = [(verb, name, kind.use) for verb, name, kind in PATHS if isinstance(kind
 
 
 def test_every_path_option_has_a_use() -> None:
-    """The path of an option without a use would not be checked."""
+    """Without a use, the path of an option would not be checked."""
     assert len(FILES) == len(PATHS)
     assert {o for _, o, _ in FILES} >= {
         *("--json", "--markdown", "--plot", "--html", "--times"),
@@ -41,7 +41,7 @@ def test_every_path_option_has_a_use() -> None:
 
 
 def make_unusable_paths(folder: Path, use: FileUse) -> dict[str, str]:
-    """Return a path for each kind of defect that makes it unusable for `use`."""
+    """Return a path for each defect that makes a path unusable for `use`."""
     (folder / "file").write_text("text", encoding="utf-8")
     (folder / "broken").symlink_to(folder / "missing")
     (folder / "loop").symlink_to(folder / "loop")
@@ -128,7 +128,7 @@ PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExpert
 
 
 def write_to_full_disk(path: Path, text: str, **_: Any) -> None:
-    """Replacement of `Path.write_text` for a disk that is full after 100 characters."""
+    """Stand in for `Path.write_text` on a disk that is full after 100 characters."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text[:100])
     raise OSError(28, "No space left on device")

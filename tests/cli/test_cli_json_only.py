@@ -1,4 +1,4 @@
-"""With `--json`, stdout has only JSON, even if imported packages print something."""
+"""With `--json`, stdout contains only JSON, even if imported packages print something."""
 
 import json
 import os
@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def noisy_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install a package with parts that prints when it is imported."""
+    """Install a package of parts that prints when it is imported."""
     (tmp_path / "noisy_parts.py").write_text(NOISY_PACKAGE, encoding="utf-8")
     dist_info = tmp_path / "noisy_parts-1.dist-info"
     dist_info.mkdir()
@@ -70,8 +70,7 @@ def test_stdout_has_only_json(capfd: pytest.CaptureFixture[str], args: tuple[str
 
 
 @pytest.mark.usefixtures("noisy_package")
-def test_text_output_is_not_redirected(capfd: pytest.CaptureFixture[str]) -> None:
-    """Without --json, stdout is not redirected."""
+def test_stdout_is_not_redirected_without_json(capfd: pytest.CaptureFixture[str]) -> None:
     result = run_mk(capfd, "list")
     assert "noise of Python" in result.out
     assert "TorchExperts" in result.out
@@ -82,7 +81,7 @@ def test_text_output_is_not_redirected(capfd: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.usefixtures("noisy_package")
 @pytest.mark.parametrize("args", [("check",), ("check", "--top-k", "99")], ids=["ok", "refused"])
 def test_process_prints_only_json(args: tuple[str, ...]) -> None:
-    """This includes output of atexit functions."""
+    """Output of atexit functions also goes to stderr."""
     result = subprocess.run(
         [sys.executable, "-m", "modular_kernel", *args, "--json"],
         capture_output=True,
@@ -97,7 +96,7 @@ def test_process_prints_only_json(args: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("noisy_package")
-def test_full_stdout_is_lost_output() -> None:
+def test_full_or_closed_stdout_is_lost_output() -> None:
     command = f'exec "{sys.executable}" -m modular_kernel list --json'
     for redirection, message in (
         (">&-", ""),

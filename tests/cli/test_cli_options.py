@@ -1,4 +1,4 @@
-"""Options of the `mk` command: help, the problem that options describe, and bad usage."""
+"""Options of `mk`: help, the problem that options describe, and bad usage."""
 
 import json
 import os
@@ -64,9 +64,8 @@ def test_help_does_not_import_torch(args: list[str]) -> None:
 
 @pytest.mark.parametrize("args", [[], *([verb] for verb in VERBS)], ids=" ".join)
 def test_help_is_fast(args: list[str]) -> None:
-    """The limit is relative to an import of click, so that the test passes on slow machines.
-
-    An import of torch would take about ten times the limit.
+    """The limit is relative to an import of click, so that the test passes on slow machines. An
+    import of torch would take about ten times the limit.
     """
     for _ in range(8):
         limit = max(HELP_SECONDS, 8 * _measure_cpu_seconds("-c", "import click"))
@@ -101,13 +100,13 @@ def test_problem_options_are_the_same_for_every_verb(
 
 
 def parse_problem(*args: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
-    """Return the problem that `mk test --one` creates from these options."""
+    """Return the problem that `mk test --one` makes from these options."""
     case = parse_case("test", "--one", *TORCH_PAIR, *args, monkeypatch=monkeypatch)
     return case.problem
 
 
 def parse_case(*args: str, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """Return the single case that `mk` with these arguments would verify."""
+    """Return the case that `mk` with these arguments would verify."""
     recorded: list[verify.VerifyJob] = []
 
     def record_jobs(jobs: list[verify.VerifyJob], *_: object, as_json: bool) -> bool:
@@ -158,7 +157,7 @@ SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
         ("--lora adapters=2,rank=8", {"lora": "adapters=2,rank=8"}),
     ],
 )
-def test_every_option_reaches_the_problem(
+def test_every_option_changes_the_problem(
     args: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = parse_problem(*args.split(), monkeypatch=monkeypatch)
@@ -177,7 +176,7 @@ MODEL_PROBLEMS = {
 }
 
 
-def test_every_model_is_listed_here() -> None:
+def test_models_of_this_file_exist() -> None:
     assert set(MODEL_PROBLEMS) <= set(MODEL_FIELDS)
     assert len(MODEL_FIELDS) >= 30
 
@@ -251,7 +250,7 @@ def test_command_of_a_case_reproduces_it(monkeypatch: pytest.MonkeyPatch) -> Non
         ("nonsense", "nonsense"),
     ],
 )
-def test_bad_usage_ends_with_2_and_says_why(
+def test_bad_usage_has_exit_code_2_and_a_reason(
     capsys: pytest.CaptureFixture[str], args: str, message: str
 ) -> None:
     code, out, err = run_mk(capsys, *args.split())
@@ -314,7 +313,7 @@ def test_invalid_number_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(error["got"]) < 200
 
 
-def test_an_annotation_determines_the_type_of_an_option() -> None:
+def test_annotations_determine_the_types_of_options() -> None:
     values: dict[str, object] = {}
 
     def verb(
@@ -351,7 +350,7 @@ def test_an_annotation_determines_the_type_of_an_option() -> None:
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "nan"])
-def test_a_number_out_of_range_is_bad_usage(
+def test_numbers_out_of_range_are_bad_usage(
     capsys: pytest.CaptureFixture[str], number: str
 ) -> None:
     result = run_mk(capsys, "bench", "--ms", number)
@@ -379,7 +378,7 @@ def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out) == {"error": error}
 
 
-def test_a_described_gpu_needs_an_arch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_gpu_needs_an_arch(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, _ = run_mk(capsys, "check", "--device", "cuda")
     assert code == (0 if torch.cuda.is_available() else 2)
 

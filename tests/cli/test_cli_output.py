@@ -1,4 +1,4 @@
-"""Output of `mk`: tables in narrow and wide terminals, JSON on stdout and in files."""
+"""The output of `mk`: tables in narrow and wide terminals, and JSON on stdout and in files."""
 
 import io
 import json
@@ -91,13 +91,13 @@ def test_matrix_of_pairs_and_its_rules(mk: Mk, monkeypatch: pytest.MonkeyPatch) 
 def test_matrix_without_parts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are no parts, for example, if a file of the user shadows a package of parts."""
+    """For example, a file of the user may shadow a package of parts."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: 80)
     print_matrix([], ProblemOptions().problem(), Machine("cpu"))
     assert "0 of 0 pairings are valid" in capsys.readouterr().out
 
 
-def test_unlikely_sizes_are_noted(mk: Mk) -> None:
+def test_unusual_sizes_are_noted(mk: Mk) -> None:
     assert "warning: top_k=9 of 8 experts: ids will repeat" in mk("check", "--top-k", "9").err
     assert "warning: tokens=0: every call is empty" in mk("check", "--tokens", "0").err
     assert "warning" not in mk("check").err
@@ -201,7 +201,7 @@ COLUMNS = ("name", "us", "note")
 ROWS = (("a" * 30, "1.5", "words " * 8), ("b", "12.5", ""))
 
 
-def test_columns_that_are_dropped() -> None:
+def test_optional_columns_are_dropped_to_fit() -> None:
     def fit_columns(width: int, *optional: str) -> list[object] | None:
         table = fit_table(COLUMNS, ROWS, width, optional)
         return None if table is None else [column.header for column in table.columns]
@@ -255,7 +255,9 @@ def _raise_os_error(fd: int) -> os.terminal_size:
 def test_no_cell_is_truncated(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """At widths at which the table fits, and at smaller ones, at which rows become records."""
+    """The widths include those at which the table fits, and smaller ones at which rows become
+    records.
+    """
     monkeypatch.setattr(output, "get_line_width", lambda _=None: width)
     names = ["AllGatherReduceScatter", "189374.1", "219051.9"]
     output.print_table(("transport", "dispatch", "pair"), [names])
@@ -274,7 +276,7 @@ def test_empty_columns_are_dropped_first(
     assert "not shown in 20 columns: device us" in " ".join(text.split())
 
 
-def test_lines_fold_between_words() -> None:
+def test_lines_are_wrapped_between_words() -> None:
     assert wrap_line("    one two three", 12) == ["    one two", "      three"]
     assert wrap_line("one two", 80) == ["one two"]
     assert wrap_line("one two three", 8) == ["one two", "  three"]
@@ -307,14 +309,14 @@ def test_progress_lines_without_a_terminal(
     ],
     ids=["bench", "report"],
 )
-def test_lost_document_has_its_own_status(mk: Mk, args: tuple[str, ...]) -> None:
-    """The status is never 1, which means refused, and there is no traceback."""
+def test_lost_documents_have_their_own_exit_code(mk: Mk, args: tuple[str, ...]) -> None:
+    """The exit code is never 1, which means refused. There is no traceback."""
     result = mk(*args)
     assert result.code == 74
     assert "error: output was lost: /dev/full: No space left on device\n" in result.err
 
 
-def test_lost_profile_has_its_own_status(mk: Mk, tmp_path: Path) -> None:
+def test_lost_profiles_have_their_own_exit_code(mk: Mk, tmp_path: Path) -> None:
     args = (*PRINTED["profile"], "--out", str(tmp_path))
     assert mk(*args).code == 0
     (report,) = tmp_path.glob("*.profile.json")
@@ -346,10 +348,10 @@ def test_long_activities_are_noted(
     assert capsys.readouterr().err == ""
 
 
-def test_terminal_has_a_progress_bar(
+def test_terminals_show_a_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line for each of the 40 runs of the demo would scroll its result off the screen."""
+    """With a line for each of the 40 runs of the demo, the result would not fit on the screen."""
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         with output.show_steps(2, "runs") as report_step:

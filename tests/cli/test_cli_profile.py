@@ -22,13 +22,13 @@ HAS_TRITON = this_machine().device == "cuda" or this_machine().interpreter
 Capsys = pytest.CaptureFixture[str]
 
 
-def run(capsys: Capsys, *args: str) -> tuple[int, str]:
+def run_profile(capsys: Capsys, *args: str) -> tuple[int, str]:
     """Run `mk` in this process; return the exit code and stdout."""
     return run_mk(capsys, *args)[:2]
 
 
-def stage_events(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the host range of each stage in a Chrome trace, by its name."""
+def read_stage_events(path: Path) -> dict[str, dict[str, Any]]:
+    """Return a map from stage to its host range in a Chrome trace."""
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert find_violations(trace) == []
     return {
@@ -38,17 +38,19 @@ def stage_events(path: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_a_trace_has_the_stages_and_the_report_their_times(capsys: Capsys, tmp_path: Path) -> None:
+def test_traces_have_the_stages_and_reports_have_their_times(
+    capsys: Capsys, tmp_path: Path
+) -> None:
     experts = "TritonExperts" if HAS_TRITON else "TorchExperts"
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", experts)
     args = ("--tokens", "4", "--out", str(tmp_path / "new"), "--json")
-    code, out = run(capsys, "profile", *pair, *args)
+    code, out = run_profile(capsys, "profile", *pair, *args)
     record = json.loads(out)
     assert code == 0
     (trace,) = (tmp_path / "new").glob("*.trace.json")
     assert record["traces"] == [str(trace)]
     assert record["merged_trace"] is None
-    events = stage_events(trace)
+    events = read_stage_events(trace)
     inner = {stages.SORT, stages.GATHER_GEMM1, stages.GEMM2_SCATTER, stages.REDUCE}
     if not HAS_TRITON:
         inner = {stages.SORT, stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE}
@@ -77,7 +79,7 @@ def _end(event: dict[str, Any]) -> float:
 
 def test_comparison_of_two_pairings(capsys: Capsys, tmp_path: Path) -> None:
     against = ("--against", *NAIVE_PAIR, "--routing", "zipf", "--calls", "2")
-    code, out = run(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
+    code, out = run_profile(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
     assert code == 0
     assert len(list(tmp_path.glob("*-rank0.trace.json"))) == 2
     for word in ("sum of stages", "total (planned)", "Largest gap to the roofline"):
@@ -130,7 +132,7 @@ _FLAGS = (
 def test_profile_refuses_with_every_reason(
     capsys: Capsys, tmp_path: Path, args: tuple[str, ...]
 ) -> None:
-    code, out = run(capsys, "profile", *args, "--out", str(tmp_path))
+    code, out = run_profile(capsys, "profile", *args, "--out", str(tmp_path))
     assert code == 1
     assert "\n format " in out
     assert "\n reduce " in out
@@ -148,6 +150,6 @@ def test_profile_refuses_with_every_reason(
     ],
 )
 def test_bad_usage(capsys: Capsys, tmp_path: Path, args: tuple[str, ...], what: str) -> None:
-    code, out = run(capsys, "profile", *TORCH_PAIR, *args, "--out", str(tmp_path), "--json")
+    code, out = run_profile(capsys, "profile", *TORCH_PAIR, *args, "--out", str(tmp_path), "--json")
     assert code == 2
     assert json.loads(out)["error"]["what"] == what

@@ -1,4 +1,4 @@
-"""`mk test`, `mk check` and `mk profile` over ranks."""
+"""`mk test`, `mk check` and `mk profile` with several ranks."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def test_all_valid_pairings_pass_over_two_ranks(capsys: Capture) -> None:
 def test_omitted_cases_are_described_by_level(
     monkeypatch: pytest.MonkeyPatch, ranks: int, level: str
 ) -> None:
-    """Cases over ranks are not pairwise, whatever the level."""
+    """At every level, cases with several ranks are hand-picked and not pairwise."""
     recorded: list[verify.VerifyJob] = []
     monkeypatch.setattr(verify, "_verify", lambda jobs, *_, **__: recorded.extend(jobs) or True)
     pair = PAIR if ranks == 2 else SINGLE_RANK_PAIR
@@ -94,7 +94,7 @@ def test_ranks_simulate_hosts(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("verb", ["test", "profile"])
-def test_a_pair_for_one_rank_is_refused(capsys: Capture, verb: str, tmp_path: Path) -> None:
+def test_pairs_for_one_rank_are_refused(capsys: Capture, verb: str, tmp_path: Path) -> None:
     args = (*SINGLE_RANK_PAIR, "--world-size", "2", *ON_CPU)
     folder = ("--out", str(tmp_path)) if verb == "profile" else ()
     code, out, err = run_mk(capsys, verb, *args, *folder)
@@ -175,11 +175,13 @@ def test_input_mutations_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyP
     assert (mutant["mutant"], mutant["ok"]) == ("last_expert_lost", True)
 
 
-def test_a_trace_of_each_rank_and_one_of_all(capsys: Capture, tmp_path: Path) -> None:
+def test_each_rank_has_a_trace_and_all_share_a_merged_trace(
+    capsys: Capture, tmp_path: Path
+) -> None:
     args = ("profile", "--world-size", "2", *ON_CPU, *PAIR, "--out", str(tmp_path), "--json")
     # In a call of a smaller layer, most of the time is outside of stages.
     sizes = ("--hidden", "256", "--intermediate", "256")
-    for _ in range(3):  # the scheduler of a busy machine may suspend ranks between stages
+    for _ in range(3):  # a busy machine may suspend ranks between stages
         code, out, _ = run_mk(capsys, *args, *sizes)
         assert code == 0
         record = json.loads(out)

@@ -1,4 +1,4 @@
-"""Options that read records: errors are one line, and no folder is created before a result."""
+"""Options that read records. Errors are one line, and no folder is created before a result."""
 
 from pathlib import Path
 
@@ -23,7 +23,9 @@ mk = make_mk_fixture()
 @pytest.mark.parametrize(
     "args", [("bench", "--load"), ("exchange", "--load"), ("plan", "--compare")]
 )
-def test_a_bad_record_is_named(mk: Mk, tmp_path: Path, name: str, args: tuple[str, str]) -> None:
+def test_errors_name_the_bad_record(
+    mk: Mk, tmp_path: Path, name: str, args: tuple[str, str]
+) -> None:
     content, reason = BAD_RECORDS[name]
     path = tmp_path / name
     if content is not None:

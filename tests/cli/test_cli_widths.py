@@ -1,4 +1,4 @@
-"""The output of every verb fits into terminals of 80 and 200 columns."""
+"""The output of every subcommand fits into terminals of 80 and 200 columns."""
 
 import re
 import shutil
@@ -23,8 +23,8 @@ PARTS = ("AllGatherReduceScatterPrepareAndFinalize", "BatchedTritonExperts")
 PAIR = " x ".join(PARTS)
 COMMANDS = {
     **PRINTED,
-    "models of a type": ("models", "--types"),
-    "check, over ranks": ("check", "--world-size", "4", "--quant", "fp8_w8a8_block"),
+    "models with types": ("models", "--types"),
+    "check, several ranks": ("check", "--world-size", "4", "--quant", "fp8_w8a8_block"),
     "profile, two pairs": (
         *("profile", *TINY, "--calls", "1", *TORCH_PAIR),
         *("--against", "BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
@@ -54,7 +54,7 @@ COMMANDS = {
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
-    """Run `mk` in this process in an empty folder; results that take minutes are replaced."""
+    """Run `mk` in this process in an empty folder. Results that take minutes are replaced."""
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
@@ -66,7 +66,7 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
         demo, "_measure_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0}
     )
     monkeypatch.setattr(compiled, "compile_all", lambda *_, **__: make_compile_result())
-    monkeypatch.setattr(mutate, "run_input_mutations", lambda *_: make_kills())
+    monkeypatch.setattr(mutate, "run_input_mutations", lambda *_: make_mutation_results())
     return partial(run_mk, capsys)
 
 
@@ -111,7 +111,7 @@ def make_compile_result() -> compiled.CompileResult:
     return compiled.CompileResult(rows, (skipped,))
 
 
-def make_kills() -> list[SimpleNamespace]:
+def make_mutation_results() -> list[SimpleNamespace]:
     case = SimpleNamespace(prepare_finalize=PARTS[0], experts=PARTS[1])
     outcomes = [
         ("float64 reference: 2 of 64 values", True),
@@ -132,7 +132,7 @@ def make_kills() -> list[SimpleNamespace]:
 
 
 def check_width(text: str, width: int) -> None:
-    """Check that only single words exceed the width, and that no name is truncated."""
+    """Check that no line with several words exceeds the width, and that no name is truncated."""
     long_lines = [line for line in text.splitlines() if len(line.rstrip()) > width]
     assert [line for line in long_lines if len(line.split()) > 1] == []
     assert "…" not in text
@@ -143,7 +143,7 @@ def find_part_names(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("args", COMMANDS.values(), ids=COMMANDS.keys())
-def test_every_verb_fits_its_terminal(
+def test_output_of_every_verb_fits_the_terminal(
     mk: Mk, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names_by_width = []
@@ -159,15 +159,15 @@ def test_every_verb_fits_its_terminal(
 
 
 def test_every_verb_is_tested_here() -> None:
-    """A new verb must be added to the test."""
+    """A new subcommand must be added to this file."""
     assert set(main.VERBS) == {args[0] for args in COMMANDS.values()}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_tuned_layer_fits(
+def test_results_of_tune_fit_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """The final output of `mk tune` with results that were not measured, as this needs a GPU."""
+    """The final output of `mk tune`. The results are not measured, because that needs a GPU."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: width)
     tune_output.print_text(small_layer(), TUNED, [512])
     text = capsys.readouterr().out
@@ -179,7 +179,9 @@ def test_a_tuned_layer_fits(
 def test_distinguishing_columns_are_shown(
     mk: Mk, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """Rows of different measurements differ in some column, also in a narrow terminal."""
+    """Rows of different measurements have at least one column that distinguishes them, also in a
+    narrow terminal.
+    """
     monkeypatch.setattr(output, "get_line_width", lambda _=None: 80)
     text = mk(*COMMANDS[verb]).out
     for label in ("bfloat16", "fp8_w8a8_block") if verb.startswith("exchange") else ("hot1",):
@@ -217,7 +219,7 @@ def test_demo_fits_a_screen(mk: Mk, monkeypatch: pytest.MonkeyPatch, gpu: bool) 
 
 
 def test_doctor_prints_packages_as_tables(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record for each package would take more than a hundred lines."""
+    """Records instead of tables would take more than a hundred lines."""
     monkeypatch.setattr(output, "get_line_width", lambda _=None: 80)
     text = mk("doctor").out
     assert re.search(r"optional package +present +enables", text)
@@ -225,5 +227,5 @@ def test_doctor_prints_packages_as_tables(mk: Mk, monkeypatch: pytest.MonkeyPatc
     packages = mk("doctor", "--json").json["packages"]
     absent = [package["name"] for package in packages if not package["present"]]
     assert [name for name in absent if len(re.findall(rf"^ {name} ", text, re.M)) != 2] == []
-    tables = text[text.index("optional package") :]  # above are tables of GPUs, if there are any
+    tables = text[text.index("optional package") :]  # tables of GPUs may precede it
     assert len(tables.splitlines()) < 70

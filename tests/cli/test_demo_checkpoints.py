@@ -1,4 +1,4 @@
-"""Quantized checkpoints of `mk demo`: only the errors of correct layers are within the bound."""
+"""Quantized checkpoints of `mk demo`. Only correct layers have errors within the bound."""
 
 import pytest
 import torch
@@ -23,10 +23,12 @@ def exchange_gate_and_up(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRINGS[:2], ids=" x ".join)
-@pytest.mark.parametrize(("family", "kind"), CHECKPOINTS)
-def test_exchanged_gate_and_up_exceed_the_bound(family, kind, pair, tmp_path) -> None:
-    row = check_layer(write(tmp_path / "correct", family, kind), family, kind, pair, DEVICE)
+@pytest.mark.parametrize(("family", "format_name"), CHECKPOINTS)
+def test_exchanged_gate_and_up_exceed_the_bound(family, format_name, pair, tmp_path) -> None:
+    row = check_layer(
+        write(tmp_path / "correct", family, format_name), family, format_name, pair, DEVICE
+    )
     assert row.ok
     assert row.error > 0
-    wrong = write(tmp_path / "wrong", family, kind, change=exchange_gate_and_up)
-    assert not check_layer(wrong, family, kind, pair, DEVICE).ok
+    wrong = write(tmp_path / "wrong", family, format_name, change=exchange_gate_and_up)
+    assert not check_layer(wrong, family, format_name, pair, DEVICE).ok

@@ -1,4 +1,6 @@
-"""Verdicts and estimates for each quantization scheme of a model with several."""
+"""Models whose layers have several quantization schemes. `mk` prints a verdict and an estimate for
+each.
+"""
 
 import json
 from pathlib import Path
@@ -41,7 +43,7 @@ def test_check_has_a_verdict_for_each_scheme(
     assert description in run_mk(capsys, "check", *PAIR, "--model", str(folder)).out
 
 
-def test_the_record_of_a_folder_has_its_groups(
+def test_record_of_a_folder_lists_its_groups(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = run_mk(capsys, "check", *PAIR, "--model", str(folder), "--json").json["checkpoint"]
@@ -51,7 +53,7 @@ def test_the_record_of_a_folder_has_its_groups(
     assert sum(group["bytes"] for group in record["groups"]) == record["bytes"]
 
 
-def test_a_scheme_that_is_refused_fails_the_model(
+def test_one_refused_scheme_fails_the_model(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """GroupedGemmExperts supports fp8, but not int4."""
@@ -63,7 +65,7 @@ def test_a_scheme_that_is_refused_fails_the_model(
     assert run_mk(capsys, *args, "--quant", CHANNEL).code == 0
 
 
-def test_the_matrix_is_printed_for_each_scheme(
+def test_matrix_is_printed_for_each_scheme(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run_mk(capsys, "check", "--model", str(folder / "config.json"))
@@ -103,7 +105,7 @@ def test_quant_selects_one_scheme(
     assert INT4 not in result.out
 
 
-def test_a_layer_for_multi_token_prediction_is_not_judged(
+def test_layers_for_multi_token_prediction_are_not_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_mixed(
@@ -118,7 +120,7 @@ def test_a_layer_for_multi_token_prediction_is_not_judged(
     assert record["checkpoint"]["mtp_layers"] == {"2": "unquantized"}
 
 
-def test_a_dense_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dense_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_mixed(tmp_path, {0: "bf16"}, None)
     config = json.loads((tmp_path / "config.json").read_text()) | {"num_experts": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""`mk new`: the package equals that in the docs, can be installed, and passes its tests."""
+"""`mk new`. The package equals the one in the docs, can be installed, and passes its tests."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ GROUPS = {
     "path": {"modular_kernel.triton_paths"},
     "scheme": {GROUP, "modular_kernel.schemes"},
 }
-# (page of the docs, kind, file that the page shows).
+# (page of the docs, kind of package, file that the page shows)
 LISTINGS = (
     ("docs/add-a-part.md", "experts", "my_experts/__init__.py"),
     ("docs/add-a-part.md", "experts", "pyproject.toml"),
@@ -42,8 +42,7 @@ LISTINGS = (
 
 
 def read_listing(page: Path, title: str) -> str:
-    """Return the code block of a page whose first line is the comment `# TITLE`, without it.
-
+    """Return the code block of a page whose first line is the comment `# TITLE`, without this line.
     A line with the reason why the block is not run may precede the title.
     """
     texts = (block.text for block in blocks_of(page))
@@ -125,7 +124,7 @@ def test_existing_folder_is_not_overwritten(
     assert (tmp_path / "new/mine/pyproject.toml").is_file()
 
 
-def test_a_failed_write_leaves_nothing(
+def test_failed_writes_leave_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full after two files."""
@@ -147,7 +146,7 @@ def test_a_failed_write_leaves_nothing(
     assert list((tmp_path / "new").iterdir()) == []
 
 
-# Kind -> (options with which `mk profile` calls the new code, stages of the new code).
+# Kind of package -> (options with which `mk profile` calls the new code, stages of the new code).
 PROFILES = {
     "experts": ("--experts-type MyExperts", "sort gemm1_activation gemm2 weight_and_reduce"),
     "prepare-finalize": (
@@ -167,7 +166,7 @@ PROFILES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_profile_names_the_stages_of_the_new_code(
+def test_profile_contains_the_stages_of_the_new_code(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_new(tmp_path, kind, NAMES[kind])
@@ -188,7 +187,9 @@ def test_a_profile_names_the_stages_of_the_new_code(
 def test_tests_of_the_written_package_pass(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests run the cases of `mk test --level full`; for a path, those that take it."""
+    """The tests run the cases of `mk test --level full`. For a path, they run the cases that use
+    the path.
+    """
     name, site = NAMES[kind], tmp_path / "site"
     site.mkdir()
     install_new(site, kind, name)

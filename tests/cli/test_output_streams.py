@@ -1,4 +1,6 @@
-"""`mk` with an output that cannot be written: one exit status, one line, no traceback."""
+"""`mk` with an output that cannot be written. It prints one line without a traceback, and has its
+own exit code.
+"""
 
 import subprocess
 import sys
@@ -9,16 +11,16 @@ import pytest
 from modular_kernel.cli.output_streams import EXIT_OUTPUT_LOST
 
 ROOT = Path(__file__).resolve().parents[2]
-FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-# Long enough that a pipe without a reader is met before the end.
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+# The output is long enough that `mk` notices a pipe without a reader.
 LONG = "list --json"
 SHORT = "--version"
 HELP = "--help"
 REFUSED = "check --pf-type BatchedPrepareAndFinalize --experts-type TritonExperts"
 
 
-def shell(words: str, redirection: str) -> "subprocess.CompletedProcess[str]":
-    script = f'set -o pipefail; "$0" -m modular_kernel {words} {redirection}'
+def run_in_shell(arguments: str, redirection: str) -> "subprocess.CompletedProcess[str]":
+    script = f'set -o pipefail; "$0" -m modular_kernel {arguments} {redirection}'
     return subprocess.run(
         ["bash", "-c", script, sys.executable],
         cwd=ROOT,
@@ -29,36 +31,36 @@ def shell(words: str, redirection: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def lost(done: "subprocess.CompletedProcess[str]") -> None:
-    assert done.returncode == EXIT_OUTPUT_LOST, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
+def check_output_lost(result: "subprocess.CompletedProcess[str]") -> None:
+    assert result.returncode == EXIT_OUTPUT_LOST, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
 
 
-@FULL
-@pytest.mark.parametrize("words", [LONG, SHORT, HELP, REFUSED])
-def test_a_full_disk(words: str) -> None:
-    done = shell(words, "> /dev/full")
-    lost(done)
-    assert "error: output was lost: stdout: No space left on device" in done.stderr
+@needs_dev_full
+@pytest.mark.parametrize("arguments", [LONG, SHORT, HELP, REFUSED])
+def test_full_disk(arguments: str) -> None:
+    result = run_in_shell(arguments, "> /dev/full")
+    check_output_lost(result)
+    assert "error: output was lost: stdout: No space left on device" in result.stderr
 
 
-@pytest.mark.parametrize("words", [LONG, SHORT])
-def test_a_closed_pipe(words: str) -> None:
-    done = shell(words, "| true")
-    lost(done)
-    assert "error" not in done.stderr  # who stops reading knows it
+@pytest.mark.parametrize("arguments", [LONG, SHORT])
+def test_closed_pipe(arguments: str) -> None:
+    result = run_in_shell(arguments, "| true")
+    check_output_lost(result)
+    assert "error" not in result.stderr  # the reader closed the pipe, and needs no message
 
 
-@pytest.mark.parametrize("words", [SHORT, REFUSED])
-def test_stdout_is_closed(words: str) -> None:
-    lost(shell(words, ">&-"))
+@pytest.mark.parametrize("arguments", [SHORT, REFUSED])
+def test_closed_stdout(arguments: str) -> None:
+    check_output_lost(run_in_shell(arguments, ">&-"))
 
 
 def test_progress_that_cannot_be_written_is_ignored() -> None:
-    where = "2> /dev/full" if Path("/dev/full").exists() else "2>&-"
-    for redirection in (where, "2>&-"):
-        done = shell(REFUSED, redirection)
-        assert done.returncode == 1
-        assert "refused" in done.stdout
-        assert "no CUDA device" not in done.stdout  # a note is not output
+    unwritable = "2> /dev/full" if Path("/dev/full").exists() else "2>&-"
+    for redirection in (unwritable, "2>&-"):
+        result = run_in_shell(REFUSED, redirection)
+        assert result.returncode == 1
+        assert "refused" in result.stdout
+        assert "no CUDA device" not in result.stdout  # notes are not part of the output

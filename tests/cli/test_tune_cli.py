@@ -1,4 +1,4 @@
-"""`mk tune`: options, explanations, output, and measurements on the machine of the tests."""
+"""`mk tune`: options, explanations, output, and measurements on this machine."""
 
 import itertools
 import json
@@ -60,7 +60,7 @@ HAS_NO_GPU = not torch.cuda.is_available()
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
-    """Run `mk tune` in this process; return exit code, stdout and stderr."""
+    """Run `mk tune` in this process. Return exit code, stdout and stderr."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path / "config"))
 
     return partial(run_mk, capsys, "tune")
@@ -118,7 +118,7 @@ GPUS = {
 def test_explained_launches_fit_shared_memory(
     mk: Mk, name: str, arch: tuple[int, int] | None
 ) -> None:
-    """An unknown GPU is assumed to have the smallest shared memory of all."""
+    """For an unknown GPU, the smallest shared memory of all GPUs is assumed."""
     assert find_arch(name) == arch
     device = Device.from_name(name)
     if arch is not None:
@@ -175,7 +175,7 @@ def test_models_and_sizes_together() -> None:
     assert TuneOptions(tokens_list=(8, 1)).tokens(ProblemOptions(tokens=7)) == (8, 1)
 
 
-def test_all_shapes_in_several_schemes() -> None:
+def test_model_all_selects_every_shape_in_each_scheme() -> None:
     problems = _make_problems(ProblemOptions(model="mixtral,all", quant="none,fp8_w8a8_block"))
     assert [name for name, _ in problems] == list(SHAPES) * 2
     assert [problem.quant for _, problem in problems] == [
@@ -183,7 +183,7 @@ def test_all_shapes_in_several_schemes() -> None:
     ]
 
 
-def test_no_two_shapes_share_a_file() -> None:
+def test_shapes_have_different_config_files() -> None:
     for quant in ("none", "fp8_w8a8_block", "int4_w4a16_group"):
         problems = [p for _, p in _make_problems(ProblemOptions(model="all", quant=quant))]
         names = {ConfigKey.from_problem(problem, "NVIDIA H200").file_name for problem in problems}
@@ -202,7 +202,7 @@ def test_refused_layers_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
         _select_valid([("refused", refused), ("refused too", refused)], MACHINE, None, None)
 
 
-def test_the_pair_is_the_first_valid_one() -> None:
+def test_default_pair_is_the_first_valid_one() -> None:
     problem = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
     pair = _find_valid_pair(problem, MACHINE, None, None)
     assert (pair.prepare_finalize, pair.experts) == ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -242,7 +242,7 @@ def small_layer() -> TunedLayer:
     return TunedLayer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
 
 
-def test_every_time_is_recorded(tmp_path: Path) -> None:
+def test_all_times_are_recorded(tmp_path: Path) -> None:
     layer, path = small_layer(), tmp_path / "new" / "times.jsonl"
     for _ in range(2):  # a second run appends
         recorder = TuneRecorder(layer, path)
@@ -259,7 +259,7 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     TuneRecorder(layer, None).append(TUNED[0])
 
 
-def test_bar_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[str]) -> None:
     layer = small_layer()
     with TuneProgress(3) as progress:
         progress.advance()
@@ -271,7 +271,7 @@ def test_bar_prints_a_line_per_token_count(capsys: pytest.CaptureFixture[str]) -
     assert "256 tokens: nothing ran: error 1 > 2" in err
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_and_record_of_a_tuned_layer(capsys: pytest.CaptureFixture[str]) -> None:
     layer = small_layer()
     print_text(layer, TUNED, [512])
     text = capsys.readouterr().out
@@ -293,7 +293,7 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tuning_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tune as on a GPU, but without compiler processes, and with the clock of this machine."""
+    """Tune as on a GPU, but without compiler processes and with the clock of this machine."""
     monkeypatch.setenv("COLUMNS", "300")
 
     class NoCompiler:
@@ -356,7 +356,7 @@ def test_correct_choice_has_a_time(quant: str) -> None:
         times = benchmarker.screen(tokens, SMALL_TILES)
         assert isinstance(times, StageTimes), times
         assert sorted(times.stages) == sorted(ConfigSpace.stages)
-        # The stages are timed in other calls than the sum, and other processes may interfere.
+        # The stages and the sum are timed in different calls, and other processes may interfere.
         assert 0 < sum(times.stages.values()) < 2 * times.seconds
         seconds = benchmarker.compare(tokens, [SMALL_TILES, LARGE_TILES])
         assert sorted(seconds, key=str) == [SMALL_TILES, LARGE_TILES]
@@ -408,7 +408,7 @@ def test_tuning_weights_differ_by_expert(quant: str) -> None:
     assert tuple(weights.b1.shape) == (9, 128)
     w1 = [dequantize_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
     equal = [(a, b) for a in range(9) for b in range(a) if torch.equal(w1[a], w1[b])]
-    # In mxfp4, scales are powers of two, so that experts may have equal weights.
+    # In mxfp4, scales are powers of two. Experts may therefore have equal weights.
     assert len(equal) <= (9 if quant == "mxfp4_w4a16" else 0)
 
 
