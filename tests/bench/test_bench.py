@@ -1,4 +1,6 @@
-"""`mk bench`: verification before timing; pairs, baselines and peers; and the record."""
+"""`mk bench` verifies layers before it times them. Also tested: pairs, baselines, peers, and the
+record.
+"""
 
 import json
 import math
@@ -39,11 +41,11 @@ CPU = this_machine(device="cpu")
 SMALL = Problem(tokens=12, hidden=32, intermediate=48, experts=4, top_k=2)
 CASE = LayerCase("small", SMALL, RoutingKind("uniform"))
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-PAIR_WORDS = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
+PAIR_OPTIONS = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
 
 
 class Reference(Layer):
-    """The layer in plain torch, with a defect if one is given."""
+    """A layer in plain torch, with an optional defect."""
 
     def __init__(self, name: str = "peer", defect: Callable[..., Any] | None = None) -> None:
         self.name, self.defect, self.calls = name, defect, 0
@@ -58,11 +60,11 @@ class Reference(Layer):
         return out if changed is None else changed
 
 
-def candidate(layer: Layer, origin: str = "peer") -> Candidate:
+def make_candidate(layer: Layer, origin: str = "peer") -> Candidate:
     return Candidate(layer.name, layer.quant, origin, lambda: layer)
 
 
-def measured(
+def run_bench(
     *candidates: Candidate, cases: tuple[LayerCase, ...] = (CASE,), **options: Any
 ) -> Report:
     return run(BenchJob(cases, candidates, CPU, target_ms=0.01, **options))
@@ -70,7 +72,7 @@ def measured(
 
 @pytest.fixture(autouse=True)
 def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the measurement of peaks, which takes a second and has its own test."""
+    """Measure peaks with small sizes. The full measurement takes a second and has its own test."""
     real = run_module.measure_peaks
     monkeypatch.setattr(
         run_module, "measure_peaks", lambda *a, **k: real(*a, **k, size=64, nbytes=1 << 16)
@@ -82,7 +84,7 @@ def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_correct_layers_are_timed_and_compared() -> None:
     (ours,) = pairing_candidates(*PAIR, [SMALL], CPU)
-    report = measured(ours, *baseline_candidates(), candidate(Reference()))
+    report = run_bench(ours, *baseline_candidates(), make_candidate(Reference()))
     mine, baseline, peer = report.rows
     assert [row.layer for row in report.rows] == ["TorchExperts", "torch_grouped_mm", "peer"]
     assert [row.origin for row in report.rows] == ["ours", "baseline", "peer"]
@@ -106,17 +108,17 @@ def test_correct_layers_are_timed_and_compared() -> None:
 
 
 DEFECTS: dict[str, Callable[..., Any]] = {
-    "two percent": lambda out, _x: out * 1.02,
+    "values too large by 2%": lambda out, _x: out * 1.02,
     "zeros": lambda out, _x: torch.zeros_like(out),
-    "one row": lambda out, _x: out.index_fill_(0, torch.tensor([11]), 0.0),
-    "a hole": lambda out, _x: out.index_fill_(0, torch.tensor([5]), math.nan),
-    "float32": lambda out, _x: out.float(),
+    "a row of zeros": lambda out, _x: out.index_fill_(0, torch.tensor([11]), 0.0),
+    "a row of NaN": lambda out, _x: out.index_fill_(0, torch.tensor([5]), math.nan),
+    "another dtype": lambda out, _x: out.float(),
     "overwrites x": lambda out, x: x.copy_(out),
 }
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_wrong_layer_is_reported_and_not_timed(
+def test_wrong_layers_are_reported_and_not_timed(
     defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[object] = []
@@ -126,7 +128,7 @@ def test_a_wrong_layer_is_reported_and_not_timed(
     )
     wrong = Reference("wrong", DEFECTS[defect])
     good = Reference("good")
-    first, second = measured(candidate(wrong), candidate(good)).rows
+    first, second = run_bench(make_candidate(wrong), make_candidate(good)).rows
     assert (first.status, second.status) == ("wrong", "ok")
     assert (first.us, first.over_floor, first.over_best_peer) == (None, None, None)
     assert first.note
@@ -137,33 +139,33 @@ def test_a_wrong_layer_is_reported_and_not_timed(
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 12])
-def test_small_layer_is_checked_over_several_calls(tokens: int) -> None:
-    """The errors of small layers vary, but a layer that rounds twice as often still passes."""
+def test_small_layers_are_checked_in_several_calls(tokens: int) -> None:
+    """Errors of small layers vary. A layer that rounds twice as often still passes."""
     small = replace(CASE, problem=SMALL.with_tokens(tokens))
     for kind in ("uniform", "hot1"):
-        rows = measured(
+        rows = run_bench(
             *baseline_candidates(), cases=(replace(small, routing=RoutingKind.parse(kind)),)
         )
         (row,) = rows.rows
         assert (row.status, row.note) == ("ok", "")
         assert row.error is not None
         assert row.error_bound is not None
-        assert row.error < 0.8 * row.error_bound, "not close, whatever is drawn"
-    slightly = Reference("slightly", lambda out, _x: out * 1.01)
-    (row,) = measured(candidate(slightly), cases=(small,)).rows
+        assert row.error < 0.8 * row.error_bound, "the error is close to the bound"
+    inaccurate = Reference("slightly", lambda out, _x: out * 1.01)
+    (row,) = run_bench(make_candidate(inaccurate), cases=(small,)).rows
     assert row.status == "wrong"
 
 
-def test_a_layer_that_goes_wrong_while_timed_loses_its_time() -> None:
-    tired = Reference("tired")
-    tired.defect = lambda out, _x: out * (1.5 if tired.calls > 6 else 1.0)
-    (row,) = measured(candidate(tired)).rows
+def test_layers_that_become_wrong_while_timed_have_no_time() -> None:
+    late_defect = Reference("tired")
+    late_defect.defect = lambda out, _x: out * (1.5 if late_defect.calls > 6 else 1.0)
+    (row,) = run_bench(make_candidate(late_defect)).rows
     assert (row.status, row.us) == ("wrong", None)
     assert "after cpu calls" in row.note
 
 
-class _Stale(Reference):
-    """Returns its own buffer, whose last row it writes only in the first call."""
+class _PartialOutput(Reference):
+    """A layer that returns its own buffer. Calls after the first do not write the last row."""
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         out = super().call(x_TH, routing)
@@ -174,25 +176,25 @@ class _Stale(Reference):
 
 
 def test_unwritten_output_is_detected() -> None:
-    (row,) = measured(candidate(_Stale("stale"))).rows
+    (row,) = run_bench(make_candidate(_PartialOutput("stale"))).rows
     assert (row.status, row.us) == ("wrong", None)
     assert "not finite" in row.note
 
 
-class _Broken(Reference):
+class _FailingSetup(Reference):
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         raise RuntimeError("no such engine")
 
 
-class _Refusing(Reference):
+class _OddTokensOnly(Reference):
     def refusal(self, problem: Problem) -> str | None:
         return "odd numbers only" if problem.tokens % 2 == 0 else None
 
 
 def test_failed_and_refused_layers_have_rows() -> None:
     cases = (CASE, replace(CASE, problem=SMALL.with_tokens(3)))
-    layers = (_Broken("broken"), _Refusing("odd"), Reference("good"))
-    rows = measured(*map(candidate, layers), cases=cases).rows
+    layers = (_FailingSetup("broken"), _OddTokensOnly("odd"), Reference("good"))
+    rows = run_bench(*map(make_candidate, layers), cases=cases).rows
     assert [row.status for row in rows] == ["failed", "failed", "refused", "ok", "ok", "ok"]
     assert "no such engine" in rows[0].note
     assert "no such engine" in rows[1].note
@@ -200,19 +202,19 @@ def test_failed_and_refused_layers_have_rows() -> None:
 
 
 def test_no_row_starts_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
-    slow = Reference("slow", lambda _out, _x: now.__setitem__(0, now[0] + 100.0))
-    rows = measured(candidate(slow), candidate(Reference("late")), deadline=50.0).rows
+    clock = [0.0]
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+    slow = Reference("slow", lambda _out, _x: clock.__setitem__(0, clock[0] + 100.0))
+    rows = run_bench(make_candidate(slow), make_candidate(Reference("late")), deadline=50.0).rows
     assert [row.status for row in rows] == ["ok", "skipped"]
     assert rows[1].note == "after the deadline"
 
 
-def test_a_row_that_takes_long_is_stopped_at_the_deadline() -> None:
+def test_rows_are_stopped_at_the_deadline() -> None:
     """The layer ignores one exception, as a finalizer does."""
     ignored: list[BaseException] = []
 
-    def endless(_out: torch.Tensor, _x: torch.Tensor) -> None:
+    def run_for_long(_out: torch.Tensor, _x: torch.Tensor) -> None:
         for _ in range(2):
             try:
                 for _ in range(600):
@@ -223,8 +225,8 @@ def test_a_row_that_takes_long_is_stopped_at_the_deadline() -> None:
                 ignored.append(error)
 
     start = time.perf_counter()
-    layers = Reference("slow", endless), Reference("late")
-    rows = measured(*map(candidate, layers), deadline=0.5).rows
+    layers = Reference("slow", run_for_long), Reference("late")
+    rows = run_bench(*map(make_candidate, layers), deadline=0.5).rows
     assert time.perf_counter() - start < 10
     assert [(row.status, row.note) for row in rows] == [
         ("skipped", "stopped at the deadline"),
@@ -243,56 +245,59 @@ def test_time_limit_restores_the_outer_timer() -> None:
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 30
     assert signal.getsignal(signal.SIGALRM) == handler
     assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(before, abs=5)
-    found: list[str] = []
+    results: list[str] = []
 
-    def in_a_thread() -> None:
+    def run_in_thread() -> None:
         with time_limit(0.01):
             time.sleep(0.1)
-        found.append("no limit")
+        results.append("no limit")
 
-    thread = threading.Thread(target=in_a_thread)
+    thread = threading.Thread(target=run_in_thread)
     thread.start()
     thread.join()
-    assert found == ["no limit"]
+    assert results == ["no limit"]
 
 
-def test_interpreted_rows_do_not_compete() -> None:
+def test_interpreted_rows_are_not_compared_with_peers() -> None:
     slow, fast = Reference("interpreted"), Reference("fast")
     slow.interpreted = True
-    first, second = measured(candidate(slow, "ours"), candidate(fast)).rows
+    first, second = run_bench(make_candidate(slow, "ours"), make_candidate(fast)).rows
     assert (first.mode, first.status) == ("interpreter", "ok")
     assert (first.over_floor, first.over_best_peer) == (None, None)
     assert min_time_us([first, second], ours=True) is None
     assert second.over_best_peer == 1.0
 
 
-def test_a_report_grows_row_by_row() -> None:
-    seen: list[int] = []
+def test_reports_are_updated_after_each_row() -> None:
+    row_counts: list[int] = []
     job = BenchJob(
-        (CASE,), (candidate(Reference("a")), candidate(Reference("b"))), CPU, target_ms=0.01
+        (CASE,),
+        (make_candidate(Reference("a")), make_candidate(Reference("b"))),
+        CPU,
+        target_ms=0.01,
     )
-    report = run(job, lambda so_far: seen.append(len(so_far.rows)))
-    assert seen == [1, 2, 2]
+    report = run(job, lambda so_far: row_counts.append(len(so_far.rows)))
+    assert row_counts == [1, 2, 2]
     assert len(report.rows) == 2
 
 
 def test_weights_of_a_shape_are_shared_and_then_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
+    references: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
     real = run_module.make_weights
 
     def count(_report: object = None) -> None:
-        alive.append(sum(weights() is not None for weights in made))
+        alive.append(sum(weights() is not None for weights in references))
 
-    def make(problem: Problem, device: torch.device, index: int) -> ExpertWeights:
+    def make_and_count(problem: Problem, device: torch.device, index: int) -> ExpertWeights:
         count()
         weights = real(problem, device, index)
-        made.append(weakref.ref(weights.w1))
+        references.append(weakref.ref(weights.w1))
         return weights
 
-    monkeypatch.setattr(run_module, "make_weights", make)
+    monkeypatch.setattr(run_module, "make_weights", make_and_count)
     other = LayerCase("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
     cases = (CASE, replace(CASE, routing=RoutingKind("zipf", 1.2)), other)
     candidates = [Candidate(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
@@ -307,13 +312,15 @@ def test_weights_of_a_shape_are_shared_and_then_freed(
 # ------------------------------------------------------------------------------- pairs and peers
 
 
-def test_offers_are_the_valid_pairs() -> None:
-    names = [made.name for made in pairing_candidates(None, None, [SMALL], CPU)]
+def test_candidates_are_the_valid_pairs() -> None:
+    names = [candidate.name for candidate in pairing_candidates(None, None, [SMALL], CPU)]
     assert "TorchExperts" in names
     assert "NaiveBatchedExperts" in names
     both = [replace(SMALL, quant=quant) for quant in ("none", "fp8_w8a8_channel")]
-    found = pairing_candidates(*PAIR, both, CPU)
-    assert [(made.name, made.quant) for made in found][:1] == [("TorchExperts", "none")]
+    candidates = pairing_candidates(*PAIR, both, CPU)
+    assert [(candidate.name, candidate.quant) for candidate in candidates][:1] == [
+        ("TorchExperts", "none")
+    ]
     with pytest.raises(IncompatibleError) as refused:
         pairing_candidates("BatchedPrepareAndFinalize", "TorchExperts", [SMALL], CPU)
     assert len(refused.value.rejections) > 1
@@ -321,9 +328,9 @@ def test_offers_are_the_valid_pairs() -> None:
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "int4_w4a16_group:group=16"])
-def test_quantized_pair_competes_with_equal_operands(quant: str) -> None:
+def test_quantized_pairs_are_compared_with_equal_operands(quant: str) -> None:
     candidates = pairing_candidates(*PAIR, [replace(SMALL, quant=quant)], CPU)
-    row, plain = measured(*candidates, *baseline_candidates()).rows
+    row, plain = run_bench(*candidates, *baseline_candidates()).rows
     assert (row.status, row.quant, row.over_best_peer) == (
         "ok",
         str(QuantScheme.parse(quant)),
@@ -358,7 +365,7 @@ WHERE = {
 }
 
 
-def test_best_peer_has_the_same_cell_and_operands() -> None:
+def test_best_peer_has_the_same_case_and_operands() -> None:
     rows = add_peer_ratios(
         [
             row("A", 30.0, "ours"),
@@ -383,7 +390,9 @@ def test_json_round_trip(tmp_path: Path) -> None:
     report.write(path)
     assert Report.from_json(path.read_text(encoding="utf-8")) == report
     assert list(tmp_path.iterdir()) == [path]
-    real = measured(candidate(Reference()), candidate(Reference("nan", lambda out, _x: out / 0)))
+    real = run_bench(
+        make_candidate(Reference()), make_candidate(Reference("nan", lambda out, _x: out / 0))
+    )
     assert Report.from_json(real.to_json()) == real
     assert json.loads(real.to_json())["rows"][1]["error"] is None
     assert {f.name for f in fields(Row)} == set(json.loads(real.to_json())["rows"][0])
@@ -392,7 +401,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
             Report.from_json(other)
 
 
-def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None:
+def test_markdown_has_a_line_per_case_and_a_column_per_layer() -> None:
     rows = [
         row("A", 30.0, "ours"),
         row("p", 20.0),
@@ -404,10 +413,10 @@ def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None
     ]
     lines = table.markdown(Report(WHERE, PEAKS, add_peer_ratios(rows))).splitlines()
     assert lines[0] == "# Layers on a GPU"
-    head = "| shape | T | floor | A | p | bad | best of ours / floor | best of ours / best peer |"
-    at = lines.index(head)
-    assert lines[at + 2] == "| small | 12 | 10.0 | 30.0 | 20.0 | WRONG | 3.00 | 1.50 |"
-    assert lines[at + 3] == "| small | 16 | 10.0 | 24.0 | 48.0 |  | 2.40 | 0.50 |"
+    header = "| shape | T | floor | A | p | bad | best of ours / floor | best of ours / best peer |"
+    header_line = lines.index(header)
+    assert lines[header_line + 2] == "| small | 12 | 10.0 | 30.0 | 20.0 | WRONG | 3.00 | 1.50 |"
+    assert lines[header_line + 3] == "| small | 16 | 10.0 | 24.0 | 48.0 |  | 2.40 | 0.50 |"
     assert "## fp8/fp8, uniform routing" in lines
     assert "| small | 12 | 10.0 | 9.0 | 0.90 |  |" in lines
     assert "- small T=12 uniform bad: WRONG, relative error 2" in lines

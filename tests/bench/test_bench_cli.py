@@ -14,7 +14,7 @@ from modular_kernel.cli import bench as verb
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.measure.records import Report, add_peer_ratios
 
-PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+PAIR_OPTIONS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
 
 PEER_FILE = """
@@ -36,16 +36,16 @@ def layers():
 """
 
 
-def peer_file(folder: Path, *, factor: float = 1.0, quant: str = "none") -> Path:
+def write_peer_file(folder: Path, *, factor: float = 1.0, quant: str = "none") -> Path:
     path = folder / "my_peer.py"
     path.write_text(PEER_FILE.format(factor=factor, quant=quant), encoding="utf-8")
     return path
 
 
-def test_a_peer_file_makes_new_objects_each_time(tmp_path: Path) -> None:
-    (made,) = peer_candidates(peer_file(tmp_path))
-    assert (made.name, made.quant, made.origin) == ("mine", "none", "peer")
-    assert made.make() is not made.make()
+def test_peer_files_make_new_objects_each_time(tmp_path: Path) -> None:
+    (candidate,) = peer_candidates(write_peer_file(tmp_path))
+    assert (candidate.name, candidate.quant, candidate.origin) == ("mine", "none", "peer")
+    assert candidate.make() is not candidate.make()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,9 @@ def test_a_peer_file_makes_new_objects_each_time(tmp_path: Path) -> None:
         ("def layers(): return [object()]", ConfigurationError),
     ],
 )
-def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path: Path) -> None:
+def test_errors_name_the_invalid_peer_file(
+    text: str, error: type[Exception], tmp_path: Path
+) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(error, match=r"wrong\.py"):
@@ -71,14 +73,14 @@ mk = make_mk_fixture("bench", "--ms", "0.01")
 load = make_mk_fixture("bench", "--load")
 
 
-TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)
+TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_OPTIONS)
 
 
 def test_command_writes_the_requested_files(mk: Mk, tmp_path: Path) -> None:
     record, document = tmp_path / "new" / "r.json", tmp_path / "r.md"
-    words = ("--tokens-list", "1,5", "--routing", "uniform,hot1", "--bandwidth", "0.02")
-    done = mk(*TINY, *words, "--json", str(record), "--markdown", str(document))
-    assert done.code == 0, done.err
+    arguments = ("--tokens-list", "1,5", "--routing", "uniform,hot1", "--bandwidth", "0.02")
+    result = mk(*TINY, *arguments, "--json", str(record), "--markdown", str(document))
+    assert result.code == 0, result.err
     report = Report.from_json(record.read_text(encoding="utf-8"))
     assert [(r.layer, r.tokens, r.routing) for r in report.rows] == [
         (layer, tokens, routing)
@@ -91,15 +93,15 @@ def test_command_writes_the_requested_files(mk: Mk, tmp_path: Path) -> None:
     assert report.rows[0].shape == "E4-K2-H32-I48"
     text = document.read_text(encoding="utf-8")
     assert "## bfloat16, hot1 routing" in text
-    assert "torch_grouped_mm" in done.out
-    assert f"written: {record}" in done.err
+    assert "torch_grouped_mm" in result.out
+    assert f"written: {record}" in result.err
 
 
 def test_top_k_above_experts_is_refused(mk: Mk, tmp_path: Path) -> None:
     record = tmp_path / "r.json"
-    done = mk(*TINY, "--top-k", "5", "--tokens-list", "1", "--json", str(record))
-    assert (done.code, done.out, record.exists()) == (2, "", False)
-    assert "top_k: got 5, need <= experts = 4" in done.err
+    result = mk(*TINY, "--top-k", "5", "--tokens-list", "1", "--json", str(record))
+    assert (result.code, result.out, record.exists()) == (2, "", False)
+    assert "top_k: got 5, need <= experts = 4" in result.err
 
 
 def test_plot_is_written(mk: Mk, tmp_path: Path) -> None:
@@ -112,17 +114,17 @@ def test_loaded_record_is_shown_and_plotted(mk: Mk, load: Mk, tmp_path: Path) ->
     record, path = tmp_path / "r.json", tmp_path / "r.png"
     first = mk(*TINY, "--tokens-list", "1,4", "--json", str(record))
     assert first.code == 0
-    again = load(str(record), "--plot", str(path))
-    assert again.code == 0
-    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-1]
+    loaded = load(str(record), "--plot", str(path))
+    assert loaded.code == 0
+    assert loaded.out.splitlines()[:-1] == first.out.splitlines()[:-1]
     assert path.read_bytes()[:4] == b"\x89PNG"
     for text in ("{}", "broken", None):
         other = tmp_path / "other.json"
         if text is not None:
             other.write_text(text, encoding="utf-8")
-        done = load(str(other if text is not None else tmp_path / "absent.json"))
-        assert done.code == 2
-        assert done.out == ""
+        result = load(str(other if text is not None else tmp_path / "absent.json"))
+        assert result.code == 2
+        assert result.out == ""
 
 
 @pytest.mark.parametrize(
@@ -132,26 +134,26 @@ def test_options_that_load_would_ignore_are_refused(
     load: Mk, tmp_path: Path, other: tuple[str, ...]
 ) -> None:
     (tmp_path / "empty.json").touch()
-    done = load(str(tmp_path / "empty.json"), *other)
-    assert done.code == 2
-    assert f"{other[0]}: got {other[0]} together with --load, need only one" in done.err
+    result = load(str(tmp_path / "empty.json"), *other)
+    assert result.code == 2
+    assert f"{other[0]}: got {other[0]} together with --load, need only one" in result.err
 
 
 def test_plot_without_matplotlib_is_refused_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "find_spec", lambda _: None)
-    done = mk(*TINY, "--plot", str(tmp_path / "r.png"))
-    assert done.code == 2
-    assert "modular-kernel[bench]" in done.err
-    assert done.out == ""
+    result = mk(*TINY, "--plot", str(tmp_path / "r.png"))
+    assert result.code == 2
+    assert "modular-kernel[bench]" in result.err
+    assert result.out == ""
 
 
 def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
-    wrong = mk(*TINY, "--tokens", "3", "--peer", str(peer_file(tmp_path, factor=1.1)))
-    assert wrong.code == 1
-    assert "WRONG" in wrong.out
-    right = mk(*TINY, "--tokens", "3", "--peer", str(peer_file(tmp_path)))
+    inaccurate = mk(*TINY, "--tokens", "3", "--peer", str(write_peer_file(tmp_path, factor=1.1)))
+    assert inaccurate.code == 1
+    assert "WRONG" in inaccurate.out
+    right = mk(*TINY, "--tokens", "3", "--peer", str(write_peer_file(tmp_path)))
     assert right.code == 0
     assert "mine" in right.out
     refused = mk("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TorchExperts")
@@ -161,17 +163,19 @@ def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
 
 
 def test_peer_with_other_operands_is_skipped(mk: Mk, tmp_path: Path) -> None:
-    path = peer_file(tmp_path, quant="fp8_w8a8_block")
+    path = write_peer_file(tmp_path, quant="fp8_w8a8_block")
     plain = mk(*TINY, "--tokens", "3", "--peer", str(path))
     assert "skipped mine" in plain.err
     assert "mine" not in plain.out
-    asked = mk(*TINY, "--tokens", "3", "--peer", str(path), "--quant", "none,fp8_w8a8_channel")
-    assert "mine fp8_w8a8_block" in asked.out
-    assert "skipped" not in asked.err
+    several_schemes = mk(
+        *TINY, "--tokens", "3", "--peer", str(path), "--quant", "none,fp8_w8a8_channel"
+    )
+    assert "mine fp8_w8a8_block" in several_schemes.out
+    assert "skipped" not in several_schemes.err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--model mixtral,gpt-2", "model: got 'gpt-2', need"),
         ("--tokens-list 1,x", "--tokens-list: got '1,x'"),
@@ -188,28 +192,28 @@ def test_peer_with_other_operands_is_skipped(mk: Mk, tmp_path: Path) -> None:
         ("--experts-type NoSuch", "'NoSuch', need one of"),
     ],
 )
-def test_bad_usage_has_exit_code_2_and_a_reason(mk: Mk, words: str, message: str) -> None:
-    done = mk(*words.split())
-    assert done.code == 2
-    assert message in done.err
-    assert done.out == ""
+def test_bad_usage_has_exit_code_2_and_a_reason(mk: Mk, arguments: str, message: str) -> None:
+    result = mk(*arguments.split())
+    assert result.code == 2
+    assert message in result.err
+    assert result.out == ""
 
 
-def jobs_of(monkeypatch: pytest.MonkeyPatch, mk: Mk, *words: str) -> BenchJob:
-    """The job that `mk bench` would run."""
-    seen: list[BenchJob] = []
+def record_job(monkeypatch: pytest.MonkeyPatch, mk: Mk, *arguments: str) -> BenchJob:
+    """Return the job that `mk bench` would run."""
+    jobs: list[BenchJob] = []
 
-    def keep(job: BenchJob, *_told: object) -> Report:
-        seen.append(job)
+    def append_job(job: BenchJob, *_told: object) -> Report:
+        jobs.append(job)
         return Report(WHERE, PEAKS)
 
-    monkeypatch.setattr(run_module, "run", keep)
-    assert mk(*words).code == 0
-    return seen[0]
+    monkeypatch.setattr(run_module, "run", append_job)
+    assert mk(*arguments).code == 0
+    return jobs[0]
 
 
 def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = jobs_of(monkeypatch, mk, "--model", "baseline", *PAIR_WORDS).cases
+    cases = record_job(monkeypatch, mk, "--model", "baseline", *PAIR_OPTIONS).cases
     assert len(cases) == 28
     sizes = {
         case.shape: (p.experts, p.top_k, p.hidden, p.intermediate, p.bias, str(p.act))
@@ -225,8 +229,8 @@ def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     tokens = [case.problem.tokens for case in cases if case.shape == "gptoss"]
     assert tokens == [1, 16, 128, 1024, 4096, 16384]
-    words = ("--model", "gpt-oss-20b,mixtral,mixtral", "--tokens", "7", "--routing", "zipf,hot2")
-    cases = jobs_of(monkeypatch, mk, *words, "--hidden", "96", *PAIR_WORDS).cases
+    options = ("--model", "gpt-oss-20b,mixtral,mixtral", "--tokens", "7", "--routing", "zipf,hot2")
+    cases = record_job(monkeypatch, mk, *options, "--hidden", "96", *PAIR_OPTIONS).cases
     assert [(case.shape, case.problem.tokens, str(case.routing)) for case in cases] == [
         (shape, 7, kind) for shape in ("gpt-oss-20b", "mixtral") for kind in ("zipf1.2", "hot2")
     ]
@@ -236,14 +240,14 @@ def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_schemes_with_options_are_distinguished(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "int4_w4a16_group:group=16,zero_points=true,none,fp8_w8a8_block:block=32x32"
-    job = jobs_of(monkeypatch, mk, *TINY, "--quant", text, "--eager", "--deadline", "9")
-    quants = {made.quant for made in job.candidates}
+    job = record_job(monkeypatch, mk, *TINY, "--quant", text, "--eager", "--deadline", "9")
+    quants = {candidate.quant for candidate in job.candidates}
     assert "int4_w4a16_group:group=16,zero_points=true" in quants
     assert "none" in quants
     assert "fp8_w8a8_block:block=32x32" in quants
     assert (job.graph, job.deadline, job.target_ms) == (False, 9.0, 0.01)
-    only = jobs_of(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").candidates
-    assert [made.name for made in only] == ["TorchExperts"]
+    only = record_job(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").candidates
+    assert [candidate.name for candidate in only] == ["TorchExperts"]
 
 
 def test_interpreted_rows_are_noted_without_the_mode_column(

@@ -1,4 +1,4 @@
-"""`mk bench --hf`: a whole model with random weights, timed with three experts implementations."""
+"""`mk bench --hf` times a whole model with random weights on three experts implementations."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHORT = ("--prompt", "9", "--new-tokens", "3")
 
 
-def config_file(folder: Path, name: str, **changes: object) -> Path:
+def write_config(folder: Path, name: str, **changes: object) -> Path:
     build_small_model(name, "float32", "cpu").config.save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -30,7 +30,7 @@ def config_file(folder: Path, name: str, **changes: object) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _once(monkeypatch) -> None:
+def _time_once(monkeypatch) -> None:
     monkeypatch.setattr(model_speed, "_TIMED_RUNS", 1)
 
 
@@ -38,104 +38,106 @@ def _once(monkeypatch) -> None:
 def test_model_of_a_folder_is_timed(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("modular_kernel.cli.output.get_line_width", lambda _=None: 80)
-    config_file(tmp_path, name, dtype="float32", quantization_config={"quant_method": "fp8"})
+    write_config(tmp_path, name, dtype="float32", quantization_config={"quant_method": "fp8"})
     record = tmp_path / "record.json"
-    ended = run_mk(capsys, "bench", "--hf", str(tmp_path), *SHORT, "--json", str(record))
-    assert ended.code == 0, ended.out + ended.err
-    assert max(map(len, ended.out.splitlines())) <= 80
-    assert "quantization_config is ignored" in ended.out
-    assert ("kernels run in the interpreter" in " ".join(ended.out.split())) is (
+    result = run_mk(capsys, "bench", "--hf", str(tmp_path), *SHORT, "--json", str(record))
+    assert result.code == 0, result.out + result.err
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert "quantization_config is ignored" in result.out
+    assert ("kernels run in the interpreter" in " ".join(result.out.split())) is (
         DEVICE.type == "cpu"
     )
-    told = json.loads(record.read_text())
-    assert [row["experts"] for row in told["rows"]] == ["eager", "grouped_mm", "ours"]
-    for row in told["rows"]:
+    report = json.loads(record.read_text())
+    assert [row["experts"] for row in report["rows"]] == ["eager", "grouped_mm", "ours"]
+    for row in report["rows"]:
         assert row["status"] == OK
         assert row["error"] <= row["bound"]
         assert min(row["prefill"], row["decode"]) > 0
-    assert told["rows"][0]["error"] == 0
-    assert told["model_type"] == name
-    assert (told["layers"], told["dtype"]) == (2, "float32")
+    assert report["rows"][0]["error"] == 0
+    assert report["model_type"] == name
+    assert (report["layers"], report["dtype"]) == (2, "float32")
 
 
 def test_fewer_layers_are_noted_and_names_are_accepted(monkeypatch) -> None:
     monkeypatch.setattr(random_model, "free_bytes", lambda _: None)
-    built = random_model._build_model
+    build_model = random_model._build_model
 
-    def small(library, source, config, dtype, device):
-        """Build only on the meta device."""
-        return built(library, source, config, dtype, torch.device("meta"))
+    def build_on_meta_device(library, source, config, dtype, device):
+        """Build the model on the meta device."""
+        return build_model(library, source, config, dtype, torch.device("meta"))
 
-    monkeypatch.setattr(random_model, "_build_model", small)
-    made = random_model.build_random_model("qwen3-235b", DEVICE, layers=2)
-    config = made.model.config
+    monkeypatch.setattr(random_model, "_build_model", build_on_meta_device)
+    result = random_model.build_random_model("qwen3-235b", DEVICE, layers=2)
+    config = result.model.config
     sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
     assert sizes == (128, 8, 1536)
     assert (config.hidden_size, config.num_hidden_layers) == (4096, 2)
-    assert any("2 of" in note for note in made.notes)
-    assert any("defaults of Qwen3MoeConfig" in note for note in made.notes)
-    assert made.bytes == 2 * made.parameters
+    assert any("2 of" in note for note in result.notes)
+    assert any("defaults of Qwen3MoeConfig" in note for note in result.notes)
+    assert result.bytes == 2 * result.parameters
     mixtral = random_model.build_random_model("mixtral-8x7b", DEVICE).model.config
     assert (mixtral.num_local_experts, mixtral.intermediate_size) == (8, 14336)
 
 
 def test_lists_with_an_entry_per_layer_are_truncated(tmp_path) -> None:
-    config_file(tmp_path, "gpt_oss")
-    made = random_model.build_random_model(str(tmp_path), DEVICE, layers=1)
-    assert len(made.model.config.layer_types) == 1
-    assert made.layers == (1, 2)
+    write_config(tmp_path, "gpt_oss")
+    result = random_model.build_random_model(str(tmp_path), DEVICE, layers=1)
+    assert len(result.model.config.layer_types) == 1
+    assert result.layers == (1, 2)
 
 
-def refused(source: object, match: str, **options: object) -> None:
+def check_refused(source: object, match: str, **options: object) -> None:
     with pytest.raises(ConfigurationError, match=match):
         random_model.build_random_model(str(source), DEVICE, **options)
 
 
 def test_models_without_experts_are_refused(tmp_path, monkeypatch) -> None:
-    path = config_file(tmp_path, "deepseek_v3")
-    refused(path, "no selectable experts in DeepseekV3ForCausalLM.*more --layers", layers=1)
-    refused(path, "--layers: got 3, need from 1 to 2", layers=3)
-    refused(path, "--layers: got 0", layers=0)
-    config_file(tmp_path, "mixtral", model_type="llama")
-    refused(tmp_path, "model_type = 'llama', need a supported MoE model_type")
-    config_file(tmp_path, "mixtral", model_type="kimi_k2")
-    refused(tmp_path, "model_type = 'kimi_k2', need one that AutoModelForCausalLM")
-    config_file(tmp_path, "mixtral", num_key_value_heads=0)
-    refused(tmp_path, "need a config that")
-    config_file(tmp_path, "mixtral", num_hidden_layers="two")
-    refused(tmp_path, "num_hidden_layers = 'two'")
-    refused("llama-4-scout", "the layer of meta-llama.* alone, need the path of its config.json")
-    config_file(tmp_path, "mixtral")
+    path = write_config(tmp_path, "deepseek_v3")
+    check_refused(path, "no selectable experts in DeepseekV3ForCausalLM.*more --layers", layers=1)
+    check_refused(path, "--layers: got 3, need from 1 to 2", layers=3)
+    check_refused(path, "--layers: got 0", layers=0)
+    write_config(tmp_path, "mixtral", model_type="llama")
+    check_refused(tmp_path, "model_type = 'llama', need a supported MoE model_type")
+    write_config(tmp_path, "mixtral", model_type="kimi_k2")
+    check_refused(tmp_path, "model_type = 'kimi_k2', need one that AutoModelForCausalLM")
+    write_config(tmp_path, "mixtral", num_key_value_heads=0)
+    check_refused(tmp_path, "need a config that")
+    write_config(tmp_path, "mixtral", num_hidden_layers="two")
+    check_refused(tmp_path, "num_hidden_layers = 'two'")
+    check_refused(
+        "llama-4-scout", "the layer of meta-llama.* alone, need the path of its config.json"
+    )
+    write_config(tmp_path, "mixtral")
     monkeypatch.setattr(random_model, "free_bytes", lambda _: 1000)
-    refused(tmp_path, "of weights, need at most")
+    check_refused(tmp_path, "of weights, need at most")
     monkeypatch.setitem(sys.modules, "modular_kernel.integrations.transformers", None)
-    refused(tmp_path, "need transformers: pip install")
+    check_refused(tmp_path, "need transformers: pip install")
 
 
-def test_other_options_and_numbers_are_bad_usage(capsys, tmp_path) -> None:
-    config_file(tmp_path, "mixtral")
-    for words, told in (
+def test_conflicting_options_and_invalid_numbers_are_bad_usage(capsys, tmp_path) -> None:
+    write_config(tmp_path, "mixtral")
+    for arguments, message in (
         (("--prompt", "9"), "--prompt: got no --hf"),
         (("--hf", str(tmp_path), "--tokens-list", "4"), "--tokens-list together with --hf"),
         (("--hf", str(tmp_path), "--quant", "none"), "--quant together with --hf"),
         (("--hf", str(tmp_path), "--new-tokens", "0"), "--new-tokens: got '0'"),
         (("--hf", "mixtral-8x"), "mixtral-8x7b"),
     ):
-        ended = run_mk(capsys, "bench", *words)
-        assert ended.code == 2
-        assert told in ended.err
+        result = run_mk(capsys, "bench", *arguments)
+        assert result.code == 2
+        assert message in result.err
 
 
-def test_wrong_and_raising_implementations_have_no_speed(capsys) -> None:
+def test_wrong_and_failing_implementations_have_no_speed(capsys) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     def doubled(module, x, ids, weights):
         return 2 * ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, x, ids, weights)
 
-    def broken(module, x, ids, weights):
-        raise RuntimeError("no such luck")
+    def failing(module, x, ids, weights):
+        raise RuntimeError("an error of the implementation")
 
-    for name, function in (("doubled", doubled), ("broken", broken)):
+    for name, function in (("doubled", doubled), ("broken", failing)):
         ExpertsInterface.register(name, function)
     refused_pair = register("BatchedPrepareAndFinalize", "TorchExperts", name="refused")
     model = build_small_model("mixtral", "float32", str(DEVICE))
@@ -144,7 +146,7 @@ def test_wrong_and_raising_implementations_have_no_speed(capsys) -> None:
     assert [row.status for row in rows] == [WRONG, FAILED, FAILED, OK]
     assert rows[0].prefill is None
     assert rows[0].error == pytest.approx(1.0, rel=1e-3)
-    assert "no such luck" in rows[1].note
+    assert "an error of the implementation" in rows[1].note
     assert "BatchedPrepareAndFinalize x TorchExperts" in rows[2].note
     assert model.config._experts_implementation == "eager"
     assert rows[3].error == 0

@@ -1,4 +1,4 @@
-"""The layers of other libraries in tools/bench_peers.py, with stand-ins for the libraries."""
+"""The layers of other libraries in tools/bench_peers.py. Stand-ins replace the libraries."""
 
 import importlib.util
 from dataclasses import dataclass, fields, replace
@@ -20,7 +20,7 @@ FILE = Path(__file__).parents[2] / "tools" / "bench_peers.py"
 PROBLEM = Problem(tokens=64, hidden=256, intermediate=128, experts=4, top_k=2)
 
 
-def loaded(name: str) -> ModuleType:
+def import_tool(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, FILE.with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -31,7 +31,7 @@ def loaded(name: str) -> ModuleType:
 
 @pytest.fixture
 def peers() -> ModuleType:
-    return loaded("bench_peers")
+    return import_tool("bench_peers")
 
 
 def test_missing_libraries_are_named(
@@ -50,18 +50,18 @@ def test_peers_have_a_scheme_and_refuse_unsupported_layers(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: object())
-    made = peers.layers()
-    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 13
-    for layer in made:
+    layers = peers.layers()
+    assert len(layers) == len({(layer.name, layer.quant) for layer in layers}) == 13
+    for layer in layers:
         assert str(QuantScheme.parse(layer.quant)) == layer.quant
-        fits = PROBLEM.with_tokens(256)
-        assert layer.refusal(fits) is None
+        supported = PROBLEM.with_tokens(256)
+        assert layer.refusal(supported) is None
         for change in ({"activation": "gelu"}, {"bias": True}, {"dtype": torch.float16}):
-            assert layer.refusal(replace(fits, **change))
-    blocks = [layer for layer in made if getattr(layer, "blocks", None) is True]
+            assert layer.refusal(replace(supported, **change))
+    blocks = [layer for layer in layers if getattr(layer, "blocks", None) is True]
     assert {layer.quant for layer in blocks} == {"fp8_w8a8_block", "int4_w4a16_group"}
     assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
-    (deep,) = (layer for layer in made if layer.name == "vllm_deepgemm")
+    (deep,) = (layer for layer in layers if layer.name == "vllm_deepgemm")
     assert "tokens" in deep.refusal(PROBLEM)
 
 
@@ -78,7 +78,7 @@ def test_gate_and_up_rows_are_interleaved(peers: ModuleType) -> None:
 
 
 class FusedMoEConfig:
-    """Stand-in that keeps its arguments; its fields differ between versions of vLLM."""
+    """A stand-in that stores its arguments. Its fields depend on the version of vLLM."""
 
     def __init__(self, **options: object) -> None:
         self.options = options
@@ -106,9 +106,9 @@ def test_vllm_experts_accept_the_maximum_tokens(
     monkeypatch.setattr(peers, "import_module", lambda name: module)
     peer = peers.VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8")
     peer.silu = None
-    made = peer._moe_config(PROBLEM.with_tokens(4096))
-    assert made.options["max_num_tokens"] == 4096  # vLLM 0.26 refuses calls with more
-    assert made.options[fields(config)[0].name] == PROBLEM.intermediate
+    moe_config = peer._moe_config(PROBLEM.with_tokens(4096))
+    assert moe_config.options["max_num_tokens"] == 4096  # vLLM 0.26 refuses calls with more
+    assert moe_config.options[fields(config)[0].name] == PROBLEM.intermediate
 
 
 def test_file_is_a_valid_peer_file() -> None:
@@ -120,16 +120,16 @@ def test_file_is_a_valid_peer_file() -> None:
 def test_flashinfer_layers_refuse_partial_blocks(
     peers: ModuleType,
 ) -> None:
-    made = [peers.FlashInferBf16(), peers.FlashInferFp8Block(), peers.FlashInferMxfp4()]
-    assert [layer.quant for layer in made] == ["none", "fp8_w8a8_block", "mxfp4_w4a16"]
-    for layer in made:
+    layers = [peers.FlashInferBf16(), peers.FlashInferFp8Block(), peers.FlashInferMxfp4()]
+    assert [layer.quant for layer in layers] == ["none", "fp8_w8a8_block", "mxfp4_w4a16"]
+    for layer in layers:
         assert layer.refusal(PROBLEM) is None
         assert bool(layer.refusal(replace(PROBLEM, hidden=192))) == (layer.quant != "none")
         assert layer.refusal(replace(PROBLEM, activation="gelu"))
 
 
-class Plain:
-    """A layer in plain torch, for the tests of padding."""
+class PlainTorchLayer:
+    """A layer in plain torch for the tests of padding."""
 
     name, quant, needs = "plain", "none", ()
 
@@ -145,8 +145,8 @@ class Plain:
 
 def test_padding_does_not_change_the_output(peers: ModuleType) -> None:
     problem = replace(PROBLEM, hidden=96, intermediate=80)
-    layer = peers.Padded(Plain(), 128, 64)
-    assert Plain().refusal(problem)
+    layer = peers.Padded(PlainTorchLayer(), 128, 64)
+    assert PlainTorchLayer().refusal(problem)
     assert layer.refusal(problem) is None
     x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
     layer.setup(problem, weights)
@@ -168,8 +168,8 @@ def test_flashinfer_block_scales_follow_their_rows(
     peers: ModuleType,
 ) -> None:
     layer = peers.FlashInferFp8Block()
-    w1, _, one, _ = layer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    w1, _, w1_scale, _ = layer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     layer.load(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
     half = PROBLEM.intermediate
     assert torch.equal(layer.w1[:, :half].float(), w1[:, half:].float())
-    assert torch.equal(layer.scales[0][:, : half // 128], one[:, half // 128 :])
+    assert torch.equal(layer.scales[0][:, : half // 128], w1_scale[:, half // 128 :])

@@ -1,4 +1,4 @@
-"""How `mk bench` times a call, and how it detects a wrong output."""
+"""How `mk bench` times calls, and how it detects a wrong output."""
 
 import gc
 import math
@@ -46,15 +46,15 @@ SMALL = Problem(tokens=24, hidden=64, intermediate=96, experts=6, top_k=2)
         (76e6, 1.2e9, 1, Rotation(8, 2)),
         (16e6, 64e6, 16384, Rotation(8, 8)),
         (15e6, 64e6, 16384, Rotation(2, flush=True)),
-        (40e6, 10e9, 1, Rotation(8, flush=True)),  # four sets would not fit
+        (40e6, 10e9, 1, Rotation(8, flush=True)),  # four sets of weights do not fit
     ],
 )
 def test_rotation_keeps_the_cache_cold(
     call_bytes: float, weight_bytes: float, tokens: int, expected: Rotation
 ) -> None:
-    turns = choose_rotation(call_bytes, weight_bytes, tokens, l2=L2, memory=MEMORY)
-    assert turns == expected
-    assert turns.flush or turns.weight_sets * call_bytes >= 2 * L2
+    rotation = choose_rotation(call_bytes, weight_bytes, tokens, l2=L2, memory=MEMORY)
+    assert rotation == expected
+    assert rotation.flush or rotation.weight_sets * call_bytes >= 2 * L2
     assert choose_rotation(call_bytes, weight_bytes, tokens, l2=0, memory=0) == Rotation(1)
 
 
@@ -67,7 +67,8 @@ def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(len(calls))
 
     timing = time_calls([call, call], CPU, target_ms=20)
-    # Two calls between two ticks of 2 ms: 1000 us each. Warm-up, one sample, ten replays, the last.
+    # There are two calls between ticks of 2 ms, so each takes 1000 us. The calls are warm-up, one
+    # sample, ten replays, and the last output.
     assert (timing.us, timing.us_min, timing.spread) == pytest.approx((1000, 1000, 0))
     assert (timing.mode, timing.replays) == ("cpu", 10)
     assert len(calls) == 2 + 2 + 2 * 10 + 2
@@ -77,7 +78,9 @@ def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeGpu:
-    """Stand-in for torch.cuda: a clock in microseconds, and graphs that repeat their calls."""
+    """A stand-in for torch.cuda. It has a clock in microseconds, and graphs that repeat their
+    calls.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -122,7 +125,7 @@ class FakeGpu:
         monkeypatch.setattr(method, "make_l2_flush", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
-        """Advance the clock by `us`, and fill the output with that number."""
+        """Return a call that advances the clock by `us` and fills its output with `us`."""
         out = torch.zeros(2)
 
         def work() -> torch.Tensor:
@@ -150,13 +153,13 @@ def test_graph_has_all_calls(
     assert (timing.us, timing.mode, timing.replays) == (400.0, "graph", 10)
     assert len(gpu.graphs) == 1
     assert timing.last_output.tolist() == [500.0, 500.0]
-    gpu.replays_write = False  # a graph that does nothing must not pass by what was there before
+    gpu.replays_write = False  # outputs from before the graph must not be used
     assert time_calls(calls, GPU).last_output.isnan().all()
 
 
-def test_a_gpu_settles_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_first_calls_on_a_gpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
-    slow_until = 13e3  # microseconds of work, in which a call takes 10 % longer
+    slow_until = 13e3  # until this time in microseconds, a call takes 10% longer
 
     def call() -> torch.Tensor:
         return quick() if gpu.now >= slow_until else slow()
@@ -164,7 +167,7 @@ def test_a_gpu_settles_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> No
     quick, slow = gpu.call("quick", 100.0), gpu.call("slow", 110.0)
     timing = time_calls([call], GPU, graph=False, target_ms=20)
     assert (timing.us, timing.us_min, timing.spread) == (100.0, 100.0, 0.0)
-    assert gpu.log.count("slow") == 119  # seen to be slow, and not timed
+    assert gpu.log.count("slow") == 119  # slow calls are detected and not timed
 
 
 def test_graph_keeps_references_to_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +182,7 @@ def test_graph_keeps_references_to_its_calls(monkeypatch: pytest.MonkeyPatch) ->
     runs = method.capture_graphs([[plan]])
     del plan
     gc.collect()
-    assert alive() is not None, "its buffers would be somebody else's"
+    assert alive() is not None, "the graph uses buffers of the plan"
     del runs
     gpu.graphs.clear()
     gc.collect()
@@ -209,15 +212,15 @@ def test_calls_that_cannot_be_captured_are_timed_eagerly(monkeypatch: pytest.Mon
 
 
 def test_host_cost_counts_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, handed = FakeGpu(monkeypatch), [0]
+    gpu, allocated = FakeGpu(monkeypatch), [0]
 
     def call() -> torch.Tensor:
-        handed[0] += 3
+        allocated[0] += 3
         return torch.zeros(1)
 
     stats = {"allocation.all.allocated": 0}
     monkeypatch.setattr(
-        torch.cuda, "memory_stats", lambda _: stats | {"allocation.all.allocated": handed[0]}
+        torch.cuda, "memory_stats", lambda _: stats | {"allocation.all.allocated": allocated[0]}
     )
     cost = measure_host_cost(call, GPU)
     assert cost is not None
@@ -234,7 +237,7 @@ def test_launches_are_counted_from_device_events() -> None:
 # ------------------------------------------------------------------------------------- the check
 
 
-def case(routing: str = "uniform", **changes: Any) -> LayerCase:
+def make_case(routing: str = "uniform", **changes: Any) -> LayerCase:
     return LayerCase("small", replace(SMALL, **changes), RoutingKind.parse(routing))
 
 
@@ -242,9 +245,15 @@ def judge_output(out: torch.Tensor, answer: ExpectedOutput, problem: Problem) ->
     return check_calls([(out.clone, answer)], problem).result
 
 
-def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, ExpectedOutput]:
-    given, weights = make_input(one, CPU, 0), make_weights(one.problem, CPU)
-    return given, weights, compute_expected_output(one, given, weights, QuantScheme.parse(quant))
+def make_inputs(
+    layer_case: LayerCase, quant: str = "none"
+) -> tuple[Input, ExpertWeights, ExpectedOutput]:
+    inputs, weights = make_input(layer_case, CPU, 0), make_weights(layer_case.problem, CPU)
+    return (
+        inputs,
+        weights,
+        compute_expected_output(layer_case, inputs, weights, QuantScheme.parse(quant)),
+    )
 
 
 @pytest.mark.parametrize("routing", ["uniform", "zipf", "hot1"])
@@ -259,21 +268,23 @@ def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, Ex
         {"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5},
     ],
 )
-def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, Any]) -> None:
-    one = case(routing, **changes)
-    given, weights, answer = asked(one)
-    right = rounded_reference(given.x_TH, weights, given.routing, one.problem).to(one.problem.dtype)
-    finding = judge_output(right, answer, one.problem)
-    assert not finding.failure
-    assert finding.error is not None
-    assert finding.error < finding.bound < 0.02
-    for wrong in (right * 1.02, right.roll(1, -1), torch.zeros_like(right)):
-        assert "relative error" in judge_output(wrong, answer, one.problem).failure
-    hole = right.clone()
-    hole[-1 if one.problem.tokens < 4 else 3, ..., 5] = math.nan
-    assert "not finite" in judge_output(hole, answer, one.problem).failure
-    assert "should be" in judge_output(right.double(), answer, one.problem).failure
-    assert "should be" in judge_output(right[:, ..., 1:], answer, one.problem).failure
+def test_plain_torch_passes_and_defects_fail(routing: str, changes: dict[str, Any]) -> None:
+    layer_case = make_case(routing, **changes)
+    inputs, weights, answer = make_inputs(layer_case)
+    correct = rounded_reference(inputs.x_TH, weights, inputs.routing, layer_case.problem).to(
+        layer_case.problem.dtype
+    )
+    result = judge_output(correct, answer, layer_case.problem)
+    assert not result.failure
+    assert result.error is not None
+    assert result.error < result.bound < 0.02
+    for wrong in (correct * 1.02, correct.roll(1, -1), torch.zeros_like(correct)):
+        assert "relative error" in judge_output(wrong, answer, layer_case.problem).failure
+    with_nan = correct.clone()
+    with_nan[-1 if layer_case.problem.tokens < 4 else 3, ..., 5] = math.nan
+    assert "not finite" in judge_output(with_nan, answer, layer_case.problem).failure
+    assert "should be" in judge_output(correct.double(), answer, layer_case.problem).failure
+    assert "should be" in judge_output(correct[:, ..., 1:], answer, layer_case.problem).failure
 
 
 @pytest.mark.parametrize(
@@ -289,71 +300,79 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
         ("mxfp4_w4a16", 0.08, 0.4),
     ],
 )
-def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> None:
-    """The reference is the unquantized layer; the bound is twice the error of the scheme itself."""
-    one = case(tokens=40)
-    given, weights, answer = asked(one, quant)
-    problem = replace(one.problem, quant=quant)
+def test_bound_depends_on_the_scheme(quant: str, least: float, most: float) -> None:
+    """The reference is the unquantized layer. The bound is twice the error of the scheme itself."""
+    layer_case = make_case(tokens=40)
+    inputs, weights, answer = make_inputs(layer_case, quant)
+    problem = replace(layer_case.problem, quant=quant)
     stored = quantize(weights, problem)
-    out = rounded_reference(given.x_TH, stored, given.routing, problem).to(problem.dtype)
-    finding = judge_output(out, answer, problem)
-    assert least < finding.bound / 2 < most
-    assert not finding.failure
+    out = rounded_reference(inputs.x_TH, stored, inputs.routing, problem).to(problem.dtype)
+    result = judge_output(out, answer, problem)
+    assert least < result.bound / 2 < most
+    assert not result.failure
     swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
-    out = float64_reference(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
+    out = float64_reference(inputs.x_TH, swapped, inputs.routing, layer_case.problem).to(
+        problem.dtype
+    )
     assert judge_output(out, answer, problem).failure
 
 
 def test_calls_are_checked_together() -> None:
-    one = case(tokens=40)
-    given, weights, answer = asked(one)
-    right = rounded_reference(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
-    off = right + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
+    layer_case = make_case(tokens=40)
+    inputs, weights, answer = make_inputs(layer_case)
+    correct = rounded_reference(inputs.x_TH, weights, inputs.routing, layer_case.problem).to(
+        torch.bfloat16
+    )
+    scattered = correct + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
 
-    def judged(*outs: torch.Tensor) -> CheckedCalls:
-        return check_calls([(out.clone, answer) for out in outs], one.problem)
+    def check_together(*outs: torch.Tensor) -> CheckedCalls:
+        return check_calls([(out.clone, answer) for out in outs], layer_case.problem)
 
-    assert judged(off).result.failure
-    both = judged(off, right)
-    assert not both.result.failure, "a scatter that the other call makes up for"
-    assert torch.equal(both.last_rows, right[answer.rows].double())
-    hole = right.index_fill(0, torch.tensor([3]), math.nan)
-    assert "not finite" in judged(right, hole).result.failure
-    assert not check_unchanged(right, answer, both, one.problem).failure
+    assert check_together(scattered).result.failure
+    checked_calls = check_together(scattered, correct)
+    assert not checked_calls.result.failure, "the mean over both calls is within the bound"
+    assert torch.equal(checked_calls.last_rows, correct[answer.rows].double())
+    with_nan = correct.index_fill(0, torch.tensor([3]), math.nan)
+    assert "not finite" in check_together(correct, with_nan).result.failure
+    assert not check_unchanged(correct, answer, checked_calls, layer_case.problem).failure
     assert (
         "differs from the earlier output"
-        in check_unchanged(right * 1.02, answer, both, one.problem).failure
+        in check_unchanged(correct * 1.02, answer, checked_calls, layer_case.problem).failure
     )
-    assert "not finite" in check_unchanged(hole, answer, both, one.problem).failure
+    assert (
+        "not finite" in check_unchanged(with_nan, answer, checked_calls, layer_case.problem).failure
+    )
 
 
 def test_inputs_and_weights_are_reproducible_by_index() -> None:
-    one = case()
-    first, again, other = (make_input(one, CPU, index) for index in (0, 0, 1))
-    assert torch.equal(first.x_TH, again.x_TH)
+    layer_case = make_case()
+    first, repeated, other = (make_input(layer_case, CPU, index) for index in (0, 0, 1))
+    assert torch.equal(first.x_TH, repeated.x_TH)
     assert not torch.equal(first.x_TH, other.x_TH)
     assert not torch.equal(first.routing.topk_ids_TK, other.routing.topk_ids_TK)
-    sets = [make_weights(one.problem, CPU, index).w1 for index in (0, 0, 1)]
-    assert torch.equal(sets[0], sets[1])
-    assert not torch.equal(sets[0], sets[2])
+    weight_sets = [make_weights(layer_case.problem, CPU, index).w1 for index in (0, 0, 1)]
+    assert torch.equal(weight_sets[0], weight_sets[1])
+    assert not torch.equal(weight_sets[0], weight_sets[2])
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"tokens": 0}, {"inplace": True}, {"parallel": Parallel(2)}, {"quant": "mxfp4_w4a16"}],
 )
-def test_invalid_cells_are_refused(changes: dict[str, Any]) -> None:
+def test_invalid_cases_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
-        case(**changes)
+        make_case(**changes)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tokens": 1}, {"experts": 33, "top_k": 5, "tokens": 7}])
 def test_grouped_mm_baseline_is_correct(changes: dict[str, Any]) -> None:
-    one, layer = case(**changes), TorchGroupedMm()
-    assert layer.refusal(one.problem) is None
-    given, weights, answer = asked(one)
-    layer.setup(one.problem, weights)
-    assert not judge_output(layer.call(given.x_TH, given.routing), answer, one.problem).failure
+    layer_case, layer = make_case(**changes), TorchGroupedMm()
+    assert layer.refusal(layer_case.problem) is None
+    inputs, weights, answer = make_inputs(layer_case)
+    layer.setup(layer_case.problem, weights)
+    assert not judge_output(
+        layer.call(inputs.x_TH, inputs.routing), answer, layer_case.problem
+    ).failure
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`mk exchange`: wrong transports are not timed, failures stop no other one, and floors."""
+"""`mk exchange`. Wrong transports are not timed, a failure does not stop other transports, and
+floors are computed.
+"""
 
 import json
 from dataclasses import replace
@@ -102,7 +104,7 @@ def transports():
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRow, ...]]:
-    """Run every peer of the file over one pool, and the correct one again at the end."""
+    """Run every transport of the file with one pool, and the correct transport again at the end."""
     path = tmp_path_factory.mktemp("peers") / "peers.py"
     path.write_text(PEERS, encoding="utf-8")
     names = [peer.name for peer in load_transports(path)]
@@ -114,8 +116,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRo
         TransportJob(name, "peer", cells, Machine(), path=path, seconds=1.5)
         for name in [*names, "whole"]
     ]
-    found = run(jobs, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
-    *first, again = found
+    results = run(jobs, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
+    *first, again = results
     return {**dict(zip(names, first, strict=True)), "again": again}
 
 
@@ -137,7 +139,7 @@ def test_wrong_row_on_one_rank_is_detected(
 
 
 @pytest.mark.parametrize(
-    ("name", "fates", "why"),
+    ("name", "statuses", "reason"),
     [
         ("raises on one rank", ["ok", "failed", "skipped", "ok"], "ValueError: broken here"),
         ("hangs", ["ok", "failed", "skipped", "ok"], "no answer within 1.5 s"),
@@ -147,15 +149,15 @@ def test_wrong_row_on_one_rank_is_detected(
     ],
 )
 def test_results_before_a_failure_are_kept(
-    rows: dict[str, tuple[ExchangeRow, ...]], name: str, fates: list[str], why: str
+    rows: dict[str, tuple[ExchangeRow, ...]], name: str, statuses: list[str], reason: str
 ) -> None:
-    assert [row.status for row in rows[name]] == fates
-    unlucky = next(row for row in rows[name] if row.status in ("failed", "refused"))
-    assert why in unlucky.note
+    assert [row.status for row in rows[name]] == statuses
+    first_failure = next(row for row in rows[name] if row.status in ("failed", "refused"))
+    assert reason in first_failure.note
 
 
 def test_nothing_starts_after_the_deadline() -> None:
-    def no_pool() -> object:
+    def make_idle_pool() -> object:
         class Idle:
             world_size = 2
 
@@ -165,11 +167,11 @@ def test_nothing_starts_after_the_deadline() -> None:
         return Idle()
 
     job = TransportJob("x", "peer", (CELL,), Machine())
-    ((row,),) = run([job], no_pool, link=TransportLink(), repeats=REPEATS, start_limit_s=-1)
+    ((row,),) = run([job], make_idle_pool, link=TransportLink(), repeats=REPEATS, start_limit_s=-1)
     assert (row.status, row.note) == ("skipped", "the deadline had passed")
 
 
-def test_remote_rows_are_counted_once_a_token_and_rank() -> None:
+def test_remote_rows_are_counted_once_per_token_and_rank() -> None:
     cell = ExchangeCase(3, 40, 40, hidden=256, experts=6, top_k=3)
     want = [[0] * 3 for _ in range(3)]
     for source in range(3):
@@ -177,24 +179,26 @@ def test_remote_rows_are_counted_once_a_token_and_rank() -> None:
             for target in {expert // 2 for expert in ids}:
                 want[source][target] += 1
     assert cell.rows_WW == tuple(map(tuple, want))
-    came, sent = cell.remote_rows
+    received, sent = cell.remote_rows
     assert sent == max(sum(row) - row[rank] for rank, row in enumerate(want))
-    assert came == max(sum(row[r] for row in want) - want[r][r] for r in range(3))
+    assert received == max(sum(row[r] for row in want) - want[r][r] for r in range(3))
     assert torch.allclose(cell.routing(1).topk_weights_TK.sum(1), torch.ones(40))
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_earliest_reason_is_reported(first: int) -> None:
-    """A broken connection is an error on the other rank, too."""
+    """A broken connection is also an error on the other rank."""
     notes = ["RuntimeError: connection closed", "RuntimeError: connection closed"]
     notes[first] = "ValueError: broken here"
-    told = [
+    outcomes = [
         {"status": "failed", "note": note, "error": None, "at": 8.0 if rank == first else 8.5}
         for rank, note in enumerate(notes)
     ]
-    assert make_row("x", "peer", CELL, told, TransportLink()).note == "ValueError: broken here"
+    assert make_row("x", "peer", CELL, outcomes, TransportLink()).note == "ValueError: broken here"
     late = {"status": "failed", "note": "died: exit code 7", "error": None}
-    assert make_row("x", "peer", CELL, [*told, late], TransportLink()).note == "died: exit code 7"
+    assert (
+        make_row("x", "peer", CELL, [*outcomes, late], TransportLink()).note == "died: exit code 7"
+    )
 
 
 def test_bytes_and_floors_by_hand() -> None:
@@ -202,14 +206,16 @@ def test_bytes_and_floors_by_hand() -> None:
     assert fp8.row_bytes == 7168 + 4 * 56
     assert ExchangeCase(2, 1, 1).row_bytes == 14336
     assert TransportLink(393e9, 6e-6).floor_us(58_000_000) == pytest.approx(147.6 + 6, abs=0.1)
-    same = {"status": "ok", "note": "", "error": 0.0, "mode": "graph", "spread": 0.1}
-    told = [{**same, "dispatch_us": us, "combine_us": 2.0, "pair_us": 12.0} for us in (10.0, 20.0)]
-    row = make_row("x", "peer", CELL, told, TransportLink())
+    common = {"status": "ok", "note": "", "error": 0.0, "mode": "graph", "spread": 0.1}
+    outcomes = [
+        {**common, "dispatch_us": us, "combine_us": 2.0, "pair_us": 12.0} for us in (10.0, 20.0)
+    ]
+    row = make_row("x", "peer", CELL, outcomes, TransportLink())
     assert (row.dispatch_us, row.combine_us) == (20.0, 2.0)
     assert row.dispatch_gbs == pytest.approx(CELL.remote_rows[0] * 256 / 20e-6 / 1e9)
 
 
-def test_distance_is_the_error_of_the_worst_row() -> None:
+def test_max_row_error_is_the_error_of_the_worst_row() -> None:
     x = torch.randn(4, 64).bfloat16()
     out = x.clone()
     out[2] = 0
@@ -230,25 +236,27 @@ def test_dequantize_with_scales_of_groups_rows_and_tensors() -> None:
     ("text", "error"),
     [("raise SystemExit(3)", BrokenPartError), ("def transports(): return 5", ConfigurationError)],
 )
-def test_invalid_peer_file_is_named(text: str, error: type[Exception], tmp_path: Path) -> None:
+def test_errors_name_the_invalid_peer_file(
+    text: str, error: type[Exception], tmp_path: Path
+) -> None:
     path = tmp_path / "broken.py"
     path.write_text(text)
     with pytest.raises(error, match=r"broken\.py"):
         load_transports(path)
 
 
-def mk(*words: str) -> int:
-    """Run `mk exchange` with lines that are not folded."""
+def mk(*arguments: str) -> int:
+    """Run `mk exchange` without line wrapping."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "_DEFAULT_WIDTH", 10_000)
-        with pytest.raises(SystemExit) as ended:
-            main.run(["exchange", *words])
-    assert isinstance(ended.value.code, int | None)
-    return ended.value.code or 0
+        with pytest.raises(SystemExit) as exit_info:
+            main.run(["exchange", *arguments])
+    assert isinstance(exit_info.value.code, int | None)
+    return exit_info.value.code or 0
 
 
 SIZES = ("--hidden", "128", "--experts", "8", "--top-k", "2", "--tokens-list", "1,6")
-FEW = ("--replays", "2", "--rounds", "2", "--backend", "gloo")
+FEW_REPEATS = ("--replays", "2", "--rounds", "2", "--backend", "gloo")
 
 
 def test_parts_and_peers_on_the_command_line(
@@ -256,14 +264,14 @@ def test_parts_and_peers_on_the_command_line(
 ) -> None:
     one, both, doc = tmp_path / "one.json", tmp_path / "both.json", tmp_path / "doc.md"
     peer = ("--peer", str(ROOT / "tools" / "exchange_peers.py"))
-    assert mk(*SIZES, *FEW, *peer, "--json", str(one)) == 0
-    told = capsys.readouterr()
+    assert mk(*SIZES, *FEW_REPEATS, *peer, "--json", str(one)) == 0
+    captured = capsys.readouterr()
     report = ExchangeReport.from_json(one.read_text())
     by_name: dict[str, list[ExchangeRow]] = {}
     for row in report.rows:
         by_name.setdefault(row.transport, []).append(row)
     assert len(by_name) >= 5
-    ours = [n for n, found in by_name.items() if found[0].origin == "ours"]
+    ours = [n for n, results in by_name.items() if results[0].origin == "ours"]
     running = [name for name in ours if all(row.status == "ok" for row in by_name[name])]
     assert "TorchAll2AllPrepareAndFinalize" in running
     assert {row.status for row in report.rows} <= {"ok", "refused"}
@@ -285,26 +293,26 @@ def test_parts_and_peers_on_the_command_line(
     ) is bool(slow)
     if torch.cuda.is_available():
         return
-    assert text == told.out
-    assert "floor" not in text  # of a GPU's link
+    assert text == captured.out
+    assert "floor" not in text  # a floor needs the link of a GPU
     rows = [line.split()[:2] for line in text.splitlines()]
-    for row in report.rows:  # in two tables, one for each scheme
+    for row in report.rows:  # each scheme has a table
         if row.origin == "ours" and row.status == "ok":
             assert rows.count([str(row.tokens), row.transport]) == 2
-            assert f"{row.pair_us:.1f}" not in told.err
-    of_a_link = replace(report, environment={**report.environment, "link_gbs": 10.0})
-    one.write_text(of_a_link.to_json())
+            assert f"{row.pair_us:.1f}" not in captured.err
+    with_link = replace(report, environment={**report.environment, "link_gbs": 10.0})
+    one.write_text(with_link.to_json())
     assert mk("--load", str(one)) == 0
     assert "floor" in capsys.readouterr().out
 
 
 def test_bad_usage() -> None:
     assert mk("--world-size", "1") == 2
-    assert mk("--only", "nobody", *FEW) == 2
+    assert mk("--only", "nobody", *FEW_REPEATS) == 2
     assert mk("--load", "/nowhere.json") == 2
 
 
-HERE = RankContext(0, 1, None, torch.device("cpu"))
+SINGLE_RANK = RankContext(0, 1, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
@@ -313,13 +321,13 @@ def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
     cell = ExchangeCase(1, 7, 9, hidden=256, experts=6, top_k=3, quant=quant)
     transport = PartTransport(name, this_machine())
     assert transport.refusal(cell) == ""
-    transport.open(cell, HERE)
-    given = ExchangeInputs.from_case(cell, 0, HERE.device)
+    transport.open(cell, SINGLE_RANK)
+    given = ExchangeInputs.from_case(cell, 0, SINGLE_RANK.device)
     transport.load(given)
     transport.dispatch()
     transport.identity()
     assert max_row_error(transport.combine(), given.x_TH) <= cell.bound
-    transport._output[..., 5] *= 2  # of every row
+    transport._output[..., 5] *= 2  # column 5 of every row
     assert max_row_error(transport.combine(), given.x_TH) > BF16_BOUND
     transport.close()
 

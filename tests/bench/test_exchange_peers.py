@@ -1,4 +1,4 @@
-"""tools/exchange_peers.py with stand-ins that have the libraries' signatures and shapes."""
+"""tools/exchange_peers.py. Stand-ins have the signatures and shapes of the libraries."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from modular_kernel.testing.ranks.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parents[1] / "helpers" / "stand_ins"
-FILE = """
+PEER_FILE = """
 import sys
 from importlib import import_module
 sys.path[:0] = {folders!r}
@@ -25,7 +25,7 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 transports = module.transports
 """
-CELLS = tuple(
+CASES = tuple(
     ExchangeCase(2, tokens, 6, hidden=256, experts=8, top_k=3, quant=quant)
     for quant in ("none", "fp8_w8a8_block")
     for tokens in (1, 6)
@@ -35,7 +35,7 @@ CELLS = tuple(
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ExchangeRow]:
     """Return the rows by (folder of the library, transport)."""
-    found = {}
+    results = {}
     folder = tmp_path_factory.mktemp("peers")
     jobs = []
     for library, names in (
@@ -58,19 +58,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
         path = folder / f"{library}.py"
         folders = [str(STAND_INS / library), str(STAND_INS)]
         peers = str(ROOT / "tools" / "exchange_peers.py")
-        path.write_text(FILE.format(folders=folders, peers=peers), encoding="utf-8")
+        path.write_text(PEER_FILE.format(folders=folders, peers=peers), encoding="utf-8")
         jobs += [
-            (library, TransportJob(name, "peer", CELLS, Machine(), path=path)) for name in names
+            (library, TransportJob(name, "peer", CASES, Machine(), path=path)) for name in names
         ]
-    told = run(
+    outcomes = run(
         [job for _, job in jobs],
         lambda: RankPool(2),
         link=TransportLink(),
         repeats=Repeats(1, 1),
     )
-    for (library, job), found_rows in zip(jobs, told, strict=True):
-        found[library, job.name] = found_rows
-    return found
+    for (library, job), found_rows in zip(jobs, outcomes, strict=True):
+        results[library, job.name] = found_rows
+    return results
 
 
 @pytest.mark.parametrize(
@@ -85,20 +85,22 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
     ],
 )
 def test_rows_return_unchanged(library: str, name: str, rows: dict) -> None:
-    found = rows[library, name]
-    assert [(row.status, row.note) for row in found if row.status != "ok"] == []
-    assert all(0 <= row.error < (0.07 if row.quant != "none" else 0.008) for row in found)
+    transport_rows = rows[library, name]
+    assert [(row.status, row.note) for row in transport_rows if row.status != "ok"] == []
+    assert all(0 <= row.error < (0.07 if row.quant != "none" else 0.008) for row in transport_rows)
 
 
 @pytest.mark.parametrize(
-    ("library", "name", "why"),
+    ("library", "name", "reason"),
     [
         ("v1", "DeepEP V2, 64 SMs", "this deep_ep is V1"),
         ("v2", "DeepEP V1 low latency", "this deep_ep is V2"),
     ],
 )
-def test_the_other_version_is_refused(library: str, name: str, why: str, rows: dict) -> None:
-    assert {(row.status, row.note) for row in rows[library, name]} == {("refused", why)}
+def test_transports_of_another_version_are_refused(
+    library: str, name: str, reason: str, rows: dict
+) -> None:
+    assert {(row.status, row.note) for row in rows[library, name]} == {("refused", reason)}
 
 
 @pytest.mark.parametrize(

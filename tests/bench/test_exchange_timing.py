@@ -1,4 +1,4 @@
-"""Timing of dispatch and combine, with a clock that only the transport advances."""
+"""Timing of dispatch and combine. Only the transport advances the clock."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from modular_kernel.bench.all2all.timing import Repeats, time_transport
 
 
 class Clock:
-    """A clock that is advanced explicitly, in seconds."""
+    """A clock that the tests advance explicitly, in seconds."""
 
     now = 0.0
 
@@ -27,12 +27,14 @@ class Clock:
 CLOCK = Clock()
 
 
-def takes(seconds: float) -> None:
+def advance_clock(seconds: float) -> None:
     CLOCK.now += seconds
 
 
-class Slow(Transport):
-    """A transport that takes known times, and is wrong from a given dispatch on."""
+class SlowTransport(Transport):
+    """A transport that takes known times. From dispatch number `wrong_from` on, its output is
+    wrong.
+    """
 
     name = "slow"
     wrong_from = 10**9
@@ -40,11 +42,11 @@ class Slow(Transport):
 
     def open(self, cell, place): ...
 
-    def load(self, given):
-        self.x, self.out = given.x_TH, torch.empty_like(given.x_TH)
+    def load(self, inputs):
+        self.x, self.out = inputs.x_TH, torch.empty_like(inputs.x_TH)
 
     def dispatch(self):
-        takes(0.002)
+        advance_clock(0.002)
         self.calls += 1
         self.arrived = self.x * (1 if self.calls < self.wrong_from else 2)
 
@@ -52,12 +54,12 @@ class Slow(Transport):
         self.y = self.arrived
 
     def combine(self):
-        takes(0.005)
+        advance_clock(0.005)
         return self.out.copy_(self.y)
 
 
 def fake_capture(groups: list) -> list:
-    """Run every call once, as a capture does; then whenever it is replayed."""
+    """Run every call once, as a capture does. The returned functions run the calls again."""
 
     def replay(group: list) -> torch.Tensor:
         return [call() for call in group][-1]
@@ -68,8 +70,8 @@ def fake_capture(groups: list) -> list:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> RankContext:
-    """A device whose graphs are plain calls."""
+def gpu_context(monkeypatch: pytest.MonkeyPatch) -> RankContext:
+    """Return the context of a GPU whose graphs are plain calls."""
     monkeypatch.setattr(exchange_time, "capture_graphs", fake_capture)
     monkeypatch.setattr(exchange_time.dist, "barrier", lambda group: None)
     monkeypatch.setattr(exchange_time, "make_clock", lambda device: CLOCK)
@@ -78,47 +80,48 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> RankContext:
     return RankContext(0, 1, None, torch.device("cuda"))
 
 
-def slow(**fields: object) -> tuple[Slow, ExchangeInputs]:
-    given = ExchangeInputs.from_case(
+def make_slow_transport(**fields: object) -> tuple[SlowTransport, ExchangeInputs]:
+    inputs = ExchangeInputs.from_case(
         ExchangeCase(1, 3, 3, hidden=64, experts=2, top_k=1), 0, torch.device("cpu")
     )
-    transport = Slow()
+    transport = SlowTransport()
     vars(transport).update({"capturable": True, **fields})
-    transport.load(given)
+    transport.load(inputs)
     transport.dispatch()
     transport.identity()
-    return transport, given
+    return transport, inputs
 
 
 @pytest.mark.parametrize("capturable", [True, False])
 def test_dispatch_combine_and_pairs_are_timed_separately(
-    on_a_gpu: RankContext, capturable: bool
+    gpu_context: RankContext, capturable: bool
 ) -> None:
-    transport, given = slow(capturable=capturable)
-    times = time_transport(transport, given, on_a_gpu, Repeats(2, 2), lambda ok: ok)
+    transport, inputs = make_slow_transport(capturable=capturable)
+    times = time_transport(transport, inputs, gpu_context, Repeats(2, 2), lambda ok: ok)
     assert times.mode == ("graph" if capturable else "eager")
-    found = times.dispatch_us, times.combine_us, times.pair_us, times.spread
-    assert found == pytest.approx((2000, 5000, 7000, 0))
+    measured = times.dispatch_us, times.combine_us, times.pair_us, times.spread
+    assert measured == pytest.approx((2000, 5000, 7000, 0))
     assert times.error == 0
 
 
-def test_wrong_replay_is_detected(on_a_gpu: RankContext) -> None:
-    # One call was eager, one captured the dispatch, four the pairs: the seventh is the replay.
-    transport, given = slow(wrong_from=7)
+def test_wrong_replay_is_detected(gpu_context: RankContext) -> None:
+    # One call is eager, one captures the dispatch, and four capture the pairs. The seventh is the
+    # replay.
+    transport, inputs = make_slow_transport(wrong_from=7)
     transport.identity = lambda: setattr(transport, "y", transport.x * (transport.calls < 7))
-    times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: ok)
+    times = time_transport(transport, inputs, gpu_context, Repeats(1, 1), lambda ok: ok)
     assert times.error == 1
 
 
-def test_no_rank_replays_if_one_cannot_capture(on_a_gpu: RankContext) -> None:
-    transport, given = slow()
-    times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: False)
+def test_no_rank_replays_if_one_cannot_capture(gpu_context: RankContext) -> None:
+    transport, inputs = make_slow_transport()
+    times = time_transport(transport, inputs, gpu_context, Repeats(1, 1), lambda ok: False)
     assert times.mode == "eager"
 
 
-def test_first_replay_is_not_counted(on_a_gpu: RankContext) -> None:
+def test_first_replay_is_not_counted(gpu_context: RankContext) -> None:
     waits = iter([0.02, 0.001, 0.002, 0.0025, 0.001, 0.002])
-    runs = [lambda: takes(next(waits))] * 2
-    first, second = exchange_time._time_replays(runs, on_a_gpu, 2)
+    runs = [lambda: advance_clock(next(waits))] * 2
+    first, second = exchange_time._time_replays(runs, gpu_context, 2)
     assert first == pytest.approx([2000, 1000])
     assert second == pytest.approx([2500, 2000])

@@ -1,4 +1,4 @@
-"""`make bench`: sampled layers, interleaved timing, leads, and the command."""
+"""`make bench`: sampled layers, interleaved timing, leads of our layers, and the command."""
 
 import importlib.util
 import json
@@ -53,7 +53,7 @@ PF = "MoEPrepareAndFinalizeNoEP"
 LAYER = SampledLayer(4, 2, 128, 64)
 
 
-def test_the_sampled_layers_are_those_of_the_committed_seed() -> None:
+def test_default_seed_samples_these_layers() -> None:
     names = [layer.name for layer in sample_layers()]
     assert names == [
         "E160-K2-H2816-I2304",
@@ -105,23 +105,29 @@ class Scaled(Layer):
         return (y_TH * self.factor).to(x_TH.dtype)
 
 
-def candidate(name: str, origin: str = PEER, **options: Any) -> Candidate:
+def make_candidate(name: str, origin: str = PEER, **options: Any) -> Candidate:
     return Candidate(name, "none", origin, partial(Scaled, name, **options))
 
 
-def cases(*tokens: int) -> tuple[LayerCase, ...]:
+def make_cases(*tokens: int) -> tuple[LayerCase, ...]:
     kind = RoutingKind("uniform")
     return tuple(LayerCase(LAYER.name, LAYER.problem(count), kind) for count in tokens)
 
 
-def compared(*candidates: Candidate, tokens: tuple[int, ...] = (8,), **options: Any) -> Report:
-    blocks = (CaseBlock(cases(*tokens), candidates),)
+def run_comparison(
+    *candidates: Candidate, tokens: tuple[int, ...] = (8,), **options: Any
+) -> Report:
+    blocks = (CaseBlock(make_cases(*tokens), candidates),)
     return run_interleaved(Comparison(blocks, this_machine(device="cpu"), **options))
 
 
-def test_every_layer_has_a_row_with_its_outcome() -> None:
-    candidates = [candidate("right"), candidate("wrong", factor=1.5), candidate("broken")]
-    report = compared(*candidates, tokens=(8, 3), rounds=3)
+def test_each_layer_has_a_row_with_its_outcome() -> None:
+    candidates = [
+        make_candidate("right"),
+        make_candidate("wrong", factor=1.5),
+        make_candidate("broken"),
+    ]
+    report = run_comparison(*candidates, tokens=(8, 3), rounds=3)
     outcomes = {(row.layer, row.tokens): row.status for row in report.rows}
     assert outcomes == {
         ("right", 8): "ok",
@@ -145,37 +151,37 @@ def test_every_layer_has_a_row_with_its_outcome() -> None:
 
 def test_layers_are_timed_interleaved() -> None:
     log: list[str] = []
-    compared(candidate("a", log=log), candidate("b", log=log), rounds=20)
+    run_comparison(make_candidate("a", log=log), make_candidate("b", log=log), rounds=20)
     rounds = [log[i : i + 2] for i in range(len(log) - 4 - 40, len(log) - 4, 2)]
     assert all(sorted(pair) == ["a", "b"] for pair in rounds)
     assert len({tuple(pair) for pair in rounds}) == 2  # both orders occur
 
 
-def test_a_layer_is_tuned_for_the_tokens_of_each_cell() -> None:
+def test_layers_are_tuned_for_the_tokens_of_each_case() -> None:
     log: list[str] = []
-    compared(candidate("a", log=log), tokens=(8, 4), rounds=1)
+    run_comparison(make_candidate("a", log=log), tokens=(8, 4), rounds=1)
     assert [line for line in log if line.startswith("tune")] == ["tune 8", "tune 4"]
 
 
-def test_cells_not_started_in_time_are_listed() -> None:
-    report = compared(candidate("a"), seconds=0.0)
+def test_cases_not_started_in_time_are_listed() -> None:
+    report = run_comparison(make_candidate("a"), seconds=0.0)
     assert [row.status for row in report.rows] == ["skipped"]
     assert any("the time limit had passed" in line for line in unmeasured_list(report))
 
 
-def test_report_is_passed_on_after_every_cell() -> None:
-    kept: list[int] = []
-    blocks = (CaseBlock(cases(8, 4), (candidate("a"),)),)
+def test_report_is_passed_on_after_every_case() -> None:
+    row_counts: list[int] = []
+    blocks = (CaseBlock(make_cases(8, 4), (make_candidate("a"),)),)
     run_interleaved(
         Comparison(blocks, this_machine(device="cpu"), rounds=1),
-        on_report=lambda report: kept.append(len(report.rows)),
+        on_report=lambda report: row_counts.append(len(report.rows)),
     )
-    assert kept == [1, 2]
+    assert row_counts == [1, 2]
 
 
 def test_compiling_calls_each_layer_once_and_times_nothing() -> None:
     log: list[str] = []
-    report = compared(candidate("a", log=log), tokens=(8, 4), compile_only=True)
+    report = run_comparison(make_candidate("a", log=log), tokens=(8, 4), compile_only=True)
     assert log == ["a", "a"]
     assert report.rows == ()
 
@@ -210,7 +216,7 @@ def test_our_layers_pass_the_check(quant: str) -> None:
         ("GroupedGemmExperts", "torch"),
     ],
 )
-def test_parts_name_the_library_whose_products_they_run(experts: str, library: str) -> None:
+def test_gemm_library_of_each_part(experts: str, library: str) -> None:
     assert gemm_library(experts) == library
 
 
@@ -233,29 +239,29 @@ BLANK = Row(
 )
 
 
-def timed(layer: str, us: float, origin: str = OURS, **changes: Any) -> Row:
+def make_row(layer: str, us: float, origin: str = OURS, **changes: Any) -> Row:
     return replace(BLANK, layer=layer, us=us, origin=origin, **changes)
 
 
 ROWS = (
-    timed("FusedMoE", 10.0),
-    timed("compose", 8.0),
-    timed("TritonExperts", 12.0),
-    timed("CutlassExpertsFP8", 11.0),
-    timed("DeepGemmExperts", 5.0, library="deep_gemm"),
-    timed("vllm_triton", 9.0, PEER),
-    timed("torch_grouped_mm", 20.0, BASELINE),
-    timed("FusedMoE", 10.0, tokens=16),
-    timed("vllm_triton", 40.0, PEER, tokens=16),
-    timed("TritonExperts", 1.0, tokens=16, mode="interpreter"),
+    make_row("FusedMoE", 10.0),
+    make_row("compose", 8.0),
+    make_row("TritonExperts", 12.0),
+    make_row("CutlassExpertsFP8", 11.0),
+    make_row("DeepGemmExperts", 5.0, library="deep_gemm"),
+    make_row("vllm_triton", 9.0, PEER),
+    make_row("torch_grouped_mm", 20.0, BASELINE),
+    make_row("FusedMoE", 10.0, tokens=16),
+    make_row("vllm_triton", 40.0, PEER, tokens=16),
+    make_row("TritonExperts", 1.0, tokens=16, mode="interpreter"),
 )
 
 
-def report_of(*rows: Row, **options: Any) -> Report:
+def make_report(*rows: Row, **options: Any) -> Report:
     return Report({"device": "gpu", "date": "2026-11-29"}, {}, rows, **options)
 
 
-def test_a_library_inside_our_part_is_not_counted_as_our_kernel() -> None:
+def test_parts_that_run_other_libraries_have_their_own_column() -> None:
     assert [column_name(row) for row in ROWS[:7]] == [
         DEFAULT,
         COMPOSED,
@@ -271,7 +277,7 @@ def test_a_library_inside_our_part_is_not_counted_as_our_kernel() -> None:
     assert sixteen.ours == {DEFAULT: 10.0}
 
 
-def test_standings_are_geometric_means_with_the_worst_cell() -> None:
+def test_leads_are_geometric_means_with_the_worst_case() -> None:
     by_column = {
         standing.column: standing for standing in summarize_leads(collect_case_times(ROWS))
     }
@@ -284,16 +290,16 @@ def test_standings_are_geometric_means_with_the_worst_cell() -> None:
     assert by_column[COMPOSED].behind == 0
 
 
-def test_a_cell_within_the_margin_is_not_behind() -> None:
-    rows = [timed("FusedMoE", 100.9), timed("vllm_triton", 100.0, PEER)]
+def test_cases_within_the_margin_are_not_behind() -> None:
+    rows = [make_row("FusedMoE", 100.9), make_row("vllm_triton", 100.0, PEER)]
     assert [standing.behind for standing in summarize_leads(collect_case_times(rows))] == [0]
-    rows[0] = timed("FusedMoE", 101.1)
+    rows[0] = make_row("FusedMoE", 101.1)
     assert [standing.behind for standing in summarize_leads(collect_case_times(rows))] == [1]
 
 
 def test_tables_name_each_layer_and_what_is_missing() -> None:
     failed = replace(BLANK, layer="flashinfer", origin=PEER, status="failed", note="no module")
-    report = report_of(*ROWS, failed, missing=("vllm_marlin (needs vllm)",))
+    report = make_report(*ROWS, failed, missing=("vllm_marlin (needs vllm)",))
     lines = layers_table(report)
     assert "| bf16 | DeepGemmExperts `none` | ours, GEMMs of deep_gemm | 1 | 0.56 |  |" in lines
     assert "| bf16 | flashinfer `none` | peer | 0 |  | 1 |" in lines
@@ -304,25 +310,27 @@ def test_tables_name_each_layer_and_what_is_missing() -> None:
         assert line in text
 
 
-def test_records_survive_a_file_and_are_merged(tmp_path: Path) -> None:
-    report = report_of(*ROWS[:2], missing=("a",))
+def test_records_round_trip_and_are_merged(tmp_path: Path) -> None:
+    report = make_report(*ROWS[:2], missing=("a",))
     path = tmp_path / "record.json"
     report.write(path)
     loaded = Report.from_json(path.read_text(encoding="utf-8"))
     assert loaded == report
-    both = merge_reports([loaded, report_of(ROWS[2], missing=("a", "b"), stopped="x")])
+    both = merge_reports([loaded, make_report(ROWS[2], missing=("a", "b"), stopped="x")])
     assert both.rows == ROWS[:3]
     assert both.missing == ("a", "b")
     assert both.stopped == "x"
 
 
-def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
-    """A run that is restarted after a failure repeats cases; the first time of each is kept."""
+def test_merged_reports_have_one_row_per_layer_and_case() -> None:
+    """A run that is restarted after a failure repeats cases. The first time of each case is
+    kept.
+    """
     failed = replace(BLANK, layer="FusedMoE", origin=OURS, status="failed", note="broke")
     reports = [
-        report_of(failed, timed("vllm_triton", 8.0, PEER), stopped="broke"),
-        report_of(timed("FusedMoE", 5.0), timed("vllm_triton", 9.0, PEER), stopped="broke"),
-        report_of(failed, stopped="broke"),
+        make_report(failed, make_row("vllm_triton", 8.0, PEER), stopped="broke"),
+        make_report(make_row("FusedMoE", 5.0), make_row("vllm_triton", 9.0, PEER), stopped="broke"),
+        make_report(failed, stopped="broke"),
     ]
     both = merge_reports(reports)
     assert [(row.layer, row.us) for row in both.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
@@ -332,22 +340,22 @@ def test_a_merged_report_has_one_row_for_a_layer_and_cell() -> None:
     assert standing.mean == pytest.approx(8.0 / 5.0)
 
 
-def test_an_error_without_a_message_names_its_place() -> None:
+def test_errors_without_a_message_include_the_source_line() -> None:
     with pytest.raises(AssertionError) as caught:
-        raise AssertionError  # as an assertion of a library
+        raise AssertionError  # as an assertion in a library
     note = format_error(caught.value)
     assert "raise AssertionError" in note
     assert "test_interleaved.py" in note
     assert format_error(ValueError("x")) == "ValueError: x"
 
 
-def test_the_plot_is_written(tmp_path: Path) -> None:
+def test_plot_is_written(tmp_path: Path) -> None:
     path = tmp_path / "bench.svg"
-    plot_leads(report_of(*ROWS), path)
+    plot_leads(make_report(*ROWS), path)
     assert "<svg" in path.read_text(encoding="utf-8")
 
 
-def test_a_section_is_replaced_between_its_markers() -> None:
+def test_sections_are_replaced_between_their_markers() -> None:
     text = "a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n"
     got = replace_section(text, "bench", ["new"], filename="README.md")
     assert got == "a\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nb\n"
@@ -355,7 +363,7 @@ def test_a_section_is_replaced_between_its_markers() -> None:
         replace_section("a", "bench", [], filename="README.md")
 
 
-def test_the_readme_has_the_section() -> None:
+def test_readme_has_the_section() -> None:
     text = (TOOLS.parent / "README.md").read_text(encoding="utf-8")
     assert "new" in replace_section(text, "bench", ["new"], filename="README.md")
 
@@ -375,7 +383,7 @@ def invoke(tool: ModuleType, *arguments: str) -> Any:
     return CliRunner().invoke(tool.bench, list(arguments))
 
 
-def test_a_dry_run_lists_layers_offers_and_what_is_not_installed(tool: ModuleType) -> None:
+def test_dry_run_lists_layers_candidates_and_missing_libraries(tool: ModuleType) -> None:
     result = invoke(tool, "--dry-run", "--schemes", "fp8", "--layers", "1")
     assert result.exit_code == 0, result.output
     assert "E96-K4-H2560-I512 fp8_w8a8_block" in result.output
@@ -383,12 +391,12 @@ def test_a_dry_run_lists_layers_offers_and_what_is_not_installed(tool: ModuleTyp
     assert "FusedMoE fp8_w8a8_block (ours)" in result.output
     missing = [line for line in result.output.splitlines() if line.startswith("not installed")]
     listed = [line for line in result.output.splitlines() if "vllm_deepgemm" in line]
-    assert listed  # as an candidate, or as missing
+    assert listed  # as a candidate, or as missing
     if importlib.util.find_spec("vllm") is None:
         assert "not installed: vllm_deepgemm fp8_w8a8_block (needs vllm)" in missing
 
 
-def test_the_tiny_form_writes_a_record_tables_and_a_plot(tool: ModuleType, tmp_path: Path) -> None:
+def test_tiny_run_writes_a_record_tables_and_a_plot(tool: ModuleType, tmp_path: Path) -> None:
     arguments = ["--tiny", "--layers", "1", "--tokens", "2", "--routing", "uniform"]
     arguments += ["--schemes", "bf16", "--rounds", "1", "--out", str(tmp_path / "a")]
     result = invoke(tool, *arguments)
@@ -398,16 +406,18 @@ def test_the_tiny_form_writes_a_record_tables_and_a_plot(tool: ModuleType, tmp_p
     assert outcomes["FusedMoE"] == outcomes["compose"] == outcomes["TritonExperts"] == "ok"
     assert (tmp_path / "a" / "bench.svg").is_file()
     assert "| bf16 | FusedMoE, defaults | 1 |" in result.output
-    again = invoke(tool, "--load", str(tmp_path / "a" / "bench.json"), "--out", str(tmp_path / "b"))
-    assert again.exit_code == 0, again.output
+    reloaded = invoke(
+        tool, "--load", str(tmp_path / "a" / "bench.json"), "--out", str(tmp_path / "b")
+    )
+    assert reloaded.exit_code == 0, reloaded.output
     name = "bench.md"
     assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
 
 
-def test_the_readme_gets_the_table_and_the_plot(
+def test_table_and_plot_are_written_to_the_readme(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report_of(*ROWS).write(tmp_path / "bench.json")
+    make_report(*ROWS).write(tmp_path / "bench.json")
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
     (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
@@ -442,7 +452,7 @@ def test_bad_options_name_what_is_needed(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_only_the_tiny_form_runs(tool: ModuleType) -> None:
+def test_full_run_needs_a_gpu(tool: ModuleType) -> None:
     result = invoke(tool)
     assert result.exit_code == 2
     assert "got no GPU" in " ".join(result.output.split())

@@ -1,4 +1,4 @@
-"""`mk bench --prepared`: additional rows of layers whose weights were prepared once."""
+"""`mk bench --prepared` adds rows of layers whose weights were prepared once."""
 
 import json
 from dataclasses import replace
@@ -29,16 +29,17 @@ pytestmark = NO_GPU
 launched = make_launched_fixture()
 mk = make_mk_fixture("bench", "--ms", "0.01")
 SIZES = {"hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
-LAYER = replace(MXFP4, tokens=26, **SIZES)  # 13 rows an expert: with prepared weights alone a path
+# 13 rows per expert; the path of 32-row tiles needs prepared weights
+LAYER = replace(MXFP4, tokens=26, **SIZES)
 CASE = LayerCase("small", replace(LAYER, quant="none"), RoutingKind("uniform"))
-WORDS = (
+OPTIONS = (
     *("--pf-type", PAIR[0], "--experts-type", PAIR[1], "--tokens", "26", "--prepared"),
     *(word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))),
 )
 
 
 @pytest.fixture(name="machine")
-def interpreted() -> Machine:
+def interpreted_machine() -> Machine:
     machine = this_machine()
     if not machine.interpreter:
         pytest.skip("no Triton here")
@@ -51,12 +52,12 @@ def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: li
         ("TritonExperts", False),
         ("TritonExperts prepared", True),
     ]
-    before: list[int] = []
+    launch_counts: list[int] = []
     report = run(
         BenchJob((CASE,), tuple(candidates), machine, target_ms=0.01),
-        lambda found: before.append(len(launched)),
+        lambda found: launch_counts.append(len(launched)),
     )
-    assert before[0] == 0 < before[1]
+    assert launch_counts[0] == 0 < launch_counts[1]
     assert set(launched) == {32}
     only_plain = replace(report, rows=report.rows[:1])
     plain, prepared = report.rows
@@ -73,20 +74,20 @@ def test_prepared_row_follows_the_row_of_its_pair(machine: Machine, launched: li
     assert tables.PREPARED_NOTE not in tables.markdown(only_plain)
 
 
-def test_wrongly_prepared_weights_are_wrong(
+def test_incorrectly_prepared_weights_are_reported_as_wrong(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def zeros(self: object, weights: Any, out: dict[str, torch.Tensor]) -> None:
+    def prepare_zeros(self: object, weights: Any, out: dict[str, torch.Tensor]) -> None:
         for tensor in out.values():
             tensor.zero_()
 
-    monkeypatch.setattr(TritonExperts, "prepare", zeros)
+    monkeypatch.setattr(TritonExperts, "prepare", prepare_zeros)
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
     (row,) = run(BenchJob((CASE,), tuple(candidates[1:]), machine, target_ms=0.01)).rows
     assert (row.status, row.us) == ("wrong", None)
 
 
-def test_layer_without_prepared_weights_is_refused(machine: Machine) -> None:
+def test_layers_without_prepared_weights_are_refused(machine: Machine) -> None:
     cases = (replace(CASE, problem=replace(CASE.problem, dtype=torch.float16)),)
     candidates = pairing_candidates(*PAIR, [LAYER], machine, prepared=True)
     (refused,) = run(BenchJob(cases, tuple(candidates[1:]), machine, target_ms=0.01)).rows
@@ -97,7 +98,7 @@ def test_layer_without_prepared_weights_is_refused(machine: Machine) -> None:
 def test_weight_sets_count_prepared_bytes(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sets of weights rotate as far as memory allows."""
+    """The number of weight sets that rotate depends on free memory."""
     sizes: list[float] = []
 
     def choose_rotation(call_bytes: float, weight_bytes: float, *others: Any, **more: Any) -> Any:
@@ -119,19 +120,19 @@ def test_only_parts_that_may_prepare_weights_are_created(
     a100 = Machine("cuda", (8, 0), frozenset({"triton"}), name="NVIDIA A100")
     assert prepared_specs_of(PAIR[1], LAYER, a100) == {}
     assert prepared_tensor_bytes(PAIR[1], replace(LAYER, quant="none")) == 0
-    made: list[object] = []
-    monkeypatch.setattr(PermuteExpertsUnpermute, "__init__", lambda *_: made.append(0))
+    created: list[object] = []
+    monkeypatch.setattr(PermuteExpertsUnpermute, "__init__", lambda *_: created.append(0))
     assert prepared_specs_of("DeepGemmExperts", LAYER) == {}
-    assert not made
+    assert not created
 
 
-def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
+def test_command_times_prepared_weights(mk: Mk, machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    done = mk(*WORDS, "--quant", "mxfp4_w4a16,none", "--json", str(path))
-    assert done.code == 0, done.err
-    assert "TritonExperts prepared mxfp4_w4a16" in done.out
-    assert tables.PREPARED_NOTE in done.out
-    assert "not timed with prepared weights: TritonExperts none" in done.err
+    result = mk(*OPTIONS, "--quant", "mxfp4_w4a16,none", "--json", str(path))
+    assert result.code == 0, result.err
+    assert "TritonExperts prepared mxfp4_w4a16" in result.out
+    assert tables.PREPARED_NOTE in result.out
+    assert "not timed with prepared weights: TritonExperts none" in result.err
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     assert {(row["layer"], row["prepared"], row["quant"]) for row in rows} == {
         ("TritonExperts", False, "none"),
@@ -142,9 +143,9 @@ def test_the_command(mk: Mk, machine: Machine, tmp_path: Path) -> None:
 
 
 def test_command_refuses_schemes_without_prepared_weights(mk: Mk, machine: Machine) -> None:
-    done = mk(*WORDS, "--quant", "none,fp8_w8a8_block")
-    assert (done.code, done.out) == (2, "")
-    assert "--prepared: got none, fp8_w8a8_block, not prepared by any" in done.err
+    result = mk(*OPTIONS, "--quant", "none,fp8_w8a8_block")
+    assert (result.code, result.out) == (2, "")
+    assert "--prepared: got none, fp8_w8a8_block, not prepared by any" in result.err
     other = mk("--prepared", "--hf", "x.json")
     assert other.code == 2
     assert "prepared" in other.err

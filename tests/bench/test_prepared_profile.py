@@ -16,7 +16,7 @@ pytestmark = NO_GPU
 launched = make_launched_fixture()
 mk = make_mk_fixture("profile", "--prepared")
 SIZES = {"tokens": 26, "hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
-WORDS = tuple(
+OPTIONS = tuple(
     word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
 )
 TORCH = ("--pf-type", PAIR[0], "--experts-type", "TorchExperts")
@@ -27,17 +27,25 @@ def test_report_has_the_bytes_of_prepared_weights(
 ) -> None:
     if not this_machine().interpreter:
         pytest.skip("no Triton here")
-    words = ("--pf-type", PAIR[0], "--experts-type", PAIR[1], "--quant", "mxfp4_w4a16", *WORDS)
+    pair_options = (
+        "--pf-type",
+        PAIR[0],
+        "--experts-type",
+        PAIR[1],
+        "--quant",
+        "mxfp4_w4a16",
+        *OPTIONS,
+    )
     against = ("--against", PAIR[0], "TorchExperts")
-    done = mk(*words, *against, "--out", str(tmp_path), "--json")
-    assert done.code == 0, done.err
-    assert set(launched) == {32}, "13 rows an expert: with prepared weights alone"
-    assert "profiled without prepared weights: TorchExperts mxfp4_w4a16" in done.err
-    first, second = (pair["ranks"][0] for pair in done.json["pairs"])
+    result = mk(*pair_options, *against, "--out", str(tmp_path), "--json")
+    assert result.code == 0, result.err
+    assert set(launched) == {32}, "with 13 rows per expert, this path needs prepared weights"
+    assert "profiled without prepared weights: TorchExperts mxfp4_w4a16" in result.err
+    first, second = (pair["ranks"][0] for pair in result.json["pairs"])
     problem = replace(MXFP4, **SIZES)
     assert first["prepared_bytes"] == prepared_tensor_bytes(PAIR[1], problem) > 0
     assert second["prepared_bytes"] == 0
-    assert done.json["output_difference"] < 0.05
+    assert result.json["output_difference"] < 0.05
     (page,) = tmp_path.glob("*.profile.html")
     assert "MiB of prepared weights" in page.read_text(encoding="utf-8")
     assert len(list(tmp_path.glob("*.trace.json"))) == 2
@@ -51,7 +59,7 @@ def test_files_without_prepared_weights_are_not_overwritten(mk: Mk, tmp_path: Pa
 
 @pytest.mark.parametrize("quant", ["none", "mxfp4_w4a16"])
 def test_schemes_without_prepared_weights_are_refused(mk: Mk, quant: str, tmp_path: Path) -> None:
-    done = mk(*TORCH, *WORDS, "--quant", quant, "--out", str(tmp_path / "new"))
-    assert (done.code, done.out) == (2, "")
-    assert f"--prepared: got {quant}, not prepared by TorchExperts" in done.err
+    result = mk(*TORCH, *OPTIONS, "--quant", quant, "--out", str(tmp_path / "new"))
+    assert (result.code, result.out) == (2, "")
+    assert f"--prepared: got {quant}, not prepared by TorchExperts" in result.err
     assert not (tmp_path / "new").exists()

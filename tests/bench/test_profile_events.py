@@ -1,4 +1,4 @@
-"""Stage times from traces: device time counts once, for the innermost range of its launch."""
+"""Stage times from traces. Device time counts once, for the innermost range of its launch."""
 
 import json
 import os
@@ -21,20 +21,21 @@ from modular_kernel.profiling.record import suppress_profiler_lines
 from modular_kernel.replay import stages
 
 
-def only(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:
+def find_call(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:
     (call,) = find_calls(events, on_gpu=on_gpu)
     return call
 
 
-def test_device_time_is_that_of_the_work_a_stage_launched() -> None:
-    call = only(call_events())
+def test_device_time_of_a_stage_is_that_of_its_launches() -> None:
+    call = find_call(call_events())
     assert {time.stage: time for time in call.times} == {
         stages.CALL: StageTime(stages.CALL, 1, 25.0, 0.0, 0),
         stages.PREPARE: StageTime(stages.PREPARE, 1, 5.0, 0.0, 0),
-        stages.SORT: StageTime(stages.SORT, 1, 10.0, 5.0, 1),  # 5 us are of work before the call
+        # 5 us are of work from before the call
+        stages.SORT: StageTime(stages.SORT, 1, 10.0, 5.0, 1),
         stages.EXPERTS: StageTime(stages.EXPERTS, 1, 30.0, 30.0, 1),
         stages.GATHER_GEMM1: StageTime(stages.GATHER_GEMM1, 1, 20.0, 1100.0, 2),
-        stages.GEMM2: StageTime(stages.GEMM2, 1, 10.0, 400.0, 1),  # the overlap is the copy's
+        stages.GEMM2: StageTime(stages.GEMM2, 1, 10.0, 400.0, 1),  # the overlap belongs to the copy
     }
     assert call.span_us == 1750 - 200
     assert call.host_us == 100
@@ -42,16 +43,16 @@ def test_device_time_is_that_of_the_work_a_stage_launched() -> None:
 
 
 def test_stages_and_remaining_times_add_up() -> None:
-    call = only(call_events())
+    call = find_call(call_events())
     assert call.busy_us == 5 + 1100 + 400 + 30
     assert call.staged_us == 5 + 1100 + 400
     assert call.coverage == pytest.approx(1505 / 1535)
-    rests = [time.stage for time in call.times if not time.is_stage]
-    assert rests == [stages.CALL, stages.PREPARE, stages.EXPERTS]
+    remaining = [time.stage for time in call.times if not time.is_stage]
+    assert remaining == [stages.CALL, stages.PREPARE, stages.EXPERTS]
 
 
 def test_host_times_are_used_without_a_gpu() -> None:
-    call = only(call_events(), on_gpu=False)
+    call = find_call(call_events(), on_gpu=False)
     assert {time.device_us for time in call.times} == {None}
     assert call.launches is None
     assert (call.busy_us, call.staged_us, call.span_us) == (100.0, 40.0, 100.0)
@@ -63,13 +64,13 @@ def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
         device_event("whose", 1710, 5, 77),
         device_event("later", 1800, 5, 78),
     ]
-    call = only(events)
+    call = find_call(events)
     assert StageTime(UNATTRIBUTED, 0, 0.0, 5.0, 1) in call.times
     assert call.coverage == pytest.approx(1505 / 1540)
 
 
-def test_another_thread_launches_into_the_stage_that_is_open() -> None:
-    """The launches of a thread that has ranges itself are not attributed to another thread."""
+def test_launches_of_other_threads_belong_to_the_open_stage() -> None:
+    """Launches of a thread that has its own ranges are not attributed to another thread."""
     events = [*call_events(), launch_event(53, 6, thread=99), device_event("helper", 1760, 40, 6)]
     events += [
         range_event(stages.SORT, 51, 58, thread=8),
@@ -77,7 +78,7 @@ def test_another_thread_launches_into_the_stage_that_is_open() -> None:
         device_event("own", 1800, 20, 7),
     ]
     events += [launch_event(55, 8, thread=8), device_event("of no call", 1820, 7, 8)]
-    times = {time.stage: time.device_us for time in only(events).times}
+    times = {time.stage: time.device_us for time in find_call(events).times}
     assert times[stages.GEMM2] == 400 + 40 + 20
     assert UNATTRIBUTED not in times
 
@@ -98,8 +99,8 @@ def test_median_call_of_several() -> None:
         median_call(find_calls([range_event(stages.GEMM1, 0, 1)], on_gpu=True))
 
 
-def test_a_part_without_stages_has_default_ones() -> None:
-    """Prepare launches nothing, and finalize has a stage, so neither becomes a stage."""
+def test_parts_without_stages_have_default_stages() -> None:
+    """Prepare launches nothing, and finalize has a stage. They therefore do not become stages."""
     ranges = [
         range_event(stages.CALL, 0, 100),
         range_event(stages.PREPARE, 0, 10),
@@ -113,7 +114,7 @@ def test_a_part_without_stages_has_default_ones() -> None:
         launch_event(75, 2),
         device_event("sum", 160, 10, 2),
     ]
-    call = only([*ranges, *work])
+    call = find_call([*ranges, *work])
     experts = stages.fuse(stages.GEMM1, stages.GEMM2)
     staged = {time.stage: time.device_us for time in call.times if time.is_stage}
     assert staged == {experts: 50.0, stages.REDUCE: 10.0}
@@ -122,35 +123,35 @@ def test_a_part_without_stages_has_default_ones() -> None:
     assert stages.PREPARE in {time.stage for time in call.times}
 
 
-def test_short_scopes_on_a_cpu_are_no_stages() -> None:
-    """A scope that takes no more than the overhead of a range is no stage."""
+def test_short_scopes_on_a_cpu_are_not_stages() -> None:
+    """A scope is not a stage if it takes no longer than the overhead of a range."""
     ranges = [
         range_event(stages.CALL, 0, 1000),
         range_event(stages.PREPARE, 0, 9),
         range_event(stages.EXPERTS, 10, 900),
         range_event(stages.FINALIZE, 900, 950),
     ]
-    times = only(ranges, on_gpu=False).times
+    times = find_call(ranges, on_gpu=False).times
     staged = {time.stage: time.host_us for time in times if time.is_stage}
     experts = stages.fuse(stages.GEMM1, stages.GEMM2)
     assert staged == {experts: 890.0, "mk::all_of_finalize": 50.0}
 
 
-FAULTY = {
+INVALID_TRACES = {
     "no object": 3,
     "no events": {"traceEvents": None},
-    "an event that is none": {"traceEvents": ["x"]},
+    "an invalid event": {"traceEvents": ["x"]},
     "an unknown phase": {"traceEvents": [range_event("a", 0, 1) | {"ph": "Y"}]},
     "no name": {"traceEvents": [range_event("a", 0, 1) | {"name": None}]},
     "no duration": {"traceEvents": [range_event("a", 2, 1)]},
-    "a time in words": {"traceEvents": [range_event("a", 0, 1) | {"ts": "0"}]},
+    "a time that is text": {"traceEvents": [range_event("a", 0, 1) | {"ts": "0"}]},
     "no process": {"traceEvents": [{"ph": "X", "name": "a", "ts": 0, "dur": 1, "tid": 1}]},
-    "a flow to nowhere": {"traceEvents": [range_event("a", 0, 1) | {"ph": "s"}]},
+    "an incomplete flow": {"traceEvents": [range_event("a", 0, 1) | {"ph": "s"}]},
     "bare metadata": {"traceEvents": [{"ph": "M", "name": "a", "pid": 1, "tid": 1}]},
 }
 
 
-@pytest.mark.parametrize("trace", FAULTY.values(), ids=FAULTY)
+@pytest.mark.parametrize("trace", INVALID_TRACES.values(), ids=INVALID_TRACES)
 def test_invalid_chrome_traces_are_refused(trace: object, tmp_path: Path) -> None:
     assert len(chrome.find_violations(trace)) == 1
     path = tmp_path / "x.json"
@@ -203,7 +204,7 @@ def test_barrier_spread_is_the_minimum() -> None:
     assert chrome.barrier_spread_us([trace(base, 100), trace(base)]) is None
 
 
-def test_the_profilers_own_lines_are_dropped_and_others_kept(
+def test_only_lines_of_the_profiler_are_suppressed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with suppress(ValueError), suppress_profiler_lines():

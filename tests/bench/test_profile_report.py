@@ -1,4 +1,4 @@
-"""The report of a profile: the summary, the JSON record, and the HTML page."""
+"""The report of a profile. It consists of a summary, a JSON record, and an HTML page."""
 
 import re
 from dataclasses import replace
@@ -22,16 +22,16 @@ from modular_kernel.spec.problem import Machine, Problem
 
 PROBLEM = Problem(tokens=10, hidden=32, intermediate=64, experts=4, top_k=2)
 GPU = Machine("cuda", (9, 0), frozenset(), name="<a GPU & more>")
-VOID = {"meta", "br"}
+VOID_TAGS = {"meta", "br"}
 
 
-def profiled(
+def make_sample_profile(
     *pairs: str, ranks: int = 1, trace: Trace | None = None, machine: Machine = GPU
 ) -> Profile:
     """Return a profile with the sample call of `call_events` for each pair.
 
-    In the sample call, the times of the stages add up to 1505 us, and the GPU is used for 1550 us,
-    from the start of the first kernel to the end of the last. The end-to-end time is 1500 us.
+    In the sample call, the times of the stages add up to 1505 us. The GPU is used for 1550 us, from
+    the start of the first kernel to the end of the last. The end-to-end time is 1500 us.
     """
     mode = "graph" if machine.device == "cuda" else "cpu"
     records = [
@@ -58,27 +58,29 @@ def profiled(
         for rank in range(ranks)
     ]  # fmt: skip
     job = ProfileJob((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
-    whole = trace or {"traceEvents": call_events()}
+    sample_trace = trace or {"traceEvents": call_events()}
     merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
-    return make_profile(job, records, [[whole] * ranks for _ in pairs], merged)
+    return make_profile(job, records, [[sample_trace] * ranks for _ in pairs], merged)
 
 
 def test_stage_and_its_floor() -> None:
-    (rank,) = profiled("A x B").pairs[0].ranks
+    (rank,) = make_sample_profile("A x B").pairs[0].ranks
     rows = {row.stage: row for row in rank.rows}
     gemm2 = rows[stages.GEMM2]
     assert gemm2.work is not None
     assert gemm2.floor is not None
-    # 2304 bytes of h, 3 experts of 4096 bytes, 1152 bytes of rows, at 1 byte a microsecond.
+    # 2304 bytes of h, 3 experts of 4096 bytes, and 1152 bytes of rows, at 1 byte per microsecond.
     assert (gemm2.work.bytes, gemm2.floor.us) == (15744, pytest.approx(15744))
     assert gemm2.percent_of_floor == pytest.approx(100 * 15744 / 400)
     assert rows[stages.EXPERTS].floor is None
 
 
-def test_largest_gap_row_has_the_most_time_above_its_roofline() -> None:
-    """GEMM 1 takes 1100 us and the sort 5 us; the sort has the lower percentage of its roofline."""
-    fast = profiled("A x B")
-    rank = fast.pairs[0].slowest
+def test_largest_gap_is_the_most_time_above_a_roofline() -> None:
+    """GEMM 1 takes 1100 us and the sort takes 5 us. The sort has the lower percentage of its
+    roofline.
+    """
+    profile = make_sample_profile("A x B")
+    rank = profile.pairs[0].slowest
     rows = tuple(
         replace(row, floor=replace(row.floor, us=us)) if row.floor else row
         for row, us in zip(rank.rows, (0, 0, 0.1, 0, 1000.0, 390.0), strict=True)
@@ -88,13 +90,13 @@ def test_largest_gap_row_has_the_most_time_above_its_roofline() -> None:
     assert rank.largest_gap_row.stage == stages.GATHER_GEMM1
     assert rank.lowest_percent_row is not None
     assert rank.lowest_percent_row.stage == stages.SORT
-    text = "\n".join(summary.describe_slowest_rank(replace(fast.pairs[0], ranks=(rank,))))
+    text = "\n".join(summary.describe_slowest_rank(replace(profile.pairs[0], ranks=(rank,))))
     assert "Largest gap to the roofline: permute+gemm1_activation, 1100 us against 1000" in text
     assert "Lowest percentage of roofline: sort, 2 %" in text
 
 
 def test_interpreted_times_have_no_percentage() -> None:
-    pair = profiled("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
+    pair = make_sample_profile("A x B", machine=Machine("cpu", interpreter=True)).pairs[0]
     column = summary.STAGE_COLUMNS.index("% of floor")
     assert {row[column] for row in summary.stage_cells(pair.slowest)} > {summary.ABSENT}
     rank = replace(pair.slowest, total=replace(pair.slowest.total, mode=INTERPRETER))
@@ -105,7 +107,7 @@ def test_interpreted_times_have_no_percentage() -> None:
 
 
 def test_summary_has_planned_and_eager_calls() -> None:
-    profile = profiled("A x B")
+    profile = make_sample_profile("A x B")
     (rank,) = profile.pairs[0].ranks
     # Sum of the stage times, divided by the time from the first kernel to the last.
     assert rank.sum_to_span == pytest.approx(1505 / 1550)
@@ -119,7 +121,7 @@ def test_summary_has_planned_and_eager_calls() -> None:
 
 
 def test_slowest_rank_is_shown() -> None:
-    profile = profiled("A x B", ranks=2)
+    profile = make_sample_profile("A x B", ranks=2)
     assert profile.pairs[0].slowest.rank == 1
     assert "rank 1, the slowest of 2" in summary.describe_slowest_rank(profile.pairs[0])[0]
     assert any("The link between ranks was not measured" in line for line in profile.missing)
@@ -127,17 +129,17 @@ def test_slowest_rank_is_shown() -> None:
 
 def test_missing_measurements_are_noted() -> None:
     cpu = Machine("cpu", interpreter=True)
-    missing = " ".join(profiled("A x B", machine=cpu).missing)
+    missing = " ".join(make_sample_profile("A x B", machine=cpu).missing)
     assert "No GPU was traced" in missing
     assert "ran in the interpreter" in missing
     without_launch = {"traceEvents": [*call_events(), device_event("whose", 1710, 5, 77)]}
     assert "5.0 us of device work has no launch" in " ".join(
-        profiled("A x B", trace=without_launch).missing
+        make_sample_profile("A x B", trace=without_launch).missing
     )
 
 
 def test_record_has_all_measurements() -> None:
-    record = to_json_types(to_record(profiled("A x B", "C x D", ranks=2)))
+    record = to_json_types(to_record(make_sample_profile("A x B", "C x D", ranks=2)))
     assert isinstance(record, dict)
     (rank, _) = record["pairs"][1]["ranks"]
     # 30 us of device time are in no stage.
@@ -150,7 +152,7 @@ def test_record_has_all_measurements() -> None:
 
 
 class _PageChecker(HTMLParser):
-    """Collects tags that are closed in the wrong order, and external resources."""
+    """A parser that collects tags closed in the wrong order, and external resources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +163,7 @@ class _PageChecker(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         self.faults += [f"{tag} {k}" for k, v in attrs if k in ("src", "href") or "//" in (v or "")]
-        if tag not in VOID:
+        if tag not in VOID_TAGS:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -173,7 +175,7 @@ class _PageChecker(HTMLParser):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_page_is_well_formed_and_self_contained(pairs: tuple[str, ...], ranks: int) -> None:
     later = [event | {"ts": event.get("ts", 0) + 1e9} for event in call_events()]
-    page = html.render_page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
+    page = html.render_page(make_sample_profile(*pairs, ranks=ranks, trace={"traceEvents": later}))
     checker = _PageChecker()
     checker.feed(page)
     checker.close()

@@ -1,4 +1,4 @@
-"""Work and rooflines of stages, computed by hand; fused stages; and the load of a rank."""
+"""Work and rooflines of stages computed by hand, fused stages, and the load of a rank."""
 
 from dataclasses import replace
 
@@ -19,21 +19,21 @@ from modular_kernel.spec.placement import Placement
 from modular_kernel.spec.problem import Parallel, Problem
 from modular_kernel.tensors import Routing
 
-# T 10, H 32, I 64 (N 128), K 2; 18 pairs of 9 rows here, 3 experts touched.
+# T = 10, H = 32, I = 64 (N = 128), and K = 2. This rank has 18 pairs of 9 rows and reads 3 experts.
 PROBLEM = Problem(tokens=10, hidden=32, intermediate=64, experts=4, top_k=2)
 LOAD = RankLoad(tokens=10, rows=9, pairs=18, touched=3, out=4, back=6)
 PEAKS = Peaks({"bfloat16": 1e12, "float8_e4m3fn": 2e12}, 1e9, 1e9, 1e9, "given")
 
 
-def works(*names: str, quant: str = "none") -> dict[str, StageWork]:
+def compute_works(*names: str, quant: str = "none") -> dict[str, StageWork]:
     problem = replace(PROBLEM, quant=quant)
     return compute_stage_works(names, problem, problem.scheme, LOAD)
 
 
 def test_every_stage_by_hand() -> None:
-    found = works(*stages.STAGES)
+    results = compute_works(*stages.STAGES)
     w1, w2 = 3 * 128 * 32 * 2, 3 * 32 * 64 * 2
-    assert found == {
+    assert results == {
         stages.QUANTIZE_INPUT: StageWork(0, 10 * 64, 0, 10 * 32),
         stages.DISPATCH: StageWork(0, 10 * 32, 0, 9 * 32, 6 * 32),
         stages.SORT: StageWork(0, 10 * 2 * 4, 0, 18 * 4),
@@ -49,41 +49,45 @@ def test_every_stage_by_hand() -> None:
 
 
 def test_gemms_read_the_output_of_the_previous_stage() -> None:
-    """Permuted rows are read once per pair; unquantized rows have the size of the dtype."""
-    plain = works(stages.GEMM1, stages.GEMM2)
+    """Permuted rows are read once per pair. Unquantized rows have the size of the dtype."""
+    plain = compute_works(stages.GEMM1, stages.GEMM2)
     assert (plain[stages.GEMM1].read, plain[stages.GEMM2].read) == (9 * 64, 18 * 128)
-    permuted = works(stages.PERMUTE, stages.GEMM1)
+    permuted = compute_works(stages.PERMUTE, stages.GEMM1)
     assert permuted[stages.GEMM1].read == 18 * 64
-    by_token = works(stages.QUANTIZE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
+    by_token = compute_works(stages.QUANTIZE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
     assert by_token[stages.GEMM1].read == pytest.approx(9 * (32 + 4))
     assert by_token[stages.GEMM1].weights == 3 * 128 * 32
 
 
 def test_fused_stage_has_no_intermediate_traffic() -> None:
     name = stages.fuse(stages.QUANTIZE, stages.GEMM2, stages.REDUCE)
-    (work,) = works(name).values()
+    (work,) = compute_works(name).values()
     assert work == StageWork(2 * 18 * 64 * 32, 18 * 128, 3 * 32 * 64 * 2, 9 * 64)
-    gathered = works(stages.GATHER_GEMM1)[stages.GATHER_GEMM1]
+    gathered = compute_works(stages.GATHER_GEMM1)[stages.GATHER_GEMM1]
     assert gathered.read == 9 * 64
-    sent = works(stages.QUANTIZE_DISPATCH, quant="fp8_w8a8_channel")[stages.QUANTIZE_DISPATCH]
+    sent = compute_works(stages.QUANTIZE_DISPATCH, quant="fp8_w8a8_channel")[
+        stages.QUANTIZE_DISPATCH
+    ]
     assert sent == StageWork(0, 10 * 64, 0, 9 * 36, 6 * 36)
 
 
 def test_rows_that_experts_quantize_are_dispatched_unquantized() -> None:
-    quantizes = stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
-    late = works(stages.DISPATCH, stages.PERMUTE, quantizes, quant="fp8_w8a8_channel")
-    assert late[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
-    assert late[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
+    quantize_and_gemm1 = stages.fuse(stages.QUANTIZE_INPUT, stages.GEMM1)
+    computed = compute_works(
+        stages.DISPATCH, stages.PERMUTE, quantize_and_gemm1, quant="fp8_w8a8_channel"
+    )
+    assert computed[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
+    assert computed[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
 
 
 def test_unknown_stages_have_no_work() -> None:
-    assert works("mk::mine", stages.fuse(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
+    assert compute_works("mk::mine", stages.fuse(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
 
 
 def test_floor_is_the_maximum_of_three_limits() -> None:
     def floor(work: StageWork, link: float | None = None) -> tuple[float, str]:
-        found = compute_stage_roofline(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
-        return found.us, found.bound
+        results = compute_stage_roofline(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
+        return results.us, results.bound
 
     assert floor(StageWork(flops=3e6, read=1e3, weights=5e2, written=4e2)) == (3.0, "compute")
     assert floor(StageWork(read=1e3, weights=5e2, written=4e2)) == (pytest.approx(1.9), "memory")
@@ -97,35 +101,37 @@ def test_stage_work_sums_to_the_work_of_the_layer(quant: str) -> None:
     """The sums over stages equal the weights and flops of the roofline of the whole layer."""
     problem = replace(PROBLEM, quant=quant, bias=True)
     scheme = problem.scheme
-    found = compute_stage_works((stages.GEMM1, stages.GEMM2), problem, scheme, LOAD)
-    whole = compute_work(problem, scheme, [Load(18, 3, 1.0)])
-    assert sum(work.flops for work in found.values()) == whole.flops
-    weights = sum(work.weights for work in found.values())
+    results = compute_stage_works((stages.GEMM1, stages.GEMM2), problem, scheme, LOAD)
+    layer_work = compute_work(problem, scheme, [Load(18, 3, 1.0)])
+    assert sum(work.flops for work in results.values()) == layer_work.flops
+    weights = sum(work.weights for work in results.values())
     assert weights == pytest.approx(3 * expert_bytes(problem, scheme))
-    assert compute_roofline(whole, problem, scheme, PEAKS).us > 0
+    assert compute_roofline(layer_work, problem, scheme, PEAKS).us > 0
 
 
 def test_rows_that_a_rank_receives_and_sends() -> None:
-    """Experts 0 and 1 are on rank 0, 2 and 3 on rank 1; rows are counted by hand."""
+    """Experts 0 and 1 are on rank 0, and experts 2 and 3 on rank 1. The rows are counted by
+    hand.
+    """
     ids = ([[0, 1], [0, 2], [2, 3], [-1, 3]], [[0, 2], [2, 3], [1, 0]])
     routings = [Routing(torch.ones(len(each), 2), torch.tensor(each)) for each in ids]
     problem = replace(PROBLEM, tokens=4, parallel=Parallel(2))
-    here = [
+    loads = [
         load_of_rank(routings, replace(problem, parallel=Parallel(2, rank=rank)), replicated=False)
         for rank in (0, 1)
     ]
-    assert here[0] == RankLoad(tokens=4, rows=4, pairs=6, touched=2, out=3, back=2)
-    assert here[1] == RankLoad(tokens=3, rows=5, pairs=7, touched=2, out=2, back=3)
-    same = load_of_rank([routings[0]] * 2, problem, replicated=True)
-    assert same == RankLoad(tokens=4, rows=2, pairs=3, touched=2, out=0, back=4)
+    assert loads[0] == RankLoad(tokens=4, rows=4, pairs=6, touched=2, out=3, back=2)
+    assert loads[1] == RankLoad(tokens=3, rows=5, pairs=7, touched=2, out=2, back=3)
+    replicated = load_of_rank([routings[0]] * 2, problem, replicated=True)
+    assert replicated == RankLoad(tokens=4, rows=2, pairs=3, touched=2, out=0, back=4)
 
 
-def test_ranks_alternate_between_copies_of_an_expert() -> None:
-    """Expert 0 is on both ranks, and each rank keeps the row of its first token."""
-    one = Routing(torch.ones(1, 1), torch.tensor([[0]]))
+def test_copies_of_an_expert_are_used_in_turn() -> None:
+    """Expert 0 is on both ranks. Each rank keeps the row of its first token."""
+    routing = Routing(torch.ones(1, 1), torch.tensor([[0]]))
     placement = Placement(((0, 1), (0, 2)))
     problem = Problem(tokens=1, hidden=32, intermediate=32, experts=3, top_k=1)
     for rank in (0, 1):
-        own = replace(problem, parallel=Parallel(2, placement, rank))
-        load = load_of_rank([one, one], own, replicated=False)
+        rank_problem = replace(problem, parallel=Parallel(2, placement, rank))
+        load = load_of_rank([routing, routing], rank_problem, replicated=False)
         assert load == RankLoad(tokens=1, rows=1, pairs=1, touched=1)

@@ -1,7 +1,7 @@
-"""Every configuration class of the installed transformers with experts is read or refused.
+"""Every configuration class with experts in the installed transformers is read or refused.
 
-The files are those that the classes write. Their meaning is checked against the modules that
-compute: shapes of the experts' parameters on the meta device, and their activation on random
+The tests read the files that these classes write. They compare the result with the model's modules:
+with the shapes of the experts' parameters on the meta device, and with their activation on random
 values.
 """
 
@@ -26,11 +26,11 @@ from modular_kernel.spec.problem import ActivationSpec, Problem
 transformers = pytest.importorskip("transformers")
 
 MODELS = Path(transformers.__file__).parent / "models"
-ABOUT = re.compile("expert|moe")
-PROSE = re.compile(r"[a-z_]*rout(?:ed|er|e)_scal(?:ing_factor|e)")
+EXPERT_FIELD = re.compile("expert|moe")
+SCALING_FIELD = re.compile(r"[a-z_]*rout(?:ed|er|e)_scal(?:ing_factor|e)")
 
-# What a class leaves open: its defaults describe no layer.
-FILLED: dict[str, dict[str, object]] = {
+# Values for classes whose defaults do not describe a layer.
+MISSING_VALUES: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_ocr2_text": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
@@ -45,7 +45,7 @@ FILLED: dict[str, dict[str, object]] = {
     "hunyuan_v1_moe": {"num_experts": 64, "moe_topk": 8, "intermediate_size": 3072},
     "nemotron_h": {"hidden_size": 2688},
 }
-# By hand: what no parameter shows.
+# Types that apply router weights to the input. The parameters do not show this.
 ON_INPUT = {"llama4_text"}
 REFUSED = {
     "doge",
@@ -58,8 +58,8 @@ REFUSED = {
     "switch_transformers",
     "vitpose_backbone",
 }
-# Classes that came after the oldest release that is tested.
-SINCE = {
+# Types that are newer than the oldest tested release, and the release that added them.
+ADDED_IN = {
     "hy_v4_vl_text": (5, 24),
     "inkling2_loop_text": (5, 24),
     "lara_mini": (5, 24),
@@ -67,11 +67,13 @@ SINCE = {
     "sarvam_moe": (5, 24),
 }
 RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-HERE = {kind: family for kind, family in FAMILIES.items() if SINCE.get(kind, RELEASE) <= RELEASE}
-# Made by classes without a model_type: parts of DBRX's and Qwen3-Omni's files.
-NAMELESS = {"DbrxFFNConfig", "Qwen3OmniMoeTalkerConfig"}
-# The numbers of the published default of some classes, from the papers and files they name.
-BY_HAND = {
+INSTALLED = {
+    kind: family for kind, family in FAMILIES.items() if ADDED_IN.get(kind, RELEASE) <= RELEASE
+}
+# Classes without a model_type. They are parts of the files of DBRX and Qwen3-Omni.
+WITHOUT_TYPE = {"DbrxFFNConfig", "Qwen3OmniMoeTalkerConfig"}
+# The published defaults of some classes, from the papers and files that they name.
+PUBLISHED_SIZES = {
     "mixtral": (8, 2, 4096, 14336, 1.0),
     "deepseek_v3": (256, 8, 7168, 2048, 2.5),
     "qwen3_moe": (128, 8, 2048, 768, 1.0),
@@ -85,50 +87,50 @@ BY_HAND = {
 }
 
 
-# Made with arguments only.
+# Classes that need arguments.
 WITHOUT_DEFAULTS = {"Gemma4AssistantConfig", "NougatConfig"}
 
 
 @cache
 def config_classes() -> dict[str, type]:
-    found: dict[str, type] = {}
+    classes: dict[str, type] = {}
     for path in sorted(MODELS.glob("*/configuration_*.py")):
         module = import_module(f"transformers.models.{path.parent.name}.{path.stem}")
         for name, value in vars(module).items():
-            own = isinstance(value, type) and value.__module__ == module.__name__
-            if own and issubclass(value, transformers.PreTrainedConfig):
-                found[name] = value
-    return found
+            is_defined_here = isinstance(value, type) and value.__module__ == module.__name__
+            if is_defined_here and issubclass(value, transformers.PreTrainedConfig):
+                classes[name] = value
+    return classes
 
 
-def mentions(value: Any) -> bool:
+def mentions_experts(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return any(ABOUT.search(str(key)) or mentions(one) for key, one in value.items())
+    return any(EXPERT_FIELD.search(str(key)) or mentions_experts(one) for key, one in value.items())
 
 
 @cache
-def with_experts() -> dict[str, type]:
-    """Return the classes with fields about experts, in themselves or in a part."""
-    found = {}
+def classes_with_experts() -> dict[str, type]:
+    """Return the classes with fields about experts. The fields may be in a part of the config."""
+    classes = {}
     for name, cls in config_classes().items():
         try:
-            has = mentions(cls().to_dict())
+            has_experts = mentions_experts(cls().to_dict())
         except (ValueError, StrictDataclassError):
             assert name in WITHOUT_DEFAULTS
-            has = any(ABOUT.search(field.name) for field in fields(cls))
-        if has:
-            found[name] = cls
-    return found
+            has_experts = any(EXPERT_FIELD.search(field.name) for field in fields(cls))
+        if has_experts:
+            classes[name] = cls
+    return classes
 
 
-def written(config: Any, path: Path) -> str:
+def write_config(config: Any, path: Path) -> str:
     path.write_text(config.to_json_string())
     return str(path)
 
 
-def language_of(config: Any) -> Any:
-    """Return the part of a configuration that the reader should find."""
+def language_config_of(config: Any) -> Any:
+    """Return the part of a configuration that should be read."""
     for _ in range(3):
         if config.model_type in FAMILIES:
             return config
@@ -136,12 +138,16 @@ def language_of(config: Any) -> Any:
     raise AssertionError("no part of a known type")
 
 
-def made(cls: type) -> Any:
-    """Return an instance with all sizes set, in itself or in its language model."""
-    config = cls(**FILLED.get(cls.model_type, {}))
-    inside = getattr(config, "text_config", None)
-    more = FILLED.get(getattr(inside, "model_type", ""), {})
-    return cls(text_config={"model_type": inside.model_type, **more}) if more else config
+def make_config(cls: type) -> Any:
+    """Return an instance in which all sizes are set, also in its language model."""
+    config = cls(**MISSING_VALUES.get(cls.model_type, {}))
+    inner_config = getattr(config, "text_config", None)
+    missing_values = MISSING_VALUES.get(getattr(inner_config, "model_type", ""), {})
+    return (
+        cls(text_config={"model_type": inner_config.model_type, **missing_values})
+        if missing_values
+        else config
+    )
 
 
 def experts_of(config: Any) -> Any:
@@ -152,8 +158,10 @@ def experts_of(config: Any) -> Any:
         return getattr(module, name)(getattr(config, "ffn_config", config))
 
 
-def shape_of(config: Any, module: Any) -> tuple[int, int, int, int]:
-    """Return the numbers of experts, hidden, intermediate and w1 rows, from the parameters."""
+def expert_sizes(config: Any, module: Any) -> tuple[int, int, int, int]:
+    """Return the number of experts, the hidden size, the intermediate size, and the rows of w1.
+    They are taken from the parameters.
+    """
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters()}
     if config.model_type == "dbrx":
         width = config.ffn_config.ffn_hidden_size
@@ -172,8 +180,10 @@ def shape_of(config: Any, module: Any) -> tuple[int, int, int, int]:
     return experts, hidden, width, rows
 
 
-def gated(config: Any, module: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the experts' own activation of (rows, 2I), or of (rows, I) if they are ungated."""
+def apply_activation(config: Any, module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the activation of the experts module for (rows, 2I), or for (rows, I) if it is
+    ungated.
+    """
     apply = getattr(module, "_apply_gate", None)
     if config.model_type == "nemotron_h":
         return module.act_fn(values)
@@ -184,42 +194,44 @@ def gated(config: Any, module: Any, values: torch.Tensor) -> torch.Tensor:
     return getattr(module, act)(gate) * up
 
 
-# Types that a wrapper renames, or of code that is published beside the model.
+# Types that a wrapper renames, or whose code is published with the model.
 WITHOUT_CLASS = {"kimi_k2", "bailing_moe", "bailing_moe_v2", "deepseek", "step3_text"}
 
 
-def readable() -> list[str]:
-    return [name for name in HERE if name not in REFUSED | WITHOUT_CLASS]
+def list_readable_types() -> list[str]:
+    return [name for name in INSTALLED if name not in REFUSED | WITHOUT_CLASS]
 
 
 def class_of(kind: str) -> type:
-    return next(cls for cls in with_experts().values() if cls.model_type == kind)
+    return next(cls for cls in classes_with_experts().values() if cls.model_type == kind)
 
 
 def test_every_class_with_experts_is_known() -> None:
-    """The table has no other entries, except for WITHOUT_CLASS."""
-    types = {cls.model_type for cls in with_experts().values()}
-    assert {name for name, cls in with_experts().items() if not cls.model_type} == NAMELESS
-    leaves = {kind for kind in types if kind and mentions(own_fields(kind))}
-    assert leaves == set(HERE) - WITHOUT_CLASS
+    """The table has no other entries except WITHOUT_CLASS."""
+    types = {cls.model_type for cls in classes_with_experts().values()}
+    assert {
+        name for name, cls in classes_with_experts().items() if not cls.model_type
+    } == WITHOUT_TYPE
+    leaves = {kind for kind in types if kind and mentions_experts(expert_fields(kind))}
+    assert leaves == set(INSTALLED) - WITHOUT_CLASS
     assert {kind for kind, family in FAMILIES.items() if family.unsupported} == REFUSED
 
 
-def own_fields(kind: str) -> dict[str, None]:
+def expert_fields(kind: str) -> dict[str, None]:
     config = class_of(kind)
-    inside = {"ffn_config": None} if kind == "dbrx" else {}
-    names = [field.name for field in fields(config) if ABOUT.search(field.name)]
-    return dict.fromkeys(["moe"] if inside else names)
+    inner_config = {"ffn_config": None} if kind == "dbrx" else {}
+    names = [field.name for field in fields(config) if EXPERT_FIELD.search(field.name)]
+    return dict.fromkeys(["moe"] if inner_config else names)
 
 
-@pytest.mark.parametrize("kind", readable())
-def test_a_class_is_read_as_its_experts_compute(kind: str, tmp_path: Path) -> None:
-    config = made(class_of(kind))
-    facts = problem_fields_of_file(written(config, tmp_path / "config.json"))
+@pytest.mark.parametrize("kind", list_readable_types())
+def test_configs_are_read_as_their_experts_compute(kind: str, tmp_path: Path) -> None:
+    config = make_config(class_of(kind))
+    facts = problem_fields_of_file(write_config(config, tmp_path / "config.json"))
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
     module = experts_of(config)
     shape = (problem.experts, problem.hidden, problem.intermediate, problem.w1_rows)
-    assert shape == shape_of(config, module)
+    assert shape == expert_sizes(config, module)
     names = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
     inner = getattr(config, "ffn_config", config)
     top_k = [getattr(inner, n) for n in (*names, "moe_top_k") if hasattr(inner, n)]
@@ -228,80 +240,86 @@ def test_a_class_is_read_as_its_experts_compute(kind: str, tmp_path: Path) -> No
     assert problem.apply_router_weight_on_input == (kind in ON_INPUT)
     assert not getattr(module, "has_post_expert_norm", False)
     values = 4 * torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-    expected = gated(config, module, values)
+    expected = apply_activation(config, module, values)
     torch.testing.assert_close(activation(values, problem.act), expected)
 
 
-@pytest.mark.parametrize("kind", readable())
-def test_the_table_agrees_with_the_sources(kind: str) -> None:
-    """The named classes exist, and a factor is read exactly where the source uses one."""
+@pytest.mark.parametrize("kind", list_readable_types())
+def test_table_agrees_with_the_sources(kind: str) -> None:
+    """The named classes exist. A scaling factor is read exactly if the source uses one."""
     family = FAMILIES[kind]
     folder, *names = family.source.split()
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
     assert [name for name in names if f"class {name}(" not in code] == []
-    own = code
-    if folder == "dots3_note":  # its other experts, of images, have a factor of another name
-        own = code.replace("router_scaling_factor", "")
-    used = {found for found in PROSE.findall(own) if f"config.{found}" in own}
+    relevant_code = code
+    if folder == "dots3_note":  # its image experts have a factor with another name
+        relevant_code = code.replace("router_scaling_factor", "")
+    used = {
+        classes
+        for classes in SCALING_FIELD.findall(relevant_code)
+        if f"config.{classes}" in relevant_code
+    }
     assert used <= {family.scaling.removesuffix("?")}
     assert not family.scaling or f"config.{family.scaling.removesuffix('?')}" in code
 
 
-@pytest.mark.parametrize("kind", sorted(REFUSED & set(HERE)))
+@pytest.mark.parametrize("kind", sorted(REFUSED & set(INSTALLED)))
 def test_unsupported_layers_are_refused_by_name(kind: str, tmp_path: Path) -> None:
     family = FAMILIES[kind]
     folder, name = family.source.split()
     code = (MODELS / folder / f"modeling_{folder}.py").read_text()
     assert f"class {name}(" in code
     with pytest.raises(ConfigurationError, match=re.escape(kind)) as caught:
-        problem_fields_of_file(written(class_of(kind)(), tmp_path / "config.json"))
+        problem_fields_of_file(write_config(class_of(kind)(), tmp_path / "config.json"))
     assert family.unsupported in str(caught.value)
 
 
-def test_a_model_of_several_inputs_is_read_as_its_language_model(tmp_path: Path) -> None:
+def test_multimodal_models_are_read_as_their_language_models(tmp_path: Path) -> None:
     read = set()
-    for name, cls in with_experts().items():
-        if cls.model_type in FAMILIES or name in NAMELESS - {"Qwen3OmniMoeTalkerConfig"}:
+    for name, cls in classes_with_experts().items():
+        if cls.model_type in FAMILIES or name in WITHOUT_TYPE - {"Qwen3OmniMoeTalkerConfig"}:
             continue
         if cls.model_type == "vitpose":
-            continue  # below: its experts are no language model's
-        config = made(cls)
-        inner = language_of(config)
+            continue  # its experts are not in a language model; see the next test
+        config = make_config(cls)
+        inner = language_config_of(config)
         if FAMILIES[inner.model_type].unsupported:
             with pytest.raises(ConfigurationError, match=inner.model_type):
-                problem_fields_of_file(written(config, tmp_path / "outer.json"))
+                problem_fields_of_file(write_config(config, tmp_path / "outer.json"))
             continue
-        outer = problem_fields_of_file(written(config, tmp_path / "outer.json"))
-        assert outer == problem_fields_of_file(written(inner, tmp_path / "inner.json")), name
+        outer = problem_fields_of_file(write_config(config, tmp_path / "outer.json"))
+        assert outer == problem_fields_of_file(write_config(inner, tmp_path / "inner.json")), name
         read.add(cls.model_type)
     assert {"llama4", "kimi_k25", "qwen3_omni_moe", "qwen3_vl_moe", "gemma4"} <= read
 
 
 def test_experts_of_a_backbone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="vitpose"):
-        problem_fields_of_file(written(class_of("vitpose")(), tmp_path / "config.json"))
+        problem_fields_of_file(write_config(class_of("vitpose")(), tmp_path / "config.json"))
 
 
-@pytest.mark.parametrize("kind", BY_HAND)
+@pytest.mark.parametrize("kind", PUBLISHED_SIZES)
 def test_published_defaults(kind: str, tmp_path: Path) -> None:
-    facts = problem_fields_of_file(written(class_of(kind)(), tmp_path / "config.json"))
+    facts = problem_fields_of_file(write_config(class_of(kind)(), tmp_path / "config.json"))
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
     sizes = (problem.experts, problem.top_k, problem.hidden, problem.intermediate)
-    assert (*sizes, problem.routed_scaling_factor) == BY_HAND[kind]
+    assert (*sizes, problem.routed_scaling_factor) == PUBLISHED_SIZES[kind]
 
 
-def test_the_latent_size_is_the_hidden_size_of_the_experts(tmp_path: Path) -> None:
+def test_latent_size_is_the_hidden_size_of_the_experts(tmp_path: Path) -> None:
     config = class_of("nemotron_h")(moe_latent_size=1024, hidden_size=4096)
-    facts = problem_fields_of_file(written(config, tmp_path / "config.json"))
+    facts = problem_fields_of_file(write_config(config, tmp_path / "config.json"))
     assert facts["hidden"] == 1024
     assert ActivationSpec.parse(str(facts["activation"])).gated is False
     problem = Problem(tokens=1, **facts)  # type: ignore[arg-type]
     shape = (problem.experts, problem.hidden, problem.intermediate, problem.w1_rows)
-    assert shape == shape_of(config, experts_of(config))
+    assert shape == expert_sizes(config, experts_of(config))
 
 
-def test_limits_of_a_layer(tmp_path: Path) -> None:
-    """step3p5 has a limit per layer: none, the same for all, or a refusal."""
+def test_limits_per_layer(tmp_path: Path) -> None:
+    """step3p5 has a limit per layer. The limits may all be absent or all equal. Otherwise the
+    config is refused.
+    """
     cls = class_of("step3p5")
     config = json.loads(cls().to_json_string())
     path = tmp_path / "config.json"

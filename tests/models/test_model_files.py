@@ -1,5 +1,4 @@
-"""`--model PATH`: a config.json is read as data; unknown content that changes the layer is
-refused."""
+"""`--model PATH` reads a config.json as data. Unknown content that changes the layer is refused."""
 
 import json
 import os
@@ -30,7 +29,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_model_path, problem_fields_of_file
 
 OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
-KNOWN = {
+SUPPORTED = {
     "mixtral": (MIXTRAL, "T16-H4096-I14336-E8-K2-bfloat16"),
     "qwen3": (QWEN3, "T16-H2048-I768-E128-K8-float16"),
     "deepseek": (
@@ -38,8 +37,11 @@ KNOWN = {
         "T16-H7168-I2048-E256-K8-bfloat16-quant=fp8_w8a8_block-routed_scaling_factor=2.5",
     ),
     "gpt-oss": (GPT_OSS, f"T16-H2880-I2880-E128-K4-bfloat16-quant=mxfp4_w4a16-{OAI}"),
-    "inside": ({"text_config": QWEN3, "vision_config": {}}, "T16-H2048-I768-E128-K8-float16"),
-    "inside, with its parent's scheme and dtype": (
+    "in text_config": (
+        {"text_config": QWEN3, "vision_config": {}},
+        "T16-H2048-I768-E128-K8-float16",
+    ),
+    "in text_config, with outer scheme and dtype": (
         {
             "model_type": "any",
             "text_config": without(QWEN3, "dtype"),
@@ -48,11 +50,11 @@ KNOWN = {
         },
         "T16-H2048-I768-E128-K8-float16-quant=fp8_w8a8_block",
     ),
-    "inside, with a dtype of its own": (
+    "in text_config, with its own dtype": (
         {"text_config": QWEN3 | {"quantization_config": FP8}, "torch_dtype": "float32"},
         "T16-H2048-I768-E128-K8-float16-quant=fp8_w8a8_block",
     ),
-    "two deep": (
+    "nested twice": (
         {
             "model_type": "qwen3_omni_moe",
             "quantization_config": FP8,
@@ -75,9 +77,9 @@ KNOWN = {
     ),
     "dbrx": (DBRX, "T16-H6144-I10752-E16-K4-bfloat16"),
     "kimi-linear": (KIMI_LINEAR, "T16-H2304-I1024-E256-K8-bfloat16-routed_scaling_factor=2.446"),
-    "one number a layer": (HUNYUAN, "T16-H4096-I3072-E64-K8-bfloat16"),
+    "one size per layer": (HUNYUAN, "T16-H4096-I3072-E64-K8-bfloat16"),
     "inkling": (INKLING, "T16-H64-I32-E8-K2-bfloat16-routed_scaling_factor=1.5"),
-    "a factor of null": (
+    "scaling factor is null": (
         without(DEEPSEEK, "routed_scaling_factor", "quantization_config")
         | {"model_type": "mimo_v2_flash", "routed_scaling_factor": None},
         "T16-H7168-I2048-E256-K8-bfloat16",
@@ -113,31 +115,31 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize(("config", "problem"), KNOWN.values(), ids=KNOWN.keys())
-def test_a_config_makes_its_problem(tmp_path: Path, config: dict, problem: str) -> None:
+@pytest.mark.parametrize(("config", "problem"), SUPPORTED.values(), ids=SUPPORTED.keys())
+def test_problem_of_each_config(tmp_path: Path, config: dict, problem: str) -> None:
     path = written(tmp_path, config)
     assert str(ProblemOptions(model=path).problem()) == problem
     assert load_problem_fields(f"{tmp_path}{os.sep}") == load_problem_fields(
         path
-    )  # the folder stands for its config.json
+    )  # a folder means its config.json
     assert ProblemOptions(model=path, hidden=64, quant="none").problem().hidden == 64
 
 
-HOSTILE: dict[str, Any] = {
-    "no json": "{",
-    "nothing": "",
+INVALID: dict[str, Any] = {
+    "not JSON": "{",
+    "empty": "",
     "a list": "[]",
-    "deep": "[" * 100_000,
+    "nested deeply": "[" * 100_000,
     "a duplicate key": '{"num_experts": 8, "num_experts": 4}',
     "dense": {"hidden_size": 4096, "intermediate_size": 11008},
     "no type": without(MIXTRAL, "model_type"),
-    "another type": MIXTRAL | {"model_type": "mixtral2"},
+    "unknown type": MIXTRAL | {"model_type": "mixtral2"},
     "a type that is a list": MIXTRAL | {"model_type": ["mixtral"]},
     "a type with experts of another kind": MIXTRAL | {"model_type": "doge"},
     "no activation": without(MIXTRAL, "hidden_act"),
-    "an activation of another function": MIXTRAL | {"hidden_act": "quick_gelu"},
-    "ungated with a gated one's": NEMOTRON | {"mlp_hidden_act": "silu"},
-    "no factor": without(DEEPSEEK, "routed_scaling_factor"),
+    "unsupported activation": MIXTRAL | {"hidden_act": "quick_gelu"},
+    "ungated with a gated activation": NEMOTRON | {"mlp_hidden_act": "silu"},
+    "no scaling factor": without(DEEPSEEK, "routed_scaling_factor"),
     "no limit": without(GPT_OSS, "swiglu_limit"),
     "sizes that differ by layer": HUNYUAN | {"moe_topk": [8, 4]},
     "sizes that differ by name": HUNYUAN | {"num_experts_per_tok": 4},
@@ -151,16 +153,16 @@ HOSTILE: dict[str, Any] = {
     "two dtypes": MIXTRAL | {"dtype": "float16"},
     "experts in an unknown dtype": DEEPSEEK | {"expert_dtype": "fp6"},
     "experts in a dtype without a scheme": MIXTRAL | {"expert_dtype": "fp4"},
-    "inside nothing": {"text_config": None},
-    "inside itself, again": {"text_config": {"text_config": {"text_config": QWEN3}}},
+    "text_config is null": {"text_config": None},
+    "nested too deeply": {"text_config": {"text_config": {"text_config": QWEN3}}},
     "no hidden": {k: v for k, v in MIXTRAL.items() if k != "hidden_size"},
     "hidden is text": MIXTRAL | {"hidden_size": "4096"},
     "hidden is true": MIXTRAL | {"hidden_size": True},
     "hidden is huge": MIXTRAL | {"hidden_size": 10**30},
     "hidden is 0": MIXTRAL | {"hidden_size": 0},
-    "hidden is half": MIXTRAL | {"hidden_size": 4096.5},
+    "hidden is a fraction": MIXTRAL | {"hidden_size": 4096.5},
     "intermediate is a list": MIXTRAL | {"intermediate_size": [1, 2]},
-    "more than all": MIXTRAL | {"num_experts_per_tok": 9},
+    "top_k above the experts": MIXTRAL | {"num_experts_per_tok": 9},
     "activation": MIXTRAL | {"hidden_act": "__import__('os')"},
     "activation is a number": MIXTRAL | {"hidden_act": 5},
     "activation is an object without its name": {
@@ -181,11 +183,11 @@ HOSTILE: dict[str, Any] = {
     "block": DEEPSEEK | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1]}},
     "bits": MIXTRAL | {"quantization_config": {"quant_method": "gptq", "bits": 3}},
     "limit": GPT_OSS | {"swiglu_limit": "seven"},
-    "large": " " * (1 << 20) + "{}",
+    "file too large": " " * (1 << 20) + "{}",
 }
 
 
-@pytest.mark.parametrize("config", HOSTILE.values(), ids=HOSTILE.keys())
+@pytest.mark.parametrize("config", INVALID.values(), ids=INVALID.keys())
 def test_unsupported_configs_raise_typed_errors(tmp_path: Path, config: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         problem_fields_of_file(written(tmp_path, config))
@@ -220,11 +222,11 @@ def test_tune_keeps_the_schemes_of_files(tmp_path: Path) -> None:
     assert (problem.quant, more) == ("none", [])
 
 
-def test_an_option_overrides_the_file(tmp_path: Path) -> None:
+def test_options_override_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, {"text_config": LLAMA4})
     assert ProblemOptions(model=path).problem().apply_router_weight_on_input
-    given = ProblemOptions(model=path, router_weight_on_input=False)
-    assert not given.problem().apply_router_weight_on_input
+    without_option = ProblemOptions(model=path, router_weight_on_input=False)
+    assert not without_option.problem().apply_router_weight_on_input
 
 
 def test_unreadable_files_raise_typed_errors(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_unreadable_files_raise_typed_errors(tmp_path: Path) -> None:
         problem_fields_of_file(str(tmp_path))
 
 
-def test_a_folder_without_a_config_is_refused_with_the_name_of_the_file(tmp_path: Path) -> None:
+def test_error_names_the_missing_config_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as refused:
         problem_fields_of_file(str(tmp_path))
     assert f"{str(tmp_path / 'config.json')!r}: No such file" in str(refused.value)

@@ -1,4 +1,4 @@
-"""Routers as a config.json describes them, against the router modules of transformers."""
+"""Routers as described by a config.json. They equal the router modules of transformers."""
 
 import inspect
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, dense, made
+from test_router_families import BASE, EPS, FAMILIES, SCALE, Family, dense, make_router
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.machine import prefer_torch_reference
@@ -21,24 +21,24 @@ from modular_kernel.spec.router import RouterSpec
 transformers = pytest.importorskip("transformers")
 
 E, K, H, T = 16, 4, 24, 9
-NOWHERE = Path("config.json")
-# Values of the keys that routers of some type read, and not those of every type.
-STATED: dict[str, dict[str, Any]] = {
+CONFIG_PATH = Path("config.json")
+# Values of keys that only routers of some types read.
+TYPE_VALUES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"norm_topk_prob": False, "scoring_func": "softmax"},
     "deepseek_ocr2_text": {"norm_topk_prob": False, "scoring_func": "softmax"},
     "unlimited_ocr_text": {"norm_topk_prob": False, "scoring_func": "softmax"},
 }
 CONFIG = {name: value for name, value in BASE.items() if name not in ("scoring_func",)}
-ARGUMENT = ("minimax_m2", "afmoe", "lfm2_moe")  # whose bias is an argument of forward
-ROUTERS = {  # of folders that have several, or another name
+BIAS_ARGUMENT = ("minimax_m2", "afmoe", "lfm2_moe")  # their bias is an argument of forward
+ROUTERS = {  # types whose folder has several routers, or another name
     "llama4_text": "Llama4Router",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextTopKRouter",
     "qwen3_omni_moe_talker_text": "Qwen3OmniMoeTalkerTextTopKRouter",
 }
 
 
-def config_of(kind: str, **changes: Any) -> dict[str, Any]:
-    config = CONFIG | {"model_type": kind} | STATED.get(kind, {}) | changes
+def make_config(kind: str, **changes: Any) -> dict[str, Any]:
+    config = CONFIG | {"model_type": kind} | TYPE_VALUES.get(kind, {}) | changes
     if RULES[kind].score == "sigmoid" and RULES[kind].groups is not None:
         config = {"topk_method": "noaux_tc"} | {
             k: v for k, v in config.items() if k != "topk_method"
@@ -46,39 +46,39 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def module_of(kind: str) -> tuple[str, str]:
+def find_router(kind: str) -> tuple[str, str]:
     """Return the folder of the model in transformers and the name of its router there."""
     folder = families.FAMILIES[kind].source.split()[0]
     if kind in ROUTERS:
         return folder, ROUTERS[kind]
-    home = import_module(f"transformers.models.{folder}.modeling_{folder}")
-    (name,) = (n for n in vars(home) if re.search(r"(Top[Kk]Router|V1Gate|ChoiceRouter)$", n))
+    module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    (name,) = (n for n in vars(module) if re.search(r"(Top[Kk]Router|V1Gate|ChoiceRouter)$", n))
     return folder, name
 
 
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "deepseek"])
-def test_a_config_routes_as_its_model_does(kind: str, normalized: bool) -> None:
-    folder, name = module_of(kind)
+def test_configs_route_like_their_models(kind: str, normalized: bool) -> None:
+    folder, name = find_router(kind)
     is_v2 = RULES[kind].method_key != ""
-    given = config_of(kind, norm_topk_prob=normalized and not is_v2)
+    config = make_config(kind, norm_topk_prob=normalized and not is_v2)
     if kind == "cohere2_moe":
-        given["expert_selection_fn"] = "sigmoid" if normalized else "softmax"
-    if kind == "longcat_flash":  # test_router_families has those with zero experts
-        given["zero_expert_num"] = 0
-    spec = router_of_config(NOWHERE, given, K)
+        config["expert_selection_fn"] = "sigmoid" if normalized else "softmax"
+    if kind == "longcat_flash":  # test_router_families tests routers with zero experts
+        config["zero_expert_num"] = 0
+    spec = router_of_config(CONFIG_PATH, config, K)
     assert spec is not None
-    family = Family(folder, name, spec, bias=kind in ARGUMENT, config=given)
-    router, more = made(family)
+    family = Family(folder, name, spec, bias=kind in BIAS_ARGUMENT, config=config)
+    router, arguments = make_router(family)
     tensors: dict[str, torch.Tensor] = dict(router.named_parameters()) | dict(
         router.named_buffers()
     )
     weight = next(t for t in tensors.values() if t.dim() == 2 and t.is_floating_point())
     x_TH = torch.randn(T, H)
     with torch.no_grad(), prefer_torch_reference():
-        outputs = router(x_TH[None] if folder == "afmoe" else x_TH, *more)
+        outputs = router(x_TH[None] if folder == "afmoe" else x_TH, *arguments)
         logits = torch.nn.functional.linear(x_TH, weight, tensors.get("bias"))
-        bias = more[0] if family.bias else None
+        bias = arguments[0] if family.bias else None
         if spec.selection_bias and bias is None:
             bias = next(t for name, t in tensors.items() if "correction_bias" in name).flatten()
         routed = route(logits, spec, RouterTensors(bias)).routing
@@ -92,11 +92,12 @@ def test_a_config_routes_as_its_model_does(kind: str, normalized: bool) -> None:
 
 
 @pytest.mark.parametrize("normalized", [True, False, None])
-def test_deepseek_routes_as_its_own_code_does(normalized: bool | None) -> None:
-    """Softmax over all experts, then the top K, divided by their sum if norm_topk_prob; no
-    factor."""
-    given = {"model_type": "deepseek", "scoring_func": "softmax", "norm_topk_prob": normalized}
-    spec = router_of_config(NOWHERE, given, K)
+def test_deepseek_routes_like_its_own_code(normalized: bool | None) -> None:
+    """Softmax over all experts, then the top K. The weights are divided by their sum if
+    norm_topk_prob is set. There is no scaling factor.
+    """
+    config = {"model_type": "deepseek", "scoring_func": "softmax", "norm_topk_prob": normalized}
+    spec = router_of_config(CONFIG_PATH, config, K)
     assert spec is not None
     logits = torch.randn(T, E)
     routing = route(logits, spec, RouterTensors(None)).routing
@@ -105,18 +106,18 @@ def test_deepseek_routes_as_its_own_code_does(normalized: bool | None) -> None:
     got, want = dense(routing.topk_weights_TK, routing.topk_ids_TK), dense(values.float(), ids)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-7)
     with pytest.raises(ConfigurationError, match="scoring_func = sigmoid"):
-        router_of_config(NOWHERE, given | {"scoring_func": "sigmoid"}, K)
+        router_of_config(CONFIG_PATH, config | {"scoring_func": "sigmoid"}, K)
 
 
-def test_longcat_has_its_zero_experts() -> None:
-    given = {"model_type": "longcat_flash"}
+def test_number_of_zero_experts_of_longcat() -> None:
+    config = {"model_type": "longcat_flash"}
     for count, expected in ((None, 0), (0, 0), (256, 256)):
-        spec = router_of_config(NOWHERE, given | {"zero_expert_num": count}, K)
+        spec = router_of_config(CONFIG_PATH, config | {"zero_expert_num": count}, K)
         assert spec is not None
         assert spec.zero_experts == expected
     for count in (-1, True, "256"):
         with pytest.raises(ConfigurationError, match="zero_expert_num"):
-            router_of_config(NOWHERE, given | {"zero_expert_num": count}, K)
+            router_of_config(CONFIG_PATH, config | {"zero_expert_num": count}, K)
 
 
 @pytest.mark.parametrize("kind", RULES)
@@ -125,16 +126,16 @@ def test_missing_keys_have_the_defaults_of_the_class(kind: str) -> None:
 
     if kind not in CONFIG_MAPPING:
         pytest.skip("no class: the type of another model's code")
-    made_of = CONFIG_MAPPING[kind]
+    config_class = CONFIG_MAPPING[kind]
     keys = ("norm_topk_prob", "n_group", "topk_group", "topk_method", "use_expert_bias",
             "moe_norm_min", "expert_selection_fn", "moe_router_logit_softcapping")  # fmt: skip
-    stated = {key: getattr(made_of, key) for key in keys if hasattr(made_of, key)}
-    whole = router_of_config(NOWHERE, {"model_type": kind} | stated, K)
-    assert router_of_config(NOWHERE, {"model_type": kind}, K) == whole
+    defaults = {key: getattr(config_class, key) for key in keys if hasattr(config_class, key)}
+    expected = router_of_config(CONFIG_PATH, {"model_type": kind} | defaults, K)
+    assert router_of_config(CONFIG_PATH, {"model_type": kind}, K) == expected
 
 
 def test_model_types_with_an_unknown_router_have_none() -> None:
-    assert router_of_config(NOWHERE, {"model_type": "deepseek_v4"}, 4) is None
+    assert router_of_config(CONFIG_PATH, {"model_type": "deepseek_v4"}, 4) is None
     assert RULES.keys() <= families.FAMILIES.keys()
     assert {family.name for family in FAMILIES} - {"aria", "llama4", "deepseek_v4"} <= {
         kind.removesuffix("_text") for kind in RULES
@@ -156,7 +157,7 @@ def test_model_types_with_an_unknown_router_have_none() -> None:
 )
 def test_values_that_the_code_does_not_support_are_refused(kind: str, changes, match) -> None:
     with pytest.raises(ConfigurationError, match=match):
-        router_of_config(NOWHERE, {"model_type": kind} | changes, 4)
+        router_of_config(CONFIG_PATH, {"model_type": kind} | changes, 4)
 
 
 def test_only_differences_that_change_numbers_are_compared() -> None:
@@ -166,8 +167,8 @@ def test_only_differences_that_change_numbers_are_compared() -> None:
     assert router_differences(plain, RouterSpec(K, renormalize=True, eps=1e-6)) == ("eps",)
     first = RouterSpec(K, order="topk_first")
     assert router_differences(first, RouterSpec(K, order="topk_first", **EPS)) == ()
-    whole = RouterSpec(K, groups=4, topk_groups=4, group_score="max")
-    assert router_differences(whole, RouterSpec(K)) == ()
+    all_groups = RouterSpec(K, groups=4, topk_groups=4, group_score="max")
+    assert router_differences(all_groups, RouterSpec(K)) == ()
     assert router_differences(RouterSpec(K, groups=4, topk_groups=2), RouterSpec(K)) == (
         "groups",
         "topk_groups",
@@ -175,8 +176,8 @@ def test_only_differences_that_change_numbers_are_compared() -> None:
 
 
 def test_routers_are_read_from_json() -> None:
-    text = json.dumps(config_of("deepseek_v3"))
-    spec = router_of_config(NOWHERE, json.loads(text), K)
+    text = json.dumps(make_config("deepseek_v3"))
+    spec = router_of_config(CONFIG_PATH, json.loads(text), K)
     assert spec == RouterSpec(
         K, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalize=True, eps=1e-20
     )

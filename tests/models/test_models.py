@@ -17,7 +17,7 @@ from modular_kernel.spec.problem import Machine, Problem
 INT4 = "int4_w4a16_group:group=32"
 
 
-def test_every_name_is_one_layer() -> None:
+def test_each_name_is_one_layer() -> None:
     assert len(MODELS) >= 30
     sources = [model.source for model in MODELS.values()]
     assert len(set(sources)) == len(sources)
@@ -59,7 +59,7 @@ def test_every_name_is_one_layer() -> None:
         ("gptoss", "T1-H2880-I2880-E128-K4-bfloat16"),
     ],
 )
-def test_a_name_gives_its_layer(name: str, expected: str) -> None:
+def test_layer_of_a_name(name: str, expected: str) -> None:
     assert str(Problem(tokens=1, **load_problem_fields(name))) == expected  # type: ignore[arg-type]
 
 
@@ -70,16 +70,21 @@ def test_every_model_has_a_compatible_pairing(name: str) -> None:
         assert any(check_all(problem, machine)), problem
 
 
-def test_a_layer_has_the_sizes_of_its_model() -> None:
+def test_shapes_have_the_sizes_of_their_models() -> None:
     published = {(m.experts, m.top_k, m.hidden, m.intermediate) for m in MODELS.values()}
     same = {name for name, sizes in SHAPES.items() if tuple(sizes.values()) in published}
     assert same <= set(MODEL_OF_SHAPE) <= set(SHAPES)
-    for name, told in MODEL_OF_SHAPE.items():
-        model, _, share = told.partition(", ")
-        of, (kind, ranks) = MODELS[model], (share or "TP 1").split()
-        experts = of.experts // (int(ranks) if kind == "EP" else 1)
-        intermediate = of.intermediate // (int(ranks) if kind == "TP" else 1)
-        assert tuple(SHAPES[name].values()) == (experts, of.top_k, of.hidden, intermediate)
+    for name, description in MODEL_OF_SHAPE.items():
+        model, _, part = description.partition(", ")
+        published_model, (kind, ranks) = MODELS[model], (part or "TP 1").split()
+        experts = published_model.experts // (int(ranks) if kind == "EP" else 1)
+        intermediate = published_model.intermediate // (int(ranks) if kind == "TP" else 1)
+        assert tuple(SHAPES[name].values()) == (
+            experts,
+            published_model.top_k,
+            published_model.hidden,
+            intermediate,
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_a_layer_has_the_sizes_of_its_model() -> None:
         ("qwen3_30b", "qwen3_30b"),
     ],
 )
-def test_a_name_is_found_with_any_separator(typed: str, name: str) -> None:
+def test_names_are_found_with_any_separator(typed: str, name: str) -> None:
     assert load_problem_fields(typed) == load_problem_fields(name)
     assert is_known_model(typed)
 
@@ -106,12 +111,12 @@ def test_a_name_is_found_with_any_separator(typed: str, name: str) -> None:
         ("Qwen/Qwen9-1T", "need its config.json (hf download Qwen/Qwen9-1T config.json)"),
     ],
 )
-def test_an_unknown_name_suggests_similar_ones(name: str, need: str) -> None:
+def test_errors_about_unknown_names_suggest_similar_names(name: str, need: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(need)):
         load_problem_fields(name)
 
 
-def test_a_folder_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_must_be_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     with pytest.raises(ConfigurationError, match=r"need \./mine for the folder"):
@@ -119,23 +124,25 @@ def test_a_folder_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_mk(capsys, "models")
-    assert done.code == 0
-    assert max(map(len, done.out.splitlines())) <= 80
-    assert re.search(r"^ llama-4-scout +16 +1 +5120 +8192  none +weighted input *$", done.out, re.M)
-    assert re.search(r"^ kimi-k2.5 +384 +8 +7168 +2048  int4 +output x 2.827 *$", done.out, re.M)
-    assert "fp8 is fp8_w8a8_block, mxfp4 is mxfp4_w4a16, int4 is int4_w4a16_group:group=32." in (
-        done.out
+    result = run_mk(capsys, "models")
+    assert result.code == 0
+    assert max(map(len, result.out.splitlines())) <= 80
+    assert re.search(
+        r"^ llama-4-scout +16 +1 +5120 +8192  none +weighted input *$", result.out, re.M
     )
-    names = {line.split()[0] for line in done.out.splitlines() if line.strip()}
+    assert re.search(r"^ kimi-k2.5 +384 +8 +7168 +2048  int4 +output x 2.827 *$", result.out, re.M)
+    assert "fp8 is fp8_w8a8_block, mxfp4 is mxfp4_w4a16, int4 is int4_w4a16_group:group=32." in (
+        result.out
+    )
+    names = {line.split()[0] for line in result.out.splitlines() if line.strip()}
     assert names >= set(MODELS) | set(ALIASES) | set(SHAPES)
     for told in (
         "E: number of experts. K: experts per token (top-k). H: hidden size",
         "I: intermediate size",
     ):
-        assert told in done.out
-    assert re.search(r"^ mixtral +8 +2 +4096 +14336  mixtral-8x7b *$", done.out, re.M)
-    assert re.search(r"^ qwen3-30b +qwen3-30b-a3b *$", done.out, re.M)
+        assert told in result.out
+    assert re.search(r"^ mixtral +8 +2 +4096 +14336  mixtral-8x7b *$", result.out, re.M)
+    assert re.search(r"^ qwen3-30b +qwen3-30b-a3b *$", result.out, re.M)
     told = json.loads(run_mk(capsys, "models", "--json").out)
     assert told["models"]["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
     assert told["models"]["kimi-k2"]["quant"] == "fp8_w8a8_block"

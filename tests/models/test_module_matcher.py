@@ -1,4 +1,4 @@
-"""Entries match the same names as `re`, in time that is bounded for every entry."""
+"""Entries match the same names as in `re`. The time is bounded for every entry."""
 
 import re
 import time
@@ -43,20 +43,20 @@ PATTERNS = (
 )
 
 
-def matched(entry: Entry, name: str) -> bool:
+def matches(entry: Entry, name: str) -> bool:
     return ModuleMatcher([entry]).first_match([name]) is not None
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_regexes_match_as_re_does(pattern: str) -> None:
-    """`$` also matches at the end of a module that contains others."""
+    """`$` also matches at the end of a module that contains other modules."""
     for name in NAMES:
         parts = name.split(".")
         containing = [".".join(parts[: n + 1]) for n in range(len(parts))]
         expected = any(re.match(pattern, module) for module in containing)
-        assert matched(Entry(pattern, "regex"), name) == expected, name
+        assert matches(Entry(pattern, "regex"), name) == expected, name
         expected = any(re.search(pattern, module) for module in containing)
-        assert matched(Entry(pattern, "search"), name) == expected, name
+        assert matches(Entry(pattern, "search"), name) == expected, name
 
 
 CLASSES = (
@@ -65,7 +65,7 @@ CLASSES = (
     r"[\w-]", r"[\w.-]", r"[-\w]", r"[^\w]", r"[\d_]", r"[^\d]", "[^0-9]", "[0-9-]", "[a-c0-2]",
     "[é]", "[à-ü]", "[^à-ü]", r"\w", r"\d", ".", "[.]", "[$]", "[(|)]", "[*+?{}]",
 )  # fmt: skip
-# What a class may tell apart, in ASCII and beyond: é is a letter, ٣ a digit.
+# ASCII and other characters that a class may distinguish. é is a letter, and ٣ is a digit.
 CHARACTERS = [*map(chr, range(128)), "é", "ü", "٣", "\u2013"]
 
 
@@ -73,7 +73,7 @@ CHARACTERS = [*map(chr, range(128)), "é", "ü", "٣", "\u2013"]
 def test_character_classes_match_as_in_re(text: str) -> None:
     for character in CHARACTERS:
         expected = re.fullmatch(text, character) is not None
-        found = matched(Entry(f"<{text}>", "regex"), f"<{character}>")
+        found = matches(Entry(f"<{text}>", "regex"), f"<{character}>")
         assert found == expected, character
 
 
@@ -92,10 +92,10 @@ def test_character_classes_that_re_refuses_are_refused(text: str) -> None:
 def test_wildcards_match_as_in_fnmatch(text: str) -> None:
     for character in CHARACTERS:
         expected = fnmatchcase(character, text)
-        assert matched(Entry(f"<{text}>", "modules"), f"<{character}>") == expected, character
+        assert matches(Entry(f"<{text}>", "modules"), f"<{character}>") == expected, character
 
 
-# Pieces of patterns: of a class without its brackets, and of what stands outside.
+# Strategies for patterns: the body of a character class, and atoms outside a class.
 _IN_CLASS = st.text("abz059._-^]\\wdé$", min_size=1, max_size=6)
 _ATOMS = st.one_of(
     _IN_CLASS.map(lambda body: f"[{body}]"),
@@ -108,7 +108,7 @@ _REGEXES = st.one_of(
     st.tuples(_SEQUENCES, _SEQUENCES).map(lambda two: f"({'|'.join(map(''.join, two))})"),
     st.tuples(_SEQUENCES, _SEQUENCES).map(lambda two: f"^(?:{''.join(two[0])})*{''.join(two[1])}$"),
 )
-# What `re` accepts and the module refuses, as its docstring says.
+# Messages about syntax that `re` accepts and the module refuses, as its docstring says.
 _REFUSED = "no escapes|no []{}*+?)] here|one quantifier|classes without \\["
 
 
@@ -140,7 +140,7 @@ EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
     ("text", "expected"),
     [
         ("lm_head", False),
-        ("gate", False),  # the router, not gate_proj
+        ("gate", False),  # matches the router, not gate_proj
         ("mlp.gate", False),
         ("gate_proj", True),
         ("mlp", True),
@@ -158,17 +158,17 @@ EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
         ("odel.layers.3", False),
         ("experts.1", False),
         (r"model\.layers\.\d+\.mlp\.experts", True),
-        (r"model\.layers\.\d+\.mlp\.exp", False),  # not up to the end of a part
+        (r"model\.layers\.\d+\.mlp\.exp", False),  # does not match up to the end of a part
         ("re:.*experts.*", True),
-        (r"re:experts", False),  # from the start of the name
+        (r"re:experts", False),  # a regex must match from the start of the name
         (r"re:.*mlp\.gate$", False),
     ],
 )
 def test_entries_of_lists(text: str, expected: bool) -> None:
-    assert matched(parse_entry(text), EXPERT) == expected
+    assert matches(parse_entry(text), EXPERT) == expected
 
 
-def test_the_first_matching_entry_applies() -> None:
+def test_first_matching_entry_applies() -> None:
     entries = [parse_entry(text) for text in ("lm_head", "re:.*gate_proj", "mlp", "re:model.*")]
     matcher = ModuleMatcher(entries)
     assert matcher.first_match([EXPERT]) == 1
@@ -195,8 +195,8 @@ def test_invalid_entries_are_refused(text: str) -> None:
         ModuleMatcher([Entry(text, "modules")])
 
 
-def test_no_pattern_takes_long() -> None:
-    """A backtracking matcher would take years for the first two."""
+def test_matching_time_is_bounded() -> None:
+    """A backtracking matcher would take years for the first two patterns."""
     patterns = ["(m|m)(o|o)" * 49, "(.*.*)*" * 60 + "x", ".*a" * 160 + "$", "(.?){60}" * 9 + "y"]
     entries = [Entry(pattern, "regex") for pattern in patterns]
     entries += [parse_entry(f"model.layers.{n}.*.gate*") for n in range(200)]

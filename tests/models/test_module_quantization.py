@@ -1,4 +1,4 @@
-"""The format that a quantization_config has for the experts of each layer."""
+"""The format of the experts of each layer according to a quantization_config."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -31,50 +31,53 @@ FP8_BLOCK, FP8_CHANNEL, FP8_STATIC = (
 )
 
 
-def groups(*entries: tuple[list[str], Config], **more: Any) -> Config:
+def make_compressed_config(*entries: tuple[list[str], Config], **more: Any) -> Config:
     named = {
         f"group_{n}": group | {"targets": targets} for n, (targets, group) in enumerate(entries)
     }
     return {"quant_method": "compressed-tensors", "config_groups": named} | more
 
 
-def qwen(layers: int = 4) -> Config:
+def make_qwen(layers: int = 4) -> Config:
     return QWEN3 | {"num_hidden_layers": layers}
 
 
-def deepseek(layers: int = 6, dense: int = 3) -> Config:
+def make_deepseek(layers: int = 6, dense: int = 3) -> Config:
     config = without(DEEPSEEK, "quantization_config")
     return config | {"num_hidden_layers": layers, "first_k_dense_replace": dense}
 
 
-def names(layers: range, *modules: str) -> list[str]:
+def module_names(layers: range, *modules: str) -> list[str]:
     return [f"model.layers.{layer}.{module}" for layer in layers for module in modules]
 
 
-QWEN_FP8 = names(range(4), "input_layernorm", "mlp.gate", "self_attn.q_norm", "self_attn.k_norm")
+QWEN_FP8 = module_names(
+    range(4), "input_layernorm", "mlp.gate", "self_attn.q_norm", "self_attn.k_norm"
+)
 EXPERT_LAYERS = {
     f"backbone.layers.{layer}.mixer.experts.{e}.{name}": {"quant_algo": "NVFP4", "group_size": 16}
     for layer in (1, 3)
     for e in range(128)
     for name in ("up_proj", "down_proj")
 }
-# quantization_config -> the scheme of each run of layers. The objects have the entries that the
-# named repositories publish, as far as they are remembered; lists of all layers are shortened to
-# the layers here. "reconstructed": no repository's file, but what the packer writes for the recipe.
+# Name of a repository -> (config, quantization_config, the scheme of each run of layers). The
+# quantization_configs have the entries of the named repositories, as far as they are remembered.
+# Lists of all layers are shortened to the layers of this test. If the name says "reconstructed",
+# the entry is not the file of a repository. It is what a quantization tool writes for this recipe.
 TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     # Whole models
     "deepseek-ai/DeepSeek-V3": (
-        deepseek(),
+        make_deepseek(),
         FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3"},
         {(3, 4, 5): FP8_BLOCK},
     ),
     "deepseek-ai/DeepSeek-V3.1": (
-        deepseek(),
+        make_deepseek(),
         FP8 | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"},
         {(3, 4, 5): FP8_BLOCK},
     ),
     "Qwen/Qwen3-30B-A3B-FP8": (
-        qwen(),
+        make_qwen(),
         FP8
         | {
             "activation_scheme": "dynamic",
@@ -84,7 +87,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0, 1, 2, 3): FP8_BLOCK},
     ),
     "Qwen/Qwen3-30B-A3B-GPTQ-Int4": (
-        qwen(),
+        make_qwen(),
         GPTQ
         | {
             "checkpoint_format": "gptq",
@@ -96,8 +99,8 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         },
         {(0, 1, 2, 3): G128},
     ),
-    "Qwen/Qwen3-235B-A22B-Instruct AWQ of a community": (
-        qwen(),
+    "Qwen/Qwen3-235B-A22B-Instruct AWQ by the community": (
+        make_qwen(),
         AWQ | {"modules_to_not_convert": ["mlp.gate"]},
         {(0, 1, 2, 3): ZERO},
     ),
@@ -123,8 +126,8 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0, 1, 2): FP8_BLOCK},
     ),
     "moonshotai/Kimi-K2-Thinking": (
-        deepseek(4, 1),
-        groups(
+        make_deepseek(4, 1),
+        make_compressed_config(
             (["Linear"], W4),
             format="pack-quantized",
             ignore=[
@@ -135,34 +138,36 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(1, 2, 3): G32},
     ),
     "nvidia/DeepSeek-R1-FP4": (
-        deepseek(),
+        make_deepseek(),
         MODELOPT
         | {
             "quant_algo": "NVFP4",
             "group_size": 16,
             "kv_cache_quant_algo": "FP8",
-            "exclude_modules": ["lm_head", *names(range(6), "self_attn*")],
+            "exclude_modules": ["lm_head", *module_names(range(6), "self_attn*")],
         },
         {(3, 4, 5): "nvfp4_w4a16"},
     ),
     "nvidia/Qwen3-30B-A3B-NVFP4": (
-        qwen(),
+        make_qwen(),
         MODELOPT
         | {
             "quant_algo": "NVFP4",
             "config_groups": {"group_0": W4A4 | {"targets": ["Linear"]}},
-            "ignore": ["lm_head", *names(range(4), "mlp.gate")],
+            "ignore": ["lm_head", *module_names(range(4), "mlp.gate")],
         },
         {(0, 1, 2, 3): "nvfp4_w4a16"},
     ),
     "RedHatAI/Qwen3-30B-A3B-FP8-dynamic": (
-        qwen(),
-        groups((["Linear"], W8), ignore=["lm_head", "re:.*mlp.gate$"]),
+        make_qwen(),
+        make_compressed_config((["Linear"], W8), ignore=["lm_head", "re:.*mlp.gate$"]),
         {(0, 1, 2, 3): FP8_CHANNEL},
     ),
     "RedHatAI/Qwen3-30B-A3B-quantized.w4a16": (
-        qwen(),
-        groups((["Linear"], W4), ignore=["lm_head", *names(range(4), "mlp.gate")]),
+        make_qwen(),
+        make_compressed_config(
+            (["Linear"], W4), ignore=["lm_head", *module_names(range(4), "mlp.gate")]
+        ),
         {(0, 1, 2, 3): G32},
     ),
     "RedHatAI/Mixtral-8x7B-Instruct-v0.1-FP8": (
@@ -170,7 +175,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {
             "quant_method": "fp8",
             "activation_scheme": "static",
-            "ignored_layers": [*names(range(3), "block_sparse_moe.gate"), "lm_head"],
+            "ignored_layers": [*module_names(range(3), "block_sparse_moe.gate"), "lm_head"],
         },
         {(0, 1, 2): FP8_STATIC},
     ),
@@ -180,39 +185,39 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         | {"quant_algo": "FP8", "exclude_modules": ["lm_head", "backbone.layers.0.mixer.in_proj"]},
         {(1, 3): FP8_STATIC},
     ),
-    # Layers that are left out
+    # Excluded layers
     "QuantTrio AWQ with first layers in 16 bits": (
-        qwen(),
+        make_qwen(),
         AWQ | {"modules_to_not_convert": ["model.layers.0.", "model.layers.1.", "visual"]},
         {(0, 1): "none", (2, 3): ZERO},
     ),
     "AWQ of a multimodal model, by the other prefix (reconstructed)": (
-        qwen(),
+        make_qwen(),
         AWQ | {"modules_to_not_convert": ["model.language_model.layers.1", "visual"]},
         {(0, 2, 3): ZERO, (1,): "none"},
     ),
     "AWQ, one module of a layer by its name (reconstructed)": (
-        qwen(),
+        make_qwen(),
         AWQ | {"modules_to_not_convert": ["model.layers.3.mlp"]},
         {(0, 1, 2): ZERO, (3,): "none"},
     ),
-    "AWQ of twelve layers, the name of one is in three (reconstructed)": (
-        qwen(12),
+    "AWQ of twelve layers, layer 1 excluded (reconstructed)": (
+        make_qwen(12),
         AWQ | {"modules_to_not_convert": ["model.layers.1"]},
         {(0, *range(2, 12)): ZERO, (1,): "none"},
     ),
     "fp8 with excluded experts (reconstructed)": (
-        deepseek(),
+        make_deepseek(),
         FP8 | {"modules_to_not_convert": ["model.layers.3.mlp.experts", "lm_head"]},
         {(3,): "none", (4, 5): FP8_BLOCK},
     ),
     "fp8 with a pattern, as transformers matches it (reconstructed)": (
-        deepseek(),
+        make_deepseek(),
         FP8 | {"modules_to_not_convert": [r"model\.layers\.[45]\.mlp\.experts"]},
         {(3,): FP8_BLOCK, (4, 5): "none"},
     ),
     "fp8 ignored_layers, every projection by name (reconstructed)": (
-        deepseek(5),
+        make_deepseek(5),
         {
             "quant_method": "fp8",
             "activation_scheme": "static",
@@ -230,22 +235,24 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0,): FP8_BLOCK, (1,): "none"},
     ),
     "compressed-tensors, layers in ignore (reconstructed)": (
-        qwen(),
-        groups((["Linear"], W4), ignore=["re:model\\.layers\\.(0|3)\\..*", "lm_head"]),
+        make_qwen(),
+        make_compressed_config(
+            (["Linear"], W4), ignore=["re:model\\.layers\\.(0|3)\\..*", "lm_head"]
+        ),
         {(0, 3): "none", (1, 2): G32},
     ),
     "compressed-tensors of attention alone (reconstructed)": (
-        qwen(),
-        groups((["re:.*self_attn.*"], W8)),
+        make_qwen(),
+        make_compressed_config((["re:.*self_attn.*"], W8)),
         {(0, 1, 2, 3): "none"},
     ),
     "compressed-tensors, every Linear ignored (reconstructed)": (
-        qwen(),
-        groups((["Linear"], W8), ignore=["Linear"]),
+        make_qwen(),
+        make_compressed_config((["Linear"], W8), ignore=["Linear"]),
         {(0, 1, 2, 3): "none"},
     ),
     "modelopt, layers excluded by a wildcard": (
-        deepseek(),
+        make_deepseek(),
         MODELOPT | {"quant_algo": "NVFP4", "exclude_modules": ["model.layers.5*", "lm_head"]},
         {(3, 4): "nvfp4_w4a16", (5,): "none"},
     ),
@@ -256,8 +263,8 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
     ),
     # Several formats
     "llm-compressor's mixed precision: experts int4, the rest fp8": (
-        qwen(),
-        groups(
+        make_qwen(),
+        make_compressed_config(
             (["re:.*mlp\\.experts\\..*"], W4),
             (["re:.*self_attn\\.(q|k|v|o)_proj$"], W8),
             format="mixed-precision",
@@ -266,16 +273,16 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0, 1, 2, 3): G32},
     ),
     "compressed-tensors by layer (reconstructed)": (
-        qwen(),
-        groups(
+        make_qwen(),
+        make_compressed_config(
             (["re:model\\.layers\\.[01]\\.mlp\\.experts.*"], W4),
             (["re:model\\.layers\\.[23]\\.mlp\\.experts.*"], W8),
         ),
         {(0, 1): G32, (2, 3): FP8_CHANNEL},
     ),
     "compressed-tensors: a name before a regex before a class (reconstructed)": (
-        qwen(3),
-        groups(
+        make_qwen(3),
+        make_compressed_config(
             (["Linear"], W8),
             (["re:.*layers\\.[12]\\.mlp.*"], W4A4),
             (["model.layers.2.mlp.experts"], W4),
@@ -283,7 +290,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0,): FP8_CHANNEL, (1,): "nvfp4_w4a16", (2,): G32},
     ),
     "ModelCloud GPTQModel, dynamic of attention": (
-        qwen(),
+        make_qwen(),
         GPTQ
         | {
             "dynamic": {
@@ -296,7 +303,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0, 1, 2, 3): G128},
     ),
     "GPTQ dynamic by layer (reconstructed)": (
-        qwen(),
+        make_qwen(),
         GPTQ
         | {
             "dynamic": {
@@ -313,7 +320,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         },
     ),
     "GPTQ dynamic, the first match wins (reconstructed)": (
-        qwen(2),
+        make_qwen(2),
         GPTQ
         | {
             "dynamic": {
@@ -325,17 +332,17 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(0,): "none", (1,): G64},
     ),
     "GPTQ dynamic, false means skipped (reconstructed)": (
-        qwen(2),
+        make_qwen(2),
         GPTQ | {"dynamic": {r"model\.layers\.0\.mlp.*": False}},
         {(0,): "none", (1,): G128},
     ),
     "GPTQ modules_in_block_to_quantize without experts (reconstructed)": (
-        qwen(2),
+        make_qwen(2),
         GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["self_attn.o_proj"]]},
         {(0, 1): "none"},
     ),
     "Intel auto-round with layers in 16 bits": (
-        qwen(3),
+        make_qwen(3),
         GPTQ
         | {
             "data_type": "int",
@@ -360,7 +367,7 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
         {(1, 3): "nvfp4_w4a16", (5,): "none"},
     ),
     "nvidia mixed precision, whole blocks": (
-        deepseek(),
+        make_deepseek(),
         MODELOPT
         | {
             "quant_algo": "MIXED_PRECISION",
@@ -375,12 +382,12 @@ TABLE: dict[str, tuple[Config, Config, dict[tuple[int, ...], str]]] = {
 }
 
 
-def test_the_table_is_large_enough() -> None:
+def test_table_has_at_least_30_models() -> None:
     assert len(TABLE) >= 30
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_layer_has_its_own_scheme(tmp_path: Path, name: str) -> None:
+def test_layers_have_their_own_schemes(tmp_path: Path, name: str) -> None:
     config, quantization, expected = TABLE[name]
     path = written(tmp_path, config | {"quantization_config": quantization})
     fields, schemes = layers_of_file(path)
@@ -395,75 +402,91 @@ def test_every_layer_has_its_own_scheme(tmp_path: Path, name: str) -> None:
         assert problem_fields_of_file(path).get("quant", "none") == scheme
 
 
-# Experts of a layer that differ, or a config that does not say what they are.
+# Configs whose experts differ within a layer, and incomplete or invalid configs.
 REFUSED: dict[str, tuple[Config, Config, str]] = {
-    "a part of the experts": (
-        deepseek(),
+    "some experts": (
+        make_deepseek(),
         AWQ | {"modules_to_not_convert": ["model.layers.4.mlp.experts.17"]},
         r"layer 4: got int4_\S+ of \S+\.0.gate_proj and none of \S+\.17.gate_proj \(modules.*need",
     ),
-    "a projection": (
-        qwen(),
+    "one projection": (
+        make_qwen(),
         FP8 | {"ignored_layers": ["down_proj"]},
         r"got fp8_\S+ of \S+gate_proj and none of \S+down_proj \(ignored_layers has 'down_proj'\)",
     ),
     "projections of two formats": (
-        qwen(),
-        groups((["re:.*(gate|up)_proj"], W4), (["re:.*down_proj"], W8)),
+        make_qwen(),
+        make_compressed_config((["re:.*(gate|up)_proj"], W4), (["re:.*down_proj"], W8)),
         r"int4_\S+ of \S+gate_proj \(config_groups.group_0\) and fp8_\S+ of \S+down_proj \(\S+1\)",
     ),
-    "GPTQ of one expert in other bits": (
-        qwen(),
+    "GPTQ with other bits for one expert": (
+        make_qwen(),
         GPTQ | {"dynamic": {r"+:.*experts\.3\.up_proj": {"bits": 8}}},
         r"and int8_\S+ of \S+experts.3.up_proj \(dynamic has '\+:",
     ),
     "two groups for one module": (
-        qwen(),
-        groups((["re:.*mlp.*"], W4), (["re:.*experts.*"], W8)),
+        make_qwen(),
+        make_compressed_config((["re:.*mlp.*"], W4), (["re:.*experts.*"], W8)),
         r"config_groups 'group_0' and 'group_1' that target model.layers.0.mlp.experts.0.gate_proj",
     ),
     "two groups by class": (
-        qwen(),
-        groups((["Linear"], W4), (["Linear"], W8)),
+        make_qwen(),
+        make_compressed_config((["Linear"], W4), (["Linear"], W8)),
         r"'group_0' and 'group_1' that target",
     ),
-    "a group of experts that are not there": (
-        qwen(),
-        groups((["re:.*mlp.expert\\d.*"], W4), (["re:.*self_attn.*"], W8)),
+    "a group that matches no experts": (
+        make_qwen(),
+        make_compressed_config((["re:.*mlp.expert\\d.*"], W4), (["re:.*self_attn.*"], W8)),
         r"config_groups.group_0: targets \['re:.*'\], which match none",
     ),
-    "a scheme of one layer that is unknown": (
-        qwen(),
+    "an unknown scheme of one layer": (
+        make_qwen(),
         GPTQ | {"dynamic": {r"+:model\.layers\.2\..*": {"bits": 3}}},
         "got bits = 3, need 4 or 8",
     ),
-    "an option of one layer that is unknown": (
-        qwen(),
+    "an unknown option of one layer": (
+        make_qwen(),
         GPTQ | {"dynamic": {r"+:model\.layers\.2\..*": {"codebook": "nf4"}}},
         "got codebook = 'nf4', need no such key",
     ),
-    "options that are no object": (qwen(), GPTQ | {"dynamic": {".*": 8}}, "an object of options"),
-    "dynamic that is no object": (qwen(), GPTQ | {"dynamic": [".*"]}, "dynamic = "),
-    "a name that is none": (qwen(), AWQ | {"modules_to_not_convert": [3]}, "names of modules"),
+    "options that are not an object": (
+        make_qwen(),
+        GPTQ | {"dynamic": {".*": 8}},
+        "an object of options",
+    ),
+    "dynamic is not an object": (make_qwen(), GPTQ | {"dynamic": [".*"]}, "dynamic = "),
+    "a name that is not text": (
+        make_qwen(),
+        AWQ | {"modules_to_not_convert": [3]},
+        "names of modules",
+    ),
     "lookaround": (
-        qwen(),
-        groups((["Linear"], W4), ignore=["re:^(?!.*experts)"]),
+        make_qwen(),
+        make_compressed_config((["Linear"], W4), ignore=["re:^(?!.*experts)"]),
         r"ignore has .*, need a pattern of names with groups without lookaround",
     ),
-    "no targets": (qwen(), groups(([], W4)), r"group_0: targets \[\], need a list"),
+    "no targets": (
+        make_qwen(),
+        make_compressed_config(([], W4)),
+        r"group_0: targets \[\], need a list",
+    ),
     "no number of layers": (
-        without(qwen(), "num_hidden_layers"),
+        without(make_qwen(), "num_hidden_layers"),
         AWQ | {"modules_to_not_convert": ["model.layers.0."]},
         "layers that differ .*no num_hidden_layers, need the number of layers",
     ),
-    "layers that are no number": (qwen() | {"num_hidden_layers": "4"}, AWQ, "num_hidden_layers = "),
-    "mixed precision of nothing": (
-        qwen(),
+    "number of layers is text": (
+        make_qwen() | {"num_hidden_layers": "4"},
+        AWQ,
+        "num_hidden_layers = ",
+    ),
+    "mixed precision without layers": (
+        make_qwen(),
         MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
         "quantized_layers that are not empty",
     ),
-    "mixed precision with another format": (
-        qwen(),
+    "mixed precision with an unknown format": (
+        make_qwen(),
         MODELOPT
         | {
             "quant_algo": "MIXED_PRECISION",
@@ -472,12 +495,12 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
         "got quant_algo = 'W4A8_AWQ'",
     ),
     "mixed precision without a format": (
-        qwen(),
+        make_qwen(),
         MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {}}},
         "quantized_layers.lm_head = {}, need an object with a quant_algo",
     ),
     "one format and layers": (
-        qwen(),
+        make_qwen(),
         MODELOPT | {"quant_algo": "FP8", "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}},
         "got quantized_layers = ",
     ),
@@ -485,7 +508,7 @@ REFUSED: dict[str, tuple[Config, Config, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_configs_raise_typed_errors(tmp_path: Path, name: str) -> None:
+def test_inconsistent_configs_raise_typed_errors(tmp_path: Path, name: str) -> None:
     config, quantization, message = REFUSED[name]
     path = written(tmp_path, config | {"quantization_config": quantization})
     with pytest.raises(ConfigurationError, match=message) as caught:
@@ -515,14 +538,16 @@ def test_other_configs_raise_typed_errors(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_dense_layers_are_ignored(tmp_path: Path, keys: Config, layers: Any) -> None:
-    config = qwen(6) | keys | {"quantization_config": FP8}
+    config = make_qwen(6) | keys | {"quantization_config": FP8}
     (scheme,) = layers_of_file(written(tmp_path, config))[1]
     assert scheme.layers == tuple(layers)
 
 
-def test_a_module_outside_the_experts_has_its_own_format() -> None:
+def test_modules_outside_the_experts_have_their_own_format() -> None:
     formats = QuantizationMap(
-        groups((["re:.*mlp\\.experts.*"], W4), (["re:.*self_attn.*_proj"], W8), ignore=["lm_head"])
+        make_compressed_config(
+            (["re:.*mlp\\.experts.*"], W4), (["re:.*self_attn.*_proj"], W8), ignore=["lm_head"]
+        )
     )
     assert str(formats.format_of("model.layers.0.mlp.experts.5.up_proj").scheme) == G32
     assert str(formats.format_of("model.layers.0.self_attn.q_proj").scheme) == FP8_CHANNEL
@@ -535,68 +560,72 @@ def test_all_experts_that_entries_distinguish_are_checked() -> None:
     for text, number in (("experts.97", 128), (r"re:.*layers\.1\d\..*experts\.9.*", 128),
                          ("model.layers.12.mlp", 3), (r"re:.*w1\..*", 3)):  # fmt: skip
         formats = QuantizationMap(AWQ | {"modules_to_not_convert": [text]})
-        tried = formats.representative_experts(128)
-        assert len(tried) == number, text
-        assert all(a < b for a, b in pairwise(tried))
+        representatives = formats.representative_experts(128)
+        assert len(representatives) == number, text
+        assert all(a < b for a, b in pairwise(representatives))
 
 
-# Entries without a layer's number, which tell layers apart all the same.
+# Entries without a layer number that still distinguish layers.
 BY_LENGTH = (r"re:.*layers\.\d\.mlp.*", "model.layers.?.mlp", r"re:.*layers\.[^a-z]\..*")
 
 
 @pytest.mark.parametrize("text", BY_LENGTH)
 def test_layers_are_distinguished_by_the_length_of_their_numbers(tmp_path: Path, text: str) -> None:
     quantization = AWQ | {"modules_to_not_convert": [text]}
-    path = written(tmp_path, qwen(12) | {"quantization_config": quantization})
-    found = {scheme.layers: scheme.scheme for scheme in layers_of_file(path)[1]}
-    assert found == {tuple(range(10)): "none", (10, 11): ZERO}
+    path = written(tmp_path, make_qwen(12) | {"quantization_config": quantization})
+    schemes = {scheme.layers: scheme.scheme for scheme in layers_of_file(path)[1]}
+    assert schemes == {tuple(range(10)): "none", (10, 11): ZERO}
 
 
 @pytest.mark.parametrize("text", [*BY_LENGTH, r"re:.*layers\.(?:[1-3][0-9])\..*"])
 def test_layers_that_differ_are_detected_without_a_layer_number(tmp_path: Path, text: str) -> None:
     quantization = AWQ | {"modules_to_not_convert": [text]}
-    config = without(qwen(), "num_hidden_layers") | {"quantization_config": quantization}
+    config = without(make_qwen(), "num_hidden_layers") | {"quantization_config": quantization}
     with pytest.raises(ConfigurationError, match=r"layers that differ .* no num_hidden_layers"):
         layers_of_file(written(tmp_path, config))
 
 
-def test_modelopts_own_file_describes_a_plain_config(tmp_path: Path) -> None:
-    path = written(tmp_path, deepseek())
+def test_modelopt_file_describes_a_plain_config(tmp_path: Path) -> None:
+    path = written(tmp_path, make_deepseek())
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["model.layers.5*"]}
-    beside = tmp_path / "hf_quant_config.json"
+    modelopt_file = tmp_path / "hf_quant_config.json"
     write = lambda content: written(tmp_path / "other", content)  # noqa: E731
     (tmp_path / "other").mkdir()
-    Path(write({"producer": {"name": "modelopt"}, "quantization": quantization})).rename(beside)
+    Path(write({"producer": {"name": "modelopt"}, "quantization": quantization})).rename(
+        modelopt_file
+    )
     _, schemes = layers_of_file(path)
     assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), "nvfp4_w4a16"), ((5,), "none")]
-    # The config.json has precedence, and another one is not described by the file.
-    written(tmp_path, deepseek() | {"quantization_config": FP8})
+    # The config.json has precedence. The file does not describe other configs.
+    written(tmp_path, make_deepseek() | {"quantization_config": FP8})
     assert [s.scheme for s in layers_of_file(path)[1]] == [FP8_BLOCK]
-    plain = Path(written(tmp_path, deepseek())).rename(tmp_path / "plain.json")
+    plain = Path(written(tmp_path, make_deepseek())).rename(tmp_path / "plain.json")
     assert [s.scheme for s in layers_of_file(str(plain))[1]] == ["none"]
-    written(tmp_path, deepseek())
-    Path(write({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})).rename(beside)
+    written(tmp_path, make_deepseek())
+    Path(write({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})).rename(
+        modelopt_file
+    )
     assert [s.scheme for s in layers_of_file(path)[1]] == ["none"]
     for content in ([], {"quantization": "NVFP4"}, "{"):
-        Path(write(content)).rename(beside)
+        Path(write(content)).rename(modelopt_file)
         with pytest.raises(ConfigurationError, match=r"hf_quant_config\.json"):
             layers_of_file(path)
 
 
-def test_modelopts_own_file_describes_mixed_precision(tmp_path: Path) -> None:
+def test_modelopt_file_describes_mixed_precision(tmp_path: Path) -> None:
     quantization = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
     layers = {f"model.layers.{n}.mlp.experts": {"quant_algo": "FP8"} for n in (3, 4)}
     (tmp_path / "other").mkdir()
     content = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
     Path(written(tmp_path / "other", content)).rename(tmp_path / "hf_quant_config.json")
-    path = written(tmp_path, deepseek() | {"quantization_config": quantization})
+    path = written(tmp_path, make_deepseek() | {"quantization_config": quantization})
     _, schemes = layers_of_file(path)
     assert [(s.layers, s.scheme) for s in schemes] == [((3, 4), FP8_STATIC), ((5,), "none")]
 
 
 @pytest.mark.parametrize("experts", [0, 1, None])
-def test_a_dense_model_is_refused(tmp_path: Path, experts: int | None) -> None:
-    config = qwen() | {"num_experts": experts}
+def test_dense_models_are_refused(tmp_path: Path, experts: int | None) -> None:
+    config = make_qwen() | {"num_experts": experts}
     if experts is None:
         del config["num_experts"]
     with pytest.raises(

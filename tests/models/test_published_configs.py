@@ -1,9 +1,11 @@
-"""Configs of published models: the scheme of each layer's experts, over all layers.
+"""Configs of published models, and the scheme of the experts in each layer.
 
-The objects have the entries that the named repositories publish, as far as they are remembered: no
-file was at hand. Lists of modules by layer are written by the pattern of the repository's own list.
-`RECONSTRUCTED` names the models whose quantization_config is what the packer writes for the recipe
-that the model card states.
+The quantization_configs have the entries of the named repositories, as far as they are remembered.
+The files themselves were not available. Lists of modules by layer follow the pattern of the
+repository's list.
+
+`RECONSTRUCTED` names models whose quantization_config is what a quantization tool writes for the
+recipe in the model card.
 """
 
 from pathlib import Path
@@ -24,8 +26,8 @@ G128 = "int4_w4a16_group:group=128"
 G32, ZERO = "int4_w4a16_group:group=32", f"{G128},zero_points=true"
 
 
-def model(model_type: str, layers: int, dense: int = 0, **more: Any) -> Config:
-    """A config.json of many layers; `more` has the sizes."""
+def make_config(model_type: str, layers: int, dense: int = 0, **more: Any) -> Config:
+    """Return the config.json of a model with `layers` layers. `more` contains the sizes."""
     config = {"model_type": model_type, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     config |= {"num_hidden_layers": layers}
     return config | ({"first_k_dense_replace": dense} if dense else {}) | more
@@ -34,7 +36,7 @@ def model(model_type: str, layers: int, dense: int = 0, **more: Any) -> Config:
 def deepseek(**more: Any) -> Config:
     sizes = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256}
     sizes |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
-    return model("deepseek_v3", 61, 3, **sizes) | more
+    return make_config("deepseek_v3", 61, 3, **sizes) | more
 
 
 def kimi() -> Config:
@@ -45,7 +47,7 @@ def kimi() -> Config:
 def qwen(layers: int = 48, experts: int = 128, **more: Any) -> Config:
     sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": experts}
     sizes |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts_per_tok": 8}
-    return model("qwen3_moe", layers, **{**sizes, **more})
+    return make_config("qwen3_moe", layers, **{**sizes, **more})
 
 
 def qwen_235b() -> Config:
@@ -58,7 +60,9 @@ def qwen_480b() -> Config:
 
 def qwen2(layers: int, experts: int, top_k: int, hidden: int, width: int) -> Config:
     sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "num_experts": experts}
-    return model("qwen2_moe", layers, num_experts_per_tok=top_k, decoder_sparse_step=1, **sizes)
+    return make_config(
+        "qwen2_moe", layers, num_experts_per_tok=top_k, decoder_sparse_step=1, **sizes
+    )
 
 
 def qwen_vl(layers: int, **sizes: int) -> Config:
@@ -69,7 +73,7 @@ def qwen_vl(layers: int, **sizes: int) -> Config:
 def glm(layers: int, dense: int, **sizes: Any) -> Config:
     more = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160}
     more |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}
-    return model("glm4_moe", layers, dense, **{**more, **sizes})
+    return make_config("glm4_moe", layers, dense, **{**more, **sizes})
 
 
 def glm_air() -> Config:
@@ -78,12 +82,12 @@ def glm_air() -> Config:
 
 def mixtral(layers: int = 32, **sizes: int) -> Config:
     more = {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8}
-    return model("mixtral", layers, **{**more, "num_experts_per_tok": 2, **sizes})
+    return make_config("mixtral", layers, **{**more, "num_experts_per_tok": 2, **sizes})
 
 
 def gpt_oss(layers: int, experts: int) -> Config:
     sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": experts}
-    return model("gpt_oss", layers, num_experts_per_tok=4, swiglu_limit=7.0, **sizes)
+    return make_config("gpt_oss", layers, num_experts_per_tok=4, swiglu_limit=7.0, **sizes)
 
 
 def llama4(experts: int, step: int) -> Config:
@@ -93,8 +97,8 @@ def llama4(experts: int, step: int) -> Config:
     return {"model_type": "llama4", "text_config": text | {"interleave_moe_layer_step": step}}
 
 
-def per_layer(layers: range, *modules: str, before: str = "model.layers") -> list[str]:
-    return [f"{before}.{layer}.{module}" for layer in layers for module in modules]
+def layer_modules(layers: range, *modules: str, prefix: str = "model.layers") -> list[str]:
+    return [f"{prefix}.{layer}.{module}" for layer in layers for module in modules]
 
 
 # ------------------------------------------------------------------- quantization_config
@@ -105,10 +109,10 @@ def fp8(**more: Any) -> Config:
     return config | {"weight_block_size": [128, 128], **more}
 
 
-def qwen_fp8(layers: int, before: str = "model.layers", *others: str) -> Config:
+def qwen_fp8(layers: int, prefix: str = "model.layers", *others: str) -> Config:
     norms = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
     attention = ("self_attn.k_norm", "self_attn.q_norm")
-    skipped = per_layer(range(layers), *norms, *attention, before=before)
+    skipped = layer_modules(range(layers), *norms, *attention, prefix=prefix)
     return fp8(modules_to_not_convert=["lm_head", *others, *skipped])
 
 
@@ -186,36 +190,36 @@ def layers(*ranges: tuple[int, int]) -> tuple[int, ...]:
     return tuple(layer for first, last in ranges for layer in range(first, last))
 
 
-GPT_OSS_LEFT = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
-GPT_OSS_LEFT += ("lm_head",)
-GLM_LEFT = (*per_layer(range(93), "mlp.gate"), "lm_head", "model.embed_tokens")
-DEEPSEEK_NVFP4 = modelopt("NVFP4", "lm_head", *per_layer(range(61), "self_attn*"))
+GPT_OSS_EXCLUDED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+GPT_OSS_EXCLUDED += ("lm_head",)
+GLM_EXCLUDED = (*layer_modules(range(93), "mlp.gate"), "lm_head", "model.embed_tokens")
+DEEPSEEK_NVFP4 = modelopt("NVFP4", "lm_head", *layer_modules(range(61), "self_attn*"))
 DEEPSEEK_NVFP4 |= {"exclude_modules": [*DEEPSEEK_NVFP4.pop("ignore"), "model.layers.61*"]}
-LLAMA4_LEFT = ("*router*", "*lm_head*", "vision_model*", "multi_modal_projector*")
+LLAMA4_EXCLUDED = ("*router*", "*lm_head*", "vision_model*", "multi_modal_projector*")
 KIMI_INT4 = compressed_int4(
     *(32, "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
     "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
 )
 REDHAT_LLAMA4 = ("re:.*lm_head", "re:.*self_attn", "re:.*router", "re:.*vision_model")
 REDHAT_LLAMA4 += ("re:.*multi_modal_projector", "re:.*shared_expert")
-ALL_OF_DEEPSEEK, ALL_OF_KIMI = layers((3, 61)), layers((1, 61))
+DEEPSEEK_LAYERS, KIMI_LAYERS = layers((3, 61)), layers((1, 61))
 TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
     # fp8 by block
-    "deepseek-ai/DeepSeek-R1": (deepseek(), fp8(), {ALL_OF_DEEPSEEK: FP8_BLOCK}),
-    "deepseek-ai/DeepSeek-V3-0324": (deepseek(), fp8(), {ALL_OF_DEEPSEEK: FP8_BLOCK}),
-    "deepseek-ai/DeepSeek-R1-0528": (deepseek(), fp8(), {ALL_OF_DEEPSEEK: FP8_BLOCK}),
+    "deepseek-ai/DeepSeek-R1": (deepseek(), fp8(), {DEEPSEEK_LAYERS: FP8_BLOCK}),
+    "deepseek-ai/DeepSeek-V3-0324": (deepseek(), fp8(), {DEEPSEEK_LAYERS: FP8_BLOCK}),
+    "deepseek-ai/DeepSeek-R1-0528": (deepseek(), fp8(), {DEEPSEEK_LAYERS: FP8_BLOCK}),
     "deepseek-ai/DeepSeek-V3.1-Terminus": (
         deepseek(),
         fp8(scale_fmt="ue8m0"),
-        {ALL_OF_DEEPSEEK: FP8_BLOCK},
+        {DEEPSEEK_LAYERS: FP8_BLOCK},
     ),
     "deepseek-ai/DeepSeek-V3.2-Exp": (
         deepseek(model_type="deepseek_v32"),
         fp8(scale_fmt="ue8m0"),
-        {ALL_OF_DEEPSEEK: FP8_BLOCK},
+        {DEEPSEEK_LAYERS: FP8_BLOCK},
     ),
-    "moonshotai/Kimi-K2-Instruct": (kimi(), fp8(), {ALL_OF_KIMI: FP8_BLOCK}),
-    "moonshotai/Kimi-K2-Instruct-0905": (kimi(), fp8(), {ALL_OF_KIMI: FP8_BLOCK}),
+    "moonshotai/Kimi-K2-Instruct": (kimi(), fp8(), {KIMI_LAYERS: FP8_BLOCK}),
+    "moonshotai/Kimi-K2-Instruct-0905": (kimi(), fp8(), {KIMI_LAYERS: FP8_BLOCK}),
     "Qwen/Qwen3-235B-A22B-FP8": (qwen_235b(), qwen_fp8(94), {layers((0, 94)): FP8_BLOCK}),
     "Qwen/Qwen3-235B-A22B-Instruct-2507-FP8": (
         qwen_235b(),
@@ -234,8 +238,10 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
         fp8(
             modules_to_not_convert=[
                 *("lm_head", "model.embed_tokens"),
-                *per_layer(range(48), "mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d"),
-                *per_layer(range(48), "linear_attn.in_proj_ba"),
+                *layer_modules(
+                    range(48), "mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d"
+                ),
+                *layer_modules(range(48), "linear_attn.in_proj_ba"),
             ]
         ),
         {layers((0, 48)): FP8_BLOCK},
@@ -251,7 +257,9 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
         {layers((0, 94)): FP8_BLOCK},
     ),
     "MiniMaxAI/MiniMax-M2.1": (
-        model("minimax_m2", 62, hidden_size=3072, intermediate_size=1536, num_local_experts=256)
+        make_config(
+            "minimax_m2", 62, hidden_size=3072, intermediate_size=1536, num_local_experts=256
+        )
         | {"num_experts_per_tok": 8},
         fp8(
             fmt="float8_e4m3fn",
@@ -260,26 +268,38 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
         {layers((0, 62)): FP8_BLOCK},
     ),
     "tencent/Hunyuan-A13B-Instruct-FP8": (
-        model("hunyuan_v1_moe", 32, hidden_size=4096, intermediate_size=3072, num_experts=64)
+        make_config("hunyuan_v1_moe", 32, hidden_size=4096, intermediate_size=3072, num_experts=64)
         | {"moe_topk": [8] * 32, "moe_intermediate_size": [3072] * 32},
         {
             "quant_method": "fp8",
             "activation_scheme": "static",
-            "ignored_layers": ["lm_head", "model.embed_tokens", *per_layer(range(32), "mlp.gate")],
+            "ignored_layers": [
+                "lm_head",
+                "model.embed_tokens",
+                *layer_modules(range(32), "mlp.gate"),
+            ],
         },
         {layers((0, 32)): STATIC},
     ),
     # fp8 by channel and by tensor
-    "zai-org/GLM-4.5-FP8": (glm(92, 3), compressed_fp8(*GLM_LEFT), {layers((3, 92)): FP8_CHANNEL}),
+    "zai-org/GLM-4.5-FP8": (
+        glm(92, 3),
+        compressed_fp8(*GLM_EXCLUDED),
+        {layers((3, 92)): FP8_CHANNEL},
+    ),
     "zai-org/GLM-4.5-Air-FP8": (
         glm_air(),
-        compressed_fp8(*GLM_LEFT),
+        compressed_fp8(*GLM_EXCLUDED),
         {layers((1, 46)): FP8_CHANNEL},
     ),
-    "zai-org/GLM-4.6-FP8": (glm(92, 3), compressed_fp8(*GLM_LEFT), {layers((3, 92)): FP8_CHANNEL}),
+    "zai-org/GLM-4.6-FP8": (
+        glm(92, 3),
+        compressed_fp8(*GLM_EXCLUDED),
+        {layers((3, 92)): FP8_CHANNEL},
+    ),
     "RedHatAI/Qwen3-235B-A22B-FP8-dynamic": (
         qwen_235b(),
-        compressed_fp8("lm_head", *per_layer(range(94), "mlp.gate")),
+        compressed_fp8("lm_head", *layer_modules(range(94), "mlp.gate")),
         {layers((0, 94)): FP8_CHANNEL},
     ),
     "RedHatAI/Mixtral-8x22B-Instruct-v0.1-FP8": (
@@ -287,13 +307,13 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
         {
             "quant_method": "fp8",
             "activation_scheme": "static",
-            "ignored_layers": [*per_layer(range(56), "block_sparse_moe.gate"), "lm_head"],
+            "ignored_layers": [*layer_modules(range(56), "block_sparse_moe.gate"), "lm_head"],
         },
         {layers((0, 56)): STATIC},
     ),
     "amd/Mixtral-8x7B-Instruct-v0.1-FP8-KV": (
         mixtral(),
-        quark_fp8("lm_head", *per_layer(range(32), "block_sparse_moe.gate")),
+        quark_fp8("lm_head", *layer_modules(range(32), "block_sparse_moe.gate")),
         {layers((0, 32)): STATIC},
     ),
     "meta-llama/Llama-4-Maverick-17B-128E-Instruct-FP8": (
@@ -302,8 +322,10 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
             "quant_method": "fbgemm_fp8",
             "activation_scale_ub": 1200.0,
             "modules_to_not_convert": [
-                *per_layer(range(48), "self_attn", "feed_forward.router", before="model.layers"),
-                *per_layer(range(48), "feed_forward.shared_expert", before="model.layers"),
+                *layer_modules(
+                    range(48), "self_attn", "feed_forward.router", prefix="model.layers"
+                ),
+                *layer_modules(range(48), "feed_forward.shared_expert", prefix="model.layers"),
                 *("lm_head", "vision_model", "multi_modal_projector"),
             ],
         },
@@ -311,45 +333,47 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
     ),
     "nvidia/Llama-4-Scout-17B-16E-Instruct-FP8": (
         llama4(16, 1),
-        modelopt("FP8", *LLAMA4_LEFT),
+        modelopt("FP8", *LLAMA4_EXCLUDED),
         {layers((0, 48)): STATIC},
     ),
     "nvidia/Qwen3-235B-A22B-FP8": (
         qwen_235b(),
-        modelopt("FP8", "lm_head", *per_layer(range(94), "mlp.gate")),
+        modelopt("FP8", "lm_head", *layer_modules(range(94), "mlp.gate")),
         {layers((0, 94)): STATIC},
     ),
     # Four-bit floats
-    "openai/gpt-oss-120b": (gpt_oss(36, 128), mxfp4(*GPT_OSS_LEFT), {layers((0, 36)): MXFP4}),
-    "nvidia/DeepSeek-V3-0324-FP4": (deepseek(), DEEPSEEK_NVFP4, {ALL_OF_DEEPSEEK: NVFP4}),
-    "nvidia/DeepSeek-R1-0528-FP4": (deepseek(), DEEPSEEK_NVFP4, {ALL_OF_DEEPSEEK: NVFP4}),
+    "openai/gpt-oss-120b": (gpt_oss(36, 128), mxfp4(*GPT_OSS_EXCLUDED), {layers((0, 36)): MXFP4}),
+    "nvidia/DeepSeek-V3-0324-FP4": (deepseek(), DEEPSEEK_NVFP4, {DEEPSEEK_LAYERS: NVFP4}),
+    "nvidia/DeepSeek-R1-0528-FP4": (deepseek(), DEEPSEEK_NVFP4, {DEEPSEEK_LAYERS: NVFP4}),
     "nvidia/Qwen3-235B-A22B-NVFP4": (
         qwen_235b(),
-        modelopt("NVFP4", "lm_head", *per_layer(range(94), "mlp.gate")),
+        modelopt("NVFP4", "lm_head", *layer_modules(range(94), "mlp.gate")),
         {layers((0, 94)): NVFP4},
     ),
     "nvidia/Kimi-K2-Thinking-NVFP4": (
         kimi(),
-        modelopt("NVFP4", "lm_head", *per_layer(range(61), "self_attn*", "mlp.shared_experts*")),
-        {ALL_OF_KIMI: NVFP4},
+        modelopt(
+            "NVFP4", "lm_head", *layer_modules(range(61), "self_attn*", "mlp.shared_experts*")
+        ),
+        {KIMI_LAYERS: NVFP4},
     ),
     "nvidia/Llama-4-Scout-17B-16E-Instruct-FP4": (
         llama4(16, 1),
-        modelopt("NVFP4", *LLAMA4_LEFT),
+        modelopt("NVFP4", *LLAMA4_EXCLUDED),
         {layers((0, 48)): NVFP4},
     ),
     "RedHatAI/Qwen3-30B-A3B-NVFP4": (
         qwen(),
-        compressed_nvfp4("lm_head", *per_layer(range(48), "mlp.gate")),
+        compressed_nvfp4("lm_head", *layer_modules(range(48), "mlp.gate")),
         {layers((0, 48)): NVFP4},
     ),
     "amd/DeepSeek-R1-0528-MXFP4": (
         deepseek(),
-        quark_mxfp4("lm_head", *per_layer(range(61), "self_attn*", "mlp.gate")),
-        {ALL_OF_DEEPSEEK: MXFP4},
+        quark_mxfp4("lm_head", *layer_modules(range(61), "self_attn*", "mlp.gate")),
+        {DEEPSEEK_LAYERS: MXFP4},
     ),
     # Integers
-    "moonshotai/Kimi-K2-Thinking": (kimi(), KIMI_INT4, {ALL_OF_KIMI: G32}),
+    "moonshotai/Kimi-K2-Thinking": (kimi(), KIMI_INT4, {KIMI_LAYERS: G32}),
     "Qwen/Qwen3-235B-A22B-GPTQ-Int4": (qwen_235b(), gptq(), {layers((0, 94)): G128}),
     "Qwen/Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": (
         qwen2(24, 60, 4, 2048, 1408),
@@ -369,7 +393,7 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
     "cognitivecomputations/DeepSeek-R1-AWQ": (
         deepseek(),
         awq(modules_to_not_convert=None),
-        {ALL_OF_DEEPSEEK: ZERO},
+        {DEEPSEEK_LAYERS: ZERO},
     ),
     "QuantTrio/GLM-4.5-Air-AWQ-FP16Mix": (
         glm_air(),
@@ -378,7 +402,7 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
     ),
     "cyankiwi/Qwen3-Coder-30B-A3B-Instruct-AWQ-4bit": (
         qwen(),
-        compressed_int4(32, *per_layer(range(48), "mlp.gate"), "lm_head"),
+        compressed_int4(32, *layer_modules(range(48), "mlp.gate"), "lm_head"),
         {layers((0, 48)): G32},
     ),
     "Intel/Qwen3-30B-A3B-Instruct-2507-int4-AutoRound": (
@@ -394,7 +418,7 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
             "block_name_to_quantize": "model.layers",
             "extra_config": {
                 name: {"bits": 16, "data_type": "float"}
-                for name in per_layer(range(48), "mlp.gate")
+                for name in layer_modules(range(48), "mlp.gate")
             },
         },
         {layers((0, 48)): G128},
@@ -418,7 +442,7 @@ TABLE: dict[str, tuple[Config, Config | None, Expected]] = {
         },
         {layers((0, 48)): "none"},
     ),
-    # Not the file of a repository
+    # Not taken from the file of a repository
     "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": (
         llama4(16, 1),
         compressed_fp8(*REDHAT_LLAMA4),
@@ -447,7 +471,7 @@ RECONSTRUCTED = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_layer_has_the_scheme_of_its_files(tmp_path: Path, name: str) -> None:
+def test_layers_have_the_schemes_of_their_configs(tmp_path: Path, name: str) -> None:
     config, quantization, expected = TABLE[name]
     if quantization is not None:
         config = config | {"quantization_config": quantization}

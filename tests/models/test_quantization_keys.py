@@ -31,8 +31,8 @@ HADAMARD = {
 }
 
 
-def compressed(group: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Return a config as compressed-tensors writes it, with every key that it has."""
+def compressed_config(group: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Return a config as compressed-tensors writes it, with all its keys."""
     weights = {
         "actorder": None,
         "block_structure": None,
@@ -47,7 +47,7 @@ def compressed(group: dict[str, Any] | None = None, **more: Any) -> dict[str, An
         "type": "int",
         "zp_dtype": "torch.int8",
     }
-    one = {
+    group_0 = {
         "format": "pack-quantized",
         "input_activations": None,
         "output_activations": None,
@@ -55,7 +55,7 @@ def compressed(group: dict[str, Any] | None = None, **more: Any) -> dict[str, An
         "weights": weights,
     }
     return {
-        "config_groups": {"group_0": one | (group or {})},
+        "config_groups": {"group_0": group_0 | (group or {})},
         "format": "pack-quantized",
         "global_compression_ratio": None,
         "ignore": ["lm_head", "re:.*mlp.gate$"],
@@ -68,31 +68,34 @@ def compressed(group: dict[str, Any] | None = None, **more: Any) -> dict[str, An
     } | more
 
 
-def args(**more: Any) -> dict[str, Any]:
-    """Return the group of `compressed` with other arguments of its weights."""
-    weights: dict[str, Any] = compressed()["config_groups"]["group_0"]["weights"]
+def group_with_weights(**more: Any) -> dict[str, Any]:
+    """Return the group of `compressed_config` with other arguments of its weights."""
+    weights: dict[str, Any] = compressed_config()["config_groups"]["group_0"]["weights"]
     return {"weights": weights | more}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a transform": (compressed(transform_config=HADAMARD), "transform_config"),
-    "a key of compressed-tensors": (compressed(smoothing={"alpha": 0.5}), "smoothing"),
-    "rounded outputs": (
-        compressed({"output_activations": {"num_bits": 8, "type": "float"}}),
+    "a transform": (compressed_config(transform_config=HADAMARD), "transform_config"),
+    "a key of compressed-tensors": (compressed_config(smoothing={"alpha": 0.5}), "smoothing"),
+    "quantized outputs": (
+        compressed_config({"output_activations": {"num_bits": 8, "type": "float"}}),
         "config_groups.group_0.output_activations",
     ),
-    "a key of a group": (compressed({"bias_shift": 3}), "config_groups.group_0.bias_shift"),
+    "a key of a group": (compressed_config({"bias_shift": 3}), "config_groups.group_0.bias_shift"),
     "a key of weights": (
-        compressed(args(codebook="nf4")),
+        compressed_config(group_with_weights(codebook="nf4")),
         "config_groups.group_0.weights.codebook",
     ),
     "a key of activations": (
-        compressed({"input_activations": {"num_bits": 8, "clip": 3.0}}),
+        compressed_config({"input_activations": {"num_bits": 8, "clip": 3.0}}),
         "config_groups.group_0.input_activations.clip",
     ),
-    "weights that are packed at run time": (compressed(args(dynamic=True)), "dynamic"),
+    "weights quantized at run time": (
+        compressed_config(group_with_weights(dynamic=True)),
+        "dynamic",
+    ),
     "asymmetric float8": (
-        compressed(
+        compressed_config(
             {
                 "format": "float-quantized",
                 "weights": {
@@ -105,13 +108,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "symmetric",
     ),
-    "compressed-tensors, dequantized": (compressed(dequantize=True), "dequantize"),
+    "compressed-tensors, dequantized": (compressed_config(dequantize=True), "dequantize"),
     "GPTQ rotated": (GPTQ | {"rotation": "hadamard"}, "rotation"),
     "GPTQ and an adapter": (GPTQ | {"adapter": {"name": "lora", "rank": 64}}, "adapter"),
     "GPTQ in Marlin's order": (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
-    "GPTQ in words of 16 bits": (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
+    "GPTQ packed in int16": (GPTQ | {"pack_dtype": "int16"}, "pack_dtype"),
     "GPTQ in two versions": (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, "format"),
-    "rounded inputs of GPTQ": (GPTQ | {"act_bits": 8}, "act_bits"),
+    "quantized inputs of GPTQ": (GPTQ | {"act_bits": 8}, "act_bits"),
     "double scales": (GPTQ | {"super_bits": 6, "super_group_size": 8}, "super_bits"),
     "a key of AWQ": (AWQ | {"smooth_inputs": True}, "smooth_inputs"),
     "AWQ packed by llm-awq": (AWQ | {"backend": "llm-awq"}, "backend"),
@@ -135,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("config", "key"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_key_that_could_change_numbers_is_refused(
+def test_keys_that_could_change_numbers_are_refused(
     tmp_path: Path, config: dict[str, Any], key: str
 ) -> None:
     for read in (
@@ -150,7 +153,7 @@ def test_a_key_that_could_change_numbers_is_refused(
         assert caught.value.need
 
 
-# What a whole config does not tell: it differs between modules.
+# Configs whose format differs between modules.
 BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
     "GPTQ with other experts": (GPTQ | {"dynamic": {"+:.*experts.*": {"bits": 8}}}, "dynamic"),
     "GPTQ with other experts of a layer": (
@@ -158,9 +161,9 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
         "dynamic",
     ),
     "compressed-tensors with a group for some layers": (
-        compressed()
+        compressed_config()
         | {
-            "config_groups": compressed()["config_groups"]
+            "config_groups": compressed_config()["config_groups"]
             | {
                 "group_1": {
                     "targets": [r"re:.*layers\.[01]\.mlp\.experts\..*"],
@@ -179,7 +182,7 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
         "dynamic",
     ),
     "GPTQ without experts": (GPTQ | {"dynamic": {r"-:.*\.experts\..*": {}}}, "dynamic"),
-    "GPTQ of a model in a model": (
+    "GPTQ of a nested model": (
         GPTQ | {"dynamic": {r"model\.language_model\.layers\.0\.mlp\.experts.*": {"bits": 8}}},
         "dynamic",
     ),
@@ -198,23 +201,25 @@ BY_MODULE: dict[str, tuple[dict[str, Any], str]] = {
 def test_formats_that_differ_between_modules_need_a_module_name(
     config: dict[str, Any], key: str
 ) -> None:
-    """`format_of` has no module name to look up; `QuantizationMap` has."""
+    """`format_of` does not take a module name. `QuantizationMap` does."""
     with pytest.raises(ConfigurationError, match=r"quantization_config: got") as caught:
         format_of(config)
     assert key in str(caught.value.got)
 
 
-# Configs of published models and of what packers write, in full.
+# Complete configs of published models and of quantization tools.
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "compressed-tensors": compressed(),
-    "compressed-tensors, an older one": compressed(
+    "compressed-tensors": compressed_config(),
+    "compressed-tensors, older": compressed_config(
         sparsity_config={"format": "dense", "global_sparsity": 0.14, "ignore": ["lm_head"]},
         transform_config=None,
         global_compression_ratio=1.88,
     ),
-    "compressed-tensors, transforms of nothing": compressed(transform_config={"config_groups": {}}),
-    "compressed-tensors, kv cache": compressed(kv_cache_scheme={"num_bits": 8, "type": "float"}),
-    "compressed nvfp4": compressed(
+    "compressed-tensors, no transforms": compressed_config(transform_config={"config_groups": {}}),
+    "compressed-tensors, kv cache": compressed_config(
+        kv_cache_scheme={"num_bits": 8, "type": "float"}
+    ),
+    "compressed nvfp4": compressed_config(
         {
             "format": "nvfp4-pack-quantized",
             "weights": {
@@ -351,12 +356,12 @@ def test_published_configs_are_read(tmp_path: Path, config: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("kind", [name for name, kind in CHECKPOINT_FORMATS.items() if kind.config])
-def test_every_format_of_the_samples_is_read(kind: str) -> None:
+def test_formats_of_all_samples_are_read(kind: str) -> None:
     assert format_of(CHECKPOINT_FORMATS[kind].config, depth=256)
 
 
 def test_configs_written_by_transformers_are_read() -> None:
-    """Every option of its classes with its default, under its name in files."""
+    """The configs contain every option of a class with its default, under its name in files."""
     from transformers import AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
     for config in (
@@ -368,8 +373,8 @@ def test_configs_written_by_transformers_are_read() -> None:
         options = inspect.signature(type(config).__init__).parameters.values()
         defaults = {o.name: o.default for o in options if o.kind is o.POSITIONAL_OR_KEYWORD}
         del defaults["self"]
-        given = json.loads(json.dumps(defaults | config.to_dict(), default=str))
-        assert format_of(given)
+        content = json.loads(json.dumps(defaults | config.to_dict(), default=str))
+        assert format_of(content)
 
 
 @pytest.mark.parametrize("key", ["format", "checkpoint_format"])
@@ -378,9 +383,7 @@ def test_both_names_of_the_zero_point_version_are_read(key: str) -> None:
     assert format_of(GPTQ | {"sym": False, key: "gptq"}).minus_one
 
 
-def test_every_reader_refuses_a_transform(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_readers_refuse_transforms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from modular_kernel.integrations.transformers import from_pretrained, register
     from modular_kernel.testing.checkpoints.samples import write
 
@@ -406,6 +409,6 @@ def test_every_reader_refuses_a_transform(
         with pytest.raises(ConfigurationError, match=r"got transform_config = .*need no such key"):
             read()
     for verb in ("check", "plan", "compose"):
-        ended = run_mk(capsys, verb, "--model", str(folder))
-        assert ended.code == 2
-        assert "transform_config" in ended.err
+        result = run_mk(capsys, verb, "--model", str(folder))
+        assert result.code == 2
+        assert "transform_config" in result.err

@@ -1,4 +1,6 @@
-"""One RouterSpec for each model family of transformers, against the family's own router module."""
+"""Each model family of transformers has a RouterSpec. Its routing equals that of the family's own
+router module.
+"""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -45,8 +47,8 @@ GROUPED = {"groups": 4, "topk_groups": 2}
 class Family:
     """A router module of transformers.
 
-    scaled: its weights include the routed scaling factor, which is part of the Problem here. bias:
-    the selection bias is an argument of its forward.
+    If `scaled`, its weights include the routed scaling factor, which is part of the Problem here.
+    If `bias`, the selection bias is an argument of its forward.
     """
 
     name: str
@@ -106,8 +108,8 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def made(family: Family) -> tuple[Any, list[torch.Tensor]]:
-    """Return the module with random weights, and the arguments of its forward after x."""
+def make_router(family: Family) -> tuple[Any, list[torch.Tensor]]:
+    """Return the module with random weights, and the further arguments of its forward."""
     home = import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     torch.manual_seed(5)
     router = getattr(home, family.router)(SimpleNamespace(**BASE | family.config))
@@ -122,32 +124,32 @@ def made(family: Family) -> tuple[Any, list[torch.Tensor]]:
 
 
 def dense(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return (T, E + 1) weights; the last column sums zero experts and skipped pairs."""
-    place = torch.where((ids < 0) | (ids >= E), E, ids).long()
-    return torch.zeros(len(ids), E + 1).scatter_add(1, place, weights.float())
+    """Return (T, E + 1) weights. The last column is the sum of zero experts and skipped pairs."""
+    column = torch.where((ids < 0) | (ids >= E), E, ids).long()
+    return torch.zeros(len(ids), E + 1).scatter_add(1, column, weights.float())
 
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_route_equals_the_router_of_the_family(family: Family) -> None:
-    router, more = made(family)
+    router, arguments = make_router(family)
     tensors: dict[str, torch.Tensor] = dict(router.named_parameters()) | dict(
         router.named_buffers()
     )
     weight = next(t for t in tensors.values() if t.dim() == 2 and t.is_floating_point())
     x_TH = torch.randn(T, H)
     with torch.no_grad():
-        outputs = router(x_TH[None] if family.name == "afmoe" else x_TH, *more)
+        outputs = router(x_TH[None] if family.name == "afmoe" else x_TH, *arguments)
         logits = torch.nn.functional.linear(x_TH, weight, tensors.get("bias"))
     if family.name == "llama4":
         want = torch.cat([outputs[0], torch.zeros(T, 1)], 1)
     else:
         want = dense(*outputs[1:3])
-    bias = more[0] if family.bias else None
+    bias = arguments[0] if family.bias else None
     if family.spec.selection_bias and bias is None:
         bias = next(t for name, t in tensors.items() if "correction_bias" in name).flatten()
-    table, words = (tensors["tid2eid"], more[0]) if family.spec.table else (None, None)
-    routed = route(logits, family.spec, RouterTensors(bias, table), token_ids_T=words)
+    table, token_ids = (tensors["tid2eid"], arguments[0]) if family.spec.table else (None, None)
+    routed = route(logits, family.spec, RouterTensors(bias, table), token_ids_T=token_ids)
     got = dense(routed.routing.topk_weights_TK, routed.routing.topk_ids_TK)
     if routed.identity_T is not None:
         got[:, E] = routed.identity_T
@@ -155,5 +157,5 @@ def test_route_equals_the_router_of_the_family(family: Family) -> None:
     torch.testing.assert_close(got, want / (SCALE if family.scaled else 1.0), rtol=2e-6, atol=1e-7)
 
 
-def test_the_table_is_large_enough() -> None:
+def test_table_has_at_least_12_families() -> None:
     assert len({family.name for family in FAMILIES}) >= 12
