@@ -1,8 +1,7 @@
 """block_gemm: a grouped GEMM over fp8 rows and weights, with one scale per block.
 
-On a GPU, block_gemm launches the kernel `kernels.block_gemm`, which is compiled once per process
-and variant (gated or plain). On a CPU, it runs a PyTorch reference that requires the same shapes,
-strides and alignment.
+On a GPU, block_gemm launches the kernel `kernels.block_gemm`. On a CPU, it runs a PyTorch reference
+that requires the same shapes, strides and alignment.
 """
 
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from modular_kernel.utils.matmul import matmul
 TILE_M = 128  # rows per tile
 BLOCK = 128  # elements along K, and weight rows along N, that share a scale
 _TILE_COLUMNS = {True: 128, False: 256}  # `gated` -> output columns per tile
-_CLUSTER_SIZE = 2  # thread blocks per cluster; they compute neighboring column tiles of a row tile
+_CLUSTER_SIZE = 2  # thread blocks per cluster, which compute adjacent column tiles of a row tile
 
 
 def block_gemm(
@@ -37,16 +36,15 @@ def block_gemm(
 ) -> None:
     """out[r] = a[r] @ w[expert of r]^T for every row r of every 128-row tile of `order`.
 
-    a: the rows: q_RK (R, K) float8_e4m3fn and scale (R, K / 128) float32.
-    operands: the weights: w (e, N, K) float8_e4m3fn and scale (e, N / 128, K / 128) float32.
-    problem: the problem of the layer.
+    a: the rows, with q_RK (R, K) float8_e4m3fn and scale (R, K / 128) float32.
+    operands: the weights, with w (e, N, K) float8_e4m3fn and scale (e, N / 128, K / 128) float32.
     order: the expert-sorted rows and their tiles.
-    out: a bfloat16 tensor (R, N) for the results. If it is a QuantizedRows, w has gate and up rows,
-        and h = silu(gate) * up is rounded to bfloat16 and then quantized to q_RK (R, N / 2) and its
-        scale. Rows past the end of the last tile are not written.
+    out: a bfloat16 tensor (R, N), or a QuantizedRows with q_RK (R, N / 2). If it is a
+        QuantizedRows, w has gate and up rows, and h = silu(gate) * up is rounded to bfloat16 and
+        then quantized. Rows past the end of the last tile are not written.
 
-    All tensors must be contiguous, and N and K multiples of 128. Meta tensors are checked, but no
-    kernel is launched on them. Raise ShapeError or LayoutError for other shapes or layouts.
+    All tensors must be contiguous, and N and K must be multiples of 128. Meta tensors are checked,
+    but no kernel is launched on them. Raise ShapeError or LayoutError if a requirement is violated.
     """
     check_operands(a, operands, out)
     if a.q_RK.is_meta:
@@ -80,7 +78,7 @@ def block_gemm(
 def check_operands(
     a: QuantizedRows, operands: GemmOperands, out: QuantizedRows | torch.Tensor
 ) -> None:
-    """Raise ShapeError or LayoutError unless all tensors are as `block_gemm` requires."""
+    """Raise ShapeError or LayoutError if a tensor violates the requirements of `block_gemm`."""
     k, weight_rows = a.q_RK.shape[1], operands.w.shape[1]
     groups = k // BLOCK
     out_values = out.q_RK if isinstance(out, QuantizedRows) else out
@@ -116,7 +114,7 @@ def block_gemm_ref(
     order: SortedPairs,
     out: QuantizedRows | torch.Tensor,
 ) -> None:
-    """PyTorch reference for `block_gemm`: one tile at a time, accumulated in float32."""
+    """PyTorch reference for `block_gemm`, which accumulates in float32."""
     tiles = order.tiles[: 3 * order.max_tiles].view(3, -1)[:, : int(order.tiles[-1])]
     weights: dict[int, torch.Tensor] = {}
     for expert, first, end in tiles.T.tolist():
@@ -141,8 +139,6 @@ def _compile(gated: bool, options: str) -> Any:
     """Compile the kernel, which takes about two seconds and needs no GPU.
 
     The returned function takes tensors of any size and launches on PyTorch's current stream.
-
-    options: options of cute.compile.
     """
     import cutlass
     from cutlass import cute

@@ -2,10 +2,9 @@
 
     python -m experts.cutlass    # compiles all kernels into MK_CACHE_DIR; needs no GPU
 
-A process loads a kernel at its first call, which takes a tenth of a second. If the cache has no
-object file for the kernel, the process compiles it, which takes seconds. The cache key covers the
-sources in this folder, the versions of the DSL and of tvm-ffi, the GPU architecture, the CPU
-architecture and libc.
+At the first call of a kernel, loading its object file takes about 0.1 seconds. Compiling it takes
+seconds. The cache key covers the sources in this folder, the versions of the DSL and of tvm-ffi,
+the GPU architecture, the CPU architecture and libc.
 """
 
 import logging
@@ -26,7 +25,7 @@ _PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel that is compiled, or loaded from its cached object file.
+    """A kernel that can be compiled, or loaded from a cached object file.
 
     name: the name of the function in the object file.
     arch: the GPU architecture as the DSL names it, such as "sm_90a".
@@ -38,7 +37,7 @@ class CompiledKernel:
     compile: Callable[[str], Any]
 
     def load_or_compile(self) -> Callable[..., None]:
-        """Load the kernel from its object file; without one, compile it for the current GPU."""
+        """Load the kernel from its object file, or compile it for the current GPU."""
         path = find_cached(self._stem(), _SUFFIX)
         function = None if path is None else self._load(path)
         return self.compile(_OPTIONS) if function is None else function
@@ -56,7 +55,7 @@ class CompiledKernel:
         return function
 
     def compile_to_cache(self) -> Path:
-        """Compile the kernel unless its object file is cached; return the path of the file."""
+        """Compile the kernel to an object file unless it is cached; return the path of the file."""
 
         def write(path: Path) -> None:
             compiled = self.compile(f"{_OPTIONS} --gpu-arch {self.arch}")

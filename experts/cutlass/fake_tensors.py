@@ -1,4 +1,4 @@
-"""Fake tensors that describe the arguments of a CuTe DSL kernel to the compiler."""
+"""Fake tensors, which describe the arguments of a CuTe DSL kernel to its compiler."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """CutlassExpertsFP4 and BatchedCutlassExpertsFP4: nvfp4 weights and activations, for sm_100.
 
-A call for contiguous tokens launches the sort of the pairs (count, scan and place), the permutation
-with quantization, the kernels of `fp4_mlp`, and the weighted sum over top-k. A call for batched
-rows lists the tiles instead of sorting, quantizes the rows, and launches the kernels of `fp4_mlp`.
+With contiguous tokens, a call sorts the pairs by expert, permutes and quantizes the tokens, runs
+`fp4_mlp`, and sums the weighted rows of each token. With batched rows, a call lists the tiles,
+quantizes the rows, and runs `fp4_mlp`.
 
 The kernels have never been run, because no sm_100 GPU was available. Tests compile the GEMM and
 inspect the generated code.
@@ -46,9 +46,9 @@ _ARCHS = frozenset({(10, 0)})  # the kernel uses tcgen05 instructions
 class CutlassExpertsFP4(SummedRowsExperts):
     """Experts with nvfp4 weights and activations over contiguous tokens.
 
-    The part itself applies the router weights and sums over top-k. Every call rearranges the scales
-    of the weights into the layout that the GEMM reads, and copies weights that are not row-major
-    and 16-byte aligned.
+    The part applies the router weights and sums over top-k. Every call rearranges the scales of the
+    weights into the layout that the GEMM reads, and copies weights that are not row-major and
+    16-byte aligned.
     """
 
     gemm = staticmethod(fp4_gemm)

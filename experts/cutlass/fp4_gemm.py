@@ -1,7 +1,7 @@
 """fp4_gemm: a grouped GEMM over nvfp4 rows and weights. The MMA instructions apply block scales.
 
-On a GPU, fp4_gemm launches the kernel `kernels.fp4_gemm`, which is compiled once per process. On a
-CPU, it runs a PyTorch reference that requires the same shapes, strides and alignment.
+On a GPU, fp4_gemm launches the kernel `kernels.fp4_gemm`. On a CPU, it runs a PyTorch reference
+that requires the same shapes, strides and alignment.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from modular_kernel.quant.scale_tiles import unpack_pairs
 from modular_kernel.spec.problem import dtype_name
 from modular_kernel.utils.matmul import matmul
 
-# N and K must be multiples of 128: a tile spans 128 weight rows, and one row of the scale layout
-# covers 128 elements of K.
+# N and K must be multiples of 128, because a tile has 128 weight rows, and a row of the scale
+# layout covers 128 elements of K.
 DIM_MULTIPLE = 128
 
 
@@ -34,8 +34,8 @@ class Fp4Weights:
     w: (e, N, K / 2) uint8, two e2m1 values per byte.
     scale: (e * N / 128, bytes) uint8, the bits of e4m3 scales in blocks of 128 rows
         (`modular_kernel.quant.scale_layout`).
-    global_scales: (e, matrices) float32, factors that are applied to the accumulators. `matrices`
-        is 2 if gate and up rows have separate factors, else 1.
+    global_scales: (e, matrices) float32, factors of the accumulators. `matrices` is 2 if gate and
+        up rows have separate factors, and 1 otherwise.
     """
 
     w: torch.Tensor
@@ -47,14 +47,13 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
     """out[r] = (a[r] @ w[expert of r]^T) * global scale, for every row r of every tile.
 
     a: the rows, as written by `quantize_tiles`.
-    b: the weights.
     tiles: (3 * max_tiles + 1,) int32, the encoded tile list (see `list_tiles`). A tile has at most
         128 rows.
     out: (R, N) bfloat16. Rows outside all tiles are not written.
 
-    All tensors must be contiguous, and N, K and N / matrices multiples of 128. Meta tensors are
-    checked, but no kernel is launched on them. Raise ShapeError, LayoutError or DtypeError for
-    other tensors.
+    All tensors must be contiguous, and N, K and N / matrices must be multiples of 128. Meta tensors
+    are checked, but no kernel is launched on them. Raise ShapeError, LayoutError or DtypeError if a
+    requirement is violated.
     """
     check_operands(a, b, tiles, out)
     if out.is_meta:
@@ -79,7 +78,7 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
 
 
 def check_operands(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise ShapeError, LayoutError or DtypeError unless all tensors are as `fp4_gemm` requires."""
+    """Raise an InputError if a tensor violates the requirements of `fp4_gemm`."""
     if b.w.dim() != 3 or b.global_scales.dim() != 2:
         got = f"{tuple(b.w.shape)} and {tuple(b.global_scales.shape)}"
         need = "(e, N, K / 2) and (e, matrices)"
@@ -117,7 +116,7 @@ def check_operands(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Te
 
 
 def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
-    """PyTorch reference for `fp4_gemm`: one tile at a time, accumulated in float32."""
+    """PyTorch reference for `fp4_gemm`, which accumulates in float32."""
     experts, weight_rows, packed_k = b.w.shape
     groups, matrices = 2 * packed_k // nvfp4.GROUP, b.global_scales.shape[1]
     unit_scale = torch.ones(1, dtype=torch.float32, device=out.device)
@@ -141,8 +140,6 @@ def _compile(options: str) -> Any:
     """Compile the kernel, which takes a few seconds and needs no GPU.
 
     The returned function takes tensors of any size and launches on PyTorch's current stream.
-
-    options: options of cute.compile.
     """
     import cutlass
     from cutlass import cute

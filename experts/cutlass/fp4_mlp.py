@@ -1,7 +1,7 @@
-"""GEMM 1, activation with quantization, and GEMM 2 over nvfp4 rows, which are grouped in tiles.
+"""GEMM 1, activation with quantization, and GEMM 2 over tiles of nvfp4 rows.
 
-Used for contiguous and for batched rows. Before each GEMM, its weight scales are rearranged into
-the layout that the kernel reads, and its global scales are computed.
+Before each GEMM, its weight scales are rearranged into the layout that the kernel reads, and its
+global scales are computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,10 +33,7 @@ Gemm = Callable[[Fp4Rows, Fp4Weights, torch.Tensor, torch.Tensor], None]
 
 
 def mlp_specs(problem: Problem, num_rows: int, max_tiles: int) -> Mapping[str, BufferSpec]:
-    """Return the buffers of x, h and the weight scales.
-
-    A call with more rows or tiles never needs a smaller buffer.
-    """
+    """Return the buffers of x, h and the weight scales."""
     e = problem.e
     specs = {
         **fp4_specs("x", num_rows, problem.hidden, max_tiles),
@@ -66,7 +63,6 @@ def run_mlp(
 
     x: the quantized rows (R, H).
     tiles: the encoded tile list (see `ops.fp4_rows`).
-    gemm: multiplies rows by weights, like `fp4_gemm`.
     workspace: has the buffers of `mlp_specs`, and "workspace13", to which GEMM 1 writes.
     allocate_out: returns the buffer for the output rows. It is called after the last read of x, so
         the buffer may share memory with x.
@@ -88,7 +84,7 @@ def run_mlp(
 def _prepare_weights(
     name: str, weights: ExpertWeights, problem: Problem, workspace: Workspace
 ) -> Fp4Weights:
-    """Return w1 or w2 as the GEMM takes it, with tiled scales and combined global scales.
+    """Return w1 or w2 with scales in the layout of the GEMM and combined global scales.
 
     A combined global scale is the product of the global scales of the weights and the activations.
     """
@@ -110,7 +106,7 @@ def _prepare_weights(
 
 
 def compile_on_meta() -> None:
-    """Call the operations around the GEMM on meta tensors, which compiles their Triton kernels."""
+    """Call the operations around the GEMM on meta tensors to compile their Triton kernels."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -14,9 +14,8 @@ _BLOCK = (128, 128)
 class CutlassExpertsFP8(TritonExperts):
     """Experts over contiguous tokens, with fp8 weights scaled in 128 x 128 blocks.
 
-    The part itself applies the router weights and sums over top-k. Calls with few tokens, or with
-    weights that TMA cannot load, take another path of TritonExperts. Results are bitwise
-    reproducible.
+    The part applies the router weights and sums over top-k. Calls with few tokens, or with weights
+    that TMA cannot load, use another path of TritonExperts. Results are bitwise reproducible.
     """
 
     replayable = False  # the kernel is not launched by Triton
@@ -51,4 +50,4 @@ class CutlassExpertsFP8(TritonExperts):
 
     @classmethod
     def tunable(cls, problem: Problem) -> None:
-        """Return None: the kernel has a single tile shape."""
+        """Return None, because the kernel has a single tile shape."""

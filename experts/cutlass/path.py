@@ -1,7 +1,6 @@
 """CutlassPath: the grouped_tma path of TritonExperts, with CuTe DSL GEMMs for fp8 block scales.
 
-A call launches the sort of the pairs (count, scan and place), the permutation, GEMM 1, which also
-applies the activation and quantizes h, GEMM 2, and the weighted sum over top-k.
+GEMM 1 also applies the activation and quantizes h, the input of GEMM 2.
 """
 
 import torch
@@ -19,12 +18,11 @@ from modular_kernel.workspace import BufferSpec
 
 
 class CutlassPath(GroupedTmaPath):
-    """The grouped_tma path with other GEMM kernels, for the same calls and with equal results."""
+    """The grouped_tma path with other GEMM kernels."""
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Return the buffers of a call of `tokens` tokens; h is never stored in 16 bits."""
         specs = super().specs(tokens, block_m)
-        del specs["workspace13"]
+        del specs["workspace13"]  # h is never stored in 16 bits
         gemm2_rows = specs["workspace2"]
         aliases = tuple(name for name in gemm2_rows.over if name in specs)
         return specs | {"workspace2": BufferSpec(gemm2_rows.shape, gemm2_rows.dtype, aliases)}

@@ -29,7 +29,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
     """Experts over contiguous tokens, with fp8 weights scaled per channel or per tensor.
 
     Both GEMMs are torch._scaled_grouped_mm, which allocates its output in every call. The part
-    itself applies the router weights and sums over top-k.
+    applies the router weights and sums over top-k.
     """
 
     library_allocates_output = True
@@ -38,7 +38,7 @@ class CutlassRowwiseExpertsFP8(SortedRowsExperts):
         devices=frozenset({"cuda"}),
         archs=ARCHS,
         dtypes=frozenset({torch.bfloat16}),
-        top_k=(1, MAX_TOP_K),  # any K: torch receives sorted rows, not top-k ids
+        top_k=(1, MAX_TOP_K),  # any K, because torch receives sorted rows, not top-k ids
         hidden_multiple=DIM_MULTIPLE,
         intermediate_multiple=DIM_MULTIPLE,
         max_experts=MAX_EXPERTS,

@@ -1,7 +1,6 @@
 """Wrapper of torch._scaled_grouped_mm, PyTorch's CUTLASS grouped GEMM for fp8 rows.
 
-Requires only PyTorch. Each row and each output column has one scale. A call launches two kernels:
-one computes the arguments of each group, the other is the GEMM.
+Each row and each output column has one scale.
 """
 
 from collections.abc import Mapping
@@ -35,12 +34,13 @@ def scaled_grouped_mm(
 ) -> torch.Tensor:
     """Multiply each row by the weights of its expert; return the results in bfloat16.
 
-    rows: float8_e4m3fn values and float32 scales. The values are (R, K) if `ends` is given, else
-        (e, C, K), where C is the capacity of each expert. The scales are (1,), (R, 1) or (e, C, 1).
+    rows: float8_e4m3fn values and float32 scales. The values are (R, K) if `ends` is given, and
+        (e, C, K) otherwise, where C is the number of rows per expert. The scales are (1,), (R, 1)
+        or (e, C, 1).
     weights: float8_e4m3fn values (e, N, K) and float32 scales (e,) or (e, N). The values are copied
         unless they are row-major and 16-byte aligned.
-    ends: (e,) int32, one past the last row of each expert. None if all experts have C rows. Results
-        past the last end are undefined.
+    ends: (e,) int32, one past the last row of each expert; None for values (e, C, K). Results past
+        the last end are undefined.
     workspace: has the buffers of `expanded_scale_specs`.
     """
     (a, a_scale), (w, w_scale) = rows, weights
@@ -61,7 +61,7 @@ def scaled_grouped_mm(
 def _expand_scale(
     scale: torch.Tensor, shape: tuple[int, ...], workspace: Workspace, name: str
 ) -> torch.Tensor:
-    """Return `scale` expanded to `shape` and contiguous: torch rejects broadcast scales."""
+    """Return `scale` expanded to `shape` and contiguous, because torch rejects broadcast scales."""
     if tuple(scale.shape) == tuple(shape) and scale.is_contiguous():
         return scale
     return workspace.take(name, tuple(shape)).copy_(scale.expand(shape))

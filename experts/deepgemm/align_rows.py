@@ -32,15 +32,13 @@ def align_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Assign a row to each pair, in a stable sort by expert.
 
-    routing: the expert ids of the pairs.
     tile_rows: rows per tile. Expert i starts at the end of expert i - 1, rounded up to a multiple
         of tile_rows.
     num_local: number of local experts, e.
     workspace: has the buffers of `aligned_specs`.
 
-    Return (rows_TK, ends): the row of each pair, (T, K) int32, -1 for a skipped pair; and one past
-    the last row of each expert, (e,) int32. On a GPU, three kernels are launched: count, scan and
-    place.
+    Return (rows_TK, ends). rows_TK is the row of each pair, (T, K) int32, -1 for a skipped pair.
+    ends is one past the last row of each expert, (e,) int32.
     """
     num_tokens, top_k = routing.topk_ids_TK.shape
     specs = aligned_specs(num_tokens, top_k, num_local)
@@ -72,7 +70,7 @@ def align_rows(
 def align_rows_ref(
     routing: DispatchedRouting, tile_rows: int, *, rows_TK: torch.Tensor, ends: torch.Tensor
 ) -> None:
-    """PyTorch reference for `align_rows`: one expert at a time."""
+    """PyTorch reference for `align_rows`."""
     ids, rows, start = local_ids(routing, len(ends)).flatten(), rows_TK.view(-1), 0
     rows.fill_(-1)
     for expert in range(len(ends)):

@@ -1,8 +1,8 @@
 """Find and load DeepGEMM, and wrap its grouped GEMMs.
 
-DeepGEMM compiles a kernel at the first launch for given N, K, number of experts and configuration,
-which it chooses by the expected number of rows. Before capturing a CUDA graph, run a call of every
-size that is to be captured.
+DeepGEMM selects a configuration by the expected number of rows. It compiles a kernel at the first
+launch with a given N, K, number of experts and configuration. Before capturing a CUDA graph, run a
+call of every size that is to be captured.
 """
 
 from functools import cache
@@ -26,7 +26,7 @@ DEEP_GEMM = PackageProbe(
     markers=(
         ("__init__.py", "m_grouped_fp8_gemm_nt_masked"),
         ("__init__.py", "m_grouped_bf16_gemm_nt_contiguous"),
-        # Since 2.4.2 on sm_90: the kernel locates tiles by the end row of each expert.
+        # Since 2.4.2, the kernel for sm_90 can locate tiles by the end row of each expert.
         ("include/deep_gemm/scheduler/gemm.cuh", "MGroupedContiguousWithPsumLayout"),
     ),
     need="DeepGEMM 2.4.2 or newer",
@@ -63,13 +63,13 @@ def grouped_gemm_contiguous(
     library: the result of `load`.
     rows: values (R, K), where R is a multiple of 128, and scales. The scales are None for bfloat16
         values. For fp8 values, they are (R, K / 128) with a stride of 1 along R.
-    weights: values (e, N, K) and scales. The scales are None for bfloat16 values, else (e, N / 128,
-        K / 128).
+    weights: values (e, N, K) and scales. The scales are None for bfloat16 values. For fp8 values,
+        they are (e, N / 128, K / 128).
     ends: (e,) int32. The rows of expert i start at ends[i - 1], rounded up to a multiple of 128,
         and end before ends[i].
     out: (R, N) bfloat16. DeepGEMM stores whole tiles, so padding rows are undefined.
 
-    Raise StateError if DeepGEMM's alignment of contiguous rows was changed from 128.
+    Raise StateError if DeepGEMM's alignment of contiguous rows is not 128.
     """
     alignment = library.get_mk_alignment_for_contiguous_layout()
     if alignment != TILE_M:
@@ -118,6 +118,6 @@ def grouped_gemm_masked(
 def _round_up_rows(num_rows: int, max_rows: int) -> int:
     """Return num_rows rounded up to a power of two, but at most max_rows.
 
-    DeepGEMM may compile a kernel for each value, so there should be few values.
+    DeepGEMM may compile a kernel for each value, so rounding limits the number of kernels.
     """
     return min(max_rows, next_power_of_2(max(1, num_rows)))

@@ -29,8 +29,8 @@ _COLUMN_MAJOR_SCALES = "column_major_scales"  # name of a workspace buffer
 class DeepGemmExperts(SortedRowsExperts):
     """Experts over contiguous tokens, in bf16 or in fp8 with scales per 128 x 128 block.
 
-    The part itself applies the router weights and sums over top-k. The rows of each expert start at
-    a multiple of 128, the tile size. Every call copies weights that are not row-major and 16-byte
+    The part applies the router weights and sums over top-k. The rows of each expert start at a
+    multiple of 128, the tile size. Every call copies weights that are not row-major and 16-byte
     aligned.
     """
 
@@ -43,7 +43,7 @@ class DeepGemmExperts(SortedRowsExperts):
         providers=(DEEP_GEMM,),
         archs=frozenset({(9, 0)}),  # sm_100 needs scales in another format
         dtypes=frozenset({torch.bfloat16}),
-        top_k=(1, MAX_TOP_K),  # any K: the library receives sorted rows, not top-k ids
+        top_k=(1, MAX_TOP_K),  # any K, because the library receives sorted rows, not top-k ids
         hidden_multiple=BLOCK,
         intermediate_multiple=BLOCK,
         schemes=frozenset({"none", "fp8_w8a8_block"}),
@@ -56,7 +56,7 @@ class DeepGemmExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return a call on meta tensors that compiles `align_rows_kernel`, a Triton kernel."""
+        """Return a call on meta tensors that compiles the Triton kernel `align_rows_kernel`."""
         return {"aligned rows": _align_rows_on_meta}
 
     def max_rows(self, num_pairs: int) -> int:
@@ -114,7 +114,7 @@ class BatchedDeepGemmExperts(BatchedRowsExperts):
         assert out is not None
         (a, scale), problem = rows, self.problem
         experts, capacity, _ = a.shape
-        # Scales from `prepare` are row-major; DeepGEMM needs them column-major.
+        # Scales from `prepare` are row-major, but DeepGEMM needs them column-major.
         if scale is not None and scale.stride()[1:] != (1, capacity):
             buffer_shape = (experts, scale.shape[2], capacity)
             scale = workspace.take(_COLUMN_MAJOR_SCALES, buffer_shape).copy_(scale.mT).mT

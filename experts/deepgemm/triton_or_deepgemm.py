@@ -1,7 +1,6 @@
 """Experts parts that use Triton for few rows per expert and DeepGEMM for many.
 
-The choice depends only on sizes, never on the routing, so it needs no synchronization with the
-device.
+The choice depends only on sizes, not on the routing, so it does not synchronize with the device.
 """
 
 from contextlib import AbstractContextManager
@@ -33,8 +32,8 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.workspace import Workspace, WorkspaceShapes
 
-# DeepGEMM is used if the mean number of rows per expert is at least this. With fewer rows, most of
-# a tile is padding. On an H200, DeepGEMM was faster than Triton kernels from about this size on.
+# DeepGEMM is used with at least this many rows per expert on average. With fewer rows, most of a
+# tile is padding. On an H200, DeepGEMM was faster than Triton kernels from about this size on.
 MIN_ROWS = 128
 MIN_BATCHED_ROWS = 64  # rows of the smallest tile of DeepGEMM's masked GEMM
 _QUANTIZED_X = "either_x"  # name of a workspace buffer
@@ -49,7 +48,7 @@ def deepgemm_supports(problem: Problem) -> bool:
 
 
 def min_tokens(problem: Problem, min_rows: int) -> int:
-    """Return the smallest number of tokens with a mean of at least min_rows rows per expert."""
+    """Return the smallest token count with at least min_rows rows per expert on average."""
     return -(-min_rows * problem.experts // problem.top_k)
 
 
@@ -108,7 +107,8 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     def _select_part(self, size: int) -> PermuteExpertsUnpermute:
         """Return the part for a call.
 
-        size: the number of tokens of the call; for batched experts, the capacity C.
+        size: the number of tokens of the call; in the batched format, the number of rows per
+            expert.
         """
         is_large = size >= min_tokens(self.problem, self.min_rows)
         return self._triton if self._deepgemm is None or not is_large else self._deepgemm
@@ -116,8 +116,8 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
     def _merged_shapes(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
         """Return the buffers of calls with at most this size and shape.
 
-        They fit both parts if the largest call uses DeepGEMM, because a plan also runs smaller
-        calls, and those may use Triton.
+        If the largest call uses DeepGEMM, the buffers fit both parts, because smaller calls may use
+        Triton.
         """
         shapes, part = self._triton.workspace_shapes(shape), self._select_part(size)
         if part is self._triton:
@@ -126,12 +126,11 @@ class _TritonOrDeepGemm(PickledByProblem, PermuteExpertsUnpermute):
 
 
 class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
-    """DeepGemmExperts for a mean of at least 128 rows per expert; TritonExperts otherwise.
+    """DeepGemmExperts for at least 128 rows per expert on average; TritonExperts otherwise.
 
-    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. If a call is
-    large enough for DeepGEMM, its workspace fits both parts, and its tokens are dispatched
-    unquantized. If the call nevertheless uses a path of TritonExperts that needs quantized tokens,
-    `apply` quantizes the tokens.
+    Calls whose weights are not row-major and 16-byte aligned also use TritonExperts. The tokens of
+    a call that is large enough for DeepGEMM are dispatched unquantized. If the call then uses a
+    path of TritonExperts that needs quantized tokens, `apply` quantizes the tokens.
     """
 
     triton_part = TritonExperts
@@ -194,10 +193,10 @@ class TritonOrDeepGemmExperts(_TritonOrDeepGemm):
 
 
 class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
-    """BatchedDeepGemmExperts for a large capacity; BatchedTritonExperts for a small one.
+    """BatchedDeepGemmExperts for a large capacity; BatchedTritonExperts for a small capacity.
 
-    The capacity C is fixed in a plan. The threshold of C is the number of tokens for which an
-    expert has 64 rows on average. C is a multiple of 128 for both parts.
+    The capacity is the number of rows reserved for each expert, a multiple of 128. DeepGEMM is used
+    if the capacity is at least the number of tokens with which an expert has 64 rows on average.
     """
 
     triton_part = BatchedTritonExperts
@@ -238,8 +237,7 @@ class BatchedTritonOrDeepGemmExperts(_TritonOrDeepGemm):
 def _merge_shapes(triton: WorkspaceShapes, deepgemm: WorkspaceShapes) -> WorkspaceShapes:
     """Return buffers that are large enough for either part. Both parts have the same output.
 
-    A merged buffer may reuse the memory of another buffer only if both parts allow that, because
-    one part may still read memory that the other part no longer needs.
+    A merged buffer may reuse the memory of another buffer only if both parts allow this.
     """
     merged = {**triton.buffers(), **deepgemm.buffers()}
     for name, spec in triton.buffers().items():

@@ -24,7 +24,7 @@ FLASHINFER = PackageProbe(
     name="flashinfer",
     locations=("flashinfer",),
     markers=(
-        # Since 0.6.16: sums in a fixed order, and a workspace allocated by the caller.
+        # Since 0.6.16, sums can have a fixed order, and the caller can allocate the workspace.
         ("fused_moe/core.py", "def cutlass_fused_moe_workspace_size("),
         ("fused_moe/core.py", "use_fused_finalize"),
     ),
@@ -33,7 +33,7 @@ FLASHINFER = PackageProbe(
     version_file="_build_meta.py",
 )
 
-# Kinds of activation that FlashInfer computes as `ActivationSpec` defines them, and its names.
+# Activations that FlashInfer computes as `ActivationSpec` defines them -> FlashInfer's name.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "Swiglu",
     "gelu": "Geglu",
@@ -67,14 +67,14 @@ def load() -> Any:
 
 
 def has_block_scales(problem: Problem) -> bool:
-    """Return whether each block of weights has a scale."""
+    """Return whether weights have one scale per block."""
     return problem.scheme.granularity == "block"
 
 
 def input_dtype(problem: Problem) -> torch.dtype:
-    """Return the dtype in which the library takes x.
+    """Return the dtype of x in a call of the library.
 
-    The library quantizes x itself if weights have block scales.
+    If weights have block scales, the library quantizes x itself.
     """
     has_tensor_scales = problem.scheme.quantized and not has_block_scales(problem)
     return STORAGE[problem.scheme.activation] if has_tensor_scales else problem.dtype
@@ -107,10 +107,12 @@ class MoeArguments:
     weights_TK: float32 router weights.
     w1: (e, N, H), with the up rows before the gate rows.
     w2: (e, H, I).
-    scales: the scales in the library's order. 16-bit schemes: (). Per-tensor scales: w1_scale *
-        a1_scale (e,), 1 / a2_scale (), w2_scale * a2_scale (e,), a1_scale (). Block scales:
-        w1_scale, w2_scale.
-    act_3e: (3, e) float32, alpha, beta and limit of each expert; None if the activation has no
+    scales: the scales in the library's order:
+        16-bit schemes: ().
+        per-tensor scales: w1_scale * a1_scale (e,), 1 / a2_scale (), w2_scale * a2_scale (e,),
+            a1_scale ().
+        block scales: w1_scale, w2_scale.
+    act_3e: (3, e) float32, the alpha, beta and limit of each expert; None if the activation has no
         parameters.
     workspace: uint8, `workspace_bytes` long and 128-byte aligned.
     output: (T, H), in the dtype of the problem.
@@ -147,7 +149,7 @@ def run(library: Any, problem: Problem, arguments: MoeArguments) -> None:
 
 
 def activation_parameters(problem: Problem) -> tuple[float, ...]:
-    """Return (alpha, beta, limit) in the library's convention; () if the activation has none."""
+    """Return (alpha, beta, limit) as the library defines them, or () if the activation has none."""
     act = problem.act
     limit = act.limit or 0.0
     return {

@@ -1,7 +1,7 @@
 """merge_repeated_experts: merge the pairs of a token that have the same expert.
 
-This is for libraries that do not support repeated experts. The expert's output is the same for all
-of these pairs, so that one pair with the sum of their router weights can replace them.
+FlashInfer does not support repeated experts. The expert's output is the same for all of these
+pairs, so one pair with the sum of their router weights can replace them.
 """
 
 import torch
@@ -28,9 +28,7 @@ def merge_repeated_experts(
     weights, and the other pairs are skipped. Router weights are 1 if the routing has none. Ids
     outside [-1, num_experts) are counted in `routing.invalid_ids`.
 
-    routing: the ids and router weights of the pairs.
     num_local: number of local experts.
-    factor: multiplies the router weights.
     ids_TK: output (T, K) int32, local ids, -1 for a skipped pair.
     weights_TK: output (T, K) float32, router weights times `factor`.
     """

@@ -1,4 +1,4 @@
-"""mark_nan_rows: let NaN in x reach the output although the activation clamps NaN to a number."""
+"""mark_nan_rows: propagate NaN from x to the output if the activation clamps NaN to a number."""
 
 import torch
 

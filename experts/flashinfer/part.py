@@ -58,9 +58,9 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
     fp8 weights have static per-tensor scales or block scales. FlashInfer applies the router weights
     and sums over top-k. w1 has the up rows before the gate rows (`modular_kernel.quant.row_order`).
 
-    A call launches kernels that (1) merge repeated experts of a token, (2) mark tokens with a NaN
-    if the activation clamps, (3) quantize x if scales are per-tensor, and (4) FlashInfer's own
-    kernels. FlashInfer also allocates a few small tensors in every call.
+    Before FlashInfer's kernels, a call merges repeated experts of a token, marks tokens with a NaN
+    if the activation clamps, and quantizes x if scales are per-tensor. FlashInfer allocates a few
+    small tensors in every call.
     """
 
     load_library = staticmethod(load)
@@ -72,15 +72,15 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         triton=True,
         archs=frozenset({(9, 0), (10, 0)}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        # FlashInfer 0.7.2.post1 has a fused prologue for K of 1, 2, 4, 6 and 8. For any other K it
-        # sorts in three kernels, which do not limit K.
+        # FlashInfer 0.7.2.post1 has a fused prologue for K of 1, 2, 4, 6 and 8. For any other K, it
+        # launches three kernels, which do not limit K.
         top_k=(1, MAX_TOP_K),
         graph_capturable=True,
         reduce=Reduce.NOOP,
         activations=frozenset(ACTIVATIONS),
         interleaved=False,
         up_first=True,
-        bias=False,  # FlashInfer takes 16-bit biases only; a problem may have float32 ones
+        bias=False,  # FlashInfer takes 16-bit biases only, but a problem may have float32 biases
         weight_on_input=False,
         expert_map=True,
         chunking=True,
@@ -137,7 +137,7 @@ class FlashInferExperts(PickledByProblem, PermuteExpertsUnpermute):
         return TopKWeightAndReduceNoOp()
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        # With block scales FlashInfer quantizes x and h itself, and may round values differently.
+        # With block scales, FlashInfer quantizes x and h itself, and may round values differently.
         return None if has_block_scales(self.problem) else LIBRARY_ROUNDINGS
 
     def apply(

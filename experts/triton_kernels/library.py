@@ -63,7 +63,7 @@ def load() -> Any:
 
 @contextmanager
 def _import_package(folder: Path) -> Iterator[None]:
-    """Import the package from `folder`; if the block raises, remove it from sys.modules again."""
+    """Import the package from `folder`, and remove it from sys.modules if the block raises."""
     imported = sys.modules.get(_NAME)
     if imported is not None:
         imported_folder = Path(getattr(imported, "__file__", None) or "").parent
@@ -98,14 +98,13 @@ def ragged_matmul(
     tiles: the tile schedules, from `schedule_tiles`.
     out: (R, N) bfloat16, a buffer for the results. The library may return another tensor.
 
-    Weights that TMA cannot read are copied: bfloat16 weights if they are not 16-byte aligned or
-    have a stride of 1 along neither K nor N, and mxfp4 weights unless they are row-major and
-    16-byte aligned.
+    Weights that TMA cannot read are copied. bfloat16 weights must be 16-byte aligned, with a stride
+    of 1 along K or N. mxfp4 weights must be row-major and 16-byte aligned.
     """
     w, scale = weights
     precision = None
     if scale is not None:
-        # The library infers the packed dimension from the strides: the stride along K must be 1.
+        # The stride along K must be 1, because the library infers the packed dimension from it.
         w = to_row_major(w)
         precision = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
     elif 1 not in w.stride()[1:] or not is_aligned(w):

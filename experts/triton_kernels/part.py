@@ -42,11 +42,10 @@ class TiledOrder(RowOrder):
 class TritonKernelsExperts(SortedRowsExperts):
     """Experts over contiguous bf16 tokens, with weights in bf16 or mxfp4.
 
-    The part itself applies the router weights and sums over top-k. mxfp4 weights are used in
-    checkpoint layout, not in the library's swizzled layouts. The part sorts rows itself instead of
-    using the library's routing. A token may therefore have an expert twice, and router weights stay
-    float32. The library's `gammas` are not used, because the library rounds rows after multiplying
-    by them.
+    The part applies the router weights and sums over top-k. mxfp4 weights are used in checkpoint
+    layout, not in the library's swizzled layouts. The part does not use the library's routing, so a
+    token may have an expert twice, and router weights stay float32. It does not use the library's
+    `gammas` either, because the library rounds rows after multiplying by them.
     """
 
     load_library = staticmethod(load)
@@ -93,7 +92,7 @@ class TritonKernelsExperts(SortedRowsExperts):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Return a function that compiles `tile_maps_kernel` by calling it with meta tensors."""
+        """Return a call on meta tensors that compiles the Triton kernel `tile_maps_kernel`."""
         return {"tile maps": _write_tile_maps_on_meta}
 
     def sort_rows_specs(self, num_tokens: int, top_k: int) -> Mapping[str, BufferSpec]:

@@ -1,6 +1,6 @@
 """Tile schedules for the ragged matmul of triton_kernels, one for each of its tile sizes.
 
-A schedule assigns a tile of rows, which all have the same expert, to each program of the matmul.
+A schedule assigns a tile of rows of one expert to each program of the matmul.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.workspace import BufferSpec, Workspace
 
-TILE_ROWS = (16, 32, 64, 128)  # rows per tile; the library chooses one of these sizes
+TILE_ROWS = (16, 32, 64, 128)  # tile sizes in rows, of which the library chooses one
 _MAX_COMPARISONS = 8192  # maximum number of (tile, expert) comparisons per program
 
 
@@ -64,7 +64,7 @@ def schedule_tiles(starts: torch.Tensor, num_rows: int, workspace: Workspace) ->
 
 
 def write_tile_maps(starts: torch.Tensor, maps: TileMaps) -> None:
-    """Write every element of `maps`, with one kernel launch or with the PyTorch reference."""
+    """Write every element of `maps`."""
     if not use_triton(starts):
         tile_maps_ref(starts, maps)
         return
@@ -89,7 +89,7 @@ def write_tile_maps(starts: torch.Tensor, maps: TileMaps) -> None:
 
 
 def tile_maps_ref(starts: torch.Tensor, maps: TileMaps) -> None:
-    """PyTorch reference for `write_tile_maps`: one tile size at a time."""
+    """PyTorch reference for `write_tile_maps`."""
     counts = starts.diff()
     maps.counts.copy_(counts)
     program = torch.arange(maps.maps.shape[1], device=starts.device)

@@ -2,8 +2,7 @@
 
 Most modules have a function that launches a Triton kernel from `modular_kernel.ops.kernels`, and a
 torch reference with the suffix _ref. The function calls the reference for tensors that Triton
-cannot process, for example on a CPU. The parts in `experts` and `prepare_finalize` call these
-functions.
+cannot process, for example on a CPU.
 
 A pair is a token together with one of its K experts. Pair p of a routing (T, K) belongs to token p
 // K. A pair is skipped if its expert id is -1, or if its expert is on another rank.

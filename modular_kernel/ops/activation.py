@@ -2,7 +2,7 @@
 
 A gated activation multiplies act(gate) by up, where gate and up are two halves of the output of
 GEMM 1. The halves are stored one after the other, or interleaved: gate 0, up 0, gate 1, up 1 and so
-on. Experts call this operation if their GEMM 1 does not apply the activation itself.
+on.
 """
 
 import torch
@@ -15,8 +15,7 @@ from modular_kernel.spec.problem import ActivationSpec
 
 
 def get_gate_up_layout(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
-    """Return (gate_stride, up_offset): where the gate and up values are in a row of GEMM 1's
-    output.
+    """Return (gate_stride, up_offset), the positions of gate and up in the output of GEMM 1.
 
     Gate i is in column i * gate_stride, and up i is up_offset columns after gate i.
     """
@@ -37,7 +36,7 @@ def activation_constants(spec: ActivationSpec) -> dict[str, object]:
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
     """Compute out_RI = act(x_RN) in float32, and round once to the dtype of out_RI.
 
-    x_RN: (R, N) with contiguous rows. N is 2I if the activation is gated, else I.
+    x_RN: (R, N) with contiguous rows. N is 2I if the activation is gated, and I otherwise.
     out_RI: output, (R, I) with contiguous rows.
 
     Raises ShapeError if the shapes do not match.

@@ -33,8 +33,8 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 # Number of blocks for which one program writes the expert ids and the padding.
 _FILL_BLOCKS = 8
-# Limits for using a single launch, in which every program counts all pairs by comparing each pair
-# with every bin.
+# Limits for a single launch, in which every program counts all pairs by comparing each pair with
+# every bin.
 _MAX_SINGLE_LAUNCH_PAIRS = 4096
 _MAX_COMPARISONS = 1 << 20
 
@@ -44,8 +44,8 @@ class AlignedPairs:
     """Pairs in blocks. All pairs of a block have the same expert.
 
     sorted_token_ids: (P,) int32, index of the pair in each position (token = pair // K). Pairs of
-        an expert keep their order. T * K marks padding, and all positions from
-        num_tokens_post_padded on.
+        an expert keep their order. The index is T * K in padding, and from num_tokens_post_padded
+        on.
     expert_ids: (ceil(P / block_size),) int32, the local expert of each block. It is -1 for blocks
         of skipped pairs, which come first, and for unused blocks at the end.
     num_tokens_post_padded: (1,) int32, the number of positions in use, including padding.
@@ -59,8 +59,8 @@ class AlignedPairs:
 def compute_aligned_length(numel: int, block_size: int, num_local: int) -> int:
     """Return P, the maximum length of sorted_token_ids.
 
-    The pairs occupy at most numel blocks, and every expert, as well as the skipped pairs, has at
-    most one partial block.
+    The pairs occupy at most numel blocks. Every expert has at most one partial block, and so do the
+    skipped pairs.
 
     numel: number of pairs.
     block_size: number of pairs per block.
@@ -72,9 +72,7 @@ def compute_aligned_length(numel: int, block_size: int, num_local: int) -> int:
 
 
 def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """Return the workspace buffers of `align`. The arguments are those of
-    `compute_aligned_length`.
-    """
+    """Return the workspace buffers of `align`."""
     length = compute_aligned_length(numel, block_size, num_local)
     return {
         "align_sorted": BufferSpec((length,), torch.int32),
@@ -94,12 +92,12 @@ def align(
 ) -> AlignedPairs:
     """Align the pairs of `routing` in workspace buffers that `align_specs` declares.
 
-    On a GPU, this takes one launch for few pairs, in which every program counts all pairs, and
-    otherwise three launches (count, scan, place).
+    On a GPU, few pairs take one launch, in which every program counts all pairs. Otherwise, there
+    are three launches (count, scan, place).
 
     block_size: number of pairs per block, a power of two.
     num_local: number of local experts.
-    ignore_invalid: omit skipped pairs. If False, they get blocks with expert -1.
+    ignore_invalid: whether to omit skipped pairs. If not, they get blocks with expert -1.
     """
     numel = routing.topk_ids_TK.numel()
     specs = align_specs(numel, block_size, num_local)
@@ -160,8 +158,8 @@ def moe_align_block_size(
     topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts).
     block_size: number of pairs per block, a power of two.
     expert_map: (num_experts,) int32, the local id of each id, or -1.
-    ignore_invalid: omit skipped pairs. If False, they get blocks with expert -1.
-    checked: raise RoutingError for an id out of range. If False, such a pair is skipped.
+    ignore_invalid: whether to omit skipped pairs. If not, they get blocks with expert -1.
+    checked: whether to raise RoutingError for an id out of range. If not, the pair is skipped.
 
     Raises ShapeError, DtypeError or another InputError for invalid arguments.
     """
@@ -220,7 +218,7 @@ def batched_moe_align_block_size(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run `moe_align_block_size` on batched rows, where row c of expert i is i * capacity + c.
 
-    In the sorted rows, e * capacity marks padding.
+    In the result, padding has the row e * capacity.
 
     counts_e: (e,) int32 or int64, number of rows of each expert in use, at most `capacity`. Other
         rows are omitted.
@@ -253,7 +251,7 @@ def align_ref(
     ignore_invalid: bool,
     out: AlignedPairs,
 ) -> None:
-    """Torch reference of `align`. It handles one expert after the other."""
+    """Torch reference of `align`."""
     ids = local_ids(routing, num_local).flatten()
     out.sorted_token_ids.fill_(ids.numel())
     out.expert_ids.fill_(-1)

@@ -1,8 +1,7 @@
 """assign_rows: assign a row of the batched layout to each pair.
 
 A pair is a token together with one of its K experts. The batched layout (e, C, H) has C rows for
-each of the e local experts, and rows beyond the number of an expert's pairs are unused. The
-prepare/finalize parts that send tokens to experts in this layout call this operation.
+each of the e local experts. If an expert has fewer tokens, its last rows are unused.
 """
 
 import torch
@@ -29,10 +28,9 @@ def assign_rows(
 ) -> None:
     """Assign row expert * capacity + i to the pairs of the i-th token of each expert.
 
-    Pairs of a token with the same expert share a row. On a GPU, this takes three launches (count,
-    scan, assign). For T = 0, only the counts are set to zero.
+    Pairs of a token with the same expert share a row.
 
-    capacity: number of rows of each expert; T is always sufficient.
+    capacity: number of rows of each expert. T is always sufficient.
     row_of_pair_TK: output, (T, K) int32, the row of each pair, or -1 if the pair is skipped.
     counts_e: output, (e,) int32, number of rows of each expert.
     scratch: buffer that `assign_rows_scratch` declares.
@@ -67,7 +65,7 @@ def assign_rows_ref(
     row_of_pair_TK: torch.Tensor,
     counts_e: torch.Tensor,
 ) -> None:
-    """Torch reference of `assign_rows`. It handles all experts at once."""
+    """Torch reference of `assign_rows`."""
     num_local = counts_e.numel()
     ids_TK = local_ids(routing, num_local)
     # has_row[t, i] is 1 if token t has a row at expert i. The position of the row is the number of

@@ -2,10 +2,11 @@
 
 A pair is a token together with one of its K experts. The position of a pair among the pairs of its
 expert is the number of the expert's pairs in earlier chunks (`PairCounts.prefix`), plus the number
-of those in the same chunk, which the kernel that places the pairs counts itself.
+of the expert's earlier pairs in the same chunk. The kernels that place the pairs compute the
+second number.
 
 A local id is the index of an expert among the `num_local` experts on this rank. It is -1 if the
-pair is skipped: its id is -1 or invalid, or its expert is on another rank.
+pair is skipped, because its id is -1 or invalid, or because its expert is on another rank.
 """
 
 from dataclasses import dataclass
@@ -17,13 +18,13 @@ from modular_kernel.spec.problem import IdSpace
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec
 
-# Number of pairs per program, which compares each pair of its chunk with every other pair.
+# Number of pairs per program. A program compares each pair of its chunk with every other pair.
 CHUNK = 128
 _SCAN_BLOCK = 1024  # maximum number of chunks per step of a scan
 
 
 def next_power_of_2(value: int) -> int:
-    """Return the smallest power of two >= value, or 1 for value < 1."""
+    """Return the smallest power of two that is at least `value`, and at least 1."""
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -66,9 +67,7 @@ def num_bins(num_local: int) -> int:
 
 
 def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
-    """Return the kernel arguments from which the device function `load_local_ids` computes local
-    ids.
-    """
+    """Return the kernel arguments that the device function `load_local_ids` requires."""
     has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
     return {
         "topk_ids_ptr": routing.topk_ids_TK,
@@ -91,7 +90,7 @@ def count_pairs(
 
     num_local: number of local experts.
     scratch: buffer that `counts_spec` declares.
-    dedupe: count several pairs of a token with the same expert only once.
+    dedupe: whether pairs of a token with the same expert count only once.
     counts_e: output, (e,) int32, number of pairs of each expert; may be None.
     """
     from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
@@ -133,8 +132,8 @@ def count_pairs(
 def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
     """Torch reference of the device function `load_local_ids`: return the local id of each pair.
 
-    The result is (T, K) int64, with -1 for skipped pairs. Also adds the number of ids outside [-1,
-    num_experts) to routing.invalid_ids.
+    The result is (T, K) int64, with -1 for skipped pairs. The number of ids outside [-1,
+    num_experts) is added to routing.invalid_ids.
     """
     ids = routing.topk_ids_TK
     invalid = (ids < -1) | (ids >= routing.num_experts)
@@ -143,7 +142,7 @@ def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
 
 
 def uncounted_local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
-    """Return the same as `local_ids`, but do not count invalid ids."""
+    """Like `local_ids`, but do not count invalid ids."""
     ids = routing.topk_ids_TK.long()
     local = torch.where((ids >= 0) & (ids < routing.num_experts), ids, -1)
     if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:

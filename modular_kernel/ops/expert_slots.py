@@ -1,17 +1,17 @@
 """number_pairs: renumber experts for libraries that expect equal contiguous blocks per rank.
 
 A library that sends tokens to the ranks of their experts, such as DeepEP, expects the same number
-of experts on each rank, in rank order. A placement of this project is more general: a rank may have
-any number of experts, and an expert may have copies on several ranks. A slot is the position of an
-expert on its rank.
+of experts on each rank, in rank order. A placement is more general: a rank may have any number of
+experts, and an expert may have copies on several ranks. A slot is the position of an expert on its
+rank.
 
-To map a placement to the form that the library expects, every rank gets as many numbers as the rank
-with the most experts has slots. The number of an expert is rank * numbers_per_rank + slot. Numbers
-without an expert never receive tokens.
+To map a placement to the form that the library expects, every rank gets the same count of expert
+numbers, numbers_per_rank, which is enough for the rank with the most experts. The number of an
+expert is rank * numbers_per_rank + slot. Numbers without an expert never receive tokens.
 
 Some libraries send exactly K rows per token, so they cannot skip a pair (a token together with one
 of its K experts). For these libraries, each rank has additional numbers after its slots, called
-sinks, which receive the dropped pairs. The rows that sinks return must be zero.
+sinks. Dropped pairs are sent to sinks, whose result rows must be zero.
 """
 
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ class Numbering:
 
     placement: the placement.
     tables: the placement as tensors, on the device of the ids.
-    first_token: number that is added to token indices. Callers pass different numbers on different
-        ranks, so that the ranks do not all use the same copies and sinks. Of the R copies of an
-        expert, copy (t + first_token) % R gets the pairs of token t. The first sink of every token
-        is on rank first_token % world_size.
+    first_token: offset that is added to token indices. Of the R copies of an expert, copy (t +
+        first_token) % R gets the pairs of token t. The first sink of every token is on rank
+        first_token % world_size. Callers pass different offsets on different ranks, so that the
+        ranks do not all use the same copies and sinks.
     sinks: number of sinks per rank.
     """
 
@@ -76,7 +76,7 @@ class Numbering:
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether ranks have contiguous blocks of equally many experts, without copies."""
+        """Whether ranks have contiguous blocks of experts of equal size, without copies."""
         equal_blocks = self.slots * self.placement.world_size == self.placement.experts
         return equal_blocks and self.placement.is_linear
 
@@ -85,9 +85,9 @@ class Numbering:
 class Pairs:
     """The input and output of `number_pairs`.
 
-    A pair that is skipped or has an invalid id is dropped. If there are sinks, which requires
-    `join`, a dropped pair gets the number of a sink instead of -1. The sinks of a token are all
-    different, and on consecutive ranks.
+    A pair that is skipped or has an invalid id is dropped. If there are sinks, a dropped pair gets
+    the number of a sink instead of -1. The sinks of a token are all different, and on consecutive
+    ranks. Sinks require `join`.
 
     routing: input, the routing of the tokens.
     numbering: input, the numbering of the experts.
@@ -111,7 +111,7 @@ class Pairs:
 
 
 def number_pairs(pairs: Pairs) -> None:
-    """Compute the outputs of `pairs`, in one launch on a GPU. Nothing is launched for T = 0."""
+    """Compute the outputs of `pairs`, in one launch on a GPU."""
     check_pairs(pairs)
     if pairs.numbers_TK.numel() == 0:
         return

@@ -4,9 +4,9 @@ nvfp4 stores e2m1 values, with an e4m3 scale per 16 adjacent columns and a float
 expert. A tile has up to 128 rows of one expert. The scales of a tile are stored together, in the
 order in which the tensor core reads them (`modular_kernel.quant.scale_layout`).
 
-A list of tiles is an int32 tensor in the format of `modular_kernel.ops.sort.SortedPairs.tiles`: the
-local expert of each tile, its first row, the end row of the expert, and at the end the number of
-tiles.
+A list of tiles is an int32 tensor in the format of `modular_kernel.ops.sort.SortedPairs.tiles`. It
+has the local expert of each tile, the first row of each tile, the end of the expert's rows for each
+tile, and last the number of tiles.
 """
 
 from dataclasses import dataclass
@@ -77,12 +77,12 @@ def quantize_tiles(
 ) -> None:
     """Quantize the rows of every tile, in one launch on a GPU.
 
-    Row r is x[r], or x[source_R[r]] with source_R, or act(x[r]), rounded to the dtype of x, with
-    act. Rows that do not belong to a tile are not changed. In the last tile of an expert, the
-    scales of rows past the end are 0.
+    Row r is x[r]. If source_R is given, it is x[source_R[r]]. If act is given, it is act(x[r]),
+    rounded to the dtype of x. Rows that do not belong to a tile are not changed. In the last tile
+    of an expert, the scales of rows past the end are 0.
 
     x: (T, N) 16-bit or 32-bit floating-point values, with contiguous rows. N is 2 K before a gated
-        activation, else K.
+        activation, and K otherwise.
     tiles: (3 * max_tiles + 1,) int32, the list of tiles.
     scale_e: (e,) float32, the global scale of each expert.
     out: output, the quantized rows.
@@ -189,7 +189,7 @@ def quantize_tiles_ref(
     source_R: torch.Tensor | None = None,
     act: ActivationSpec | None = None,
 ) -> None:
-    """Torch reference of `quantize_tiles`. It handles one tile after the other."""
+    """Torch reference of `quantize_tiles`."""
     for tile, (expert, first, end) in enumerate(list_tiles(tiles)):
         rows = slice(first, min(first + TILE_M, end))
         values = x[rows] if source_R is None else x[source_R[rows].long()]
@@ -261,8 +261,7 @@ def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
 def make_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
     """Return the list of tiles of batched rows (e, C), int32, in one launch on a GPU.
 
-    The tiles cover the first counts_e[i] rows of each expert i. They start at the expert's first
-    row, and never contain rows of the next expert.
+    The tiles of expert i cover its first counts_e[i] rows.
     """
     experts = counts_e.numel()
     (name, spec), *_ = batched_tile_specs(experts, capacity).items()

@@ -1,7 +1,7 @@
-"""mask_unwritten_pairs: mask the pairs of rows that were not received and are undefined.
+"""mask_unwritten_pairs: mask the pairs of undefined rows of a receive buffer.
 
 A library that receives tokens from other ranks writes them to the first rows of a buffer, and
-leaves the rest unchanged. This operation turns the expert ids of the other rows into -1, so that
+leaves the other rows undefined. This operation sets the expert ids of the other rows to -1, so that
 kernels skip them. A pair is a token together with one of its K experts.
 """
 
@@ -26,7 +26,6 @@ def mask_unwritten_pairs(
     """Copy the ids and weights of the first `count` rows, and mask the other rows.
 
     Masked pairs get id -1 and weight 0. The weight of a pair with a negative id is also set to 0.
-    This takes one launch on a GPU. Nothing is launched for R = 0.
 
     ids_RK: (R, K) integers, contiguous.
     weights_RK: (R, K) float32, contiguous.

@@ -1,8 +1,8 @@
 """The two GEMMs and the activation of experts in plain torch, for parts that loop over experts.
 
 GEMM 1 multiplies rows x by w1 (gate and up), and GEMM 2 multiplies h, the output of the activation,
-by w2 (down). The functions dequantize weights and follow the rounding rules of quantized schemes,
-so that their results can be compared with those of fast kernels.
+by w2 (down). The functions dequantize weights and round like the fast kernels, so that the results
+can be compared.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class ExpertTokens:
     expert: the local expert.
     x_RH: (R, H) in the problem's dtype, or quantized.
     scale: scale of quantized rows, (R, 1), (R, G) or (1,); None if unquantized.
-    row_weights_R: (R,) float32, router weights that apply to the input. They multiply the result of
-        GEMM 1 before its bias.
+    row_weights_R: (R,) float32, router weights that apply to the input. The result of GEMM 1 is
+        multiplied by them before the bias is added.
     slots_R: (R,), the adapter slot of each row, or -1 for no adapter; None if no row has an
         adapter.
     plain_RH: (R, H) unquantized rows, which adapters read; None if no row has an adapter.
@@ -48,11 +48,11 @@ def expert_mlps(
 ) -> list[torch.Tensor]:
     """Return the output rows of each entry of `tokens`, (R, H) in the problem's dtype.
 
-    - The result of GEMM 2, with its bias, is rounded once to the problem's dtype. The result of
-      GEMM 1 is rounded once or stays float32 (`mlp_roundings`).
     - The activation is computed in float32.
-    - Schemes that quantize activations quantize h per row, or with one scale for all rows of
-      `tokens`. nvfp4_w4a4 also quantizes x.
+    - The result of GEMM 1 is rounded once or stays float32 (`mlp_roundings`). The result of GEMM 2,
+      with its bias, is rounded once to the problem's dtype.
+    - If the scheme quantizes activations, h is quantized with one scale per row, or with one scale
+      for all rows of `tokens`. nvfp4_w4a4 also quantizes x.
     - The delta of an adapter is computed from unquantized rows, and added before the result of a
       GEMM is rounded.
     """
@@ -151,7 +151,7 @@ def _quantize_hidden(
 def _get_matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
     """Return w1 or w2 of one expert, dequantized if necessary.
 
-    Dequantized values are float32 if activations are quantized, and otherwise have the problem's
+    Dequantized values are float32 if activations are quantized. Otherwise, they have the problem's
     dtype.
     """
     weight: torch.Tensor = getattr(weights, name)
@@ -173,8 +173,9 @@ def _compute_deltas(
     b_LeNR: torch.Tensor | None,
     problem: Problem,
 ) -> Deltas:
-    """Return the delta B (A x) in float32 for each adapter in use. A x is rounded to the problem's
-    dtype.
+    """Return the delta B (A x) in float32 for each adapter in use.
+
+    A x is rounded to the problem's dtype.
 
     plain_RK: the unquantized rows x; None if no row has an adapter.
     a_LeRK, b_LeNR: the matrices A and B of each adapter slot and local expert.
@@ -207,10 +208,10 @@ def _multiply(
 ) -> torch.Tensor:
     """Return a @ matrix.T plus the deltas, which are added in float32.
 
-    Rows without a delta are bitwise equal to those of a call without deltas.
+    Rows without a delta are bitwise equal to the result without deltas.
 
-    is_final: whether nothing else will be added. The result then has the dtype of the operands;
-        otherwise it is float32.
+    is_final: whether nothing else will be added. If so, the result has the dtype of the operands.
+        Otherwise, it is float32.
     """
     a, matrix = compact(a), compact(matrix)  # once for all following matmuls
     result = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)

@@ -7,9 +7,9 @@ adds, for each token t, scaling * sum over k of weight[t, k] * down_B down_A (si
 where gate and up are gate_up_B gate_up_A x.
 
 This is not the usual LoRA, which adds B A to each projection inside the experts (`Problem.lora`,
-`modular_kernel.spec.lora`). The branch does not interact with the weights of the experts, and its
-output is zero if one of its projections is zero. A PEFT checkpoint therefore has almost no effect
-here. Use this operation only for adapters that were trained in this form.
+`modular_kernel.spec.lora`). The branch does not use the weights of the experts, and its output is
+zero if one of its projections is zero. Use this operation only for adapters that were trained in
+this form. Adapters in a PEFT checkpoint were not.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ _INTEGERS = (torch.int32, torch.int64)
 _Size = Annotated[int, Between(0, MAX_INT32)]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Maximum number of pairs x blocks of H for which "auto" chooses "fused". This is an estimate, not a
-# measurement: at this number, repeating the first steps for every block takes about as long as
+# measurement. At this number, repeating the first steps for every block takes about as long as
 # three launches of 5 us.
 _MAX_FUSED_PROGRAMS = 512
 
@@ -59,7 +59,7 @@ class MoELoRABatchInfo:
     weight_indices: int32 or int64, the slot of each token, (T,), or the slot of each sequence,
         (S,), if seg_indptr is given. -1 or any other value outside [0, L) means no adapter.
     lora_ranks: int32 or int64, the rank of each adapter, (L,), or (L, E) if it depends on the
-        expert; 0 for an empty slot. Only this number of rows of A and columns of B is read.
+        expert; 0 for an empty slot. Rows of A and columns of B beyond the rank are not read.
     scalings: (L,) float32, the factor of each adapter.
     seg_indptr: (S + 1,) int32 or int64, ascending. Sequence s consists of the tokens
         [seg_indptr[s], seg_indptr[s + 1]).
@@ -91,7 +91,7 @@ class MoELoRABatchInfo:
             raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
 
     def _check_tensors(self) -> dict[str, torch.Tensor]:
-        """Check that the tensors can be read. Returns the tensors that are not None, by name."""
+        """Check that the tensors can be read; return the tensors that are not None, by name."""
         check_tensors(vars(self), optional=("seg_indptr",))
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -131,12 +131,12 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
     down_a_buffer: (L, E, R, I).
     down_b_buffer: (L, E, H, R).
     output: (T, H). Rows of tokens without an adapter or without an expert are not changed.
-    strategy: "staged" launches four kernels over pairs grouped by adapter and expert; "fused"
-        launches one kernel with a program per token and block of H; "auto" chooses with
+    strategy: "staged" launches four kernels over pairs grouped by adapter and expert. "fused"
+        launches one kernel with a program per token and block of H. "auto" chooses with
         `should_use_fused_kernel`. Without triton, the computation runs in torch.
 
     The four buffers and output have the dtype of hidden_states. The last dimension of a buffer must
-    be contiguous; other strides are arbitrary. Only adapters in use are read.
+    be contiguous. Only adapters in use are read.
 
     Raises an InputError that names the tensor before anything is launched, and UnsupportedError if
     gradients are required.
@@ -161,10 +161,10 @@ def run_moe_lora(  # noqa: PLR0913 (names and order follow SGLang)
 def should_use_fused_kernel(
     hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
 ) -> bool:
-    """Return whether strategy "auto" uses the fused kernel, which it does for few pairs.
+    """Return whether strategy "auto" uses the fused kernel, which is for few pairs.
 
-    The fused kernel repeats the first steps for each block of H. The threshold is an estimate, and
-    was not measured.
+    The fused kernel repeats the first steps for each block of H. The threshold is an estimate, not
+    a measurement.
 
     hidden_shape: (T, H).
     topk_shape: (T, K).
@@ -248,7 +248,7 @@ def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
 def _shapes(
     x: torch.Tensor, ids: torch.Tensor, info: MoELoRABatchInfo, buffers: Buffers
 ) -> dict[str, tuple[int, ...]]:
-    """Return the required shapes, from the sizes of x, ids, gate_up_a and down_a."""
+    """Return the required shapes, which follow from the sizes of x, ids, gate_up_a and down_a."""
     for name, tensor, dims in (
         ("hidden_states", x, 2), ("topk_ids", ids, 2),
         ("gate_up_a_buffer", buffers[0], 4), ("down_a_buffer", buffers[2], 4),

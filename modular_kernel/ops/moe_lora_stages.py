@@ -6,7 +6,7 @@
     moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings_L, out_TH)
 
 `moe_lora_fused` does all four steps in one launch. Sums are float32, and u, h and v are rounded to
-the dtype of x. `modular_kernel.ops.moe_lora.run_moe_lora` must have checked the arguments.
+the dtype of x. The functions do not check their arguments.
 
 L is the number of adapter slots, and R is the maximum rank of an adapter. A pair is a token
 together with one of its K experts.
@@ -53,8 +53,7 @@ class PairBatch:
     def compute_keys(self) -> torch.Tensor:
         """Return the key of each pair, slot * E + expert, (T, K) int64.
 
-        A pair without an adapter has the key L * E. Does not synchronize, and the output shape does
-        not depend on values.
+        A pair without an adapter has the key L * E. The function does not synchronize.
         """
         slots, experts = self.ranks_LE.shape
         slots_T1, ids_TK = self.slots_T[:, None].long(), self.ids_TK.long()
@@ -64,7 +63,7 @@ class PairBatch:
         return torch.where(valid & (ranks > 0), keys_TK, slots * experts)
 
     def group_by_key(self) -> "PairBatch":
-        """Return a batch with pairs sorted by key, so that pairs of a program share matrices."""
+        """Return a batch with pairs sorted by key, so that programs share matrices."""
         order_P = self.compute_keys().flatten().argsort(stable=True)
         return PairBatch(self.ids_TK, self.slots_T, self.ranks_LE, order_P)
 
@@ -285,9 +284,7 @@ def moe_lora_staged(
 ) -> None:
     """Add the result of all four steps to out (T, H), with one launch per step.
 
-    Unlike in `moe_lora_fused`, the first three steps are computed only once per pair.
-
-    matrices: as for `moe_lora_fused`.
+    matrices: as in `moe_lora_fused`.
     """
     if batch.ids_TK.numel() == 0:
         return
@@ -310,7 +307,7 @@ def moe_lora_fused(
     """Add the result of all four steps to out (T, H), in one launch.
 
     Every program repeats the first three steps for its block of H, so this is efficient only for
-    few tokens. Without triton, the torch references of the steps run.
+    few tokens.
 
     matrices: A of gate and up (L, E, R, H), B of gate and up (L, E, 2I, R), A of down (L, E, R, I)
         and B of down (L, E, H, R).

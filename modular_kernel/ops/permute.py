@@ -81,10 +81,7 @@ def permute_tokens_ref(
     *,
     rows_RH: torch.Tensor,
 ) -> None:
-    """Torch reference of `permute_tokens`, without scales.
-
-    To copy scales, call it a second time with the scales as x_TH.
-    """
+    """Torch reference of `permute_tokens`, without scales."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token]
     if weights_TK is not None:

@@ -1,8 +1,7 @@
 """permute_and_quantize: quantize each token, and write it to the row of each of its pairs.
 
-A pair is a token together with one of its K experts. The operation equals `quantize_rows` followed
-by `permute_tokens`, but needs one launch, and no buffer for the quantized tokens in their original
-order.
+A pair is a token together with one of its K experts. The result is that of `quantize_rows` followed
+by `permute_tokens`.
 """
 
 import torch
@@ -18,7 +17,7 @@ from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.spec.quantization import QuantScheme
 
 # A group is a set of columns of a row that share a quantization scale.
-_COLUMNS_PER_PROGRAM = 2048  # unless a group has more
+_COLUMNS_PER_PROGRAM = 2048  # unless a group has more columns
 # Maximum number of columns that a program holds at once. A longer group is read again for each
 # pair.
 _MAX_BLOCK_C = 8192
@@ -102,7 +101,7 @@ def permute_and_quantize_ref(
     *,
     out: QuantizedRows,
 ) -> None:
-    """Torch reference of `permute_and_quantize`. It quantizes a copy of x for each pair."""
+    """Torch reference of `permute_and_quantize`."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token].float()
     if weights_TK is not None:

@@ -52,8 +52,8 @@ class QuantizedRows:
     q_RK: output, (R, K) float8_e4m3fn or int8.
     scale: float32, (R, 1) per token, (R, G) per group of g columns with G = ceil(K / g), or (1,)
         per tensor. It is an input if the scheme is static, and an output otherwise.
-    partials: float32 scratch buffer for a dynamic per-tensor scale, with the maximum that each
-        program of the first launch has found; None for other schemes.
+    partials: float32 scratch buffer for a dynamic per-tensor scale, with the amax of each program
+        of the first launch; None for other schemes.
     along_rows: whether scales are stored as (e, G, R / e) for e segments of rows, so that the
         scales of adjacent rows are adjacent in memory. A segment is the rows of one expert in the
         batched layout, or all rows otherwise.
@@ -73,10 +73,7 @@ class QuantizedRows:
 
 
 def quantize_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Return the reasons why a part cannot use `quantize_rows` on the machine; empty if it can.
-
-    part: name of the part.
-    """
+    """Return the reasons why the part named `part` cannot use `quantize_rows` on the machine."""
     fp8 = problem.scheme.activation == "float8_e4m3fn"
     if not fp8 or machine.arch is None or machine.arch >= (8, 9):
         return ()
@@ -90,8 +87,7 @@ def quantize_specs(
     """Return the specs of the buffers of `take_quantized`. Sizes grow with rows and segments.
 
     prefix: prefix of the names of the buffers.
-    rows, columns: number of rows and columns to quantize.
-    segments: number of experts for batched rows, else 1.
+    segments: number of experts for batched rows, and 1 otherwise.
     """
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
@@ -125,7 +121,7 @@ def take_quantized(
     """Return views of the workspace buffers that `quantize_specs` declares.
 
     shape: (rows, columns).
-    static_scale: (1,) float32 for a static scheme, else None.
+    static_scale: (1,) float32 for a static scheme; otherwise None.
     along_rows: layout of the scales, as in `QuantizedRows`. It has no effect on a per-tensor scale.
     """
     assert (static_scale is not None) == scheme.static
@@ -150,8 +146,7 @@ def quantize_rows(
 ) -> None:
     """Quantize the rows of x_RK, and write the result to `out`.
 
-    This takes one launch on a GPU, or two for a dynamic per-tensor scale. Nothing is launched for
-    zero rows.
+    This takes one launch on a GPU, or two for a dynamic per-tensor scale.
 
     x_RK: (R, K), with contiguous rows.
     valid_rows: the rows that hold a token; None means all rows. Other rows are neither read nor
@@ -221,7 +216,7 @@ def _unsupported_scheme(scheme: QuantScheme) -> ConfigurationError:
 
 
 def check_quantized(rows: int, columns: int, scheme: QuantScheme, out: QuantizedRows) -> None:
-    """Raise an InputError unless `out` has the shapes and dtypes for (rows, columns) values."""
+    """Raise an InputError if `out` has other shapes or dtypes than (rows, columns) values need."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
@@ -249,7 +244,7 @@ def _columns_per_scale(scheme: QuantScheme, columns: int) -> int:
 def _launch_amax(
     x_RK: torch.Tensor, out: QuantizedRows, valid_rows: ValidRows, source: dict[str, object]
 ) -> int:
-    """Write the maximum of each program to out.partials. Returns the number of programs."""
+    """Write the amax of each program to out.partials; return the number of programs."""
     from modular_kernel.ops.kernels.quantize import amax_kernel
 
     rows, columns = x_RK.shape
@@ -272,8 +267,8 @@ def _launch_quantize(
 ) -> None:
     from modular_kernel.ops.kernels.quantize import quantize_rows_kernel
 
-    # Rows are copied with cp.async only if they are contiguous, 16-byte aligned and have 16-bit
-    # values. Only then do 8 programs fit on an SM.
+    # cp.async copies only rows that are contiguous, 16-byte aligned and have 16-bit values. Without
+    # cp.async, fewer than 8 programs fit on an SM.
     allow_streaming = (
         arguments["GATE_STRIDE"] == 1 and x.element_size() == 2 and x.stride(0) % 8 == 0
     )
@@ -293,9 +288,7 @@ def _launch_quantize(
 def make_tile_arguments(
     scheme: QuantScheme, out: QuantizedRows, valid_rows: ValidRows, *, allow_streaming: bool = False
 ) -> tuple[dict[str, object], int]:
-    """Return (kernel arguments, number of programs) for a quantization kernel.
-
-    The arguments are those for the outputs, the tiles and num_warps.
+    """Return (kernel arguments for outputs and tiles, number of programs).
 
     allow_streaming: whether to allow software-pipelined loads of large inputs (`tile_groups`).
     """
@@ -334,10 +327,7 @@ def make_tile_arguments(
 
 
 def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Return q * scale, float32 (R, K).
-
-    scale: as in `QuantizedRows`.
-    """
+    """Return q * scale, float32 (R, K). `scale` is as in `QuantizedRows`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_columns_per_scale(scheme, columns), columns), 1)[
@@ -349,7 +339,7 @@ def dequantize_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme
 def quantize_values(
     values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize all rows of float32 values. Returns (q, scale), as in `QuantizedRows`."""
+    """Quantize all rows of float32 values; return (q, scale), as in `QuantizedRows`."""
     if scheme.activation not in _ACTIVATIONS:
         raise _unsupported_scheme(scheme)
     rows, columns = values_RK.shape
@@ -365,8 +355,8 @@ def quantize_values(
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
             # -1 does not work as a size if there are no rows.
             amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
-        # Divide by a tensor, because on a GPU torch replaces division by a number with
-        # multiplication.
+        # Divide by a tensor, because torch replaces division by a number with multiplication on a
+        # GPU.
         scale = (amax / amax.new_tensor(qmax)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":

@@ -1,19 +1,19 @@
-"""Tile sizes of the quantization kernels, and the numbers of programs that share the tiles.
+"""Tile sizes and numbers of programs of the quantization kernels.
 
 A tile is the block of rows and columns that a program quantizes in one iteration. A group is the
 set of columns of a row that share a scale. A segment is a set of rows of which only the first ones
-hold tokens: the rows of one expert in the batched layout, or all rows otherwise.
+hold tokens. In the batched layout, it is the rows of one expert. Otherwise, it is all rows.
 """
 
 from dataclasses import dataclass
 
 from modular_kernel.ops.count import next_power_of_2
 
-_VALUES_PER_TILE = 2048  # unless a group has more
+_VALUES_PER_TILE = 2048  # unless a group has more values
 _VALUES_PER_WARP = 512
 _MAX_BLOCK_C = 16384  # maximum number of columns of a tile; a longer group is read twice
-# Large inputs are streamed with software-pipelined loads. Then a tile has several adjacent groups
-# of a few rows, there are as many programs as an H200 can run at the same time, and each program
+# Large inputs are streamed with software-pipelined loads. A tile has several adjacent groups of a
+# few rows. There are as many programs as an H200 can run at the same time, and each of them
 # prefetches its next tiles.
 _MIN_STREAMED_VALUES = 1 << 23
 _STREAM_COLUMNS = 1024  # maximum number of columns of a tile
@@ -58,11 +58,10 @@ class TileConfig:
 
 
 def tile_rows(segments: int, capacity: int, group: int, max_programs: int) -> TileConfig:
-    """Return tile sizes for tiles that have one group of columns each.
+    """Return tile sizes for tiles with one group of columns.
 
     A program handles every `programs_per_segment`-th tile of its segment.
 
-    segments: number of segments of rows.
     capacity: number of rows of each segment.
     group: number of columns that share a scale.
     max_programs: maximum number of programs, unless there are more segments.
@@ -76,10 +75,9 @@ def tile_rows(segments: int, capacity: int, group: int, max_programs: int) -> Ti
 def tile_groups(base: TileConfig, columns: int, group: int) -> TileConfig:
     """Return tile sizes for streaming rows, with several groups per tile.
 
-    Returns `base` for small inputs, and for more than one segment, because one of the segments may
+    Return `base` for small inputs, and for more than one segment, because one of the segments may
     hold all valid rows.
 
-    columns: number of columns of a row.
     group: number of columns that share a scale.
     """
     capacity, groups = base.capacity, -(-columns // group)
@@ -87,7 +85,7 @@ def tile_groups(base: TileConfig, columns: int, group: int) -> TileConfig:
     full_groups = group == base.block_c <= _STREAM_COLUMNS
     if is_small or not full_groups or base.segments > 1:
         return base
-    # The largest power of two that divides the number of groups leaves no lane idle.
+    # With the largest power of two that divides the number of groups, no lane is idle.
     groups_per_tile = min(groups & -groups, _STREAM_COLUMNS // group)
     block_r = max(1, _VALUES_PER_TILE // (groups_per_tile * group))
     programs_per_segment = max(

@@ -30,13 +30,12 @@ def weight_and_sum(
 ) -> None:
     """Compute out[t] = scale * sum over k of weights_TK[t, k] * rows_TKH[t, k].
 
-    The kernel sums in float32 in the order of k.
+    Sums are accumulated in float32, in the order of k.
 
     rows_TKH: (T, K, H), contiguous.
     weights_TK: (T, K) float32; None means 1.
     out: output, (T, H).
-    routing: if given, only rows of pairs whose expert is on this rank are read and summed. None
-        sums all rows.
+    routing: if given, only rows of pairs whose expert is on this rank are read and summed.
     num_local: number of experts on this rank.
     """
     if out.numel() == 0:
@@ -52,10 +51,9 @@ def weight_and_sum(
 def _make_source(
     index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
 ) -> tuple[str, dict[str, object]]:
-    """Return the argument ROW_SOURCE of the kernels in rows.py, and the arguments that it requires.
+    """Return ROW_SOURCE of the kernels in rows.py for rows (T, K, H), and the arguments it needs.
 
-    This function is for rows in the order of the pairs. "all" sums every row, and "ids" only rows
-    of pairs whose expert is on this rank.
+    "all" sums every row. "ids" sums only rows of pairs whose expert is on this rank.
     """
     if routing is None:
         return "all", _make_index_arguments(index)
@@ -65,7 +63,7 @@ def _make_source(
 
 
 def _make_index_arguments(index: torch.Tensor) -> dict[str, object]:
-    """Return the id arguments of a kernel that does not read ids of experts.
+    """Return the id arguments of a kernel that does not read expert ids.
 
     index: a table with the row of each pair, or any tensor if the kernel does not read a table.
     """
@@ -199,11 +197,9 @@ def scale_rows(
 ) -> None:
     """Compute out = scale * weights_TK * rows_TKH, with zero rows for skipped pairs.
 
-    Nothing is launched if `out` is `rows_TKH` and would not change.
-
     rows_TKH: (T, K, H).
     weights_TK: (T, K) float32; None means 1.
-    out: output, (T, K, H); may be `rows_TKH`.
+    out: output, (T, K, H), which may be `rows_TKH`.
     routing: if given, only weights of pairs whose expert is on this rank are read. If None, all
         weights must be finite.
     num_local: number of experts on this rank.

@@ -1,3 +1,3 @@
-"""CuTe DSL kernels. Importing one imports the package `cutlass` (nvidia-cutlass-dsl)."""
+"""CuTe DSL kernels. The modules import the package `cutlass` (nvidia-cutlass-dsl)."""
 
 LANGUAGE = "cute"

@@ -1,14 +1,14 @@
-"""Grouped fp8 GEMM with a scale for each 128 x 128 block, for sm_90a: TMA, wgmma, clusters.
+"""Grouped fp8 GEMM for sm_90a, with one scale per 128 x 128 block of weights.
 
 Rows are sorted by expert. A tile is 128 rows by 256 weight rows. The weight rows are two parts of
 128 rows each: adjacent rows, or gate rows and up rows. The two thread blocks of a cluster compute
-neighboring tiles of the same rows; each block loads half of the rows' values and multicasts them to
-both. In a block, one warp loads values with TMA into a ring in shared memory, and another warp
-loads scales. Two warpgroups multiply 64 rows each.
+adjacent tiles of the same rows. Each of them loads half of the rows' values and multicasts them to
+both blocks. In a block, one warp loads values with TMA into a ring in shared memory, and another
+warp loads scales. Two warpgroups multiply 64 rows each.
 
 A step is 128 elements along K. While one warpgroup scales the product of a part and a step and adds
 it to its float32 accumulators, the other warpgroup multiplies. No wgmma stays in flight across
-steps, because ptxas would then serialize all wgmmas.
+steps, because ptxas would otherwise serialize all wgmmas.
 """
 
 import cutlass
@@ -43,8 +43,7 @@ class BlockGemm(Epilogue):
     gated: whether the two parts are gate and up rows, which are up_rows apart. If so, the kernel
         rounds h = silu(gate) * up to bf16 and stores it as e4m3, with one scale per row and 128
         columns. Otherwise, out is bf16.
-    group_m: number of row tiles that are computed together, one column tile after another, so that
-        they share weights in the L2 cache.
+    group_m: number of row tiles in a group (see `tile_at`).
     """
 
     def __init__(self, *, gated: bool, group_m: int = 8) -> None:
@@ -171,7 +170,7 @@ class BlockGemm(Epilogue):
                 out_scale, tiles, max_tiles, num_m, pairs, schedule, steps, rank, group,
                 thread % 128,
             )  # fmt: skip
-        # A block must not exit while the other one still multicasts to it.
+        # A block must not exit while the other block of the cluster still multicasts to it.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
@@ -243,7 +242,7 @@ class BlockGemm(Epilogue):
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
             row = tiles[max_tiles + m]
-            # Lane 0 loads the first part's scale, the other lanes the second part's.
+            # Lane 0 loads the scale of the first part. The other lanes load that of the second one.
             row_b = (pair * CLUSTER + rank) * self.columns
             row_b += cutlass.min(lane, 1) * (
                 up_rows if self.gated else PART_N
@@ -251,7 +250,8 @@ class BlockGemm(Epilogue):
             # NaN-free: integer operands
             block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
             g_b = b_scale[block, None]
-            # Rows past the expert's end are never stored, so the scale of any valid row will do.
+            # Rows past the end of the expert are not stored, so their scales can be those of any
+            # valid row.
             # NaN-free: integer operands
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
@@ -312,7 +312,7 @@ class BlockGemm(Epilogue):
                             scale_r0 = s_rows[row_in_tile, slot]
                             scale_r8 = s_rows[row_in_tile + 8, slot]
                             scales = s_parts[None, slot].load()
-                        else:  # test early whether the next step's values are ready
+                        else:  # test in advance whether the values of the next step are ready
                             is_ready = cute.arch.mbarrier_test_wait(full + next_slot, next_phase)
                         warpgroup.wait_group(0)
                         if cutlass.const_expr(p == PARTS - 1):
@@ -324,7 +324,7 @@ class BlockGemm(Epilogue):
                     sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
                     group, warp, lane,
                 )  # fmt: skip
-            else:  # all 64 rows are past the expert's end: release the slots without reading them
+            else:  # all 64 rows are past the end of the expert, so only release the slots
                 for _ in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + slot, phase)
                     if releases_slot:
@@ -350,8 +350,8 @@ class BlockGemm(Epilogue):
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
         """Add part * scale to sums[:, p].
 
-        scales: the scales of the thread's two rows. One row is added after the other, so that the
-            scale of a row stays in a register.
+        scales: the scales of the thread's two rows. The rows are added one after the other, so that
+            the scale of a row stays in a register.
         """
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(ACC_PER_THREAD):

@@ -1,7 +1,4 @@
-"""Epilogue of `block_gemm`: apply the activation to the accumulators, round them and store them.
-
-If all 64 rows of a warpgroup are valid, they are stored with TMA.
-"""
+"""Epilogue of `block_gemm`: apply the activation to the accumulators, and store the results."""
 
 import cutlass
 import cutlass.cute as cute
@@ -45,10 +42,9 @@ class Epilogue:
         s_out: shared memory that stages the output of all warpgroups.
         o_atom: TMA copy to out.
         o_tma: out as a TMA tensor.
-        n: index of the tile along the columns.
+        n: index of the column tile.
         group: index of the warpgroup.
         warp: index of the warp in the warpgroup.
-        lane: index of the thread in the warp.
         """
         # The shuffle keeps the compiler from hoisting lane-dependent addresses above the GEMM.
         lane = cute.arch.shuffle_sync(lane, lane)
@@ -61,7 +57,7 @@ class Epilogue:
 
     @cute.jit
     def store_bf16(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
-        """Store bf16 rows. If all 64 rows are valid, use TMA, two boxes of 64 columns at a time."""
+        """Store bf16 rows. If all 64 rows are valid, TMA stores two boxes of 64 columns at once."""
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
         local_row = warp * 16 + lane // 4
@@ -69,7 +65,8 @@ class Epilogue:
             if row + ROWS <= end:
                 self.wait_for_staging(group, warp)
                 for q in cutlass.range_constexpr(PART_N // 16):
-                    # 8 x 8 matrices: rows 0-7 and 8-15 of 8 columns, then of the next 8 columns.
+                    # 8 x 8 matrices of rows 0 to 7 and 8 to 15, first of 8 columns, then of the
+                    # next 8 columns.
                     dst = s_out[None, None, group * 2 + q // 4].iterator
                     byte = (q % 4) * 32 + 16 * (lane // 16)
                     store_matrices(dst, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
@@ -90,7 +87,7 @@ class Epilogue:
     ):  # fmt: skip
         """Round h = silu(gate) * up to bf16, quantize it to e4m3 and store it.
 
-        Each row of the tile gets one scale, since the tile has 128 output columns.
+        The tile has 128 output columns, so each row of the tile has one scale.
         """
         columns = cute.size(out, mode=[1])
         first_column = n * self.columns
@@ -140,7 +137,7 @@ class Epilogue:
 
     @cute.jit
     def tma_store(self, s_out, o_atom, o_tma, row, column, group, warp):
-        """Store the staged boxes of the warpgroup with TMA, which skips columns past the end."""
+        """Store the staged boxes of the warpgroup with TMA, which skips columns out of bounds."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
         if warp == 0:
@@ -168,9 +165,9 @@ def store_matrices(dst, row, byte, words):
 def bf16_words(sums, p, q):
     """Return four words of two bf16 each, for `store_matrices`.
 
-    Each word holds two adjacent columns of one row. Let r be the thread's first row, and c its
-    first column in columns 16 q to 16 q + 7. The words are, in this order: row r and row r + 8 at
-    column c, then row r and row r + 8 at column c + 8.
+    Each word holds two adjacent columns of one row. r is the first row of the thread, and c is its
+    first column in columns 16 q to 16 q + 7. The words are, in this order, rows r and r + 8 at
+    column c, and rows r and r + 8 at column c + 8.
     """
     code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
     base = q * 8

@@ -1,9 +1,9 @@
-"""Grouped NVFP4 GEMM for sm_100a: TMA, block-scaled tcgen05.mma, accumulators in tensor memory.
+"""Grouped NVFP4 GEMM for sm_100a, with block-scaled MMAs (tcgen05.mma).
 
 Rows are sorted by expert. An output tile is 128 rows by 128 weight rows of one expert. The load
-warp copies operands (by TMA) and tiled scales (by bulk copies) into a ring of stages in shared
-memory. The MMA warp copies the scales of a stage to tensor memory and issues its MMAs. Four
-epilogue warps scale and store the accumulators of a tile while the MMAs of the next tile run.
+warp copies operands (with TMA) and tiled scales (with bulk copies) into a ring of stages in shared
+memory. The MMA warp copies the scales of a stage to tensor memory and issues the MMAs of the stage.
+Four epilogue warps scale and store the accumulators of a tile while the MMAs of the next tile run.
 
 This kernel has never been run, because no sm_100 GPU was available.
 """
@@ -42,8 +42,7 @@ ONE = tcgen05.CtaGroup.ONE
 class Fp4Gemm:
     """out[r] = (a[r] @ b[expert of r]^T) * factor for every row r of every tile.
 
-    group_m: number of row tiles that are computed together, one column tile after another, so that
-        they share weights in the L2 cache.
+    group_m: number of row tiles in a group (see `tile_at`).
     """
 
     def __init__(self, *, group_m: int = 8) -> None:
@@ -225,10 +224,7 @@ class Fp4Gemm:
         acc_full,
         acc_empty, schedule, steps,
     ):  # fmt: skip
-        """Issue the MMAs of this block's tiles, with accumulators in tensor memory.
-
-        Run by the MMA warp.
-        """
+        """Issue the MMAs of this block's tiles. Run by the MMA warp."""
         t_a, t_b = tiled_mma.make_fragment_A(s_a), tiled_mma.make_fragment_B(s_b)
         first, shape = (None, None, None, 0), (TILE_M, TILE_N, TILE_K)
         sfa_at = sums.iterator + tcgen05.find_tmem_tensor_col_offset(sums)
@@ -277,10 +273,7 @@ class Fp4Gemm:
         num_m, num_n,
         schedule, thread,
     ):  # fmt: skip
-        """Scale and store the accumulators, one row of a tile per thread.
-
-        Run by the epilogue warps.
-        """
+        """Scale and store the accumulators, one row of a tile per thread. Run by epilogue warps."""
         atom = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), F32)
         pieces = cute.flat_divide(sums[(None, None), 0, 0, None], (TILE_M, STORE_COLUMNS))
         tiled_copy = tcgen05.make_tmem_copy(atom, pieces[None, None, 0, 0, 0])

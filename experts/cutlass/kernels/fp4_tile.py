@@ -1,4 +1,4 @@
-"""Constants of the nvfp4 GEMM `Fp4Gemm`: tile, step and buffer sizes, and the roles of warps."""
+"""Constants of the nvfp4 GEMM `Fp4Gemm`: sizes of tiles, steps and buffers, and roles of warps."""
 
 import cutlass
 
@@ -13,11 +13,11 @@ TILE_N = 128  # weight rows per tile
 TILE_K = 256  # elements along K per step: 128 bytes of a row
 STAGES = 6  # steps in shared memory
 ACC_STAGES = 2  # tiles in tensor memory: one is stored while the next is computed
-TMEM_COLUMNS = 512  # tensor memory columns for accumulators and one step's scales; a power of two
+TMEM_COLUMNS = 512  # columns of tensor memory, for accumulators and the scales of one step
 SCALE_BYTES = 128 * TILE_K // GROUP  # bytes of the scales of 128 rows in one step
 STEP_BYTES = (TILE_M + TILE_N) * TILE_K // 2 + 2 * SCALE_BYTES
 
-STORE_WARPS = 4  # number of warps that store accumulators; warp w reads lanes 32 w to 32 w + 31
+STORE_WARPS = 4  # warps that store accumulators; warp w reads lanes 32 w to 32 w + 31
 LOAD_WARP, MMA_WARP = 4, 5  # indices of the warp that loads and the warp that issues MMAs
 THREADS = 6 * 32
 STORE_COLUMNS = 32  # accumulator columns that a thread reads at a time

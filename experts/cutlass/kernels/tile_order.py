@@ -6,10 +6,10 @@ from cutlass import cute
 
 @cute.jit
 def tile_at(index, num_m, num_n, group_m: cutlass.Constexpr):
-    """Return (m, n), the row tile and the column tile that are computed in place `index`.
+    """Return (m, n), the row tile and the column tile with number `index`.
 
-    Row tiles are computed in groups of group_m, one column tile after another, so that the row
-    tiles of a group share weights in L2.
+    A group of group_m row tiles is computed for one column tile, then for the next, so that the row
+    tiles share weights in the L2 cache.
     """
     tiles_per_group = group_m * num_n
     first_m = (index // tiles_per_group) * group_m

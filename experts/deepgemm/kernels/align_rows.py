@@ -18,7 +18,7 @@ def align_rows_kernel(
     HAS_EXPERT_MAP: tl.constexpr, CHUNK_SIZE: tl.constexpr, NUM_BINS: tl.constexpr,
     TILE: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """rows[p] = the row of pair p; -1 if the pair is skipped. ends[e] = the end of expert e's rows.
+    """Write the row of each pair, and the end of each expert's rows.
 
     Grid: (num_chunks,). A program handles one chunk of pairs. The first program also writes ends.
 
@@ -27,11 +27,10 @@ def align_rows_kernel(
     chunk_prefix_ptr: int32 (num_local_experts + 1, num_chunks), the number of pairs of a bucket in
         earlier chunks.
     bucket_totals_ptr: int32 (num_local_experts + 1,), the number of pairs in each bucket.
-    rows_ptr: output (num_pairs,) int32.
+    rows_ptr: output (num_pairs,) int32, the row of each pair, -1 if the pair is skipped.
     ends_ptr: output (num_local_experts,) int32, one past the last row of each expert.
     CHUNK_SIZE: pairs per chunk.
     NUM_BINS: number of lanes for experts, a power of two greater than num_local_experts + 1.
-    TILE: rows of a tile; the rows of each expert start at a multiple of TILE.
     """
     pdl_wait(USE_PDL)
     chunk = tl.program_id(0)

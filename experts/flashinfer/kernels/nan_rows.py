@@ -1,4 +1,4 @@
-"""Kernel that marks the router weights of tokens whose row of x contains a NaN."""
+"""Kernel that sets the router weights of tokens with a NaN to NaN."""
 
 import triton
 import triton.language as tl

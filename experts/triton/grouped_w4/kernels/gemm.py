@@ -1,17 +1,17 @@
-"""`grouped_gemm_w4_tma_kernel`: a persistent grouped GEMM for sm_90 that unpacks 4-bit weights in
-registers.
+"""`grouped_gemm_w4_tma_kernel`: a persistent grouped GEMM for sm_90 with 4-bit weights.
 
 The kernel computes W x^T. The weights are the left operand of the MMA instruction (wgmma), which
 can be read from registers, so unpacked weights are never written back to shared memory. The
-activations x are the right operand, which wgmma reads from shared memory. TMA loads them there.
+activations x are the right operand, which wgmma reads from shared memory.
 
-There is one program per SM, which loops over tiles: up to block_m activation rows of one expert by
-256 weight rows. A producer warp loads the operands into a ring in shared memory. Two consumer
-warpgroups multiply 128 weight rows each, in two blocks of 64 rows, by the same activations.
-Unpacking a block overlaps with the MMAs of the previous block and of the other warpgroup.
+There is one program per SM, which loops over tiles. A tile is up to block_m activation rows of one
+expert by 256 weight rows. A producer warp loads the operands into a ring in shared memory. Two
+consumer warpgroups multiply 128 weight rows each, in two blocks of 64 rows, by the same
+activations. Unpacking a block overlaps with the MMAs of the previous block and of the other
+warpgroup.
 
 `grouped_w4.layout` describes the memory layout of the weights, and `unpack` has the device
-functions that unpack them. `tiled_gemm` (grouped_w4/kernel_launches.py) launches the kernel.
+functions that unpack them.
 """
 
 from triton.experimental import gluon
@@ -35,11 +35,9 @@ def _run_producer(
     x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles,
     num_n_tiles, num_k_steps, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Run the producer warp: load every K step of every tile of this program into the ring with
-    TMA.
+    """Run the producer warp: load every K step of every tile of this program into the ring.
 
-    It waits until a stage of the ring is empty before it fills it. The arguments are those of the
-    kernel.
+    The arguments are those of the kernel.
     """
     STAGES: gl.constexpr = w_ring.shape[0]
     WORD_LINES: gl.constexpr = w_ring.shape[1]
@@ -162,13 +160,12 @@ def _compute_tile(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the first TOKENS activation rows of a tile, apply the epilogue and store the
-    results.
+    """Multiply the first TOKENS activation rows of a tile, apply the epilogue, and store the tile.
 
     row: the first row of the tile.
     end: the row after the last row of the expert.
     n_tile: the index of the tile of weights.
-    factor0, factor1: the factors of the accumulators of both weight blocks.
+    factor0, factor1: the factors by which the accumulators of the two weight blocks are multiplied.
     """
     MMA_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     acc0, acc1 = _multiply_tile(
@@ -229,11 +226,10 @@ def _run_consumer(
     HAS_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ACTIVATION_ALPHA: gl.constexpr,
     ACTIVATION_LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Run one consumer warpgroup: compute two of the four weight blocks of every tile of this
-    program.
+    """Run one consumer warpgroup: compute two of the four weight blocks of every tile.
 
-    These are blocks 2 * WARPGROUP and 2 * WARPGROUP + 1. The other arguments are those of the
-    kernel.
+    Warpgroup WARPGROUP computes blocks 2 * WARPGROUP and 2 * WARPGROUP + 1. The other arguments are
+    those of the kernel.
     """
     TOKENS: gl.constexpr = x_ring.shape[1]
     num_m_tiles = gl.load(tiles_ptr + 3 * max_tiles)
@@ -299,26 +295,26 @@ def grouped_gemm_w4_tma_kernel(
     scale_desc: TMA descriptor of the int32 words of the tiled scales, with boxes of (lines, 16),
         which are one K step of a tile.
     out_desc: TMA descriptor of the output (rows, N), with boxes of block_m rows and 64 columns.
-    global_scale_ptr: float32 (num_experts, NUM_GLOBAL_SCALES), the global scales of NVFP4: one each
-        for gate and up, or one for all columns. Not used if NUM_GLOBAL_SCALES is 0.
+    global_scale_ptr: float32 (num_experts, NUM_GLOBAL_SCALES), the global scales of NVFP4: one for
+        gate and one for up, or one for all columns. Not used if NUM_GLOBAL_SCALES is 0.
     bias_ptr: the biases of each expert, stride_bias apart. The bias of column n is at n *
-        GATE_STRIDE, that of its up value at n * GATE_STRIDE + up_row_offset.
+        GATE_STRIDE, and the bias of its up value is at n * GATE_STRIDE + up_row_offset.
     out_ptr: the output, as in out_desc.
-    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values,
-        which are the expert, the first row and the end row of the expert for each row tile, then
-        the number of row tiles.
+    tiles_ptr: `modular_kernel.ops.sort.SortedPairs.tiles`. Three int32 arrays of max_tiles values
+        have, for each row tile, the expert, the first row, and the end of the expert's rows. The
+        number of row tiles follows.
     size_n: N, the number of output columns.
     num_n_tiles: number of tiles of weights per expert.
     num_k_steps: number of steps of 64 elements along K.
     PACKED_FORMAT: str of the `layout.PackedFormat` of the weights.
-    ACC_FACTOR: factor of the accumulators, because unpacked weights are too small by a power of
-        two.
+    ACC_FACTOR: the power of two by which the accumulators are multiplied, because unpacked weights
+        are too small by this factor.
     GATED: whether blocks of gate rows and blocks of up rows alternate in a tile of weights.
     GATE_STRIDE: 2 if gate and up biases alternate, else 1.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
     SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size, which
-        takes less time; 0 for none.
+        takes less time. If it is 0, all tiles have the full size.
     STAGES: stages of the ring.
     STAGING_BUFFERS: buffers for output boxes per consumer warpgroup.
     GROUP_M: number of row tiles that are computed next to each other (`tile_at`).
@@ -338,8 +334,8 @@ def grouped_gemm_w4_tma_kernel(
         out_desc.dtype, [STAGING_BUFFERS, TOKENS, BLOCK], out_desc.layout
     )
     full, empty = allocate_barriers(STAGES, 2)
-    first: gl.constexpr = 0
-    second: gl.constexpr = 1
+    FIRST_WARPGROUP: gl.constexpr = 0
+    SECOND_WARPGROUP: gl.constexpr = 1
     gl.warp_specialize(
         [
             (_run_consumer, (
@@ -347,8 +343,8 @@ def grouped_gemm_w4_tma_kernel(
                 num_k_steps,
                 global_scale_ptr, bias_ptr, stride_bias, up_row_offset, out_ptr, out_desc, staging,
                 size_n,
-                first, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR, NUM_GLOBAL_SCALES,
-                GATE_STRIDE, GATED,
+                FIRST_WARPGROUP, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR,
+                NUM_GLOBAL_SCALES, GATE_STRIDE, GATED,
                 HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA,
                 ACTIVATION_LIMIT,
             )),
@@ -357,8 +353,8 @@ def grouped_gemm_w4_tma_kernel(
                 num_k_steps,
                 global_scale_ptr, bias_ptr, stride_bias, up_row_offset, out_ptr, out_desc,
                 staging1, size_n,
-                second, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR, NUM_GLOBAL_SCALES,
-                GATE_STRIDE, GATED,
+                SECOND_WARPGROUP, GROUP_M, SHORT_TILE_ROWS, PACKED_FORMAT, ACC_FACTOR,
+                NUM_GLOBAL_SCALES, GATE_STRIDE, GATED,
                 HAS_BIAS, ACTIVATION, ACTIVATION_ALPHA,
                 ACTIVATION_LIMIT,
             )),

@@ -1,9 +1,7 @@
-"""`tile_weights_kernel`: convert 4-bit weights and their scales to the tiled layout
-(`grouped_w4.layout`).
+"""`tile_weights_kernel`: convert 4-bit weights to the tiled layout (`grouped_w4.layout`).
 
-`tile_experts` (grouped_w4/kernel_launches.py) launches it before each GEMM of the grouped_w4 path,
-or once if weights are prepared. A word is an int32 with eight 4-bit codes: unsigned integers, or
-e2m1 values (the 4-bit floating-point type of mxfp4 and NVFP4).
+A word is an int32 with eight 4-bit codes, which are unsigned integers or e2m1 values (the 4-bit
+floating-point type of mxfp4 and NVFP4).
 """
 
 import triton
@@ -17,9 +15,7 @@ _PAIR_MASK: tl.constexpr = tl.constexpr(0x81C081C0)
 
 @triton.jit
 def _pair(word, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexpr):
-    """Return pair INDEX (0 to 3) of a word of eight e2m1 codes, in the fields of two bf16, as
-    uint32.
-    """
+    """Return pair INDEX (0 to 3) of a word of eight e2m1 codes, in the fields of two bf16."""
     if WEIGHT_FORMAT == "e2m1":
         byte = word >> (8 * INDEX)
         codes = (byte & 0xF) | (byte & 0xF0) << 12
@@ -50,9 +46,10 @@ def _repack_pair(w0, w1, w2, w3, INDEX: tl.constexpr, WEIGHT_FORMAT: tl.constexp
 
 @triton.jit
 def _pack_by_halves(w0, w1, w2, w3, INDEX: tl.constexpr):
-    """Pack byte INDEX of four words into one word. The byte contains two 4-bit integers.
+    """Pack byte INDEX of four words into one word.
 
-    The two integers of word i go to bit 4 * i of the lower half and of the upper half.
+    The byte of word i has two 4-bit integers. The first one is moved to bit 4 * i of the result,
+    and the second one to bit 16 + 4 * i.
     """
     word = (w0 >> (8 * INDEX)) & 0xFF
     packed = (word & 0xF) | (word & 0xF0) << 12
@@ -94,17 +91,16 @@ def _make_lane_words(w0, w1, w2, w3, WEIGHT_FORMAT: tl.constexpr):
 
 @triton.jit
 def _encode_scales(scale, in_bounds, WEIGHT_FORMAT: tl.constexpr, HAS_ZERO_POINTS: tl.constexpr):
-    """Convert scales to the encoding of the tiled layout. The result is 0 where not `in_bounds`.
+    """Convert scales to the encoding of the tiled layout. Scales out of bounds become 0.
 
-    With HAS_ZERO_POINTS, the last four bits of integer scales are left free for the zero point.
+    With HAS_ZERO_POINTS, the last four bits of integer scales are 0, for the zero point.
     """
     if WEIGHT_FORMAT == "integer":
         # Codes are interpreted as q * 2^-133, and unpacked weights are weight * 2^-50.
         scaled = scale.to(tl.float32) * 2.0 ** (133 - 50)
         encoded = scaled.to(tl.int32, bitcast=True)
-        if (
-            HAS_ZERO_POINTS
-        ):  # without the check, a NaN with all bits set would be rounded up to zero
+        if HAS_ZERO_POINTS:
+            # Without this check, rounding would turn a NaN with all bits set into zero.
             encoded = tl.where(scaled == scaled, (encoded + 8) & ~15, 0x7FC00000)
     elif WEIGHT_FORMAT == "nvfp4":  # five exponent bits and three significand bits of the value
         value = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -129,17 +125,17 @@ def tile_weights_kernel(
     """Convert weights and scales of experts to the tiled layout. Experts without rows are skipped.
 
     Grid: (tiles, blocks of K_STEPS_PER_PROGRAM K steps, experts to convert). A program converts
-        K_STEPS_PER_PROGRAM steps of 64 elements along K, of one tile of 256 weight rows. Program
-        index i along the last axis converts expert first_expert + i.
+        K_STEPS_PER_PROGRAM steps of 64 elements along K, of one tile of 256 weight rows. Index i of
+        the last axis stands for expert first_expert + i.
 
     w_ptr: int32 (num_experts, rows, row_words), eight codes per word. row_words is a multiple of
         four.
-    scale_ptr: (num_experts, rows, scale_groups), one scale per GROUP_K elements along K; GROUP_K =
+    scale_ptr: (num_experts, rows, scale_groups), one scale per GROUP_K elements along K. GROUP_K =
         0 means that one scale covers all of K.
-    zero_point_ptr: uint8 (num_experts, rows / 2, scale_groups), two rows per byte; used if
+    zero_point_ptr: uint8 (num_experts, rows / 2, scale_groups), two rows per byte. Used if
         HAS_ZERO_POINTS.
     starts_ptr: (num_experts + 1,) int32, the first activation row of each expert, then the number
-        of rows (`modular_kernel.ops.sort`). An expert without rows is skipped.
+        of rows (`modular_kernel.ops.sort`).
     out_words_ptr: output, `layout.TiledWeights.words`.
     out_scales_ptr: output, `layout.TiledWeights.scales`.
     size_n: number of output columns of the GEMM. Column n uses weight row n * GATE_STRIDE and, with
@@ -156,7 +152,7 @@ def tile_weights_kernel(
     expert = (first_expert + local).to(tl.int64)
     if tl.load(starts_ptr + expert) == tl.load(starts_ptr + expert + 1):
         return
-    # The rows of a tile in the order of threads: block, warp, row of eight, row half.
+    # The rows of a tile in the order of the threads that own them: block, warp, row, row half.
     position = tl.arange(0, 256)
     block = position // 64
     in_block = position // 16 % 4 * 16 + position % 2 * 8 + position // 2 % 8

@@ -1,5 +1,4 @@
-"""Device functions for `grouped_gemm_w4_tma_kernel`: unpack 4-bit weights to bf16 in wgmma's
-register layout.
+"""Device functions that unpack 4-bit weights to bf16, in the register layout of wgmma operands.
 
 A word is an int32 with eight 4-bit codes. A block has 64 weight rows and 64 columns along K. In the
 layout of wgmma, four threads share weight rows r and r + 8 and their scales. Each thread has four
@@ -72,10 +71,10 @@ def _make_scale_ptx(word: str, scale: str, zero: bool) -> str:
     The code writes these registers:
 
         f  the scale in float32
-        h  f rounded to bf16, for scales of other dtypes than float32
-        l  f - h, for float16 scales; h / 16, for bfloat16 scales without zero points
-        m  -zero * 2^-133, with zero points
-        k  m * h, for bfloat16 scales without zero points
+        h  f rounded to bf16 (float16 and bfloat16 scales)
+        l  f - h (float16 scales), or h / 16 (bfloat16 scales without zero points)
+        m  -zero * 2^-133 (scales with zero points)
+        k  m * h (bfloat16 scales without zero points)
 
     word: the register of the scale word.
     scale: the dtype of the original scales.
@@ -94,8 +93,8 @@ def _make_scale_ptx(word: str, scale: str, zero: bool) -> str:
 
 
 # dtype of the scale -> PTX that multiplies t = q - zero by the scale with one rounding and writes
-# register TO. A float16 scale is the sum of the bf16 values h and l. l has so few bits that t * l
-# is exact.
+# register TO. A float16 scale is the sum of the bf16 values h and l. t * l is exact, because l has
+# few bits.
 _MULTIPLY_BY_SCALE = {
     "bfloat16": "mul.bf16x2 TO, t, h; ",
     "float16": "mul.bf16x2 u, t, l; fma.rn.bf16x2 TO, t, h, u; ",
@@ -107,9 +106,9 @@ _MULTIPLY_BY_SCALE = {
 def _make_integer_ptx(groups: int, scale: str, zero: bool) -> str:
     """Return PTX that computes (q - zero) * scale for integers q.
 
-    Scale words are float32, one per row, or one per word if groups = 2. With zero points, the last
-    four bits of a scale word are the zero point. For a bf16 scale without zero points, 8 * scale is
-    exact, so (q - 8) * scale is a single FMA.
+    Scale words are float32, with one word per row (groups = 1), or one word per row and 32 columns
+    (groups = 2). With zero points, the last four bits of a scale word are the zero point. For a
+    bf16 scale without zero points, 8 * scale is exact, so (q - 8) * scale is a single FMA.
 
     groups: scale words per row and block.
     scale: the dtype of the original scales.
@@ -170,9 +169,9 @@ def _join4(a, b, c, d):
 
 @gluon.jit
 def _load_scale_quads(smem):
-    """Load words (8, 16) from shared memory as four tensors (32, 1). Four lanes share each row.
+    """Load words (8, 16) from shared memory as four tensors (32, 1), whose rows four lanes share.
 
-    The tensors are in the order of the four words that belong to the same lanes.
+    Tensor i has word i of every group of four words.
     """
     LOAD_LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2]], [[0, 0], [0, 0], [0, 4], [0, 8], [1, 0]], [[2, 0], [4, 0]], [], [8, 16]
