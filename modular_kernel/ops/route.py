@@ -3,12 +3,13 @@
     routed = route(logits_TE, RouterSpec(8, renormalize=True))
     routed.routing                      # the Routing that a kernel takes
 
-`modular_kernel.spec.router.RouterSpec` describes the rules, including the options that are named
-here:
+`modular_kernel.spec.router.RouterSpec` describes the rules. Three options need additional tensors
+or produce an additional result:
 
 - A selection bias is added to the scores to select experts, but does not affect the weights.
-- A table assigns fixed experts to each token id of the vocabulary, instead of the top scores.
-- A zero expert returns its input. It has a logit, but no weights.
+- A table assigns fixed experts to each token id of the vocabulary. They are used instead of the
+  experts with the top scores.
+- A zero expert returns its input. It has a logit, but no parameters.
 
 Logits are converted to float32 first. Under torch.compile and torch.export, a call is one operator,
 torch.ops.modular_kernel.route.
@@ -46,7 +47,7 @@ from modular_kernel.utils.tensor_checks import check_no_gradients, check_tensor
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int32, torch.int64)
 _LOGITS_PER_PROGRAM = 512  # for one warp, if there are enough tokens
-_MAX_TOKENS_ONE_PER_PROGRAM = 1024  # up to this number of tokens, each program handles one token
+_MAX_TOKENS_ONE_PER_PROGRAM = 1024  # maximum T for which each program handles one token
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _MAX_LOADED_LOCATIONS = 1 << 12  # maximum size of _loaded_locations
 _launches = ReplayedOperation()
@@ -94,8 +95,6 @@ def route(
     ids_dtype: torch.dtype = torch.int32,
 ) -> Routed:
     """Select top_k experts per token, and compute their weights.
-
-    Nothing is launched for T = 0.
 
     logits_TE: (T, E + zero experts) float32, float16 or bfloat16, with contiguous rows.
     spec: rules for selecting and weighting experts.
@@ -249,7 +248,7 @@ def format_spec(spec: RouterSpec) -> str:
 
 @lru_cache(maxsize=256)
 def parse_spec(text: str) -> RouterSpec:
-    """Parse a string from `format_spec`. Raises ConfigurationError for any other string."""
+    """Parse a string from `format_spec`; raise ConfigurationError for any other string."""
     try:
         return RouterSpec(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -259,22 +258,23 @@ def parse_spec(text: str) -> RouterSpec:
         raise ConfigurationError("router spec", got=text[:80], need=need) from None
 
 
-# Weak references to storages, because a new tensor may have the address of a freed tensor.
+# Maps the location of each parameter known to be loaded to its storage. References are weak, and
+# entries with an expired storage are ignored: a new tensor may have the address of a freed one.
 _loaded_locations = dict[tuple[object, ...], StorageWeakRef]()
 
 
 def _check_loaded_once(tensors: Sequence[torch.Tensor]) -> None:
     """Raise StateError for parameters that are not loaded.
 
-    Memory that was found to be loaded is not checked again while its storage exists.
+    A parameter that passed the check is not checked again while its storage exists.
     """
     storages, cache = [weak_storage_ref(tensor) for tensor in tensors], _loaded_locations
     locations = [
         (storage.cdata, tensor.storage_offset(), tensor.shape)
         for storage, tensor in zip(storages, tensors, strict=True)
     ]
-    found = [cache.get(location) for location in locations]
-    if not any(storage is None or storage.expired() for storage in found):  # type: ignore[no-untyped-call]
+    cached_storages = [cache.get(location) for location in locations]
+    if not any(storage is None or storage.expired() for storage in cached_storages):  # type: ignore[no-untyped-call]
         return
     check_loaded({f"parameter {index} of the router": t for index, t in enumerate(tensors)})
     if len(cache) > _MAX_LOADED_LOCATIONS:
@@ -352,7 +352,7 @@ def route_ref(
     token_ids_T: torch.Tensor | None,
     routed: Routed,
 ) -> None:
-    """Torch reference of the kernel. It writes the results to `routed`."""
+    """Torch reference of the kernel, which writes the results to `routed`."""
     not_nan_TE = ~logits_TE.isnan()
     # Clamp infinities to the largest finite values, so that a difference of logits is never NaN.
     logits_TE = logits_TE.float().masked_fill(~not_nan_TE, 0).clamp(-_FLOAT32_MAX, _FLOAT32_MAX)
@@ -407,12 +407,12 @@ def _mask_other_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     best = by_group.amax(2)
     if spec.group_score == "top2":
         second = by_group.topk(2, 2).values[..., 1]
-        # Half of the sum, because the sum of two values may overflow.
+        # Halve the values, because their sum may overflow.
         best = best / 2 + torch.where(second > -torch.inf, second, 0) / 2
     best_groups = _find_top_ids(best, spec.topk_groups)
-    group = torch.where(
-        best_groups >= 0, best_groups, spec.groups
-    )  # the extra column collects missing groups
+    # If a token has fewer than topk_groups groups to select from, the mask's last column, which is
+    # dropped below, takes the missing ones.
+    group = torch.where(best_groups >= 0, best_groups, spec.groups)
     mask = best.new_zeros(len(best), spec.groups + 1, dtype=torch.bool).scatter(1, group, True)
     return by_group.masked_fill(~mask[:, :-1, None], -torch.inf).flatten(1)
 
@@ -430,7 +430,7 @@ def _read_table(
     spec: RouterSpec, tensors: RouterTensors, token_ids_T: torch.Tensor | None, columns: int
 ) -> torch.Tensor:
     table_VK = tensors.table_VK
-    assert table_VK is not None  # checked by the caller
+    assert table_VK is not None  # `_check` has checked both
     assert token_ids_T is not None
     token_id_T = token_ids_T.long()
     valid_T = (token_id_T >= 0) & (token_id_T < table_VK.shape[0])
@@ -484,7 +484,7 @@ def _check_optional(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> None:
-    """Check a tensor that must be given if and only if the spec requires it."""
+    """Check a tensor that must be passed if and only if it is required."""
     if not required:
         if tensor is not None:
             need = "None, because the router's spec does not use it"

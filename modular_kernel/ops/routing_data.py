@@ -19,7 +19,7 @@ from modular_kernel.spec.router import (
 def to_expert_major(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
     """Sort pairs by expert, stably. Pairs with ids outside [0, num_experts) do not get a row.
 
-    topk_output: only its weights, (T, K) float32, and ids, (T, K), are read.
+    topk_output: weights, (T, K) float32, and ids, (T, K). Further fields are not read.
 
     Raises ShapeError if the shapes of weights and ids differ.
     """
@@ -43,7 +43,7 @@ def to_expert_major(topk_output: StandardTopKOutput, num_experts: int) -> Triton
 
 
 def to_token_major(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
-    """Convert the result of `to_expert_major` back. Skipped pairs have id -1 and weight 0."""
+    """Convert the result of `to_expert_major` back. Pairs without a row get id -1 and weight 0."""
     data, gather, _ = topk_output
     top_k, pairs = data.n_expts_act, gather.src_indx.numel()
     if data.expt_hist is None:

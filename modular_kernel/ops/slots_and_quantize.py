@@ -1,8 +1,8 @@
-"""number_and_quantize: renumber pairs and quantize tokens for a library, in one launch.
+"""number_and_quantize: renumber the experts of pairs and quantize tokens, in one launch.
 
-The library is one that sends tokens to the ranks of their experts, such as DeepEP. It requires its
-own numbers of experts (`modular_kernel.ops.expert_slots`), and sends quantized tokens. One launch
-instead of two saves time for few tokens.
+Libraries that send tokens to the ranks of their experts, such as DeepEP, require their own numbers
+of experts (`modular_kernel.ops.expert_slots`). Tokens are quantized before they are sent. If there
+are few tokens, one launch takes less time than two.
 """
 
 import torch
@@ -26,11 +26,11 @@ def number_and_quantize(
 ) -> None:
     """Run `number_pairs` on `pairs` and `quantize_rows` on their tokens, in one launch on a GPU.
 
-    Nothing is launched for T = 0. Raises ConfigurationError for a dynamic per-tensor scale, because
-    such a scale depends on all values.
-
     x_TH: (T, H).
     out: output, the quantized tokens.
+
+    Raises ConfigurationError for a dynamic per-tensor scale, because it depends on the values of
+    all programs.
     """
     if scheme.activation_granularity == "tensor" and not scheme.static:
         need = "a static scale, or a scale per token or group"

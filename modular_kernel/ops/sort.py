@@ -1,8 +1,9 @@
 """sort_pairs: assign a row to each pair, grouped by expert without padding, and list row tiles.
 
 A pair is a token together with one of its K experts. A pair is skipped if its expert id is -1, or
-if its expert is on another rank. Unlike `moe_align_block_size`, this operation leaves no gaps
-between experts, so the last tile of an expert may be followed directly by rows of the next expert.
+if its expert is on another rank. Unlike vLLM's `moe_align_block_size`, this operation does not pad
+the rows of an expert, so the block_m rows from the start of a tile may include rows of the next
+expert.
 """
 
 from collections.abc import Mapping
@@ -23,16 +24,16 @@ _TILES_PER_PROGRAM = 64  # tiles that a program writes
 class SortedPairs:
     """Rows of pairs that are sorted by expert, and the tiles of these rows.
 
-    A tile is up to block_m adjacent rows of one expert, the rows that a program of a grouped GEMM
-    handles.
+    A tile is up to block_m adjacent rows of one expert. A program of a grouped GEMM handles the
+    rows of one tile.
 
     row_of_pair_TK: (T, K) int32, the row of each pair, or -1 if the pair is skipped. Rows are
         grouped by expert without gaps. Pairs of an expert keep their order.
     token_of_row: (T * K,) int32, the token of the pair in each row. Values past the last row are
         undefined.
-    tiles: (3 * max_tiles + 1,) int32: three arrays of max_tiles values, followed by the number of
-        tiles. The arrays hold the local expert of each tile, the first row of the tile, and the end
-        row of the expert. Values past the number of tiles are undefined.
+    tiles: (3 * max_tiles + 1,) int32. Three arrays of max_tiles values have, for each tile, the
+        local expert, the first row, and the end of the expert's rows. The number of tiles follows.
+        Values of the arrays past the number of tiles are undefined.
     starts: (e + 1,) int32, the first row of each expert, followed by the number of rows.
     """
 
@@ -75,8 +76,6 @@ def sort_pairs(
 ) -> SortedPairs:
     """Sort the pairs of `routing` into workspace buffers that `sort_specs` declares.
 
-    On a GPU, this takes three launches (count, scan, place).
-
     routing: a routing with T > 0.
     block_m: maximum number of rows of a tile, a power of two.
     num_local: number of local experts.
@@ -118,7 +117,7 @@ def sort_pairs(
 def sort_pairs_ref(
     routing: DispatchedRouting, block_m: int, num_local: int, *, out: SortedPairs
 ) -> None:
-    """Torch reference of `sort_pairs`. It handles one expert after the other."""
+    """Torch reference of `sort_pairs`."""
     ids = local_ids(routing, num_local).flatten()
     rows = out.row_of_pair_TK.view(-1)
     rows.fill_(-1)

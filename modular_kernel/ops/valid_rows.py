@@ -1,8 +1,8 @@
-"""Descriptions of which activation rows hold a token, and the kernel arguments for them.
+"""Descriptions of which rows of activations hold a token, and the kernel arguments for them.
 
-Buffers of activations may have rows without a token: rows of pairs whose expert is on another rank,
-or unused rows of an expert in the batched layout. Quantization kernels do not read them, because
-their values are undefined. A pair is a token together with one of its K experts.
+A pair is a token together with one of its K experts. Buffers of activations may have rows without a
+token: rows of pairs whose expert is on another rank, or unused rows of an expert in the batched
+layout. Values of these rows are undefined, so quantization kernels do not read them.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class PairRows:
 
 @dataclass(frozen=True)
 class BatchedRows:
-    """Rows (e, C, K), of which the first counts_e[i] rows of expert i hold tokens.
+    """Rows (e, C, K). The first counts_e[i] rows of expert i hold tokens.
 
     counts_e: (e,) int32.
     """
@@ -62,7 +62,8 @@ def make_source_arguments(
 def get_segments(rows: int, valid_rows: ValidRows) -> tuple[int, int]:
     """Return (number of segments, rows per segment) of `rows` rows.
 
-    A segment is the rows of one expert in the batched layout, and all rows otherwise.
+    In the batched layout, the rows of each expert are a segment. Otherwise, all rows are one
+    segment.
     """
     segments = valid_rows.counts_e.numel() if isinstance(valid_rows, BatchedRows) else 1
     return segments, rows // segments

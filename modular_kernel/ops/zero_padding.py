@@ -1,8 +1,8 @@
-"""zero_rows: zero the received rows that no expert computes, such as rows that are sent to a sink.
+"""zero_rows: zero received rows that no expert computes, such as the rows of a sink.
 
-A sink is an expert number without an expert, to which a library sends a pair that must be skipped
-(`modular_kernel.ops.expert_slots`). The sender adds the rows that a sink returns to its output, so
-these rows must be zero.
+A sink is an expert number without an expert. Libraries that cannot skip a pair send its token to a
+sink (`modular_kernel.ops.expert_slots`). The sender adds the rows that a sink returns to its
+output, so these rows must be zero.
 """
 
 import torch
@@ -13,14 +13,12 @@ from modular_kernel.replay.launch.launch import launch
 from modular_kernel.replay.launch.pdl import pdl_arguments
 from modular_kernel.replay.launch.runtime import use_triton
 
-_MAX_PROGRAMS_PER_SEGMENT = 32  # most of them do not find any rows
+_MAX_PROGRAMS_PER_SEGMENT = 32  # few, because most segments have few rows to zero
 _MAX_BLOCK_H = 4096  # maximum number of columns per write
 
 
 def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
     """Zero the first counts_S[s] rows of each segment s of x_SCH, in one launch on a GPU.
-
-    Nothing is launched if x_SCH is empty.
 
     x_SCH: (S, C, H), contiguous.
     counts_S: (S,) int32, at most C, contiguous.

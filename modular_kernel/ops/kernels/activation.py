@@ -1,9 +1,7 @@
-"""`activate`: the activation functions between the two GEMMs of an expert, and a kernel that
-applies them.
+"""Activation functions between the two GEMMs of an expert (`activate`), and a kernel.
 
-A gated activation function combines two values, gate and up, for example silu(gate) * up. The GEMM
-kernels call `activate` in their epilogue. `gated_activation` (modular_kernel/ops/activation.py)
-launches the kernel, and `ActivationSpec` defines the functions.
+A gated activation function combines two values, gate and up, for example silu(gate) * up. GEMM
+kernels call `activate` in their epilogue. `ActivationSpec` defines the functions.
 """
 
 import triton
@@ -19,11 +17,11 @@ USE_INLINE_ASM: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 def _sigmoid(value, FLUSH_SUBNORMALS: tl.constexpr):
     """Return 1 / (1 + exp(-value)).
 
-    FLUSH_SUBNORMALS: use faster instructions. The result may then be zero instead of a subnormal
-        number for values below -87.3. exp may flush subnormal results, which adding 1 would lose
-        anyway. The reciprocal may flush its result, so that it needs no scaling, unlike a quotient.
+    FLUSH_SUBNORMALS: whether to use faster instructions. The result may then be zero instead of a
+        subnormal number for values below -87.3.
     """
     if USE_INLINE_ASM and FLUSH_SUBNORMALS:
+        # A subnormal result of exp2 does not change the sum.
         denominator = 1.0 + tl.exp2(value * -1.4426950216293335)
         result = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;",
@@ -54,8 +52,8 @@ def _gelu_tanh(value):
 def _tanh(value):
     """Return tanh(value).
 
-    From 0.25 on, it is 2 sigmoid(2z) - 1. Below, where this difference would cancel digits, it is
-    computed from the Taylor series. The first neglected term of the series is 1e-8 of the value.
+    For magnitudes from 0.25 on, the result is 2 sigmoid(2z) - 1. For smaller ones, this difference
+    would lose digits, so the Taylor series is used. Its first omitted term is 1e-8 of the value.
     """
     is_small = tl.abs(value) < 0.25
     small = tl.where(is_small, value, 0.0)
@@ -76,7 +74,8 @@ def activate(
     gate: the gate values, or the only values of a function that is not gated.
     up: the up values. Ignored by functions that are not gated.
     ACTIVATION: the name of the function, `ActivationSpec.kind`.
-    ACTIVATION_ALPHA, ACTIVATION_LIMIT: its parameters (`ActivationSpec`); limit 0 means no limit.
+    ACTIVATION_ALPHA, ACTIVATION_LIMIT: its parameters, `ActivationSpec`. A limit of 0 means that
+        there is no limit.
     FLUSH_SUBNORMALS: whether results of functions with a sigmoid may be zero for gates below -87.3.
     """
     if ACTIVATION_LIMIT > 0 and ACTIVATION != "situ":
@@ -117,15 +116,14 @@ def activation_kernel(
     GATE_STRIDE: tl.constexpr,
     BLOCK_INTERMEDIATE: tl.constexpr,
 ):  # fmt: skip
-    """out[r, i] = act(x[r, i * GATE_STRIDE], x[r, i * GATE_STRIDE + up_offset]), computed in
-    float32.
+    """out[r, i] = act(x[r, i * GATE_STRIDE], x[r, i * GATE_STRIDE + up_offset]), in float32.
 
     Grid: (rows, blocks of BLOCK_INTERMEDIATE columns of out).
 
     x_ptr: (rows, 2 * intermediate_size), or (rows, intermediate_size) for functions that are not
         gated; rows are stride_x apart.
     out_ptr: (rows, intermediate_size); rows are stride_out apart.
-    GATE_STRIDE: 2 if gate and up columns alternate, else 1.
+    GATE_STRIDE: 2 if gate and up columns alternate, 1 otherwise.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`).
     """
     row = tl.program_id(0).to(tl.int64)

@@ -1,12 +1,9 @@
-"""Kernels of `align`, like vLLM's moe_align_block_size: sort pairs by expert, padded to whole
-blocks.
+"""Kernels that sort pairs by expert into blocks, like vLLM's moe_align_block_size.
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. The
 sorted positions are divided into blocks of BLOCK_SIZE. All pairs of a block have the same expert;
 the rest of an expert's last block is padding. Buckets and chunks of pairs are defined in `count`:
 bucket 0 is for skipped pairs, bucket i + 1 for local expert i.
-
-In one launch, some programs place pairs and others write the expert and the padding of blocks.
 """
 
 import triton
@@ -18,12 +15,11 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return, for each bucket, its number of pairs, that number padded to blocks, and its first
-    position.
+def _compute_bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Return (numbers of pairs, numbers of positions, first positions) of the buckets.
 
     totals: (NUM_BINS,), the number of pairs in each bucket.
-    IGNORE_INVALID: omit skipped pairs (bucket 0).
+    IGNORE_INVALID: whether to omit skipped pairs (bucket 0).
     """
     if IGNORE_INVALID:
         totals = tl.where(tl.arange(0, totals.shape[0]) == 0, 0, totals)
@@ -43,10 +39,10 @@ def _place_chunk(
 ):
     """Store the index of each pair of a chunk at its sorted position.
 
-    pairs, mask: the pairs of the chunk, and a mask of those that exist.
+    pairs, mask: the pairs of the chunk, and a mask of existing pairs.
     bucket: (CHUNK_SIZE,), the bucket of each pair.
-    first_position: (CHUNK_SIZE,), the position of the chunk's first pair in the bucket of each
-        pair.
+    first_position: (CHUNK_SIZE,), for each pair, the position of the chunk's first pair in the same
+        bucket.
     """
     position = first_position + rank_in_chunk(bucket, mask, CHUNK_SIZE)
     if IGNORE_INVALID:
@@ -63,10 +59,10 @@ def _fill_blocks(
 ):  # fmt: skip
     """Store the experts of BLOCKS_PER_PROGRAM blocks, and mark their padding.
 
-    Called by programs num_chunks and following. The first of them also stores the number of
-    positions in use.
+    Programs with an index pid >= num_chunks call this function. Program num_chunks also stores the
+    number of positions in use.
 
-    totals, padded, starts: from `_bucket_starts`.
+    totals, padded, starts: from `_compute_bucket_starts`.
     """
     num_tokens_post_padded = tl.sum(padded, axis=0)
     block = (pid - num_chunks) * BLOCKS_PER_PROGRAM + tl.arange(0, BLOCKS_PER_PROGRAM)
@@ -95,28 +91,29 @@ def align_place_kernel(
 ):  # fmt: skip
     """Sort pairs by expert into blocks, with counts from the kernels of `count`.
 
-    Grid: (num_chunks + blocks of BLOCKS_PER_PROGRAM blocks,). The first num_chunks programs place
-        one chunk of pairs each, the others write experts and padding of BLOCKS_PER_PROGRAM blocks.
-        They write different positions, so one launch suffices.
+    Grid: (num_chunks + ceil(num_blocks / BLOCKS_PER_PROGRAM),). The first num_chunks programs place
+        one chunk of pairs each. Each further program writes the experts and the padding of
+        BLOCKS_PER_PROGRAM blocks. Pairs and padding have different positions, so one launch
+        suffices.
 
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
         the pairs; see `load_local_ids`.
     chunk_prefix_ptr: int32 (buckets, num_chunks), the number of pairs of a bucket in earlier
         chunks.
     bucket_totals_ptr: int32 (buckets,), the number of pairs in each bucket.
-    sorted_token_ids_ptr: int32 output (num_positions,), the pair at each position; num_pairs marks
-        padding.
-    expert_ids_ptr: int32 output (num_blocks,), the local expert of each block; -1 for skipped pairs
-        and for blocks that are not in use.
+    sorted_token_ids_ptr: int32 output (num_positions,), the pair at each position. The value
+        num_pairs marks padding.
+    expert_ids_ptr: int32 output (num_blocks,), the local expert of each block. It is -1 for blocks
+        of skipped pairs and for unused blocks.
     num_tokens_post_padded_ptr: int32 output (1,), the number of positions in use, including
         padding.
-    IGNORE_INVALID: omit skipped pairs.
+    IGNORE_INVALID: whether to omit skipped pairs.
     NUM_BINS: a power of two > num_local_experts + 1.
     """
     pid = tl.program_id(0)
     bins = tl.arange(0, NUM_BINS)
     totals = tl.load(bucket_totals_ptr + bins, mask=bins < num_local_experts + 1, other=0)
-    totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
+    totals, padded, starts = _compute_bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
         pairs = pid * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)
         mask = pairs < num_pairs
@@ -143,7 +140,7 @@ def align_place_kernel(
         )  # fmt: skip
 
 
-# These arguments change with the number of tokens; specializing on them would recompile.
+# These arguments change with the number of tokens, so specializing on them would recompile.
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_positions", "num_blocks"])
 def align_kernel(
     topk_ids_ptr, expert_map_ptr, invalid_count_ptr, sorted_token_ids_ptr, expert_ids_ptr,
@@ -156,10 +153,12 @@ def align_kernel(
 ):  # fmt: skip
     """Like `align_place_kernel`, for at most BLOCK_PAIRS pairs, without separate counting launches.
 
-    Every program counts all pairs. Programs that place a chunk also add its invalid ids to the
-    counter at invalid_count_ptr. The other arguments are those of `align_place_kernel`.
+    Every program counts all pairs.
 
+    invalid_count_ptr: int32, incremented by the number of invalid ids.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
+
+    The other arguments are those of `align_place_kernel`.
     """
     pdl_wait(USE_PDL)
     pid = tl.program_id(0)
@@ -176,7 +175,7 @@ def align_kernel(
     buckets = tl.where(all_pairs < num_pairs, all_local + 1, NUM_BINS - 1)
     totals = tl.histogram(buckets, NUM_BINS)
     totals = tl.where(tl.arange(0, NUM_BINS) < num_local_experts + 1, totals, 0)
-    totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
+    totals, padded, starts = _compute_bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
         earlier_buckets = tl.where(all_pairs < pid * CHUNK_SIZE, buckets, NUM_BINS - 1)
         pairs = pid * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)

@@ -1,9 +1,8 @@
-"""`assign_rows_kernel`: give each pair a row of the batched format (num_experts, capacity,
-hidden_size).
+"""`assign_rows_kernel`: assign a row of the batched format to each pair.
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. In the
-batched format, every local expert has `capacity` rows, of which the first ones hold its tokens.
-Buckets and chunks of pairs are defined in `count`.
+batched format, (num_local_experts, capacity, hidden_size), the tokens of an expert are in its first
+rows. Buckets and chunks of pairs are defined in `count`.
 """
 
 import triton
@@ -21,10 +20,10 @@ def assign_rows_kernel(
 ):  # fmt: skip
     """row_of_pair[p] = expert * capacity + position among the expert's tokens; -1 if p is skipped.
 
-    Grid: (num_chunks,). A program handles one chunk of pairs. If a token selects an expert twice,
-        the second pair (a repeat) shares the row of the first one. No pair of that expert is
-        counted between them, so its position is the number of counted pairs before the repeat,
-        minus one.
+    If a token selects an expert twice, the second pair (a repeat) shares the row of the first pair.
+    Repeats are not counted.
+
+    Grid: (num_chunks,). A program handles one chunk of pairs.
 
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
         the pairs; see `load_local_ids`.
@@ -51,6 +50,7 @@ def assign_rows_kernel(
     )
     bucket = local_expert + 1
     preceding = tl.load(chunk_prefix_ptr + bucket * num_chunks + chunk, mask=mask, other=0)
+    # The last counted pair of the expert before a repeat is the pair whose row the repeat shares.
     position = preceding + rank_in_chunk(bucket, mask & ~repeat, CHUNK_SIZE) - repeat.to(tl.int32)
     row = tl.where(local_expert >= 0, local_expert * capacity + position, -1)
     tl.store(row_of_pair_ptr + pairs, row, mask=mask)

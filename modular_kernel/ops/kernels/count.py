@@ -1,13 +1,13 @@
 """Kernels that count pairs per expert and chunk, and compute prefix sums over chunks.
 
-The sorting operations (align, sort, batch) launch both before their own kernel. A pair is a token
-together with one of its top_k experts: pair p belongs to token p // top_k. A chunk is CHUNK_SIZE
-consecutive pairs, which one program handles. Pairs are counted in buckets: bucket 0 is for skipped
-pairs, and bucket i + 1 for the pairs of local expert i.
+The kernels that sort pairs (align, batch, sort) use these counts. A pair is a token together with
+one of its top_k experts: pair p belongs to token p // top_k. A chunk is CHUNK_SIZE consecutive
+pairs, which one program handles. Pairs are counted in buckets: bucket 0 is for skipped pairs, and
+bucket i + 1 for the pairs of local expert i.
 
-The table `counts` is (buckets, chunks), so that one program scans the row of one bucket. After the
-scan, counts[bucket, chunk] is the number of pairs of the bucket in earlier chunks, which gives each
-pair its position among the pairs of its expert.
+The table `counts` has the shape (buckets, chunks). After the scan, counts[bucket, chunk] is the
+number of pairs of the bucket in earlier chunks. A pair's position among the pairs of its expert is
+this number plus its rank in its chunk (`rank_in_chunk`).
 """
 
 import triton
@@ -23,8 +23,8 @@ def is_repeat(
 ):  # fmt: skip
     """Return whether an earlier pair of the same token has the same expert on this rank.
 
-    pairs, mask: the pairs, and a mask of those that exist.
-    local_expert: their local ids.
+    pairs, mask: the pairs, and a mask of existing pairs.
+    local_expert: the local id of each pair's expert, or -1.
     """
     first_pair = (pairs // TOP_K) * TOP_K
     repeat = local_expert < -1
@@ -52,14 +52,13 @@ def count_pairs_kernel(
 ):  # fmt: skip
     """counts[bucket, chunk] = number of pairs of the bucket in the chunk.
 
-    Grid: (num_chunks,). A program also adds the number of invalid ids of its chunk to the counter
-        at invalid_count_ptr.
+    Grid: (num_chunks,).
 
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
         the pairs; see `load_local_ids`.
+    invalid_count_ptr: int32, incremented by the number of invalid ids.
     counts_ptr: int32 output (num_local_experts + 1, num_chunks).
-    num_pairs: number of pairs.
-    DEDUPE: count several pairs of one token with the same expert only once.
+    DEDUPE: whether pairs of a token with the same expert are counted only once.
     NUM_BINS: a power of two > num_local_experts + 1. The last bin takes lanes that must not be
         counted.
     """
@@ -95,14 +94,14 @@ def scan_counts_kernel(
     counts_ptr, bucket_totals_ptr, expert_counts_ptr, num_chunks,
     HAS_EXPERT_COUNTS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Replace the counts of one bucket by their exclusive prefix sums; store their sum.
+    """Replace the counts of one bucket by their exclusive prefix sums, and store the total.
 
     Grid: (buckets,).
 
     counts_ptr: int32 (buckets, num_chunks), from `count_pairs_kernel`, overwritten.
     bucket_totals_ptr: int32 output (buckets,), the number of pairs in each bucket.
-    expert_counts_ptr: int32 output (buckets - 1,), the same without bucket 0; written if
-        HAS_EXPERT_COUNTS.
+    expert_counts_ptr: int32 output (buckets - 1,), the number of pairs of each local expert.
+        Written if HAS_EXPERT_COUNTS.
     BLOCK_CHUNKS: chunks per step of the scan.
     """
     bucket = tl.program_id(0)

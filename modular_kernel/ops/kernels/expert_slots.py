@@ -1,10 +1,9 @@
-"""Kernel that renumbers the experts of pairs for libraries that expect equal blocks of experts per
-rank.
+"""Kernel that renumbers the experts of pairs for libraries that exchange tokens between ranks.
 
-`modular_kernel.ops.expert_slots` explains the numbering and launches the kernel. A pair is a token
-together with one of its top_k experts: pair p belongs to token p // top_k. A slot is the place of
-one expert in the weights of a rank; an expert may have copies in several slots. A sink is an extra
-number of a rank that stands for no expert.
+`modular_kernel.ops.expert_slots` explains the numbering. A pair is a token together with one of its
+top_k experts: pair p belongs to token p // top_k. A slot is the place of an expert in the weights
+of a rank. An expert may have copies in several slots. A sink is an additional number of a rank that
+stands for no expert.
 """
 
 import triton
@@ -21,21 +20,22 @@ def _merge_repeats(
     """Return the merged router weight of each pair, and whether the pair repeats an earlier one.
 
     A pair repeats an earlier pair of its token if both have the same expert. The merged weight is
-    the sum of the weights of all pairs of the token with that expert. Every lane reads the whole
-    row of its token: those cache lines are loaded anyway, whereas comparing lanes with each other
-    would require a layout conversion.
+    the sum of the weights of all pairs of the token with that expert.
 
     ids: (BLOCK_TOKENS, BLOCK_TOP_K), the id of each pair.
     ids_row, weights_row: (BLOCK_TOKENS, 1), pointers to the ids and weights of each token.
     mask: False for pairs that do not exist.
-    k: (1, BLOCK_TOP_K), the index of a pair among those of its token.
+    k: (1, BLOCK_TOP_K), the index of each pair among the pairs of its token.
     """
     weight = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.float32)
     repeat = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.int32)
     row = tl.zeros((BLOCK_TOKENS, BLOCK_TOP_K), tl.int32)
+    # Every lane loads the whole row of its token, whose cache lines are loaded anyway. Comparing
+    # lanes with each other would require a layout conversion.
     for j in tl.static_range(TOP_K):
         same = tl.load(ids_row + row + j, mask=mask, other=-1) == ids
-        # A skipped pair's weight is arbitrary; it enters no other pair's sum.
+        # The weight of a skipped pair may have any value. Only skipped pairs have its id, so the
+        # value does not affect the sums of other pairs.
         weight += tl.where(same, tl.load(weights_row + row + j, mask=mask, other=0.0), 0.0)
         repeat = tl.where(same & (k > j), 1, repeat)
     return weight, repeat
@@ -52,12 +52,11 @@ def number_pairs(
     LINEAR_PLACEMENT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """expert_numbers[t, k] = rank * numbers_per_rank + slot of the pair's expert; weights[t, k] *=
-    factor.
+    """Write the expert number rank * numbers_per_rank + slot and the scaled weight of each pair.
 
-    Handles BLOCK_TOKENS tokens, as the program with index `program`. A pair is dropped if its id is
-    -1 or invalid, that is, outside [-1, num_experts). It gets number -1, or the number of a sink,
-    and weight 0. Invalid ids are counted. Ids are compared in their own width.
+    The program with index `program` handles BLOCK_TOKENS tokens. A pair is dropped if its id is -1
+    or invalid, that is, outside [-1, num_experts). It gets the number -1 or the number of a sink,
+    and the weight 0.
 
     topk_ids_ptr, router_weights_ptr: (num_tokens, TOP_K); rows are stride_ids and stride_weights
         apart.
@@ -71,12 +70,12 @@ def number_pairs(
     slots_per_rank: number of slots of each rank.
     numbers_per_rank: number of slots and sinks of each rank.
     weight_factor: factor of the router weights.
-    MERGE_REPEATS: whether a token's first pair with an expert gets the sum of the weights of all of
-        them, and the others are dropped.
-    HAS_SINKS: whether dropped pairs get numbers of sinks, from the rank first_token % world_size
-        on.
-    LINEAR_PLACEMENT: whether every rank has slots_per_rank experts, in order, so that no table is
-        read.
+    MERGE_REPEATS: whether to merge pairs of a token with the same expert. The first pair then gets
+        the sum of their weights, and the other pairs are dropped.
+    HAS_SINKS: whether dropped pairs get numbers of sinks. The first dropped pair of a token gets a
+        sink of rank first_token % world_size, the next pair a sink of the next rank, and so on.
+    LINEAR_PLACEMENT: whether every rank has slots_per_rank experts, in order. The locations of
+        experts are then not read.
     BLOCK_TOP_K: a power of two >= TOP_K.
     """
     token = program * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[:, None]
@@ -86,9 +85,9 @@ def number_pairs(
     weights_row = router_weights_ptr + token.to(tl.int64) * stride_weights
     ids = tl.load(ids_row + k, mask=in_bounds, other=-1)
     valid = (ids >= 0) & (ids < num_experts)
-    # Per lane: reducing first would stall the whole program.
     ones = tl.full((BLOCK_TOKENS, BLOCK_TOP_K), 1, tl.int32)
     invalid = in_bounds & (ids != -1) & (valid == 0)
+    # Each lane adds its own count, because a sum over lanes would stall the whole program.
     tl.atomic_add(invalid_count_ptr + (ones - 1), ones, mask=invalid, sem="relaxed")
     if MERGE_REPEATS:
         weight, repeat = _merge_repeats(

@@ -1,14 +1,12 @@
-"""Kernels for NVFP4 activations: quantize rows, tile the scales of weights, and list tiles of
-batched rows.
+"""Kernels that prepare NVFP4 operands for block-scaled GEMMs.
 
-`modular_kernel.ops.fp4_rows` launches them for block-scaled GEMMs. NVFP4 values are e2m1 (4-bit
-floating point), with one e4m3 scale per group of 16 adjacent values and a float32 global scale per
-expert. The GEMMs read scales in a tiled layout: blocks of 128 rows by steps of 16 groups, which are
-contiguous in memory.
+NVFP4 values are e2m1 (4-bit floating point), with one e4m3 scale per group of 16 adjacent values
+and a float32 global scale per expert. The GEMMs read scales in a tiled layout: the scales of 128
+rows and 16 groups are contiguous in memory.
 
-A tile is up to 128 rows of one expert. The list of tiles has the format of
-`modular_kernel.ops.sort.SortedPairs.tiles`: three int32 arrays of max_tiles values, which are the
-expert, the first row and the end row of the expert for each tile, then the number of tiles.
+A tile is up to 128 rows of one expert. The list of tiles is an int32 tensor in the format of
+`modular_kernel.ops.sort.SortedPairs.tiles`. Three arrays of max_tiles values have, for each tile,
+the expert, the first row, and the end of the expert's rows. The number of tiles follows.
 """
 
 import triton
@@ -19,12 +17,9 @@ from modular_kernel.ops.kernels.extrema import max_nan, minimum_nan
 
 
 @triton.jit
-def _e4m3_code(value):
-    """Return the e4m3 codes of float32 values in [0, 448], to nearest, ties to even; 127 for NaN.
-
-    They are computed with integer operations, because not every supported GPU has instructions for
-    the type.
-    """
+def _encode_e4m3(value):
+    """Return the e4m3 codes of float32 values in [0, 448], rounded to nearest even; 127 for NaN."""
+    # Integer operations are used, because not every supported GPU has e4m3 instructions.
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     # Below 2**-6, codes are multiples of 2**-9. Adding 1.5 * 2**23 rounds to an integer.
@@ -34,7 +29,7 @@ def _e4m3_code(value):
 
 
 @triton.jit
-def _e4m3_value(code):
+def _decode_e4m3(code):
     """Return the float32 values of e4m3 codes >= 0."""
     normal = ((code + 960) << 20).to(tl.float32, bitcast=True)
     value = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
@@ -42,9 +37,10 @@ def _e4m3_value(code):
 
 
 @triton.jit
-def _e2m1_code(value):
-    """Return the nearest e2m1 codes of float32 values, ties to even; the magnitude code is 7 for
-    NaN.
+def _encode_e2m1(value):
+    """Return the e2m1 codes of float32 values, rounded to nearest even.
+
+    NaN gets the code of the largest magnitude.
     """
     magnitude = tl.abs(value)
     code = 7 - (magnitude <= 0.25).to(tl.int32) - (magnitude < 0.75).to(tl.int32)
@@ -62,23 +58,24 @@ def quantize_tiles_kernel(
     ACTIVATION_LIMIT: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """q[r, k] = e2m1(v[r, k] / scale of its group of 16), where v is x, or act(x) rounded to x's
-    dtype.
+    """q[r, k] = e2m1(v[r, k] / scale of its group of 16 values).
+
+    v is x, or act(x) rounded to the dtype of x.
 
     Grid: (4 * max_tiles, ceil(num_columns / 256)). A program quantizes 32 rows of a tile and 256
         columns.
 
-    x_ptr: values (rows of x, columns); rows are stride_x apart. Column k is at k * GATE_STRIDE, and
-        its up value at up_offset columns further.
-    source_row_ptr: (rows,) int32, the row of x for each row; used if HAS_SOURCE_ROWS, otherwise row
-        r is row r of x.
+    x_ptr: values (rows of x, columns); rows are stride_x apart. Gate column k is column
+        k * GATE_STRIDE of x, and its up column is up_offset columns further.
+    source_row_ptr: (rows,) int32, the row of x for each row of q. Used if HAS_SOURCE_ROWS;
+        otherwise row r of q is row r of x.
     tiles_ptr: the list of tiles; see the docstring of the module.
     global_scale_ptr: (num_experts,) float32, the global scale of each expert.
     q_ptr: output, two e2m1 values per byte; rows are stride_q apart.
     scale_ptr: e4m3 output (max_tiles, bytes), in the tiled layout; tiles are stride_scale apart.
         Scales of rows past the expert's end and of columns past the last one are 0.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`). "identity"
-        for none.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`).
+        "identity" means that v is x.
     """
     tile, row_quarter = tl.program_id(0) // 4, tl.program_id(0) % 4
     in_use = tile < tl.load(tiles_ptr + 3 * max_tiles)
@@ -103,12 +100,12 @@ def quantize_tiles_kernel(
     inverse = tl.div_rn(1.0, tl.load(global_scale_ptr + expert, mask=in_use, other=1.0))
     amax = max_nan(tl.abs(groups), 2)
     unclamped = tl.div_rn(inverse * amax, 6.0)
-    code = _e4m3_code(minimum_nan(unclamped, 448.0))
-    scale = _e4m3_value(code)
+    code = _encode_e4m3(minimum_nan(unclamped, 448.0))
+    scale = _decode_e4m3(code)
     group_inverse = tl.where(
         scale == 0.0, 0.0, tl.div_rn(inverse, tl.where(scale == 0.0, 1.0, scale))
     )
-    codes = tl.reshape(_e2m1_code(groups * group_inverse[:, :, None]), (32, 128, 2))
+    codes = tl.reshape(_encode_e2m1(groups * group_inverse[:, :, None]), (32, 128, 2))
     low, high = tl.split(codes)
     pairs = tl.program_id(1) * 128 + tl.arange(0, 128)
     q_ptrs = q_ptr + rows[:, None] * stride_q + pairs[None, :]
@@ -124,8 +121,8 @@ def quantize_tiles_kernel(
 def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks_per_expert, stride_out):
     """Convert weight scales (num_experts, num_rows, num_groups) to the tiled layout.
 
-    Grid: (num_experts * blocks_per_expert, ceil(num_groups / 16)). A program converts a block of
-        128 rows by a step of 16 groups.
+    Grid: (num_experts * blocks_per_expert, ceil(num_groups / 16)). A program converts the scales of
+        a block of 128 rows and of 16 groups.
 
     scale_ptr: one-byte scales, contiguous.
     out_ptr: output (num_experts * blocks_per_expert, bytes); blocks are stride_out apart.
@@ -151,7 +148,9 @@ def make_batched_tiles_kernel(
 ):  # fmt: skip
     """Write the list of tiles of the batched format (num_experts, capacity, K).
 
-    The tiles cover the first counts[i] rows of each expert i. Grid: (num_experts,).
+    The tiles cover the first counts[i] rows of each expert i.
+
+    Grid: (num_experts,).
 
     counts_ptr: (num_experts,) int32, the rows in use of each expert.
     tiles_ptr: output, the list of tiles; see the docstring of the module.

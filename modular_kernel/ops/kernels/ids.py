@@ -20,19 +20,17 @@ def load_local_ids(
     num_local_experts,
     HAS_EXPERT_MAP: tl.constexpr,
 ):
-    """Load expert ids; return (local ids, mask of invalid ids). Skipped pairs and masked lanes get
-    -1.
+    """Load expert ids, and return (local ids, mask of invalid ids).
 
-    Ids are compared in their own width, so that a 64-bit id is not truncated into the valid range.
+    Local ids are int32. Skipped pairs and masked lanes get -1.
 
     topk_ids_ptr: int32 or int64, the id of each pair.
     offsets: the pairs to load.
     mask: False for lanes that must not be loaded.
     expert_map_ptr: (num_experts,) int32, the local id of each id, or -1. Used if HAS_EXPERT_MAP;
         otherwise ids are local ids.
-
-    The local ids are int32.
     """
+    # Ids are converted to int32 only at the end: earlier, an invalid int64 id could become valid.
     ids = tl.load(topk_ids_ptr + offsets, mask=mask, other=-1)
     in_range = (ids >= 0) & (ids < num_experts)
     invalid = mask & ((ids < -1) | (ids >= num_experts))
@@ -50,9 +48,7 @@ def count_invalid_ids(
     topk_ids_ptr, expert_map_ptr, invalid_count_ptr, num_pairs, num_experts, num_local_experts,
     HAS_EXPERT_MAP: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Add the number of invalid ids to the counter at invalid_count_ptr, BLOCK_PAIRS pairs at a
-    time.
-    """
+    """Add the number of invalid ids to the counter at invalid_count_ptr, in one program."""
     for first in range(0, num_pairs, BLOCK_PAIRS):
         pairs = first + tl.arange(0, BLOCK_PAIRS)
         _, invalid = load_local_ids(

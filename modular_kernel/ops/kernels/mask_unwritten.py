@@ -1,9 +1,7 @@
-"""`mask_unwritten_pairs_kernel`: mask expert ids and router weights in rows that may not have been
-written.
+"""`mask_unwritten_pairs_kernel`: mask the expert ids and router weights of unwritten rows.
 
-A buffer for tokens from other ranks has more rows than tokens that arrived. `mask_unwritten_pairs`
-(modular_kernel/ops/mask_unwritten.py) launches the kernel. A pair is a token together with one of
-its top_k experts: pair p belongs to token p // top_k.
+A buffer for tokens from other ranks may have more rows than tokens that arrived. A pair is a token
+together with one of its top_k experts: pair p belongs to token p // top_k.
 """
 
 import triton
@@ -18,10 +16,11 @@ def mask_unwritten_pairs_kernel(
     num_pairs,
     TOP_K: tl.constexpr, BLOCK_PAIRS: tl.constexpr, USE_PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Copy ids and weights of the first num_rows rows; other pairs, and negative ids, get -1 and 0.
+    """Copy the ids and weights of the first num_rows rows.
 
-    Grid: (blocks of BLOCK_PAIRS pairs,). Values of unwritten rows are loaded, too, and then
-        discarded, so that no load depends on another.
+    Pairs of other rows and pairs with a negative id get id -1 and weight 0.
+
+    Grid: (blocks of BLOCK_PAIRS pairs,).
 
     topk_ids_ptr, router_weights_ptr: (rows, TOP_K), contiguous.
     num_rows_ptr: (1,) integer, the number of rows that were written.
@@ -31,6 +30,7 @@ def mask_unwritten_pairs_kernel(
     pdl_wait(USE_PDL)
     pair = tl.program_id(0).to(tl.int64) * BLOCK_PAIRS + tl.arange(0, BLOCK_PAIRS)
     in_bounds = pair < num_pairs
+    # Unwritten rows are loaded, too, so that these loads do not wait for num_rows.
     ids = tl.load(topk_ids_ptr + pair, mask=in_bounds, other=-1)
     weights = tl.load(router_weights_ptr + pair, mask=in_bounds, other=0.0)
     valid = (ids >= 0) & (pair < tl.load(num_rows_ptr).to(tl.int64) * TOP_K)

@@ -1,13 +1,13 @@
-"""Kernels of `modular_kernel.ops.moe_lora`: LoRA adapters as a small MLP in parallel with the
-experts.
+"""Kernels for LoRA adapters that are small MLPs in parallel with the experts.
 
-A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. An
-adapter is identified by its slot, its index in the stacked matrices. The matrices of a pair are
-those of its key, slot * num_experts + expert. A pair has no key, and gets zeros, if its slot or
-expert is invalid, or if the rank of its adapter is 0.
+`modular_kernel.ops.moe_lora` describes the adapters. A pair is a token together with one of its
+top_k experts: pair p belongs to token p // top_k. An adapter is identified by its slot, which is
+its index in the stacked matrices. The key of a pair, slot * num_experts + expert, selects its
+matrices. A pair has no key if its slot or expert is invalid, or if the rank of its adapter is 0.
+The result for such a pair is zero.
 
-A program loops over the keys that occur in its tile, each once and in ascending order. Matrices of
-other keys are not read, nor anything beyond the rank of a key.
+A program loops over the keys of its pairs in ascending order. It reads the matrices of these keys
+only, up to the rank of each key.
 
     lora_ranks_ptr  integers (slots, num_experts), the rank of each adapter for each expert
     A matrices      (slots, num_experts, max_rank, K), with a contiguous last dimension
@@ -23,11 +23,11 @@ NO_KEY = tl.constexpr(9223372036854775807)  # larger than any key
 
 
 @triton.jit
-def _keys(
+def _load_keys(
     ids, slots, lora_ranks_ptr, row_mask, num_adapter_slots, num_experts, stride_ranks_slot,
     stride_ranks_expert
 ):  # fmt: skip
-    """Return the int64 key of each row; NO_KEY for masked rows and for rows without a key.
+    """Return the int64 key of each row, or NO_KEY for masked rows and rows without a key.
 
     ids, slots: the expert id and the adapter slot of each row.
     stride_ranks_slot, stride_ranks_expert: the strides of lora_ranks_ptr.
@@ -43,16 +43,13 @@ def _keys(
 
 
 @triton.jit
-def _pairs(
+def _load_pairs(
     pair_order_ptr, topk_ids_ptr, adapter_slots_ptr, lora_ranks_ptr, num_pairs, num_adapter_slots,
     num_experts,
     stride_ranks_slot, stride_ranks_expert,
     TOP_K: tl.constexpr, HAS_PAIR_ORDER: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return (pairs, mask, keys) of this program's BLOCK_M pairs.
-
-    If HAS_PAIR_ORDER, pair_order_ptr has the order in which programs take pairs.
-    """
+    """Return (pairs, mask of existing pairs, keys) of the BLOCK_M pairs of the program."""
     position = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = position < num_pairs
     pairs = position.to(tl.int64)
@@ -60,7 +57,7 @@ def _pairs(
         pairs = tl.load(pair_order_ptr + position, mask=mask, other=0).to(tl.int64)
     ids = tl.load(topk_ids_ptr + pairs, mask=mask)
     slots = tl.load(adapter_slots_ptr + pairs // TOP_K, mask=mask)
-    keys = _keys(
+    keys = _load_keys(
         ids,
         slots,
         lora_ranks_ptr,
@@ -74,7 +71,7 @@ def _pairs(
 
 
 @triton.jit
-def _next(keys, key):
+def _find_next_key(keys, key):
     """Return the smallest key above `key`, or NO_KEY."""
     return tl.min(tl.where(keys > key, keys, NO_KEY), axis=0)  # NaN-free: integer operands
 
@@ -88,21 +85,22 @@ def moe_lora_a_kernel(
     INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[p, :rank] = A[key of p, :rank] @ x[p // PAIRS_PER_X_ROW]; 0 beyond the rank, and without
-    a key.
+    """out[p, :rank] = A[key of p, :rank] @ x[p // PAIRS_PER_X_ROW].
+
+    out is 0 in columns beyond the rank and for pairs without a key.
 
     Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_RANK columns of out).
 
     x_ptr: (num_pairs / PAIRS_PER_X_ROW, K); rows are stride_x apart. A row is a token
         (PAIRS_PER_X_ROW = TOP_K) or a pair (PAIRS_PER_X_ROW = 1).
-    pair_order_ptr: (num_pairs,), the order in which programs take pairs; used if HAS_PAIR_ORDER.
+    pair_order_ptr: (num_pairs,), the order in which programs take pairs. Used if HAS_PAIR_ORDER.
     topk_ids_ptr: (num_pairs,), the expert of each pair.
     adapter_slots_ptr: (num_pairs / TOP_K,), the adapter slot of each token.
     a_ptr: the A matrices.
     out_ptr: output (num_pairs, max_rank), contiguous.
     size_k: K.
     """
-    pairs, mask, keys = _pairs(
+    pairs, mask, keys = _load_pairs(
         pair_order_ptr, topk_ids_ptr, adapter_slots_ptr, lora_ranks_ptr, num_pairs,
         num_adapter_slots, num_experts,
         stride_ranks_slot, stride_ranks_expert, TOP_K, HAS_PAIR_ORDER, BLOCK_M,
@@ -127,9 +125,9 @@ def moe_lora_a_kernel(
                 mask=rank_mask[None, :] & in_bounds[:, None],
                 other=0.0,
             )
-            # Other rows are masked to 0, but 0 times inf or NaN is NaN.
+            # x is 0 in rows without this key, but 0 times an infinite or NaN weight is NaN.
             total = tl.where(matches, tl.dot(x, a, total, input_precision=INPUT_PRECISION), total)
-        key = _next(keys, key)
+        key = _find_next_key(keys, key)
     out_ptrs = out_ptr + pairs[:, None] * max_rank + rank_row[None, :]
     out_mask = mask[:, None] & (rank_row < max_rank)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=out_mask)
@@ -143,17 +141,19 @@ def moe_lora_gate_up_b_kernel(
     TOP_K: tl.constexpr, HAS_PAIR_ORDER: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_INTERMEDIATE: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = silu(B[key of p, :I] @ u[p]) * (B[key of p, I:] @ u[p]); 0 for pairs without a key.
+    """out[p] = silu(B[key of p, :I] @ u[p]) * (B[key of p, I:] @ u[p]).
 
-    I is intermediate_size. Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_INTERMEDIATE columns).
+    I is intermediate_size. out is 0 for pairs without a key.
+
+    Grid: (blocks of BLOCK_M pairs, blocks of BLOCK_INTERMEDIATE columns of out).
 
     u_ptr: (num_pairs, max_rank), contiguous, the output of `moe_lora_a_kernel`.
-    b_ptr: the B matrices, with 2 * I rows: gate rows, then up rows.
+    b_ptr: the B matrices. The first I rows are gate rows, and the next I rows are up rows.
     out_ptr: output (num_pairs, I), contiguous.
 
     The other arguments are those of `moe_lora_a_kernel`.
     """
-    pairs, mask, keys = _pairs(
+    pairs, mask, keys = _load_pairs(
         pair_order_ptr, topk_ids_ptr, adapter_slots_ptr, lora_ranks_ptr, num_pairs,
         num_adapter_slots, num_experts,
         stride_ranks_slot, stride_ranks_expert, TOP_K, HAS_PAIR_ORDER, BLOCK_M,
@@ -181,7 +181,7 @@ def moe_lora_gate_up_b_kernel(
             gate = tl.where(matches, tl.dot(u, b, gate, input_precision=INPUT_PRECISION), gate)
             b = tl.load(up_rows + matrix_offset + rank_index[:, None], mask=b_mask, other=0.0)
             up = tl.where(matches, tl.dot(u, b, up, input_precision=INPUT_PRECISION), up)
-        key = _next(keys, key)
+        key = _find_next_key(keys, key)
     h = activate(gate, up, "silu", 0.0, 0.0)
     out_ptrs = out_ptr + pairs[:, None] * intermediate_size + column[None, :]
     out_mask = mask[:, None] & column_mask[None, :]
@@ -197,10 +197,12 @@ def moe_lora_down_combine_kernel(
     TOP_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_HIDDEN: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (B[key of t, k] @ v[t, k]).
+    """out[t] += scaling[slot of t] * sum over k of weight[t, k] * (B[key of (t, k)] @ v[t, k]).
 
-    Grid: (blocks of BLOCK_M tokens, blocks of BLOCK_HIDDEN columns). The sum is added to out in
-        float32 and rounded once. Tokens without a key are neither read nor written.
+    The sum is added to out in float32 and rounded once. The kernel does not read or write rows of
+    out whose tokens have no key.
+
+    Grid: (blocks of BLOCK_M tokens, blocks of BLOCK_HIDDEN columns of out).
 
     v_ptr: (num_tokens * TOP_K, max_rank), contiguous, the output of `moe_lora_a_kernel`.
     topk_ids_ptr, topk_weights_ptr: (num_tokens, TOP_K), experts and router weights.
@@ -221,7 +223,7 @@ def moe_lora_down_combine_kernel(
     for k in range(TOP_K):
         pairs = token.to(tl.int64) * TOP_K + k
         ids = tl.load(topk_ids_ptr + pairs, mask=token_mask)
-        keys = _keys(
+        keys = _load_keys(
             ids,
             slots,
             lora_ranks_ptr,
@@ -250,7 +252,7 @@ def moe_lora_down_combine_kernel(
                 part = tl.dot(v, b, part, input_precision=INPUT_PRECISION)
             factors = tl.where(matches, weights * tl.load(scalings_ptr + slot), 0.0)
             total += tl.where(matches[:, None], part * factors[:, None], 0.0)
-            key = _next(keys, key)
+            key = _find_next_key(keys, key)
     out_ptrs = out_ptr + token.to(tl.int64)[:, None] * stride_out + column[None, :]
     out_mask = (min_key < NO_KEY)[:, None] & column_mask[None, :]
     total += tl.load(out_ptrs, mask=out_mask, other=0.0)
@@ -270,20 +272,19 @@ def moe_lora_fused_kernel(
     TOP_K: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """out[t] += sum over k of weight[t, k] * scaling of t's slot * (down_B @ down_A @ h), where
+    """out[t] += scaling[slot of t] * sum over k of weight[t, k] * (down_B @ down_A @ h[t, k]).
 
-        h = silu(gate) * up, (gate, up) = gate_up_B @ gate_up_A @ x[t]
-
-    with the matrices of the key of (t, k).
+    h is silu(gate) * up, where (gate, up) = gate_up_B @ gate_up_A @ x[t]. All matrices are those of
+    the key of (t, k). Intermediate results are rounded as in the other kernels.
 
     Grid: (tokens, blocks of BLOCK_HIDDEN columns of out). Every program of a token repeats all
-        steps but the last one. Intermediate results are rounded as the other kernels round them.
+        steps except the product with down_B.
 
     x_ptr: (tokens, hidden_size); rows are stride_x apart.
-    gate_up_a_ptr, gate_up_b_ptr, down_a_ptr, down_b_ptr: the matrices, with strides
-        stride_<name>_*.
+    gate_up_a_ptr, gate_up_b_ptr, down_a_ptr, down_b_ptr: the A and B matrices, with the strides
+        stride_gate_up_a_*, stride_gate_up_b_*, stride_down_a_* and stride_down_b_*.
     BLOCK_RANK: a power of two >= max_rank.
-    BLOCK_K: elements along K per step: of the hidden size, then of the intermediate size.
+    BLOCK_K: columns of an A matrix per step.
 
     The other arguments are those of `moe_lora_down_combine_kernel`.
     """

@@ -12,10 +12,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def pdl_wait(USE_PDL: tl.constexpr):
     """Wait until the writes of the previous launch are visible, and allow the next launch to start.
 
-    Call it before the first memory access. Every launch has then waited for all earlier ones,
-    because its predecessor cannot end before it has itself waited.
+    Call this function before the first memory access. If every kernel does so, a kernel waits for
+    all earlier launches, because the previous launch cannot end before its own wait has ended.
 
-    USE_PDL: whether the launch uses PDL. If not, nothing is done.
+    USE_PDL: whether the launch uses PDL. Otherwise, the function does nothing.
     """
     if USE_PDL:
         gdc_wait()

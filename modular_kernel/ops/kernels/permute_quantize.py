@@ -1,8 +1,7 @@
 """`permute_and_quantize_kernel`: quantize each token and write it to the rows of its pairs.
 
-`permute_and_quantize` (modular_kernel/ops/permute_quantize.py) launches it. A pair is a token
-together with one of its top_k experts: pair p belongs to token p // top_k. A group is group_size
-adjacent columns of a row, which share a scale.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. A
+group is group_size adjacent columns of a row, which share a scale.
 """
 
 import triton
@@ -32,22 +31,23 @@ def permute_and_quantize_kernel(
 ):  # fmt: skip
     """q[row of (t, k)] = weight of (t, k) * x[t] / scale.
 
-    Grid: (num_tokens * ceil(num_groups / BLOCK_GROUPS),), with programs of one token adjacent. A
-        program handles BLOCK_GROUPS groups of columns of a token.
+    Grid: (num_tokens * ceil(num_groups / BLOCK_GROUPS),). A program handles BLOCK_GROUPS groups of
+        columns of a token. The programs of a token are adjacent.
 
     x_ptr: (num_tokens, num_columns); rows are stride_x apart.
     row_of_pair_ptr: (num_tokens, TOP_K) int32, the row of each pair; -1 skips it.
-    router_weights_ptr: (num_tokens, TOP_K) float32, factors of x; used if HAS_ROUTER_WEIGHTS.
+    router_weights_ptr: (num_tokens, TOP_K) float32, factors of x. Used if HAS_ROUTER_WEIGHTS.
     q_ptr: output (rows, num_columns), contiguous.
     scale_ptr: the scales; see DYNAMIC_SCALE.
-    DYNAMIC_SCALE: whether to compute and store a scale per row and group. Scales of adjacent rows
-        (or, with SCALES_GROUP_MAJOR, of adjacent groups) are stride_scale apart. Otherwise, the
-        scale at scale_ptr is used.
+    DYNAMIC_SCALE: whether to compute and store a scale per row and group. Otherwise, the scale at
+        scale_ptr is used.
     QMAX: the largest value of the quantized type.
     ROUND_TO_INT: whether the quantized type is an integer.
     MIN_SCALE: the minimum scale.
     GROUP_FITS_BLOCK: whether a group has at most BLOCK_COLUMNS columns, so that x is read once.
         Otherwise, BLOCK_GROUPS is 1, and x is read again for each pair.
+    SCALES_GROUP_MAJOR: whether the scales are stored as (num_groups, rows) instead of
+        (rows, num_groups). Rows of this array are stride_scale apart.
     BLOCK_TOP_K: a power of two >= TOP_K.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     """
@@ -61,7 +61,7 @@ def permute_and_quantize_kernel(
     in_group = (offsets < group_size)[None, :]
     value = _load_tile(x_row_ptr, columns, in_group, num_columns)
     k_indices = tl.arange(0, BLOCK_TOP_K)
-    # All rows are loaded at once, concurrently with the values, so that no slot waits for its row.
+    # Load all rows at once and concurrently with the values, so that no pair waits for its row.
     rows = tl.load(row_of_pair_ptr + token * TOP_K + k_indices, mask=k_indices < TOP_K, other=-1)
     amax = max_nan(tl.abs(value), 1)
     if DYNAMIC_SCALE and not GROUP_FITS_BLOCK:
@@ -73,14 +73,13 @@ def permute_and_quantize_kernel(
     if not DYNAMIC_SCALE:
         scale += tl.load(scale_ptr)
     for k_index in tl.static_range(TOP_K):
-        row = tl.max(tl.where(k_indices == k_index, rows, -1), axis=0).to(
-            tl.int64
-        )  # NaN-free: integer operands
+        # NaN-free: integer operands
+        row = tl.max(tl.where(k_indices == k_index, rows, -1), axis=0).to(tl.int64)
         weight = 1.0
         if HAS_ROUTER_WEIGHTS:
             weight = tl.load(router_weights_ptr + token * TOP_K + k_index)
         if DYNAMIC_SCALE:
-            # Rounding is monotonic, so the largest product is that of the largest value.
+            # Rounding is monotonic, so the largest value has the largest product.
             scale = scale_of(amax * tl.abs(weight), QMAX, MIN_SCALE)
             if SCALES_GROUP_MAJOR:
                 scale_ptrs = scale_ptr + groups.to(tl.int64) * stride_scale + row

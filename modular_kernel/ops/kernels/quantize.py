@@ -1,11 +1,11 @@
-"""Kernels that quantize rows with one scale per row, group or tensor, also after an activation
-function.
+"""Kernels that quantize rows with one scale per row, group or tensor.
 
-`quantize_rows` and `activation_and_quantize` (modular_kernel/ops/quantize.py) launch them. A pair
-is a token together with one of its top_k experts: pair p belongs to token p // top_k.
+They can apply an activation function first. A pair is a token together with one of its top_k
+experts: pair p belongs to token p // top_k.
 
     segment     `capacity` rows: all rows, or the rows of one expert in the batched format.
-                `programs_per_segment` programs share the rows of a segment, BLOCK_ROWS at a time.
+                `programs_per_segment` programs share the rows of a segment. Each program takes
+                BLOCK_ROWS rows at a time.
     group       group_size adjacent columns of a row, which share a scale.
     line        one group of one row, in a tile of a program.
     ROW_SOURCE  which rows hold a token and are quantized:
@@ -28,10 +28,8 @@ from modular_kernel.ops.kernels.pdl import pdl_wait
 
 @triton.jit
 def scale_of(amax, QMAX: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """Return the scale of values whose largest magnitude is `amax`; NaN if `amax` is NaN.
-
-    div_rn rounds to nearest. `/` does not on a GPU, so the torch reference could not match it.
-    """
+    """Return the scale of values whose largest magnitude is `amax`; NaN if `amax` is NaN."""
+    # div_rn rounds to nearest, like the torch reference. `/` does not on a GPU.
     return maximum_nan(tl.div_rn(amax, QMAX), MIN_SCALE)
 
 
@@ -41,12 +39,12 @@ def quantized_values(
 ):
     """Return value * inverse, clamped to [-QMAX, QMAX].
 
-    If ROUND_TO_INT, it is rounded to the nearest integer, ties to even.
+    If ROUND_TO_INT, the result is rounded to the nearest integer, with ties to even.
 
     inverse: the reciprocal of the scale.
-    SATURATE: whether to clamp. It may be False if `inverse` comes from `scale_of` of the same
-        values: the product then exceeds QMAX by three rounding errors at most, and conversion to
-        the quantized type rounds it to QMAX.
+    SATURATE: whether to clamp. It may be False if the scale was computed from the same values with
+        `scale_of`. The product then exceeds QMAX by at most three rounding errors, and the
+        conversion to the quantized type rounds it to QMAX.
     """
     value = value * inverse
     if SATURATE or ROUND_TO_INT:
@@ -61,7 +59,8 @@ def quantized_values(
 def _round_to_dtype(value, dtype: tl.constexpr):
     """Return float32 values rounded to `dtype`, as float32."""
     if USE_INLINE_ASM and dtype == tl.bfloat16:
-        # In pairs, because the conversion of one value uses the same unit as exp and reciprocals.
+        # Convert two values at a time. Converting single values would occupy the unit that computes
+        # exponentials and reciprocals.
         value = tl.inline_asm_elementwise(
             "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; "
             "shl.b32 $0, t, 16; and.b32 $1, t, 0xFFFF0000; }",
@@ -73,7 +72,7 @@ def _round_to_dtype(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _valid_rows(
+def _locate_rows(
     segment, positions, count, capacity, row_filter_ptr, expert_map_ptr, num_experts,
     num_local_experts,
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
@@ -106,16 +105,18 @@ def _load_values(
     ACTIVATION_LIMIT: tl.constexpr,
     GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Load float32 values, 0 where masked: x, x times router weight, or act(x) rounded to x's
-    dtype.
+    """Load the values to quantize as float32, with 0 in masked places.
+
+    The values are x, or act(x) rounded to the dtype of x. If HAS_ROUTER_WEIGHTS, they are
+    multiplied by the router weights.
 
     rows: (lines,), the row of each line.
-    columns: (lines, BLOCK_COLUMNS). Columns from num_columns on are masked, which is a scalar or
-        one value per line.
-    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`). "identity"
-        for none.
-    GATE_STRIDE, up_offset: gate column i is at i * GATE_STRIDE, and its up value is up_offset
-        columns later.
+    columns: (lines, BLOCK_COLUMNS).
+    num_columns: a scalar or one value per line. Columns from num_columns on are masked.
+    ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function (`activate`).
+        "identity" means that x is not changed.
+    GATE_STRIDE, up_offset: gate column i is column i * GATE_STRIDE of x, and its up column is
+        up_offset columns further.
     """
     mask = valid[:, None] & (columns < num_columns)
     x_ptrs = x_ptr + rows[:, None] * stride_x + columns * GATE_STRIDE
@@ -139,13 +140,15 @@ def amax_kernel(
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """partial_amax[program] = largest magnitude in the program's rows, 0 if it has none.
+    """partial_amax[program] = largest magnitude in the program's rows, or 0 if it has no rows.
 
-    Grid: (segments * programs_per_segment,). `quantize_program` takes the maximum of all partial
-        results, which needs no atomics and no zeroed memory.
+    `quantize_program` takes the maximum of all partial results. This requires neither atomics nor
+    zeroed memory.
+
+    Grid: (segments * programs_per_segment,).
 
     x_ptr: (rows, num_columns); rows are stride_x apart.
-    router_weights_ptr: (rows,) float32, factors of x; used if HAS_ROUTER_WEIGHTS.
+    router_weights_ptr: (rows,) float32, factors of x. Used if HAS_ROUTER_WEIGHTS.
     row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE, HAS_EXPERT_MAP:
         which rows to read; see the docstring of the module.
     BLOCK_ROWS, BLOCK_COLUMNS: the size of a tile.
@@ -160,7 +163,7 @@ def amax_kernel(
         count,
         programs_per_segment * BLOCK_ROWS,
     ):
-        rows, valid = _valid_rows(
+        rows, valid = _locate_rows(
             segment, start + tl.arange(0, BLOCK_ROWS), count, capacity,
             row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE,
             HAS_EXPERT_MAP,
@@ -191,11 +194,11 @@ def quantize_program(
     BLOCK_ROWS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     BLOCK_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """q[r, c] = x[r, c] / scale, for the share of the program with index `program`.
+    """q[r, c] = x[r, c] / scale, for the rows and groups of the program with index `program`.
 
-    There are segments * programs_per_segment * ceil(num_groups / BLOCK_GROUPS) programs, each with
-    BLOCK_GROUPS groups of columns of some rows. Programs of the same rows are adjacent, so that
-    memory is read in order. Rows without a token get neither q nor scales.
+    There are segments * programs_per_segment * ceil(num_groups / BLOCK_GROUPS) programs. A program
+    handles BLOCK_GROUPS groups of columns of some rows. Programs of the same rows are adjacent, so
+    that memory is read in order. Outputs of rows without a token are not written.
 
     x_ptr, router_weights_ptr, up_offset, HAS_ROUTER_WEIGHTS, ACTIVATION, ACTIVATION_ALPHA,
         ACTIVATION_LIMIT, GATE_STRIDE: the values to quantize; see `_load_values`.
@@ -204,16 +207,18 @@ def quantize_program(
     q_ptr: output (rows, num_columns), contiguous.
     scale_ptr: the scales, or one scale; see SCALE_SOURCE.
     partial_amax_ptr: (num_partial_amax,) float32, from `amax_kernel`.
-    num_groups: scales per row.
-    SCALE_SOURCE: "dynamic": one scale per row and group, which is computed and stored. "static":
-        one scale, at scale_ptr. "partials": one scale, computed from partial_amax_ptr, which the
-        first program stores.
+    num_groups: groups per row.
+    SCALE_SOURCE: where scales come from:
+        "dynamic": a scale per row and group is computed and stored.
+        "static": all values have the scale at scale_ptr.
+        "partials": all values have a scale that is computed from partial_amax_ptr. The first
+            program stores it.
     QMAX: the largest value of the quantized type.
     ROUND_TO_INT: whether the quantized type is an integer.
     MIN_SCALE: the minimum scale.
     GROUP_FITS_BLOCK: whether BLOCK_COLUMNS covers a group, so that x is read once.
-    SCALES_GROUP_MAJOR: whether the scales of a segment are stored as (num_groups, capacity),
-        otherwise as (capacity, num_groups).
+    SCALES_GROUP_MAJOR: whether the scales of a segment are stored as (num_groups, capacity) instead
+        of (capacity, num_groups).
     STAGES: stages of the software pipeline over tiles.
     BLOCK_PARTIALS: a power of two >= num_partial_amax.
     """
@@ -245,7 +250,7 @@ def quantize_program(
         num_stages=STAGES,
     ):
         positions = start + line // BLOCK_GROUPS
-        rows, valid = _valid_rows(
+        rows, valid = _locate_rows(
             segment, positions, count, capacity,
             row_filter_ptr, expert_map_ptr, num_experts, num_local_experts, ROW_SOURCE,
             HAS_EXPERT_MAP,

@@ -1,9 +1,9 @@
-"""`route_kernel`: the router. Scores, selection and weights of each token's experts, in one launch.
+"""`route_kernel`: compute the scores, ids and weights of each token's experts.
 
-`route` (modular_kernel/ops/route.py) launches it. Logits are in tiles (BLOCK_TOKENS tokens, groups
-of experts, experts of a group): in grouped routing, as in DeepSeek-V3, only experts of a token's
-best groups can be selected. Without groups, all experts form one group. `choice` is the value by
-which experts are compared, -inf for experts that cannot be selected.
+A program handles a tile of logits (tokens, groups of experts, experts of a group). In grouped
+routing, as in DeepSeek-V3, only experts of a token's best groups can be selected. Without groups,
+all experts form one group. `choice` is the value by which experts are compared. It is -inf for
+experts that cannot be selected.
 """
 
 import triton
@@ -14,21 +14,18 @@ _FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _tile_max(value, BLOCK_TOKENS: tl.constexpr):
-    """Return each token's largest value, (tokens, 1, 1), of a tile (tokens, groups, experts of a
-    group).
-    """
+    """Return the largest value of each token, (tokens, 1, 1)."""
     # NaN-free: no logit or score is NaN here
     return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
 @triton.jit
-def _score(logit, SCORE: tl.constexpr):
-    """Return sigmoid (SCORE "sigmoid") or sqrt(softplus) of float32 logits, accurate for small
-    results, too.
-    """
+def _compute_scores(logit, SCORE: tl.constexpr):
+    """Return the sigmoid of float32 logits if SCORE is "sigmoid", sqrt(softplus) otherwise."""
     if SCORE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-logit))
-    # log1p(e) = 2 atanh(e / (2 + e)); the series' argument is at most 1 / 3.
+    # softplus is max(logit, 0) + log1p(e). To be accurate for small e, log1p(e) is computed from
+    # the series of 2 atanh(s), where s <= 1 / 3.
     e = tl.exp(-tl.abs(logit))
     s = e / (2.0 + e)
     q = s * s
@@ -39,17 +36,17 @@ def _score(logit, SCORE: tl.constexpr):
 
 
 @triton.jit
-def _finite(logit, logit_mask):
+def _clamp_to_finite(logit, logit_mask):
     """Clamp infinities to the largest finite values, so that no difference of logits is NaN.
 
-    logit_mask: the result is 0 where it is False.
+    logit_mask: False for logits that must become 0.
     """
     # NaN-free: NaN is masked
     return tl.minimum(tl.maximum(tl.where(logit_mask, logit, 0.0), -_FLOAT32_MAX), _FLOAT32_MAX)
 
 
 @triton.jit
-def _best_groups(
+def _mask_other_groups(
     choice, expert,
     GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2_GROUP_SCORE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
@@ -58,8 +55,8 @@ def _best_groups(
 
     choice: (tokens, groups, experts of a group).
     expert: (1, groups, experts of a group), the id of each expert.
-    TOP2_GROUP_SCORE: whether groups are compared by the sum of their best two experts. Otherwise,
-        they are compared by their best expert.
+    TOP2_GROUP_SCORE: whether groups are compared by the sum of their two largest values. Otherwise,
+        they are compared by their largest value.
     """
     neg_inf = float("-inf")
     best = tl.max(choice, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
@@ -68,7 +65,7 @@ def _best_groups(
         # NaN-free: integer operands
         others = tl.where(expert == tl.min(first, axis=2, keep_dims=True), neg_inf, choice)
         second = tl.max(others, axis=2, keep_dims=True)  # NaN-free: -inf stands for NaN
-        # Halved, because the sum of two values may overflow.
+        # Halve the values, because their sum may overflow.
         best = 0.5 * best + 0.5 * tl.where(second > neg_inf, second, 0.0)
     group = tl.arange(0, BLOCK_GROUPS)[None, :, None]
     is_kept = tl.zeros_like(best).to(tl.int32)
@@ -83,7 +80,7 @@ def _best_groups(
 
 
 @triton.jit
-def _best_experts(
+def _select_experts(
     choice, expert,
     TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_TOP_K: tl.constexpr,
 ):  # fmt: skip
@@ -122,24 +119,25 @@ def route_kernel(
     Grid: (blocks of BLOCK_TOKENS tokens,).
 
     logits_ptr: (num_tokens, num_columns); rows are stride_logits apart. Columns from num_experts on
-        are zero experts, which return their input: their id becomes -1.
+        are zero experts, which return their input. Pairs with a zero expert get the id -1.
     bias_ptr: (num_columns,), added to the scores for selection if HAS_BIAS.
     expert_table_ptr: (vocab_size, TOP_K), the experts of each token id. If HAS_TABLE, they are used
-        instead of a selection by logits. An invalid entry or token id gives the id -2.
+        instead of a selection by logits. A pair with an invalid entry or token id gets the id -2,
+        which later kernels count as invalid.
     token_ids_ptr: (num_tokens,), used if HAS_TABLE.
     topk_weights_ptr: float32 output (num_tokens, TOP_K).
     topk_ids_ptr: integer output (num_tokens, TOP_K).
     zero_expert_weights_ptr: float32 output (num_tokens,), the sum of the weights of each token's
-        zero experts; written if HAS_ZERO_EXPERTS.
-    eps, floor: if RENORMALIZE, weights are divided by max(their sum + eps, floor).
-    SCORE: "softmax", "sigmoid" or "sqrtsoftplus", the function of the logits that gives scores.
-    TOPK_FIRST: whether experts are selected by logits first, and a softmax covers only the selected
-        ones.
-    COMPARE_LOGITS: whether experts are compared by logits. This gives the same selection as scores,
-        because scores grow monotonically with logits and no bias is added.
-    GROUPS, GROUP_SIZE, TOPK_GROUPS: groups of experts, experts per group, and groups to select
-        from.
-    TOP2_GROUP_SCORE: how groups are compared; see `_best_groups`.
+        zero experts. Written if HAS_ZERO_EXPERTS.
+    eps, floor: if RENORMALIZE, weights are divided by max(sum of weights + eps, floor).
+    SCORE: "softmax", "sigmoid" or "sqrtsoftplus", the function that computes scores from logits.
+    TOPK_FIRST: whether experts are selected by logits before scores are computed. A softmax then
+        covers only the selected experts.
+    COMPARE_LOGITS: whether experts are compared by logits instead of scores. The selection is the
+        same if scores grow monotonically with logits and no bias is added.
+    GROUPS, GROUP_SIZE: number of groups, and experts per group.
+    TOPK_GROUPS: number of groups from which a token's experts are selected.
+    TOP2_GROUP_SCORE: how groups are compared; see `_mask_other_groups`.
     BLOCK_GROUPS, BLOCK_GROUP_SIZE, BLOCK_TOP_K: powers of two >= GROUPS, GROUP_SIZE and TOP_K.
     """
     neg_inf = float("-inf")
@@ -155,7 +153,7 @@ def route_kernel(
     logit_mask = valid & token_mask[:, None, None]
     logit = tl.load(row[:, None, None] + expert, mask=logit_mask, other=0.0).to(tl.float32)
     logit_mask = logit_mask & (logit == logit)
-    logit = _finite(logit, logit_mask)
+    logit = _clamp_to_finite(logit, logit_mask)
     exponential = logit
     if SCORE == "softmax" and not TOPK_FIRST:
         peak_logit = _tile_max(tl.where(logit_mask, logit, -_FLOAT32_MAX), BLOCK_TOKENS)
@@ -169,9 +167,7 @@ def route_kernel(
         in_vocabulary = (token_id >= 0) & (token_id < vocab_size)
         entry = tl.where(in_vocabulary, token_id, 0).to(tl.int64)[:, None] * TOP_K + k
         table_ids = tl.load(expert_table_ptr + entry, mask=pair & in_vocabulary[:, None], other=-2)
-        table_ids = tl.where(
-            (table_ids < -1) | (table_ids >= num_columns), -2, table_ids
-        )  # counted as invalid
+        table_ids = tl.where((table_ids < -1) | (table_ids >= num_columns), -2, table_ids)
         ids = tl.where(pair, table_ids, -1).to(tl.int32)
     else:
         if COMPARE_LOGITS:
@@ -179,22 +175,23 @@ def route_kernel(
         elif SCORE == "softmax":
             choice = exponential / total
         else:
-            choice = _score(logit, SCORE)
+            choice = _compute_scores(logit, SCORE)
         if HAS_BIAS:
             bias = tl.load(bias_ptr + expert, mask=valid, other=0.0).to(tl.float32)
             choice += bias
         choice = tl.where(logit_mask & (choice == choice), choice, neg_inf)
         if TOPK_GROUPS < GROUPS:
-            choice = _best_groups(
+            choice = _mask_other_groups(
                 choice, expert, GROUPS, TOPK_GROUPS, TOP2_GROUP_SCORE, BLOCK_GROUPS
             )
-        ids = _best_experts(choice, expert, TOP_K, BLOCK_TOKENS, BLOCK_TOP_K)
+        ids = _select_experts(choice, expert, TOP_K, BLOCK_TOKENS, BLOCK_TOP_K)
     is_chosen = pair & (ids >= 0)
     logit_k = tl.load(row[:, None] + ids, mask=is_chosen, other=0.0).to(tl.float32)
-    if HAS_TABLE:  # an expert with a NaN logit is skipped too
+    if HAS_TABLE:
+        # Skip experts with a NaN logit, too.
         ids = tl.where(is_chosen & (logit_k != logit_k), -1, ids)
         is_chosen = is_chosen & (logit_k == logit_k)
-    logit_k = _finite(logit_k, is_chosen)
+    logit_k = _clamp_to_finite(logit_k, is_chosen)
     if SCORE == "softmax":
         if TOPK_FIRST:
             # NaN-free: logits are finite
@@ -206,7 +203,7 @@ def route_kernel(
             weight = tl.exp(logit_k - tl.reshape(peak_logit, (BLOCK_TOKENS, 1)))
             weight = weight / tl.reshape(total, (BLOCK_TOKENS, 1))
     else:
-        weight = _score(logit_k, SCORE)
+        weight = _compute_scores(logit_k, SCORE)
     weight = tl.where(is_chosen, weight, 0.0)
     if RENORMALIZE:
         # NaN-free: weights are finite

@@ -1,7 +1,6 @@
 """Kernels that copy the row of each token to its pairs, or sum the rows of each token's pairs.
 
-`modular_kernel.ops.permute` and `modular_kernel.ops.reduce` launch them. A pair is a token together
-with one of its top_k experts: pair p belongs to token p // top_k.
+A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k.
 """
 
 import triton
@@ -21,11 +20,11 @@ def permute_tokens_kernel(
     """rows[row_of_pair[t, k]] = x[t], times the router weight of (t, k) if HAS_ROUTER_WEIGHTS.
 
     Grid: (num_tokens * ceil(hidden_size / BLOCK_HIDDEN),). A program reads BLOCK_HIDDEN columns of
-        a token once and writes them to the rows of all its pairs. If HAS_SCALE, the program of a
-        token's first columns also copies its scales.
+        a token once and writes them to the rows of all pairs of the token. If HAS_SCALE, the
+        program of a token's first columns also copies the scales of the token.
 
     x_ptr: (num_tokens, hidden_size); rows are stride_x apart.
-    scale_ptr: (num_tokens, num_groups), the scales of x; used if HAS_SCALE.
+    scale_ptr: (num_tokens, num_groups), the scales of x. Used if HAS_SCALE.
     row_of_pair_ptr: (num_tokens, TOP_K) int32, the row of each pair; -1 skips it.
     router_weights_ptr: (num_tokens, TOP_K) float32.
     rows_ptr: output (rows, hidden_size), contiguous.
@@ -55,16 +54,16 @@ def permute_tokens_kernel(
 
 
 @triton.jit
-def _row_of_pair(
+def _find_row(
     pair, row_source_ptr, expert_map_ptr, num_experts, num_local_experts,
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return the row of a pair; -1 if the pair is skipped.
+    """Return the row of a pair, or -1 if the pair is skipped.
 
-    row_source_ptr: int32 or int64, one value per pair, as ROW_SOURCE says.
+    row_source_ptr: int32 or int64, one value per pair; see ROW_SOURCE.
     ROW_SOURCE: how the row of pair p is found:
         "all": the row is p. row_source_ptr is not read.
-        "ids": the row is p if the pair's expert is on this rank; otherwise the pair is skipped.
+        "ids": the row is p if the pair's expert is on this rank. Otherwise, the pair is skipped.
             row_source_ptr has the expert ids.
         "rows": row_source_ptr has the rows, and -1 for skipped pairs.
     """
@@ -95,14 +94,15 @@ def weight_and_sum_kernel(
 ):  # fmt: skip
     """out[t] = scale * sum over k of weight[t, k] * rows[row of (t, k)], summed in float32.
 
-    Grid: (num_tokens * ceil(hidden_size / BLOCK_HIDDEN),), with programs of one token adjacent, so
-        that rows are read contiguously. Rows of skipped pairs are not read. The loop over k is
-        unrolled, so that all rows of a token are loaded concurrently.
+    Skipped pairs are omitted from the sum.
+
+    Grid: (num_tokens * ceil(hidden_size / BLOCK_HIDDEN),). The programs of a token are adjacent, so
+        that rows are read contiguously.
 
     rows_ptr: (rows, hidden_size), contiguous.
-    row_source_ptr, ROW_SOURCE: how the row of a pair is found; see `_row_of_pair`.
+    row_source_ptr, ROW_SOURCE: how the row of a pair is found; see `_find_row`.
     expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see `load_local_ids`.
-    router_weights_ptr: (num_tokens, TOP_K) float32, used if HAS_ROUTER_WEIGHTS; otherwise weights
+    router_weights_ptr: (num_tokens, TOP_K) float32. Used if HAS_ROUTER_WEIGHTS; otherwise weights
         are 1.
     out_ptr: output (num_tokens, hidden_size), contiguous.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
@@ -113,9 +113,10 @@ def weight_and_sum_kernel(
     columns = tl.program_id(0) % column_blocks * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     mask = columns < hidden_size
     total = tl.zeros((BLOCK_HIDDEN,), tl.float32)
+    # The loop is unrolled, so that all rows of a token are loaded concurrently.
     for k_index in tl.static_range(TOP_K):
         pair = token * TOP_K + k_index
-        row = _row_of_pair(
+        row = _find_row(
             pair,
             row_source_ptr,
             expert_map_ptr,
@@ -141,20 +142,20 @@ def gather_rows_kernel(
     ROW_SOURCE: tl.constexpr, HAS_EXPERT_MAP: tl.constexpr, HAS_ROUTER_WEIGHTS: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = scale * weight[p] * rows[row of p] for every pair p; zero if the pair is skipped.
+    """out[p] = scale * weight[p] * rows[row of p] for every pair p, or 0 if the pair is skipped.
 
     Grid: (pairs, ceil(hidden_size / BLOCK_HIDDEN)).
 
     rows_ptr: (rows, hidden_size), contiguous.
-    row_source_ptr, ROW_SOURCE: how the row of a pair is found; see `_row_of_pair`.
+    row_source_ptr, ROW_SOURCE: how the row of a pair is found; see `_find_row`.
     expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: see `load_local_ids`.
-    router_weights_ptr: (pairs,) float32, used if HAS_ROUTER_WEIGHTS; otherwise weights are 1.
+    router_weights_ptr: (pairs,) float32. Used if HAS_ROUTER_WEIGHTS; otherwise weights are 1.
     out_ptr: output (pairs, hidden_size), contiguous.
     """
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_HIDDEN + tl.arange(0, BLOCK_HIDDEN)
     mask = columns < hidden_size
-    row = _row_of_pair(
+    row = _find_row(
         pair,
         row_source_ptr,
         expert_map_ptr,

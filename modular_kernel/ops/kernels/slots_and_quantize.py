@@ -1,8 +1,4 @@
-"""`number_and_quantize_kernel`: renumber the experts of pairs and quantize tokens, in one launch.
-
-`number_and_quantize` (modular_kernel/ops/slots_and_quantize.py) launches it before a token
-exchange.
-"""
+"""`number_and_quantize_kernel`: renumber the experts of pairs and quantize tokens."""
 
 import triton
 import triton.language as tl
@@ -32,8 +28,9 @@ def number_and_quantize_kernel(
 ):  # fmt: skip
     """Run `number_pairs` in the first pair_programs programs, and `quantize_program` in the others.
 
-    Grid: (pair_programs + programs of `quantize_program`,). The arguments are those of the two
-        functions. All rows of x are tokens.
+    Grid: (pair_programs + programs of `quantize_program`,).
+
+    The arguments are those of the two functions. All rows of x are tokens.
     """
     pdl_wait(USE_PDL)
     program = tl.program_id(0)

@@ -1,7 +1,7 @@
 """Kernel of `sort_pairs`: sort pairs by expert without padding, and list tiles of the sorted rows.
 
 A pair is a token together with one of its top_k experts: pair p belongs to token p // top_k. Each
-pair of an expert on this rank gets a row; the rows of an expert are adjacent. A tile is at most
+pair of an expert on this rank gets a row, and the rows of an expert are adjacent. A tile is at most
 BLOCK_M rows of one expert. Buckets and chunks of pairs are defined in `count`: bucket 0 is for
 skipped pairs, bucket i + 1 for local expert i.
 """
@@ -15,9 +15,9 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.jit
 def load_expert_rows(bucket_totals_ptr, num_local_experts, NUM_BINS: tl.constexpr):
-    """Return the number of rows of each expert, and its first row, (NUM_BINS,) each.
+    """Return (numbers of rows, first rows) of the experts, (NUM_BINS,) each.
 
-    Lanes from num_local_experts on have no rows.
+    Values from index num_local_experts on stand for experts without rows.
 
     bucket_totals_ptr: int32 (num_local_experts + 1,), the number of pairs in each bucket.
     """
@@ -32,9 +32,9 @@ def find_chunk_rows(
     num_local_experts, num_chunks,
     HAS_EXPERT_MAP: tl.constexpr, CHUNK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs of a chunk, a mask of those that exist, and their rows, -1 if skipped.
+    """Return (pairs, mask of existing pairs, rows) of a chunk.
 
-    Pairs of an expert keep their order.
+    The row of a skipped pair is -1. Pairs of an expert keep their order.
 
     starts: (NUM_BINS,), the first row of each expert.
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
@@ -60,7 +60,7 @@ def _store_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
     BLOCK_M: tl.constexpr, NUM_BINS: tl.constexpr, TILES_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Store the expert, the first row and the end row of the expert for TILES_PER_PROGRAM tiles.
+    """Store the arrays of `tiles` in `sort_place_kernel`, for TILES_PER_PROGRAM tiles.
 
     Tiles past the last one are not stored.
 
@@ -90,21 +90,22 @@ def sort_place_kernel(
 ):  # fmt: skip
     """Write the rows of pairs, and the tiles of the rows, with counts from the kernels of `count`.
 
-    Grid: (num_chunks + blocks of TILES_PER_PROGRAM tiles,). The first num_chunks programs place one
-        chunk of pairs each, the others store TILES_PER_PROGRAM tiles each. The first of the others
-        also stores the first row of each expert and the numbers of rows and tiles.
+    Grid: (num_chunks + ceil(max_tiles / TILES_PER_PROGRAM),). The first num_chunks programs place
+        one chunk of pairs each. Each further program stores TILES_PER_PROGRAM tiles. Program
+        num_chunks also stores the first row of each expert and the numbers of rows and tiles.
 
     topk_ids_ptr, expert_map_ptr, num_experts, num_local_experts, HAS_EXPERT_MAP: the expert ids of
         the pairs; see `load_local_ids`.
     chunk_prefix_ptr: int32 (buckets, num_chunks), the number of pairs of a bucket in earlier
         chunks.
     bucket_totals_ptr: int32 (buckets,), the number of pairs in each bucket.
-    row_of_pair_ptr: int32 output (num_pairs,), the row of each pair; -1 if it is skipped.
+    row_of_pair_ptr: int32 output (num_pairs,), the row of each pair, or -1 if it is skipped.
     token_of_row_ptr: int32 output (num_pairs,), the token of each row.
-    tiles_ptr: int32 output: three arrays of max_tiles values, which are the expert, the first row
-        and the end row of the expert for each tile, then the number of tiles.
-    expert_starts_ptr: int32 output (num_local_experts + 1,), the first row of each expert, then the
-        number of rows.
+    tiles_ptr: int32 output (3 * max_tiles + 1,). Three arrays of max_tiles values have, for each
+        tile, the local expert, the first row, and the end of the expert's rows. The number of tiles
+        follows.
+    expert_starts_ptr: int32 output (num_local_experts + 1,), the first row of each expert, followed
+        by the number of rows.
     BLOCK_M: maximum number of rows of a tile.
     NUM_BINS: a power of two > num_local_experts + 1.
     """
@@ -119,11 +120,11 @@ def sort_place_kernel(
         tl.store(row_of_pair_ptr + pairs, row, mask=mask)
         tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (row >= 0))
     else:
-        first = (pid - num_chunks) * TILES_PER_PROGRAM
+        first_tile = (pid - num_chunks) * TILES_PER_PROGRAM
         _store_tiles(
-            first, rows, starts, tiles_ptr, max_tiles, BLOCK_M, NUM_BINS, TILES_PER_PROGRAM
+            first_tile, rows, starts, tiles_ptr, max_tiles, BLOCK_M, NUM_BINS, TILES_PER_PROGRAM
         )
-        if first == 0:
+        if first_tile == 0:
             num_tiles = tl.sum((rows + BLOCK_M - 1) // BLOCK_M, axis=0)
             tl.store(tiles_ptr + 3 * max_tiles, num_tiles)
             expert = tl.arange(0, NUM_BINS)

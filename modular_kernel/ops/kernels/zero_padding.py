@@ -1,7 +1,6 @@
 """`zero_rows_kernel`: set the first rows of each segment to zero.
 
-`zero_rows` (modular_kernel/ops/zero_padding.py) launches this kernel. A segment has `capacity` rows
-for one expert, of which the first counts[s] are in use.
+A segment is `capacity` rows for one expert. The first counts[s] rows of segment s are in use.
 """
 
 import triton
@@ -26,7 +25,7 @@ def zero_rows_kernel(
     """
     pdl_wait(USE_PDL)
     segment = tl.program_id(0).to(tl.int64)
-    count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: both are integers
+    count = tl.minimum(tl.load(counts_ptr + segment), capacity)  # NaN-free: integer operands
     zeros = tl.zeros((BLOCK_HIDDEN,), x_ptr.dtype.element_ty)
     for row in range(tl.program_id(1), count, programs_per_segment):
         row_ptr = x_ptr + (segment * capacity + row) * hidden_size
