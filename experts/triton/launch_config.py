@@ -88,8 +88,8 @@ class LaunchConfig:
     block_n: output columns per block. To compute them, a gated GEMM 1 multiplies by block_n gate
         rows and block_n up rows.
     block_k: elements along K per step.
-    group_m: number of row blocks that are computed next to each other, so that they share weight
-        tiles in L2.
+    group_m: number of row blocks that are computed for a column block before the next column
+        block, so that they share weight tiles in L2.
     num_warps: warps per program.
     num_stages: stages of the software pipeline along K.
     """
@@ -219,7 +219,7 @@ class Gemm:
 
     @property
     def min_block_k(self) -> int:
-        """Return the minimum block_k: 32 for operands of 8 bits or less, else 16.
+        """Return the minimum block_k: 32 for operands of 8 bits or less, otherwise 16.
 
         An MMA with 8-bit operands has K = 32. Packed 4-bit weights are multiplied in two MMAs with
         K = 16.
@@ -352,8 +352,8 @@ def clamp(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
 
     First, block_k is halved until it divides the scale group. Then the number of stages, block_k
     and block_n are reduced, in this order, until the tile fits in shared memory. The fields of
-    `tile` must be valid. If no tile fits, return the smallest one that was tried; `require` reports
-    its violation.
+    `tile` must be valid. If no tile fits, return the smallest tile that was tried. `require` then
+    reports its violation.
     """
     min_block_k = gemm.min_block_k
     tile = replace(tile, block_k=max(tile.block_k, min_block_k))

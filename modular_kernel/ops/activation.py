@@ -1,8 +1,7 @@
 """gated_activation: the activation between the two GEMMs, as a separate operation.
 
 A gated activation multiplies act(gate) by up, where gate and up are two halves of the output of
-GEMM 1. The halves are stored one after the other, or interleaved: gate 0, up 0, gate 1, up 1 and so
-on.
+GEMM 1. The two halves are stored separately or interleaved: gate 0, up 0, gate 1, up 1 and so on.
 """
 
 import torch

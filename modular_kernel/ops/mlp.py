@@ -210,8 +210,8 @@ def _multiply(
 
     Rows without a delta are bitwise equal to the result without deltas.
 
-    is_final: whether nothing else will be added. If so, the result has the dtype of the operands.
-        Otherwise, it is float32.
+    is_final: whether the caller adds nothing to the result. If so, the result has the dtype of the
+        operands. Otherwise, it is float32.
     """
     a, matrix = compact(a), compact(matrix)  # once for all following matmuls
     result = matmul(a, matrix.T) if is_final else matmul(a.float(), matrix.float().T)

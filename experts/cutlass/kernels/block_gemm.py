@@ -242,16 +242,16 @@ class BlockGemm(Epilogue):
         while index < total:
             m, pair = tile_at(index, num_m, pairs, self.group_m)
             row = tiles[max_tiles + m]
-            # Lane 0 loads the scale of the first part. The other lanes load that of the second one.
+            # Lane 0 loads the scale of the first part, and all other lanes load the scale of the
+            # second part.
             row_b = (pair * CLUSTER + rank) * self.columns
-            row_b += cutlass.min(lane, 1) * (
-                up_rows if self.gated else PART_N
-            )  # NaN-free: integer operands
+            # NaN-free: integer operands
+            row_b += cutlass.min(lane, 1) * (up_rows if self.gated else PART_N)
             # NaN-free: integer operands
             block = tiles[m] * blocks_b + cutlass.min(row_b // PART_N, blocks_b - 1)
             g_b = b_scale[block, None]
-            # Rows past the end of the expert are not stored, so their scales can be those of any
-            # valid row.
+            # Rows past the end of the expert are not stored, so they can use the scale of any valid
+            # row.
             # NaN-free: integer operands
             g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
             a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
@@ -350,9 +350,9 @@ class BlockGemm(Epilogue):
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
         """Add part * scale to sums[:, p].
 
-        scales: the scales of the thread's two rows. The rows are added one after the other, so that
-            the scale of a row stays in a register.
+        scales: the scales of the thread's two rows.
         """
+        # The first row is added before the second, so that the scale of a row stays in a register.
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(ACC_PER_THREAD):
                 if cutlass.const_expr((i // 2) % 2 == half):

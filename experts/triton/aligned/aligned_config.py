@@ -35,8 +35,8 @@ NAME = "aligned"
 # (gpt-oss, K = 2880, H200, 2026-11-20).
 _MIN_HALVED_K = 128
 _MIN_STAGES = 3  # minimum for a small K (Qwen3-30B, K = 768, H200, 2026-11-20)
-# Maximum block_m of a batch-invariant problem. Smaller blocks are not faster, because wgmma has
-# M = 64, and with few rows per expert the time is that of loading the weights.
+# Maximum block_m of a batch-invariant problem. Smaller blocks are not faster: wgmma has M = 64, and
+# with few rows per expert, most of the time is spent loading weights.
 _MAX_FIXED_BLOCK_M = 64
 
 # (max mean rows per expert, block_m, (block_n, block_k, warps, stages) of GEMM 1, the same of

@@ -119,7 +119,7 @@ def _ring_bytes(tile: LaunchConfig, half_rows: int) -> int:
 
 
 def num_staging_buffers(tile: LaunchConfig, half_rows: int, columns: int) -> int:
-    """Return the number of staging buffers per warpgroup: 2 if they fit in shared memory, else 1.
+    """Return the number of staging buffers per warpgroup: 2 if they fit in shared memory, or 1.
 
     With two buffers, the second box of a tile need not wait until the first one is stored.
 

@@ -57,7 +57,7 @@ def batched_gemm_kernel(
         scales), bz (zero points); dimensions e (expert), m, n, k.
     act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
         act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
-    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, otherwise 1.
     GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
@@ -66,8 +66,8 @@ def batched_gemm_kernel(
     EVEN_K: whether BLOCK_K divides K.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     BLOCK_M, BLOCK_N, BLOCK_K: rows, output columns and K elements per step of a tile.
-    GROUP_M: number of row blocks that are computed next to each other, so that they share weight
-        tiles in L2.
+    GROUP_M: number of row blocks that are computed for a column block before the next column
+        block, so that they share weight tiles in L2.
     HAS_LORA: whether some tokens have LoRA adapters. If so, B u of the row's adapter is added to
         the sums before router weight, bias and activation (`experts.triton.kernels.adapters`). The
         arguments below are used only with HAS_LORA.

@@ -94,7 +94,7 @@ def multiply_tile_w8a8(
 
 @triton.jit
 def weight_scale(ptrs, column_mask, ONE_SCALE_PER_TILE: tl.constexpr):
-    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, else (BLOCK_N,).
+    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, otherwise (BLOCK_N,).
 
     Masked scales are 0.
     """

@@ -132,7 +132,7 @@ def _multiply_nvfp4_step(
 
 @triton.jit
 def _load_scale(ptrs, mask, WEIGHT_FORMAT: tl.constexpr, ONE_SCALE_PER_TILE: tl.constexpr):
-    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, else (BLOCK_N,), 0 where masked.
+    """Load weight scales as float32: (1,) if ONE_SCALE_PER_TILE, otherwise (BLOCK_N,).
 
     The scales of e2m1 weights are stored as E8M0, an 8-bit exponent.
     """

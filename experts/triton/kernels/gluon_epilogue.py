@@ -230,7 +230,7 @@ def finish(
     b_scale_ptr, bias_ptr: (num_experts, weight_rows).
     SCALE_MODE: "channel" to apply scales; other modes apply none here.
     LAYOUT: the layout of the accumulators.
-    GATE_STRIDE: number of weight rows per output column: 2 if gate and up rows alternate, else 1.
+    GATE_STRIDE: weight rows per output column: 2 if gate and up rows alternate, otherwise 1.
     GATED: whether the activation function combines gate and up.
     """
     tile_rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))

@@ -43,7 +43,7 @@ def weight_row_indices(
     first: the first output column.
     count: the number of output columns.
     inner, outer: inner + outer is the row within the block.
-    GATE_STRIDE: number of weight rows between two columns: 2 if gate and up rows alternate, else 1.
+    GATE_STRIDE: weight rows per output column: 2 if gate and up rows alternate, otherwise 1.
     EVEN_N: whether BLOCK_N divides count.
     """
     up = outer // BLOCK_N * UP_ROW_OFFSET

@@ -230,9 +230,9 @@ Kind = tuple[str, int]  # (path, block_m), which both GEMMs of a configuration s
 
 
 class AdditiveTimeModel:
-    """A model of the time of a call as a sum: GEMM 1, GEMM 2, and everything else.
+    """A model of the time of a call as the sum of GEMM 1, GEMM 2, and all other launches.
 
-    The time of everything else depends only on the path and block_m. The model predicts the time of
+    The time of other launches depends only on the path and block_m. The model predicts the time of
     combinations of launches that were not timed together.
 
     times: the measured times of configurations.

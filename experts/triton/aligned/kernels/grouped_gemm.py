@@ -75,7 +75,7 @@ def grouped_gemm_kernel(
         scales), bz (zero points); dimensions e (expert), m, n, k.
     act_order_ptr, stride_act_order_e, HAS_ACT_ORDER: weight column k multiplies activation column
         act_order_ptr[expert, k], as in GPTQ checkpoints with act order.
-    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, otherwise 1.
     GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
@@ -84,8 +84,8 @@ def grouped_gemm_kernel(
     EVEN_K: whether BLOCK_K divides K.
     INPUT_PRECISION: `input_precision` of tl.dot, used for float32 operands.
     BLOCK_M, BLOCK_N, BLOCK_K: pairs, output columns and K elements per step of a tile.
-    GROUP_M: number of row blocks that are computed next to each other, so that they share weight
-        tiles in L2.
+    GROUP_M: number of row blocks that are computed for a column block before the next column
+        block, so that they share weight tiles in L2.
     USE_PDL: whether the launch uses programmatic dependent launch (`pdl_wait`).
     ADJACENT_GATE_UP: whether the gate and up weights of a column are adjacent in memory: stride_bn
         is 1, up_row_offset is 1 and GATE_STRIDE is 2. A tile then loads both at once

@@ -146,7 +146,7 @@ def grouped_gemm_w4_kernel(
     num_m_blocks: number of row blocks in the grid.
     stride_*: strides, named as in vLLM: a (activations), b (weights, in bytes), bs (weight scales),
         bz (zero points); dimensions e (expert), m, n.
-    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, otherwise 1.
     GATED: whether the activation function combines a gate and an up value, as in SwiGLU.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.

@@ -198,7 +198,7 @@ def gemv_gate_up_kernel(
         each block of columns of h, from which GEMM 2 computes scales.
     stride_*: strides, named as in vLLM: x, xs (scales of x), b (weights), bs (weight scales), bz
         (zero points); dimensions e (expert), m, n, k.
-    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, otherwise 1.
     GATED: whether the activation function combines gate and up.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`).

@@ -186,7 +186,7 @@ def gemv_w4_gate_up_kernel(
     stride_*: strides, named as in vLLM: x, b (weights, in bytes), bs (weight scales), bz (zero
         points); dimensions e (expert), m, n, k.
     SIZE_K: K, the hidden size.
-    GATE_STRIDE: 2 if gate and up rows alternate in b, else 1.
+    GATE_STRIDE: 2 if gate and up rows alternate in b, otherwise 1.
     GATED: whether the activation function combines gate and up.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`).

@@ -452,7 +452,7 @@ def grouped_gemm_tma_kernel(
             weight_rows).
         "block": a_scale is (rows, a_groups), and b_scale is (num_experts, b_scale_rows, b_groups),
             with one scale per 128 x 128 weights.
-    GATE_STRIDE: 2 if gate and up rows alternate, else 1.
+    GATE_STRIDE: 2 if gate and up rows alternate, otherwise 1.
     GATED: whether the activation function combines gate and up. If so, with GATE_STRIDE 1, the
         halves of a tile are gate rows and up rows. Otherwise, the halves are adjacent.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
@@ -462,7 +462,7 @@ def grouped_gemm_tma_kernel(
     EVEN_K: whether K is a multiple of 128 bytes.
     STAGES: stages of the ring.
     STAGING_BUFFERS: buffers for output boxes per consumer warpgroup, 1 or 2.
-    GROUP_M: number of row tiles that are computed next to each other (`tile_at`).
+    GROUP_M: number of row tiles per group; see `tile_at`.
     """
     HALF_ROWS: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]

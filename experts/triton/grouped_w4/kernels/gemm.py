@@ -310,14 +310,14 @@ def grouped_gemm_w4_tma_kernel(
     ACC_FACTOR: the power of two by which the accumulators are multiplied, because unpacked weights
         are too small by this factor.
     GATED: whether blocks of gate rows and blocks of up rows alternate in a tile of weights.
-    GATE_STRIDE: 2 if gate and up biases alternate, else 1.
+    GATE_STRIDE: 2 if gate and up biases alternate, otherwise 1.
     ACTIVATION, ACTIVATION_ALPHA, ACTIVATION_LIMIT: the activation function
         (`modular_kernel.ops.kernels.activation`); "identity" for none.
     SHORT_TILE_ROWS: tiles with at most this many rows are multiplied as tiles of this size, which
         takes less time. If it is 0, all tiles have the full size.
     STAGES: stages of the ring.
     STAGING_BUFFERS: buffers for output boxes per consumer warpgroup.
-    GROUP_M: number of row tiles that are computed next to each other (`tile_at`).
+    GROUP_M: number of row tiles per group; see `tile_at`.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     WORD_LINES: gl.constexpr = w_desc.block_type.shape[0]

@@ -141,7 +141,7 @@ def tile_weights_kernel(
     size_n: number of output columns of the GEMM. Column n uses weight row n * GATE_STRIDE and, with
         two matrices, also row n * GATE_STRIDE + up_row_offset for up.
     num_tiles, num_k_steps: number of tiles per expert, and of K steps.
-    NUM_MATRICES: 2 if the GEMM computes gate and up values, else 1.
+    NUM_MATRICES: 2 if the GEMM computes gate and up values, otherwise 1.
     WEIGHT_FORMAT: "integer", "e2m1", "e2m1_repacked" or "nvfp4"
         (`experts.triton.operands.word_format`).
     SCALES_PER_ROW_AND_STEP: `PackedFormat.groups`, for integers.
