@@ -11,6 +11,7 @@ from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.testing.mutation.coverage import CaseCoverage
 from modular_kernel.testing.mutation.cpu_undetectable import DEVICE_REASON, find_undetectable_reason
 from modular_kernel.testing.mutation.run_mutant import KillHistory, list_axes
+from modular_kernel.testing.mutation.sites import mutants_of
 
 
 def test_the_tail_operator_rounds_divisions_up(tmp_path: Path) -> None:
@@ -46,6 +47,67 @@ def test_loop_order_is_changed_where_it_matters(tmp_path: Path, body: str, chang
     operators = {operator for operator, _ in mutants_in(tmp_path, text)}
     assert ("order" in operators) is changed
     assert "loop" in operators
+
+
+def changed_lines(tmp_path: Path, text: str) -> set[str]:
+    return {line for _, line in mutants_in(tmp_path, text)}
+
+
+def test_an_assertion_of_equal_lengths_is_not_removed(tmp_path: Path) -> None:
+    text = "def f(a, b, g):\n    return zip(a, b, strict=True), g(a, strict=True)\n"
+    strict = {line for line in changed_lines(tmp_path, text) if "False" in line}
+    assert strict == {"return zip(a, b, strict=True), g(a, strict=False)"}
+    text = "def f(a, b):\n    return zip(a, b, strict=False)\n"
+    assert "return zip(a, b, strict=True)" in changed_lines(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_guard"),
+    [
+        ('need = "more"\n        raise ValueError(need)', True),
+        ('raise ValueError("more")', True),
+        ("report(a)\n        raise ValueError(a)", False),
+        ("a.b = 1\n        raise ValueError(a)", False),
+    ],
+)
+def test_a_condition_of_an_error_is_only_negated(tmp_path: Path, body: str, is_guard: bool) -> None:
+    text = f"def f(a, b):\n    if a and not b:\n        {body}\n"
+    conditions = {line for line in changed_lines(tmp_path, text) if line.startswith("if ")}
+    assert "if not (a and not b):" in conditions
+    assert (len(conditions) == 1) is is_guard
+
+
+def test_limits_that_cases_lower_are_not_changed(tmp_path: Path) -> None:
+    text = "_SCAN_BLOCK = 1024\n_OTHER = 1024\n"
+    path = tmp_path / "count.py"
+    path.write_text(text, encoding="utf-8")
+    lines = {m.first for m in mutants_of("modular_kernel.ops.count", path)}
+    assert lines == {2}
+    assert {m.first for m in mutants_of("modular_kernel.ops.other", path)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_unread"),
+    [
+        ("tl.store(q, x, mask=mask)", True),
+        ("tl.store(q, x, mask=mask)\n    tl.store(r, x, mask=mask)", True),
+        ("tl.store(q, x, mask=wide)", False),
+        ("tl.store(q, x)", False),
+        ("tl.store(q, x + 1, mask=mask)", False),
+        ("tl.store(q, x, mask=mask)\n    tl.store(r, tl.sum(x, 0))", False),
+        ("x = tl.sum(x, 0)\n    tl.store(q, x, mask=mask)", False),
+        ("mask = wide\n    tl.store(q, x, mask=mask)", False),
+    ],
+)
+def test_values_of_lanes_that_nothing_reads_are_not_changed(
+    tmp_path: Path, body: str, is_unread: bool
+) -> None:
+    text = (
+        "@triton.jit\ndef f(p, q, r, wide):\n    mask = p < 4\n"
+        f"    x = tl.load(p, mask=mask, other=0)\n    {body}\n"
+    )
+    line = "x = tl.load(p, mask=mask, other=1)"
+    assert (line not in changed_lines(tmp_path, text)) is is_unread
 
 
 def test_mutants_of_gpu_branches_are_undetectable(tmp_path: Path) -> None:

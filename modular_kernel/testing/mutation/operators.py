@@ -53,13 +53,17 @@ PERFORMANCE_OPTIONS = frozenset(
 
 
 def mutate_comparison(source: Source, node: ast.AST) -> Edits:
-    """Yield edits that make a comparison off by one, or negate it."""
+    """Yield edits that make a comparison off by one, or negate it.
+
+    Comparisons of times are not made off by one: readings of a clock are never equal to a limit.
+    """
     assert isinstance(node, ast.Compare)
-    left = node.left
+    left, has_time = node.left, any(map(_is_time, ast.walk(node)))
     for operator, right in zip(node.ops, node.comparators, strict=True):
         old, new = _COMPARISONS[type(operator)]
         offset = _find_between(source, left, right, old)
-        if offset is not None:
+        is_off_by_one = isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
+        if offset is not None and not (is_off_by_one and has_time):
             yield Edit("compare", offset, offset + len(old), new)
         left = right
 
@@ -322,6 +326,12 @@ def _is_compile_time(node: ast.expr) -> bool:
     Divisions of two such values have no remainder.
     """
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
+
+
+def _is_time(node: ast.AST) -> bool:
+    """Return whether a node reads a clock, or a number of seconds, whose name ends in "_s"."""
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name == "monotonic" or str(name).lower().endswith("_s")
 
 
 def _is_none(node: ast.expr) -> bool:

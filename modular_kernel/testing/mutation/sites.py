@@ -1,9 +1,19 @@
 """Find the places of a module to mutate: every expression and statement that affects results.
 
-`mutants_of` applies the mutation operators of `operators` there. Strings, docstrings, annotations,
-imports, assertions and arguments of raised errors are not mutated. A condition that only guards a
-`raise` is negated, but not changed in other ways, because it rejects invalid input and the cases
-have valid input.
+`mutants_of` applies the mutation operators of `operators` there.
+
+Strings, docstrings, annotations, imports, assertions and arguments of raised errors are not
+mutated. A condition that only guards a `raise` is negated, but not changed in other ways, because
+it rejects invalid input and the cases have valid input.
+
+Some places are left out because a change there has no effect on any valid call:
+
+- `strict=True` of `zip`, which is an assertion that the lengths are equal;
+- the order of a loop that only combines values with `|=`, `&=` or `^=`;
+- whether a wait ends at its deadline or one reading of the clock later (`<` or `<=`);
+- `other=` of a load of which only lanes with the same mask are stored (`unread_lanes`);
+- constants that only divide work among programs. They are listed in `verify.lowered_limits`, and
+  the cases run with two values of each.
 """
 
 import ast
@@ -25,6 +35,8 @@ from modular_kernel.testing.mutation.source import (
     make_mutants,
     names_in,
 )
+from modular_kernel.testing.mutation.unread_lanes import find_unread_values
+from modular_kernel.testing.verify.lowered_limits import LOWERED_LIMITS
 
 _SKIPPED_NODES = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
 _MESSAGE_CALLS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
@@ -88,7 +100,9 @@ def _find_definition_edits(
 
 def _find_own_edits(source: Source, node: ast.stmt, assigned: set[str]) -> Iterator[Edit]:
     """Yield the edits of a statement, without those of statements nested in it."""
-    if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
+    if _is_limit(source, node):
+        return
+    if isinstance(node, ast.If) and _is_guard(node):
         yield source.replace_node("branch", node.test, f"not ({source.text_of(node.test)})")
         return
     if type(node) in OPERATORS:
@@ -127,7 +141,8 @@ def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
         yield from OPERATORS[type(node)](source, node)
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.keyword):
-            if child.arg not in PERFORMANCE_OPTIONS:
+            is_skipped = child.arg in PERFORMANCE_OPTIONS or _asserts_equal_lengths(node, child)
+            if not is_skipped and child.value not in find_unread_values(source.tree):
                 yield from _find_expression_edits(source, child.value)
         elif isinstance(child, ast.comprehension):
             for inner in (child.iter, *child.ifs):
@@ -136,10 +151,40 @@ def _find_expression_edits(source: Source, node: ast.AST) -> Iterator[Edit]:
             yield from _find_expression_edits(source, child)
 
 
+def _is_guard(node: ast.If) -> bool:
+    """Return whether a statement only rejects input: it raises, and assigns names for the error."""
+    *before, last = node.body
+    return isinstance(last, ast.Raise) and all(
+        isinstance(inner, ast.Assign) and all(isinstance(t, ast.Name) for t in inner.targets)
+        for inner in before
+    )
+
+
+def _is_limit(source: Source, node: ast.stmt) -> bool:
+    """Return whether a statement assigns a constant that cases run with two values of."""
+    limits = LOWERED_LIMITS.get(source.module, {})
+    return isinstance(node, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id in limits for target in node.targets
+    )
+
+
+def _asserts_equal_lengths(node: ast.AST, keyword: ast.keyword) -> bool:
+    """Return whether a keyword argument is `strict=True` of `zip`."""
+    is_zip = (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip"
+    )
+    is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+    return is_zip and keyword.arg == "strict" and is_true
+
+
 def _has_carried_state(loop: ast.For) -> bool:
     """Return whether the order of iterations matters, because one may read what another wrote."""
     inner = [n for statement in loop.body for n in ast.walk(statement)]
-    if any(isinstance(n, _LOOP_EFFECTS) or _method_name(n) in _LIST_METHODS for n in inner):
+    if any(
+        (isinstance(n, _LOOP_EFFECTS) and not _is_unordered_update(n, inner))
+        or _method_name(n) in _LIST_METHODS
+        for n in inner
+    ):
         return True
     assigned = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     written = set[str]()
@@ -150,6 +195,19 @@ def _has_carried_state(loop: ast.For) -> bool:
             return True
         written |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
     return False
+
+
+def _is_unordered_update(node: ast.AST, loop: list[ast.AST]) -> bool:
+    """Return whether a node is `name |= value`, `&=` or `^=`, and the loop has no other `name`.
+
+    The result is then the same in any order of the iterations.
+    """
+    return (
+        isinstance(node, ast.AugAssign)
+        and isinstance(node.op, ast.BitOr | ast.BitAnd | ast.BitXor)
+        and isinstance(node.target, ast.Name)
+        and sum(isinstance(n, ast.Name) and n.id == node.target.id for n in loop) == 1
+    )
 
 
 def _method_name(node: ast.AST) -> str:

@@ -27,6 +27,7 @@ LOWERED_LIMITS: Mapping[str, Mapping[str, int]] = {
     "modular_kernel.ops.zero_padding": {"_MAX_BLOCK_H": 32, "_MAX_PROGRAMS_PER_SEGMENT": 2},
     "prepare_finalize.common.blocks": {
         "_MAX_COPY_BYTES": 64,
+        "_MAX_SPLIT_TOKENS": 2,
         "_PAIRS_PER_PROGRAM": 8,
         "_SCAN_PAIRS": 16,
         "_SUM_COLUMNS": 32,
