@@ -16,9 +16,11 @@ from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.errors import InputError
 from modular_kernel.spec.problem import Reduce
 from modular_kernel.tensors import ExpertRows
+from modular_kernel.testing.cases.scenario_names import is_builtin
 from modular_kernel.testing.cases.value_kinds import assign_token_groups
 from modular_kernel.testing.verify.bitwise_reference import check_one_rounding
 from modular_kernel.testing.verify.invariance import check_batch_invariant, output_bytes
+from modular_kernel.testing.verify.launch_plans import find_changed_plans
 from modular_kernel.testing.verify.prepared import check_prepared_weights
 from modular_kernel.testing.verify.reducer_results import check_reducer_results
 from modular_kernel.testing.verify.sample import Sample
@@ -256,6 +258,12 @@ def check_reducer_arguments(trial: Trial) -> Findings:
         yield "accepted an output of another dtype than the rows"
 
 
+def check_launch_plans(trial: Trial) -> Findings:
+    """Check that large calls are divided among programs as recorded; see `launch_plans`."""
+    if is_builtin(load_catalog().prepare_finalize(trial.case.prepare_finalize)):
+        yield from find_changed_plans()[:1]
+
+
 CHECKS: tuple[Check, ...] = (
     check_numeric,
     check_one_rounding,
@@ -278,4 +286,5 @@ CHECKS: tuple[Check, ...] = (
     check_inputs_unchanged,
     check_reducer_arguments,
     check_reducer_results,
+    check_launch_plans,
 )

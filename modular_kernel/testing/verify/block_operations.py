@@ -1,0 +1,318 @@
+"""Checks for the "misunderstood" fault scenario: operations on blocks of rows and on headers.
+
+Exchanges of a fixed capacity fill, read and sum blocks (`prepare_finalize.common.blocks`). Each of
+these operations has a kernel and a torch reference, and ranks with and without Triton must be able
+to exchange blocks. The checks run both on the same random inputs, and compare every bit that they
+write, including counters, headers and the bytes around them. They need no other rank, so that they
+also cover groups of other sizes, and positions of blocks that exchanges only use on a GPU.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from modular_kernel.machine import prefer_torch_reference
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.testing.verify.lowered_limits import lower_limits
+from modular_kernel.testing.verify.problem_scenarios import Outcomes
+from prepare_finalize.common.blocks import (
+    BlockLayout,
+    Blocks,
+    BlockSums,
+    OutgoingRows,
+    Ranks,
+    ReceivedColumns,
+    fill_blocks,
+    mask_remote_pairs,
+    read_blocks,
+    sum_blocks,
+)
+from prepare_finalize.common.device_status import (
+    FIELDS,
+    NOT_REFUSED,
+    SENT,
+    CallCounter,
+    Capacity,
+    DeviceStatus,
+)
+
+_CPU = torch.device("cpu")
+_ALIGNMENT = 16  # bytes
+_SLOTS = 4  # of each rank
+_LAYER = 7
+_FILL = 0x5A  # byte of memory that has not been written
+_TOKENS = 20  # maximum number of tokens of a rank
+_LAYOUTS = (
+    BlockLayout(6, 40, torch.bfloat16, 3, scales=0, adapters=False),
+    BlockLayout(6, 40, torch.float8_e4m3fn, 3, scales=5, adapters=True),
+    BlockLayout(_TOKENS, 33, torch.int8, 1, scales=1, adapters=False),
+    BlockLayout(9, 7, torch.float32, 2, scales=0, adapters=True),
+)
+# Number of ranks, and the rank of this process.
+_RANKS = ((2, 0), (3, 1))
+# Numbers of tokens: none, one, few, and more than one program copies if limits are not lowered.
+_NUM_TOKENS = (0, 1, 3, 17)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def check_block_operations() -> Outcomes:
+    """Run each operation with its kernel and with its reference, and compare what they write.
+
+    Yields nothing if this process has no kernels to compare.
+    """
+    yield from _check_sizes()
+    yield _check_phases()
+    yield _check_slots()
+    if not use_triton(torch.zeros(1)):
+        return
+    for name, operation in _list_operations():
+        with prefer_torch_reference():
+            expected = operation()
+        yield f"{name}: {_describe_difference(operation(), expected)}", f"{name}: equal bits"
+
+
+def _check_sizes() -> Outcomes:
+    """Check that blocks are as small as their sections allow, and aligned."""
+    for layout in _LAYOUTS:
+        sections = [*layout.sections.values()]
+        ends = [start + math.prod(shape) * dtype.itemsize for start, shape, dtype in sections]
+        row_bytes = layout.hidden * layout.dtype.itemsize
+        next_smaller = layout.nbytes - _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes) * row_bytes
+        is_right = next_smaller < ends[-1] <= layout.nbytes == layout.block_rows * row_bytes
+        is_right &= layout.nbytes % _ALIGNMENT == 0
+        for end, (start, _, _) in zip(ends, sections[1:], strict=False):
+            is_right &= 0 <= start - end < _ALIGNMENT and start % _ALIGNMENT == 0
+        yield (
+            f"{layout}, {layout.nbytes} bytes: {is_right}",
+            f"{layout}, {layout.nbytes} bytes: True",
+        )
+
+
+def _check_phases() -> tuple[str, str]:
+    """Return the phases of three calls that begin, receive their rows, and of which one ends."""
+    status = DeviceStatus(2, _CPU)
+    counter, header_F = CallCounter(status, _LAYER), torch.zeros(len(FIELDS), dtype=torch.int64)
+    for call in range(3):
+        if call == 1:
+            counter.begin()
+        counter.write_header(header_F, 1, refusal=NOT_REFUSED)
+    phases = [f"{status.phase()} {status.progress()}"]
+    limits = status.limits(Capacity(_TOKENS, _TOKENS))
+    for _ in range(3):
+        status.verify(header_F.repeat(2, 1), header_F, limits)
+    phases.append(f"{status.phase()} {status.progress()}")
+    sums = BlockSums(torch.zeros(2, 1, 8), Ranks(0, 2, _SLOTS), first_block=0, local_block=0)
+    sum_blocks(sums, torch.zeros(1, 8), None, counter)
+    phases.append(f"{status.phase()} {status.progress()} {status.failure()}")
+    return "; ".join(phases), "dispatch (3, 0); combine (3, 0); combine (3, 1) None"
+
+
+def _check_slots() -> tuple[str, str]:
+    """Mask the pairs of other ranks. The last slot of this rank has no expert."""
+    numbers_TK = torch.tensor([[0, _SLOTS, -1], [2 * _SLOTS - 1, _SLOTS + 1, 2 * _SLOTS]])
+    slots_TK, weights_TK = numbers_TK.to(torch.int32), torch.ones(2, 3)
+    mask_remote_pairs(slots_TK, weights_TK, Ranks(1, 3, _SLOTS), _SLOTS - 1)
+    expected = "[[-1, 0, -1], [-1, 1, -1]] [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]"
+    return f"{slots_TK.tolist()} {weights_TK.tolist()}", expected
+
+
+def _list_operations() -> Iterator[tuple[str, Callable[[], Tensors]]]:
+    for world, rank in _RANKS:
+        ranks = Ranks(rank, world, _SLOTS)
+        for index, layout in enumerate(_LAYOUTS):
+            where = f"layout {index} of rank {rank} of {world}"
+            for tokens in _NUM_TOKENS:
+                yield (
+                    f"fill_blocks of {tokens} tokens, {where}",
+                    partial(_fill, layout, ranks, tokens, is_single=False),
+                )
+            for tokens, is_lowered in ((0, False), (5, False), (17, True)):
+                yield (
+                    f"fill_blocks of {tokens} tokens for all ranks, {where}",
+                    partial(_fill, layout, ranks, tokens, is_single=True, is_lowered=is_lowered),
+                )
+            yield (
+                f"fill_blocks of 5 small tokens, {where}",
+                partial(_fill, layout, ranks, 5, is_single=False, is_lowered=True),
+            )
+            yield f"read_blocks, {where}", partial(_read, layout, ranks)
+        for is_single in (False, True):
+            for tokens in (0, 1, 5):
+                yield (
+                    f"sum_blocks of {tokens} tokens, single {is_single}, rank {rank} of {world}",
+                    partial(_sum, ranks, tokens, is_single=is_single),
+                )
+        yield f"mask_remote_pairs, rank {rank} of {world}", partial(_mask, ranks)
+    yield "headers", _count_and_verify
+
+
+def _outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows:
+    """Return random rows, some of whose pairs have no expert or an invalid number."""
+    generator = torch.Generator().manual_seed(tokens)
+    dtype = torch.int64 if tokens == 5 else torch.int32
+    numbers_TK = torch.randint(
+        -3, world * _SLOTS + 2, (tokens, layout.top_k), generator=generator, dtype=dtype
+    )
+    x_TH = torch.randint(-9, 9, (tokens, layout.hidden), generator=generator)
+    return OutgoingRows(
+        x_TH.to(layout.dtype),
+        torch.rand(tokens, layout.scales, generator=generator) if layout.scales else None,
+        numbers_TK,
+        torch.rand(tokens, layout.top_k, generator=generator),
+        torch.arange(tokens, dtype=torch.int32) if layout.adapters and tokens != 1 else None,
+        torch.zeros(1, dtype=torch.int32),
+    )
+
+
+def _fill(
+    layout: BlockLayout, ranks: Ranks, tokens: int, *, is_single: bool, is_lowered: bool = False
+) -> Tensors:
+    """Fill blocks twice, the second time with a refusal or with activations in place."""
+    world = ranks.world_size
+    rows = _outgoing_rows(layout, world, tokens)
+    status = DeviceStatus(world, _CPU)
+    counter, written = CallCounter(status, _LAYER), dict[str, torch.Tensor]()
+    for call in range(2):
+        bytes_SB = torch.full((2 * world, layout.nbytes), _FILL, dtype=torch.uint8)
+        # On a GPU, the block for this rank itself is among the received blocks.
+        local_block = ranks.rank + world * call
+        row_of_token_WT = torch.full((world, _TOKENS), -9, dtype=torch.int32)
+        header_F = torch.full((len(FIELDS) + 1,), -9)
+        if call:
+            counter.begin()
+        with lower_limits(enabled=is_lowered):
+            fill_blocks(
+                rows,
+                Blocks(bytes_SB, layout, ranks, local_block),
+                row_of_token_WT=None if is_single else row_of_token_WT,
+                counter=counter,
+                header_F=header_F[:-1],
+                refusal=NOT_REFUSED if tokens else 3,
+                x_in_place=is_single and bool(call),
+            )
+        tensors = {"blocks": bytes_SB, "rows": row_of_token_WT, "header": header_F}
+        written |= {f"{name} of call {call}": tensor for name, tensor in tensors.items()}
+    return {**written, "invalid": rows.invalid_count, **_state_of(counter)}
+
+
+def _state_of(counter: CallCounter) -> Tensors:
+    """Return the tensors of a counter and of its status, on the device and on the host."""
+    status = counter.status
+    return {
+        "calls": counter.calls,
+        "counters": status._counters,
+        "progress": status._host_progress,
+        "failed": status.failed,
+        "words": status._host_words,
+    }
+
+
+def _read(layout: BlockLayout, ranks: Ranks) -> Tensors:
+    """Read blocks whose numbers of rows differ, of which one exceeds the capacity."""
+    world, k = ranks.world_size, layout.top_k
+    received = torch.full((world, layout.nbytes), 0x7F, dtype=torch.uint8)
+    blocks = Blocks(received, layout, ranks, ranks.rank)
+    for w in range(world):
+        rows = _outgoing_rows(layout, world, layout.capacity - w)
+        sections = {
+            "x": rows.x_TH,
+            "expert_numbers": rows.expert_numbers_TK,
+            "weights": rows.weights_TK,
+        }
+        if rows.scale_TG is not None:
+            sections["scale"] = rows.scale_TG
+        if rows.adapters_T is not None:
+            sections["adapters"] = rows.adapters_T[:, None]
+        for name, values in sections.items():
+            blocks.section(name)[w, : len(values)] = values
+    headers_WF = blocks.section("header")
+    headers_WF.copy_(torch.tensor([_LAYER, 1, 14, 2, 2, NOT_REFUSED, 0]))
+    headers_WF[:, SENT] = layout.capacity + 1 - 2 * torch.arange(world)
+    num_rows, status = world * layout.block_rows, DeviceStatus(world, _CPU)
+    columns = ReceivedColumns(
+        _SLOTS - 1,
+        torch.full((num_rows, k), 99, dtype=torch.int32),
+        torch.full((num_rows, k), 99.0),
+        torch.full((num_rows, layout.scales), 99.0) if layout.scales else None,
+        torch.full((num_rows,), 99, dtype=torch.int32) if layout.adapters else None,
+    )
+    limits = status.limits(Capacity(_TOKENS, _TOKENS))
+    header_F = headers_WF[0].clone()
+    read_blocks(blocks, columns, status=status, header_F=header_F, limits=limits)
+    written = {"slots": columns.slots_RK, "weights": columns.weights_RK}
+    if columns.scale_RG is not None:  # undefined for rows without a token
+        row = torch.arange(num_rows) % layout.block_rows
+        sent_R = headers_WF[:, SENT].clamp(max=layout.capacity).repeat_interleave(layout.block_rows)
+        written["scale"] = columns.scale_RG[row < sent_R]
+    if columns.adapters_R is not None:
+        written["adapters"] = columns.adapters_R
+    return {**written, **_state_of(CallCounter(status, _LAYER))}
+
+
+def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
+    """Sum blocks with each position of the block of this rank, then after a failed call."""
+    world, block_rows, hidden = ranks.world_size, 6, 65
+    generator = torch.Generator().manual_seed(1)
+    sums_SRH = torch.randn(2 * world, block_rows, hidden, generator=generator).bfloat16()
+    row_of_token_WT = torch.randint(
+        -1, block_rows, (world, 9), generator=generator, dtype=torch.int32
+    )
+    counter = CallCounter(DeviceStatus(world, _CPU), _LAYER)
+    outputs = torch.full((3, tokens, hidden + 8), 5.0, dtype=torch.bfloat16)
+    for call, local_block in enumerate((ranks.rank, world + ranks.rank, ranks.rank)):
+        if call == 2:
+            counter.status.mark_failed()
+        with lower_limits(enabled=call == 1):
+            sum_blocks(
+                BlockSums(sums_SRH, ranks, first_block=world, local_block=local_block),
+                outputs[call, :, :hidden],
+                None if is_single else row_of_token_WT,
+                counter,
+            )
+    return {"output": outputs, **_state_of(counter)}
+
+
+def _mask(ranks: Ranks) -> Tensors:
+    """Mask the pairs of other ranks. One slot of this rank has no expert."""
+    numbers_TK = torch.arange(-1, 3 * ranks.world_size * _SLOTS - 1, dtype=torch.int32).view(-1, 3)
+    weights_TK = torch.ones(numbers_TK.shape)
+    with lower_limits():
+        mask_remote_pairs(numbers_TK, weights_TK, ranks, _SLOTS - 1)
+    return {"slots": numbers_TK, "weights": weights_TK}
+
+
+def _count_and_verify() -> Tensors:
+    """Write the headers of two layers that share counters, and verify them with wrong ones."""
+    world = 3
+    status = DeviceStatus(world, _CPU)
+    counters = [CallCounter(status, layer) for layer in (1, 2)]
+    headers = torch.full((4, len(FIELDS)), -9)
+    for call, counter in enumerate((*counters, *counters)):
+        if call % 2:
+            counter.begin()
+        counter.write_header(headers[call], 3 + call, refusal=NOT_REFUSED if call < 3 else 2)
+    limits = status.limits(Capacity(_TOKENS, 4, equal_tokens=True))
+    states = [status.failed.clone()]
+    for changed in range(-1, len(FIELDS)):  # -1: no field is changed; the first failure is kept
+        headers_WF = headers[0].repeat(world, 1)
+        if changed >= 0:
+            headers_WF[1, changed] += 1
+        status.verify(headers_WF, headers[0], limits)
+        states += [status.failed.clone(), status._host_words.clone()]
+    written = {f"state {index}": state for index, state in enumerate(states)}
+    return {"headers": headers, **written, **_state_of(counters[0])}
+
+
+def _describe_difference(actual: Tensors, expected: Tensors) -> str:
+    """Return "equal bits", or where two operations have written different bits first."""
+    for name, tensor in expected.items():
+        bits, expected_bits = (
+            t.contiguous().flatten().view(torch.uint8) for t in (actual[name], tensor)
+        )
+        if not torch.equal(bits, expected_bits):
+            byte = int((bits != expected_bits).nonzero()[0])
+            return f"{name} differs from the reference, first in byte {byte}"
+    return "equal bits"
