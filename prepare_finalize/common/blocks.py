@@ -65,8 +65,8 @@ class BlockLayout:
     hidden: int
     dtype: torch.dtype
     top_k: int
-    scales: int = 0
-    adapters: bool = False
+    scales: int
+    adapters: bool
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:

@@ -101,12 +101,11 @@ def _quantize(
 ) -> None:
     if amax is not None:
         if isinstance(amax, torch.Tensor):
-            max_abs = amax.to(out.scale.dtype, copy=True)
+            out.scale.copy_(amax)
         else:
-            max_abs = out.scale.new_full((1,), amax)
+            out.scale.fill_(amax)
         # Divide by a tensor, as `quantize_rows` does, so that the scale is rounded the same way.
-        max_abs /= max_abs.new_full((), QMAX[scheme.activation])
-        out.scale.copy_(max_abs.clamp_(min=MIN_SCALE))
+        out.scale.div_(out.scale.new_full((), QMAX[scheme.activation])).clamp_(min=MIN_SCALE)
         scheme = replace(scheme, static=True)
     quantize_rows(x_TH, scheme, out=out)
 

@@ -434,19 +434,12 @@ class TorchGroup:
             self._in_flight.add(exchange)
         return exchange
 
-    def _wait(self, exchange: "Exchange") -> None:
-        self._check_open()
-        try:
-            self._wait_for(exchange.work, exchange.started_s + self.timeout_s)
-        except RuntimeError as error:
-            raise self._handle_failure(exchange.record, exchange.started_s, error) from error
-        self._finish(exchange)
-
-    def _wait_on_stream(self, exchange: "Exchange") -> None:
+    def _wait(self, exchange: "Exchange", wait: Callable[[Any, float], None]) -> None:
+        """Wait for an exchange with `_wait_for` or `_wait_on_stream`."""
         work = exchange.work
         self._check_open()  # the watchdog may have closed the manager and cleared exchange.work
         try:
-            work.wait()
+            wait(work, exchange.started_s + self.timeout_s)
         except RuntimeError as error:
             raise self._handle_failure(exchange.record, exchange.started_s, error) from error
         self._finish(exchange)
@@ -472,6 +465,13 @@ class TorchGroup:
                 raise RuntimeError("the exchange did not end in time")
             time.sleep(_POLL_S)
         work.wait()
+
+    def _wait_on_stream(self, work: Any, until_s: float) -> None:
+        """Make the current CUDA stream wait for a collective. On a CPU, the same as `_wait_for`."""
+        if self.device == "cuda":
+            work.wait()
+        else:
+            self._wait_for(work, until_s)
 
     def _close_connections(self) -> None:
         """Close every connection, so that ranks that wait for this one fail immediately."""
@@ -569,17 +569,14 @@ class Exchange:
 
     def wait(self) -> None:
         """Wait for the end of the exchange. Raise CommunicationError if it failed."""
-        self.manager._wait(self)
+        self.manager._wait(self, self.manager._wait_for)
 
     def wait_on_stream(self) -> None:
         """Make later work on the current CUDA stream wait for the end of the exchange.
 
         The host does not wait. On a CPU, this is the same as `wait`.
         """
-        if self.manager.device == "cpu":
-            self.wait()
-        else:
-            self.manager._wait_on_stream(self)
+        self.manager._wait(self, self.manager._wait_on_stream)
 
 
 def _describe_hosts(hosts: Hosts, peers: Sequence[int]) -> str:

@@ -36,10 +36,10 @@ from prepare_finalize.common.fixed_capacity import make_block_layouts
 CPU = torch.device("cpu")
 SLOTS = 4  # of each rank
 LAYOUTS = (
-    BlockLayout(6, 40, torch.bfloat16, 3),
+    BlockLayout(6, 40, torch.bfloat16, 3, scales=0, adapters=False),
     BlockLayout(6, 40, torch.float8_e4m3fn, 3, scales=5, adapters=True),
-    BlockLayout(3, 33, torch.int8, 1, scales=1),
-    BlockLayout(9, 7, torch.float32, 2, adapters=True),
+    BlockLayout(3, 33, torch.int8, 1, scales=1, adapters=False),
+    BlockLayout(9, 7, torch.float32, 2, scales=0, adapters=True),
 )
 WORLDS = (2, 3)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
