@@ -200,6 +200,16 @@ class PartDeclarations:
         """
         return {}
 
+    @classmethod
+    def operation_cases(cls) -> Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]:
+        """Return calls of the part's own operations on the CPU, by name, for `mk test`.
+
+        Each call makes its inputs, runs operations that have a kernel and a torch reference, and
+        returns the tensors that they have written. The same bits must be returned with both.
+        A call raises AssertionError if it knows that a result is wrong.
+        """
+        return {}
+
 
 class PrepareAndFinalize(PartDeclarations, ABC):
     """Quantizes and dispatches tokens before the experts, and combines the rows after them.

@@ -80,6 +80,12 @@ class CollectivePart(PackedRowsPart):
             for suffix, call in calls.items()
         }
 
+    @classmethod
+    def operation_cases(cls) -> Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]:
+        from prepare_finalize.collectives.operation_cases import list_cases
+
+        return list_cases()
+
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         if problem.graph or not self.manager.checked:

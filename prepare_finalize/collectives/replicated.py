@@ -86,6 +86,12 @@ class ReplicatedEPPrepareAndFinalize(HandshakePart):
 
         return {str(problem): partial(launch_headers, problem) for problem in problems()}
 
+    @classmethod
+    def operation_cases(cls) -> Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]:
+        from prepare_finalize.collectives.operation_cases import list_cases
+
+        return list_cases()
+
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         self._device_handshake: DeviceHandshake | None = None

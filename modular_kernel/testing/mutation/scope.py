@@ -36,6 +36,8 @@ NOT_MUTATED: tuple[tuple[str, str], ...] = (
     ("modular_kernel.interpreter.bounds", "finds overruns, part of the harness"),
     ("modular_kernel.interpreter.races", "finds races, part of the harness"),
     ("modular_kernel.interpreter.access_log", "finds races, part of the harness"),
+    ("prepare_finalize.*compile_cases", "launches kernels to compile them, part of the harness"),
+    ("prepare_finalize.*operation_cases", "runs operations to compare them, part of the harness"),
     ("modular_kernel.replay.launch.runtime", "selects the implementation of operations"),
     ("modular_kernel.replay.launch.launch", "launches kernels and reports why replay is off"),
     ("modular_kernel.replay.launch.record", "records for replay, which needs a GPU"),

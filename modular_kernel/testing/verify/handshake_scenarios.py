@@ -18,9 +18,9 @@ from modular_kernel.errors import CommunicationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.testing.cases.ranks import PLACEMENTS
 from modular_kernel.testing.cases.scenario_names import find_manager_class
-from modular_kernel.testing.verify.block_operations import check_block_operations
 from modular_kernel.testing.verify.failure_scenarios import SimulatedManager
 from modular_kernel.testing.verify.manager_scenarios import has_builtin_classes
+from modular_kernel.testing.verify.operation_cases import check_operation_cases
 from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from modular_kernel.testing.verify.scenario_context import ScenarioContext, capture_outcome
 
@@ -67,8 +67,7 @@ def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
     manager_class = find_manager_class(context.part)
     if "checked" not in inspect.signature(manager_class).parameters:
         return
-    if has_builtin_classes(context):
-        yield from check_block_operations()
+    yield from check_operation_cases(context.part)
     manager = manager_class(None, checked=False)
     parallel, tokens = context.case.problem.parallel, context.case.problem.tokens
     with_copies = PLACEMENTS["copies"](context.case.problem.experts, context.world_size)

@@ -1,22 +1,18 @@
-"""Checks for the "misunderstood" fault scenario: operations on blocks of rows and on headers.
+"""Cases of the operations on blocks of rows and on headers, for the test harness.
 
-Exchanges of a fixed capacity fill, read and sum blocks (`prepare_finalize.common.blocks`). Each of
-these operations has a kernel and a torch reference, and ranks with and without Triton must be able
-to exchange blocks. The checks run both on the same random inputs, and compare every bit that they
-write, including counters, headers and the bytes around them. They need no other rank, so that they
-also cover groups of other sizes, and positions of blocks that exchanges only use on a GPU.
+Exchanges of a fixed capacity fill, read and sum blocks (`common.blocks`). Each of these operations
+has a kernel and a torch reference, and ranks with and without Triton must be able to exchange
+blocks. The harness runs every case with both, and compares every bit that it returns: outputs,
+counters, headers, and the bytes around them. The cases need no other rank, so that they also cover
+groups of other sizes, and positions of blocks that exchanges only use on a GPU.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
-from modular_kernel.machine import prefer_torch_reference
-from modular_kernel.replay.launch.runtime import use_triton
-from modular_kernel.testing.verify.lowered_limits import lower_limits
-from modular_kernel.testing.verify.problem_scenarios import Outcomes
 from prepare_finalize.common.blocks import (
     BlockLayout,
     Blocks,
@@ -50,103 +46,37 @@ _LAYOUTS = (
     BlockLayout(_TOKENS, 33, torch.int8, 1, scales=1, adapters=False),
     BlockLayout(9, 7, torch.float32, 2, scales=0, adapters=True),
 )
-# Number of ranks, and the rank of this process.
-_RANKS = ((2, 0), (3, 1))
-# Numbers of tokens: none, one, few, and more than one program copies if limits are not lowered.
-_NUM_TOKENS = (0, 1, 3, 17)
+# Numbers of tokens: none, one, few, and more than one program copies by default.
+_NUM_TOKENS = (0, 1, 5, 17)
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def check_block_operations() -> Outcomes:
-    """Run each operation with its kernel and with its reference, and compare what they write.
-
-    Yields nothing if this process has no kernels to compare.
-    """
-    yield from _check_sizes()
-    yield _check_phases()
-    yield _check_slots()
-    if not use_triton(torch.zeros(1)):
-        return
-    for name, operation in _list_operations():
-        with prefer_torch_reference():
-            expected = operation()
-        yield f"{name}: {_describe_difference(operation(), expected)}", f"{name}: equal bits"
-
-
-def _check_sizes() -> Outcomes:
-    """Check that blocks are as small as their sections allow, and aligned."""
-    for layout in _LAYOUTS:
-        sections = [*layout.sections.values()]
-        ends = [start + math.prod(shape) * dtype.itemsize for start, shape, dtype in sections]
-        row_bytes = layout.hidden * layout.dtype.itemsize
-        next_smaller = layout.nbytes - _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes) * row_bytes
-        is_right = next_smaller < ends[-1] <= layout.nbytes == layout.block_rows * row_bytes
-        is_right &= layout.nbytes % _ALIGNMENT == 0
-        for end, (start, _, _) in zip(ends, sections[1:], strict=False):
-            is_right &= 0 <= start - end < _ALIGNMENT and start % _ALIGNMENT == 0
-        yield (
-            f"{layout}, {layout.nbytes} bytes: {is_right}",
-            f"{layout}, {layout.nbytes} bytes: True",
-        )
-
-
-def _check_phases() -> tuple[str, str]:
-    """Return the phases of three calls that begin, receive their rows, and of which one ends."""
-    status = DeviceStatus(2, _CPU)
-    counter, header_F = CallCounter(status, _LAYER), torch.zeros(len(FIELDS), dtype=torch.int64)
-    for call in range(3):
-        if call == 1:
-            counter.begin()
-        counter.write_header(header_F, 1, refusal=NOT_REFUSED)
-    phases = [f"{status.phase()} {status.progress()}"]
-    limits = status.limits(Capacity(_TOKENS, _TOKENS))
-    for _ in range(3):
-        status.verify(header_F.repeat(2, 1), header_F, limits)
-    phases.append(f"{status.phase()} {status.progress()}")
-    sums = BlockSums(torch.zeros(2, 1, 8), Ranks(0, 2, _SLOTS), first_block=0, local_block=0)
-    sum_blocks(sums, torch.zeros(1, 8), None, counter)
-    phases.append(f"{status.phase()} {status.progress()} {status.failure()}")
-    return "; ".join(phases), "dispatch (3, 0); combine (3, 0); combine (3, 1) None"
-
-
-def _check_slots() -> tuple[str, str]:
-    """Mask the pairs of other ranks. The last slot of this rank has no expert."""
-    numbers_TK = torch.tensor([[0, _SLOTS, -1], [2 * _SLOTS - 1, _SLOTS + 1, 2 * _SLOTS]])
-    slots_TK, weights_TK = numbers_TK.to(torch.int32), torch.ones(2, 3)
-    mask_remote_pairs(slots_TK, weights_TK, Ranks(1, 3, _SLOTS), _SLOTS - 1)
-    expected = "[[-1, 0, -1], [-1, 1, -1]] [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]"
-    return f"{slots_TK.tolist()} {weights_TK.tolist()}", expected
-
-
-def _list_operations() -> Iterator[tuple[str, Callable[[], Tensors]]]:
-    for world, rank in _RANKS:
+def list_cases() -> Mapping[str, Callable[[], Tensors]]:
+    """Return the cases by name; see `PrepareAndFinalize.operation_cases`."""
+    cases: dict[str, Callable[[], Tensors]] = {
+        "headers": _count_and_verify,
+        "phases": _report_phases,
+        "slots": _mask_known_pairs,
+    }
+    for index, layout in enumerate(_LAYOUTS):
+        cases[f"size of layout {index}"] = partial(_measure, layout)
+        ranks = Ranks(*((0, 2) if index % 2 else (1, 3)), _SLOTS)
+        cases[f"read_blocks, layout {index}"] = partial(_read, layout, ranks)
+        for tokens in _NUM_TOKENS:
+            for is_single in (False, True):
+                blocks = "one block" if is_single else f"{ranks.world_size} blocks"
+                cases[f"fill_blocks of {tokens} tokens, {blocks}, layout {index}"] = partial(
+                    _fill, layout, ranks, tokens, is_single=is_single
+                )
+    for rank, world in ((0, 2), (1, 3)):
         ranks = Ranks(rank, world, _SLOTS)
-        for index, layout in enumerate(_LAYOUTS):
-            where = f"layout {index} of rank {rank} of {world}"
-            for tokens in _NUM_TOKENS:
-                yield (
-                    f"fill_blocks of {tokens} tokens, {where}",
-                    partial(_fill, layout, ranks, tokens, is_single=False),
-                )
-            for tokens, is_lowered in ((0, False), (5, False), (17, True)):
-                yield (
-                    f"fill_blocks of {tokens} tokens for all ranks, {where}",
-                    partial(_fill, layout, ranks, tokens, is_single=True, is_lowered=is_lowered),
-                )
-            yield (
-                f"fill_blocks of 5 small tokens, {where}",
-                partial(_fill, layout, ranks, 5, is_single=False, is_lowered=True),
-            )
-            yield f"read_blocks, {where}", partial(_read, layout, ranks)
+        cases[f"mask_remote_pairs, rank {rank} of {world}"] = partial(_mask, ranks)
         for is_single in (False, True):
             for tokens in (0, 1, 5):
-                yield (
-                    f"sum_blocks of {tokens} tokens, single {is_single}, rank {rank} of {world}",
-                    partial(_sum, ranks, tokens, is_single=is_single),
-                )
-        yield f"mask_remote_pairs, rank {rank} of {world}", partial(_mask, ranks)
-    yield "headers", _count_and_verify
+                name = f"sum_blocks of {tokens} tokens, single {is_single}, rank {rank} of {world}"
+                cases[name] = partial(_sum, ranks, tokens, is_single=is_single)
+    return cases
 
 
 def _outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows:
@@ -167,10 +97,8 @@ def _outgoing_rows(layout: BlockLayout, world: int, tokens: int) -> OutgoingRows
     )
 
 
-def _fill(
-    layout: BlockLayout, ranks: Ranks, tokens: int, *, is_single: bool, is_lowered: bool = False
-) -> Tensors:
-    """Fill blocks twice, the second time with a refusal or with activations in place."""
+def _fill(layout: BlockLayout, ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
+    """Fill blocks twice; the second time, a single block has its activations already."""
     world = ranks.world_size
     rows = _outgoing_rows(layout, world, tokens)
     status = DeviceStatus(world, _CPU)
@@ -183,16 +111,15 @@ def _fill(
         header_F = torch.full((len(FIELDS) + 1,), -9)
         if call:
             counter.begin()
-        with lower_limits(enabled=is_lowered):
-            fill_blocks(
-                rows,
-                Blocks(bytes_SB, layout, ranks, local_block),
-                row_of_token_WT=None if is_single else row_of_token_WT,
-                counter=counter,
-                header_F=header_F[:-1],
-                refusal=NOT_REFUSED if tokens else 3,
-                x_in_place=is_single and bool(call),
-            )
+        fill_blocks(
+            rows,
+            Blocks(bytes_SB, layout, ranks, local_block),
+            row_of_token_WT=None if is_single else row_of_token_WT,
+            counter=counter,
+            header_F=header_F[:-1],
+            refusal=NOT_REFUSED if tokens else 3,
+            x_in_place=is_single and bool(call),
+        )
         tensors = {"blocks": bytes_SB, "rows": row_of_token_WT, "header": header_F}
         written |= {f"{name} of call {call}": tensor for name, tensor in tensors.items()}
     return {**written, "invalid": rows.invalid_count, **_state_of(counter)}
@@ -265,13 +192,12 @@ def _sum(ranks: Ranks, tokens: int, *, is_single: bool) -> Tensors:
     for call, local_block in enumerate((ranks.rank, world + ranks.rank, ranks.rank)):
         if call == 2:
             counter.status.mark_failed()
-        with lower_limits(enabled=call == 1):
-            sum_blocks(
-                BlockSums(sums_SRH, ranks, first_block=world, local_block=local_block),
-                outputs[call, :, :hidden],
-                None if is_single else row_of_token_WT,
-                counter,
-            )
+        sum_blocks(
+            BlockSums(sums_SRH, ranks, first_block=world, local_block=local_block),
+            outputs[call, :, :hidden],
+            None if is_single else row_of_token_WT,
+            counter,
+        )
     return {"output": outputs, **_state_of(counter)}
 
 
@@ -279,8 +205,7 @@ def _mask(ranks: Ranks) -> Tensors:
     """Mask the pairs of other ranks. One slot of this rank has no expert."""
     numbers_TK = torch.arange(-1, 3 * ranks.world_size * _SLOTS - 1, dtype=torch.int32).view(-1, 3)
     weights_TK = torch.ones(numbers_TK.shape)
-    with lower_limits():
-        mask_remote_pairs(numbers_TK, weights_TK, ranks, _SLOTS - 1)
+    mask_remote_pairs(numbers_TK, weights_TK, ranks, _SLOTS - 1)
     return {"slots": numbers_TK, "weights": weights_TK}
 
 
@@ -306,13 +231,44 @@ def _count_and_verify() -> Tensors:
     return {"headers": headers, **written, **_state_of(counters[0])}
 
 
-def _describe_difference(actual: Tensors, expected: Tensors) -> str:
-    """Return "equal bits", or where two operations have written different bits first."""
-    for name, tensor in expected.items():
-        bits, expected_bits = (
-            t.contiguous().flatten().view(torch.uint8) for t in (actual[name], tensor)
-        )
-        if not torch.equal(bits, expected_bits):
-            byte = int((bits != expected_bits).nonzero()[0])
-            return f"{name} differs from the reference, first in byte {byte}"
-    return "equal bits"
+def _measure(layout: BlockLayout) -> Tensors:
+    """Check that a block is as small as its aligned sections allow."""
+    sections, row_bytes = [*layout.sections.values()], layout.hidden * layout.dtype.itemsize
+    ends = [start + math.prod(shape) * dtype.itemsize for start, shape, dtype in sections]
+    unused = [start - end for end, (start, _, _) in zip(ends, sections[1:], strict=False)]
+    smaller = layout.nbytes - _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes) * row_bytes
+    assert smaller < ends[-1] <= layout.nbytes == layout.block_rows * row_bytes, layout
+    assert layout.nbytes % _ALIGNMENT == 0, layout
+    assert not any(start % _ALIGNMENT for start, _, _ in sections), layout
+    assert all(0 <= nbytes < _ALIGNMENT for nbytes in unused), layout
+    return {}
+
+
+def _report_phases() -> Tensors:
+    """Check the phases that are reported of three calls, one of which also ends."""
+    status = DeviceStatus(2, _CPU)
+    counter, header_F = CallCounter(status, _LAYER), torch.zeros(len(FIELDS), dtype=torch.int64)
+    for call in range(3):
+        if call == 1:
+            counter.begin()
+        counter.write_header(header_F, 1, refusal=NOT_REFUSED)
+    assert (status.phase(), status.progress()) == ("dispatch", (3, 0))
+    limits = status.limits(Capacity(_TOKENS, _TOKENS))
+    for _ in range(3):
+        status.verify(header_F.repeat(2, 1), header_F, limits)
+    assert (status.phase(), status.progress()) == ("combine", (3, 0))
+    sums = BlockSums(torch.zeros(2, 1, 8), Ranks(0, 2, _SLOTS), first_block=0, local_block=0)
+    sum_blocks(sums, torch.zeros(1, 8), None, counter)
+    assert (status.phase(), status.progress()) == ("combine", (3, 1))
+    assert status.failure() is None
+    return _state_of(counter)
+
+
+def _mask_known_pairs() -> Tensors:
+    """Check the slots of known pairs. The last slot of this rank has no expert."""
+    numbers_TK = torch.tensor([[0, _SLOTS, -1], [2 * _SLOTS - 1, _SLOTS + 1, 2 * _SLOTS]])
+    slots_TK, weights_TK = numbers_TK.to(torch.int32), torch.ones(2, 3)
+    mask_remote_pairs(slots_TK, weights_TK, Ranks(1, 3, _SLOTS), _SLOTS - 1)
+    assert slots_TK.tolist() == [[-1, 0, -1], [-1, 1, -1]]
+    assert weights_TK.tolist() == [[0, 1, 0], [0, 1, 0]]
+    return {"slots": slots_TK, "weights": weights_TK}
