@@ -63,6 +63,7 @@ setup(
             "select/*.json",
             "select/data/*.json",
             "testing/mutation/*.json",
+            "testing/verify/*.json",
         ],
         "prepare_finalize": ["py.typed"],
         "experts": ["py.typed", "triton/configs/data/**/*.json"],

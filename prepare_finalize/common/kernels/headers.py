@@ -101,15 +101,15 @@ def verify_headers(
     wrong = tl.zeros((PADDED,), tl.int32)
     for i in tl.static_range(3):  # layer, call and order
         value = tl.load(row + i, mask=is_rank, other=0)
-        wrong |= (value != tl.load(local_header_ptr + i)).to(tl.int32)
+        wrong |= value != tl.load(local_header_ptr + i)
     tokens = tl.load(row + TOKENS, mask=is_rank, other=0)
     rows = tl.load(row + ROWS, mask=is_rank, other=0)
     refusal = tl.load(row + REFUSAL, mask=is_rank, other=-1)
-    wrong |= ((tokens < 0) | (tokens > tl.load(limits_ptr))).to(tl.int32)
-    wrong |= ((rows < 0) | (rows > tl.load(limits_ptr + 1))).to(tl.int32)
+    wrong |= (tokens < 0) | (tokens > tl.load(limits_ptr))
+    wrong |= (rows < 0) | (rows > tl.load(limits_ptr + 1))
     equal_tokens = tl.load(limits_ptr + 2) > 0
-    wrong |= ((tokens != tl.load(local_header_ptr + TOKENS)) & equal_tokens).to(tl.int32)
-    wrong |= (refusal != -1).to(tl.int32)
+    wrong |= (tokens != tl.load(local_header_ptr + TOKENS)) & equal_tokens
+    wrong |= refusal != -1
     is_wrong = tl.max(tl.where(is_rank, wrong, 0), axis=0) > 0  # NaN-free: integer operands
     if is_wrong:
         if tl.load(failed_ptr) == 0:
