@@ -5,7 +5,7 @@ count whether (token, expert) pairs go to the nearest copy of an expert.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,10 +101,12 @@ def check_nearest_copies(context: ScenarioContext, manager: object) -> Outcomes:
     """Check that each pair is computed by the nearest copy of its expert.
 
     If every rank has all experts, no (token, expert) pair may leave its rank. If every host has all
-    experts, no pair may leave its host. Any copy gives the correct output, so the check counts the
+    experts, no pair may leave its host. Parts that do not prefer near copies must use all copies
+    evenly. Any copy gives the correct output, so the check counts the
     pairs that each rank computes.
     """
     if not prefers_near_copies(context.part):
+        yield from _check_copies_share_pairs(context, manager)
         return
     parallel, world_size = context.case.problem.parallel, context.world_size
     experts = tuple(range(context.case.problem.experts))
@@ -134,20 +136,57 @@ def _check_ranks_compute_own_pairs(
     )
     if placed_context is None:
         return
-    kernel = placed_context.make_kernel_on(manager)
-    apply, pair_counts = kernel.experts.apply, list[int]()
-
-    def apply_and_count(tokens: Any, **kwargs: Any) -> None:
-        has_ids = isinstance(tokens, ContiguousTokens)
-        pairs = tokens.routing.topk_ids_TK >= 0 if has_ids else tokens.counts_e
-        pair_counts.append(int(pairs.sum()))
-        apply(tokens, **kwargs)
-
-    kernel.experts.apply = apply_and_count  # type: ignore[method-assign]
-    yield placed_context.make_correct_call(kernel)
+    pair_counts = yield from _count_pairs_by_slot(placed_context, manager)
     counts: list[Any] = [None] * context.world_size
     pairs = int((placed_context.sample.inputs.routing.topk_ids_TK >= 0).sum())
-    dist.all_gather_object(counts, (pairs, sum(pair_counts)))
+    dist.all_gather_object(counts, (pairs, int(pair_counts.sum())))
     own_pairs, computed_pairs = (sum(counts[rank][i] for rank in ranks) for i in (0, 1))
     description = f"pairs computed by ranks {', '.join(map(str, ranks))}"
     yield f"{computed_pairs} {description}", f"{own_pairs} {description}"
+
+
+def _check_copies_share_pairs(context: ScenarioContext, manager: object) -> Outcomes:
+    """Check that the copies of experts share their pairs, of which each rank has a copy.
+
+    Expert 0 is on rank 0 alone, so that experts have different numbers of copies.
+    """
+    experts, world_size = tuple(range(context.case.problem.experts)), context.world_size
+    placement = Placement((experts, *(experts[1:],) * (world_size - 1)))
+    placed_context = context.for_changed_problem(
+        parallel=replace(context.case.problem.parallel, placement=placement, rank=0)
+    )
+    if placed_context is None:
+        return
+    pair_counts = yield from _count_pairs_by_slot(placed_context, manager)
+    copied = int(pair_counts[1 if context.rank == 0 else 0 :].sum())
+    sent = int((placed_context.sample.inputs.routing.topk_ids_TK > 0).sum())
+    counts: list[Any] = [None] * world_size
+    dist.all_gather_object(counts, (sent, copied))
+    num_sources = 1 if context.part.requires.replicated_input else world_size
+    total, computed = sum(sent for sent, _ in counts[:num_sources]), [c for _, c in counts]
+    # The copies take turns by token, so their shares differ by a token of each rank at most.
+    tolerance = num_sources * context.case.problem.top_k
+    is_even = all(abs(count - total / world_size) <= tolerance for count in computed)
+    text = f"{total} pairs with copied experts, {computed} by rank"
+    yield f"{text}: even {is_even and sum(computed) == total}", f"{text}: even True"
+
+
+def _count_pairs_by_slot(
+    context: ScenarioContext, manager: object
+) -> Generator[tuple[str, str], None, torch.Tensor]:
+    """Make a correct call; return the number of pairs of each slot of this rank, int64."""
+    kernel = context.make_kernel_on(manager)
+    apply, slots = kernel.experts.apply, len(context.case.problem.placement.slots[context.rank])
+    pair_counts = torch.zeros(slots, dtype=torch.int64)
+
+    def apply_and_count(tokens: Any, **kwargs: Any) -> None:
+        if isinstance(tokens, ContiguousTokens):
+            ids_TK = tokens.routing.topk_ids_TK
+            pair_counts.add_(torch.bincount(ids_TK[ids_TK >= 0].long(), minlength=slots))
+        else:
+            pair_counts.add_(tokens.counts_e)
+        apply(tokens, **kwargs)
+
+    kernel.experts.apply = apply_and_count  # type: ignore[method-assign]
+    yield context.make_correct_call(kernel)
+    return pair_counts

@@ -18,6 +18,7 @@ from modular_kernel.errors import CommunicationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.testing.cases.ranks import PLACEMENTS
 from modular_kernel.testing.cases.scenario_names import find_manager_class
+from modular_kernel.testing.verify.call_scenarios import check_nearest_copies
 from modular_kernel.testing.verify.failure_scenarios import SimulatedManager
 from modular_kernel.testing.verify.manager_scenarios import has_builtin_classes
 from modular_kernel.testing.verify.operation_cases import check_operation_cases
@@ -90,6 +91,7 @@ def check_calls_without_agreement(context: ScenarioContext) -> Outcomes:
             yield changed.make_correct_call(kernel)
         yield from check_device_handshake(changed, kernel)
         yield from _check_alignment(changed, kernel)
+    yield from check_nearest_copies(context, manager)
     manager.destroy()
 
 

@@ -1,0 +1,87 @@
+"""Operations of a part are compared with their references, and launches with a record."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.ops import quantize_tiles
+from modular_kernel.replay.launch.runtime import use_triton
+from modular_kernel.testing.verify import launch_plans
+from modular_kernel.testing.verify.launch_plans import find_changed_plans, list_calls, make_plan
+from modular_kernel.testing.verify.operation_cases import check_operation_cases
+from prepare_finalize.common import blocks
+
+Cases = Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]
+PART = "TorchAll2AllPrepareAndFinalize"
+
+
+def outcomes_of(cases: Cases) -> set[str]:
+    part: Any = SimpleNamespace(operation_cases=lambda: cases)
+    return {
+        outcome.rpartition(": ")[2]
+        for outcome, expected in check_operation_cases(part)
+        if outcome != expected
+    }
+
+
+def test_cases_of_the_block_operations_pass() -> None:
+    part = load_catalog().prepare_finalize(PART)
+    results = [*check_operation_cases(part)]
+    assert len(results) > 100
+    assert not [outcome for outcome, expected in results if outcome != expected]
+
+
+def test_a_kernel_that_differs_from_its_reference_is_found() -> None:
+    def differ() -> dict[str, torch.Tensor]:
+        one = torch.ones(3, dtype=torch.int32)
+        one[1] += int(use_triton(one))
+        return {"ones": one}
+
+    assert outcomes_of({"a": differ}) == {"ones differs from the reference, first in byte 4"}
+    assert not outcomes_of({"a": lambda: {"ones": torch.ones(3)}})
+
+
+def test_an_error_of_a_case_is_reported() -> None:
+    def fail() -> dict[str, torch.Tensor]:
+        raise AssertionError("wrong")
+
+    assert outcomes_of({"a": fail}) == {"wrong"}
+
+
+def test_cases_run_with_lowered_limits() -> None:
+    def read_limit() -> dict[str, torch.Tensor]:
+        limit = blocks._SCAN_PAIRS if use_triton(torch.zeros(1)) else 4096
+        return {"limit": torch.tensor([limit])}
+
+    (outcome,) = outcomes_of({"a": read_limit})
+    assert "limit differs" in outcome
+
+
+def test_recorded_plans_are_current() -> None:
+    assert find_changed_plans.__wrapped__() == ()
+
+
+def test_a_changed_tile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_tiles, "_VALUES_PER_TILE", 1024)
+    first = find_changed_plans.__wrapped__()[0]
+    assert first.startswith("quantize fp8_w8a8_block")
+    assert "BLOCK_ROWS=8" in first
+    assert "BLOCK_ROWS=16" in first
+
+
+def test_a_missing_and_an_additional_launch_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, call = next(iter(list_calls().items()))
+    for calls in ({name: lambda: None}, {name: lambda: (call(), call())}):
+        monkeypatch.setattr(launch_plans, "list_calls", lambda calls=calls: calls)
+        (message,) = find_changed_plans.__wrapped__()
+        assert "''" in message
+
+
+def test_a_plan_runs_nothing() -> None:
+    calls = list_calls()
+    static = [name for name in calls if "static=true 1 7168" in name]
+    assert [len(make_plan(calls[name])) for name in static] == [1]  # no maximum is computed
