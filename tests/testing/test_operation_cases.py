@@ -11,8 +11,9 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.ops import quantize_tiles
 from modular_kernel.replay.launch.runtime import use_triton
 from modular_kernel.testing.verify import launch_plans
-from modular_kernel.testing.verify.launch_plans import find_changed_plans, list_calls, make_plan
+from modular_kernel.testing.verify.launch_plans import find_changed_plans, make_plan
 from modular_kernel.testing.verify.operation_cases import check_operation_cases
+from modular_kernel.testing.verify.planned_calls import list_calls
 from prepare_finalize.common import blocks
 
 Cases = Mapping[str, Callable[[], Mapping[str, torch.Tensor]]]
