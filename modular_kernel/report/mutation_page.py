@@ -29,6 +29,15 @@ _METHOD = (
         "interpreter. The seed is the version of the package."
     ),
     (
+        "Changes that cannot have an effect on a valid call are not made: in messages, "
+        "docstrings, representations and assertions, among which is `strict=True` of `zip`; in the "
+        "value of masked lanes that are never stored; in the order of a loop of `|=`, `&=` or "
+        "`^=`; in a comparison of times by one reading of the clock; and in the constants of "
+        "`verify.lowered_limits`, which only divide work among programs, because the cases run "
+        "with two values of each. A condition that only guards a `raise` is negated, but not "
+        "changed in other ways."
+    ),
+    (
         "Each case that executes the changed line runs with and without the change. If any bit of "
         "the result differs, all checks of the case run; they also run in a dozen cases without a "
         "difference. The first check that fails kills the mutant. A hang, a crash and the "
@@ -38,6 +47,11 @@ _METHOD = (
         "Cases over several ranks run in separate processes over gloo. Some run a fault "
         "scenario, in which ranks disagree about a call, and check the error that each rank "
         "raises."
+    ),
+    (
+        "Choices that only make calls slower, such as too few programs, count as defects. Since "
+        "no value shows them, every case compares the grids and tiles of calls of the size of "
+        "models with a record, `verify/launch_plans.json`."
     ),
     (
         "Equivalent mutants are not counted. Each is reviewed: either the compiled code of all "

@@ -441,6 +441,7 @@ class TorchGroup:
         try:
             wait(work, exchange.started_s + self.timeout_s)
         except RuntimeError as error:
+            del work  # a reference to the work would keep connections open
             raise self._handle_failure(exchange.record, exchange.started_s, error) from error
         self._finish(exchange)
 

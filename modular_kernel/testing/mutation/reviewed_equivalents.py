@@ -26,6 +26,8 @@ class Equivalent:
         problems: number of random problems.
         forms: number of compiled variants of the kernels.
         beside: number of other mutants that were applied at the same time.
+        left_out: whether the mutant is no longer made, because no such mutant has an effect. The
+            entry remains for the records that list it.
         parts: names of the experts or exchange classes ("parts") for which the mutant is
             equivalent, because their pairings never pass inputs that would reveal it; () means all.
     """
@@ -35,6 +37,7 @@ class Equivalent:
     problems: int = 0
     forms: int = 0
     beside: int = 0
+    left_out: bool = False
     parts: tuple[str, ...] = ()
 
 
