@@ -59,8 +59,11 @@ def list_cases() -> Mapping[str, Callable[[], Tensors]]:
         "phases": _report_phases,
         "slots": _mask_known_pairs,
     }
-    for index, layout in enumerate(_LAYOUTS):
+    # A row of 16 bytes leaves no unused bytes after the header.
+    small = BlockLayout(3, 8, torch.bfloat16, 1, scales=0, adapters=False)
+    for index, layout in enumerate((*_LAYOUTS, small)):
         cases[f"size of layout {index}"] = partial(_measure, layout)
+    for index, layout in enumerate(_LAYOUTS):
         ranks = Ranks(*((0, 2) if index % 2 else (1, 3)), _SLOTS)
         cases[f"read_blocks, layout {index}"] = partial(_read, layout, ranks)
         for tokens in _NUM_TOKENS:

@@ -40,7 +40,6 @@ from prepare_finalize.common.device_status import (
 )
 
 _ALIGNMENT = 16  # bytes; every section begins at a multiple of it
-_HEADER_BYTES = 8 * len(FIELDS)
 _MAX_COPY_BYTES = 4096  # bytes of a row that a program of fill_blocks copies at a time
 _SCAN_PAIRS = 4096  # pairs that a program of fill_blocks reads at a time to count rows
 _MAX_SPLIT_TOKENS = 16  # maximum T for which several programs of fill_blocks share a row
@@ -90,8 +89,9 @@ class BlockLayout:
         """Size of a block divided by the size of a row of activations."""
         row_bytes = self.hidden * self.dtype.itemsize
         multiple = _ALIGNMENT // math.gcd(_ALIGNMENT, row_bytes)  # keeps every block aligned
-        start, _, _ = self.sections["header"]
-        return math.ceil((start + _HEADER_BYTES) / row_bytes / multiple) * multiple
+        start, shape, dtype = self.sections["header"]
+        end = start + math.prod(shape) * dtype.itemsize
+        return math.ceil(end / row_bytes / multiple) * multiple
 
     @cached_property
     def nbytes(self) -> int:
