@@ -73,10 +73,12 @@ def test_floor_by_hand() -> None:
 
 
 def test_floor_with_kept_top_k_counts_a_larger_output() -> None:
-    kept = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
+    kept_top_k = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
     load = [Load(32, 8, 1.0)]
-    more = compute_work(kept, NONE, load).bytes - compute_work(MIXTRAL, NONE, load).bytes
-    assert more == 16 * 4096 * 2  # K = 2 rows for each token instead of one
+    additional_bytes = (
+        compute_work(kept_top_k, NONE, load).bytes - compute_work(MIXTRAL, NONE, load).bytes
+    )
+    assert additional_bytes == 16 * 4096 * 2  # K = 2 rows for each token instead of one
 
 
 def test_operands_determine_the_peak() -> None:

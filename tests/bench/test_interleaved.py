@@ -316,10 +316,10 @@ def test_records_round_trip_and_are_merged(tmp_path: Path) -> None:
     report.write(path)
     loaded = Report.from_json(path.read_text(encoding="utf-8"))
     assert loaded == report
-    both = merge_reports([loaded, make_report(ROWS[2], missing=("a", "b"), stopped="x")])
-    assert both.rows == ROWS[:3]
-    assert both.missing == ("a", "b")
-    assert both.stopped == "x"
+    merged = merge_reports([loaded, make_report(ROWS[2], missing=("a", "b"), stopped="x")])
+    assert merged.rows == ROWS[:3]
+    assert merged.missing == ("a", "b")
+    assert merged.stopped == "x"
 
 
 def test_merged_reports_have_one_row_per_layer_and_case() -> None:
@@ -332,10 +332,10 @@ def test_merged_reports_have_one_row_per_layer_and_case() -> None:
         make_report(make_row("FusedMoE", 5.0), make_row("vllm_triton", 9.0, PEER), stopped="broke"),
         make_report(failed, stopped="broke"),
     ]
-    both = merge_reports(reports)
-    assert [(row.layer, row.us) for row in both.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
-    assert both.stopped == "broke"
-    (standing,) = summarize_leads(collect_case_times(both.rows))
+    merged = merge_reports(reports)
+    assert [(row.layer, row.us) for row in merged.rows] == [("FusedMoE", 5.0), ("vllm_triton", 8.0)]
+    assert merged.stopped == "broke"
+    (standing,) = summarize_leads(collect_case_times(merged.rows))
     assert standing.cases == 1
     assert standing.mean == pytest.approx(8.0 / 5.0)
 

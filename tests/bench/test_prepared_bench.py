@@ -29,7 +29,7 @@ pytestmark = NO_GPU
 launched = make_launched_fixture()
 mk = make_mk_fixture("bench", "--ms", "0.01")
 SIZES = {"hidden": 32, "intermediate": 32, "experts": 2, "top_k": 1}
-# 13 rows per expert; the path of 32-row tiles needs prepared weights
+# With 13 rows per expert, GroupedW4Path needs prepared weights.
 LAYER = replace(MXFP4, tokens=26, **SIZES)
 CASE = LayerCase("small", replace(LAYER, quant="none"), RoutingKind("uniform"))
 OPTIONS = (

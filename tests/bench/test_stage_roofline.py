@@ -86,8 +86,8 @@ def test_unknown_stages_have_no_work() -> None:
 
 def test_floor_is_the_maximum_of_three_limits() -> None:
     def floor(work: StageWork, link: float | None = None) -> tuple[float, str]:
-        results = compute_stage_roofline(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
-        return results.us, results.bound
+        roofline = compute_stage_roofline(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
+        return roofline.us, roofline.bound
 
     assert floor(StageWork(flops=3e6, read=1e3, weights=5e2, written=4e2)) == (3.0, "compute")
     assert floor(StageWork(read=1e3, weights=5e2, written=4e2)) == (pytest.approx(1.9), "memory")

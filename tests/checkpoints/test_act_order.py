@@ -39,29 +39,29 @@ def make_act_order_weights(**changes: Any) -> tuple[ExpertWeights, ExpertWeights
     """Return unquantized weights, the same weights in the act-order scheme, and the problem."""
     problem = replace(BASE, **changes)
     generator = torch.Generator().manual_seed(0)
-    unchecked_kernel = ExpertWeights(
+    unquantized = ExpertWeights(
         torch.randn(3, problem.w1_rows, 96, generator=generator),
         torch.randn(3, 96, 64, generator=generator),
     )
-    return unchecked_kernel, quantize_weights(unchecked_kernel, problem), problem
+    return unquantized, quantize_weights(unquantized, problem), problem
 
 
 def test_quantizer_sorts_columns_by_magnitude() -> None:
     """Each expert has its own permutation, in which every column occurs once."""
-    unchecked_kernel, weights, problem = make_act_order_weights()
+    unquantized, weights, problem = make_act_order_weights()
     assert weights.w1_order is not None
     assert torch.equal(weights.w1_order.sort(1).values, torch.arange(96).expand(3, 96).int())
     assert not torch.equal(weights.w1_order[0], weights.w1_order[1])
-    sorted_maxima = unchecked_kernel.w1.abs().amax(1).gather(1, weights.w1_order.long())
+    sorted_maxima = unquantized.w1.abs().amax(1).gather(1, weights.w1_order.long())
     assert (sorted_maxima.diff(dim=1) <= 0).all()
-    error = (dequantize_weights(weights, "w1", problem) - unchecked_kernel.w1).abs().max()
-    assert error < unchecked_kernel.w1.abs().max() / 7
+    error = (dequantize_weights(weights, "w1", problem) - unquantized.w1).abs().max()
+    assert error < unquantized.w1.abs().max() / 7
     # With another order, the same codes represent other weights.
     identity_order = torch.arange(96).int().expand(3, 96).contiguous()
     with_identity_order = dequantize_weights(
         replace(weights, w1_order=identity_order), "w1", problem
     )
-    assert (with_identity_order - unchecked_kernel.w1).abs().max() > 1
+    assert (with_identity_order - unquantized.w1).abs().max() > 1
 
 
 def test_argsort_by_group_refuses_unequal_groups() -> None:
@@ -89,9 +89,9 @@ def test_invalid_w1_order_is_refused(
     check_weights_quantized(weights, problem, CPU)
     with pytest.raises(error, match=need):
         check_weights_quantized(replace(weights, w1_order=value), problem, CPU)
-    with_identity_order = replace(problem, quant=INT4.replace("act_order", "group"))
+    without_order = replace(problem, quant=INT4.replace("act_order", "group"))
     with pytest.raises(WeightsError, match="w1_order: got a tensor, need None"):
-        check_weights_quantized(weights, with_identity_order, CPU)
+        check_weights_quantized(weights, without_order, CPU)
 
 
 def test_out_of_range_column_reads_zero_or_is_refused_if_checked() -> None:

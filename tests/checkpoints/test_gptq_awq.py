@@ -171,19 +171,21 @@ def test_from_awq_decodes_known_words() -> None:
 
 def test_stacked_experts_are_imported() -> None:
     each = [random_groups(seed=seed) for seed in range(3)]
-    pack_columns = [pack_gptq(v, z) for v, z, _ in each]
+    packed = [pack_gptq(v, z) for v, z, _ in each]
     imported = from_gptq(
-        torch.stack([q for q, _ in pack_columns]),
-        torch.stack([rows.T for *_, rows in each]),
-        torch.stack([z for _, z in pack_columns]),
+        torch.stack([q for q, _ in packed]),
+        torch.stack([scales.T for *_, scales in each]),
+        torch.stack([z for _, z in packed]),
         group=16,
     )
     assert imported.w.shape == (3, 16, 32)
     assert imported.zero_point is not None
     assert imported.zero_point.shape == (3, 8, 4)
-    for e, (v, z, rows) in enumerate(each):
+    for e, (v, z, scales) in enumerate(each):
         expert_weights = GroupWeights(imported.w[e], imported.scale[e], imported.zero_point[e], 16)
-        torch.testing.assert_close(dequantized(expert_weights), dequantize_by_hand(v, z, rows, 16))
+        torch.testing.assert_close(
+            dequantized(expert_weights), dequantize_by_hand(v, z, scales, 16)
+        )
 
 
 def test_drop_zero_points_requires_symmetric_weights() -> None:
@@ -346,12 +348,12 @@ def test_imported_weights_are_valid_layer_weights() -> None:
         w1 = random_groups(32, 128, group_size or 128)
         w2 = random_groups(128, 64, group_size or 64)
         up, down = (
-            from_gptq(pack_gptq(v, z)[0][None], rows.T[None], pack_gptq(v, z)[1][None], group=group)
-            for v, z, rows in (w1, w2)
+            from_gptq(pack_gptq(v, z)[0][None], s.T[None], pack_gptq(v, z)[1][None], group=group)
+            for v, z, s in (w1, w2)
         )
         down = shard_columns(down, 1, 2)
-        expert_weights = down.group if group == 64 else 128
-        up, down = regroup(up, expert_weights), regroup(down, expert_weights)
+        group_size = down.group if group == 64 else 128
+        up, down = regroup(up, group_size), regroup(down, group_size)
         assert up.quant == down.quant == f"int4_w4a16_group:group={group_left},zero_points=true"
         weights = ExpertWeights(
             up.w,
@@ -361,8 +363,8 @@ def test_imported_weights_are_valid_layer_weights() -> None:
             w1_zero_point=up.zero_point,
             w2_zero_point=down.zero_point,
         )
-        imported = Problem(2, 128, 32, 1, 1, activation="relu2", quant=up.quant)
-        check_weights_quantized(weights, imported, torch.device("cpu"))
+        problem = Problem(2, 128, 32, 1, 1, activation="relu2", quant=up.quant)
+        check_weights_quantized(weights, problem, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("value", [None, 3, "words", [[1]], 2.5])

@@ -122,12 +122,12 @@ def test_codes_and_scales_equal_the_files(kind: str, tp: int, tmp_path: Path) ->
     sample = write(tmp_path, "gpt_oss", kind, intermediate=INTERMEDIATE_BY_FORMAT[kind])
     whole = codes_and_scales(mk.load_experts(tmp_path, 0))
     for rank in load_all_ranks(sample, (1, tp)):
-        rank_tensors, (first, last_rank) = codes_and_scales(rank), rank.columns
+        rank_tensors, (first, end) = codes_and_scales(rank), rank.columns
         assert rank_tensors.keys() == whole.keys()
         for name, tensor in rank_tensors.items():
             axis = 2  # the axis of I in both w1 and w2
-            without_padding = tensor.narrow(axis, 0, last_rank - first)
-            stored = whole[name].narrow(axis, first, last_rank - first)
+            without_padding = tensor.narrow(axis, 0, end - first)
+            stored = whole[name].narrow(axis, first, end - first)
             assert torch.equal(without_padding.contiguous().view(torch.uint8), _bytes(stored)), name
             if name.endswith("_scale"):
                 assert tensor.isfinite().all()
@@ -223,18 +223,18 @@ def test_shares_quantized_while_loading_have_the_scales_of_the_layer(
     w1 = w1.unflatten(1, (parts, -1))
     for t in range(2):
         rank = mk.load_experts(tmp_path, 0, tp=(t, 2), quantize=scheme)
-        first, last_rank = rank.columns
+        first, end = rank.columns
         got_w1, got_w2 = dequantized_weights(rank)
-        got_w1, count = got_w1.unflatten(1, (parts, -1)), last_rank - first
+        got_w1, count = got_w1.unflatten(1, (parts, -1)), end - first
         if not problem.scheme.matrix_scales:  # in nvfp4, each share has its own matrix scale
             # In the whole layer, blocks can have rows of both gate and up. In a rank, blocks end
             # with the gate rows.
             has_mixed_blocks = family == "mixtral" and problem.scheme.granularity == "block"
-            assert has_mixed_blocks or torch.equal(got_w1[:, :, :count], w1[:, :, first:last_rank])
-            assert torch.equal(got_w2[..., :count], w2[..., first:last_rank])
+            assert has_mixed_blocks or torch.equal(got_w1[:, :, :count], w1[:, :, first:end])
+            assert torch.equal(got_w2[..., :count], w2[..., first:end])
         assert not got_w1[:, :, count:].any()
         assert not got_w2[..., count:].any()
-    assert sample.w2.shape[2] == last_rank
+    assert sample.w2.shape[2] == end
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,9 @@ def test_every_split_covers_the_intermediate_dimension() -> None:
                     continue
                 split = split_intermediate(intermediate, world, scheme)
                 shares = [split.columns(rank) for rank in range(world)]
-                assert [first for first, _ in shares[1:]] == [
-                    last_rank for _, last_rank in shares[:-1]
-                ]
+                assert [first for first, _ in shares[1:]] == [end for _, end in shares[:-1]]
                 assert (shares[0][0], shares[-1][1]) == (0, intermediate)
-                assert all(0 < last_rank - first <= split.width for first, last_rank in shares)
+                assert all(0 < end - first <= split.width for first, end in shares)
                 assert split.is_padded == (split.width * world > intermediate)
                 has_whole_row_groups = (scheme.group[-1:] or (1,))[0] >= intermediate
                 if world > 1 and not has_whole_row_groups:

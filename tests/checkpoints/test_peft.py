@@ -81,10 +81,10 @@ def test_ep_ranks_load_their_experts(kind: str) -> None:
         load_adapter(GOLDEN / kind, 1, share),
         load_adapter(GOLDEN / kind, 1, partial, ep=(1, 2)),
     ):
-        for got_delta, want_delta in zip(
+        for got_product, want_product in zip(
             products(got, share), products(all_experts, PROBLEM), strict=True
         ):
-            assert torch.equal(got_delta, want_delta[2:])
+            assert torch.equal(got_product, want_product[2:])
     with pytest.raises(ConfigurationError, match="ep: got 4 experts on rank 0 of 1, need 2"):
         load_adapter(GOLDEN / kind, 1, partial)
 

@@ -58,7 +58,7 @@ def test_traces_have_the_stages_and_reports_have_their_times(
     outer = events[stages.EXPERTS]
     for name in inner:
         assert outer["ts"] <= events[name]["ts"]
-        assert _end(events[name]) <= _end(outer)
+        assert _get_end(events[name]) <= _get_end(outer)
     rows = {row["stage"]: row for row in record["stages"]}
     assert set(rows) == set(events) - {"mk::barrier"}
     assert all(row["host_us"] > 0 for row in rows.values())
@@ -72,7 +72,7 @@ def test_traces_have_the_stages_and_reports_have_their_times(
     assert rank["sum_to_span"] == pytest.approx(1, abs=0.1)
 
 
-def _end(event: dict[str, Any]) -> float:
+def _get_end(event: dict[str, Any]) -> float:
     end: float = event["ts"] + event["dur"]
     return end
 

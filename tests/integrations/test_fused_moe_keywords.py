@@ -307,10 +307,10 @@ def test_one_scale_expanded_over_the_experts() -> None:
     x_TH, weights, routing = make_layer(problem)
     scales = {name: torch.tensor([0.01]).expand(E) for name in ("w1_scale", "w2_scale")}
     got = call_fused_experts(x_TH, weights, routing, use_fp8_w8a8=True, **scales)
-    without_biases = replace(
+    contiguous_weights = replace(
         weights, **{name: scale.contiguous() for name, scale in scales.items()}
     )
-    assert_close(got, float64_reference(x_TH, without_biases, routing, problem), 0.1)
+    assert_close(got, float64_reference(x_TH, contiguous_weights, routing, problem), 0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

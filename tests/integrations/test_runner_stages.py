@@ -193,16 +193,16 @@ INCOMPLETE = {
 
 
 @pytest.mark.usefixtures("pools")
-@pytest.mark.parametrize("given", INCOMPLETE)
-def test_incomplete_pairs_are_reported(given: str) -> None:
-    kinds, lacks = INCOMPLETE[given]
+@pytest.mark.parametrize("missing", INCOMPLETE)
+def test_incomplete_pairs_are_reported(missing: str) -> None:
+    kinds, lacks = INCOMPLETE[missing]
     for kind in kinds:
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
-    found = [broken for broken in list_broken_stages() if lacks in broken.error]
-    assert len(found) == 1
-    assert found[0].name.startswith("x")
-    assert found[0].origin.startswith("test_runner_stages:")
+    broken_stages = [broken for broken in list_broken_stages() if lacks in broken.error]
+    assert len(broken_stages) == 1
+    assert broken_stages[0].name.startswith("x")
+    assert broken_stages[0].origin.startswith("test_runner_stages:")
     for kind in ("pre-permute", "post-permute", "core"):
         register, source, _ = REGISTER[kind]
         register(source)  # type: ignore[arg-type]
@@ -211,7 +211,9 @@ def test_incomplete_pairs_are_reported(given: str) -> None:
 
 def test_our_pairs_are_complete() -> None:
     assert [
-        half for half in runner.find_unused_registrations() if not half.name.startswith("x")
+        registration
+        for registration in runner.find_unused_registrations()
+        if not registration.name.startswith("x")
     ] == []
 
 
@@ -242,9 +244,9 @@ def test_a_backend_of_another_package_is_verified_by_its_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "toy_moe", SOURCE)
-    half = "from modular_kernel.runner import register_pre_permute\nPARTS = ()\n\n\n"
-    half += '@register_pre_permute("standard", "half")\ndef pre(call):\n    return None\n'
-    install(tmp_path, "half_moe", half)
+    incomplete = "from modular_kernel.runner import register_pre_permute\nPARTS = ()\n\n\n"
+    incomplete += '@register_pre_permute("standard", "half")\ndef pre(call):\n    return None\n'
+    install(tmp_path, "half_moe", incomplete)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     _, listed = mk("list")
     assert {"ToyExperts", "FusedToyExperts"} <= {part["name"] for part in listed["parts"]}
@@ -256,6 +258,6 @@ def test_a_backend_of_another_package_is_verified_by_its_entry_point(
     code, proven = mk("test", *pair, "--level", "full")
     assert (code, proven["pairs"][0]["failures"]) == (0, [])
     assert proven["pairs"][0]["cases"] >= 60
-    code, told = mk("test", "--mutate", "FusedToyExperts", "--mutants", "0", *pair)
-    assert (code, told["ok"]) == (0, True)
-    assert len(told["calls"]) >= 60
+    code, report = mk("test", "--mutate", "FusedToyExperts", "--mutants", "0", *pair)
+    assert (code, report["ok"]) == (0, True)
+    assert len(report["calls"]) >= 60

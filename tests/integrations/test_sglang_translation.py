@@ -66,14 +66,14 @@ def sglang_quant_info(weights: ExpertWeights, **flags: Any) -> TritonMoeQuantInf
 
 def test_fields_of_the_config_are_read_by_name() -> None:
     backend = SimpleNamespace(value="modular_kernel")
-    theirs = SGLangConfig(
+    sglang_config = SGLangConfig(
         num_experts=8, num_local_experts=4, layer_id=3, layer=torch.nn.Identity(), top_k=2,
         runner_backend=backend, params_dtype=torch.bfloat16, gemm1_alpha=1.7, gemm1_clamp_limit=7.0,
         no_combine=True, inplace=False, routed_scaling_factor=2.5, num_fused_shared_experts=0,
     )  # fmt: skip
-    ours = translation.convert_runner_config(theirs)
+    ours = translation.convert_runner_config(sglang_config)
     for name in SGLANG_FIELDS.keys() - {"layer", "runner_backend"}:
-        assert getattr(ours, name) == getattr(theirs, name), name
+        assert getattr(ours, name) == getattr(sglang_config, name), name
     assert (ours.layer, ours.runner_backend) == (None, None)
     assert translation.convert_runner_config(SGLangConfig()) == MoeRunnerConfig()
 
@@ -150,12 +150,12 @@ def make_sglang_dispatch(x_TH: torch.Tensor, routing: Routing) -> DispatchOutput
 def test_flags_of_the_quant_info_determine_the_scheme(quant: str) -> None:
     problem = replace(BASE, quant=quant, routed_scaling_factor=2.0)
     x_TH, weights, routing = make_layer(problem)
-    theirs = sglang_quant_info(weights, **FLAGS[quant])
-    info, interleaved = translation.convert_quant_info(theirs)
+    sglang_config = sglang_quant_info(weights, **FLAGS[quant])
+    info, interleaved = translation.convert_quant_info(sglang_config)
     assert (info.scheme(), interleaved) == (quant, False)
     config = SGLangConfig(routed_scaling_factor=2.0, inplace=False, num_experts=E)
     runner = LayerRunner(config, pytest.fail)
-    got = runner.run(make_sglang_dispatch(x_TH, routing), theirs, config)
+    got = runner.run(make_sglang_dispatch(x_TH, routing), sglang_config, config)
     assert_close(
         got, float64_reference(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5
     )
@@ -188,22 +188,26 @@ def test_unsupported_calls_have_a_reason() -> None:
 
 def test_first_call_determines_the_runner_of_the_layer(caplog: pytest.LogCaptureFixture) -> None:
     x_TH, weights, routing = make_layer(BASE)
-    dispatch_output, theirs = make_sglang_dispatch(x_TH, routing), sglang_quant_info(weights)
+    dispatch_output, sglang_config = make_sglang_dispatch(x_TH, routing), sglang_quant_info(weights)
     config = SGLangConfig(layer_id=9, hidden_size=x_TH.shape[1] + 1)
     runner = LayerRunner(config, lambda *arguments: arguments)
     for _ in range(2):
-        assert runner.run(dispatch_output, theirs, config) == (dispatch_output, theirs, config)
+        assert runner.run(dispatch_output, sglang_config, config) == (
+            dispatch_output,
+            sglang_config,
+            config,
+        )
     (record,) = caplog.records
     assert record.getMessage().startswith("MoE layer 9 runs on SGLang's triton, not modular_kern")
     assert runner.refusal == "x: got 64 hidden values, need hidden_size = 65"
     # If the first call ran on modular_kernel, a later unsupported call raises an error.
     config = SGLangConfig(inplace=False)
     runner = LayerRunner(config, pytest.fail)
-    runner.run(dispatch_output, theirs, config)
+    runner.run(dispatch_output, sglang_config, config)
     with pytest.raises(UnsupportedError, match="use_mxfp8"):
-        runner.run(dispatch_output, replace(theirs, use_mxfp8=True), config)
+        runner.run(dispatch_output, replace(sglang_config, use_mxfp8=True), config)
     with pytest.raises(UnsupportedError, match="fuse_swiglu_interleaved: got True, need False"):
-        runner.run(dispatch_output, replace(theirs, fuse_swiglu_interleaved=True), config)
+        runner.run(dispatch_output, replace(sglang_config, fuse_swiglu_interleaved=True), config)
 
 
 def test_torch_runs_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,14 +53,14 @@ def make_module(case: str) -> torch.nn.Module:
         k != "hidden_act"},
     )  # fmt: skip
     config.hidden_act = options.get("hidden_act", "silu")
-    given = {"block_size": (B, B), **{k: v for k, v in options.items() if k not in CONFIG}}
-    gate = given.get("has_gate", True)
+    module_options = {"block_size": (B, B), **{k: v for k, v in options.items() if k not in CONFIG}}
+    gate = module_options.get("has_gate", True)
     decorated = use_experts_implementation(
         type("FP8Experts", (FP8Experts,), {}),
         experts_interface=ALL_FP8_EXPERTS_FUNCTIONS,
         has_gate=gate,
     )
-    module = decorated(config, **given).requires_grad_(False).eval()
+    module = decorated(config, **module_options).requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(0)
     for name, projections in (("gate_up_proj" if gate else "up_proj", 1 + gate), ("down_proj", 1)):
         weight = getattr(module, name)
@@ -74,7 +74,7 @@ def make_module(case: str) -> torch.nn.Module:
             values = torch.randn(weight.shape, generator=generator) * 100
             setattr(module, name, parameter(values.to(FP8)))
             rows = weight.shape[1] // projections
-            tiles = -(-rows // B) if given["block_size"] else 1
+            tiles = -(-rows // B) if module_options["block_size"] else 1
             shape = (E, projections * tiles, scale.shape[2])
             scale = torch.randn(shape, generator=generator).exp2() / 500
         dtype = getattr(module, scale_name).dtype
@@ -171,11 +171,11 @@ def test_weights_are_not_copied() -> None:
 @pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two", "float4"])
 def test_a_module_is_one_operator_of_a_graph(case) -> None:
     torch.compiler.reset()
-    module, given = make_module(case), inputs(9)
+    module, arguments = make_module(case), inputs(9)
     module.config._experts_implementation = register(*OURS)
     with torch.no_grad():
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(*given), module(*given))
+        assert torch.equal(compiled(*arguments), module(*arguments))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -184,22 +184,22 @@ def test_scales_changed_between_calls_are_used(case, compiled) -> None:
     """Scales that are replaced, written, or have another block size, which contradicts the
     weights."""
     torch.compiler.reset()
-    module, given = make_module(case), inputs(9)
+    module, arguments = make_module(case), inputs(9)
     module.config._experts_implementation = register(*OURS)
     run = torch.compile(module, backend="eager") if compiled else module
-    x, ids, scores = given[0].double(), given[1], given[2].double()
+    x, ids, scores = arguments[0].double(), arguments[1], arguments[2].double()
     with torch.no_grad():
-        before = run(*given)
+        before = run(*arguments)
         scale = module.down_proj_scale_inv
         module.down_proj_scale_inv = parameter(scale.float().flip(0).to(scale.dtype))
-        after = run(*given)
+        after = run(*arguments)
         assert relative(after, before) > 0.1
         assert relative(after, exact(module, x, ids, scores)) <= bound_of(module)
         module.down_proj_scale_inv.copy_(scale)
-        assert torch.equal(run(*given), before)
+        assert torch.equal(run(*arguments), before)
         module.block_size = (2 * B, 2 * B)
         with pytest.raises(InputError, match="scale"):
-            run(*given)
+            run(*arguments)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -211,13 +211,13 @@ def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
     if compiled:
         torch.compiler.reset()
         run = torch.compile(module, fullgraph=True, backend="aot_eager")
-    given = x.requires_grad_(), scores.requires_grad_()
+    arguments = x.requires_grad_(), scores.requires_grad_()
     weight = torch.randn(13, H, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     (run(x, ids, scores) * weight).sum().backward()
-    doubled = [tensor.detach().double().requires_grad_() for tensor in given]
+    doubled = [tensor.detach().double().requires_grad_() for tensor in arguments]
     (exact(module, doubled[0], ids, doubled[1]) * weight).sum().backward()
-    assert relative(given[0].grad, doubled[0].grad) <= bound_of(module)
-    assert relative(given[1].grad, doubled[1].grad) <= bound_of(module)
+    assert relative(arguments[0].grad, doubled[0].grad) <= bound_of(module)
+    assert relative(arguments[1].grad, doubled[1].grad) <= bound_of(module)
 
 
 def test_unsupported_modules_are_refused_by_name() -> None:

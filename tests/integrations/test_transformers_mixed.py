@@ -80,17 +80,17 @@ def write(
     for layer, kind in (attention or {}).items():
         name = f"model.layers.{layer}.self_attn.o_proj."
         rows, depth = stored_tensors.pop(f"{name}weight").shape
-        made = CHECKPOINT_FORMATS[kind].make(rows, depth, generator, 1.0)
-        stored_tensors |= {name + part: tensor for part, tensor in made.tensors.items()}
-        exact[f"{name}weight"] = made.values.float()
+        matrix = CHECKPOINT_FORMATS[kind].make(rows, depth, generator, 1.0)
+        stored_tensors |= {name + part: tensor for part, tensor in matrix.tensors.items()}
+        exact[f"{name}weight"] = matrix.values.float()
     config = json.loads((folder / "config.json").read_text())
     exact_folder = folder / "truth"
-    for path, content, given in (
+    for path, content, layer_config in (
         (folder, stored_tensors, config | {"quantization_config": quantization}),
         (exact_folder, exact, config),
     ):
         path.mkdir(exist_ok=True)
-        (path / "config.json").write_text(json.dumps(given))
+        (path / "config.json").write_text(json.dumps(layer_config))
         content = {name: tensor.contiguous() for name, tensor in content.items()}
         save_file(content, path / "model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(exact_folder, dtype=torch.float32).double().eval()

@@ -29,14 +29,14 @@ def model() -> Any:
         moe_shared_expert_intermediate_size=32, mlp_hidden_act="relu2",
     )  # fmt: skip
     torch.manual_seed(0)
-    made = NemotronHForCausalLM(config).to(DEVICE).eval()
-    for name, parameter in made.named_parameters():
+    result = NemotronHForCausalLM(config).to(DEVICE).eval()
+    for name, parameter in result.named_parameters():
         if "experts" in name or "gate.weight" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    for name, buffer in made.named_buffers():
+    for name, buffer in result.named_buffers():
         if "e_score_correction_bias" in name:
             torch.nn.init.normal_(buffer, std=0.1)
-    return made
+    return result
 
 
 def _logits(model: Any, implementation: str, tokens: int) -> torch.Tensor:

@@ -218,14 +218,14 @@ def test_parts_without_adapters_use_the_product_of_the_factors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = served_model()
-    got, made = products_of(model, monkeypatch)
-    assert made == []
+    got, multiplied = products_of(model, monkeypatch)
+    assert multiplied == []
     requires = TorchExperts.requires
     without_lora = type("Bare", (TorchExperts,), {"requires": replace(requires, lora=False)})
     name = register("MoEPrepareAndFinalizeNoEP", without_lora, name="without")
     model.base_model.model.set_experts_implementation(name)
-    product, made = products_of(model, monkeypatch)
-    assert sorted(made) == ["down_proj"] * 2 + ["gate_up_proj"] * 2
+    product, multiplied = products_of(model, monkeypatch)
+    assert sorted(multiplied) == ["down_proj"] * 2 + ["gate_up_proj"] * 2
     assert_same(product, got)
 
 
@@ -243,8 +243,8 @@ def test_unsupported_states_of_a_wrapper_run_in_peft(
         model.base_model.model.set_experts_implementation("eager")
     else:
         model.base_model.set_adapter(["default", "second"] if change == "two" else "second")
-    got, made = products_of(model, monkeypatch)
-    assert len(made) == (0 if change == "merged" else 4)
+    got, multiplied = products_of(model, monkeypatch)
+    assert len(multiplied) == (0 if change == "merged" else 4)
     model.base_model.model.set_experts_implementation("eager")
     assert_same(got, logits_of(model))
 
@@ -257,8 +257,8 @@ def test_training_mode_runs_in_peft_unless_gradients_are_refused(
     pass without them.
     """
     model = served_model(gradients=gradients, name=gradients).train()
-    got, made = products_of(model, monkeypatch)
-    assert len(made) == products
+    got, multiplied = products_of(model, monkeypatch)
+    assert len(multiplied) == products
     assert_same(got, logits_of(model.eval()))
 
 
@@ -268,8 +268,8 @@ def test_a_second_adapter_replaces_the_first(monkeypatch: pytest.MonkeyPatch) ->
     model.add_adapter("second", peft.LoraConfig(**KINDS["qwen3"][2], init_lora_weights=False))
     model.set_adapter("second")
     model.eval()
-    got, made = products_of(model, monkeypatch)
-    assert made == []
+    got, multiplied = products_of(model, monkeypatch)
+    assert multiplied == []
     assert not torch.allclose(got[0], first)
     model.base_model.model.set_experts_implementation("eager")
     assert_same(got, logits_of(model))

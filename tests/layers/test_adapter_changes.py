@@ -233,7 +233,7 @@ def test_interrupts_at_any_line_leave_the_layers_consistent(
 
 
 @pytest.mark.parametrize("scaling", [1e39, -1e300, 1e-60])
-def test_scaling_outside_float32_takes_no_slot(scaling: float) -> None:
+def test_refused_scaling_leaves_slots_free(scaling: float) -> None:
     problem = make_base_layer().problem
     manager = LoRAManager(problem, "adapters=2,rank=5,a13=shared", [3, 4], mode="parallel_delta")
     adapter = make_adapter(4, 1)

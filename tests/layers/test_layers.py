@@ -292,7 +292,7 @@ def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.Mo
         make_layer(with_biases),
         make_layer(sample, (0, 2)),
     ]
-    rng, weights_before, warm_bytes = random.Random(1), [], 0
+    rng, outputs, warm_bytes = random.Random(1), [], 0
     x_TH, logits = sample.x_TH, sample.logits
     for call in range(1000):
         tokens = rng.choice((0, 1, rng.randint(2, 60), rng.randint(61, 600)))
@@ -301,14 +301,14 @@ def test_a_thousand_calls_leak_no_memory_and_keep_outputs(monkeypatch: pytest.Mo
         layer = layers[rng.randrange(4)]
         got = layer(x_TH[rows], logits[rows])
         if call % 100 == 0:
-            weights_before.append((layer, rows, got, got.clone()))
+            outputs.append((layer, rows, got, got.clone()))
         if call == 300:
             gc.collect()
             warm_bytes = resident_bytes()
     gc.collect()
     assert len(cache.kernels) == 3 * len({plan_capacity(n) for n in range(601)})
     assert resident_bytes() - warm_bytes < 4 << 20
-    for layer, rows, got, copy in weights_before:
+    for layer, rows, got, copy in outputs:
         assert torch.equal(got, copy)
         assert torch.allclose(layer(x_TH[rows], logits[rows]), copy, atol=1e-6)
 

@@ -74,10 +74,8 @@ def test_concurrent_calls_of_several_sizes(
 def test_layers_are_composed_concurrently(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
     arguments, kernels = random_inputs(PROBLEM, CPU), list[Any]()
-    machine, make_gpu_options = Machine("cpu"), MeasurementOptions(budget=5.0)
-    run_concurrently(
-        *[lambda: kernels.append(compose(PROBLEM, machine, options=make_gpu_options))] * 4
-    )
+    machine, options = Machine("cpu"), MeasurementOptions(budget=5.0)
+    run_concurrently(*[lambda: kernels.append(compose(PROBLEM, machine, options=options))] * 4)
     want = kernels[0](*arguments)
     for kernel in kernels[1:]:
         torch.testing.assert_close(kernel(*arguments), want)
@@ -91,9 +89,9 @@ def test_threads_share_the_counter_of_invalid_ids(
     )
     zeros, barrier, counters = torch.zeros, threading.Barrier(2), list[torch.Tensor]()
 
-    def slow(*arguments: Any, **make_gpu_options: Any) -> torch.Tensor:
+    def slow(*arguments: Any, **options: Any) -> torch.Tensor:
         barrier.wait(60)
-        return zeros(*arguments, **make_gpu_options)
+        return zeros(*arguments, **options)
 
     monkeypatch.setattr(torch, "zeros", slow)
     run_concurrently(*[lambda: counters.append(kernel.count_invalid_ids_on(CPU))] * 2)

@@ -27,7 +27,7 @@ EP_TP_SIZES = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
 
 
 def load_by_name(
-    record_call: ExpertLoader,
+    loader: ExpertLoader,
     tensors: dict[str, torch.Tensor],
     dtype: torch.dtype,
     experts: int = 4,
@@ -38,7 +38,7 @@ def load_by_name(
     """
     layer = torch.nn.Module()
     layer.experts = torch.nn.Module()
-    record_call.create_weights(layer.experts, dtype)
+    loader.create_weights(layer.experts, dtype)
     parameters = dict(layer.named_parameters())
     mapping = make_expert_params_mapping("w1", "w2", "w3", experts)
     for name, prefix in (shards or {}).items():
@@ -68,9 +68,9 @@ def test_loading_by_tensor_equals_loading_from_files(kind: str, tmp_path: Path) 
                 for name in [n for n in experts if ".w3.input_scale" in n]:
                     experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
             share = Share(4, 128, 256, ep=(ep_rank, ep), tp=(t, tp))
-            record_call = ExpertLoader(share, format)
+            loader = ExpertLoader(share, format)
             dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
-            got = record_call.expert_weights(load_by_name(record_call, experts, dtype))
+            got = loader.expert_weights(load_by_name(loader, experts, dtype))
             want = mk.load_experts(tmp_path, 0, ep=(ep_rank, ep), tp=(t, tp)).weights
             for name, tensor in vars(want).items():
                 got_tensor = getattr(got, name)
@@ -113,9 +113,9 @@ def test_loading_fused_gate_and_up_equals_loading_both(kind: str, tmp_path: Path
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
     format, loaded = format_of(CHECKPOINT_FORMATS[kind].config), []
     for tensors_to_load in (experts, fuse_gate_and_up(format, experts)):
-        record_call = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
-        layer = load_by_name(record_call, tensors_to_load, torch.float32, shards={"w13": "w13_"})
-        loaded.append(record_call.expert_weights(layer))
+        loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
+        layer = load_by_name(loader, tensors_to_load, torch.float32, shards={"w13": "w13_"})
+        loaded.append(loader.expert_weights(layer))
     for name, tensor in vars(loaded[0]).items():
         other = getattr(loaded[1], name)
         assert tensor is other is None or torch.equal(tensor.float(), other.float()), name
@@ -131,13 +131,11 @@ def test_one_scale_for_interleaved_rows_is_refused(kind: str) -> None:
 
 def test_a_scale_block_across_gate_and_up_is_refused() -> None:
     format = format_of(CHECKPOINT_FORMATS["deepseek fp8"].config)
-    record_call, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
-    record_call.create_weights(layer, torch.bfloat16)
+    loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
+    loader.create_weights(layer, torch.bfloat16)
     scale = torch.ones(3, 1)
     with pytest.raises(ConfigurationError, match="gate rows: got 192, need a multiple of 128"):
-        record_call.weight_loader(
-            layer.w13_weight_scale_inv, scale, "w13_weight_scale_inv", "w13", 0
-        )
+        loader.weight_loader(layer.w13_weight_scale_inv, scale, "w13_weight_scale_inv", "w13", 0)
 
 
 @pytest.mark.parametrize("sizes", EP_TP_SIZES)
@@ -154,8 +152,8 @@ def test_shards_are_slices_of_the_weights(sizes: tuple[int, int]) -> None:
             tensors[f"experts.{i}.{name}.weight"] = w[i]
             tensors[f"experts.{i}.{name}.bias"] = b[i]
     for ep_rank, tp_rank in product(range(ep), range(tp)):
-        record_call = ExpertLoader(Share(4, 16, 32, ep=(ep_rank, ep), tp=(tp_rank, tp)), bias=True)
-        layer = load_by_name(record_call, tensors, torch.float32)
+        loader = ExpertLoader(Share(4, 16, 32, ep=(ep_rank, ep), tp=(tp_rank, tp)), bias=True)
+        layer = load_by_name(loader, tensors, torch.float32)
         local = slice(ep_rank * 4 // ep, (ep_rank + 1) * 4 // ep)
         columns = slice(tp_rank * 32 // tp, (tp_rank + 1) * 32 // tp)
         assert torch.equal(
@@ -164,7 +162,7 @@ def test_shards_are_slices_of_the_weights(sizes: tuple[int, int]) -> None:
         assert torch.equal(layer.w2_weight, down[local, :, columns])
         assert torch.equal(layer.w13_bias, torch.cat([b1[local, columns], b3[local, columns]], 1))
         assert torch.equal(layer.w2_bias, b2[local] if tp_rank == 0 else torch.zeros(4 // ep, 16))
-        weights = record_call.expert_weights(layer)
+        weights = loader.expert_weights(layer)
         assert weights.w1.data_ptr() == layer.w13_weight.data_ptr()
 
 
@@ -176,17 +174,15 @@ def test_transposed_storage_has_the_same_values() -> None:
         for name in ("w1", "w2", "w3")
     }
     plain, transposed = ExpertLoader(share), ExpertLoader(share, transposed=True)
-    layers = [
-        load_by_name(record_call, tensors, torch.float32, 2) for record_call in (plain, transposed)
-    ]
+    layers = [load_by_name(loader, tensors, torch.float32, 2) for loader in (plain, transposed)]
     assert layers[1].w13_weight.shape == (2, 16, 32)
     assert layers[1].w2_weight.shape == (2, 16, 16)
     for name in ("w1", "w2"):
-        parameter_name, other = (
+        weights, other = (
             plain.expert_weights(layers[0]),
             transposed.expert_weights(layers[1]),
         )
-        assert torch.equal(getattr(parameter_name, name), getattr(other, name))
+        assert torch.equal(getattr(weights, name), getattr(other, name))
 
 
 def test_the_mapping_has_three_entries_per_expert() -> None:
@@ -266,31 +262,31 @@ def test_the_float8_method_accepts_the_tensors_of_ep_moe(config: object, scheme:
 
 def make_static_fp8_loader() -> tuple[ExpertLoader, torch.nn.Module]:
     format = format_of({"quant_method": "fp8", "activation_scheme": "static"})
-    record_call, layer = ExpertLoader(Share(2, 64, 128, ep=(0, 2)), format), torch.nn.Module()
-    record_call.create_weights(layer, torch.bfloat16)
-    return record_call, layer
+    loader, layer = ExpertLoader(Share(2, 64, 128, ep=(0, 2)), format), torch.nn.Module()
+    loader.create_weights(layer, torch.bfloat16)
+    return loader, layer
 
 
 def test_input_scales_of_an_expert_must_be_equal() -> None:
-    record_call, layer = make_static_fp8_loader()
+    loader, layer = make_static_fp8_loader()
     param, name = layer.w13_input_scale, "experts.w13_input_scale"
-    record_call.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
+    loader.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
     with pytest.raises(WeightsError, match=r"input_scale: got 0\.75, need 0\.5"):
-        record_call.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
-    record_call.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
+        loader.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
+    loader.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
     # expert 1 is on another rank
-    record_call.weight_loader(param, torch.tensor(0.25), name, "w1", 1)
+    loader.weight_loader(param, torch.tensor(0.25), name, "w1", 1)
     assert param.tolist() == [pytest.approx(0.5, abs=1e-5)]
     scale = layer.w13_weight_scale
-    record_call.weight_loader(scale, torch.tensor(2.0), "w13_weight_scale", "w3", 0)
-    record_call.weight_loader(scale, torch.tensor(3.0), "w13_weight_scale", "w1", 0)
+    loader.weight_loader(scale, torch.tensor(2.0), "w13_weight_scale", "w3", 0)
+    loader.weight_loader(scale, torch.tensor(3.0), "w13_weight_scale", "w1", 0)
     assert scale.tolist() == [[3.0, 2.0]]
 
 
 def test_missing_tensors_are_named() -> None:
-    record_call, layer = make_static_fp8_loader()
+    loader, layer = make_static_fp8_loader()
     with pytest.raises(WeightsError, match="no weight of w1, expert 0 and 8 more"):
-        record_call.expert_weights(layer)
+        loader.expert_weights(layer)
 
 
 INVALID_TENSORS = {
@@ -304,26 +300,24 @@ INVALID_TENSORS = {
 @pytest.mark.parametrize("case", INVALID_TENSORS)
 def test_tensors_of_another_layer_are_refused(case: str) -> None:
     (shard, name, expert), error, message = INVALID_TENSORS[case]
-    record_call, layer = make_static_fp8_loader()
+    loader, layer = make_static_fp8_loader()
     before = layer.w13_weight.float().clone()
     weight = torch.ones(128, 64).to(torch.float8_e4m3fn)
     with pytest.raises(error, match=message):
-        record_call.weight_loader(layer.w13_weight, weight, name, shard, expert)
+        loader.weight_loader(layer.w13_weight, weight, name, shard, expert)
     assert torch.equal(layer.w13_weight.float(), before)
 
 
 def test_tensors_of_wrong_shape_or_dtype_are_refused() -> None:
-    record_call, layer = make_static_fp8_loader()
+    loader, layer = make_static_fp8_loader()
     with pytest.raises(DtypeError, match="w13_weight: got bfloat16, need float8_e4m3fn"):
-        record_call.weight_loader(
+        loader.weight_loader(
             layer.w13_weight, torch.ones(128, 64).bfloat16(), "w13_weight", "w1", 0
         )
     with pytest.raises(ShapeError, match=r"w13_weight_scale: got \(128,\), need \(\)"):
-        record_call.weight_loader(
-            layer.w13_weight_scale, torch.ones(128), "w13_weight_scale", "w1", 0
-        )
+        loader.weight_loader(layer.w13_weight_scale, torch.ones(128), "w13_weight_scale", "w1", 0)
     weight = torch.ones(128, 64).to(torch.float8_e4m3fn)
     with pytest.raises(ShapeError, match="w13_weight: parameter"):
-        record_call.weight_loader(layer.w2_weight, weight, "w13_weight", "w1", 0)
+        loader.weight_loader(layer.w2_weight, weight, "w13_weight", "w1", 0)
     with pytest.raises(ConfigurationError, match="transposed"):
-        ExpertLoader(Share(2, 64, 128), record_call.format, transposed=True)
+        ExpertLoader(Share(2, 64, 128), loader.format, transposed=True)

@@ -219,9 +219,9 @@ def test_every_class_with_experts_is_known() -> None:
 
 def expert_fields(kind: str) -> dict[str, None]:
     config = class_of(kind)
-    inner_config = {"ffn_config": None} if kind == "dbrx" else {}
+    inner_fields = {"ffn_config": None} if kind == "dbrx" else {}
     names = [field.name for field in fields(config) if EXPERT_FIELD.search(field.name)]
-    return dict.fromkeys(["moe"] if inner_config else names)
+    return dict.fromkeys(["moe"] if inner_fields else names)
 
 
 @pytest.mark.parametrize("kind", list_readable_types())
@@ -255,9 +255,7 @@ def test_table_agrees_with_the_sources(kind: str) -> None:
     if folder == "dots3_note":  # its image experts have a factor with another name
         relevant_code = code.replace("router_scaling_factor", "")
     used = {
-        classes
-        for classes in SCALING_FIELD.findall(relevant_code)
-        if f"config.{classes}" in relevant_code
+        name for name in SCALING_FIELD.findall(relevant_code) if f"config.{name}" in relevant_code
     }
     assert used <= {family.scaling.removesuffix("?")}
     assert not family.scaling or f"config.{family.scaling.removesuffix('?')}" in code

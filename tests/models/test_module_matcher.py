@@ -73,8 +73,8 @@ CHARACTERS = [*map(chr, range(128)), "é", "ü", "٣", "\u2013"]
 def test_character_classes_match_as_in_re(text: str) -> None:
     for character in CHARACTERS:
         expected = re.fullmatch(text, character) is not None
-        found = matches(Entry(f"<{text}>", "regex"), f"<{character}>")
-        assert found == expected, character
+        matched = matches(Entry(f"<{text}>", "regex"), f"<{character}>")
+        assert matched == expected, character
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_generated_regexes_match_as_in_re(pattern: str, names: list[str]) -> Non
         return
     assert compiled is not None, "refused by re"
     for name in names:
-        found = [matcher.first_match([name]) is not None for matcher in matchers]
-        assert found == [bool(compiled.match(name)), bool(compiled.search(name))], name
+        matched = [matcher.first_match([name]) is not None for matcher in matchers]
+        assert matched == [bool(compiled.match(name)), bool(compiled.search(name))], name
 
 
 EXPERT = "model.layers.3.mlp.experts.17.gate_proj"
@@ -200,9 +200,9 @@ def test_matching_time_is_bounded() -> None:
     patterns = ["(m|m)(o|o)" * 49, "(.*.*)*" * 60 + "x", ".*a" * 160 + "$", "(.?){60}" * 9 + "y"]
     entries = [Entry(pattern, "regex") for pattern in patterns]
     entries += [parse_entry(f"model.layers.{n}.*.gate*") for n in range(200)]
-    begin = time.process_time()
+    start = time.process_time()
     matcher = ModuleMatcher(entries)
     for layer in range(20):
         for expert in range(64):
             matcher.first_match([f"model.layers.{layer}.mlp.experts.{expert}.down_proj"])
-    assert time.process_time() - begin < 20
+    assert time.process_time() - start < 20

@@ -110,9 +110,9 @@ FAMILIES = (
 
 def make_router(family: Family) -> tuple[Any, list[torch.Tensor]]:
     """Return the module with random weights, and the further arguments of its forward."""
-    home = import_module(f"transformers.models.{family.name}.modeling_{family.name}")
+    family_module = import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     torch.manual_seed(5)
-    router = getattr(home, family.router)(SimpleNamespace(**BASE | family.config))
+    router = getattr(family_module, family.router)(SimpleNamespace(**BASE | family.config))
     for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
         if tensor.is_floating_point():
             tensor.data.normal_(0, 0.3 if "bias" in name else 0.6)

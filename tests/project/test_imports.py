@@ -87,7 +87,7 @@ MEASURING_PACKAGES = (
     ],
     ids=" ".join,
 )
-def test_judging_verbs_load_no_kernels_and_no_measuring_packages(arguments: list[str]) -> None:
+def test_check_verbs_load_no_kernels_and_no_measuring_packages(arguments: list[str]) -> None:
     run = f"from modular_kernel.cli.main import run\ntry: run({arguments})\nexcept SystemExit: pass"
     found, modules_of_torch = loaded_modules(run), loaded_modules("import torch")
     assert [name for name in SLOW_IMPORTS if name in found - modules_of_torch] == []

@@ -156,9 +156,9 @@ def test_report_has_totals_and_slowest_cases(
     tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     # The tool writes cases with equal launches first, without times.
-    equal_case = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
+    row_without_times = {**make_row("one", 4096, 1.0, 1.0), "us": {}}
     rows = [
-        equal_case,
+        row_without_times,
         make_row("two", 16, 1.21, 1.0),
         make_row("two", 1, 1.3, 1.0),
         make_row("one", 16, 0.9, 1.44),

@@ -82,8 +82,8 @@ def test_docker_build_context_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_
 
 
 def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
-    is_text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    _, *targets = re.split(r"^FROM ", is_text, flags=re.M)
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    _, *targets = re.split(r"^FROM ", text, flags=re.M)
     names = [re.match(r"\S+ AS (\w+)\n", target) for target in targets]
     assert [name and name[1] for name in names] == ["base", "cpu", "cuda"]
     for target in targets[1:]:
@@ -93,7 +93,7 @@ def test_docker_targets_install_existing_extras_and_run_the_demo() -> None:
         copied = re.findall(r"^COPY (\S+) ", target, re.M)
         assert set(copied) <= {".", *build_context()}
         assert 'ENTRYPOINT ["mk"]\nCMD ["demo"]\n' in target
-    hosts = set(re.findall(r"https?://([^/\s]+)", is_text))
+    hosts = set(re.findall(r"https?://([^/\s]+)", text))
     assert hosts == {"download.pytorch.org"}, "images and packages come from the usual places"
 
 
@@ -126,8 +126,8 @@ def test_wheel_contains_every_module_and_data_file(wheel: zipfile.ZipFile) -> No
 
 def changelog_versions() -> list[str]:
     """Return the released versions, newest first. Each must have a date."""
-    is_text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    heads = [head for head in re.findall(r"^## (.*)$", is_text, re.M) if head != "[Unreleased]"]
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = [head for head in re.findall(r"^## (.*)$", text, re.M) if head != "[Unreleased]"]
     dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
     assert None not in dated, heads
     return [match[1] for match in dated if match]
@@ -139,8 +139,8 @@ RELEASED = {"[0.2.0] - 2026-11-24": "9d7195d64263175e", "[0.1.0] - 2026-11-20": 
 
 def test_changelog_of_releases_is_unchanged() -> None:
     """Later changes belong in the section Unreleased."""
-    is_text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^## ", is_text, flags=re.M)
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^## ", text, flags=re.M)
     heads = [section.partition("\n")[0] for section in sections]
     assert heads == ["[Unreleased]", *RELEASED]
     digests = [hashlib.sha256(f"## {section}".encode()).hexdigest()[:16] for section in sections]
@@ -192,8 +192,8 @@ def test_description_has_no_relative_links(metadata: Message) -> None:
     assert linked == [target for target in targets if target.startswith("https://")]
     assert "](" not in re.sub(r"\]\(https://[^)]*\)", "", description)
     assert "<img" not in description
-    for is_text in re.findall(r"(?<!!)\[([^\]]+)\]\(docs/", readme):
-        assert is_text in description
+    for text in re.findall(r"(?<!!)\[([^\]]+)\]\(docs/", readme):
+        assert text in description
 
 
 def test_run_time_requirements_are_complete(metadata: Message) -> None:
@@ -324,14 +324,12 @@ def strings_of(path: Path) -> Iterator[str]:
 IN_DOCS = ("mutation_page.py", "cpu_undetectable.py", "benchmarks.py")
 
 
-def test_messages_about_repository_files_say_so() -> None:
+def test_messages_about_repository_files_mention_the_source_tree() -> None:
     """A wheel has no docs, tests or tools, so messages must say "source tree"."""
     outside = re.compile(r"(?<![\w/.])(?:docs|tests|tools|notebook)/\w")
     for package in sorted(PACKAGES):
         for path in (ROOT / package).rglob("*.py"):
             if path.name in IN_DOCS:
                 continue
-            for is_text in filter(outside.search, strings_of(path)):
-                assert "source tree" in is_text or "a checkout" in is_text, (
-                    f"{path.name}: {is_text[-200:]}"
-                )
+            for text in filter(outside.search, strings_of(path)):
+                assert "source tree" in text or "a checkout" in text, f"{path.name}: {text[-200:]}"

@@ -38,8 +38,8 @@ def make_scale_setter(kind: str) -> Callable[[Tensors], None]:
 
     def set_scales(tensors: Tensors) -> None:
         for name in tensors:
-            suffixes = name.rpartition(".")[2]
-            if suffixes in ("input_scale", "input_global_scale"):
+            suffix = name.rpartition(".")[2]
+            if suffix in ("input_scale", "input_global_scale"):
                 expert, projection = name.split(".")[-3:-1]
                 value = INPUT_SCALES[projection][int(expert)]
                 tensors[name] = torch.tensor([1 / value if kind == COMPRESSED else value])
@@ -208,9 +208,9 @@ def test_options_of_experts_determine_the_scheme() -> None:
     """Activations of attention may be quantized although those of experts are not."""
     config = CHECKPOINT_FORMATS[COMPRESSED].config
     assert config is not None
-    ((_, options),) = config["config_groups"].items()
-    experts = options | {"targets": ["re:.*experts.*"], "input_activations": None}
-    attention = options | {"targets": ["re:.*self_attn.*"]}
+    ((_, group),) = config["config_groups"].items()
+    experts = group | {"targets": ["re:.*experts.*"], "input_activations": None}
+    attention = group | {"targets": ["re:.*self_attn.*"]}
     format = format_of(config | {"config_groups": {"a": attention, "b": experts}})
     assert str(format) == "nvfp4_w4a16 (compressed-tensors)"
     with pytest.raises(ConfigurationError, match="need nvfp4 files of a model that was quantized"):

@@ -192,9 +192,9 @@ def test_codes_are_rounded_with_the_default_scales() -> None:
     assert weights.w1_scale is not None
     values = dequantize(*parts_of(weights, "w1"), problem.scheme)
     columns = plain.w1.shape[2]
-    max_error = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
-    error = (values - plain.w1).abs() / max_error
-    is_in_range = plain.w1.abs() <= 7 * max_error
+    step = weights.w1_scale.float().repeat_interleave(16, dim=2)[..., :columns]
+    error = (values - plain.w1).abs() / step
+    is_in_range = plain.w1.abs() <= 7 * step
     assert float(is_in_range.float().mean()) > 0.9
     assert float(error[is_in_range].max()) <= 0.5001
     assert float(error.max()) <= 0.54

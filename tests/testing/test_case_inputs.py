@@ -195,7 +195,7 @@ def test_zipf_is_skewed() -> None:
     assert counts[0] > 4 * counts[8:].double().mean()
 
 
-def test_empty_experts_get_nothing() -> None:
+def test_empty_experts_have_no_pairs() -> None:
     assert set(make_ids("empty_experts", MANY_TOKENS).flatten().tolist()) == {0, 2, 4}
 
 
@@ -218,9 +218,9 @@ def test_all_skipped_has_no_valid_id() -> None:
 
 def test_invalid_ids_are_below_and_above_the_range_and_counted() -> None:
     ids = make_ids("out_of_range")
-    low_bits, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
-    assert min(low_bits, high) > 0
-    assert count_invalid_ids(make_cpu_inputs(BASE, "out_of_range").routing, BASE) == low_bits + high
+    low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
+    assert min(low, high) > 0
+    assert count_invalid_ids(make_cpu_inputs(BASE, "out_of_range").routing, BASE) == low + high
     assert int(ids.min()) == -(2**31)
     assert int(ids.max()) == 2**31 - 1
 

@@ -47,7 +47,7 @@ def test_rounded_reference_rows_pass(values: str) -> None:
 
 
 @pytest.mark.parametrize("values", ["ordinary", "large", "nan_token", "inf_token"])
-def test_an_error_in_an_ordinary_row_is_found(values: str) -> None:
+def test_errors_in_ordinary_rows_are_found(values: str) -> None:
     assert find_problems(values, (1, 1.1)) != ()
     assert find_problems(values, (1, torch.nan)) != ()
 

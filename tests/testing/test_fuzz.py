@@ -70,7 +70,7 @@ def test_docs_have_the_number_of_changes() -> None:
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
-def test_fuzzing_finds_nothing(interpreted: bool) -> None:
+def test_fuzzing_finds_no_errors(interpreted: bool) -> None:
     count = INTERPRETED_COUNT if interpreted else PLAIN_COUNT
     report = isolated_runs.run(tree_hash(), range(-1, count), interpreted=interpreted)
     assert not report.findings, "\n".join(report.lines())
@@ -190,7 +190,7 @@ def test_a_removed_check_is_detected(
 
 
 @pytest.mark.parametrize("invalid_row", [1, 2**31 - 1])
-def test_a_pair_whose_expert_is_mapped_past_the_last_row_is_skipped(invalid_row: int) -> None:
+def test_pairs_mapped_past_the_last_row_are_skipped(invalid_row: int) -> None:
     problem = Problem(2, 8, 8, 2, 1, dtype=torch.float32, local_experts=1, expert_map=True)
     inputs = random_problems.make_inputs(problem, InputChoices())
     ids = torch.tensor([[0], [1]], dtype=torch.int32)

@@ -163,7 +163,7 @@ def make_case(part: type[PrepareAndFinalize]) -> RankCase:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_difference_is_reported(
+def test_differences_name_what_differs(
     part: type[PrepareAndFinalize], text: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     proof = prove_ranks(make_case(part), rank_pool(2), MACHINE)

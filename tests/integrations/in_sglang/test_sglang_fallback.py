@@ -1,4 +1,4 @@
-"""Layers that this package does not support run on SGLang's Triton backend, and log the reason
+"""Layers that this package does not support run on SGLang's Triton backend. The reason is logged
 once.
 """
 
@@ -34,7 +34,7 @@ def triton_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+def refusal_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "SGLang's triton" in r.getMessage()]
 
 
@@ -46,7 +46,7 @@ def quant_info(layer: Any) -> Any:
     return TritonMoeQuantInfo(layer.w13_weight, layer.w2_weight, *biases)
 
 
-BUILT: dict[str, tuple[dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "silu_rounded": ({"activation": "silu_rounded"}, "activation: got silu_rounded, need one of"),
     "swiglu_limit twice": (
         {"swiglu_limit": 10.0, "gemm1_clamp_limit": 7.0},
@@ -56,22 +56,22 @@ BUILT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_a_layer_refused_at_construction_has_the_runner_of_sglang(
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_refused_at_construction_have_the_runner_of_sglang(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonRunnerCore
 
-    options, reason = BUILT[name]
+    options, reason = REFUSED[name]
     layer = fused_moe(BASE, **options)
     assert layer.runner_backend.value == "triton"
     assert type(layer.runner.runner_core) is TritonRunnerCore
     assert layer.runner.fused_func is not None
-    (line,) = refusals(caplog)
+    (line,) = refusal_messages(caplog)
     assert line.startswith("MoE layer 3 runs on SGLang's triton, not modular_kernel: " + reason)
 
 
-def test_a_layer_refused_in_its_first_call_runs_on_triton_afterwards(
+def test_layers_refused_in_their_first_call_run_on_triton(
     triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -80,11 +80,11 @@ def test_a_layer_refused_in_its_first_call_runs_on_triton_afterwards(
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
     narrow = TritonMoeQuantInfo(layer.w13_weight[:, :, :32], layer.w2_weight)
-    given = dispatch_output(inputs)
+    dispatched = dispatch_output(inputs)
     for _ in range(2):
-        assert torch.all(layer.runner.run(given, narrow).hidden_states == 7)
-    assert triton_calls == [(given, narrow, layer.moe_runner_config)] * 2
-    (line,) = refusals(caplog)
+        assert torch.all(layer.runner.run(dispatched, narrow).hidden_states == 7)
+    assert triton_calls == [(dispatched, narrow, layer.moe_runner_config)] * 2
+    (line,) = refusal_messages(caplog)
     assert line.startswith("MoE layer 3 runs on SGLang's triton, not modular_kernel: ")
     assert "got (4, 64, 32), need (E, N, H) with H = 64" in line
 
@@ -92,7 +92,7 @@ def test_a_layer_refused_in_its_first_call_runs_on_triton_afterwards(
 def test_weights_on_the_input_with_a_bias_run_on_triton(
     triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang multiplies the bias by the router weights, too."""
+    """SGLang also multiplies the bias by the router weights."""
     problem = replace(BASE, bias=True, top_k=1, apply_router_weight_on_input=True)
     inputs = layer_inputs(problem)
     layer = fused_moe(problem)
@@ -100,28 +100,28 @@ def test_weights_on_the_input_with_a_bias_run_on_triton(
     assert torch.all(
         layer.runner.run(dispatch_output(inputs), quant_info(layer)).hidden_states == 7
     )
-    (line,) = refusals(caplog)
+    (line,) = refusal_messages(caplog)
     assert line.endswith(
         "b13: got a tensor, need None, because apply_router_weight_on_input is True"
     )
     assert len(triton_calls) == 1
 
 
-def test_a_config_that_has_changed_is_converted_again(
+def test_changed_configs_are_converted_again(
     triton_calls: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
     layer.moe_runner_config.inplace = False
-    given = dispatch_output(inputs)
-    once = layer.runner.run(given, quant_info(layer)).hidden_states
+    dispatched = dispatch_output(inputs)
+    before = layer.runner.run(dispatched, quant_info(layer)).hidden_states
     layer.moe_runner_config.routed_scaling_factor = 2.0
-    twice = layer.runner.run(given, quant_info(layer)).hidden_states
-    torch.testing.assert_close(twice, 2 * once)
+    after = layer.runner.run(dispatched, quant_info(layer)).hidden_states
+    torch.testing.assert_close(after, 2 * before)
     layer.moe_runner_config.activation = "silu_rounded"
-    assert torch.all(layer.runner.run(given, quant_info(layer)).hidden_states == 7)
-    (line,) = refusals(caplog)
+    assert torch.all(layer.runner.run(dispatched, quant_info(layer)).hidden_states == 7)
+    (line,) = refusal_messages(caplog)
     assert "activation: got silu_rounded" in line
     assert len(triton_calls) == 1
 
@@ -135,16 +135,18 @@ def test_unsupported_records_and_calls_run_on_triton(
     inputs = layer_inputs(BASE)
     weights = inputs.weights.w1, inputs.weights.w2
     run_core(BASE, inputs, TritonMoeQuantInfo(*weights, use_mxfp8=True))
-    assert refusals(caplog)[-1].endswith("use_mxfp8: got True, need False")
+    assert refusal_messages(caplog)[-1].endswith("use_mxfp8: got True, need False")
     layer = fused_moe(BASE)
     packed = dispatch_output(inputs)._replace(topk_output=PackedTopKOutput(torch.zeros(5, 2), None))
     info = TritonMoeQuantInfo(*weights)
     layer.runner.run(packed, info)
-    assert refusals(caplog)[-1].endswith("got PackedTopKOutput, need topk_weights and topk_ids")
+    assert refusal_messages(caplog)[-1].endswith(
+        "got PackedTopKOutput, need topk_weights and topk_ids"
+    )
     assert len(triton_calls) == 2
 
 
-def test_only_a_later_unsupported_call_runs_on_triton(
+def test_later_unsupported_calls_run_on_triton(
     triton_calls: list[tuple[Any, ...]],
 ) -> None:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
@@ -152,16 +154,20 @@ def test_only_a_later_unsupported_call_runs_on_triton(
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     info = TritonMoeQuantInfo(inputs.weights.w1, inputs.weights.w2)
-    given = dispatch_output(inputs)
-    want = layer.runner.run(given._replace(hidden_states=inputs.x_TH.clone()), info).hidden_states
-    scaled = given._replace(hidden_states_scale=torch.ones(5, 4))
+    dispatched = dispatch_output(inputs)
+    want = layer.runner.run(
+        dispatched._replace(hidden_states=inputs.x_TH.clone()), info
+    ).hidden_states
+    scaled = dispatched._replace(hidden_states_scale=torch.ones(5, 4))
     assert torch.all(layer.runner.run(scaled, info).hidden_states == 7)
-    again = layer.runner.run(given._replace(hidden_states=inputs.x_TH.clone()), info).hidden_states
-    assert torch.equal(again, want)
+    repeated = layer.runner.run(
+        dispatched._replace(hidden_states=inputs.x_TH.clone()), info
+    ).hidden_states
+    assert torch.equal(repeated, want)
     assert len(triton_calls) == 1
 
 
-def test_lora_and_exchanges_stay_with_sglang(
+def test_lora_and_exchanges_run_on_sglang(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
@@ -175,14 +181,14 @@ def test_lora_and_exchanges_stay_with_sglang(
     runner = MoeRunner(ours, MoeRunnerConfig(layer_id=2))
     assert runner.runner_backend.value == "triton"
     reasons = "lora_enabled: got True, need False", "--moe-a2a-backend: got deepep, need none"
-    assert refusals(caplog) == [
+    assert refusal_messages(caplog) == [
         f"MoE layer {layer} runs on SGLang's triton, not modular_kernel: {reason}"
         for layer, reason in enumerate(reasons, start=1)
     ]
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_another_backend_is_not_changed(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_backends_are_not_changed(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     select(backend)
     with caplog.at_level(logging.INFO):
         layer = fused_moe(BASE)

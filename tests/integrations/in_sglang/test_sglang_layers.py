@@ -1,4 +1,6 @@
-"""SGLang's layers return our outputs, for every scheme that they pass to a runner."""
+"""SGLang's layers return our outputs. The tests cover every scheme that SGLang's layers pass to a
+runner.
+"""
 
 import logging
 from collections.abc import Callable
@@ -33,10 +35,10 @@ BASE = Problem(
 )  # fmt: skip
 
 
-def check_numbers(got: torch.Tensor, inputs: Inputs, problem: Problem) -> None:
-    facts = inputs.x_TH, inputs.weights, inputs.routing, problem
-    found = compare(got, float64_reference(*facts), rounded_reference(*facts), problem)
-    assert not found.problems, found
+def check_output(got: torch.Tensor, inputs: Inputs, problem: Problem) -> None:
+    arguments = inputs.x_TH, inputs.weights, inputs.routing, problem
+    comparison = compare(got, float64_reference(*arguments), rounded_reference(*arguments), problem)
+    assert not comparison.problems, comparison
 
 
 SCHEMES: dict[str, Callable[[], Any]] = {
@@ -56,7 +58,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("quant", SCHEMES)
-def test_a_layer_returns_our_output(
+def test_layers_return_our_output(
     quant: str, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(layer_runner, "select_backend", lambda device: backend)
@@ -66,7 +68,7 @@ def test_a_layer_returns_our_output(
     fill(layer, inputs.weights)
     with caplog.at_level(logging.INFO):
         got = call(layer, inputs)
-    check_numbers(got, inputs, problem)
+    check_output(got, inputs, problem)
     assert layer.runner_backend.value == "modular_kernel"
     assert f"MoE layer 3 runs on modular_kernel ({backend}, {quant})" in caplog.text
     assert "SGLang's triton" not in caplog.text
@@ -98,66 +100,66 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_a_layer_reach_the_kernels(name: str) -> None:
-    options, facts = OPTIONS[name]
-    problem = replace(BASE, **facts)
+    options, problem_fields = OPTIONS[name]
+    problem = replace(BASE, **problem_fields)
     inputs = layer_inputs(problem)
     layer = fused_moe(problem, **options)
     fill(layer, inputs.weights)
-    check_numbers(call(layer, inputs), inputs, problem)
+    check_output(call(layer, inputs), inputs, problem)
     assert layer.runner.runner_core.layer_runner.refusal is None
 
 
-def info_of(inputs: Inputs, **options: Any) -> Any:
+def make_quant_info(inputs: Inputs, **options: Any) -> Any:
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
     return TritonMoeQuantInfo(inputs.weights.w1, inputs.weights.w2, **options)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_rows_that_are_not_combined(keep: bool) -> None:
+def test_outputs_that_are_not_combined(keep: bool) -> None:
     combine = Combine.TOPK_WEIGHTED if keep else Combine.TOPK_UNWEIGHTED
     problem = replace(BASE, combine=combine, routed_scaling_factor=1.0)
     inputs = layer_inputs(problem)
-    scaled = replace(problem, routed_scaling_factor=2.5)  # SGLang leaves it to the caller
+    scaled = replace(problem, routed_scaling_factor=2.5)  # in SGLang the caller applies this factor
     options = {"no_combine": True, "no_combine_keep_router_weight": keep}
-    check_numbers(run_core(scaled, inputs, info_of(inputs), **options), inputs, problem)
+    check_output(run_core(scaled, inputs, make_quant_info(inputs), **options), inputs, problem)
 
 
 def test_interleaved_rows_of_w13() -> None:
     problem = replace(BASE, activation="silu:interleaved=true")
     inputs = layer_inputs(problem)
-    got = run_core(problem, inputs, info_of(inputs, fuse_swiglu_interleaved=True))
-    check_numbers(got, inputs, problem)
+    got = run_core(problem, inputs, make_quant_info(inputs, fuse_swiglu_interleaved=True))
+    check_output(got, inputs, problem)
 
 
 def test_experts_of_other_ranks_are_skipped() -> None:
-    """SGLang's dispatcher has mapped their ids to -1."""
+    """SGLang's dispatcher maps their ids to -1."""
     inputs = layer_inputs(BASE)
     ids_TK = torch.where(inputs.routing.topk_ids_TK % 3 == 1, -1, inputs.routing.topk_ids_TK)
     inputs = replace(inputs, routing=replace(inputs.routing, topk_ids_TK=ids_TK))
     wide = replace(BASE, experts=18, local_experts=6, expert_map=True)
-    check_numbers(run_core(wide, inputs, info_of(inputs)), inputs, BASE)
+    check_output(run_core(wide, inputs, make_quant_info(inputs)), inputs, BASE)
 
 
 def test_no_tokens() -> None:
     problem = replace(BASE, tokens=0)
     inputs = layer_inputs(problem)
-    assert run_core(problem, inputs, info_of(inputs)).shape == (0, BASE.hidden)
+    assert run_core(problem, inputs, make_quant_info(inputs)).shape == (0, BASE.hidden)
 
 
-def test_a_layer_overwrites_its_tokens() -> None:
-    """A layer is inplace unless its model disables that, as on the triton backend."""
+def test_layers_overwrite_their_tokens() -> None:
+    """As on the triton backend, a layer is inplace unless its model disables that."""
     inputs = layer_inputs(BASE)
     layer = fused_moe(BASE)
     fill(layer, inputs.weights)
-    given = dispatch_output(inputs)
-    got = layer.run_moe_core(given).hidden_states
-    assert got is given.hidden_states
-    check_numbers(got, inputs, BASE)
+    dispatched = dispatch_output(inputs)
+    got = layer.run_moe_core(dispatched).hidden_states
+    assert got is dispatched.hidden_states
+    check_output(got, inputs, BASE)
 
 
 def compressed_tensors_info(inputs: Inputs) -> Any:
-    """Return SGLang's record of int4 weights that compressed-tensors has packed by eight."""
+    """Return SGLang's record of int4 weights that compressed-tensors packed into int32."""
     from sglang.srt.layers.quantization.compressed_tensors.schemes import (
         compressed_tensors_wNa16_moe as module,
     )
@@ -181,7 +183,7 @@ def compressed_tensors_info(inputs: Inputs) -> Any:
 def test_int4_weights_of_compressed_tensors() -> None:
     problem = replace(BASE, quant="int4_w4a16_group:group=32")
     inputs = layer_inputs(problem)
-    check_numbers(run_core(problem, inputs, compressed_tensors_info(inputs)), inputs, problem)
+    check_output(run_core(problem, inputs, compressed_tensors_info(inputs)), inputs, problem)
 
 
 # Fields of the problem, options of SGLang's runner config, and fields of its quantization record.
@@ -222,10 +224,8 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_runner_returns_what_the_triton_backend_returns(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ids include -1, the experts of other ranks."""
+def test_runners_equal_the_triton_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ids include -1 for experts of other ranks."""
     from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton import (
         TritonMoeQuantInfo,
@@ -234,8 +234,8 @@ def test_a_runner_returns_what_the_triton_backend_returns(
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
     interpret_triton_backend(monkeypatch)
-    facts, options, fields = COMPARED[name]
-    inputs = layer_inputs(replace(BASE, **facts))
+    problem_fields, options, fields = COMPARED[name]
+    inputs = layer_inputs(replace(BASE, **problem_fields))
     ids_TK = inputs.routing.topk_ids_TK.clone()
     ids_TK[::3, 0] = -1
     inputs = replace(inputs, routing=replace(inputs.routing, topk_ids_TK=ids_TK))
@@ -253,6 +253,6 @@ def test_a_runner_returns_what_the_triton_backend_returns(
     got = ours.run(dispatch_output(inputs), info).hidden_states.double()
     want = fused_experts_none_to_triton(dispatch_output(inputs), info, config).hidden_states
     assert got.shape == want.shape
-    # The two round activations to fp8 with scales that differ in their last bits.
+    # The backends round activations to fp8 with scales that differ in their last bits.
     tolerance = 0.05 if "use_fp8_w8a8" in fields else 0.02
     assert (got - want.double()).norm() < tolerance * want.double().norm()

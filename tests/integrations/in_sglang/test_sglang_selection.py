@@ -1,4 +1,6 @@
-"""The plugin as loaded by SGLang: what it changes, how it is disabled, and its import cost."""
+"""The plugin as SGLang loads it: what it changes, how it is disabled, and how long its import
+takes.
+"""
 
 import dataclasses
 import json
@@ -17,45 +19,45 @@ from modular_kernel.settings import make_child_environment
 PROGRAM = Path(sglang_program.__file__)
 
 
-def selected(backend: str, **variables: str) -> dict[str, Any]:
-    """Run the program in a new process, and return its output."""
+def run_program(backend: str, **variables: str) -> dict[str, Any]:
+    """Run the program in a new process and return its output."""
     environment = make_child_environment(interpreted=True) | variables
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(PROGRAM), backend],
         capture_output=True, text=True, env=environment, check=False, timeout=280,
     )  # fmt: skip
-    assert not done.returncode, done.stderr[-2000:]
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return facts
+    assert not result.returncode, result.stderr[-2000:]
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return report
 
 
-def test_the_selected_backend_runs_every_layer() -> None:
-    facts = selected("modular_kernel")
-    assert set(map(tuple, facts["selected"].values())) == {
+def test_selected_backend_runs_every_layer() -> None:
+    report = run_program("modular_kernel")
+    assert set(map(tuple, report["selected"].values())) == {
         ("modular_kernel", "ModularKernelRunnerCore", None)
     }
-    assert facts["choices"].count("modular_kernel") == 1
-    assert facts["logs"] == []
-    assert not facts["loaded"], "loaded before a layer was built"
-    assert facts["seconds"] < 1
+    assert report["choices"].count("modular_kernel") == 1
+    assert report["logs"] == []
+    assert not report["loaded"], "loaded before a layer was built"
+    assert report["seconds"] < 1
 
 
-def test_disabled_sglang_selects_as_without_the_plugin() -> None:
-    off = selected("auto", MK_SGLANG="0")
-    assert "modular_kernel" not in off["choices"]
-    assert off["selected"] == selected("auto")["selected"]
-    names = {name for name, _, _ in off["selected"].values()}
+def test_disabled_plugin_does_not_change_the_selection() -> None:
+    disabled = run_program("auto", MK_SGLANG="0")
+    assert "modular_kernel" not in disabled["choices"]
+    assert disabled["selected"] == run_program("auto")["selected"]
+    names = {name for name, _, _ in disabled["selected"].values()}
     assert names == {"triton"}
 
 
-def test_the_backend_name_is_an_error_if_it_is_disabled() -> None:
+def test_backend_name_is_refused_if_the_plugin_is_disabled() -> None:
     with pytest.raises(
         AssertionError, match=r"modular_kernel.* is neither built in nor registered"
     ):
-        selected("modular_kernel", MK_SGLANG="0")
+        run_program("modular_kernel", MK_SGLANG="0")
 
 
-def test_an_untested_version_is_not_changed(
+def test_untested_versions_are_not_changed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = sys.modules["modular_kernel.integrations.sglang"]
@@ -69,7 +71,7 @@ def test_an_untested_version_is_not_changed(
 
 
 @pytest.mark.parametrize(
-    ("target", "value", "words"),
+    ("target", "value", "message"),
     [
         ("sglang.srt.layers.moe.moe_runner.runner.register_moe_runner_core", None, "cannot import"),
         ("sglang.srt.arg_groups.choices.add_moe_runner_backend_choices", None, "cannot import"),
@@ -84,7 +86,7 @@ def test_an_untested_version_is_not_changed(
 def test_moved_internals_are_logged_once(
     target: str,
     value: Any,
-    words: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -95,7 +97,7 @@ def test_moved_internals_are_logged_once(
     register()
     (record,) = caplog.records
     assert record.getMessage().startswith("SGLang runs without the MoE backend modular_kernel: ")
-    assert words in record.getMessage()
+    assert message in record.getMessage()
 
 
 def test_plugin_can_be_registered_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,8 +111,8 @@ def test_plugin_can_be_registered_again(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
 
 
-def test_a_fused_operation_still_cannot_have_a_registered_name() -> None:
-    """If SGLang allows it one day, the backend can use a registered name instead of its hook on
+def test_fused_operations_cannot_use_a_registered_name() -> None:
+    """If a later SGLang allows this, the backend can use a registered name instead of its hook on
     MoeRunner.
     """
     from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
@@ -119,26 +121,26 @@ def test_a_fused_operation_still_cannot_have_a_registered_name() -> None:
         FusedOpPool.register_fused_func("none", v0_5_23.BACKEND_NAME, lambda *arguments: None)
 
 
-def test_the_installed_version_is_a_tested_one() -> None:
+def test_installed_version_is_tested() -> None:
     from importlib.metadata import version
 
     assert version("sglang") in MODULE_BY_VERSION
 
 
-def facts_of(record: type) -> dict[str, Any]:
+def field_defaults(record: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(record)}
 
 
-def test_fields_are_those_of_the_installed_sglang() -> None:
-    """A new field must be translated, or be refused by name."""
-    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig as Theirs
+def test_fields_equal_those_of_the_installed_sglang() -> None:
+    """A new field must be translated or refused by name."""
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig as SGLangConfig
     from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 
-    ours = facts_of(MoeRunnerConfig)
+    ours = field_defaults(MoeRunnerConfig)
     assert ours.pop("chunk_tokens") == 64 * 1024
-    assert ours == facts_of(Theirs)
-    assert list(ours) == list(facts_of(Theirs))
-    quant, theirs = facts_of(MoeQuantInfo), facts_of(TritonMoeQuantInfo)
-    assert theirs.keys() - quant.keys() == {"use_mxfp8", "fuse_swiglu_interleaved"}
-    shared = theirs.keys() & quant.keys()
-    assert {name: quant[name] for name in shared} == {name: theirs[name] for name in shared}
+    assert ours == field_defaults(SGLangConfig)
+    assert list(ours) == list(field_defaults(SGLangConfig))
+    quant, sglang_quant = field_defaults(MoeQuantInfo), field_defaults(TritonMoeQuantInfo)
+    assert sglang_quant.keys() - quant.keys() == {"use_mxfp8", "fuse_swiglu_interleaved"}
+    shared = sglang_quant.keys() & quant.keys()
+    assert {name: quant[name] for name in shared} == {name: sglang_quant[name] for name in shared}

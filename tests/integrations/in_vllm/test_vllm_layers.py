@@ -1,4 +1,4 @@
-"""Layers of vLLM, built and loaded by vLLM, compute what the float64 reference computes."""
+"""Layers that vLLM makes and loads. Their outputs are compared with the float64 reference."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,7 +32,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.verify.compare import compare
 
 BASE = Problem(tokens=17, hidden=64, intermediate=32, experts=4, top_k=2)
-WIDE = replace(BASE, hidden=256, intermediate=128)
+LARGE = replace(BASE, hidden=256, intermediate=128)
 PROBLEMS = (
     BASE,
     replace(BASE, activation="gelu"),
@@ -40,11 +40,11 @@ PROBLEMS = (
     replace(BASE, activation="swiglu_clamp_after"),
     replace(BASE, activation="swiglu_oai", bias=True),
     replace(BASE, dtype=torch.float16),
-    replace(WIDE, quant="fp8_w8a8_tensor"),
-    replace(WIDE, quant="fp8_w8a8_tensor:static=true"),
-    replace(WIDE, quant="fp8_w8a8_channel"),
-    replace(WIDE, quant="fp8_w8a8_block"),
-    replace(WIDE, quant="int8_w8a8_channel"),
+    replace(LARGE, quant="fp8_w8a8_tensor"),
+    replace(LARGE, quant="fp8_w8a8_tensor:static=true"),
+    replace(LARGE, quant="fp8_w8a8_channel"),
+    replace(LARGE, quant="fp8_w8a8_block"),
+    replace(LARGE, quant="int8_w8a8_channel"),
     replace(BASE, quant="int4_w4a16_group:group=32"),
     replace(BASE, quant="int4_w4a16_group:group=32,zero_points=true"),
     replace(BASE, quant="int8_w8a16_group:group=32"),
@@ -52,27 +52,27 @@ PROBLEMS = (
     replace(BASE, quant="mxfp4_w4a16", activation="swiglu_oai", bias=True),
     replace(BASE, quant="nvfp4_w4a16"),
 )
-# (problem, format of the checkpoint); compressed-tensors or vLLM's own by default.
+# (problem, format of the checkpoint). The default is compressed-tensors or vLLM's own format.
 ALL_CASES = (
     *((problem, "") for problem in PROBLEMS),
     (replace(BASE, intermediate=64, quant="int4_w4a16_group:group=32"), "gptq"),
     (replace(BASE, intermediate=64, quant="int8_w8a16_group:group=32"), "gptq"),
     (replace(BASE, quant="int4_w4a16_group:group=32"), "moe_wna16"),
-    (replace(WIDE, quant="int4_w4a16_group:group=32,zero_points=true"), "moe_wna16"),
+    (replace(LARGE, quant="int4_w4a16_group:group=32,zero_points=true"), "moe_wna16"),
     (replace(BASE, quant="int8_w8a16_group:group=32"), "moe_wna16"),
     (replace(BASE, quant="int4_w4a16_group:group=32,zero_points=true"), "awq"),
     (replace(BASE, quant="int4_w4a16_group:group=32"), "awq"),
-    (replace(WIDE, quant="fp8_w8a8_tensor:static=true"), "compressed-tensors"),
-    (replace(WIDE, quant="fp8_w8a8_block"), "compressed-tensors"),
-    (replace(WIDE, quant="fp8_w8a8_block:block=64x64"), "compressed-tensors"),
-    (replace(WIDE, quant="fp8_w8a8_tensor:static=true"), "modelopt"),
+    (replace(LARGE, quant="fp8_w8a8_tensor:static=true"), "compressed-tensors"),
+    (replace(LARGE, quant="fp8_w8a8_block"), "compressed-tensors"),
+    (replace(LARGE, quant="fp8_w8a8_block:block=64x64"), "compressed-tensors"),
+    (replace(LARGE, quant="fp8_w8a8_tensor:static=true"), "modelopt"),
     (replace(BASE, quant="nvfp4_w4a16"), "modelopt"),
 )
-HAS_GROUPS = "int_wna16" in version_module().ORACLES
+HAS_GROUP_ORACLE = "int_wna16" in version_module().ORACLES
 CASES = [
-    (problem, form)
-    for problem, form in ALL_CASES
-    if HAS_GROUPS or not problem.quant.startswith(("int4_w4a16_group", "int8_w8a16_group"))
+    (problem, checkpoint_format)
+    for problem, checkpoint_format in ALL_CASES
+    if HAS_GROUP_ORACLE or not problem.quant.startswith(("int4_w4a16_group", "int8_w8a16_group"))
 ]
 
 
@@ -84,7 +84,7 @@ def engine() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def _replace_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_operators(monkeypatch)
 
 
@@ -94,13 +94,15 @@ def tensors(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
-@pytest.mark.parametrize(("problem", "form"), CASES, ids=str)
-def test_layer(problem: Problem, form: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("problem", "checkpoint_format"), CASES, ids=str)
+def test_outputs_equal_the_reference(
+    problem: Problem, checkpoint_format: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MK_VLLM", part)
     x_TH, weights, routing = tensors(problem)
-    layer = vllm_layer(problem, form)
+    layer = vllm_layer(problem, checkpoint_format)
     assert layer.quant_method.experts_cls.__name__ == f"ModularKernel{part}"
-    fill(layer, problem, weights, form)
+    fill(layer, problem, weights, checkpoint_format)
     layer.quant_method.process_weights_after_loading(layer)
     got = call(layer, x_TH, routing)
     exact = float64_reference(x_TH, weights, routing, problem)
@@ -111,7 +113,9 @@ def test_layer(problem: Problem, form: str, part: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("part", ["TritonExperts", "TorchExperts"])
 def test_router_weights_on_the_input(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's `prepare` applies the weights to the tokens, so the experts must not."""
+    """vLLM's `prepare` multiplies the tokens by the router weights. The experts must therefore not
+    do this again.
+    """
     monkeypatch.setenv("MK_VLLM", part)
     problem = replace(BASE, top_k=1, apply_router_weight_on_input=True)
     x_TH, weights, routing = tensors(problem)
@@ -132,13 +136,13 @@ def check(got: torch.Tensor, inputs: tuple[Any, ...], problem: Problem) -> None:
     assert comparison.ok, comparison.problems
 
 
-@pytest.mark.skipif(not HAS_GROUPS, reason="0.26 runs GPTQ's layers on its own kernels")
+@pytest.mark.skipif(not HAS_GROUP_ORACLE, reason="0.26 runs GPTQ's layers on its own kernels")
 @pytest.mark.parametrize("loaded", [("w13_bias", "w2_bias"), ("w13_bias",), ("w2_bias",), ()])
 @pytest.mark.parametrize("declared", [False, True])
-def test_biases_are_those_of_the_checkpoint(
+def test_biases_equal_those_of_the_checkpoint(
     loaded: tuple[str, ...], declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM loads biases of GPTQ checkpoints, whether or not the model declares them."""
+    """vLLM loads biases of GPTQ checkpoints whether the model declares them or not."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     problem = replace(BASE, intermediate=64, quant="int4_w4a16_group:group=32", bias=True)
     x_TH, weights, routing = tensors(problem)
@@ -149,8 +153,8 @@ def test_biases_are_those_of_the_checkpoint(
     got = call(layer, x_TH, routing)
     absent = {
         name: torch.zeros_like(getattr(weights, name))
-        for name, theirs in (("b1", "w13_bias"), ("b2", "w2_bias"))
-        if theirs not in loaded
+        for name, parameter in (("b1", "w13_bias"), ("b2", "w2_bias"))
+        if parameter not in loaded
     }
     check(got, (x_TH, replace(weights, **absent), routing), problem)
 
@@ -158,7 +162,7 @@ def test_biases_are_those_of_the_checkpoint(
 def test_declared_biases_that_are_not_loaded_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's method for this format has no biases."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
-    problem = replace(WIDE, quant="fp8_w8a8_channel")
+    problem = replace(LARGE, quant="fp8_w8a8_channel")
     x_TH, weights, routing = tensors(problem)
     layer = vllm_layer(replace(problem, bias=True))
     fill(layer, problem, weights)
@@ -167,8 +171,8 @@ def test_declared_biases_that_are_not_loaded_are_ignored(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("quant", ["nvfp4_w4a16", "fp8_w8a8_tensor"])
-def test_a_reload_keeps_the_memory_of_scales(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph that was captured before the reload reads the memory of its scales."""
+def test_reloads_keep_the_memory_of_scales(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph that was captured before the reload still reads the memory of its scales."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     problem = replace(BASE, quant=quant)
     _, weights, _ = tensors(problem)
@@ -185,7 +189,7 @@ def test_a_reload_keeps_the_memory_of_scales(quant: str, monkeypatch: pytest.Mon
     before = captured.clone()
     source = config.g1_alphas if quant == "nvfp4_w4a16" else config.w1_scale
     source.data.mul_(0.5)
-    experts = type(experts)(layer.moe_config, config)  # as vLLM does after it has loaded weights
+    experts = type(experts)(layer.moe_config, config)  # as vLLM does after loading weights
     assert (
         getattr(experts._get_weights(*tensors_of_vllm, None), name).data_ptr()
         == captured.data_ptr()
@@ -220,7 +224,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.skipif(not hasattr(layer_module, "FusedMoEFactory"), reason="0.26 needs its extension")
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_layer_with_its_router_and_a_shared_expert(
+def test_layers_with_a_router_and_a_shared_expert(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
@@ -245,18 +249,20 @@ def test_a_layer_with_its_router_and_a_shared_expert(
 
 BATCHED = (
     BASE,
-    replace(WIDE, quant="fp8_w8a8_tensor"),
-    replace(WIDE, quant="fp8_w8a8_tensor:static=true"),
-    replace(WIDE, quant="fp8_w8a8_channel"),
+    replace(LARGE, quant="fp8_w8a8_tensor"),
+    replace(LARGE, quant="fp8_w8a8_tensor:static=true"),
+    replace(LARGE, quant="fp8_w8a8_channel"),
     # The dispatch of 0.26 cannot allocate rows for mxfp4.
-    *((replace(BASE, quant="mxfp4_w4a16"),) if HAS_GROUPS else ()),
+    *((replace(BASE, quant="mxfp4_w4a16"),) if HAS_GROUP_ORACLE else ()),
 )
 
 
 @pytest.mark.parametrize("part", ["BatchedTritonExperts", "NaiveBatchedExperts"])
 @pytest.mark.parametrize("problem", BATCHED, ids=str)
 def test_batched_experts(problem: Problem, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In vLLM's kernel, with its own dispatch into rows by expert, which quantizes them."""
+    """The experts run in vLLM's kernel. vLLM's own dispatch quantizes the tokens into rows by
+    expert.
+    """
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     version = version_module()
     x_TH, weights, routing = tensors(problem)

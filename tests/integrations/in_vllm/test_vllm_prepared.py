@@ -1,4 +1,4 @@
-"""Copies of 4-bit weights that the plugin prepares when vLLM has loaded a layer."""
+"""Prepared copies of 4-bit weights. The plugin makes them after vLLM has loaded a layer."""
 
 import logging
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ if "int_wna16" in version_module().ORACLES:
         (replace(BASE, quant=INT4), "moe_wna16"),
         (replace(BASE, quant=f"{INT4},zero_points=true"), "awq"),
     ]
-each_case = pytest.mark.parametrize(("problem", "form"), CASES, ids=str)
+parametrize_cases = pytest.mark.parametrize(("problem", "checkpoint_format"), CASES, ids=str)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,9 +67,9 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     calls._make_kernel.cache_clear()
 
 
-def loaded_layer(problem: Problem, form: str, weights: ExpertWeights) -> Any:
-    layer = vllm_layer(problem, form)
-    fill(layer, problem, weights, form)
+def make_loaded_layer(problem: Problem, checkpoint_format: str, weights: ExpertWeights) -> Any:
+    layer = vllm_layer(problem, checkpoint_format)
+    fill(layer, problem, weights, checkpoint_format)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -87,12 +87,12 @@ def check(layer: Any, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routi
     assert comparison.ok, comparison.problems
 
 
-@each_case
-def test_a_layer_reads_a_copy_that_is_made_when_it_is_loaded(
-    problem: Problem, form: str, launched: list[int]
+@parametrize_cases
+def test_layers_use_the_copy_made_during_loading(
+    problem: Problem, checkpoint_format: str, launched: list[int]
 ) -> None:
     x_TH, weights, _, routing = tensors(problem)
-    layer = loaded_layer(problem, form, weights)
+    layer = make_loaded_layer(problem, checkpoint_format, weights)
     assert prepared_tensors(layer).keys() == prepared.SOURCE_FIELDS.keys()
     addresses = addresses_of(layer)
     assert not launched
@@ -100,48 +100,48 @@ def test_a_layer_reads_a_copy_that_is_made_when_it_is_loaded(
     assert len(launched) == 2
     first = Routing(routing.topk_weights_TK[:1], routing.topk_ids_TK[:1])
     check(layer, x_TH[:1], weights, first)
-    assert len(launched) == 2  # a call with few rows reads the weights as loaded
+    assert len(launched) == 2  # calls with few rows read the loaded weights
     assert addresses_of(layer) == addresses
 
 
-@each_case
-def test_a_reload_writes_the_copy_in_place(
-    problem: Problem, form: str, launched: list[int]
+@parametrize_cases
+def test_reloads_write_the_copy_in_place(
+    problem: Problem, checkpoint_format: str, launched: list[int]
 ) -> None:
     x_TH, weights, _, routing = tensors(problem)
-    layer = loaded_layer(problem, form, weights)
+    layer = make_loaded_layer(problem, checkpoint_format, weights)
     check(layer, x_TH, weights, routing)
     copy = prepared_tensors(layer)
     addresses = addresses_of(layer)
-    _, others, _, _ = tensors(problem, seed=4)
-    new = loaded_layer(problem, form, others)
-    want = {name: tensor.clone() for name, tensor in prepared_tensors(new).items()}
+    _, new_weights, _, _ = tensors(problem, seed=4)
+    reloaded = make_loaded_layer(problem, checkpoint_format, new_weights)
+    want = {name: tensor.clone() for name, tensor in prepared_tensors(reloaded).items()}
     assert not all(torch.equal(want[name], copy[name]) for name in want)
 
-    reload(layer, problem, others, form)
-    # Before any call, because replays of CUDA graphs read the copy.
+    reload(layer, problem, new_weights, checkpoint_format)
+    # The copy must be current before any call, because replays of CUDA graphs read it.
     assert {
         name: tensor.data_ptr() for name, tensor in prepared_tensors(layer).items()
     } == addresses
     for name, tensor in copy.items():
         assert torch.equal(tensor, want[name]), name
     launched.clear()
-    check(layer, x_TH, others, routing)
+    check(layer, x_TH, new_weights, routing)
     assert len(launched) == 2
 
 
-def test_a_write_that_torch_tracks_reaches_the_copy_in_the_next_call(launched: list[int]) -> None:
-    """vLLM updates weights in its kernels' format in this way."""
+def test_tracked_writes_update_the_copy_in_the_next_call(launched: list[int]) -> None:
+    """vLLM updates weights in the format of its kernels in this way."""
     x_TH, weights, _, routing = tensors(BASE)
-    layer = loaded_layer(BASE, "", weights)
+    layer = make_loaded_layer(BASE, "", weights)
     check(layer, x_TH, weights, routing)
     addresses = addresses_of(layer)
-    _, others, _, _ = tensors(BASE, seed=4)
+    _, new_weights, _, _ = tensors(BASE, seed=4)
     with torch.no_grad():
-        layer.w13_weight.copy_(others.w1)
-        layer.w13_weight_scale.copy_(others.w1_scale)
+        layer.w13_weight.copy_(new_weights.w1)
+        layer.w13_weight_scale.copy_(new_weights.w1_scale)
     launched.clear()
-    written = replace(weights, w1=others.w1, w1_scale=others.w1_scale)
+    written = replace(weights, w1=new_weights.w1, w1_scale=new_weights.w1_scale)
     check(layer, x_TH, written, routing)
     assert len(launched) == 2
     assert {
@@ -149,27 +149,27 @@ def test_a_write_that_torch_tracks_reaches_the_copy_in_the_next_call(launched: l
     } == addresses
 
 
-def test_a_variable_turns_preparation_off(
+def test_environment_variable_disables_preparation(
     monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
     monkeypatch.setenv("MK_VLLM_PREPARE", "0")
     x_TH, weights, _, routing = tensors(BASE)
-    layer = loaded_layer(BASE, "", weights)
+    layer = make_loaded_layer(BASE, "", weights)
     assert not prepared_tensors(layer)
     check(layer, x_TH, weights, routing)
     assert not launched
 
 
-def test_weights_stay_as_loaded_if_memory_is_short(
+def test_weights_are_not_prepared_if_memory_is_insufficient(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launched: list[int]
 ) -> None:
-    def fail(*_: object) -> dict[str, torch.Tensor]:
+    def raise_error(*_: object) -> dict[str, torch.Tensor]:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(prepared, "allocate_prepared", fail)
+    monkeypatch.setattr(prepared, "allocate_prepared", raise_error)
     x_TH, weights, _, routing = tensors(BASE)
     with caplog.at_level(logging.WARNING, "modular_kernel.weights"):
-        layers = [loaded_layer(BASE, "", weights) for _ in range(2)]
+        layers = [make_loaded_layer(BASE, "", weights) for _ in range(2)]
     texts = [record.getMessage() for record in caplog.records if record.name.endswith("weights")]
     assert [text.startswith("4-bit weights stay as loaded") for text in texts] == [True]
     for layer in layers:
@@ -178,18 +178,18 @@ def test_weights_stay_as_loaded_if_memory_is_short(
     assert not launched
 
 
-def test_no_copy_is_made_in_a_reload_if_the_first_load_made_none(
+def test_reloads_make_no_copy_if_the_first_load_made_none(
     monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
     """Memory that is free during a reload may belong to the KV cache of a sleeping engine."""
 
-    def fail(*_: object) -> dict[str, torch.Tensor]:
+    def raise_error(*_: object) -> dict[str, torch.Tensor]:
         raise torch.OutOfMemoryError("no memory")
 
     x_TH, weights, _, routing = tensors(BASE)
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "allocate_prepared", fail)
-        layer = loaded_layer(BASE, "", weights)
+        patch.setattr(prepared, "allocate_prepared", raise_error)
+        layer = make_loaded_layer(BASE, "", weights)
     reload(layer, BASE, weights)
     assert not prepared_tensors(layer)
     check(layer, x_TH, weights, routing)
@@ -197,44 +197,42 @@ def test_no_copy_is_made_in_a_reload_if_the_first_load_made_none(
 
 
 @pytest.mark.parametrize("reloads", [0, 1])
-def test_a_write_between_a_load_and_the_first_call_reaches_the_copy(
-    reloads: int, launched: list[int]
-) -> None:
+def test_writes_before_the_first_call_update_the_copy(reloads: int, launched: list[int]) -> None:
     x_TH, weights, _, routing = tensors(BASE)
-    layer = loaded_layer(BASE, "", weights)
+    layer = make_loaded_layer(BASE, "", weights)
     for _ in range(reloads):
         check(layer, x_TH, weights, routing)
         reload(layer, BASE, weights)
-    _, others, _, _ = tensors(BASE, seed=4)
+    _, new_weights, _, _ = tensors(BASE, seed=4)
     with torch.no_grad():
-        layer.w13_weight.copy_(others.w1)
-    check(layer, x_TH, replace(weights, w1=others.w1), routing)
+        layer.w13_weight.copy_(new_weights.w1)
+    check(layer, x_TH, replace(weights, w1=new_weights.w1), routing)
     assert launched
 
 
-def test_a_reload_without_preparation_does_not_leave_an_old_copy(
+def test_reloads_without_preparation_do_not_use_an_old_copy(
     monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
     x_TH, weights, _, routing = tensors(BASE)
-    layer = loaded_layer(BASE, "", weights)
+    layer = make_loaded_layer(BASE, "", weights)
     check(layer, x_TH, weights, routing)
-    _, others, _, _ = tensors(BASE, seed=4)
+    _, new_weights, _, _ = tensors(BASE, seed=4)
     monkeypatch.setenv("MK_VLLM_PREPARE", "0")
-    reload(layer, BASE, others)
-    check(layer, x_TH, others, routing)
+    reload(layer, BASE, new_weights)
+    check(layer, x_TH, new_weights, routing)
 
 
-def test_a_failed_preparation_in_a_reload_raises(
+def test_failed_preparation_during_a_reload_raises(
     monkeypatch: pytest.MonkeyPatch, launched: list[int]
 ) -> None:
-    """CUDA graphs would otherwise read the copy of the old weights."""
+    """Otherwise CUDA graphs would read the copy of the old weights."""
 
-    def fail(*_: object) -> None:
+    def raise_error(*_: object) -> None:
         raise ShapeError("w1", got=1, need=2)
 
     x_TH, weights, _, routing = tensors(BASE)
-    layer = loaded_layer(BASE, "", weights)
+    layer = make_loaded_layer(BASE, "", weights)
     check(layer, x_TH, weights, routing)
-    monkeypatch.setattr(calls.validate, "check_weights", fail)
+    monkeypatch.setattr(calls.validate, "check_weights", raise_error)
     with pytest.raises(ShapeError):
         reload(layer, BASE, weights)

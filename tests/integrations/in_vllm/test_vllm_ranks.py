@@ -1,4 +1,4 @@
-"""Layers that are sharded over two ranks of vLLM, by tensor or expert parallelism, on gloo."""
+"""Layers on two vLLM ranks over gloo, with tensor or expert parallelism."""
 
 import subprocess
 import sys
@@ -38,10 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_ranks_outputs_add_up(name: str, folder: Path) -> None:
+def test_rank_outputs_sum_to_the_output_of_the_layer(name: str, folder: Path) -> None:
     problem, _ = CASES[name]
     got = torch.load(folder / f"{name}.pt").to(problem.dtype)
     inputs = *tensors(problem), problem
-    # Each rank rounds its output, where one process rounds the sum once.
+    # Each rank rounds its output. One process would round the sum once.
     comparison = compare(got, float64_reference(*inputs), rounded_reference(*inputs), problem)
     assert comparison.ok, comparison.problems

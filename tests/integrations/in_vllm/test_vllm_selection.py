@@ -1,4 +1,4 @@
-"""The interfaces of vLLM that the plugin relies on, and which layers stay with vLLM."""
+"""The interfaces of vLLM that the plugin uses, and the layers that vLLM's own kernels run."""
 
 import inspect
 import logging
@@ -51,7 +51,7 @@ def names_of(cls: type) -> set[str]:
         (FusedMoEQuantConfig, version.QUANT_FIELDS),
     ],
 )
-def test_configurations_have_the_fields_that_are_read(cls: type, names: tuple[str, ...]) -> None:
+def test_configs_have_the_fields_that_the_plugin_reads(cls: type, names: tuple[str, ...]) -> None:
     assert set(names) - names_of(cls) == set()
 
 
@@ -67,13 +67,13 @@ def test_oracles_have_the_replaced_functions(name: str) -> None:
 @pytest.mark.parametrize("name", ["apply", "workspace_shapes", "__init__", "activation_format"])
 @pytest.mark.parametrize("experts", [version.StandardExperts, version.BatchedExperts])
 def test_methods_accept_the_arguments_of_vllm(experts: type, name: str) -> None:
-    theirs = inspect.signature(getattr(FusedMoEExpertsModular, name)).parameters
-    ours = inspect.signature(getattr(experts, name)).parameters
-    assert name == "__init__" or list(ours) == list(theirs)
+    vllm_parameters = inspect.signature(getattr(FusedMoEExpertsModular, name)).parameters
+    parameters = inspect.signature(getattr(experts, name)).parameters
+    assert name == "__init__" or list(parameters) == list(vllm_parameters)
     assert not getattr(experts, "__abstractmethods__", None)
 
 
-def test_later_functions_are_called_with_the_arguments_that_are_read() -> None:
+def test_later_functions_have_the_arguments_that_the_plugin_reads() -> None:
     needed = {
         "make_wna16_moe_kernel": {"experts_cls", "moe_config", "moe_quant_config"},
         "convert_to_wna16_moe_kernel_format": {
@@ -93,18 +93,21 @@ def test_later_functions_are_called_with_the_arguments_that_are_read() -> None:
             assert needed[function] <= set(inspect.signature(original).parameters)
 
 
-def served(problem: Problem, **options: Any) -> bool:
+def runs_on_our_parts(problem: Problem, **options: Any) -> bool:
     cls = vllm_layer(problem, **options).quant_method.experts_cls
-    return cls is not None and issubclass(cls, version.StandardExperts)  # None in 0.26 on a CPU
+    # cls is None in 0.26 on a CPU
+    return cls is not None and issubclass(cls, version.StandardExperts)
 
 
-def test_the_variable_selects_parts_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_selects_the_part_of_each_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a CPU, parts must be named, because vLLM's own kernels are faster than the torch parts."""
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
-    assert served(BASE)
+    assert runs_on_our_parts(BASE)
     for value in ("0", "1"):
         monkeypatch.setenv("MK_VLLM", value)
-        assert not served(BASE)
+        assert not runs_on_our_parts(BASE)
 
 
 PROGRAM = """
@@ -121,9 +124,9 @@ with vllm_process():
 """
 
 
-def test_disabled_vllm_is_not_changed() -> None:
-    """It selects the same class before and after the plugin is called."""
-    # The child finds the helpers, which pytest put on the path, and this checkout.
+def test_disabled_plugin_does_not_change_vllm() -> None:
+    """vLLM selects the same class before and after the plugin is called."""
+    # The child process can import the helpers, which pytest added to the path, and this checkout.
     variables = {"MK_VLLM": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     environment = make_child_environment(interpreted=False) | variables
     command = [sys.executable, "-c", PROGRAM]
@@ -135,35 +138,35 @@ def test_disabled_vllm_is_not_changed() -> None:
     assert before.endswith("False")
 
 
-def test_an_unsupported_layer_runs_on_vllm(
+def test_unsupported_layers_run_on_vllm(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With every reason, in one log line for all such layers."""
+    """One log line contains every reason for all such layers."""
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     hooks.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "vllm.modular_kernel"):
         logging.getLogger("vllm").propagate = True
-        odd = replace(BASE, experts=4, top_k=2, activation="swiglu_clamp_after")
-        assert served(odd)
+        supported = replace(BASE, experts=4, top_k=2, activation="swiglu_clamp_after")
+        assert runs_on_our_parts(supported)
         monkeypatch.setenv("MK_VLLM", "TritonExpert")
-        assert not served(BASE)
-        assert not served(BASE)
+        assert not runs_on_our_parts(BASE)
+        assert not runs_on_our_parts(BASE)
     (line,) = {m for m in caplog.messages if "leaves a layer" in m}
     assert "got 'TritonExpert'" in line
     assert "TritonExperts" in line
 
 
-def test_an_explicit_backend_of_vllm_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_backends_of_vllm_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     oracle = version.ORACLES["fp8"]
     config = type("Config", (), {"moe_backend": "marlin"})()
     assert oracle.handle("select_fp8_moe_backend", {"config": config}) is None
 
 
-def test_a_layer_with_adapters_runs_on_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_adapters_run_on_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_VLLM", "TorchExperts")
     monkeypatch.setattr(get_current_vllm_config(), "lora_config", LoRAConfig())
-    assert not served(BASE)
+    assert not runs_on_our_parts(BASE)
 
 
 def test_four_bit_rows_of_deepep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +186,7 @@ def test_four_bit_rows_of_deepep_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert experts.scheme == "nvfp4_w4a16"
 
 
-def test_a_moved_name_leaves_vllm_unchanged(
+def test_vllm_is_not_changed_if_a_name_has_moved(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     oracle = version.ORACLES["int8"]
@@ -198,7 +201,7 @@ def test_a_moved_name_leaves_vllm_unchanged(
     assert "Int8MoeBackend.TRITON" in line
 
 
-def test_workspaces_are_declared_in_the_layer_s_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_have_the_dtype_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MK_VLLM", "TritonExperts")
     layer = vllm_layer(BASE)
     layer.quant_method.process_weights_after_loading(layer)
