@@ -151,14 +151,14 @@ def make_fp8_gate_up() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_merge_scales_uses_the_larger_scale() -> None:
     w, scales = make_fp8_gate_up()
-    imported, scale = merge_scales(w, scales)
+    merged, scale = merge_scales(w, scales)
     assert scale.tolist() == scales.amax(1).tolist()
-    assert imported.dtype == FP8
+    assert merged.dtype == FP8
     # Rows with the larger scale keep their bits.
-    assert torch.equal(imported.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
-    assert torch.equal(imported.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
+    assert torch.equal(merged.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
+    assert torch.equal(merged.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
     # Multiplying by 1/4 is exact except for subnormals; multiplying by 1/3 rounds.
-    got = imported.float() * scale[:, None, None]
+    got = merged.float() * scale[:, None, None]
     want = w.float() * scales.repeat_interleave(4, 1)[:, :, None]
     error = (got - want).abs()
     step = 2.0**-9 * scale[:, None, None]  # at least half the step between subnormals
@@ -169,10 +169,10 @@ def test_merge_scales_uses_the_larger_scale() -> None:
 
 def test_merge_scales_accepts_one_or_three_scales_per_expert() -> None:
     w = torch.ones(1, 6, 2).to(FP8)
-    imported, scale = merge_scales(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
+    merged, scale = merge_scales(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
     assert scale.tolist() == [4.0]
     assert scale.dtype == torch.float32
-    assert imported.float()[0, :, 0].tolist() == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5]
+    assert merged.float()[0, :, 0].tolist() == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5]
     unchanged, scale = merge_scales(w, torch.tensor([[3.0]]))
     assert torch.equal(unchanged.view(torch.uint8), w.view(torch.uint8))
     assert scale.tolist() == [3.0]
